@@ -1,4 +1,4 @@
-"""What a patch calls: one channel for each dimension of an engine, and the state they share."""
+"""Channels: the interface that patches call, one for each dimension, with the engine's state."""
 
 from __future__ import annotations
 

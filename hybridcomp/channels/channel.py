@@ -1,14 +1,14 @@
-"""Channel: one dimension of one engine. The only thing that a patch calls.
+"""Channel: one dimension of one engine, the only object that a patch calls.
 
 A patch asks ``channel.codec(...)`` first. ``None`` means native: the patch reports the message with
 ``channel.native(...)`` and calls upstream's original, so that ``none`` is bit-identical.
-Otherwise it hands the tensors over with that codec; the channel adds error feedback, calls the
-collective and writes the ledger. Sums are in here, what is only moved is in ``moves``, what has one
-rank as its root in ``rooted``.
+Otherwise it passes the tensors and that codec; the channel adds error feedback, calls the
+collective and writes the ledger. Reductions are in this module, gathers, exchanges and
+point-to-point messages in ``moves``, broadcasts and reductions to one rank in ``rooted``.
 
-In two levels what is encoded is the sum of a node, cut into a stretch for each of its ranks. So a
-residual covers only this rank's stretch; ``Group`` says which one that is. What the ranks of a node
-have in common after a change of ranks is told what the others take of a message.
+In two levels the sum of a node is encoded, cut into one stretch for each of its ranks. So a
+residual covers only this rank's stretch, which ``Group`` gives. After a change of ranks those of a
+node hold residuals in common; the pieces of the whole message show which of them the others take.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from hybridcomp.collectives import (
 )
 from hybridcomp.policy import Dimension, Direction
 
-#: what error feedback holds of a sender's values and of an owner's sum
+#: residuals of this rank's values (first hop) and of the sum that it owns (second hop)
 Residuals = tuple[Tensor | None, Tensor | None]
 
 
 def channel_of(obj: Any, dimension: Dimension) -> Channel | None:
-    """The channel of an attached engine, or of what it was tagged to; None where there is none."""
+    """Return the channel of an attached engine or of an object tagged with it, None without one."""
     channels = getattr(obj, ATTRIBUTE, None)
     if channels is None:
         return None
@@ -61,7 +61,7 @@ class Channel(Rooted):
 
     def __init__(self, dimension: Dimension, state: EngineState) -> None:
         super().__init__(dimension, state)
-        #: whether parameters travel as what changed since the last gather
+        #: whether parameters travel as differences from the last gather
         self.delta = dimension == "zero" and state.config.zero.delta
 
     @property
@@ -76,7 +76,7 @@ class Channel(Rooted):
 
     @property
     def exact_step(self) -> bool:
-        """Whether parameter deltas start anew in this step, by ``resync_every``."""
+        """Return whether this step gathers exact parameters, as ``resync_every`` asks."""
         every = self._state.config.zero.resync_every
         return every > 0 and self.step % every == 0
 
@@ -130,7 +130,7 @@ class Channel(Rooted):
         pieces: Sequence[Piece] | None,
         direction: Direction,
     ) -> None:
-        """Add to an all-reduce of ``tensor`` what pieces and samples of its error ask for."""
+        """Set the cuts, residuals and error probe of the all-reduce ``how`` of ``tensor``."""
         how.cuts = self._cuts(how.codec, pieces, how.group)
         codecs = all_reduce_codecs(
             how.codec, tensor.dtype, how.group.encoders, tensor.device, how.cuts
@@ -150,7 +150,7 @@ class Channel(Rooted):
         direction: Direction = "forward",
         async_op: bool = False,
     ) -> ReduceScatterHandle:
-        """Sum over ``group`` what goes to this rank; ``shards[r]`` goes to rank r.
+        """Sum this rank's shard over ``group``; ``shards[r]`` is this rank's part of rank r's sum.
 
         ``wait()`` of the handle gives the sum, a new fp32 tensor.
         """
@@ -175,7 +175,7 @@ class Channel(Rooted):
         direction: Direction,
         async_op: bool,
     ) -> ReduceScatterHandle:
-        """A reduce-scatter of encoded shards, with residuals for those that this rank encodes."""
+        """Reduce-scatter ``shards``, with residuals for those that this rank encodes."""
         group, encoded = how.group, how.group.receivers
         cuts = residuals = None
         if pieces is not None and self._separates(how.codec):
@@ -200,7 +200,7 @@ class Channel(Rooted):
         raw_nbytes: int,
         pieces: Sequence[Piece] | None = None,
     ) -> list[Tensor]:
-        """The fp32 sums over ``group`` of the ranges of ``tensor`` that this rank owns."""
+        """Sum ``tensor`` over ``group``; return the fp32 sums of the ranges this rank owns."""
         known, meter = self.group(group), self.meter(tensor.device)
         exact = self._take([tensor], None if pieces is None else [pieces], codec, known)
         if codec.low_rank is not None:
@@ -231,7 +231,7 @@ class Channel(Rooted):
         codec: Codec,
         group: Group,
     ) -> Exact | None:
-        """Take what has to be summed exactly out of a message; None where it is nothing."""
+        """Take parameters common to tensor-parallel ranks out of a message; sum them exactly."""
         names = self._state.common
         if pieces is None or codec.lossless or not names:
             return None
@@ -239,18 +239,18 @@ class Channel(Rooted):
         return Exact(tensors, stretches, group) if stretches else None
 
     def _flushes(self, codec: Codec) -> bool:
-        """Whether a message with ``codec`` takes along what residuals hold, for the last time.
+        """Return whether a message with ``codec`` sends the residuals for the last time.
 
-        Error feedback is on with lossy codecs only, so a lossless one stands for such a step.
+        Error feedback is on with lossy codecs only, so a lossless one marks such a step.
         """
         return self.error_feedback and codec.lossless
 
     def _separates(self, codec: Codec) -> bool:
-        """Whether what is made of a parameter must not depend on its neighbours in the message."""
+        """Return whether parameters of one message must be encoded independently of each other."""
         return codec.bounded or (bool(self._state.common) and not codec.lossless)
 
     def _cuts(self, codec: Codec, pieces: Sequence[Piece] | None, group: Group) -> Sequence[int]:
-        """Find where ``codec`` may not reach across, in what this rank encodes."""
+        """Return the borders of parameters, in this rank's part, that ``codec`` must not cross."""
         if pieces is None or not self._separates(codec):
             return ()
         return borders(_encoded(pieces, group))
@@ -258,7 +258,7 @@ class Channel(Rooted):
     def _residuals(
         self, pieces: Sequence[Piece] | None, group: Group, like: Tensor, hops: int
     ) -> Residuals:
-        """Give the sender's and, of two hops, the owner's; None without error feedback."""
+        """Return the sender's residual and, for two hops, the owner's; None: no error feedback."""
         if pieces is None or not self.error_feedback:
             return None, None
         held, own = self._state.residuals, _encoded(pieces, group)
@@ -268,7 +268,7 @@ class Channel(Rooted):
         return held.pair(own, _chunk(own, group), like, message=whole)
 
     def _probe(self, first: Codec, direction: Direction) -> Probe:
-        """Samples what the first quantization, with the codec ``first``, leaves out."""
+        """Return a function that samples the error of the first encoding, with codec ``first``."""
 
         def probe(values: Tensor, cuts: Sequence[int], residual: Tensor | None) -> None:
             self.sample(values, first, direction, cuts, residual=residual)
@@ -281,12 +281,12 @@ class Channel(Rooted):
 
 
 def _encoded(pieces: Sequence[Piece], group: Group) -> Sequence[Piece]:
-    """What this rank encodes of a message that consists of ``pieces``."""
+    """Return the pieces of a message that this rank encodes: all, or its stretch of the node's."""
     numel = sum(piece.numel for piece in pieces)
     return cut(pieces, *chunk_ranges(numel, group.width)[group.local])
 
 
 def _chunk(own: Sequence[Piece], group: Group) -> Sequence[Piece]:
-    """What of that this rank sums, and encodes again."""
+    """Return the part of ``own`` whose sum this rank owns and encodes again."""
     numel = sum(piece.numel for piece in own)
     return cut(own, *chunk_ranges(numel, group.encoders)[group.index])

@@ -1,4 +1,4 @@
-"""What a session keeps beside an engine's checkpoint: one file for the job, one for each rank.
+"""Save and load a session's state beside an engine's checkpoint: a file of the job, one per rank.
 
 ``hybridcomp_state.json`` has the step, the loss scale and the groups of the job. The files of the
 ranks hold residuals, the guard, and what ``auto`` found out; they exist where there is any of it.
@@ -37,10 +37,10 @@ TODO = (
 
 @dataclass(frozen=True)
 class State:
-    """What is the same on all ranks."""
+    """State of the job, equal on all ranks."""
 
     step: int  # optimizer steps taken
-    loss_scale: float  # that residuals are in units of
+    loss_scale: float  # factor on the gradients, and so on the residuals
     groups: dict[str, int] = field(default_factory=dict)  # ranks in each, by dimension
     format: int = saved.FORMAT
 
@@ -50,7 +50,7 @@ def _path(folder: Path, rank: int) -> Path:
 
 
 def needed(channels: Channels) -> bool:
-    """Whether there is anything to save; equal on every rank."""
+    """Return whether there is anything to save; equal on every rank."""
     known = bool(channels.guard.trips) or bool(channels.verdicts.by_dimension)
     known = known or bool(channels.host.pace.state())
     return known or any(channel.error_feedback for channel in channels)
@@ -65,9 +65,9 @@ def save(
 ) -> None:
     """Write the state of the job and of every rank into ``folder``; a collective.
 
-    ``groups``: ranks in each group whose coordinates stand in the names of parameters;
-    ``references``: whether every rank has written those of deltas there, too. Returns when all
-    files are whole. Raises CheckpointError, on every rank, where one could not write.
+    ``groups``: number of ranks of each group whose coordinates are part of the parameters' names;
+    ``references``: whether every rank has written the references of deltas there, too. Returns when
+    all files are complete. Raises CheckpointError, on every rank, where one could not write.
     """
     _, problem = saved.attempt(
         lambda: _save(folder, channels, State(channels.step, loss_scale, dict(groups)), references)
@@ -89,9 +89,9 @@ def _save(folder: Path, channels: Channels, state: State, references: bool) -> N
 
 
 def read_state(folder: Path) -> State | None:
-    """The state of the job in ``folder``, read by rank 0; None where there is none. A collective.
+    """Read the state of the job on rank 0 and broadcast it; None without a file. A collective.
 
-    The step decides on codecs, so that one rank reads it, and no two can differ. Raises
+    Codecs depend on the step, so only one rank reads it and no two can differ. Raises
     CheckpointError, on every rank, for a damaged file.
     """
     found, problem = None, None
@@ -117,7 +117,7 @@ def _read_state(path: Path) -> dict[str, Any] | None:
 
 
 def _save_rank(folder: Path, channels: Channels, loss_scale: float) -> None:
-    """Write what differs on this rank."""
+    """Write this rank's file: residuals, low-rank factors, guard, verdicts of link and offload."""
     state = {
         "format": saved.FORMAT,
         "world_size": dist.get_world_size(),
@@ -136,14 +136,14 @@ def _save_rank(folder: Path, channels: Channels, loss_scale: float) -> None:
 
 @dataclass
 class StoredState:
-    """What ``read`` has read and checked, for ``take_over``.
+    """State that ``read`` has read and checked, for ``take_over``.
 
     Attributes:
-        choices: of guard, link and offload, as rank 0 has them; None: nobody asks for them.
-        own: this rank's file, where every rank takes its own.
-        count: the ranks that saved; None where there are no residuals.
-        part, plan: of residuals that go to other ranks, and where to.
-        loss_scale: that the residuals are in units of.
+        choices: decisions of guard, link and offload, as in rank 0's file; None: not wanted.
+        own: this rank's file, where every rank takes over the file with its number.
+        count: number of ranks that saved; None where there are no residuals.
+        part, plan: residuals that this rank has read for other ranks, and which rank gets them.
+        loss_scale: factor on the gradients, and so on the residuals, when they were saved.
     """
 
     folder: Path
@@ -164,7 +164,7 @@ def load(
 
 
 def read(folder: Path, channels: Channels) -> StoredState:
-    """Read what ``save`` wrote, and check it; nothing is changed. Every rank calls it.
+    """Read and check the files of ``save``; changes nothing in ``channels``. A collective.
 
     Raises CheckpointError on every rank where the file of one is damaged, missing, of another rank
     or another step, or holds residuals behind the end of a parameter.
@@ -198,11 +198,11 @@ def read(folder: Path, channels: Channels) -> StoredState:
 def take_over(
     found: StoredState, channels: Channels, loss_scale: float, device: torch.device | None = None
 ) -> None:
-    """Go on from what ``read`` has found; without residuals they start at zero, said once.
+    """Put the state that ``read`` returned into ``channels``; a collective.
 
-    Every rank calls it. ``loss_scale``: the factor on the gradients from now on; ``device``: where
-    the default group reduces. Raises CheckpointError, on every rank, where guard, link or offload
-    are not what this version keeps.
+    Without stored residuals they start at zero, and a message says so. ``loss_scale``: the factor
+    on the gradients from now on; ``device``: where the default group reduces. Raises
+    CheckpointError, on every rank, where this version cannot read guard, link or offload.
     """
     if found.choices is None:
         return
@@ -222,7 +222,7 @@ def take_over(
 
 
 def _own(folder: Path, channels: Channels) -> dict[str, Any] | None:
-    """What this rank's file holds, None where there is none."""
+    """Read and check this rank's file, None where there is none."""
     path = _path(folder, dist.get_rank())
     if not path.is_file():
         return None
@@ -238,7 +238,7 @@ def _own(folder: Path, channels: Channels) -> dict[str, Any] | None:
 
 
 def _stored_ranks(folder: Path, own: dict[str, Any] | None) -> int | None:
-    """The ranks that saved, None where no file is there; the same on all ranks.
+    """Return how many ranks saved, None where no file is there; the same on all ranks.
 
     Raises CheckpointError where files are missing or do not belong together.
     """
@@ -275,7 +275,7 @@ def _not_together(
 
 
 def _restore_choices(channels: Channels, state: Mapping[str, Any]) -> str | None:
-    """Guard, link and offload go on as they were; what is wrong with ``state``, None if nothing."""
+    """Restore guard, link and offload; return what is wrong with ``state``, None if nothing."""
     try:
         if channels.guard.watching:
             say(*channels.resume_guard(state.get("guard", {})))
@@ -289,14 +289,14 @@ def _restore_choices(channels: Channels, state: Mapping[str, Any]) -> str | None
 
 
 def _same_ranks(count: int, own: dict[str, Any] | None, channels: Channels) -> bool:
-    """Whether each rank takes its own file: as many ranks, on nodes as before; as rank 0 finds."""
+    """Return whether ranks and nodes are as when saved, so each takes its file; rank 0 decides."""
     same = own is not None and count == dist.get_world_size()
     same = same and own is not None and own.get("layout") == channels.layout
     return bool(tell({"same": same}, what=WHAT)[0]["same"])
 
 
 def _restore_residuals(found: StoredState, channels: Channels, device: torch.device) -> None:
-    """Take this rank's own file, or a part of the sum of all."""
+    """Load the residuals of this rank's file, or this rank's part of the sum over all files."""
     if found.own is not None:
         channels.residuals.load(found.own["residuals"])
         channels.factors.load(found.own["factors"])
@@ -327,7 +327,7 @@ def _read_part(folder: Path, count: int, found: StoredState) -> resharing.ReadRe
 
 
 def _told(own: dict[str, Any] | None) -> dict[str, Any]:
-    """What rank 0 read of guard, link and offload: ranks change together or not at all."""
+    """Broadcast guard, link and offload of rank 0's file: all ranks must decide alike."""
     parts = ("guard", "link", "offload")
     state = [{part: own[part] for part in parts} if own is not None else {}]
     dist.broadcast_object_list(state, src=0)
@@ -335,7 +335,7 @@ def _told(own: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _read(path: Path, rank: int) -> dict[str, Any]:
-    """The file of ``rank``. Raises CheckpointError unless it is one."""
+    """Read the file of ``rank``. Raises CheckpointError where it is damaged or of another rank."""
     stored = saved.read(path)
     saved.expect(path, stored, "world_size", lambda value: saved.is_count(value) and value > 0)
     saved.expect(path, stored, "loss_scale", saved.is_scale)

@@ -1,8 +1,8 @@
-"""``hybridcomp_checkpoint.json``: what a checkpoint of a compressed run says about itself.
+"""Write and read ``hybridcomp_checkpoint.json``, which describes a compressed run's checkpoint.
 
-A job without hybridcomp loads such a checkpoint and says nothing: it does not know our files. So
-the folder itself says what they are, to whoever looks into it and to ``hybridcomp validate FILE
---checkpoint FOLDER``; a job that has hybridcomp and no block is told when it loads.
+A job without hybridcomp loads such a checkpoint and ignores our files silently. So a note in the
+folder explains them, to whoever looks into it and to ``hybridcomp validate FILE --checkpoint
+FOLDER``; a job that has hybridcomp but no block prints a warning when it loads the checkpoint.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def write(
 ) -> None:
     """Write the note into the folder of a checkpoint; one rank calls it.
 
-    ``kinds``: of ``HOLDS``, those of which every rank writes a file there. Raises CheckpointError.
+    ``kinds``: keys of ``HOLDS``; every rank writes a file of each. Raises CheckpointError.
     """
     note = {
         "README": NEEDS_US if kinds else SELF_CONTAINED,
@@ -61,7 +61,7 @@ def write(
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """The note in ``folder``, None where there is none. Raises ConfigError for a damaged one."""
+    """Read the note in ``folder``, None without one. Raises ConfigError for a damaged one."""
     path = folder / FILE
     if not path.is_file():
         return None
@@ -75,9 +75,9 @@ def read(folder: Path) -> dict[str, Any] | None:
 
 
 def folder_of(place: Path) -> Path:
-    """The folder of one checkpoint: ``place``, or the one that its file ``latest`` names.
+    """Return the folder of one checkpoint: ``place``, or the one that its file ``latest`` names.
 
-    Of an output folder of Hugging Face's Trainer it is the last checkpoint's. Raises ConfigError
+    In an output folder of Hugging Face's Trainer it is the last checkpoint's. Raises ConfigError
     where there is no such folder.
     """
     steps = {
@@ -95,7 +95,7 @@ def folder_of(place: Path) -> Path:
 
 
 def missing(folder: Path, note: Mapping[str, Any]) -> list[str]:
-    """Names of files that the note promises and the folder lacks."""
+    """Return the names of files that the note lists and the folder lacks."""
     names = [
         pattern.replace("*", f"{rank:05d}")
         for pattern in note["files"]
@@ -105,7 +105,7 @@ def missing(folder: Path, note: Mapping[str, Any]) -> list[str]:
 
 
 def dropped(folder: Path, block: CompressionConfig | None) -> list[str]:
-    """What a job with ``block`` (None: without one) leaves behind in ``folder``, in a sentence.
+    """Warn of the state in ``folder`` that a job with ``block`` (None: without one) drops.
 
     Empty where it takes over everything, and for checkpoints without a note.
     """

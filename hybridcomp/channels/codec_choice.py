@@ -1,7 +1,7 @@
-"""CodecChoice: with which codec a message of one dimension goes, if with any. It moves nothing.
+"""Choose the codec of each message of one dimension, or none; sends nothing.
 
-What it looks at is the same on all ranks of a group: the block, the message's size and dtype, the
-step, and what the ranks have agreed on, such as a measured link or a guard that tripped.
+The choice depends only on what is equal on all ranks of a group: the block, the message's size and
+dtype, the step, and decisions the ranks agreed on, such as a measured link or a tripped guard.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TWO_LEVELS: tuple[Dimension, ...] = ("dp", "zero")
 
 
 class CodecChoice:
-    """One dimension of one engine, as far as codecs, groups and observers of its messages go."""
+    """Codecs, groups and observers of the messages of one dimension of one engine."""
 
     def __init__(self, dimension: Dimension, state: EngineState) -> None:
         self.dimension = dimension
@@ -42,7 +42,7 @@ class CodecChoice:
 
     @property
     def active(self) -> bool:
-        """Whether any direction of this dimension has a codec."""
+        """Return whether any direction of this dimension has a codec."""
         codecs, ways = self._state.policy.codecs, directions_of(self.dimension)
         return any(codecs.get((self.dimension, way)) is not None for way in ways)
 
@@ -54,14 +54,14 @@ class CodecChoice:
         direction: Direction = "forward",
         between: tuple[int, int] | None = None,
     ) -> Codec | None:
-        """The codec of a message of ``numel`` elements, None for native.
+        """Return the codec of a message of ``numel`` elements, None for native.
 
-        Depends on nothing that differs between the ranks of ``group``, or between those two of
-        ``between``: the global ranks of sender and receiver, where the message has only these.
+        Equal on all ranks of ``group``, or on both of ``between``: the global ranks of sender and
+        receiver of a point-to-point message.
         """
         size = self.group(group).size
         if size == 1 and self.error_feedback and not self.is_suspended:
-            # a job of more ranks left these out; a sum over one rank sends nothing and adds them
+            # residuals saved by a job of more ranks: a sum over one rank sends nothing, adds them
             waits = dtype in VALUE_DTYPES and self._state.residuals.is_restored
             return LOSSLESS if waits else None
         codec = self._choose(numel, dtype, size, direction)
@@ -71,7 +71,7 @@ class CodecChoice:
         return codec
 
     def copy_codec(self, numel: int, dtype: torch.dtype, direction: Direction) -> Codec | None:
-        """The codec of a copy between this rank's device and its host, None for native."""
+        """Return the codec of a copy between this rank's device and its host, None for native."""
         start = self._state.policy.start_step
         if not self._state.pace.encodes(direction, self._state.step, start):
             return None
@@ -105,8 +105,8 @@ class CodecChoice:
         return codec
 
     def _too_fast(self, step: int) -> bool:
-        """Whether the link was found to be faster than the codec. Raises ConfigError where it
-        should have been measured before the first message and was not."""
+        """Return whether the link was measured to be faster than the codec. Raises ConfigError
+        where it should have been measured before the first message and was not."""
         state, name = self._state, self.dimension
         if not state.is_weighed and name in ONE_WAY and state.config.insists(name):
             todo = (
@@ -118,17 +118,17 @@ class CodecChoice:
 
     @property
     def pauses(self) -> bool:
-        """Whether a message of this step that stays native comes between encoded ones."""
+        """Return whether this step is compared with others: native now, maybe encoded soon."""
         return self._state.verdicts.comparing(self._state.step)
 
     def wants_pieces(self, codec: Codec) -> bool:
-        """Whether a reduction with ``codec`` needs to know which parameters a tensor holds."""
+        """Return whether a reduction with ``codec`` needs the parameters that a tensor holds."""
         common = bool(self._state.common) and not codec.lossless
         return self.error_feedback or codec.bounded or common
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Everything is native inside; for what is saved. All ranks enter and leave together."""
+        """Send messages inside natively, for checkpoints. All ranks enter and leave together."""
         self.is_suspended = True
         try:
             yield
@@ -136,7 +136,7 @@ class CodecChoice:
             self.is_suspended = False
 
     def group(self, group: ProcessGroup | None) -> Group:
-        """What this dimension knows of a process group: rank, size, nodes, levels."""
+        """Return the ``Group`` of a process group: rank, size, nodes, levels."""
         nodes = self._state.nodes
         if nodes is not self._placed:
             self._groups.clear()
@@ -158,7 +158,7 @@ class CodecChoice:
 
     @property
     def sampling(self) -> bool:
-        """Whether messages of this step have their error measured."""
+        """Return whether this step measures the error of its messages."""
         every = self._state.config.ledger.sample_every
         if not every or self._state.step % every:
             return False
@@ -173,27 +173,27 @@ class CodecChoice:
         relative_to: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> None:
-        """Measure, in a sampling step, what one encoding of ``values`` leaves out (``Samples``)."""
+        """Measure, in a sampling step, the error of one encoding of ``values`` (``Samples``)."""
         if self.sampling:
             self._samples.take(values, codec, direction, cuts, relative_to, residual)
 
     def meter(self, device: torch.device) -> Meter:
-        """A meter for one message on ``device``."""
+        """Return a meter for one message on ``device``."""
         clock = HOST if device.type == "cpu" else self._state.clock(device)
         return Meter(clock=clock, where=f"{self.dimension} at step {self._state.step}")
 
     def native(self, raw_nbytes: int, direction: Direction = "forward") -> None:
-        """Write down a message that upstream sends itself; a group of one sends nothing."""
+        """Count a message of ``raw_nbytes`` that upstream sends itself; 0: it sends nothing."""
         if raw_nbytes:
             self._state.ledger.record_native((self.dimension, direction), raw_nbytes)
 
     def _record(self, meter: Meter, raw_nbytes: int, direction: Direction, inter: float) -> None:
-        """Write down an encoded message; ``inter``: the share of native's that crosses nodes."""
+        """Count an encoded message; ``inter``: the share of native bytes that crosses nodes."""
         self._state.ledger.record((self.dimension, direction), raw_nbytes, meter, inter)
 
 
 def _exists(group: ProcessGroup | None) -> bool:
-    """Whether nobody has destroyed ``group``, which a reference would keep with its threads."""
+    """Return whether ``group`` still exists; a reference to a destroyed one keeps its threads."""
     try:
         dist.get_process_group_ranks(group)
     except (KeyError, ValueError, RuntimeError):  # what torch raises for a destroyed one

@@ -1,4 +1,4 @@
-"""Channels: all dimensions of one engine, with the state that they share."""
+"""Channels of one engine: place its nodes, measure its links and close its optimizer steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hybridcomp.collectives.topology import Nodes, Ranks, discover
 from hybridcomp.config import CompressionConfig
 from hybridcomp.policy import DIMENSIONS, ONE_WAY, Dimension
 
-#: of parameters that do not exist yet: no fewer than any trial is made of
+#: number of parameters where it is not known yet: more than any trial takes
 UNKNOWN = 1 << 62
 #: why a run compresses nothing
 ALL_NATIVE = 'the link is faster than the codecs ("when": "auto")'
@@ -34,7 +34,7 @@ NAME = "_hybridcomp_name"
 
 
 def channels_of(obj: Any) -> Channels | None:
-    """The channels that ``obj`` was tagged with, or None when it belongs to no attached engine."""
+    """Return the channels that ``obj`` was tagged with, None where no engine is attached to it."""
     found: Channels | None = getattr(obj, ATTRIBUTE, None)
     return found
 
@@ -70,13 +70,13 @@ class Channels(EngineState):
         return None if "dp" in self.policy.low_rank else self.nodes
 
     def leave_out(self, absent: Collection[Dimension]) -> None:
-        """Note dimensions that this job has no messages of: nothing is measured for them."""
+        """Note dimensions that this job sends no messages of: nothing is measured for them."""
         self.absent = frozenset(absent)
         for name in absent:
             self.seen.forget(name)
 
     def lossy(self, dimension: Dimension) -> bool:
-        """Whether forward messages of this step change values: not on a fast link."""
+        """Return whether forward messages of this step are lossy: not on a fast link."""
         codec = self.policy.codecs.get((dimension, "forward"))
         return (
             codec is not None
@@ -85,9 +85,9 @@ class Channels(EngineState):
         )
 
     def place(self, groups: Iterable[Ranks]) -> list[str]:
-        """Find the nodes and make the two levels of the groups of dp and zero; a collective.
+        """Discover the nodes and make the two levels of the groups of dp and zero; a collective.
 
-        ``groups``: those that this rank is in. Returns what to tell the user.
+        ``groups``: those that this rank is in. Returns messages for the user.
         """
         low_rank = self.policy.low_rank
         names = [name for name in TWO_LEVELS if self[name].active and name not in low_rank]
@@ -106,12 +106,12 @@ class Channels(EngineState):
         sent: Mapping[Dimension, Sent] | None = None,
         only: Collection[Dimension] = ONE_WAY,
     ) -> list[str]:
-        """Measure those of dp and zero that may turn themselves off; a collective.
+        """Time dp and zero, as far as they have ``when: auto``, encoded and native; a collective.
 
-        After ``place``. ``group``: replicas of this rank's parameters, ``numel`` values of
-        ``dtype``. ``sent``: messages of a step, where that is known. ``only``: of these dimensions,
-        where others have another group or dtype. Returns what to tell the user, the same on all
-        ranks. Raises ConfigError where codecs cannot run on ``device``.
+        Call it after ``place``. ``group``: replicas of this rank's parameters, ``numel`` values of
+        ``dtype``. ``sent``: messages of a step, where they are known. ``only``: measure these
+        dimensions, where others have another group or dtype. Returns messages for the user, the
+        same on all ranks. Raises ConfigError where codecs cannot run on ``device``.
         """
         self.is_weighed = True
         encoded = {name for (name, _), codec in self.policy.codecs.items() if codec is not None}
@@ -128,7 +128,7 @@ class Channels(EngineState):
         with self.gains.measuring():
             self._judge(names, group, int(common), sent or {}, place)
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # trials have the sizes of the run's messages, and then no use
+            torch.cuda.empty_cache()  # the buffers of the trials are as large as the messages
         self._note_verdicts()
         told = [self.verdicts.by_dimension[name].told(name) for name in names]
         return told + self._nothing_left()
@@ -141,7 +141,7 @@ class Channels(EngineState):
         sent: Mapping[Dimension, Sent],
         place: TrialGroup,
     ) -> None:
-        """Time each of dp and zero in ``names`` to its verdict; a collective."""
+        """Run the trials of each of ``names`` (dp, zero) and keep its verdict; a collective."""
         dtype, device = place.dtype, place.device
         for name in names:
             known = sent.get(name)
@@ -157,13 +157,13 @@ class Channels(EngineState):
             del trials
 
     def _nothing_left(self) -> list[str]:
-        """Say that no dimension is compressed any more, once none can change."""
+        """Return a message that nothing is compressed, once no verdict can change any more."""
         if self.idle_reason(self.step) != ALL_NATIVE or self.verdicts.may_change:
             return []
         return [f'nothing is compressed in this run: {ALL_NATIVE}; "when": "always" compresses']
 
     def idle_reason(self, step: int) -> str:
-        """Say why a run that ends at ``step`` has encoded no message, if there is a reason."""
+        """Return why a run that ends at ``step`` has encoded no message."""
         here = [n for n in DIMENSIONS if self[n].active and n not in self.absent]
         if not here:
             return "the dimensions that the block compresses send nothing in this job"
@@ -178,7 +178,7 @@ class Channels(EngineState):
         return f"no message had min_bytes, {self.config.min_bytes}, and a dtype that codecs take"
 
     def _unmeasured(self) -> list[str]:
-        """Say what a preset would have measured, where a job has no moment for that."""
+        """Return a message about dimensions that are compressed without having been measured."""
         if self.is_weighed:
             return []
         here = [n for n in self.config.measured() if n in ONE_WAY and n not in self.absent]
@@ -186,9 +186,9 @@ class Channels(EngineState):
         return [f"{', '.join(here)}: compressed, {why}"] if here else []
 
     def _weigh_seen(self, device: torch.device) -> list[str]:
-        """Measure those of tp and pp that wait for it, with messages like those that were seen.
+        """Time those of tp and pp that wait for a verdict, with messages like those observed.
 
-        A collective. Returns what to tell the user, the same on all ranks.
+        A collective. Returns messages for the user, the same on all ranks.
         """
         waits = self.seen.waiting and self.step > self.config.start_step
         if not waits or not self.seen.is_due():
@@ -204,7 +204,7 @@ class Channels(EngineState):
         return told + (self._nothing_left() if told else [])
 
     def resume_verdicts(self, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Take over the verdicts of a checkpoint; returns what to tell the user."""
+        """Take over the verdicts of a checkpoint; returns messages for the user."""
         told = self.verdicts.restore(state, self.seen.waiting)
         for name in self.verdicts.by_dimension:
             self.seen.forget(name)
@@ -212,14 +212,14 @@ class Channels(EngineState):
         return told
 
     def _compare(self, device: torch.device) -> list[str]:
-        """Compare steps of the run where a trial was close; a collective where that ends.
+        """Compare steps of the run where a trial was close; a collective when the comparison ends.
 
-        Returns what to tell the user, the same on all ranks.
+        Returns messages for the user, the same on all ranks.
         """
         if not self.verdicts.by_dimension or self.step < self.config.start_step + WARM:
             return []
         if self.pace.is_measuring:
-            return []  # steps of this time differ in what offload does
+            return []  # these steps differ in how offload copies
         without, told = set(self.guard.trips), []
         allocates = self.verdicts.begins("dp") and self.verdicts.native("dp", self.step)
         allocates = allocates and self.config.error_feedback("dp")
@@ -232,7 +232,7 @@ class Channels(EngineState):
         return told + compared + (self._nothing_left() if compared else [])
 
     def _note_verdicts(self) -> None:
-        """The ledger shows what is native from the start, and what changed later."""
+        """Write into the ledger which dimensions are native, and since which step."""
         ledger = self.ledger
         for name, verdict in self.verdicts.by_dimension.items():
             if name in self.guard.trips:
@@ -245,22 +245,22 @@ class Channels(EngineState):
                 ledger.encoded_since[name] = verdict.since
 
     def open_step(self, device: torch.device) -> bool:
-        """Note the first forward pass of a step, if it can be told; whether more of them matter."""
+        """Note the first forward pass of a step; return whether later steps may be compared."""
         if self.verdicts.recheck is not None:
             self.verdicts.recheck.open(self.step, device)
         return self.verdicts.may_compare
 
     def reopen_step(self) -> None:
-        """Note that the step was skipped, and begins anew with the next first forward pass."""
+        """Note that the step was skipped; it begins again with the next first forward pass."""
         if self.verdicts.recheck is not None:
             self.verdicts.recheck.reopen(self.step)
 
     def close_step(self, sampled: bool, device: torch.device) -> list[str]:
-        """Close an optimizer step, with ``step`` counted on: measure what is due, ask the guard.
+        """Close an optimizer step, after ``step`` was counted: run due measurements, ask the guard.
 
-        ``sampled``: whether that step was a ``sampling`` one. A collective. Returns what to tell
-        the user, the same on all ranks. Raises CodecError where this rank has heard of a damaged
-        payload or a wrong header; on a GPU that takes a step or two, as nothing waits for it.
+        ``sampled``: whether that step was a ``sampling`` one. A collective. Returns messages for
+        the user, the same on all ranks. Raises CodecError where this rank has received a damaged
+        payload or a wrong header; on a GPU a step or two later, as nothing waits for the check.
         """
         poll_payloads()
         poll_headers()
@@ -275,7 +275,7 @@ class Channels(EngineState):
         return told + self._fall_back(self.guard.decide(self.step, device))
 
     def resume_guard(self, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Take over the guard of a checkpoint; returns what to tell the user."""
+        """Take over the guard of a checkpoint; returns messages for the user."""
         return self._fall_back(self.guard.restore(state))
 
     def _fall_back(self, names: Iterable[Dimension]) -> list[str]:
@@ -285,14 +285,14 @@ class Channels(EngineState):
 
     @property
     def layout(self) -> list[int] | None:
-        """How residuals are spread over the ranks: the node of every rank, None in one level."""
+        """Return the node of every rank, by which residuals are split; None in one level."""
         return list(self.nodes.of_rank) if self.nodes is not None and self.nodes.deep else None
 
     def resync(self) -> None:
-        """Send exact parameters in the next gather. One rank that asks is enough."""
+        """Send exact parameters in the next gather; it is enough that one rank calls it."""
         self.generation += 1
 
     @property
     def sampling(self) -> bool:
-        """Whether messages of this step have their error measured."""
+        """Return whether this step measures the error of its messages."""
         return self.by_dimension["dp"].sampling

@@ -1,4 +1,4 @@
-"""EngineState: what all dimensions of one engine share, as data. It calls nobody above it."""
+"""EngineState: data that all dimensions of one engine share; calls nothing in other layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hybridcomp.policy import ONE_WAY, Dimension, Direction, Policy
 #: attribute that an attached engine, its optimizer and its parameters carry: its ``Channels``
 ATTRIBUTE = "_hybridcomp_channels"
 
-#: what is said to a message that a CUDA graph captures
+#: message of the error where a CUDA graph captures a message
 GRAPHS = (
     "a graph that is played again sends what was encoded, but nobody counts it, checks it, or "
     "follows a ramp; switch CUDA graphs off (torchtitan: --training.disable_cuda_graphs), or leave "
@@ -35,16 +35,16 @@ GRAPHS = (
 
 @dataclass(eq=False)
 class EngineState:
-    """The block of one engine, its step, and what was measured, left out and counted so far.
+    """State of one engine: its block, step, verdicts, residuals and counters.
 
     Attributes:
         step: optimizer steps taken.
-        link: verdicts on dimensions with ``when: auto``; ``seen``: messages of those without one.
+        verdicts: on dimensions with ``when: auto``; ``seen``: messages of those without one yet.
         pace: of dimension ``offload``, whether its copies are encoded in a step.
-        is_weighed: whether what is known before the first step was measured.
+        is_weighed: whether dp and zero were measured before the first step.
         gains: seconds that encoding has saved, where they were measured.
-        absent: dimensions that this job has no messages of, which are not measured.
-        feedback_nbytes: what error feedback would take at most; 0: not known.
+        absent: dimensions that this job sends no messages of, which are not measured.
+        feedback_nbytes: memory that error feedback would take at most; 0: not known.
         nodes: with hierarchy, once the groups of the job are known.
         numels: elements of each parameter, by the name that its residuals have; empty: not known.
         common: names of small parameters that tensor-parallel ranks share (``replicated``).
@@ -72,16 +72,17 @@ class EngineState:
 
     @property
     def timing(self) -> bool:
-        """Whether the device's time is taken in this step.
+        """Return whether this step measures device time.
 
-        Half-way between two samples of the error: their extra encodings are no part of it, and
-        neither is the first step, which loads kernels.
+        These steps lie half-way between two samples of the error, whose extra encodings would
+        count, and exclude the first step, which loads kernels.
         """
         every = self.config.ledger.sample_every
         return every > 0 and self.step % every == every // 2
 
     def clock(self, device: torch.device) -> Clock:
-        """What times a message on ``device`` in this step. Raises ConfigError in a CUDA graph."""
+        """Return the clock of a message on ``device`` in this step. Raises ConfigError in a CUDA
+        graph."""
         if device.type != "cuda":
             return HOST
         if torch.cuda.is_current_stream_capturing():
@@ -92,10 +93,10 @@ class EngineState:
 
 
 def specs_of(policy: Policy) -> Mapping[tuple[Dimension, Direction], str]:
-    """The specs of the codecs of a block, by dimension and direction."""
+    """Return the specs of the codecs of a block, by dimension and direction."""
     return {key: codec.spec for key, codec in policy.codecs.items() if codec}
 
 
 def waiting_for(config: CompressionConfig) -> Seen:
-    """What collects messages of the dimensions that are measured once the run has sent them."""
+    """Return the collector of messages of dimensions that are measured during the run (tp, pp)."""
     return Seen(name for name in config.measured() if name not in ONE_WAY)

@@ -1,4 +1,4 @@
-"""Error feedback: what a quantization left out is added to the next message.
+"""Error feedback: add the error of one quantization to the next message.
 
 ``original == sent + residual`` (Seide et al. 2014; Karimireddy et al. 2019). A residual belongs to
 a stretch of a parameter's flattened gradient, never to a bucket: buckets may be cut differently
@@ -17,11 +17,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-#: ``sender``: left out when this rank's own values were encoded (first hop).
-#: ``owner``: left out when the sum that this rank owns was encoded (second hop).
+#: ``sender``: error of encoding this rank's values (first hop).
+#: ``owner``: error of encoding the sum that this rank owns (second hop).
 Hop = Literal["sender", "owner"]
 HOPS: tuple[Hop, ...] = ("sender", "owner")
-#: in a saved state: what the ranks of a node hold in common
+#: in a saved state: key of the residuals that the ranks of a node hold in common
 COMMON = "common"
 #: where a stretch begins in its parameter, and its values
 Held = tuple[int, Tensor]
@@ -40,7 +40,7 @@ class Piece:
 
 
 def cut(pieces: Iterable[Piece], start: int, stop: int) -> list[Piece]:
-    """The pieces of elements ``[start, stop)`` of the flat tensor that ``pieces`` cover."""
+    """Return the pieces of elements ``[start, stop)`` of the flat tensor that ``pieces`` cover."""
     found, position = [], 0
     for piece in pieces:
         low, high = max(start, position), min(stop, position + piece.numel)
@@ -51,7 +51,7 @@ def cut(pieces: Iterable[Piece], start: int, stop: int) -> list[Piece]:
 
 
 def borders(pieces: Iterable[Piece]) -> list[int]:
-    """Find where another parameter begins in the flat tensor that ``pieces`` cover."""
+    """Return the positions where another parameter begins in the tensor that ``pieces`` cover."""
     found: list[int] = []
     position, before = 0, None
     for piece in pieces:
@@ -78,11 +78,11 @@ class _Stretch:
 
 @dataclass(frozen=True)
 class NodeStretch:
-    """Values of a parameter from ``offset`` on that ``count`` ranks of a node hold alike.
+    """Residual of a parameter from ``offset`` on of which ``count`` ranks of a node have a copy.
 
-    In two levels a rank encodes a stretch of its node's sum, and which one that is shows only in
-    the message. So after a change of ranks every rank of the node begins with all that the node
-    has, takes its stretch out of a message, and forgets what the others take out of it.
+    In two levels a rank encodes a stretch of its node's sum, and only a message shows which one.
+    So after a change of ranks every rank of the node starts with all residuals of the node; with
+    each message it applies those of its stretch and forgets those of the other ranks' stretches.
     """
 
     offset: int
@@ -92,7 +92,7 @@ class NodeStretch:
 
     @property
     def own(self) -> Held:
-        """The part that counts as this rank's: over the ranks that hold it every value is once."""
+        """Return this rank's share: the shares of the ``count`` ranks have each value once."""
         low, high = (self.values.numel() * i // self.count for i in (self.index, self.index + 1))
         return self.offset + low, self.values[low:high]
 
@@ -101,7 +101,7 @@ class NodeStretch:
 class Residuals:
     """All residuals of one engine on this rank.
 
-    Values are moved, never copied: over all ranks each counts once, whenever it is saved.
+    Values are moved, never copied, so that a checkpoint of all ranks holds each value once.
     """
 
     _stretches: dict[tuple[Hop, tuple[Piece, ...]], _Stretch] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class Residuals:
     _restored: dict[tuple[Hop, str], list[Held]] = field(default_factory=dict)
     #: loaded, not yet asked for: stretches that the ranks of a node have in common, by name
     _common: dict[str, list[NodeStretch]] = field(default_factory=dict)
-    #: names of which this rank may hold what an owner left out
+    #: names of parameters for which this rank may hold residuals of the owner hop
     _owned: set[str] = field(default_factory=set)
 
     def get(
@@ -121,16 +121,16 @@ class Residuals:
         last: bool = False,
         message: Sequence[Piece] = (),
     ) -> Tensor:
-        """The flat fp32 residual of these pieces, to be updated in place.
+        """Return the flat fp32 residual of these pieces, to be updated in place.
 
         Args:
             hop: which quantization.
-            pieces: what the flat tensor is made of, in order.
+            pieces: the stretches of parameters that the flat tensor consists of, in order.
             like: gives the device.
-            last: no owner encodes the sum again. What this rank's owner hop has left out of it, in
-                steps of two hops, then belongs to this one.
-            message: all pieces of the message, of which other ranks of this node encode those that
-                are not in ``pieces``.
+            last: no owner encodes the sum again, so residuals of the owner hop that this rank has
+                from steps with two hops are added to this one.
+            message: all pieces of the message; other ranks of this node encode those that are not
+                in ``pieces``.
         """
         found = self._stretch(hop, pieces, like)
         if hop == "owner":
@@ -149,10 +149,10 @@ class Residuals:
         like: Tensor,
         message: Sequence[Piece] = (),
     ) -> tuple[Tensor, Tensor]:
-        """Give the residuals of a sum in two hops: the sender's of ``pieces``, the owner's.
+        """Return the residuals of a sum in two hops: the sender's of ``pieces``, the owner's.
 
-        ``chunk``: what of ``pieces`` this rank owns; what it owned of the others in a message that
-        was cut differently joins what it sends.
+        ``chunk``: the part of ``pieces`` that this rank owns. Where an earlier message was cut
+        differently, owner residuals outside ``chunk`` are moved to the sender's.
         """
         is_new = ("sender", tuple(pieces)) not in self._stretches
         owner = self.get("owner", chunk, like)
@@ -173,7 +173,7 @@ class Residuals:
         return found
 
     def _collect_all(self, hop: Hop, taker: _Stretch, but: _Stretch | None = None) -> None:
-        """Move into ``taker`` what is known of its pieces: each residual is applied only once."""
+        """Move all residuals of its pieces into ``taker``, so that each is applied only once."""
         for piece, part in taker.parts():
             if not piece.name:
                 continue
@@ -190,7 +190,7 @@ class Residuals:
                 self._common_out_of(piece, part)
 
     def _common_out_of(self, piece: Piece, part: Tensor | None) -> None:
-        """Move what the node has of ``piece`` into ``part``; None: another rank of it does."""
+        """Move the node's residual of ``piece`` into ``part``; None: drop it, as another has it."""
         left: list[NodeStretch] = []
         for one in self._common.pop(piece.name, ()):
             rest = _taken_out([(one.offset, one.values)], piece, part)
@@ -199,12 +199,12 @@ class Residuals:
             self._common[piece.name] = left
 
     def scale(self, factor: float) -> None:
-        """Follow a change of the loss scale."""
+        """Multiply all residuals by ``factor``, by which the loss scale has changed."""
         for tensor in self._tensors():
             tensor.mul_(factor)
 
     def in_units(self, factor: Callable[[str], float]) -> None:
-        """Multiply what was loaded by ``factor`` of its parameter's name."""
+        """Multiply the loaded residuals by ``factor`` of their parameter's name."""
         for (_, name), stored in self._restored.items():
             for _, values in stored:
                 values.mul_(factor(name))
@@ -213,14 +213,14 @@ class Residuals:
                 one.values.mul_(factor(name))
 
     def drop(self) -> None:
-        """Forget everything: after an overflow the residuals belong to a step that never was."""
+        """Set all residuals to zero: after an overflow they belong to a step that was skipped."""
         for stretch in self._stretches.values():
             stretch.flat.zero_()
         self._restored.clear()
         self._common.clear()
 
     def clear(self) -> None:
-        """Forget everything and free the memory: nothing will be encoded any more."""
+        """Drop all residuals and free their memory."""
         self.drop()
         self._stretches.clear()
         self._owned.clear()
@@ -232,7 +232,7 @@ class Residuals:
 
     @property
     def is_restored(self) -> bool:
-        """Whether anything was loaded that no message has asked for."""
+        """Return whether loaded residuals remain that no message has asked for."""
         return bool(self._restored or self._common)
 
     @property
@@ -241,16 +241,16 @@ class Residuals:
         return sum(tensor.nbytes for tensor in self._tensors())
 
     def norm(self) -> float:
-        """L2 norm of all residuals of this rank; what a node has in common counts once."""
+        """Return the L2 norm of all residuals of this rank; ranks of a node share common ones."""
         found = [stretch.flat for stretch in self._stretches.values()]
         found += [tensor for stored in self._restored.values() for _, tensor in stored]
         found += [one.own[1] for stored in self._common.values() for one in stored]
         return float(sum(float(t.double().square().sum()) for t in found) ** 0.5)
 
     def state_dict(self) -> dict[str, dict[str, list[Any]]]:
-        """``{hop: {parameter: [(offset, fp32 CPU tensor)]}}``, what was loaded but unused too.
+        """Return ``{hop: {parameter: [(offset, fp32 CPU tensor)]}}``, with unused loaded ones.
 
-        Where there is any, COMMON has ``{parameter: [(offset, tensor, index, count)]}``.
+        ``COMMON``, if the node has any, holds ``{parameter: [(offset, tensor, index, count)]}``.
         """
         state: dict[str, dict[str, list[Any]]] = {hop: {} for hop in HOPS}
         for (hop, _), stretch in self._stretches.items():
@@ -267,7 +267,7 @@ class Residuals:
         return state
 
     def load(self, state: Mapping[str, Mapping[str, Sequence[Any]]]) -> None:
-        """Take over the state of this same rank; replaces everything held."""
+        """Load the state that the same rank saved, in place of all residuals here."""
         self.clear()
         for hop in HOPS:
             for name, stored in state[hop].items():
@@ -281,7 +281,7 @@ class Residuals:
     def add(self, name: str, stretch: Held, index: int = 0, count: int = 1) -> None:
         """Hold a stretch of fp32 CPU values of a parameter until a message asks for it.
 
-        ``count`` ranks of this node hold the same one, this rank is the ``index``-th of them.
+        ``count`` ranks of this node hold the same one; this rank is number ``index`` among them.
         """
         if count == 1:
             self._restored.setdefault(("sender", name), []).append(stretch)
@@ -290,9 +290,9 @@ class Residuals:
 
 
 def held_in(state: Mapping[str, Mapping[str, Sequence[Any]]]) -> Iterator[tuple[str, Held]]:
-    """The names and stretches of one rank's saved state, of all hops.
+    """Yield the names and stretches of one rank's saved state, of all hops.
 
-    Over the states of all ranks their sum is what gradients still miss.
+    Summed over the states of all ranks they are the error that later messages have to make up for.
     """
     for hop in HOPS:
         for name, stored in state[hop].items():
@@ -323,14 +323,14 @@ class Withheld:
                 part.masked_fill_(~taken, 0.0)
 
     def give_back(self) -> None:
-        """Add it again, when the message has arrived."""
+        """Add them to the residual again, once the message has arrived."""
         for part, values in self._kept:
             part.add_(values)
         self._kept.clear()
 
 
 def _taken_out(stored: Iterable[Held], piece: Piece, part: Tensor | None) -> list[Held]:
-    """Add what ``stored`` has of ``piece`` to ``part``; returns what is left, the rest is freed."""
+    """Move the values of ``piece`` from ``stored`` into ``part`` (None: drop); return the rest."""
     left: list[Held] = []
     for offset, source in stored:
         low = max(piece.offset, offset)

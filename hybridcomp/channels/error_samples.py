@@ -1,4 +1,4 @@
-"""Samples: what one encoding of the head of a message would leave out, told to the ledger."""
+"""Measure the error of one encoding of a message's head, for the ledger and the guard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAMPLE_NUMEL = 65536
 
 
 class Samples:
-    """The samples of one dimension of one engine, on their way to the ledger and the guard."""
+    """Sampler of the encoding errors of one dimension of one engine."""
 
     def __init__(self, dimension: Dimension, state: EngineState) -> None:
         self._dimension = dimension
@@ -35,10 +35,10 @@ class Samples:
     ) -> None:
         """Measure the error of one encoding of the head of ``values``.
 
-        ``codec``: the one of the first quantization, ``cuts``: where it may not reach across.
-        Every sampled value is held against the bound of a codec that has one. ``relative_to``: what
-        the error is relative to, None for ``values``; ``residual``: what error feedback holds for
-        them.
+        ``codec``: the one of the first quantization; ``cuts``: borders that it must not cross.
+        Every sampled value is checked against the bound of a codec that has one. ``relative_to``:
+        the tensor whose norm the error is divided by, None for ``values``; ``residual``: that of
+        error feedback for ``values``.
         """
         if codec.lossless or not values.numel():
             return
@@ -48,17 +48,17 @@ class Samples:
     def factors(
         self, direction: Direction, left_sq: float, sent_sq: float, value_sq: float
     ) -> None:
-        """A sample of a low-rank sum: squared norms of what this rank left out, of what it had to
-        send, and of the gradients in it."""
+        """Record a sample of a low-rank sum: squared L2 norms of this rank's residual after it, of
+        its input with residual, and of the gradients in it."""
         held = left_sq * sent_sq / value_sq if value_sq else 0.0  # its ratio to the gradients
         self._write(direction, left_sq, sent_sq, held)
 
     def _write(
         self, direction: Direction, error_sq: float, value_sq: float, held: float, outside: int = 0
     ) -> None:
-        """Give ledger and guard the squared norms of an error, its values and their residual."""
+        """Record in ledger and guard the squared norms of error, values and residual."""
         if not math.isfinite(value_sq):
-            return  # an overflow step tells nothing
+            return  # an overflow step
         error_sq = error_sq if math.isfinite(error_sq) else math.inf  # finite became not finite
         key = (self._dimension, direction)
         self._state.ledger.record_error(key, error_sq, value_sq, outside)
@@ -72,14 +72,16 @@ def encode_once(
     relative_to: Tensor | None,
     residual: Tensor | None,
 ) -> tuple[float, float, float, int]:
-    """``(squared error, squared values, squared residual, values beyond their bound)``.
+    """Encode and decode the head of ``values``; return squared L2 norms of the error.
+
+    Returns ``(squared error, squared values, squared residual, values beyond their bound)``.
 
     Args:
         values: the message; its first SAMPLE_NUMEL elements are encoded.
         codec: of the first quantization.
-        cuts: where it may not reach across.
-        relative_to: what the error is relative to, None for ``values``.
-        residual: what error feedback holds for them.
+        cuts: borders that the codec must not cross.
+        relative_to: the tensor whose norm the error is divided by, None for ``values``.
+        residual: of error feedback for ``values``.
     """
     head = values.detach().reshape(-1)[:SAMPLE_NUMEL]
     nbytes = codec.wire_nbytes(head.numel(), head.dtype)
@@ -96,5 +98,5 @@ def encode_once(
 
 
 def _square(values: Tensor) -> float:
-    """Squared L2 norm."""
+    """Return the squared L2 norm."""
     return float(values.double().square().sum())

@@ -1,4 +1,4 @@
-"""Seconds that encoding has saved, as far as ``"when": "auto"`` has measured them."""
+"""Count the seconds that encoding has saved, as far as ``"when": "auto"`` has measured them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from hybridcomp.policy import Dimension
 
 @dataclass
 class Gains:
-    """What encoded steps of this process took less than native ones would have.
+    """Seconds that the encoded steps of this process have saved over native ones.
 
-    A verdict says what a step gains: what its trial took natively less what it took encoded, and
-    once steps of the run were compared, what these did. Not saved: a run that goes on from
-    a checkpoint counts its own steps.
+    A verdict has the gain of one step: native minus encoded seconds of its trial or, once steps of
+    the run were compared, of these. Not in checkpoints: a resumed run counts only its steps.
     """
 
     by_dimension: dict[Dimension, float] = field(default_factory=dict)  # seconds
-    spent_s: float = 0.0  # by measuring
+    spent_s: float = 0.0  # seconds of measuring
 
     @property
     def net_s(self) -> float:
-        """Seconds saved, less those that measuring took."""
+        """Return the seconds saved, less those that measuring took."""
         return sum(self.by_dimension.values()) - self.spent_s
 
     def count(self, verdicts: Verdicts, step: int, without: Collection[Dimension]) -> None:
-        """Count ``step``, which is over and was allowed to encode all but ``without``."""
+        """Count the finished ``step``, in which all dimensions but ``without`` may be encoded."""
         for name, verdict in verdicts.by_dimension.items():
             known = verdict.gain_s is not None and name not in without
             if known and not verdicts.native(name, step):

@@ -1,12 +1,12 @@
-"""The guard: a dimension whose samples leave their limits is native for the rest of the run.
+"""Guard: make a dimension whose samples exceed their limits native for the rest of the run.
 
-Every rank adds up its samples. After a step that was sampled they are summed over the job, in one
+Every rank adds up its samples. After a sampled step they are summed over the job, in one
 all-reduce of 36 numbers, so all ranks decide on the same figures and change at the same step.
 
-What error feedback still holds then is not lost: in the first step of the fallback the messages
-travel losslessly in fp32 with their residuals added, ``original == sent + residual`` with nothing
-left out: only a sum that goes into a 16-bit tensor is rounded to it, once, as upstream's is. From
-the next step on upstream sends them itself.
+Residuals are not lost then: in the first step of the fallback the messages travel losslessly in
+fp32 with their residuals added (``original == sent + residual`` with a residual of zero); only a
+sum that goes into a 16-bit tensor is rounded to it, once, as upstream's is. From the next step on
+upstream sends them itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KEYS: tuple[Key, ...] = tuple((name, way) for name in DIMENSIONS for way in dire
 
 @dataclass(frozen=True)
 class Trip:
-    """Why a dimension fell back."""
+    """Reason and step of a dimension's fallback to native."""
 
     step: int  # the first optimizer step without its codec
     figure: str  # error or residual
@@ -36,7 +36,7 @@ class Trip:
     limit: float
 
     def told(self, dimension: Dimension) -> str:
-        """One sentence."""
+        """Return a sentence for the user."""
         what = "residual norm over gradient norm" if self.figure == "residual" else "sampled error"
         return (
             f"{dimension}: {what} {self.found:.3g} is over its limit "
@@ -55,7 +55,7 @@ class Guard:
 
     @property
     def watching(self) -> bool:
-        """Whether any dimension is left to fall back; equal on all ranks."""
+        """Return whether any dimension with limits has not fallen back; equal on all ranks."""
         return any(name not in self.trips for name in self._limits)
 
     def sample(self, key: Key, error_sq: float, value_sq: float, residual_sq: float) -> None:
@@ -63,7 +63,7 @@ class Guard:
         self._samples[KEYS.index(key)] += torch.tensor([error_sq, value_sq, residual_sq])
 
     def decide(self, step: int, device: torch.device) -> list[Dimension]:
-        """Hold the samples of all ranks against the limits; a collective.
+        """Sum the samples over all ranks and compare them with the limits; a collective.
 
         ``step``: the next one. Returns the dimensions that fall back from it on.
         """
@@ -81,31 +81,31 @@ class Guard:
         return fallen
 
     def native(self, dimension: Dimension, step: int) -> bool:
-        """Whether messages of ``step`` have lost their codec."""
+        """Return whether ``dimension`` has fallen back at ``step``."""
         trip = self.trips.get(dimension)
         return trip is not None and step >= trip.step
 
     def flush(self, dimension: Dimension, step: int) -> Codec | None:
-        """The lossless codec that takes the residuals along in the first step of a fallback."""
+        """Return the lossless codec that sends residuals, in a fallback's first step, or None."""
         return self.lossless if self.trips[dimension].step == step else None
 
     @property
     def lossless(self) -> Codec:
-        """What takes residuals along, with nothing left out."""
+        """Return the codec that sends values with residuals exactly, in fp32."""
         return LOSSLESS
 
     def flushed(self, dimension: Dimension, step: int) -> bool:
-        """Whether no message will take residuals of ``dimension`` any more."""
+        """Return whether ``dimension`` has sent its residuals and needs none any more."""
         trip = self.trips.get(dimension)
         return trip is not None and step > trip.step
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """What a resumed run has to know."""
+        """Return the trips, for a checkpoint."""
         return {name: vars(trip).copy() for name, trip in self.trips.items()}
 
     def restore(self, state: Mapping[str, Mapping[str, Any]]) -> list[Dimension]:
-        """Take over ``state``; returns the dimensions that it adds. The rest of a run is not over
-        when an older checkpoint is loaded: what fell back stays so.
+        """Take over ``state``; return the dimensions that it adds. Dimensions that have fallen back
+        in this run stay native, also where an older checkpoint is loaded.
         """
         added: list[Dimension] = []
         for name in DIMENSIONS:

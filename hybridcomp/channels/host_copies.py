@@ -1,14 +1,13 @@
-"""Moves between the memory of a device and that of its host, dimension ``offload``.
+"""Copy encoded tensors between device and host memory, dimension ``offload``.
 
-On a GPU nothing here waits for the device that upstream would not have waited for: ``landing`` has
-gradients copied and decoded in the background, ``finish`` meets it where upstream is about to read.
-Several micro-batches may wait in the host's memory as they came, packed, and are added up in one
-pass over the sum. The way back is encoded in chunks, of which the device decodes one while the host
-encodes the next. Codecs of variable size are the exception: on a device they know the length of a
-payload only after waiting for it.
+On a GPU no call here adds a wait for the device: ``host_landing`` copies and decodes gradients in
+the background, and ``finish`` waits for it where upstream is about to read them. The payloads of
+several micro-batches may wait in host memory and are added in one pass over the sum. Parameters go
+back in chunks: the device decodes one while the host encodes the next. Codecs of variable size are
+the exception: on a device they know the length of a payload only after waiting for it.
 
-Where device and host are the same memory, as in a training on a CPU, the same messages take the
-same codecs, at once.
+In a training on a CPU, where device and host are the same memory, the same messages are encoded and
+decoded at once.
 """
 
 from __future__ import annotations
@@ -40,23 +39,26 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.wire import POOL, Meter
 from hybridcomp.policy import Direction
 
-#: payloads that may be on their way to the device
+#: payloads that may be on the way to the device at once
 UPLOADS = 4
-#: micro-batches that are added to a sum in one pass. Each touches the sum in memory once less
+#: micro-batches that are added in one pass over the sum: memory traffic of one pass instead of 4
 PACKED = 4
 
 
 @dataclass
 class Packed:
-    """One gradient of several micro-batches: an fp32 sum on the host, and what is to be added."""
+    """One gradient of several micro-batches: an fp32 sum on the host and payloads to add to it."""
 
     total: Tensor
-    waiting: list[list[Payload]] = field(default_factory=list)  # of each micro-batch, its chunks
-    begun: bool = False  # whether ``total`` holds anything of this step
+    waiting: list[list[Payload]] = field(default_factory=list)  # the chunks of each micro-batch
+    begun: bool = False  # whether ``total`` holds a micro-batch of this step
     square: Tensor | None = None  # squared L2 norm of the sum, once it is complete
 
     def add_up(self, index: int, chunks: Sequence[Payload], add: bool, last: bool) -> None:
-        """Add what micro-batches have for one chunk of the sum, with ``last`` to its norm, too."""
+        """Add the payloads of chunk ``index`` to the sum; with ``last`` update its norm, too.
+
+        ``chunks``: one payload of each micro-batch; ``add``: False overwrites the sum first.
+        """
         place = self.total[index * CHUNK_NUMEL : (index + 1) * CHUNK_NUMEL]
         for payload in chunks:
             payload.land(place, add)
@@ -72,16 +74,16 @@ class HostMoves:
     _all: ClassVar[WeakSet[HostMoves]] = WeakSet()
 
     def __init__(self, state: EngineState, channel: CodecChoice) -> None:
-        """``channel``: dimension ``offload`` of the engine whose state that is."""
+        """Copy for the engine of ``state``; ``channel``: its dimension ``offload``."""
         self._state = state
         self._channel = channel
         self._landing = Landing()
-        self._uploads: deque[tuple[Any, Tensor]] = deque()  # events, and what they are copied from
+        self._uploads: deque[tuple[Any, Tensor]] = deque()  # events and host buffers
         self._all.add(self)
 
     @property
     def pace(self) -> Pace:
-        """Whether copies are encoded in a step, ``"when": "auto"``."""
+        """Return the ``Pace``, which decides in which steps copies are encoded."""
         return self._state.pace
 
     def to_host(
@@ -94,13 +96,13 @@ class HostMoves:
         add: bool = False,
         then: Callable[[], None] | None = None,
     ) -> None:
-        """Copy ``values`` into ``out``, which holds them after ``finish``; direction ``backward``.
+        """Copy ``values`` into ``out``, which is complete after ``finish``; direction ``backward``.
 
         Args:
             values: 1-D contiguous fp32/bf16/fp16 on the device; read on the current stream.
             out: 1-D contiguous on the host, as many elements, of the same dtype or fp32.
-            codec: what ``Channel.copy_codec`` chose.
-            raw_nbytes: what upstream would have moved.
+            codec: from ``Channel.copy_codec``.
+            raw_nbytes: bytes that upstream would have copied.
             add: accumulate into ``out``, rounding to its dtype.
             then: called when ``out`` is complete, by whichever thread completes it.
         """
@@ -111,9 +113,9 @@ class HostMoves:
             self._do(then, values.device)
 
     def pack(self, values: Tensor, packed: Packed, codec: Codec, *, raw_nbytes: int) -> None:
-        """Copy ``values`` to the host and leave them packed; arguments as for ``to_host``.
+        """Copy ``values`` to the host and leave them encoded; arguments as for ``to_host``.
 
-        Sums of as many as may wait are begun in the background.
+        Where PACKED micro-batches wait already, they are first added up in the background.
         """
         if len(packed.waiting) == PACKED:
             self.unpack(packed, on=values.device, last=False)
@@ -127,9 +129,9 @@ class HostMoves:
         last: bool = True,
         then: Callable[[], None] | None = None,
     ) -> None:
-        """Add up what waits: with ``last`` all there is, after which ``then`` is called.
+        """Add the waiting payloads to the sum; call ``then`` when that is done.
 
-        ``on``: where the values came from.
+        ``last``: these complete the sum, so its norm is taken. ``on``: the values' device.
         """
         waiting, packed.waiting = packed.waiting, []
         add, packed.begun, packed.square = packed.begun, not last, None
@@ -151,24 +153,27 @@ class HostMoves:
         return payloads
 
     def kept(self, raw_nbytes: int, *, message: bool = True) -> None:
-        """Upstream would have moved a sum that stayed; ``message``: nothing else counts it."""
+        """Count bytes that upstream would have copied and this engine kept on the host.
+
+        ``message``: count a message as well, where no other call does.
+        """
         self._entry.messages += message
         self._entry.raw_nbytes += raw_nbytes
 
     def note(self) -> None:
-        """Have the ledger show a dimension that was found to be faster natively."""
+        """Write into the ledger since which step the dimension is native, if it is."""
         since = self._state.ledger.native_since
         if self._state.pace.is_native:
             since.setdefault("offload", self._state.pace.verdict_step)
 
     def when_complete(self, call: Callable[[], None], *, on: torch.device) -> None:
-        """Call when everything that was copied to the host before is there."""
+        """Have ``call`` called when all earlier copies to the host are complete."""
         self._do(call, on)
 
     def _do(
         self, task: Callable[[], None], device: torch.device, payloads: Sequence[Payload] = ()
     ) -> None:
-        """Now, or in the background where the payloads come from a device."""
+        """Do ``task`` in the background where the values come from a GPU, else at once."""
         if device.type == "cuda":
             for seconds in self._landing.submit(task, payloads):
                 self._entry.codec_s += seconds
@@ -183,10 +188,7 @@ class HostMoves:
         return self._state.ledger.interval["offload", "backward"]
 
     def finish(self) -> None:
-        """Wait until everything that was copied to the host is there.
-
-        Raises what decoding raised.
-        """
+        """Wait until all copies to the host are complete. Raises the errors of decoding."""
         start = time.perf_counter()
         while self._landing.busy:
             self._entry.codec_s += self._landing.meet()
@@ -194,7 +196,7 @@ class HostMoves:
 
     @classmethod
     def finish_all(cls) -> None:
-        """``finish`` of every engine of this process, for readers that know no engine."""
+        """Call ``finish`` of every engine of this process, for readers that know no engine."""
         for moves in list(cls._all):
             moves.finish()
 
@@ -225,7 +227,7 @@ class HostMoves:
         self._record(meter, raw_nbytes, "forward")
 
     def _push(self, part: Tensor, place: Tensor, codec: Codec) -> int:
-        """Encode into pinned memory, copy, decode on the current stream; the bytes copied."""
+        """Encode into pinned memory, copy, decode on the current stream; return bytes copied."""
         while len(self._uploads) >= UPLOADS:
             copied, buffer = self._uploads.popleft()
             copied.synchronize()
@@ -246,15 +248,15 @@ class HostMoves:
 
 
 def square_of(values: Tensor) -> Tensor:
-    """The squared L2 norm of fp32 values, in fp64.
+    """Return the squared L2 norm of fp32 values, in fp64.
 
-    Squares of 1,024 values are summed in fp32: it errs by 3e-9 of 4 M values, 1e-7 of 1,024, and
-    is eight times as fast.
+    Squares of 1,024 values are summed in fp32: the relative error is 3e-9 for 4 M values and 1e-7
+    for 1,024, at eight times the speed.
     """
     head = values[: values.numel() // 1024 * 1024].view(-1, 1024)
     square: Tensor = torch.linalg.vector_norm(head, dim=1).double().square().sum()
     square += values[head.numel() :].double().square().sum()
-    if not 1e-30 < float(square) < 1e36:  # squares that fp32 cannot hold, or what is not finite
+    if not 1e-30 < float(square) < 1e36:  # squares out of fp32's range, or values not finite
         square = torch.linalg.vector_norm(values, dtype=torch.float64) ** 2
     return square
 
@@ -265,9 +267,9 @@ def _chunks(values: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _rounds(codec: Codec) -> bool:
-    """Whether values are rounded to the dtype of the device first; others are rounded there.
+    """Return whether values are rounded to the device's dtype before encoding, not after decoding.
 
-    Codecs of fixed size need not: that pass over the host's memory takes longer than they do.
+    Not for lossy codecs of fixed size: that pass over host memory takes longer than encoding.
     """
     return codec.lossless or not codec.fixed_size
 
@@ -277,7 +279,7 @@ def _room(codec: Codec, part: Tensor, dtype: torch.dtype) -> int:
 
 
 def _encode(codec: Codec, part: Tensor, dtype: torch.dtype, out: Tensor) -> int:
-    """Encode ``part`` for values of ``dtype`` on the device; the bytes used."""
+    """Encode ``part`` for values of ``dtype`` on the device; return the bytes used."""
     if part.dtype == dtype or not _rounds(codec):
         return codec.encode(part, out)
     scratch = POOL.take(part.numel() * dtype.itemsize, part.device)

@@ -1,9 +1,9 @@
-"""Payloads on their way from a device into the memory of its host, and who decodes them there.
+"""Copy payloads from a device into its host's memory and decode them there in the background.
 
-A message is encoded on the current stream; a stream of its own copies the payload behind it into
-pinned memory, so that the copy does not hold up what the device computes next. A thread of the host
-waits for the copy and decodes with all cores of torch: it spends its time in C++, without the
-interpreter's lock, while the backward pass goes on.
+A message is encoded on the current stream; a second stream then copies the payload into pinned
+memory, so that the copy does not delay the device's next kernels. A thread of the host waits for
+the copy and decodes with torch's threads (``host_threads``): it spends its time in C++, without
+the interpreter's lock, while the backward pass goes on.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.wire import POOL, Meter
 
 #: elements of one payload that will be added to others: a multiple of every codec's block and
-#: segment, and with 8 bits a little less than the 4 MiB that pinned memory comes in. In fp32 1.3 MB
-#: for each of 12 cores: all payloads but the first find the sum in the cores' own caches (50 ms for
-#: four payloads of 268 M values on an H100's host; decoding one takes 23, adding one in memory 22)
+#: segment; with 8 bits a little less than 4 MiB, a size of pinned buffers. In fp32 1.3 MB for each
+#: of 12 cores: all payloads but the first have the sum in the cores' caches (50 ms for four
+#: payloads of 268 M values on an H100's host; decoding one takes 23, adding one in memory 22)
 CHUNK_NUMEL = 960 * 4096
 #: elements of any other payload: launching one takes the host 0.2 ms, in which 8 MB cross the bus
 LONG_NUMEL = 4 * CHUNK_NUMEL
@@ -36,10 +36,10 @@ WAITING_NBYTES = 1 << 29
 
 
 def host_threads() -> int:
-    """Threads that encode and decode: three quarters of this rank's cores, at most torch's.
+    """Return the number of codec threads: three quarters of this rank's cores, at most torch's.
 
-    With a thread on every core whatever else runs takes one of them away, and all others wait for
-    it: 268 M values in 16 threads on 16 cores took 42 to 800 ms, in 12 threads 20 to 50.
+    With a thread on every core, any other process takes one core away, and all threads wait for
+    that one: 268 M values in 16 threads on 16 cores took 42 to 800 ms, in 12 threads 20 to 50.
     """
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -50,7 +50,7 @@ def host_threads() -> int:
 
 @contextmanager
 def fewer_threads() -> Iterator[None]:
-    """Inside, torch and the codecs use ``host_threads``."""
+    """Have torch and the codecs use ``host_threads`` threads inside."""
     before = torch.get_num_threads()
     torch.set_num_threads(host_threads())
     try:
@@ -60,14 +60,14 @@ def fewer_threads() -> Iterator[None]:
 
 
 class Pinned:
-    """Free pinned buffers. Making one takes a millisecond, so they are kept."""
+    """Pool of free pinned buffers: allocating one takes a millisecond, so they are kept."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Tensor:
-        """A 1-D uint8 tensor of at least ``nbytes`` bytes, contents undefined."""
+        """Return a 1-D uint8 tensor of at least ``nbytes`` bytes, contents undefined."""
         size = 1 << max(16, (nbytes - 1).bit_length())
         with self._lock:
             free = self._free.get(size)
@@ -76,7 +76,7 @@ class Pinned:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def give(self, buffer: Tensor) -> None:
-        """Give a buffer back; no copy reads or writes it any more."""
+        """Give a buffer back that no copy reads or writes any more."""
         with self._lock:
             self._free.setdefault(buffer.numel(), []).append(buffer)
 
@@ -95,22 +95,22 @@ class Payload:
     """One encoded chunk in the host's memory, or on the way there."""
 
     codec: Codec
-    dtype: torch.dtype  # that was encoded
+    dtype: torch.dtype  # of the encoded values
     buffer: Tensor
     used: int
     copied: Any  # an event; None where it was encoded on the host
 
     def land(self, out: Tensor, add: bool) -> None:
-        """Decode into ``out``, or onto it; the buffer is free afterwards.
+        """Decode into ``out``, with ``add`` onto it; the buffer is free afterwards.
 
-        The payload has to be there: the background waits for it before.
+        The copy to the host must be complete; the background thread waits for it first.
         """
         decode(self.codec, self.buffer[: self.used], out, self.dtype, add)
         (POOL if self.copied is None else PINNED).give(self.buffer)
 
 
 class Landing:
-    """Takes payloads of one engine to the host, and decodes them in the background."""
+    """Background thread and streams that take one engine's payloads to the host and decode them."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
@@ -118,7 +118,7 @@ class Landing:
         self._streams: dict[torch.device, Any] = {}
 
     def ship(self, part: Tensor, codec: Codec, meter: Meter) -> Payload:
-        """Encode one chunk on the current stream, and copy it to the host behind that."""
+        """Encode one chunk on the current stream, then copy the payload to the host."""
         with meter.coding():
             if not part.is_cuda:
                 buffer = POOL.take(codec.wire_nbytes(part.numel(), part.dtype), part.device)
@@ -148,15 +148,15 @@ class Landing:
         return Payload(codec, part.dtype, buffer, used, copied)
 
     def submit(self, task: Callable[[], None], payloads: Sequence[Payload]) -> list[float]:
-        """Have the thread do it when the payloads are there, and all before is done.
+        """Have the thread run ``task`` after all earlier ones, once the payloads have arrived.
 
-        Returns what ``meet`` does where too many bytes wait, mostly nothing.
+        Waits for the oldest tasks (``meet``) while too many bytes wait; returns their seconds.
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "hybridcomp-offload")
             before, fewer = torch.get_num_threads(), host_threads()
-            self._thread.submit(torch.set_num_threads, fewer).result()  # holds for that thread,
-            torch.set_num_threads(before)  # and for those that begin later: not for them
+            self._thread.submit(torch.set_num_threads, fewer).result()  # for that thread, but also
+            torch.set_num_threads(before)  # for threads that start later: undo it for these
         nbytes = sum(payload.used for payload in payloads)
         self._waiting.append((self._thread.submit(_timed, task, payloads), nbytes))
         seconds = []
@@ -166,17 +166,17 @@ class Landing:
 
     @property
     def busy(self) -> bool:
-        """Whether anything was submitted that nobody has met yet."""
+        """Return whether tasks were submitted that no ``meet`` has waited for yet."""
         return bool(self._waiting)
 
     def meet(self) -> float:
-        """Wait for the oldest task; its seconds. Raises what it raised."""
+        """Wait for the oldest task and return its seconds. Raises the task's exception."""
         done, _ = self._waiting.popleft()
         return done.result()
 
 
 def decode(codec: Codec, payload: Tensor, out: Tensor, dtype: torch.dtype, add: bool) -> None:
-    """``payload`` of values of ``dtype`` into ``out``, or onto it, rounded to its dtype."""
+    """Decode ``payload`` (values of ``dtype``) into ``out``, or add them; round to its dtype."""
     if not add and (out.dtype == dtype or not codec.lossless):
         codec.decode(payload, out)
         return
@@ -195,7 +195,7 @@ def decode(codec: Codec, payload: Tensor, out: Tensor, dtype: torch.dtype, add: 
 
 @torch.no_grad()
 def _timed(task: Callable[[], None], payloads: Sequence[Payload]) -> float:
-    """Wait for the payloads and do it; its seconds, without those of waiting."""
+    """Wait for the payloads and run ``task``; return its seconds without those of waiting."""
     for payload in payloads:
         payload.copied.synchronize()
     start = time.perf_counter()

@@ -1,10 +1,10 @@
-"""Whether encoding copies between device and host pays, ``offload`` with ``"when": "auto"``.
+"""Time steps to decide whether copies to and from the host are encoded (``offload``, ``auto``).
 
-What such a copy costs depends on what it waits for: the bus is shared with nothing, but decoding
-takes the host's memory from the optimizer, and hides behind the backward pass or does not. So real
-steps are timed and no trial is made: some native ones, some with encoded gradients, some with
-parameters encoded as well, each kind twice. The seconds of the slowest rank count, so all ranks
-decide alike. What is fastest stays for the rest of the run, and of those that continue it.
+The cost of such a copy depends on the rest of the step: nothing else uses the bus, but decoding
+competes with the optimizer for host memory, and may or may not hide behind the backward pass. So
+real steps are timed, not trials: some native, some with encoded gradients, some with parameters
+encoded as well, each kind in two turns. The seconds of the slowest rank count, so all ranks decide
+alike. The fastest kind stays for the rest of the run and for runs resumed from its checkpoints.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Kind = tuple[Direction, ...]
 NATIVE: Kind = ()
 #: native steps before the first that is timed: memory is pinned and kernels are loaded meanwhile
 WARM_UP = 2
-#: of each turn of a kind: the first step is not timed, as it follows another kind; then so many are
+#: timed steps in each turn of a kind, after a first one that is not, as it follows another kind
 TIMED = 3
 TURNS = 2
 #: encoded steps must be this much faster: less is noise
@@ -35,9 +35,9 @@ MARGIN = 1.02
 
 @dataclass
 class Pace:
-    """How the steps of one engine are made, and how long they took.
+    """Kinds of steps of one engine, the seconds they took, and the verdict.
 
-    ``begin``: optimizer steps taken before the first that counts here, None before that.
+    ``begin``: optimizer steps taken before the first that is measured, None before that.
     """
 
     kinds: tuple[Kind, ...]  # native first; a single one is not measured
@@ -49,7 +49,7 @@ class Pace:
 
     @classmethod
     def of(cls, config: CompressionConfig, policy: Policy) -> Pace:
-        """What the block asks for."""
+        """Return the kinds of steps to measure, as the block asks; a single one for "always"."""
         coded: Kind = tuple(w for w in DIRECTIONS if policy.codecs.get(("offload", w)) is not None)
         if config.offload.when == "always" or not coded:
             return cls((coded,), chosen=0)
@@ -57,13 +57,13 @@ class Pace:
         return cls((NATIVE, *first, coded))
 
     def encodes(self, direction: Direction, step: int, start_step: int) -> bool:
-        """Whether ``direction`` travels encoded after ``step`` optimizer steps."""
+        """Return whether ``direction`` is encoded after ``step`` optimizer steps."""
         if self.begin is None and len(self.kinds) > 1:
             self.begin = max(step, start_step)
         return direction in self.kinds[self._kind(step)]
 
     def _kind(self, step: int) -> int:
-        """Which of ``kinds`` a step is; those before the verdict as they were."""
+        """Return the index in ``kinds`` of a step: by turns, and the chosen one after these."""
         if len(self.kinds) == 1:
             return 0
         assert self.begin is not None
@@ -76,13 +76,13 @@ class Pace:
 
     @property
     def length(self) -> int:
-        """Steps until the verdict."""
+        """Return the number of steps until the verdict."""
         return WARM_UP + TURNS * len(self.kinds) * (TIMED + 1)
 
     def took(self, step: int, device: torch.device, *, skipped: bool) -> list[str]:
-        """The step after ``step`` others is through; a collective at the last that is timed.
+        """Note the end of the step after ``step`` others; a collective at the last timed one.
 
-        ``skipped``: an overflow; it is not timed. Returns what to tell the user.
+        ``skipped``: an overflow; it is not timed. Returns messages for the user.
         """
         if self.chosen is not None or self.begin is None or step < self.begin:
             return []
@@ -112,7 +112,7 @@ class Pace:
         return self.told()
 
     def told(self) -> str:
-        """One sentence about the verdict."""
+        """Return a sentence about the verdict."""
         assert self.chosen is not None
         parts = [
             f"{seconds * 1e3:.1f} ms {_named(kind, self.kinds)}"
@@ -127,24 +127,24 @@ class Pace:
 
     @property
     def is_measuring(self) -> bool:
-        """Whether steps of several kinds are being made."""
+        """Return whether steps of several kinds are being timed."""
         return self.chosen is None and self.begin is not None
 
     @property
     def is_native(self) -> bool:
-        """Whether native steps were found to be the fastest."""
+        """Return whether the verdict is native."""
         return (
             self.chosen is not None and self.kinds[self.chosen] == NATIVE and self.begin is not None
         )
 
     @property
     def verdict_step(self) -> int:
-        """Optimizer steps before the first that the verdict holds for."""
+        """Return the number of optimizer steps before the first that the verdict holds for."""
         assert self.begin is not None
         return self.begin + self.length
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run has to know; empty where nothing is measured."""
+        """Return the state for a checkpoint; empty where nothing is measured."""
         if len(self.kinds) == 1 or self.begin is None:
             return {}
         return {
@@ -156,9 +156,9 @@ class Pace:
         }
 
     def restore(self, state: Mapping[str, Any]) -> list[str]:
-        """Go on as the run that is continued did; what to tell the user.
+        """Take over the state of a checkpoint; returns messages for the user.
 
-        Of a run whose block named other directions nothing is taken.
+        Ignores the state of a run whose block named other directions.
         """
         self._last = None
         if len(self.kinds) == 1 or state.get("kinds") != [list(kind) for kind in self.kinds]:

@@ -1,7 +1,7 @@
-"""The only counters: what every dimension sent, what native would have sent, what it cost.
+"""Ledger: count each dimension's bytes, those native would have sent, and seconds of encoding.
 
-Bytes are what was handed to torch.distributed for other ranks, so that they can be held against
-the counters of the network card. ``ratio = raw / wire``, higher is better.
+Bytes are those passed to torch.distributed for other ranks, so that they can be compared with the
+counters of the network card. ``ratio = raw / wire``, higher is better.
 
 Seconds are the host's where the host encodes. On a GPU they are the device's, of the steps that
 were timed (``Channels.timing``), scaled to the whole interval by the bytes of the messages.
@@ -29,16 +29,16 @@ class Entry:
 
     messages: float = 0.0  # messages of upstream, native ones included
     native: float = 0.0  # of these, messages left native
-    raw_nbytes: float = 0.0  # what native would have sent to other ranks
-    wire_nbytes: float = 0.0  # what was sent to other ranks
+    raw_nbytes: float = 0.0  # bytes that native would have sent to other ranks
+    wire_nbytes: float = 0.0  # bytes sent to other ranks
     codec_s: float = 0.0  # of the host
     wait_s: float = 0.0
     error_sq: float = 0.0  # sampled: squared L2 of (decoded - values)
     value_sq: float = 0.0  # sampled: squared L2 of values
-    inter_raw_nbytes: float = 0.0  # encoded messages: what native would have sent to other nodes
-    inter_nbytes: float = 0.0  # encoded messages: what was sent to other nodes
+    inter_raw_nbytes: float = 0.0  # encoded messages: bytes native would have sent to other nodes
+    inter_nbytes: float = 0.0  # encoded messages: bytes sent to other nodes
     outside: float = 0.0  # sampled: elements further off than their error bound; must stay 0
-    device_nbytes: float = 0.0  # of raw_nbytes, what a GPU encoded
+    device_nbytes: float = 0.0  # of raw_nbytes, those encoded on a GPU
     timed_nbytes: float = 0.0  # of device_nbytes, in steps that were timed
     device_codec_s: float = 0.0  # seconds of the streams in these steps
     device_wait_s: float = 0.0
@@ -50,26 +50,26 @@ class Entry:
 
     @property
     def ratio(self) -> float | None:
-        """raw / wire, None where nothing was sent."""
+        """Return raw / wire, None where nothing was sent."""
         return self.raw_nbytes / self.wire_nbytes if self.wire_nbytes else None
 
     @property
     def error(self) -> float | None:
-        """Sampled relative L2 error of one encoding, None where nothing was sampled."""
+        """Return the sampled relative L2 error of one encoding, None where nothing was sampled."""
         return (self.error_sq / self.value_sq) ** 0.5 if self.value_sq else None
 
     @property
     def inter_ratio(self) -> float | None:
-        """Native over encoded bytes of what crosses nodes; None where nothing crossed."""
+        """Return native over encoded bytes between nodes; None where none crossed."""
         return self.inter_raw_nbytes / self.inter_nbytes if self.inter_nbytes else None
 
     @property
     def clock(self) -> str:
-        """Whose seconds ``seconds`` gives: device or host."""
+        """Return whose seconds ``seconds`` gives: "device" or "host"."""
         return "device" if self.device_nbytes else "host"
 
     def seconds(self) -> tuple[float | None, float | None]:
-        """Seconds of coding and of waiting; None where a GPU encoded and no step was timed."""
+        """Return seconds of coding and waiting; None where a GPU encoded and no step was timed."""
         if not self.device_nbytes:
             return self.codec_s, self.wait_s
         if not self.timed_nbytes:
@@ -78,7 +78,7 @@ class Entry:
         return self.codec_s + scale * self.device_codec_s, self.wait_s + scale * self.device_wait_s
 
     def row(self, codec: str) -> dict[str, Any]:
-        """The JSON form: megabytes (1e6), milliseconds."""
+        """Return the JSON form: megabytes (1e6), milliseconds."""
         codec_s, wait_s = self.seconds()
         return {
             "codec": codec,
@@ -103,28 +103,28 @@ FIELDS: tuple[str, ...] = tuple(f.name for f in fields(Entry))
 
 @dataclass
 class Ledger:
-    """Counters of one engine on this rank: since the last ``take`` and in total."""
+    """Counters of one engine on this rank since the last ``restart``."""
 
     codecs: Mapping[Key, str] = field(default_factory=dict)  # specs, for the rows
-    used: dict[Key, dict[str, None]] = field(default_factory=dict)  # specs of what was sent
+    used: dict[Key, dict[str, None]] = field(default_factory=dict)  # specs of messages sent
     interval: dict[Key, Entry] = field(default_factory=lambda: {key: Entry() for key in KEYS})
     #: dimensions that a guard or a link has made native: the first step without their codec
     native_since: dict[Dimension, int] = field(default_factory=dict)
-    #: native ones that turned out to be faster encoded: the first step with their codec
+    #: dimensions that are encoded after native steps: the first step with their codec
     encoded_since: dict[Dimension, int] = field(default_factory=dict)
     clocks: dict[torch.device, DeviceClock] = field(default_factory=dict)
 
     def device_clock(self, device: torch.device) -> DeviceClock:
-        """The clock of the timed steps of a GPU."""
+        """Return the clock of the timed steps of a GPU."""
         return self.clocks.setdefault(device, DeviceClock())
 
     def drain(self, wait: bool = False) -> None:
-        """Add up the device's seconds that can be read; with ``wait`` all of them."""
+        """Add up the device's seconds that are ready to be read; with ``wait`` all of them."""
         for clock in self.clocks.values():
             clock.drain(wait)
 
     def record(self, key: Key, raw_nbytes: int, meter: Meter, inter: float = 0.0) -> None:
-        """One encoded message; ``inter``: the share of native's bytes that crosses nodes."""
+        """Count one encoded message; ``inter``: the share of native bytes that crosses nodes."""
         entry = self.interval[key]
         entry.messages += 1
         entry.raw_nbytes += raw_nbytes
@@ -138,14 +138,14 @@ class Ledger:
         self.used.setdefault(key, {}).update(meter.used)
 
     def record_extra(self, key: Key, meter: Meter) -> None:
-        """What was sent beside a message of upstream."""
+        """Count bytes and time of a message that upstream does not send, such as digests."""
         entry = self.interval[key]
         entry.wire_nbytes += meter.wire_nbytes
         entry.inter_nbytes += meter.inter_nbytes
         self.record_time(key, meter)
 
     def record_time(self, key: Key, meter: Meter) -> None:
-        """The time of a message that another rank counts, or of a part of one."""
+        """Add the time of a message that another rank counts, or of a part of one."""
         entry = self.interval[key]
         entry.codec_s += meter.codec_s
         entry.wait_s += meter.wait_s
@@ -153,7 +153,7 @@ class Ledger:
             meter.clock.land(meter.spans, entry)
 
     def record_native(self, key: Key, raw_nbytes: int) -> None:
-        """One message left native."""
+        """Count one message left native."""
         entry = self.interval[key]
         entry.messages += 1
         entry.native += 1
@@ -161,14 +161,14 @@ class Ledger:
         entry.wire_nbytes += raw_nbytes
 
     def record_error(self, key: Key, error_sq: float, value_sq: float, outside: int = 0) -> None:
-        """One sample of the error of an encoding; ``outside``: elements beyond their bound."""
+        """Add one sample of an encoding's error; ``outside``: elements beyond their bound."""
         entry = self.interval[key]
         entry.error_sq += error_sq
         entry.value_sq += value_sq
         entry.outside += outside
 
     def vector(self) -> torch.Tensor:
-        """The interval as one float64 vector of fixed layout, for a sum over ranks."""
+        """Return the interval as one float64 vector of fixed layout, for a sum over ranks."""
         return torch.tensor(
             [[getattr(self.interval[key], name) for name in FIELDS] for key in KEYS],
             dtype=torch.float64,
@@ -182,9 +182,9 @@ class Ledger:
     def rows(
         self, entries: Mapping[Key, Entry], used: Mapping[Key, Mapping[str, None]] | None = None
     ) -> dict[str, dict[str, Any]]:
-        """``{dimension: {direction: row}}`` of the entries that moved anything.
+        """Return ``{dimension: {direction: row}}`` of the entries that have messages.
 
-        ``used``: specs of what was sent in their time, None for this interval's.
+        ``used``: specs of the codecs of these messages, None for this interval's.
         """
         specs = self.used if used is None else used
         rows: dict[str, dict[str, Any]] = {}
@@ -202,6 +202,6 @@ class Ledger:
 
 
 def entries_of(vector: torch.Tensor) -> dict[Key, Entry]:
-    """The inverse of ``Ledger.vector``."""
+    """Return the entries of a vector of ``Ledger.vector``."""
     table = vector.reshape(len(KEYS), len(FIELDS)).tolist()
     return {key: Entry(*values) for key, values in zip(KEYS, table, strict=True)}

@@ -1,4 +1,4 @@
-"""The ledger on disk: a record a line, whatever becomes of the run or of the disk."""
+"""Write the ledger to disk, one JSON record per line; survives a killed run and a full disk."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ def _is_link(path: Path) -> bool:
 
 
 def make_together(path: Path, key: str) -> None:
-    """Make an empty ``path`` on rank 0, and tell all ranks whether it can be written: a collective.
+    """Make an empty ``path`` on rank 0; a collective that fails on all ranks or on none.
 
-    A rank that failed alone would leave the others in their next message. ``key``: the setting that
-    names the file. Raises ConfigError on every rank.
+    A rank that failed alone would leave the others waiting in their next message. ``key``: the
+    setting that names the file. Raises ConfigError on every rank where it cannot be written.
     """
     problem = None
     if dist.get_rank() == 0:
         try:
             JsonLines(path).close()
         except OSError as error:
-            problem = unwritable(path) or _reason(error)  # the first names what is in the way
+            problem = unwritable(path) or _reason(error)  # the first names the path in the way
     problem = tell({"problem": problem}, what="ledger's file")[0]["problem"]
     if problem is not None:
         raise ConfigError(key, str(path), f"rank 0 cannot write it ({problem}); {_TODO}")
 
 
 def unwritable(path: Path) -> str | None:
-    """Say why ``path`` could not be made by this user on this machine, None where it could.
+    """Return why this user cannot create or write ``path`` on this machine, None where possible.
 
-    Looks only: folders that are not there would be made.
+    Creates nothing; missing folders are no problem, as ``JsonLines`` makes them.
     """
     if path.is_dir():
         return os.strerror(errno.EISDIR)
@@ -78,10 +78,10 @@ def _reason(error: OSError) -> str:
 
 
 class JsonLines:
-    """One JSON object per line, written at once, so that a killed run keeps its figures.
+    """File of one JSON object per line, written without a buffer: a killed run keeps its figures.
 
-    Where the disk is full records are dropped, not the run: that is said once, and the file holds
-    whole lines only, in front of and behind what is missing.
+    On a full disk records are dropped and the run goes on: a message says so once, and the file
+    holds complete lines only, before and after the dropped records.
     """
 
     def __init__(self, path: Path) -> None:
@@ -105,7 +105,7 @@ class JsonLines:
             self._drop(error)
 
     def _drop(self, error: OSError) -> None:
-        """Take back what was written of a line."""
+        """Cut off a partly written line and count the record as dropped."""
         with contextlib.suppress(OSError):
             self._file.truncate(self._nbytes)
             self._file.seek(self._nbytes)

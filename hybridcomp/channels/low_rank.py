@@ -1,9 +1,9 @@
-"""Low-rank reductions of a channel: which stretches are matrices, and where the next step begins.
+"""Reduce a channel's tensors by low-rank factors: find the matrices in them, keep right factors.
 
-Error feedback is always on: what a step leaves out comes with the next. The residuals are those of
-every other codec, by parameter; the right factors, with which a power iteration begins, stand here,
-and both are in the checkpoint. Hierarchy changes nothing: factors are summed natively over the
-whole group, and such sums know their nodes themselves.
+Error feedback is always on: the error of a step is added to the next. Residuals are kept by
+parameter, as for every other codec; the right factors, with which the next power iteration begins,
+are kept here, and both are in the checkpoint. Hierarchy changes nothing: factors are summed
+natively over the whole group, and native sums take account of the nodes themselves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hybridcomp.collectives.wire import Pending, Steps
 
 @dataclass
 class Factors:
-    """What one engine on this rank knows of its matrices."""
+    """Shapes and right factors of the matrices of one engine on this rank."""
 
     #: (rows, columns) of parameters with two dimensions or more, by name
     shapes: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -32,14 +32,14 @@ class Factors:
     warm: dict[str, Tensor] = field(default_factory=dict)
 
     def learn(self, name: str, shape: Sequence[int]) -> None:
-        """Note the shape of a parameter: its first dimension counts rows."""
+        """Note the shape of a parameter as a matrix: its first dimension counts rows."""
         if len(shape) >= 2:
             self.shapes[name] = (shape[0], math.prod(shape[1:]))
 
     def matrices(self, pieces: Sequence[Piece], low_rank: LowRank) -> list[Matrix]:
-        """The matrices in the flat tensor that ``pieces`` cover, as far as factors are smaller.
+        """Find the matrices in the flat tensor that ``pieces`` cover, where factors are smaller.
 
-        Of a parameter that was cut the whole rows are one; what is left of others is in none.
+        The complete rows of a cut parameter are one matrix; its partial rows are in none.
         """
         found, position = [], 0
         for piece in _joined(pieces):
@@ -54,17 +54,17 @@ class Factors:
         return found
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The right factors on the CPU."""
+        """Return the right factors on the CPU."""
         return {key: basis.cpu().clone() for key, basis in self.warm.items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Begin with these right factors; replaces all."""
+        """Replace all right factors by these."""
         self.warm = {key: basis.clone() for key, basis in state.items()}
 
 
 @dataclass(frozen=True)
 class Factored:
-    """What the low-rank sums of one engine begin with, and who is told of them.
+    """Residuals, factors and error sampler of the low-rank sums of one engine.
 
     ``measure``: None where this step takes no sample.
     """
@@ -80,7 +80,7 @@ class Factored:
         pieces: Sequence[Piece] | None,
         needed: Sequence[tuple[int, int]] | None = None,
     ) -> Steps[Tensor]:
-        """``low_rank_sum`` of what ``pieces`` cover; exact where they are not known."""
+        """Sum ``values`` by ``low_rank_sum``; exactly where ``pieces`` is None."""
         kind, known = via.codec.low_rank, pieces or [Piece("", 0, values.numel())]
         assert kind is not None, "a codec that is not of low rank"
         via.meter.use(kind.spec)
@@ -115,7 +115,7 @@ def reduce_scatter(
     pieces: Sequence[Sequence[Piece]] | None,
     async_op: bool,
 ) -> ReduceScatterHandle:
-    """The sum of the shard of this rank; matrices may reach over several shards."""
+    """Sum this rank's shard; matrices may reach over several shards."""
     flat = None if pieces is None else [piece for shard in pieces for piece in shard]
     rank = via.group.rank
     start = sum(shard.numel() for shard in shards[:rank])
@@ -136,14 +136,14 @@ def reduce_to_owners(
     factored: Factored,
     pieces: Sequence[Piece] | None,
 ) -> list[Tensor]:
-    """The sums of the ranges that this rank owns: all ranks get the factors, owners multiply."""
+    """Sum the ranges that this rank owns: all ranks get the factors, owners multiply them."""
     own = [(part.start, part.stop) for part in ranges if via.group.rank in part.ranks]
     total = Pending(factored.sum(tensor, via, pieces, own), via.meter, False).wait()
     return [total[start:stop] for start, stop in own]
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """Neighbours that continue each other as one: buckets are cut where owners change."""
+    """Join neighbouring pieces that continue each other: buckets are cut where owners change."""
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None

@@ -1,4 +1,4 @@
-"""What a channel moves without summing it: gathers, exchanges, messages from rank to rank."""
+"""Messages of a channel without a sum: all-gather, all-to-all, send and receive."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ H = TypeVar("H", Handle, ReduceScatterHandle)
 
 @dataclass
 class Posted:
-    """A message of one rank to another that upstream posts; alive until it has waited.
+    """Point-to-point message that upstream posts; keep it until upstream has waited for it.
 
     Attributes:
-        message: uint8, what upstream sends, or receives into.
-        meter: takes the time that waiting for it costs.
-        done: to be called once when upstream has waited: writes a sent message down, decodes a
+        message: uint8 tensor that upstream sends or receives into.
+        meter: counts the time of waiting for the message.
+        done: to be called once when upstream has waited: records a sent message, decodes a
             received one.
     """
 
@@ -39,10 +39,10 @@ class Posted:
 
 
 class Moves(CodecChoice):
-    """One dimension: messages whose values arrive as they were sent, but for the codec."""
+    """One dimension: messages whose values are not summed on the way."""
 
     def gather_words(self, words: Tensor, group: ProcessGroup | None) -> list[list[int]]:
-        """The int64 ``words`` of all ranks, sent beside a message of upstream; waits for them."""
+        """Gather the int64 ``words`` of all ranks, beside a message of upstream; blocking."""
         meter = self.meter(words.device)
         rows = collectives.gather_words(words, self.group(group), meter)
         self._state.ledger.record_extra((self.dimension, "forward"), meter)
@@ -63,8 +63,8 @@ class Moves(CodecChoice):
     ) -> Handle:
         """Gather the shards of all ranks into ``out``; every rank decodes the same bytes.
 
-        ``cuts``: see ``collectives.all_gather``. ``relative_to``: what the sampled error is stated
-        for, where ``shard`` is a part of it.
+        ``cuts``: see ``collectives.all_gather``. ``relative_to``: the tensor whose norm the sampled
+        error is divided by, None for ``shard``.
         """
         (only,) = codec.hops(1, 1, result=shard.dtype)
         self.sample(shard, only, direction, cuts, relative_to)
@@ -164,10 +164,10 @@ class Moves(CodecChoice):
         direction: Direction = "forward",
         holders: ProcessGroup | None = None,
     ) -> Posted:
-        """Room for a message of the global rank ``src`` that upstream receives itself.
+        """Return the buffer for a message of the global rank ``src`` that upstream receives itself.
 
-        It will be decoded into ``values`` (1-D, contiguous). Arguments as for ``post_send``. Where
-        there are ``holders`` they gather their parts: native traffic of ``tp``, of bytes.
+        ``done`` decodes it into ``values`` (1-D, contiguous). Arguments as for ``post_send``. Where
+        there are ``holders``, they gather their parts: native traffic of ``tp``, of bytes.
         """
         posting, meter = self._posting(codec, holders), self.meter(values.device)
         room, ledger = posting.room(values), self._state.ledger
@@ -184,13 +184,16 @@ class Moves(CodecChoice):
         return Posting(codec, None if holders is None else self.group(holders))
 
     def ring(self, codec: Codec | None, group: ProcessGroup | None, device: torch.device) -> Ring:
-        """What takes the messages of ring attention round ``group``; ``circled`` ends it."""
+        """Return the ``Ring`` that sends ring attention's messages round ``group``.
+
+        Call ``circled`` once it has finished.
+        """
         return Ring(codec, self.group(group), self.meter(device), device)
 
     def circled(self, ring: Ring, raw_nbytes: int, direction: Direction = "forward") -> None:
-        """Write down what went round, once it has; ``raw_nbytes``: what native would have sent.
+        """Record the messages of a finished ring; ``raw_nbytes``: bytes native would have sent.
 
-        Without a codec they are what was sent, but for headers.
+        Without a codec the ring sends just these, plus headers.
         """
         if ring.codec is None:
             self.native(raw_nbytes, direction)
@@ -200,7 +203,7 @@ class Moves(CodecChoice):
         self._record(ring.meter, raw_nbytes, direction, ring.group.ring)
 
     def posts_once(self, codec: Codec, group: ProcessGroup | None) -> bool:
-        """Whether the handle of an ``all_gather`` sends nothing in ``wait()``."""
+        """Return whether an ``all_gather`` posts its only message before ``wait()``."""
         return codec.fixed_size and self.group(group).levels is None
 
     def _recorded(

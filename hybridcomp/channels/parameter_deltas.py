@@ -1,21 +1,21 @@
-"""Parameter deltas: a gather sends what changed since the last one (SDP4Bit, arXiv 2410.15526).
+"""Gather parameters as differences from the last gather (SDP4Bit, arXiv 2410.15526).
 
-A parameter hardly moves in one step, so the error of a few bits of its *change* is a small part of
-the parameter: 4 bits, 1e-1 of the change, 1e-3 of the weight and less. The reference that a delta
-is added to is what every rank holds already: the gathered buffer itself. Only this rank's own share
-of it is kept apart, because the optimizer writes the new values over it: 1/ranks of the buffer.
+A parameter hardly moves in one step, so the error of encoding its *change* in a few bits is a small
+part of the parameter: with 4 bits 1e-1 of the change, 1e-3 of the weight and less. The reference
+that a delta is added to is the gathered buffer, which every rank holds already. Only this rank's
+share of it is copied, because the optimizer overwrites it: 1/ranks of the buffer.
 
-Lossy codecs carry ``new - reference`` in fp32; everyone, the owner included, then holds
-``round(reference + decoded)``, and what was left out is part of the next difference by itself. The
-new values are those of the buffer's dtype: for bf16 they track the fp32 master weights as well as
+Lossy codecs carry ``new - reference`` in fp32; every rank, the owner included, then holds
+``round(reference + decoded)``, so the error is part of the next difference without further work.
+The new values have the buffer's dtype: for bf16 they track the fp32 master weights as well as
 differences from the masters do (measured: relative error 1.63e-3 and 1.66e-3 at 4 bits, of which
 1.59e-3 are the rounding to bf16), and elements that did not move are exact zeros. Lossless codecs
 carry the difference of the bit patterns as integers, which adds up exactly.
 
-Deltas onto differing references would keep a difference for ever. So before each gather the ranks
-compare a digest of the reference, 16 bytes a rank; where one differs (somebody wrote into the
-parameters), has no reference, or has a value that is not finite, all send exactly, which starts
-anew. Upstream's own gather would have overwritten what was written, too.
+With deltas, references that differ between ranks would differ for ever. So before each gather the
+ranks compare a digest of the reference, 16 bytes a rank; where one differs (somebody wrote into
+the parameters), is missing, or has a value that is not finite, all ranks gather exact values. Such
+a gather overwrites what was written into the parameters, as upstream's does.
 
 Shapes: W ranks in the group, ``rows`` (W, n): the buffer, one share a row.
 """
@@ -50,20 +50,20 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 @dataclass
 class Reference:
-    """What all ranks hold of a buffer, as far as the buffer itself does not say it."""
+    """This rank's share of a buffer as last gathered; the buffer holds the other ranks' shares."""
 
     own: Tensor  # copy of this rank's share, (n,), the buffer's dtype
     generation: int  # of the channels; an older one is not used any more
 
 
 def reference_of(buffer: Tensor) -> Reference | None:
-    """The reference of a gathered buffer, None before the first exact gather."""
+    """Return the reference of a gathered buffer, None before the first exact gather."""
     found: Reference | None = getattr(buffer, ATTRIBUTE, None)
     return found
 
 
 def keep(channel: Channel, buffer: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Take over what an exact gather gives everyone; before or after it."""
+    """Keep this rank's share as the reference of an exact gather; call before or after it."""
     own = _rows(buffer, group)[dist.get_rank(group)]
     reference = reference_of(buffer)
     if reference is None:
@@ -74,7 +74,7 @@ def keep(channel: Channel, buffer: Tensor, group: dist.ProcessGroup | None) -> N
 
 
 def leave(channel: Channel, buffer: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Prepare a gather that upstream does: what it gives everyone is kept where deltas go on."""
+    """Prepare upstream's gather: keep the reference where deltas may follow, else drop it."""
     if channel.delta and channel.pauses:
         keep(channel, buffer, group)
     else:
@@ -82,16 +82,16 @@ def leave(channel: Channel, buffer: Tensor, group: dist.ProcessGroup | None) -> 
 
 
 def forget(buffer: Tensor) -> None:
-    """Drop a reference that a gather left behind: the next one is exact."""
+    """Drop the reference of a buffer: its next gather is exact."""
     if reference_of(buffer) is not None:
         delattr(buffer, ATTRIBUTE)
 
 
 @torch.no_grad()
 def agreed(channel: Channel, buffer: Tensor, codec: Codec, group: dist.ProcessGroup | None) -> bool:
-    """Whether this gather sends deltas, the same on all ranks; a collective.
+    """Return whether this gather sends deltas, the same on all ranks; a collective.
 
-    False: send exactly and ``keep``. Says so where that is because parameters differ.
+    False: gather exactly and ``keep``. Prints a message where references differ between ranks.
     """
     if channel.exact_step:
         return False
@@ -126,12 +126,12 @@ def gather(
 ) -> Handle:
     """Gather by deltas; ``buffer`` holds the new values in this rank's share.
 
-    After ``wait()`` it holds the same on all ranks. ``agreed`` has said yes.
+    After ``wait()`` it holds the same on all ranks. Only after ``agreed`` has returned True.
 
     Args:
         buffer: 1-D contiguous fp32/bf16/fp16, W equal shares.
         columns: the elements of each share that are gathered, all by default.
-        raw_nbytes: what a native gather of these would send.
+        raw_nbytes: bytes that a native gather of these would send.
     """
     rank, reference = dist.get_rank(group), reference_of(buffer)
     assert reference is not None, "deltas without a reference"
@@ -161,7 +161,7 @@ def gather(
 
 
 def _room(numel: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
-    """``numel`` values to be overwritten, and the buffer of the pool that they are in."""
+    """Return a tensor of ``numel`` undefined values and its pool buffer, None without one."""
     if like.dtype != torch.float32:
         return like.new_empty(numel), None
     buffer, values = POOL.take_fp32(numel, like.device)
@@ -169,7 +169,7 @@ def _room(numel: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _difference(new: Tensor, old: Tensor, codec: Codec) -> tuple[Tensor, Tensor | None]:
-    """The difference, and the buffer of the pool that it is in."""
+    """Return ``new - old`` (of bit patterns if lossless) and its pool buffer, None without one."""
     if codec.lossless:
         integers = _INTEGERS[new.dtype.itemsize]
         return (new.view(integers) - old.view(integers)).view(new.dtype), None
@@ -196,7 +196,7 @@ def _rows(buffer: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def _state(
     channel: Channel, buffer: Tensor, codec: Codec, group: dist.ProcessGroup | None
 ) -> tuple[bool, int]:
-    """``(ready, digest)`` of the reference of this rank."""
+    """Return ``(ready, digest)`` of the reference of this rank."""
     reference, rank = reference_of(buffer), dist.get_rank(group)
     rows = _rows(buffer, group)
     if (
@@ -224,9 +224,9 @@ def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def digest(values: Tensor) -> Tensor:
-    """A sum over the bits of ``values`` (1-D, contiguous), int64, by position.
+    """Return an int64 sum of the bits of ``values`` (1-D, contiguous), weighted by position.
 
-    A single element that changed always changes it. One pass, at the speed of memory.
+    A change of a single element always changes it. One pass, at the speed of memory.
     """
     per_word = 8 // values.dtype.itemsize
     whole = values.numel() // per_word * per_word
@@ -244,7 +244,7 @@ def digest(values: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _weights(device: torch.device) -> Tensor:
-    """WEIGHTS + 3 odd numbers without pattern: odd ones lose no difference modulo 2^64."""
+    """Return WEIGHTS + 3 pseudo-random odd numbers: odd ones lose no difference modulo 2^64."""
     numbers = torch.arange(1, WEIGHTS + 4, device=device) * 0x1E3779B97F4A7C15
     numbers = (numbers ^ (numbers >> 29)) * 0x3F58476D1CE4E5B9
     return (numbers ^ (numbers >> 32)) | 1

@@ -1,13 +1,12 @@
-"""Parameters that tensor-parallel ranks have in common: vectors are reduced exactly.
+"""Sum the gradients of vectors that tensor-parallel ranks have in common exactly.
 
-Norms and biases are on every tensor rank, and each rank updates its copy with a reduction of its
-own. What a lossy codec makes of a value may depend on the values around it, and around them in a
-bucket lie pieces of cut parameters, other ones on every rank: the copies would drift apart
-(measured: norms of two tensor ranks differ after three steps at 4 bits). So their gradients, about
-a thousandth of all, leave the message, are summed natively beside it, and zeros take their place.
-Matrices that are not cut (AutoTP's embeddings) are too large for that: where there are common
-parameters every parameter is encoded by itself (``Channel._separates``), and equal values come out
-equal.
+Norms and biases are on every tensor rank, and each updates its copy from its data-parallel group's
+reduction. A lossy codec's error may depend on neighbouring values, which in a bucket are pieces of
+cut parameters, different on every tensor rank: the copies would drift apart (measured: norms of two
+tensor ranks differ after three steps at 4 bits). So these gradients, about a thousandth of all, are
+taken out of the message, leaving zeros, and summed natively beside it. Matrices that are not cut
+(AutoTP's embeddings) are too large for that: where there are common parameters, every parameter is
+encoded independently (``Channel._separates``), and equal values come out equal.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from hybridcomp.collectives.native_nbytes import all_reduce_nbytes
 
 @dataclass(frozen=True)
 class Stretch:
-    """``[low, high)`` of the tensor ``index`` of a message."""
+    """Elements ``[low, high)`` of the tensor ``index`` of a message."""
 
     index: int
     low: int
@@ -46,7 +45,7 @@ def stretches_of(pieces: Sequence[Sequence[Piece]], names: Collection[str]) -> l
 
 
 class Exact:
-    """Some stretches of a message, summed over ``group`` in fp32 while the rest is encoded.
+    """Sum over ``group``, in fp32, of stretches of a message whose other values are encoded.
 
     Takes them out of ``tensors`` (1-D), where it leaves zeros. Every rank of the group has the same
     stretches.
@@ -67,7 +66,7 @@ class Exact:
         self._work = dist.all_reduce(self._sums, group=group.process_group, async_op=True)
 
     def count(self, meter: Meter) -> None:
-        """Write down what was sent."""
+        """Count the bytes of the sum in ``meter``."""
         nbytes = all_reduce_nbytes(self._sums.numel(), torch.float32, self._group.size)
         meter.sent(nbytes, int(nbytes * self._group.ring))
 

@@ -1,10 +1,10 @@
-"""Residuals that another number of ranks has left go to the ranks that encode them now.
+"""Give residuals saved by another number of ranks to the ranks that encode the values now.
 
-What must survive is their sum over the job, by parameter: it is what the gradients still miss. Old
-rank i's state is read by new rank ``i % world_size``, so each is read once. Then one all-reduce, in
-pieces of ``PIECE`` values, adds up what all ranks have read, and each value is kept by one of those
-that encode it: with n senders of a stretch each keeps an n-th of it. No rank ever holds more than
-what it has read and its part, and no value is held twice.
+Their sum over the job must survive, by parameter: it is the part that gradients still lack. New
+rank ``i % world_size`` reads old rank i's state, so each is read once. Then one all-reduce, in
+pieces of ``PIECE`` values, adds up the residuals of all ranks, and one of the ranks that encode a
+value keeps its sum: with n senders of a stretch each keeps an n-th of it. No rank ever holds more
+than the states it has read and its part, and no value is held twice.
 
 In two levels the ranks of a node encode a sum together, so they are one sender: they hold its part
 in common (``error_feedback.NodeStretch``).
@@ -38,9 +38,9 @@ SHOWN = 4
 
 @dataclass(frozen=True)
 class Sends:
-    """What of a parameter this rank encodes: ``ranges`` of its values, and in which group.
+    """Ranges of a parameter's values that this rank encodes, and the group it sends them to.
 
-    ``ranks``: global ranks of the group; None: all ranks that state this name.
+    ``ranks``: global ranks of the group; None: all ranks that encode a parameter of this name.
     """
 
     ranges: tuple[Range, ...]
@@ -49,12 +49,12 @@ class Sends:
 
 @dataclass
 class ReadResiduals:
-    """What this rank has read: stretches of old residuals by name, in today's units."""
+    """Stretches of old residuals that this rank has read, by parameter, in today's units."""
 
     stretches: dict[str, list[Held]] = field(default_factory=dict)
 
     def add(self, name: str, stretch: Held, factor: float = 1.0) -> None:
-        """Add ``factor`` times a stretch; takes its tensor over."""
+        """Add ``factor`` times a stretch; mutates and keeps its tensor."""
         offset, values = stretch
         values = values.mul_(factor) if factor != 1.0 else values
         stored = self.stretches.setdefault(name, [])
@@ -65,7 +65,7 @@ class ReadResiduals:
         stored.append((offset, values))
 
     def ends(self) -> dict[str, int]:
-        """By name where the last stretch ends."""
+        """Return where the last stretch of each parameter ends."""
         return {
             name: max(offset + values.numel() for offset, values in stored)
             for name, stored in self.stretches.items()
@@ -73,7 +73,7 @@ class ReadResiduals:
 
 
 def share(old: int) -> range:
-    """The ranks of a job of ``old`` ranks whose states this rank reads."""
+    """Return the ranks of a job of ``old`` ranks whose states this rank reads."""
     return range(dist.get_rank(), old, dist.get_world_size())
 
 
@@ -83,7 +83,7 @@ Segment = tuple[str, Range, Ranks]
 
 @dataclass(frozen=True)
 class ResidualPlan:
-    """Where the residuals go that the ranks have read."""
+    """Segments of the residuals that the ranks have read, with the ranks that get each of them."""
 
     segments: list[Segment]
     unknown: list[str]  # names that no rank encodes
@@ -115,11 +115,11 @@ class ResidualPlan:
 def plan(
     part: ReadResiduals, sends: Mapping[str, Sends] | None, nodes: Nodes | None, padding: int
 ) -> ResidualPlan:
-    """Find out which rank takes what the ranks have read; a collective through the store.
+    """Decide which rank gets each stretch that the ranks have read; a collective through the store.
 
     Args:
-        part: what this rank has read.
-        sends: what this rank encodes, by name; None: all that there is.
+        part: residuals that this rank has read.
+        sends: ranges that this rank encodes, by name; None: all that were read.
         nodes: of the job, where groups have two levels.
         padding: values behind the end of a parameter that may have been encoded with it.
 
@@ -158,7 +158,7 @@ def _json_of(sends: Mapping[str, Sends] | None) -> dict[str, list[Any]] | None:
 
 
 def _tell_once(statement: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """As ``tell``; what several ranks state alike travels once."""
+    """Exchange statements as ``tell`` does, sending a statement that several ranks make once."""
     text = json.dumps(statement, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     digests = [one["digest"] for one in tell({"digest": digest}, what=WHAT)]
@@ -169,14 +169,14 @@ def _tell_once(statement: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 class _Rows:
-    """Which ranks of a group encode together, asked for many times."""
+    """Cache of the ranks of each group that encode together."""
 
     def __init__(self, nodes: Nodes | None) -> None:
         self._nodes = nodes
         self._known: dict[Ranks, dict[int, Ranks]] = {}
 
     def of(self, rank: int, group: Ranks) -> Ranks:
-        """The ranks of ``group`` that encode together with ``rank``."""
+        """Return the ranks of ``group`` that encode together with ``rank``."""
         if self._nodes is None:
             return (rank,)
         if group not in self._known:
@@ -188,7 +188,7 @@ class _Rows:
 def _senders(
     name: str, end: int, stated: Sequence[dict[str, Any] | None], rows: _Rows
 ) -> list[tuple[tuple[Range, ...], Ranks]]:
-    """The ranges of ``name``, and the ranks that encode them together."""
+    """Return the ranges of ``name``, each with the ranks that encode them together."""
     holders = tuple(rank for rank, sends in enumerate(stated) if sends is None or name in sends)
     found: dict[Ranks, tuple[Range, ...]] = {}
     for rank in holders:
@@ -202,7 +202,7 @@ def _senders(
 def _sweep(
     senders: Iterable[tuple[tuple[Range, ...], Ranks]],
 ) -> Iterator[tuple[Range, list[Ranks]]]:
-    """Ascending stretches, each with all that send it."""
+    """Yield ascending stretches, each with all units of ranks that send it."""
     events: dict[int, tuple[set[Ranks], set[Ranks]]] = {}
     for ranges, unit in senders:
         for low, high in ranges:
@@ -220,7 +220,7 @@ def _sweep(
 
 
 def _stripes(name: str, edges: Range, units: Sequence[Ranks]) -> Iterator[Segment]:
-    """An equal part of ``edges`` for each of ``units``, none that is empty."""
+    """Yield an equal part of ``edges`` for each of ``units``, leaving out empty ones."""
     start, numel = edges[0], edges[1] - edges[0]
     for index, unit in enumerate(units):
         low, high = (start + numel * i // len(units) for i in (index, index + 1))
@@ -246,7 +246,7 @@ def _batches(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
 
 
 def _put(part: ReadResiduals, name: str, edges: Range, view: Tensor) -> None:
-    """Add what was read of ``edges`` to ``view``, and free stretches that end there.
+    """Add the residuals read for ``edges`` to ``view``, and free stretches that end there.
 
     Segments of a name come in ascending order.
     """

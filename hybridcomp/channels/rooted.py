@@ -1,7 +1,6 @@
-"""What a channel sends from one rank to all and from all ranks to one, for layers of our own.
+"""Broadcasts and reductions to one rank of a channel, for hybridcomp's layers (``nn``).
 
-No upstream stands behind these messages, so here the channel itself sends natively where it has no
-codec for them.
+No upstream code sends these messages, so where they have no codec the channel sends them natively.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ class Rooted(Moves):
     def broadcast(
         self, values: Tensor, root: int, group: ProcessGroup | None, *, direction: Direction
     ) -> tuple[Handle, Tensor]:
-        """Send ``values`` (1-D, contiguous) of group rank ``root`` to all ranks.
+        """Broadcast ``values`` (1-D, contiguous) of group rank ``root`` to all ranks.
 
-        On other ranks they are room for what comes. Returns the handle, under way, and the tensor
-        that holds the same bits on all ranks once it was waited for: natively ``values``, on the
-        root of an encoded broadcast another one.
+        On other ranks they are the buffer to receive into. Returns the handle, under way, and the
+        tensor that holds the same bits on all ranks after ``wait()``: ``values``, except on the
+        root of an encoded broadcast, where it is a new one.
         """
         known, meter = self.group(group), self.meter(values.device)
         numel, dtype, sends = values.numel(), values.dtype, known.rank == root
@@ -74,7 +73,7 @@ class Rooted(Moves):
         return handle.then(partial(self._landed, meter, raw_nbytes, direction, share))
 
     def _landed(self, meter: Meter, raw_nbytes: int, direction: Direction, share: float) -> None:
-        """Write a message down: whole on the ranks that send it, elsewhere the time it took."""
+        """Record a message: bytes and time on the ranks that send it, elsewhere its time only."""
         if raw_nbytes:
             self._record(meter, raw_nbytes, direction, share)
         else:

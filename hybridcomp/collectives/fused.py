@@ -1,8 +1,8 @@
-"""Collectives of codecs that take all chunks, or several tensors, in one launch, as on a GPU.
+"""Run collectives with codecs that encode all chunks, or several tensors, in one GPU launch.
 
 An all_reduce takes three launches, the others two, whatever their sizes. Messages of tensor
-parallelism are so short that the host's time counts: what all messages of one size have in common
-is planned once, and each takes one allocation.
+parallelism are so short that the host's time counts: sizes and offsets are planned once for all
+messages of one size, and each message takes one allocation.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from hybridcomp.collectives.wire import (
     transport,
 )
 
-#: where buffers that share an allocation begin: a warp loads that many bytes at once
+#: alignment in bytes of buffers that share an allocation: a warp loads that many at once
 PLACE = 512
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What all messages of one size have in common."""
+    """Sizes and offsets common to all messages of one size."""
 
     chunk: int  # elements of every chunk but the last ones
     slot: int  # bytes of its payload
     mine: slice  # this rank's elements
-    gives: tuple[int, ...]  # bytes of an exchange, by rank
-    takes: tuple[int, ...]
-    places: tuple[int, ...]  # bytes of each buffer, and of the gap behind it
+    gives: tuple[int, ...]  # bytes sent in an exchange, by rank
+    takes: tuple[int, ...]  # bytes received in it
+    places: tuple[int, ...]  # bytes of each buffer, each followed by those of the gap behind it
 
 
 @lru_cache(maxsize=4096)
 def _planned(
     codec: Codec, dtype: torch.dtype, numels: tuple[int, ...], me: int, gathers: bool
 ) -> _Plan:
-    """Plan an exchange of chunks, ``numels`` by rank; ``gathers``: sums of them are gathered."""
+    """Plan an exchange of chunks, ``numels`` by rank; ``gathers``: a gather of the sums follows."""
     sizes = [codec.wire_nbytes(numel, dtype) for numel in numels]
     gives = tuple(0 if rank == me else size for rank, size in enumerate(sizes))
     takes = tuple(0 if rank == me else sizes[me] for rank in range(len(sizes)))
@@ -71,7 +71,7 @@ def _chunks(numel: int, world_size: int) -> tuple[int, ...]:
 
 
 def _room(places: Sequence[int], device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
-    """``(buffer to give back, the buffers in it)``."""
+    """Allocate one buffer and cut it: ``(buffer to give back, the buffers in it)``."""
     nbytes = sum(places)
     buffer = POOL.take(nbytes, device)
     return buffer, first(buffer, nbytes).unsafe_split_with_sizes(places)[::2]
@@ -84,8 +84,8 @@ def _places(*nbytes: int) -> tuple[int, ...]:
 def fused_all_reduce(tensor: Tensor, codec: Codec, fused: Fused, how: Reduction) -> Steps[None]:
     """Sum ``tensor`` over ``group`` in place: the bytes and bits of ``reductions.all_reduce``.
 
-    1 encode every chunk but my own, 2 all-to-all, 3 sum in rank order and encode, without a trip of
-    the sum through memory, 4 all-gather, 5 decode all chunks.
+    1 encode all chunks but this rank's, 2 all-to-all, 3 sum in rank order and encode in one kernel,
+    which writes no sum to memory, 4 all-gather, 5 decode all chunks.
     """
     group, meter, residual = how.group, how.meter, how.residual
     me, ranks = group.rank, group.size
@@ -111,11 +111,11 @@ def fused_all_reduce(tensor: Tensor, codec: Codec, fused: Fused, how: Reduction)
 def fused_reduce_scatter(
     flat: Tensor, lengths: tuple[int, ...], total: Tensor, fused: Fused, how: Reduction
 ) -> Steps[Tensor]:
-    """Sum my shard over ``group`` into ``total``: bytes and bits of ``reduce_scatter``.
+    """Sum this rank's shard over ``group`` into ``total``: bytes and bits of ``reduce_scatter``.
 
     ``flat`` and the residual: the shards of all ranks one after the other (``adjacent``).
 
-    1 encode every shard but my own, 2 all-to-all, 3 sum in rank order.
+    1 encode all shards but this rank's, 2 all-to-all, 3 sum in rank order.
     """
     group, meter, residual = how.group, how.meter, how.residual
     me, ranks = group.rank, group.size
@@ -137,7 +137,7 @@ def fused_reduce_scatter(
 def fused_all_gather(shard: Tensor, out: Tensor, fused: Fused, via: Transfer) -> Steps[None]:
     """Gather equally long shards into ``out``: bytes and bits of ``moves.all_gather``.
 
-    1 encode my shard, 2 all-gather, 3 decode all of them.
+    1 encode this rank's shard, 2 all-gather, 3 decode all shards.
     """
     group, meter, numel = via.group, via.meter, shard.numel()
     plan = _planned_gather(via.codec, shard.dtype, numel, group.size)
@@ -156,7 +156,7 @@ def fused_all_gather(shard: Tensor, out: Tensor, fused: Fused, via: Transfer) ->
 def fused_all_to_all(out: Tensor, values: Tensor, fused: Fused, via: Transfer) -> Steps[None]:
     """Exchange equally long parts: bytes and bits of ``moves.all_to_all``.
 
-    1 encode every part but my own, which is copied, 2 all-to-all, 3 decode.
+    1 encode all parts but this rank's, which is copied, 2 all-to-all, 3 decode.
     """
     group, meter = via.group, via.meter
     me, ranks = group.rank, group.size
@@ -180,7 +180,7 @@ def each_to_all(
 ) -> Steps[None]:
     """Exchange parts of any lengths, by rank: bytes and bits of ``moves.all_to_all``.
 
-    1 encode every part but my own, which is copied, 2 all-to-all, 3 decode.
+    1 encode all parts but this rank's, which is copied, 2 all-to-all, 3 decode.
     """
     codec, group, meter, own = via.codec, via.group, via.meter, sources[via.group.rank]
     others = [rank for rank in range(group.size) if rank != group.rank]
@@ -203,7 +203,7 @@ def each_to_all(
 
 
 def adjacent(shards: Sequence[Tensor]) -> Tensor | None:
-    """``shards`` as one tensor, if they follow each other in memory and are chunks of it.
+    """Return ``shards`` as one tensor if they follow each other in memory as its chunks, else None.
 
     Chunks are equally long, but for the last that is not empty.
     """
@@ -211,7 +211,7 @@ def adjacent(shards: Sequence[Tensor]) -> Tensor | None:
     total, full, last = 0, True, shards[0]
     for shard in shards:
         numel = shard.numel()
-        if not numel:  # the address of nothing may be 0
+        if not numel:  # the address of an empty tensor may be 0
             full = False
             continue
         if shard.data_ptr() != start + total * size or numel > length or not full:

@@ -1,19 +1,19 @@
-"""Low-rank sums of gradients: PowerSGD (Vogels et al. 2019, arXiv 1905.13727, algorithms 1 and 2).
+"""Sum gradients by low-rank factors: PowerSGD (Vogels et al. 2019, arXiv 1905.13727, alg. 1 and 2).
 
 One power iteration a step, begun where the last one ended. With M_r the matrix of rank r and Q its
 right factor, orthonormal and the same on all ranks,
 
     P = orthonormal basis of sum_r M_r Q,    Q' = sum_r M_r^T P,    P Q'^T = P P^T sum_r M_r
 
-stands for the sum. What it leaves out, (1 - P P^T) M_r on rank r, is that rank's residual: those of
-all ranks add up to the sum minus what was delivered. (The paper keeps M_r minus the mean instead,
-whose part that differs between ranks never leaves and grows like a random walk.)
+approximates the sum. The error on rank r, (1 - P P^T) M_r, is that rank's residual: those of all
+ranks add up to the exact minus the delivered sum. (The paper keeps M_r minus the mean instead,
+whose part that differs between ranks is never sent and grows like a random walk.)
 
 Every rank computes with the same sums, so replicas stay equal where the ranks of a group use the
 same library on the same kind of device with as many threads.
 
-torch's ``powerSGD_hook`` is no base for this: its state hangs on bucket indices of DDP, it divides
-by the size of the group, and its residuals can neither follow a parameter nor a loss scale.
+torch's ``powerSGD_hook`` does not fit: its state is kept by DDP's bucket indices, it divides by the
+size of the group, and its residuals can follow neither a parameter nor a loss scale.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ class Matrix:
         return self.start + self.rows * self.columns
 
     def of(self, flat: Tensor) -> Tensor:
-        """The matrix in ``flat``, a view."""
+        """Return the matrix in ``flat``, a view."""
         return flat[self.start : self.stop].view(self.rows, self.columns)
 
 
 #: orthonormal right factors by ``Matrix.key``, (columns, rank) fp32
 WarmStarts = MutableMapping[str, Tensor]
-#: is told squared L2 norms: what this rank left out, what it had to send, the values in that
+#: called with squared L2 norms: of the new residual, of values + residual, of the values
 Measure = Callable[[float, float, float], None]
 
 
 @dataclass(frozen=True)
 class Factoring:
-    """What a flat tensor is made of, and with which factors its sum begins.
+    """Matrices in a flat tensor, and the right factors with which their sums begin.
 
     Attributes:
         matrices: stretches of the tensor in order, without overlap; the same on all ranks.
         rank: of the factors, the same on all ranks.
         warm: right factors, the same on all ranks; updated.
         needed: ``[start, stop)`` stretches that the caller reads; None: all of it.
-        measure: is told squared norms, if this step takes a sample.
+        measure: called with squared norms, if this step takes a sample.
     """
 
     matrices: Sequence[Matrix]
@@ -78,13 +78,13 @@ class Factoring:
     measure: Measure | None = None
 
     def is_needed(self, matrix: Matrix) -> bool:
-        """Whether the caller reads any of it."""
+        """Return whether the caller reads any part of ``matrix``."""
         if self.needed is None:
             return True
         return any(start < matrix.stop and matrix.start < stop for start, stop in self.needed)
 
     def between(self, numel: int) -> list[tuple[int, int]]:
-        """The stretches of a tensor of ``numel`` elements that are in no matrix."""
+        """Return the stretches of a tensor of ``numel`` elements that are in no matrix."""
         edges = [0, *(edge for m in self.matrices for edge in (m.start, m.stop)), numel]
         pairs = list(zip(edges[::2], edges[1::2], strict=True))
         assert all(start <= stop for start, stop in pairs), "matrices overlap"
@@ -92,12 +92,12 @@ class Factoring:
 
 
 def low_rank_sum(values: Tensor, factoring: Factoring, how: Reduction) -> Steps[Tensor]:
-    """Sum ``values`` over a group: matrices to a rank, everything else exactly.
+    """Sum ``values`` over a group: matrices by low-rank factors, everything else exactly.
 
-    1 what is to be sent is the values and the residual
-    2 left factors, with the values outside of matrices behind them: one all-reduce
-    3 right factors: one all-reduce; the residual loses what they carry
-    4 the products, where they are needed; the next step begins with these right factors
+    1 add the values to the residual: that is to be summed
+    2 all-reduce the left factors and, behind them, the values outside of matrices
+    3 all-reduce the right factors; subtract this rank's part of the product from the residual
+    4 multiply the factors of matrices that are needed; keep the right factors for the next step
 
     A NaN or Inf makes its whole matrix NaN on every rank.
 
@@ -149,7 +149,7 @@ def low_rank_sum(values: Tensor, factoring: Factoring, how: Reduction) -> Steps[
 def _left_factors(
     total: Tensor, factoring: Factoring, rest: Sequence[tuple[int, int]]
 ) -> tuple[list[Tensor], Tensor]:
-    """``(left factors, the message: all of them, then what is in no matrix)``."""
+    """Return ``(left factors, the message: these, then the values in no matrix)``."""
     matrices, device = factoring.matrices, total.device
     starts = [_warm_start(factoring.warm, matrix, factoring.rank, device) for matrix in matrices]
     lefts = [matrix.of(total) @ start for matrix, start in zip(matrices, starts, strict=True)]
@@ -163,7 +163,7 @@ def _leave(
     carried: Iterable[Tensor],
     rest: Sequence[tuple[int, int]],
 ) -> None:
-    """Take out of ``residual`` what the factors carry, and all that is in no matrix."""
+    """Subtract the products of the factors from ``residual``, and set it to 0 outside matrices."""
     for matrix, delivered in zip(matrices, carried, strict=True):
         settle(matrix.of(residual), delivered)
     for start, stop in rest:
@@ -171,7 +171,7 @@ def _leave(
 
 
 def _put(result: Tensor, rest: Sequence[tuple[int, int]], outside: Tensor) -> None:
-    """Write what is in no matrix to its place."""
+    """Write ``outside``, the sums of the stretches ``rest``, into ``result``."""
     position = 0
     for start, stop in rest:
         result[start:stop] = outside[position : position + stop - start]
@@ -179,13 +179,13 @@ def _put(result: Tensor, rest: Sequence[tuple[int, int]], outside: Tensor) -> No
 
 
 def follow(warm: WarmStarts, key: str, right: Tensor) -> None:
-    """Begin the next step with this right factor; one with a NaN or Inf is forgotten."""
+    """Keep this right factor for the next step, unless it has a NaN or Inf."""
     basis = _orthonormal(right)
-    warm[key] = torch.where(basis.isfinite().all(), basis, warm[key])  # no look at it on the host
+    warm[key] = torch.where(basis.isfinite().all(), basis, warm[key])  # without a wait of the host
 
 
 def _warm_start(warm: WarmStarts, matrix: Matrix, rank: int, device: torch.device) -> Tensor:
-    """The right factor to begin with; the first one is random, and depends on the key alone."""
+    """Return the right factor to begin with; the first is random, seeded by the key alone."""
     found = warm.get(matrix.key)
     if found is None or found.shape != (matrix.columns, rank):
         seed = int.from_bytes(hashlib.sha256(matrix.key.encode()).digest()[:7], "little")
@@ -196,9 +196,9 @@ def _warm_start(warm: WarmStarts, matrix: Matrix, rank: int, device: torch.devic
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
-    """A basis of the space of the columns; Householder's, which stands dependent columns.
+    """Return an orthonormal basis of the columns; Householder QR, which allows dependent columns.
 
-    Contiguous: products depend on the layout to the bit, and a checkpoint may not keep another.
+    Contiguous: a product's bits depend on the layout, and a checkpoint may not keep another one.
     """
     basis: Tensor = torch.linalg.qr(columns).Q
     return basis.contiguous()
@@ -209,5 +209,5 @@ def _squared(values: Tensor) -> float:
 
 
 def _split(flat: Tensor, numels: Sequence[int]) -> list[Tensor]:
-    """``flat`` cut into parts of these lengths, and what is left."""
+    """Cut ``flat`` into parts of these lengths and the remainder."""
     return list(torch.split(flat, [*numels, flat.numel() - sum(numels)]))

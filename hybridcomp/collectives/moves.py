@@ -1,4 +1,4 @@
-"""all_gather and all_to_all: values that are only moved, one quantization; words, none."""
+"""all_gather and all_to_all of encoded values, with one quantization; a gather of plain words."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from hybridcomp.errors import CodecError
 def all_gather(shard: Tensor, out: Tensor, via: Transfer, async_op: bool = False) -> Handle:
     """Gather the shards of all ranks into ``out``, by group rank; the same bits on all ranks.
 
-    This rank's own shard is decoded from the bytes that the others get, too. In two levels
-    ``wait()`` posts a second message, so handles must be waited for in one order on all ranks.
+    This rank also decodes its shard from the payload that the others get. In two levels ``wait()``
+    posts a second message, so handles must be waited for in one order on all ranks.
 
     Args:
-        shard: 1-D contiguous fp32/bf16/fp16, equally long on all ranks; may be its own place in
-            ``out``. Read before the call returns.
+        shard: 1-D contiguous fp32/bf16/fp16, equally long on all ranks; may be a view of its
+            place in ``out``. Read before the call returns.
         out: same dtype, ``group.size * shard.numel()`` elements; not to be touched before
             ``wait()``.
-        via: codec, group and meter. Between two of its cuts, which are those of ``shard`` and equal
-            on all ranks, values come out as they would in a message of their own.
+        via: codec, group, meter and cuts: positions in ``shard``, equal on all ranks, between which
+            values are encoded as in separate messages.
         async_op: as for ``all_reduce``.
 
     Raises CodecError on other tensors.
@@ -66,10 +66,10 @@ def all_gather(shard: Tensor, out: Tensor, via: Transfer, async_op: bool = False
 
 
 def _in_two_levels(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
-    """1 gather my column of the grid between nodes, encoded, 2 gather the columns inside.
+    """1 gather this rank's column of the grid between nodes, encoded, 2 gather columns inside.
 
-    A ring over all ranks carries every payload into N nodes, the way here into N - 1: what is
-    saved between the nodes is 1/N. Every rank decodes N shards instead of N * L.
+    A ring over all ranks carries every payload into N nodes, these steps into N - 1, which saves
+    1/N of the bytes between nodes. Every rank decodes N shards instead of N * L.
     """
     levels, numel = via.group.levels, shard.numel()
     assert levels is not None
@@ -89,9 +89,9 @@ def _in_two_levels(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
 
 
 def _all_gather(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
-    """The steps on one level: in two launches, or in rounds, all of them side by side.
+    """Gather on one level: in two launches, or in rounds that overlap.
 
-    All is encoded before the first wait.
+    All values are encoded before the first wait.
     """
     group, numel = via.group, shard.numel()
     if group.size == 1 or numel == 0:
@@ -111,7 +111,7 @@ def _all_gather(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
 def _gather_round(
     shard: Tensor, places: Sequence[Tensor], row: Sequence[Range], via: Transfer
 ) -> Steps[None]:
-    """1 encode stretches ``row`` of the shard, 2 all-gather, 3 decode to ``places``, by rank."""
+    """1 encode stretches ``row`` of the shard, 2 all-gather, 3 decode into ``places``, by rank."""
     # 1
     dtype, lengths = shard.dtype, [stop - start for start, stop in row]
     numels = [lengths] * len(places)
@@ -129,7 +129,7 @@ def _gather_round(
 
 
 def gather_words(words: Tensor, group: Group, meter: Meter) -> list[list[int]]:
-    """The int64 ``words`` (1-D, equally many) of all ranks, by group rank; waits for them."""
+    """Gather the int64 ``words`` (1-D, equally many) of all ranks, by group rank; blocking."""
     out = words.new_empty(group.size * words.numel())
     transfer(lambda: transport.all_gather(out, words, group, meter), meter)
     rows: list[list[int]] = out.view(group.size, -1).tolist()
@@ -144,7 +144,7 @@ def all_to_all(
     in_splits: Sequence[int] | None = None,
     async_op: bool = False,
 ) -> Handle:
-    """Send the r-th part of ``values`` to group rank r and fill ``out`` with what comes.
+    """Send part r of ``values`` to group rank r; fill ``out`` with the parts of all ranks.
 
     The part that stays on this rank is copied, not quantized.
 
@@ -188,7 +188,7 @@ def _splits(name: str, splits: Sequence[int] | None, numel: int, world_size: int
 def _all_to_all(
     out: Tensor, values: Tensor, takes: list[int], gives: list[int], via: Transfer
 ) -> Steps[None]:
-    """In two launches where the codec has that; else part by part."""
+    """Exchange in two launches where the codec has such kernels; else encode part by part."""
     (codec,) = via.codec.hops(1, 1, result=values.dtype)
     only, even = Transfer(codec, via.group, via.meter), [gives[0]] * len(gives)
     if len(gives) == 1:

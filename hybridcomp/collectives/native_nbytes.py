@@ -1,8 +1,8 @@
-"""Bytes that one rank would have sent to other ranks if a message had been left native.
+"""Count the bytes that one rank sends to other ranks when a message is native.
 
-Bandwidth-optimal algorithms, as in NCCL's own accounting (nccl-tests, PERFORMANCE.md): a ring sends
-``(W-1)/W`` of the buffer for a reduce-scatter and again for the all-gather of an all-reduce. Every
-message asks, and messages have few sizes.
+Bandwidth-optimal algorithms, as in NCCL's accounting (nccl-tests, PERFORMANCE.md): a ring sends
+``(W-1)/W`` of the buffer for a reduce-scatter and again for the all-gather of an all-reduce.
+Results are cached, as every message needs one and messages have few sizes.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import torch
 
 @lru_cache(maxsize=4096)
 def all_reduce_nbytes(numel: int, dtype: torch.dtype, world_size: int) -> int:
-    """``numel`` elements on every rank."""
+    """Return the bytes of an all-reduce of ``numel`` elements on every rank."""
     return 2 * (world_size - 1) * numel * dtype.itemsize // world_size
 
 
 @lru_cache(maxsize=4096)
 def reduce_scatter_nbytes(total_numel: int, dtype: torch.dtype, world_size: int) -> int:
-    """``total_numel``: elements over all shards of one rank."""
+    """Return the bytes of a reduce-scatter; ``total_numel``: elements of all shards of one rank."""
     return (world_size - 1) * total_numel * dtype.itemsize // world_size
 
 
 @lru_cache(maxsize=4096)
 def all_gather_nbytes(shard_numel: int, dtype: torch.dtype, world_size: int) -> int:
-    """``shard_numel``: elements of this rank's shard."""
+    """Return the bytes of an all-gather; ``shard_numel``: elements of this rank's shard."""
     return (world_size - 1) * shard_numel * dtype.itemsize
 
 
 @lru_cache(maxsize=4096)
 def all_to_all_nbytes(numel: int, dtype: torch.dtype, world_size: int) -> int:
-    """``numel``: elements of this rank's input, spread evenly over the ranks.
+    """Return the bytes of an all-to-all of ``numel`` elements, spread evenly over the ranks.
 
     For uneven splits pass the elements that go to other ranks to ``send_nbytes`` instead.
     """
@@ -41,11 +41,11 @@ def all_to_all_nbytes(numel: int, dtype: torch.dtype, world_size: int) -> int:
 
 @lru_cache(maxsize=4096)
 def broadcast_nbytes(numel: int, dtype: torch.dtype, world_size: int) -> int:
-    """``numel`` elements of the root, one copy for each of the other ranks."""
+    """Return the bytes of a broadcast of ``numel`` elements: one copy for each other rank."""
     return (world_size - 1) * numel * dtype.itemsize
 
 
 @lru_cache(maxsize=4096)
 def send_nbytes(numel: int, dtype: torch.dtype) -> int:
-    """``numel`` elements to one other rank."""
+    """Return the bytes of ``numel`` elements sent to one other rank."""
     return numel * dtype.itemsize

@@ -1,6 +1,6 @@
-"""Which rank sums and which ranks receive what, when the ranges of a bucket have owners.
+"""Plan the reduction of a bucket whose ranges have owners: which rank sums and which receive.
 
-Buckets come back every step, so what follows from their ranges alone is worked out once.
+The same buckets come every step, so a plan, which depends on their ranges only, is cached.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ class OwnedPart:
 
     @property
     def stays(self) -> bool:
-        """Whether it is needed only where it was summed: no second quantization."""
+        """Return whether only the rank that summed it needs it: no second quantization."""
         return self.ranks == (self.source,)
 
 
 @dataclass(frozen=True)
 class OwnerPlan:
-    """How the ranges of one bucket are reduced.
+    """Plan of the reduction of one bucket.
 
     Attributes:
-        kind: ``direct``, everyone sends to the owners, or ``balanced``: split evenly, sum, send the
-            sums on to the owners.
+        kind: ``direct``: every rank sends to the owners; ``balanced``: each rank sums a chunk of an
+            even split and sends the sums to their owners.
         numel: elements of the bucket.
         runs: neighbours with the same owners as one range, empty ones left out.
         even: the chunks of the ranks, as ranges.
-        longest: elements of the longest row of a message: what one set of owners owns, a chunk,
-            what one rank sends on to one set of owners.
+        longest: elements of the longest row of each kind of message: those of one set of owners
+            (direct), a chunk, those that one rank sends to one set of owners (balanced).
     """
 
     kind: PlanKind
@@ -59,11 +59,11 @@ class OwnerPlan:
 
 @lru_cache(maxsize=4096)
 def plan_of(ranges: tuple[OwnedRange, ...], world_size: int) -> OwnerPlan:
-    """The plan for ``ranges``, the same on all ranks.
+    """Return the plan for ``ranges``, the same on all ranks.
 
-    The rule is the largest number of elements that any rank must send or receive. One rank that
-    owns a whole bucket would receive ``W - 1`` times its length directly, but at most twice its
-    length by the balanced way. Ties are direct: it quantizes once.
+    The plan with the smaller maximum of elements that any rank sends or receives is chosen. One
+    rank that owns a whole bucket would receive ``W - 1`` times its length directly, but at most
+    twice its length in the balanced plan. Ties are direct, which quantizes once.
 
     Raises CodecError unless the ranges follow each other from 0 and have distinct known owners.
     """
@@ -107,13 +107,13 @@ def _check_ranges(ranges: Sequence[OwnedRange], world_size: int) -> None:
 
 
 def even_ranges(numel: int, world_size: int) -> list[OwnedRange]:
-    """``chunk_ranges`` as ranges."""
+    """Return ``chunk_ranges`` as ranges, each owned by its rank."""
     chunks = chunk_ranges(numel, world_size)
     return [OwnedRange(start, stop, (rank,)) for rank, (start, stop) in enumerate(chunks)]
 
 
 def cut_at_chunks(ranges: Sequence[OwnedRange], world_size: int) -> list[OwnedPart]:
-    """The ranges cut at the borders of ``chunk_ranges``, in order."""
+    """Cut the ranges at the borders of ``chunk_ranges``, in order."""
     chunks = chunk_ranges(max((owned.stop for owned in ranges), default=0), world_size)
     return [
         OwnedPart(max(low, owned.start), min(high, owned.stop), owned.ranks, source)
@@ -124,7 +124,7 @@ def cut_at_chunks(ranges: Sequence[OwnedRange], world_size: int) -> list[OwnedPa
 
 
 def _direct_traffic(ranges: Sequence[OwnedRange], world_size: int) -> list[list[int]]:
-    """``[sent, received]`` elements of every rank when all send to the owners."""
+    """Return ``[sent, received]`` elements of every rank when all send to the owners."""
     traffic = [[0, 0] for _ in range(world_size)]
     for owned in ranges:
         numel = owned.stop - owned.start
@@ -146,7 +146,7 @@ def _longest(lengths: Sequence[tuple[Key, int]]) -> int:
 
 
 def merge_neighbours(ranges: Sequence[OwnedRange]) -> list[OwnedRange]:
-    """Neighbours with the same owners as one range: fewer calls of the codec."""
+    """Join neighbours with the same owners into one range: fewer calls of the codec."""
     runs: list[OwnedRange] = []
     for owned in ranges:
         if runs and runs[-1].ranks == owned.ranks:
@@ -160,7 +160,7 @@ def merge_neighbours(ranges: Sequence[OwnedRange]) -> list[OwnedRange]:
 def range_rounds(
     ranges: tuple[OwnedRange, ...], cuts: tuple[int, ...], count: int
 ) -> list[list[OwnedRange]]:
-    """``ranges`` cut at ``cuts`` and into rounds, in which every owner has its share."""
+    """Cut ``ranges`` at ``cuts`` and into rounds, each with a share of every set of owners."""
     rows: dict[tuple[int, ...], list[Range]] = {}
     for owned in ranges:
         rows.setdefault(owned.ranks, []).extend(stretches(owned.start, owned.stop, cuts))
@@ -178,8 +178,8 @@ def range_rounds(
 def part_rounds(
     ranges: tuple[OwnedRange, ...], cuts: tuple[int, ...], world_size: int, count: int
 ) -> list[list[OwnedPart]]:
-    """The parts of ``ranges``, cut at ``cuts``, in rounds with a share of every path from a
-    source to its owners."""
+    """Cut ``ranges`` at ``cuts`` and chunks, and into rounds, each with a share of every path from
+    a source to its owners."""
     rows: dict[tuple[int, tuple[int, ...]], list[Range]] = {}
     cut = [
         OwnedRange(low, high, owned.ranks)

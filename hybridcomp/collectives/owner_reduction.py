@@ -1,4 +1,4 @@
-"""Reduction of a bucket whose ranges belong to given ranks, as in ZeRO-1 and ZeRO-2."""
+"""Reduce a bucket whose ranges have owner ranks, as in ZeRO-1 and ZeRO-2."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from hybridcomp.collectives.wire import (
 )
 from hybridcomp.errors import CodecError
 
-#: the sums that this rank owns, by where their run begins
+#: the sums that this rank owns, by the start of their run
 Sums = dict[int, Tensor]
 
 
 def reduce_to_owners(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> list[Tensor]:
-    """Sum ``tensor`` over a group, each range at its owners only.
+    """Sum ``tensor`` over a group; only the owners of a range get its sum.
 
-    The plan is that of ``plan_of``. The error of an element is at most ``W * e1`` (direct) or
+    ``plan_of`` chooses the plan. The error of an element is at most ``W * e1`` (direct) or
     ``(W - 1) * e1 + e2`` (balanced), in two levels with nodes for ranks. Owners of one range get
     the same bits.
 
@@ -64,7 +64,7 @@ def reduce_to_owners(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reductio
 
 
 def owner_hops(ranges: Sequence[OwnedRange], numel: int, group: Group) -> int:
-    """How often ``reduce_to_owners`` of these ranges quantizes a value: 1 or 2."""
+    """Return how often ``reduce_to_owners`` of these ranges quantizes a value: 1 or 2."""
     if group.levels is not None:
         within = chunk_ranges(numel, group.width)[group.local]
         ranges = ranges_of_nodes(ranges, within, group.levels)
@@ -74,7 +74,7 @@ def owner_hops(ranges: Sequence[OwnedRange], numel: int, group: Group) -> int:
 def _in_two_levels(
     tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction
 ) -> Steps[list[Tensor]]:
-    """1 sum my stretch inside the node, 2 send the sums to the owners' nodes, 3 hand them on."""
+    """1 sum this rank's stretch over the node, 2 reduce to the owners' nodes, 3 then to owners."""
     levels = how.group.levels
     assert levels is not None
     codec = how.codec.summing(levels.width)
@@ -92,7 +92,7 @@ def _in_two_levels(
 
 
 def _flat(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> Steps[list[Tensor]]:
-    """Directly or by the balanced way, as the plan says."""
+    """Reduce on one level: directly or balanced, as the plan says."""
     me, world_size = how.group.rank, how.group.size
     check_values("tensor", tensor)
     check_residual("residual", how.residual, tensor.numel())
@@ -123,7 +123,7 @@ def _flat(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> Steps
 
 
 def _direct(tensor: Tensor, plan: OwnerPlan, sums: Sums, how: Reduction) -> Steps[None]:
-    """Everyone sends to the owners."""
+    """Send every range to its owners, who sum it, in rounds that overlap."""
     me, group, device = how.group.rank, how.group, tensor.device
     sole = all(len(run.ranks) == 1 for run in plan.runs)
     (codec,) = how.codec.hops(1, group.size, exact=int(sole))
@@ -146,9 +146,9 @@ def _direct(tensor: Tensor, plan: OwnerPlan, sums: Sums, how: Reduction) -> Step
 
 
 def _balanced(tensor: Tensor, plan: OwnerPlan, sums: Sums, how: Reduction) -> Steps[None]:
-    """1 sum my chunk of the even split, 2 send the sums on (``_send_on``).
+    """1 sum this rank's chunk of the even split, 2 send the sums to their owners (``_send_on``).
 
-    A bounded codec must see the same stretches in both, so it cuts where owners change as well.
+    A bounded codec must encode the same stretches in both, so both are cut where owners change.
     """
     me, group, device = how.group.rank, how.group, tensor.device
     first, second = how.codec.hops(2, group.size, exact=1)
@@ -184,7 +184,7 @@ def _balanced(tensor: Tensor, plan: OwnerPlan, sums: Sums, how: Reduction) -> St
 def _of(
     tensor: Tensor, owned: OwnedRange, residual: Tensor | None
 ) -> tuple[Tensor, tuple[int, ...], Tensor | None]:
-    """What a ``Part`` begins with."""
+    """Return the first arguments of a ``Part``: values, owners and residual of ``owned``."""
     here = slice(owned.start, owned.stop)
     return tensor[here], owned.ranks, None if residual is None else residual[here]
 
@@ -192,7 +192,7 @@ def _of(
 def _even_part(
     tensor: Tensor, owned: OwnedRange, total: Tensor, start: int, how: Reduction
 ) -> Part:
-    """A part of the even split; one of this rank goes to ``total``, which begins at ``start``."""
+    """Return a part of the even split; this rank's is summed in ``total``, which has ``start``."""
     part = Part(*_of(tensor, owned, how.residual))
     if part.owners == (how.group.rank,):
         part.out = total[owned.start - start : owned.stop - start]
@@ -201,21 +201,21 @@ def _even_part(
 
 
 def _place(sums: Sums, start: int, stop: int) -> Tensor:
-    """The view of ``[start, stop)`` in the sum of its run."""
+    """Return a view of ``[start, stop)`` in the sum of its run."""
     run = max(first for first in sums if first <= start)
     return sums[run][start - run : stop - run]
 
 
 @dataclass(frozen=True)
 class _Scatter:
-    """The second hop of the balanced plan: sums on their way from where they were made.
+    """Second hop of the balanced plan: sums go from the ranks that made them to the owners.
 
-    With ``feedback`` the memory behind a sum becomes the residual of this quantization.
+    With ``feedback`` the memory of a sum becomes the residual of this quantization.
     """
 
     sums: Sums
     via: Transfer
-    dtype: torch.dtype  # that is encoded
+    dtype: torch.dtype  # of the encoded values
     device: torch.device
     feedback: bool
 
@@ -223,7 +223,7 @@ class _Scatter:
 def _send_on(
     parts: Sequence[OwnedPart], mine: dict[OwnedPart, Tensor], scatter: _Scatter
 ) -> Steps[None]:
-    """1 send the sums of my chunk (``mine``) to their owners, 2 decode what I own."""
+    """1 send this rank's sums (``mine``) to their owners, 2 decode the sums that this rank owns."""
     via, feedback, dtype = scatter.via, scatter.feedback, scatter.dtype
     me, ranks = via.group.rank, range(via.group.size)
     # 1

@@ -1,7 +1,7 @@
-"""Messages that upstream posts itself: encoded before it posts them, decoded when it has waited.
+"""Encode messages before upstream posts them, and decode them once upstream has waited for them.
 
-A payload whose size varies has a header in front (``send_recv``), which says its length: upstream
-posts both sides at once, so the receive has room for the longest.
+A payload of variable size has a header in front (``Header``) with its length: upstream posts send
+and receive at once, so the receive buffer has room for the longest payload.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from hybridcomp.collectives.wire import (
 
 @dataclass(frozen=True)
 class Posting:
-    """How a tensor travels: encoded or raw, whole or one part from every rank that holds it.
+    """Codec and split of posted messages: encoded or raw, whole or a part from each holder.
 
     Attributes:
-        codec: None sends the values' own bytes.
-        holders: ranks that all hold the tensor, and will; each sends its part, and receivers gather
-            the payloads. None: this rank sends all of it.
+        codec: None sends the values unencoded.
+        holders: ranks that all hold the same tensor, on both sides; each sends its part, and
+            receivers gather the payloads. None: this rank sends all of it.
     """
 
     codec: Codec | None
@@ -45,20 +45,20 @@ class Posting:
 
     @property
     def parts(self) -> int:
-        """How many parts it travels in."""
+        """Return the number of parts in which a tensor is sent."""
         return 1 if self.holders is None else self.holders.size
 
     @property
     def _head(self) -> int:
-        """Bytes of the header, which stands in front where only the sender knows the length."""
+        """Return the bytes of the header: 0 where the receiver knows the payload's length."""
         return HEADER_NBYTES if self.codec is not None and not self.codec.fixed_size else 0
 
     def part(self, values: Tensor) -> Tensor:
-        """What this rank sends of the flat ``values``, a view."""
+        """Return the part of the flat ``values`` that this rank sends, a view."""
         return values if self.holders is None else values.chunk(self.parts)[self.holders.rank]
 
     def encode(self, part: Tensor, meter: Meter) -> Tensor:
-        """The message of ``part``, uint8."""
+        """Encode ``part`` into a message, uint8."""
         if self.codec is None:
             return part.view(torch.uint8)
         room, head = self._room(part.numel(), part), self._head
@@ -70,7 +70,7 @@ class Posting:
         return room[: head + used]
 
     def room(self, values: Tensor) -> Tensor:
-        """Make room (uint8) for what will be decoded into the flat ``values``."""
+        """Allocate the receive buffer (uint8) of a message for the flat ``values``."""
         return self._room(values.numel() // self.parts, values)
 
     def _room(self, numel: int, like: Tensor) -> Tensor:
@@ -80,10 +80,10 @@ class Posting:
         return torch.empty(self._head + nbytes, dtype=torch.uint8, device=like.device)
 
     def decode(self, message: Tensor, values: Tensor, src: int, meter: Meter) -> int:
-        """Decode what came from the global rank ``src`` into ``values``; gathers parts first.
+        """Decode a message of the global rank ``src`` into ``values``, after gathering the parts.
 
         Returns the bytes that gathering sent. Raises CodecError that names both sides where the
-        header is not what this rank expects.
+        header is not the expected one.
         """
         payload, gathered = self._payload(message, values, src), Meter(clock=meter.clock)
         payloads: Sequence[Tensor] = [payload]
@@ -100,7 +100,7 @@ class Posting:
         return gathered.wire_nbytes
 
     def _payload(self, message: Tensor, values: Tensor, src: int) -> Tensor:
-        """What has arrived behind the header, if there is one."""
+        """Check the header, if there is one, and return the payload behind it."""
         if self.codec is None or not self._head:
             return message
         header = Header.unpack(bytes(message[:HEADER_NBYTES].tolist()))
@@ -109,7 +109,7 @@ class Posting:
         return message[HEADER_NBYTES : HEADER_NBYTES + header.nbytes]
 
     def _gather(self, own: Tensor, values: Tensor, meter: Meter) -> Sequence[Tensor]:
-        """The payloads of all holders, of which this rank's is ``own``."""
+        """Gather the payloads of all holders; ``own`` is this rank's."""
         assert self.holders is not None
         if self.codec is None:
             out = own.new_empty(self.parts * own.numel())

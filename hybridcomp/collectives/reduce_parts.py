@@ -1,4 +1,4 @@
-"""The first half of every reduction: send encoded parts to their owners, who sum them in fp32."""
+"""Send encoded parts to their owners, who sum them in fp32: the first half of every reduction."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class Part:
     """A stretch of the tensor to reduce.
 
     ``out`` receives the sum on the owners (fp32) and is None elsewhere. It may be ``values`` itself
-    on ranks 0 and 1: x0 + x1 == x1 + x0, so starting from the own values keeps the rank order.
+    on ranks 0 and 1: x0 + x1 == x1 + x0, so a sum that starts with this rank's values has the bits
+    of one in rank order.
     """
 
     values: Tensor
@@ -35,10 +36,10 @@ class Part:
     fresh: bool = True  # ``out`` holds nothing yet; otherwise the sum is added to it
 
     def exact_on(self, rank: int) -> bool:
-        """Whether ``rank`` adds its own values unquantized.
+        """Return whether ``rank`` adds its values unquantized.
 
-        Only a sole owner may: several owners must hold the same sum, so each of them decodes its
-        own contribution from the bytes that the others got.
+        Only a sole owner may: several owners must hold the same sum, so each decodes its
+        contribution from the payload that the others got.
         """
         return self.owners == (rank,)
 
@@ -79,12 +80,12 @@ def sum_parts(parts: Sequence[Part], via: Transfer) -> Steps[None]:
 
 @dataclass
 class _PartSum:
-    """The sum of one part on an owner, on its way.
+    """Unfinished sum of one part on an owner.
 
     Attributes:
         out: fp32, the sum so far.
-        own: what this rank adds where its values are exact; None: they stand in ``out`` already.
-        residual: that of this rank, where ``own`` has taken it along; 0 in the end.
+        own: this rank's values where it adds them exactly; None: they are in ``out`` already.
+        residual: this rank's, where ``own`` includes it; set to 0 in the end.
         fresh: whether ``out`` holds nothing yet.
     """
 
@@ -95,7 +96,7 @@ class _PartSum:
 
     @classmethod
     def of(cls, part: Part, exact: bool) -> _PartSum:
-        """Begin the sum; ``exact``: of this rank's values, which take the residual along."""
+        """Begin the sum; ``exact``: this rank adds its values and residual unquantized."""
         assert part.out is not None, "this rank does not own the part"
         in_place, residual = part.out is part.values, part.residual if exact else None
         own = part.values
@@ -116,7 +117,7 @@ class _PartSum:
             add_values(self.out, self.own)
 
     def settle(self) -> None:
-        """What the exact values have taken along is left out no more."""
+        """Set the residual to 0 where it was added with the exact values."""
         if self.residual is not None:
             self.residual.zero_()
 
@@ -127,10 +128,10 @@ def _add_rows(
     codec: Codec,
     dtype: torch.dtype,
 ) -> None:
-    """Add up in rank order: for each rank a row with the payload of every sum.
+    """Add up in rank order; ``rows``: for each rank a row with the payload of every sum.
 
-    None stands for the own exact values. A launch for a row where the codec has that; else sum by
-    sum, while it is in the cache.
+    None stands for this rank's exact values. One launch per row where the codec has such kernels;
+    else sum by sum, so that each stays in the cache.
     """
     each = codec.each(sums[0].out.device) if len(sums) > 1 else None
     if each is not None:
@@ -149,7 +150,7 @@ def _add_rows(
 
 
 def _add_row(sums: Sequence[_PartSum], row: Sequence[Tensor | None], each: Each) -> None:
-    """Add what one rank has sent for every sum, those that are begun and those that are not."""
+    """Add one rank's payloads to their sums, in one launch for fresh and one for begun sums."""
     for begun in (False, True):
         chosen = [
             (payload, total.out)

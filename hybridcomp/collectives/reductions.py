@@ -1,4 +1,4 @@
-"""all_reduce: two hops, or between two ranks one; in two levels inside the nodes natively."""
+"""all_reduce of encoded values: two hops, or one between two ranks; native inside nodes."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ from hybridcomp.collectives.wire import (
 def all_reduce_codecs(
     codec: Codec, dtype: torch.dtype, world_size: int, device: torch.device, cuts: Sequence[int]
 ) -> tuple[Codec, ...]:
-    """Give the codecs of the quantizations of an ``all_reduce`` that returns ``dtype``.
+    """Return the codecs of the quantizations of an ``all_reduce`` that returns ``dtype``.
 
-    One where each of two ranks sends all values to the other (``_pair``), two everywhere else.
-    Where a GPU has the two hops in three launches it takes these: they read memory half as often.
+    One where each of two ranks sends all values to the other (``_pair``), two everywhere else. On a
+    GPU, two ranks take two hops if the codec has them in three launches: half the memory reads.
     """
     return _codecs(codec, dtype, world_size, device, cuts)[0]
 
@@ -54,7 +54,7 @@ def all_reduce_codecs(
 def _codecs(
     codec: Codec, dtype: torch.dtype, world_size: int, device: torch.device, cuts: Sequence[int]
 ) -> tuple[tuple[Codec, ...], Fused | None]:
-    """``all_reduce_codecs``, and what takes both hops in three launches, where there is that."""
+    """Return ``all_reduce_codecs`` and the kernels for both hops in three launches, if any."""
     twice = codec.hops(2, world_size, result=dtype, exact=1)
     first, second = twice
     together = not cuts and (first is second or first == second)
@@ -67,16 +67,16 @@ def _codecs(
 def all_reduce(tensor: Tensor, how: Reduction, async_op: bool = False) -> Handle:
     """Sum ``tensor`` over a group in place; all ranks end with the same bits.
 
-    Two quantizations however many ranks there are. With e1 the codec's bound for one rank's values
-    and e2 that for the sum, the error is at most ``(W - 1) * e1 + e2``. A bounded codec splits its
-    bound over the two. Between two ranks there is one, and the error at most ``2 * e1``
+    Quantizes twice, for any number of ranks. With e1 the codec's bound for one rank's values and e2
+    that for the sum, the error is at most ``(W - 1) * e1 + e2``. A bounded codec splits its bound
+    over the two. Two ranks may quantize once, with an error of at most ``2 * e1``
     (``all_reduce_codecs``). In two levels nodes take the place of ranks.
 
     Args:
         tensor: 1-D contiguous fp32/bf16/fp16; must not be touched before ``wait()``.
         how: codec, group, meter, cuts, residuals and probe.
-        async_op: return before the first message has arrived. Asynchronous calls are waited for in
-            the same order on all ranks: ``wait()`` posts the second message.
+        async_op: return before the first message has arrived. Wait for asynchronous calls in the
+            same order on all ranks: ``wait()`` posts the second message.
 
     Raises CodecError on other tensors.
     Source: two-hop all-reduce as in ZeRO++ (Wang et al. 2023, section 3.3).
@@ -97,7 +97,7 @@ def _check(tensor: Tensor, how: Reduction) -> None:
 
 
 def _in_two_levels(tensor: Tensor, how: Reduction) -> Steps[None]:
-    """1 sum my stretch inside the node, 2 all-reduce it between nodes, 3 gather inside."""
+    """1 sum this rank's stretch over the node, 2 all-reduce it between nodes, 3 gather inside."""
     levels, dtype = how.group.levels, tensor.dtype
     assert levels is not None
     if not tensor.numel():
@@ -120,9 +120,9 @@ def _in_two_levels(tensor: Tensor, how: Reduction) -> Steps[None]:
 
 
 def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
-    """The steps on one level: in three launches, or two ranks swap, or in rounds.
+    """Sum on one level: in three launches, in a swap between two ranks, or in rounds.
 
-    Not a generator itself, which every message would go through at each of its steps.
+    Returns the generator of these steps instead of delegating to it, which would cost at each step.
     """
     group, device = how.group, tensor.device
     if group.size == 1 and how.residual is not None:
@@ -145,7 +145,7 @@ def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
 
 
 def _in_rounds(tensor: Tensor, codecs: Sequence[Codec], how: Reduction) -> Steps[None]:
-    """Sum in rounds, all of them side by side (``_round``)."""
+    """Sum in rounds that overlap (``_round``)."""
     group, (first, second) = how.group, codecs
     chunks = chunk_ranges(tensor.numel(), group.size)
     own = tensor[slice(*chunks[group.rank])]
@@ -159,10 +159,10 @@ def _in_rounds(tensor: Tensor, codecs: Sequence[Codec], how: Reduction) -> Steps
 
 
 def _accumulator(own: Tensor, how: Reduction) -> tuple[Tensor | None, Tensor]:
-    """``(buffer to give back, fp32 tensor that will hold the sum)``.
+    """Return ``(buffer to give back, fp32 tensor that will hold the sum)``.
 
-    The sum goes where it costs no further pass over memory: on top of the owner's residual, or of
-    the own values where that keeps the rank order (see ``Part``).
+    The sum is made where it takes no further pass over memory: on top of the owner's residual, or
+    of this rank's values where that keeps the bits of the rank order (see ``Part``).
     """
     if how.owner_residual is not None:
         return None, how.owner_residual
@@ -182,7 +182,7 @@ class _WholeSum:
     how: Reduction
 
     def parts(self, rows: Sequence[Sequence[Range]], sums: Sequence[Tensor]) -> list[Part]:
-        """The stretches ``rows`` of all ranks; those of this rank go to ``sums``."""
+        """Return the stretches ``rows`` of all ranks as parts; this rank's have ``sums`` as out."""
         residual, me = self.how.residual, self.how.group.rank
         found = [
             Part(self.tensor[a:b], (rank,), None if residual is None else residual[a:b])
@@ -198,9 +198,9 @@ class _WholeSum:
 def _round(
     whole: _WholeSum, rows: Sequence[Sequence[Range]], first: Codec, second: Codec
 ) -> Steps[None]:
-    """1-3 sum my part of the round (``sum_parts``), 4 encode it, 5 all-gather, 6 decode.
+    """1-3 sum this rank's part (``sum_parts``), 4 encode the sum, 5 all-gather, 6 decode.
 
-    ``rows``: by rank, the stretches of the tensor that it sums.
+    ``rows``: by rank, the stretches of the tensor that it sums in this round.
     """
     group, meter, tensor = whole.how.group, whole.how.meter, whole.tensor
     row = rows[group.rank]
@@ -231,12 +231,12 @@ def _round(
 def _pair(
     tensor: Tensor, row: Sequence[Range], residual: Tensor | None, via: Transfer
 ) -> Steps[None]:
-    """1 encode and decode my values, 2 exchange, 3 add the other's to mine, between two ranks.
+    """1 encode and decode this rank's values, 2 exchange payloads, 3 add the other rank's values.
 
     As many bytes as in two hops, in which each sends half of its values and then half of the sums.
-    But values are encoded once, so that a relative bound leaves each encoding twice the error and
-    codecs of a fixed size two thirds of the squared error; and one message is waited for instead of
-    two. Both add what both have decoded, and a + b is b + a.
+    But values are encoded once, so a relative bound allows each encoding twice the error, and
+    codecs of fixed size make two thirds of the squared error; and there is one wait instead of two.
+    Both ranks add the same two decoded tensors, and a + b is b + a, so their bits are equal.
     """
     me, start, stop = via.group.rank, row[0][0], row[-1][1]
     dtype = sent_dtype(via.codec, tensor.dtype, residual is not None, via.flush)

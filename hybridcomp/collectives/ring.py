@@ -1,12 +1,13 @@
-"""Messages of ring attention: several tensors encoded once, handed on as the bytes they are.
+"""Send ring attention's tensors round a group: encode them once, forward the same bytes.
 
-A ``Parcel`` is the message of some tensors of one dtype. Its owner packs it; every other rank takes
-it in, opens what it needs of it, and hands the same bytes on. In host memory a header travels in
-front (``send_recv.Header``): a rank whose neighbour holds other shapes or runs another block learns
-so instead of computing with rubbish. A message of a GPU has none, as nobody could read it there.
+A ``Parcel`` is the message of some tensors of one dtype. Its owner packs it; every other rank
+receives it, decodes the tensors that it needs, and forwards the same bytes. In host memory a header
+stands in front (``headers.Header``): a rank whose neighbour has other shapes or another block
+raises an error instead of computing with wrong values. On a GPU there is none, as reading it would
+make the host wait.
 
-Sizes that vary stand behind the header. On a GPU they are a message of their own, ahead of the
-payload; the host waits for it, and the payload is under way while a block of attention computes.
+Variable sizes stand behind the header. On a GPU they are a separate message ahead of the payload;
+the host waits for it, and the payload travels while a block of attention computes.
 """
 
 from __future__ import annotations
@@ -36,28 +37,28 @@ from hybridcomp.collectives.wire import (
 )
 from hybridcomp.errors import CodecError
 
-#: what stands for the codec in the header of values that travel as they are
+#: spec in the header of values that travel unencoded
 NATIVE = "none"
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a parcel holds: the elements of each of its tensors, which have one dtype."""
+    """Shapes of a parcel: the elements of each of its tensors, and their common dtype."""
 
     numels: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def numel(self) -> int:
-        """Elements of all tensors."""
+        """Return the elements of all tensors."""
         return sum(self.numels)
 
 
 @dataclass(eq=False)
 class Parcel:
-    """A message on its way: ``message`` (uint8) with payloads of ``nbytes`` bytes behind ``head``.
+    """Message of several tensors: uint8, with payloads of ``nbytes`` bytes behind ``head`` bytes.
 
-    ``buffer``: what goes back to the pool once nobody reads the message any more.
+    ``buffer``: goes back to the pool once the message is no longer read.
     """
 
     contents: Contents
@@ -67,7 +68,7 @@ class Parcel:
     buffer: Tensor | None = None
 
     def payload(self, index: int) -> Tensor:
-        """The payload of the tensor with this number."""
+        """Return the payload of tensor ``index``."""
         start = self.head + sum(self.nbytes[:index])
         return self.message[start : start + self.nbytes[index]]
 
@@ -79,7 +80,7 @@ class Parcel:
 
 @dataclass(eq=False)
 class Ring:
-    """How parcels travel: with which codec (None: as they are), between whom, and who counts.
+    """Ring of ranks that pass parcels on, with codec (None: unencoded), group and meter.
 
     ``device``: where messages are.
     """
@@ -90,7 +91,7 @@ class Ring:
     device: torch.device
 
     def pack(self, tensors: Sequence[Tensor]) -> Parcel:
-        """Encode ``tensors`` (1-D, contiguous, one dtype), each for itself, into one message."""
+        """Encode ``tensors`` (1-D, contiguous, one dtype) into one message, a payload for each."""
         contents = Contents(tuple(t.numel() for t in tensors), tensors[0].dtype)
         head, most = self._head(contents), self._most(contents)
         message = torch.empty(head + sum(most), dtype=torch.uint8, device=self.device)
@@ -110,7 +111,7 @@ class Ring:
         return Parcel(contents, message, nbytes, head)
 
     def open(self, parcel: Parcel, index: int, out: Tensor) -> None:
-        """Decode the tensor with this number into ``out`` (1-D, contiguous, of its dtype)."""
+        """Decode tensor ``index`` into ``out`` (1-D, contiguous, of its dtype)."""
         with self.meter.coding():
             if self.codec is None:
                 out.copy_(parcel.payload(index).view(out.dtype))
@@ -118,7 +119,7 @@ class Ring:
                 self.codec.decode(parcel.payload(index), out)
 
     def add(self, parcel: Parcel, index: int, total: Tensor) -> None:
-        """Add the tensor with this number to ``total`` (1-D, contiguous, fp32 or fp64)."""
+        """Add tensor ``index`` to ``total`` (1-D, contiguous, fp32 or fp64)."""
         dtype = parcel.contents.dtype
         with self.meter.coding():
             if self.codec is not None and total.numel():
@@ -131,17 +132,17 @@ class Ring:
     def shift(
         self, parcel: Parcel | None, by: int, expected: Contents | None
     ) -> Pending[Parcel | None]:
-        """Send to the rank that is ``by`` further, and receive from the one as far before.
+        """Send to group rank ``rank + by`` and receive from ``rank - by``, modulo the size.
 
-        The messages are under way when this returns; ``wait()`` gives the parcel that came. None:
-        nothing goes that way, which the other side has to know.
+        The messages are under way when this returns; ``wait()`` gives the received parcel. None for
+        ``parcel`` or ``expected``: no message goes that way, and the other side must know it.
         """
         return Pending(self._shift(parcel, by, expected), self.meter, async_op=True)
 
     def _shift(
         self, parcel: Parcel | None, by: int, expected: Contents | None
     ) -> Steps[Parcel | None]:
-        """1 tell sizes that no header can hold, 2 move the bytes, 3 look at what came."""
+        """1 exchange sizes that are in no header, 2 exchange messages, 3 check the header."""
         group = self.group
         dst, src = (group.rank + by) % group.size, (group.rank - by) % group.size
         # 1
@@ -161,7 +162,7 @@ class Ring:
     def _tell_sizes(
         self, parcel: Parcel | None, expected: Contents | None, src: int, dst: int
     ) -> list[int]:
-        """The sizes of what comes; the host waits for them."""
+        """Exchange the sizes of payloads; the host waits for those that it receives."""
         mine = out = None
         if parcel is not None:
             mine = torch.tensor(parcel.nbytes, dtype=torch.int64, device=self.device)
@@ -171,7 +172,7 @@ class Ring:
         return [] if out is None else [int(size) for size in out.tolist()]
 
     def _room(self, expected: Contents, told: list[int] | None) -> Parcel:
-        """A parcel to receive into, as long as what comes, or as it may be at most."""
+        """Allocate a parcel to receive into, of the sizes ``told`` or else the largest possible."""
         head, nbytes = self._head(expected), self._most(expected) if told is None else told
         buffer = POOL.take(head + sum(nbytes), self.device)
         return Parcel(expected, first(buffer, head + sum(nbytes)), nbytes, head, buffer)
@@ -183,7 +184,7 @@ class Ring:
         return self.codec.encode(tensor, slot) if tensor.numel() else 0
 
     def _most(self, contents: Contents) -> list[int]:
-        """The most bytes of each payload; exactly as many where sizes are fixed."""
+        """Return the largest possible bytes of each payload; the exact ones for fixed sizes."""
         if self.codec is None:
             return [numel * contents.dtype.itemsize for numel in contents.numels]
         return [self.codec.wire_nbytes(numel, contents.dtype) for numel in contents.numels]
@@ -197,14 +198,14 @@ class Ring:
         return NATIVE if self.codec is None else self.codec.spec
 
     def _head(self, contents: Contents) -> int:
-        """Bytes in front of the payloads."""
+        """Return the bytes in front of the payloads."""
         if self.device.type != "cpu":
             return 0
         sizes = payload_sizes.head_nbytes(len(contents.numels)) if self._varies else 0
         return HEADER_NBYTES + sizes
 
     def _check(self, arrived: Parcel, src: int) -> None:
-        """Hold the header against what was expected, and cut the message to its length.
+        """Compare the header with the expected contents, and cut the message to its length.
 
         Raises CodecError that names both sides.
         """
@@ -223,7 +224,7 @@ class Ring:
 
 
 def _told(contents: Contents) -> tuple[torch.dtype, int]:
-    """What a header says of ``contents``: fp64, which no codec takes, as pairs of fp32 words."""
+    """Return dtype and elements for a header: fp64, which no codec takes, as pairs of fp32."""
     if contents.dtype == torch.float64:
         return torch.float32, 2 * contents.numel
     return contents.dtype, contents.numel

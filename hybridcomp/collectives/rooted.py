@@ -1,9 +1,9 @@
-"""broadcast and reduce: values of one rank to all, values of all ranks to one; and both natively.
+"""broadcast and reduce, with one quantization each, and native versions of both.
 
-One quantization each. Of a broadcast the root encodes once and decodes its own payload, so that all
-ranks go on with the same bits. Of a reduction the root adds its own values as they are.
+In a broadcast the root encodes once and decodes its payload as well, so that all ranks continue
+with the same bits. In a reduction the root adds its values unquantized.
 
-Layers that are hybridcomp's own have no upstream that would send natively: ``broadcast_native`` and
+No upstream sends the native messages of hybridcomp's layers: ``broadcast_native`` and
 ``reduce_native`` do. They sum as ``reduce`` does, so a lossless codec changes no bit.
 """
 
@@ -33,7 +33,7 @@ from hybridcomp.errors import CodecError
 def broadcast(
     values: Tensor | None, out: Tensor, root: int, via: Transfer, async_op: bool = False
 ) -> Handle:
-    """Fill ``out`` on all ranks with what ``values`` of group rank ``root`` decode to.
+    """Encode ``values`` on group rank ``root`` and decode them into ``out`` on all ranks.
 
     Args:
         values: 1-D contiguous fp32/bf16/fp16 on the root, None elsewhere. Must not change before
@@ -61,7 +61,7 @@ def broadcast(
 
 
 def _broadcast(values: Tensor | None, out: Tensor, root: int, via: Transfer) -> Steps[None]:
-    """Cut into rounds, then all of them side by side."""
+    """Broadcast in rounds that overlap."""
     group, numel = via.group, out.numel()
     if group.size == 1 and values is not None:
         out.copy_(values)
@@ -84,7 +84,7 @@ def _broadcast(values: Tensor | None, out: Tensor, root: int, via: Transfer) -> 
 
 
 def _broadcast_round(values: Tensor | None, out: Tensor, root: int, via: Transfer) -> Steps[None]:
-    """1 the root encodes and sends to the others, 2 everybody decodes."""
+    """1 the root encodes and sends to the others, 2 all ranks decode."""
     me, ranks = via.group.rank, range(via.group.size)
     # 1
     job = None if values is None else Job(values)
@@ -104,7 +104,7 @@ def reduce(
     """Sum ``values`` of all ranks in fp32 and rank order into ``out`` of group rank ``root``.
 
     With e the codec's bound for one rank's values, the error is at most ``(W - 1) * e``: the root
-    adds its own exactly.
+    adds its values exactly.
 
     Args:
         values: 1-D contiguous fp32/bf16/fp16. Must not change before ``wait()``.
@@ -122,7 +122,7 @@ def reduce(
 
 
 def _reduce(values: Tensor, out: Tensor | None, root: int, via: Transfer) -> Steps[None]:
-    """Everyone sends to the root, in rounds that run side by side."""
+    """Reduce in rounds that overlap: all ranks send to the root, which sums."""
     group, numel = via.group, values.numel()
     if group.size == 1 and out is not None:
         out.copy_(values)
@@ -148,7 +148,7 @@ def _reduce(values: Tensor, out: Tensor | None, root: int, via: Transfer) -> Ste
 def _check_sum(
     values: Tensor, out: Tensor | None, root: int, group: Group, dtype: torch.dtype
 ) -> None:
-    """Raise CodecError unless ``out`` is there on the root only, and takes the sum."""
+    """Raise CodecError unless ``out`` is on the root only, of the right dtype and length."""
     if (out is not None) is not (group.rank == root):
         raise CodecError(f"out: expected on the root {root} and only there")
     if out is not None and (out.dtype != dtype or out.numel() != values.numel()):
@@ -178,7 +178,7 @@ def reduce_native(
     meter: Meter,
     async_op: bool = False,
 ) -> Handle:
-    """Sum ``values`` of all ranks, as they are, in rank order into ``out`` of ``root``.
+    """Sum ``values`` of all ranks, unencoded, in rank order into ``out`` of ``root``.
 
     ``values``: 1-D, contiguous, any floating dtype. ``out``: fp32, or fp64 where the values are.
     Raises CodecError on another ``out``.
@@ -191,7 +191,7 @@ def reduce_native(
 def _reduce_native(
     values: Tensor, out: Tensor | None, root: int, group: Group, meter: Meter
 ) -> Steps[None]:
-    """1 everyone sends to the root, 2 the root adds in rank order."""
+    """1 all ranks send to the root, 2 the root adds in rank order."""
     if group.size == 1 and out is not None:
         out.copy_(values)
     if group.size == 1 or not values.numel():

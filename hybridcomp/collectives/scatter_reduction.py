@@ -1,4 +1,4 @@
-"""reduce_scatter: what every rank destines to this rank, summed."""
+"""reduce_scatter of encoded shards: each rank gets the fp32 sum of its shard over all ranks."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def reduce_scatter(
     cuts: Cuts = None,
     async_op: bool = False,
 ) -> ReduceScatterHandle:
-    """Sum over a group what every rank destines to this rank.
+    """Sum this rank's shard over a group.
 
     The error of an element is at most ``(W - 1) * e1``, with e1 the codec's bound for one rank's
-    values: this rank's own values are exact. In two levels nodes take the place of ranks.
+    values: this rank adds its values exactly. In two levels nodes take the place of ranks.
 
     Args:
         shards: one 1-D contiguous tensor per group rank, of one dtype; ``shards[r]`` goes to rank
             r. Lengths may be uneven or 0, but are the same on all ranks. Not modified.
-        how: codec, group, meter and probe; residuals and cuts are given apart.
+        how: codec, group, meter and probe; its residuals and cuts are not used.
         residuals: fp32, as long as the shards of ``group.receivers``: error feedback, updated in
             place; on all ranks or on none.
-        cuts: for each of these shards, ascending elements where no codec block may reach across.
+        cuts: for each of these shards, ascending positions that no codec block may cross.
         async_op: as for ``all_reduce``.
 
     Returns a handle whose ``wait()`` gives a new fp32 tensor of ``shards[me].numel()`` elements.
@@ -72,7 +72,7 @@ def reduce_scatter(
 def _in_two_levels(
     shards: Sequence[Tensor], how: Reduction, residuals: Residuals, cuts: Cuts
 ) -> Steps[Tensor]:
-    """1 sum inside the node what goes to my column of the grid, 2 reduce-scatter between nodes."""
+    """1 sum the shards of this rank's grid column over the node, 2 reduce-scatter between nodes."""
     levels = how.group.levels
     assert levels is not None
     codec = how.codec.summing(levels.width)
@@ -96,7 +96,7 @@ def _in_two_levels(
 def _flat(
     shards: Sequence[Tensor], how: Reduction, residuals: Residuals, cuts: Cuts
 ) -> Steps[Tensor]:
-    """The steps on one level: in two launches, or in rounds, all of them side by side."""
+    """Reduce-scatter on one level: in two launches, or in rounds that overlap."""
     me = how.group.rank
     if residuals is not None:
         _check_residuals(shards, residuals)
@@ -128,7 +128,7 @@ def _flat(
 def _in_rounds(
     shards: Sequence[Tensor], total: Tensor, residuals: Residuals, cuts: Cuts, via: Transfer
 ) -> Steps[Tensor]:
-    """Sum what goes to this rank into ``total``, in rounds (``sum_parts``)."""
+    """Sum this rank's shard into ``total``, in rounds that overlap (``sum_parts``)."""
     group = via.group
     rows = [
         stretches(0, shard.numel(), cuts[rank] if cuts else ()) for rank, shard in enumerate(shards)
@@ -154,7 +154,7 @@ def _parts(
     total: Tensor,
     me: int,
 ) -> list[Part]:
-    """Parts of the ``shards`` of all ranks, cut at ``rows``; those of ``me`` go to ``total``."""
+    """Cut the ``shards`` of all ranks into parts at ``rows``; ``me`` sums its own in ``total``."""
     return [
         Part(
             shards[rank][low:high],

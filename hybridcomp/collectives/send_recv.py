@@ -1,7 +1,7 @@
-"""send and recv of self-describing payloads.
+"""Send and receive one encoded tensor, with a header that describes its payload.
 
-DeepSpeed's pipeline reuses receive buffers whatever their dtype, so a payload must say what it is.
-A 32-byte header travels ahead as its own message: its reader learns the length of the payload.
+DeepSpeed's pipeline reuses receive buffers of another dtype, so the message must state its dtype.
+A 32-byte header travels ahead as a separate message and gives the length of the payload.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from hybridcomp.collectives.wire import (
 from hybridcomp.errors import CodecError
 
 _SIZE_AT = slice(16, 24)  # of the bytes of the payload
-#: a payload of this many times the bytes of a message, and some more, is not waited for
+#: longest plausible payload: so many times the bytes of the message, plus a spare
 MOST_TIMES, SPARE_NBYTES = 16, 4096
 
 
 @lru_cache(maxsize=1024)
 def _packed(header: Header, device: torch.device) -> Tensor:
-    # kept: a pipeline sends the same few shapes all day, and the copy to a GPU is not free
+    # cached: a pipeline sends the same few shapes again and again, and a copy to a GPU takes time
     return torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8).to(device)
 
 
 def send(tensor: Tensor, dst: int, via: Transfer) -> None:
-    """Send ``tensor`` to the global rank ``dst``; blocking, to be met by ``recv``.
+    """Send ``tensor`` to the global rank ``dst``, which calls ``recv``; blocking.
 
     Args:
         tensor: 1-D contiguous fp32/bf16/fp16.
@@ -82,20 +82,20 @@ def _send(tensor: Tensor, dst: int, via: Transfer) -> Steps[None]:
 
 
 def recv(tensor: Tensor, src: int, via: Transfer) -> None:
-    """Receive into ``tensor`` what the global rank ``src`` sent with ``send``; blocking.
+    """Receive into ``tensor`` from the global rank ``src``, which calls ``send``; blocking.
 
-    Decodes to the dtype that was sent, then casts into ``tensor`` if its dtype differs (an error
-    bound holds before that cast, whose rounding comes on top). On a GPU the host waits for the
-    header, whose reader learns the length of the payload. Where the codec's size is fixed it does
-    so once for each source, length and dtype; later headers are compared at ``check_headers``.
+    Decodes to the sender's dtype, then casts into ``tensor`` if its dtype differs (an error bound
+    holds before that cast, whose rounding comes on top). On a GPU the host waits for the header,
+    which gives the length of the payload. For codecs of fixed size it does so once for each source,
+    length and dtype; later headers are compared at ``check_headers``.
 
     Args:
         tensor: 1-D contiguous fp32/bf16/fp16 of as many elements as were sent.
         src: global rank, member of the group.
-        via: codec, group and meter; that has its times filled in, no bytes.
+        via: codec, group and meter; the meter counts times, no bytes.
 
-    Raises CodecError that names both sides when codec or length differ; the payload has been taken
-    off the wire then, so the sender does not hang.
+    Raises CodecError that names both sides when codec or length differ, after receiving the payload
+    so that the sender does not hang.
     """
     tensor = tensor.detach()
     check_values("tensor", tensor)
@@ -135,16 +135,16 @@ def _recv(tensor: Tensor, src: int, via: Transfer) -> Steps[None]:
 
 
 def _expected(codec: Codec, tensor: Tensor) -> Header:
-    """The header of a payload of fixed size that fills ``tensor``."""
+    """Return the header of a payload of fixed size that fills ``tensor``."""
     (codec,) = codec.hops(1, 1, result=tensor.dtype)
     nbytes = codec.wire_nbytes(tensor.numel(), tensor.dtype)
     return Header(spec_digest(codec.spec), tensor.dtype, tensor.numel(), nbytes)
 
 
 def _check_length(header: Header, expected: Header, src: int, codec: Codec) -> None:
-    """Raise CodecError before memory is taken for a payload that no message of this kind has.
+    """Raise CodecError for an impossibly long payload, before memory is allocated for it.
 
-    A sender with another codec or shape is told so once its payload is here (``check_match``).
+    Errors about another codec or shape come once the payload has arrived (``check_match``).
     """
     usual = max(expected.nbytes, expected.numel * expected.dtype.itemsize)
     if header.nbytes > MOST_TIMES * usual + SPARE_NBYTES:

@@ -1,1 +1,1 @@
-"""Two levels: native inside a node, encoded between nodes."""
+"""Collectives in two levels: native messages inside a node, encoded ones between nodes."""

@@ -1,18 +1,17 @@
-"""The native messages inside a node, for collectives in two levels.
+"""Sum, gather and scatter inside a node, natively, for collectives in two levels.
 
 With N nodes of L ranks the flat collectives send an encoded value from every rank to every other
 node; in two levels a node sends the encoded sum of its ranks, 1/L of that. The messages in here are
 native, for links that are faster than a codec.
 
-Bounds: what is encoded is a node's sum S_a, and by the triangle inequality the largest magnitude
-of a segment of S_a is at most the sum over the node's ranks of their M_r (plus the rounding of an
-fp32 sum, which ``Codec.summing`` leaves room for). A codec that keeps
-``error <= bound * sum_a M(S_a)`` over N senders therefore keeps ``bound * sum_r M_r`` over all
-ranks: the bound of the flat collective holds as it is, with the codec's budget split for N senders
-and as many quantizations.
+Bounds: the codec encodes a node's sum S_a. By the triangle inequality the largest magnitude of a
+segment of S_a is at most the sum over the node's ranks of their M_r (plus the rounding of an fp32
+sum, which ``Codec.summing`` allows for). A codec that keeps ``error <= bound * sum_a M(S_a)`` over
+N senders therefore keeps ``bound * sum_r M_r`` over all ranks: the bound of the flat collective
+holds as it is, with the codec's budget split for N senders and as many quantizations.
 
-Residuals belong to a node's sum: a rank holds those of its own stretch only, and over the ranks
-of a node every element is held once.
+Residuals belong to a node's sum: a rank holds only those of its stretch, so the ranks of a node
+hold every element once.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ def node_sum(
     """Sum over the node: ``(buffer to give back, the sum of this rank's stretch)``.
 
     ``values`` (1-D, contiguous) holds a stretch of ``lengths[l]`` elements for every local rank l.
-    They travel as they are and are summed in fp32 in local order: an all-to-all costs the bytes of
-    a reduce-scatter, and no 16-bit rounding of partial sums. A lossless codec takes the sum in the
-    dtype of ``values`` unless it flushes residuals, any other in fp32.
+    They travel in their dtype and are summed in fp32 in local order: an all-to-all costs the bytes
+    of a reduce-scatter, and no 16-bit rounding of partial sums. The sum is fp32, or of the dtype of
+    ``values`` for a lossless codec that flushes no residuals.
     """
     levels, meter = how.group.levels, how.meter
     assert levels is not None
@@ -90,7 +89,7 @@ def gather_inside(
 def ranges_of_nodes(
     ranges: Sequence[OwnedRange], within: Range, levels: Levels
 ) -> list[OwnedRange]:
-    """The ranges inside the stretch ``within``, from its start, with nodes for owners."""
+    """Return the ranges inside the stretch ``within``, from its start, with nodes for owners."""
     node_of = {rank: node for node, row in enumerate(levels.grid) for rank in row}
     return [
         OwnedRange(low - within[0], high - within[0], tuple(sorted({node_of[r] for r in owners})))
@@ -110,7 +109,7 @@ def hand_on(
     levels: Levels,
     meter: Meter,
 ) -> Steps[list[Tensor]]:
-    """Send ``sums`` (of my stretch, needed on this node) to their owners here, in fp32.
+    """Send ``sums`` (of this rank's stretch) to their owners on this node, in fp32.
 
     Returns the sum of every range that this rank owns, in order.
     """
@@ -149,9 +148,9 @@ def _exchange_inside(
     levels: Levels,
     meter: Meter,
 ) -> Steps[list[list[Tensor]]]:
-    """Send ``rows[l]`` to local rank l; returns what came, by local rank, ``numels[l]`` long.
+    """Send ``rows[l]`` to local rank l; return tensors of ``numels[l]`` elements from rank l.
 
-    All fp32. What a rank sends to itself is handed through.
+    All fp32. Tensors that a rank sends to itself are returned as they are.
     """
     me = levels.local
     gives = [sum(part.numel() for part in row) if i != me else 0 for i, row in enumerate(rows)]

@@ -1,12 +1,12 @@
-"""The wire: what collectives have in common between a codec and torch.distributed.
+"""Wire: the layer between codecs and torch.distributed that all collectives use.
 
 group          the ranks of a message, how values travel between them and how they are summed
 handle         steps of a collective, the handle that drives them, the meter of what they cost
 cuts           chunks of ranks, stretches between parameters, rounds
 encoding       values into payloads and back, error feedback, buffers
-exchanges      all-to-all of payloads, and in how many rounds a message goes
+exchanges      all-to-all of payloads, and the number of rounds of a message
 gathers        all-gather of payloads
-payload_sizes  of payloads whose size varies
+payload_sizes  sizes of payloads of variable size
 transport      bytes between ranks; only this calls torch.distributed for messages
 device_clock   the time that a GPU takes
 

@@ -1,4 +1,4 @@
-"""How a flat tensor is cut: for the ranks of a group, at parameters, and into rounds."""
+"""Cut a flat tensor: into chunks for the ranks of a group, at parameters, and into rounds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Range = tuple[int, int]
 
 #: chunks start at multiples of this many elements: no codec block of 4, 16 or 32 is cut
 CHUNK_ALIGN = 32
-#: Elements. A payload of a multiple of it is a multiple of 16 bytes, and consists of whole blocks
-#: and tiles, for every codec of fixed size: payloads of both sides of a cut are that of the whole.
+#: Elements. For every codec of fixed size, so many values are whole blocks and tiles, and their
+#: payload is a multiple of 16 bytes: a tensor cut there has the same payload bytes as the whole.
 SEGMENT_ALIGN = 65536
 
 
@@ -27,9 +27,9 @@ class OwnedRange:
     ranks: tuple[int, ...]
 
 
-@lru_cache(maxsize=4096)  # every message asks, and has one of a few lengths
+@lru_cache(maxsize=4096)  # every message needs it, and messages have few lengths
 def chunk_ranges(numel: int, world_size: int) -> tuple[Range, ...]:
-    """``[start, stop)`` of the chunk of every rank: the even split that ``all_reduce`` uses.
+    """Return ``[start, stop)`` of every rank's chunk: the even split that ``all_reduce`` uses.
 
     Starts are multiples of 32 elements, so later chunks may be shorter, or empty.
     """
@@ -41,23 +41,23 @@ def chunk_ranges(numel: int, world_size: int) -> tuple[Range, ...]:
 
 
 def stretches(start: int, stop: int, cuts: Sequence[int]) -> list[Range]:
-    """``[start, stop)`` cut at those of ``cuts`` (ascending) that lie inside; empty when it is."""
+    """Cut ``[start, stop)`` at those of ``cuts`` (ascending) that lie inside; [] if it is empty."""
     inside = cuts[bisect_right(cuts, start) : bisect_left(cuts, stop)]
     edges = [start, *inside, stop]
     return [edge for edge in pairwise(edges) if edge[0] < edge[1]]
 
 
 def cut_rows(rows: Sequence[Sequence[Range]], count: int) -> list[list[list[Range]]]:
-    """``rows`` cut into ``count`` rounds, each with its share of every row."""
+    """Cut ``rows`` into ``count`` rounds, each with its share of every row."""
     if count == 1:
         return [[list(row) for row in rows]]
     return [list(shares) for shares in zip(*(_cut(row, count) for row in rows), strict=True)]
 
 
 def _cut(row: Sequence[Range], count: int) -> list[list[Range]]:
-    """``row`` in ``count`` parts of about the same length; late ones may be empty.
+    """Cut ``row`` into ``count`` parts of about the same length; the last ones may be empty.
 
-    Parts begin with a stretch or a multiple of SEGMENT_ALIGN behind the start of one.
+    Each part begins a multiple of SEGMENT_ALIGN elements, or none, after the start of a stretch.
     """
     total = sum(stop - start for start, stop in row)
     parts: list[list[Range]] = [[]]

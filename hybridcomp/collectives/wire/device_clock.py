@@ -1,10 +1,10 @@
-"""Whose time a collective's cost is: the host's on a CPU, the device's on a GPU.
+"""Measure the device's time of a collective's coding and waiting, on a GPU.
 
-What a host spends on a GPU's message is launching it. The device's time is read from pairs of
-events around coding and around the stream's wait for the wire. Recording one takes a microsecond or
-two and waits for nothing, but a step may have thousands, so only some steps are timed: a clock for
-those, ``SILENT`` for the others. An event says how late it was once the device has passed it, which
-nobody waits for before a report: ``drain`` reads what is through.
+The host's time would only be that of launches. The device's is read from pairs of events around
+coding and around the stream's wait for the wire. Recording one takes a microsecond or two and waits
+for nothing, but a step may have thousands, so only some steps are timed: with a ``DeviceClock``,
+and with ``SILENT`` in the others. Events can be read once the device has passed them; no code waits
+for that before a report, and ``drain`` reads those that are ready.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Any, Protocol
 
 from hybridcomp.collectives.wire.handle import Kind, StreamSpan, Timed
 
-#: spans that may wait for the end of a step; an evaluation sends messages without end in one
+#: spans kept until the end of a step; an evaluation sends any number of messages within a step
 WAITING = 1024
 
 
 class Totals(Protocol):
-    """What a device's seconds are added to in the end."""
+    """Totals to which a device's seconds are added in the end."""
 
     device_codec_s: float
     device_wait_s: float
 
 
 class SilentClock:
-    """Measures nothing: the steps of a GPU that are not timed."""
+    """Clock that measures nothing, for steps of a GPU that are not timed."""
 
     on_device = True
     _nothing = nullcontext()
 
     def time(self, timed: Timed, kind: Kind) -> AbstractContextManager[None]:
-        """Does nothing."""
+        """Return a context that measures nothing."""
         return self._nothing
 
 
@@ -43,7 +43,7 @@ SILENT = SilentClock()
 
 
 class _DeviceTime:
-    """A ``with`` body between two events on the stream that is current in it."""
+    """Context that records an event before and after its body, on the current stream."""
 
     __slots__ = ("_clock", "_kind", "_start", "_timed")
 
@@ -66,11 +66,11 @@ def _cuda_event() -> Any:
 
 @dataclass
 class DeviceClock:
-    """The timed steps of one GPU.
+    """Clock for the timed steps of one GPU.
 
     Attributes:
-        make: a new event, with what ``torch.cuda.Event`` has of record, query, synchronize and
-            elapsed_time. Events are used again once they are read.
+        make: returns a new event with the methods record, query, synchronize and elapsed_time of
+            ``torch.cuda.Event``. Events are reused once they are read.
     """
 
     make: Callable[[], Any] = _cuda_event
@@ -79,11 +79,11 @@ class DeviceClock:
     _landed: deque[tuple[Totals, StreamSpan]] = field(default_factory=deque)
 
     def time(self, timed: Timed, kind: Kind) -> AbstractContextManager[None]:
-        """Puts the ``with`` body between two events, a span of ``timed``."""
+        """Return a context that times its body by two events, as a span of ``timed``."""
         return _DeviceTime(self, timed, kind)
 
     def marked(self) -> Any:
-        """An event behind what the current stream has to do so far."""
+        """Record and return an event behind all work of the current stream."""
         event = self._free.pop() if self._free else self.make()
         event.record()
         return event

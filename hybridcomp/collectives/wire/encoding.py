@@ -1,9 +1,9 @@
-"""Values into payloads and back: what is encoded as which dtype, error feedback, and fp32 sums.
+"""Encode values into payloads and decode them, with error feedback, fp32 sums and a buffer pool.
 
 The pool keeps scratch and wire buffers between calls. A fresh 32 MiB buffer on a CPU costs 8192
 page faults, more than the codec that fills it. On a GPU torch's caching allocator does the same
-job, so only CPU buffers are kept. It gives a buffer back to the stream that was current when it was
-taken: where a handle is waited for on another one, that has to be told of.
+job, so only CPU buffers are kept. It reuses a buffer on the stream that was current when it was
+taken: where a handle is waited for on another stream, ``record_stream`` must name that one.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from hybridcomp.codecs.base import PAYLOAD_ALIGN, VALUE_DTYPES, Codec
 from hybridcomp.codecs.casts import CAST_TO
 from hybridcomp.errors import CodecError
 
-#: 16-bit values as they lie in memory are a payload of their cast; of so many it has PAYLOAD_ALIGN
+#: 16-bit values in memory are a payload of their cast codec; so many of them take PAYLOAD_ALIGN
 #: bytes
 CAST_STEP = PAYLOAD_ALIGN // 2
-#: elements of a stretch of which a core's cache holds two fp32 tensors: half a MB
+#: elements of a stretch; two fp32 tensors of it, half a MB, fit in a core's cache
 CACHED = 1 << 16
 #: attribute of a buffer on a GPU: the address of the stream that it was taken on
 STREAM = "_hybridcomp_stream"
 
 
 def current_stream(index: int) -> int:
-    """The address of torch's current stream on GPU ``index``; a stream object would take 2 us."""
+    """Return the address of torch's current stream on GPU ``index``; an object would take 2 us."""
     found = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return int(found(index) if found else torch.cuda.current_stream(index).cuda_stream)
 
 
 class Pool:
-    """Free uint8 CPU buffers.
+    """Pool of free uint8 CPU buffers.
 
     A buffer that was taken belongs to one call until it is given back, so that any number of calls
-    may be in flight; as many buffers exist as were ever in use at once. A buffer that is never
+    may be in flight; the pool grows to the largest number in use at once. A buffer that is never
     given back (its call failed) is simply freed.
     """
 
@@ -48,21 +48,21 @@ class Pool:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
-        """A 1-D uint8 tensor of at least ``nbytes`` bytes, contents undefined."""
+        """Return a 1-D uint8 tensor of at least ``nbytes`` bytes, contents undefined."""
         if device.type == "cpu":
             with self._lock:
                 for index, buffer in enumerate(self._free):
                     if buffer.numel() >= nbytes:
                         return self._free.pop(index)
                 if self._free:
-                    self._free.pop()  # too small for today's messages: the new one replaces it
+                    self._free.pop()  # all are too small for this message: replace the largest
         made = torch.empty(nbytes, dtype=torch.uint8, device=device)
         if device.type == "cuda":
             setattr(made, STREAM, current_stream(made.device.index))
         return made
 
     def take_fp32(self, numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """``(buffer, view)``: give the buffer back, use the view of ``numel`` fp32 elements."""
+        """Return ``(buffer to give back, a view of it as numel fp32 elements)``."""
         buffer = self.take(4 * numel, device)
         return buffer, buffer[: 4 * numel].view(torch.float32)
 
@@ -86,7 +86,7 @@ class Pool:
 
 
 def first(buffer: Tensor, nbytes: int) -> Tensor:
-    """The first ``nbytes`` bytes; no new view (1 us) where that is all of it, as on a GPU."""
+    """Return the first ``nbytes`` bytes; no new view (1 us) where that is all, as on a GPU."""
     return buffer if buffer.numel() == nbytes else buffer[:nbytes]
 
 
@@ -98,9 +98,9 @@ POOL = Pool()
 class Job:
     """One stretch of values to encode; the same job may go to several ranks, as the same bytes.
 
-    With a ``residual`` (fp32) ``values + residual`` is sent and the residual becomes what the
-    encoding left out. ``residual is values`` means that the sum stands there already.
-    ``decoded`` (fp32) receives what the others decode; it may be ``values`` itself.
+    With a ``residual`` (fp32) ``values + residual`` is sent and the residual becomes the error of
+    the encoding. ``residual is values`` means that it holds the sum already.
+    ``decoded`` (fp32) receives the decoded values of the payload; it may be ``values`` itself.
     """
 
     values: Tensor
@@ -109,9 +109,9 @@ class Job:
 
 
 def check_values(name: str, tensor: Tensor, index: int | None = None) -> None:
-    """Raise CodecError unless ``tensor`` is 1-D, contiguous and of a dtype that travels encoded.
+    """Raise CodecError unless ``tensor`` is 1-D, contiguous and of a dtype that codecs encode.
 
-    ``index``: which of several of that name it is.
+    ``index``: its position in a list ``name``, for the message.
     """
     if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.dtype not in VALUE_DTYPES:
         name = name if index is None else f"{name}[{index}]"
@@ -134,11 +134,11 @@ def check_residual(name: str, residual: Tensor | None, numel: int) -> None:
 
 
 def sent_dtype(codec: Codec, dtype: torch.dtype, wide: bool, flush: bool = False) -> torch.dtype:
-    """The dtype that is encoded: values of ``dtype``, or fp32 ones (``wide``) meant for ``dtype``.
+    """Return the dtype to encode values of ``dtype`` as; ``wide``: they are fp32 at this point.
 
-    A lossy codec takes fp32 as it is, which saves a rounding and a pass. A lossless one would
+    A lossy codec encodes fp32 directly, which saves a rounding and a pass. A lossless one would
     carry twice the bytes for digits that ``dtype`` cannot hold; in a ``flush`` they are sent, as
-    no later message will.
+    no later message will send them.
     """
     return torch.float32 if wide and (flush or not codec.lossless) else dtype
 
@@ -181,9 +181,9 @@ def settle(residual: Tensor, delivered: Tensor) -> None:
 
 
 def add_alone(residual: Tensor, values: Tensor) -> None:
-    """Add ``residual`` to ``values`` in place: the sum of one rank, to which nobody sends.
+    """Add ``residual`` to ``values`` in place: the sum over a group of one rank.
 
-    What the dtype of ``values`` cannot hold stays in the residual.
+    The rounding error of the dtype of ``values`` stays in the residual.
     """
     add_values(residual, values)
     values.copy_(residual)
@@ -205,7 +205,8 @@ def encode_job(
 ) -> int:
     """Encode ``job`` as ``dtype`` into ``out``, fill in its ``decoded``, update its residual.
 
-    Returns the bytes used. With a ``word`` these go there, and all of ``out`` counts as used.
+    Returns the bytes used. With a ``word`` (int64 on the device) they are written there, and all of
+    ``out`` counts as used.
     """
     used = encode_sum(codec, job, out, dtype, word)
     settle_job(codec, job, out[:used], dtype)
@@ -215,9 +216,9 @@ def encode_job(
 def encode_sum(
     codec: Codec, job: Job, out: Tensor, dtype: torch.dtype, word: Tensor | None = None
 ) -> int:
-    """Do the first half of ``encode_job``: what is sent is encoded, nothing else is written.
+    """Do the first half of ``encode_job``: encode the values, plus the residual if there is one.
 
-    The residual of the job, if it has one, holds the sum that was encoded.
+    The residual then holds the sum that was encoded; ``decoded`` is not written.
     """
     residual = job.residual
     if residual is not None and job.values is not residual:
@@ -227,7 +228,7 @@ def encode_sum(
 
 
 def settle_job(codec: Codec, job: Job, payload: Tensor, dtype: torch.dtype) -> None:
-    """Do the second half: decode the ``payload`` of ``job``, and leave in its residual the rest."""
+    """Do the second half: decode the ``payload`` of ``job``, subtract it from the residual."""
     residual, decoded, buffer = job.residual, job.decoded, None
     if residual is not None and decoded is None:
         buffer, decoded = POOL.take_fp32(residual.numel(), residual.device)
@@ -248,9 +249,9 @@ def encode_values(codec: Codec, values: Tensor, out: Tensor, word: Tensor | None
 def encode_jobs(
     codec: Codec, jobs: Sequence[Job], slots: Sequence[Tensor], dtype: torch.dtype
 ) -> bool:
-    """Encode all ``jobs`` as ``dtype`` at once, where that can be done; the codec is fixed-size.
+    """Encode all ``jobs`` as ``dtype`` in one launch if possible; return whether it was.
 
-    Not where a job's result is wanted here (``decoded``), or its sum stands in its residual.
+    The codec is of fixed size. Not possible where a job has ``decoded``, or its sum as residual.
     """
     each = codec.each(slots[0].device) if len(jobs) > 1 else None
     plain = [job.residual is None for job in jobs]
@@ -267,9 +268,9 @@ def encode_jobs(
 
 
 def show_overflow(total: Tensor, dtype: torch.dtype) -> None:
-    """Make Inf (in place) of sums that ``dtype`` would round to Inf, as they come out natively.
+    """Set sums to Inf (in place) that ``dtype`` would round to Inf, as native sums would be.
 
-    Codecs saturate when they narrow what they decoded, and loss scaling lives on overflows.
+    Codecs saturate when they round decoded values, and loss scaling depends on seeing overflows.
     """
     if dtype == torch.float16:
         total.copy_(torch.where(total.half().isinf(), total.half().float(), total))

@@ -1,10 +1,10 @@
-"""Payloads between ranks: encode, exchange the bytes, hand out views of what arrived.
+"""Exchange payloads between ranks: encode, all-to-all the bytes, return views of the payloads.
 
-Long messages are cut into rounds, so that coding one overlaps with the wire of the others. What a
-rank sends or sums is a row of stretches, as everywhere in this package. The rows of all ranks are
-cut into equally many rounds, each with its share of every row, so that all links stay busy.
-Where the cuts lie depends on the rows alone, which all ranks know, and is where no codec notices:
-bits and residuals are those of the whole message, bytes too if the codec is of fixed size.
+Long messages are cut into rounds, so that coding one overlaps with sending the others. A row is the
+list of stretches that a rank sends or sums. The rows of all ranks are cut into equally many rounds,
+each with its share of every row, so that all links stay busy. The cuts depend on the rows alone,
+which all ranks know, and lie between blocks of the codec: values and residuals are those of the
+whole message, and so are the bytes if the codec is of fixed size.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hybridcomp.collectives.wire.handle import UNDER_WAY, Meter, Steps
 from hybridcomp.errors import CodecError
 
 #: Elements of the longest row in one round, and of half a row where that is less: one message
-#: alone leaves the link idle between its hops, and each costs half a millisecond of its own.
+#: alone leaves the link idle between its hops, but every round costs half a millisecond.
 #: (native time / byte ratio) / time of an all-reduce of fp32, two ranks at 1 Gb/s, load 1.5
 #: (``scripts/bench/bench_netlab.py --rounds --megabytes N`` at commit fe690ca):
 #:
@@ -47,10 +47,10 @@ ROUND, HALF = 1 << 20, 1 << 18
 
 
 def round_count(longest: int, codecs: Sequence[Codec], device: torch.device, group: Group) -> int:
-    """How many rounds a message goes in; short ones are better off as a whole, which is 1.
+    """Return the number of rounds of a message; 1 for short ones, which are faster whole.
 
-    ``longest``: elements of its longest row; ``codecs``: all that the rows go through. GPUs keep
-    messages whole, as a launch costs more than coding a round.
+    ``longest``: elements of its longest row; ``codecs``: all that encode the rows. On GPUs messages
+    stay whole, as a launch costs more than coding a round.
     """
     count = max(longest // ROUND, 2 if longest >= 2 * HALF else 1)
     if count == 1 or device.type != "cpu":
@@ -61,13 +61,13 @@ def round_count(longest: int, codecs: Sequence[Codec], device: torch.device, gro
 def rounds(
     rows: Sequence[Sequence[Range]], codecs: Sequence[Codec], device: torch.device, group: Group
 ) -> list[list[list[Range]]]:
-    """``rows`` cut into rounds, each with its share of every row; just one if that is better."""
+    """Cut ``rows`` into rounds, each with its share of every row; into one if that is faster."""
     longest = max(sum(stop - start for start, stop in row) for row in rows)
     return cut_rows(rows, round_count(longest, codecs, device, group))
 
 
 def _may_be_cut(codec: Codec, device: torch.device, group: Group) -> bool:
-    """Whether results stay what they are, and no round waits for a message with its sizes."""
+    """Return whether rounds keep the result, and need no separate messages with their sizes."""
     if codec.fixed_size:
         return True
     return SEGMENT_ALIGN % codec.segment == 0 and payload_sizes.in_front(codec, device, group)
@@ -75,10 +75,10 @@ def _may_be_cut(codec: Codec, device: torch.device, group: Group) -> bool:
 
 @dataclass
 class Payloads:
-    """Views into the wire buffers of one exchange; ``release`` ends their life."""
+    """Views into the wire buffers of one exchange, valid until ``release``."""
 
     received: list[list[Tensor]]  # by group rank, then in the order of that rank's jobs
-    encoded: dict[Job, Tensor]  # own payloads
+    encoded: dict[Job, Tensor]  # this rank's payloads
     buffers: list[Tensor] = field(default_factory=list)
 
     def release(self) -> None:
@@ -93,16 +93,16 @@ def exchange(
     device: torch.device,
     via: Transfer,
 ) -> Steps[Payloads]:
-    """All-to-all of payloads.
+    """Encode jobs and exchange their payloads in an all-to-all.
 
     Args:
-        jobs: per group rank, what to send there; empty for this rank itself.
+        jobs: per group rank, the jobs to send there; empty for this rank itself.
         numels: per group rank, the elements of each job that comes from there.
-        dtype: what is encoded, on all ranks.
+        dtype: of the encoded values, on all ranks.
 
     1 encode every job once, into slots that follow each other by destination
     2 variable-size codecs: exchange the sizes, where they do not stand in front of the payloads
-    3 exchange the bytes; on a CPU what this rank keeps of its jobs is made while they travel
+    3 exchange the bytes; on a CPU decode this rank's jobs and settle residuals meanwhile
     """
     codec, group, meter = via.codec, via.group, via.meter
     # 1
@@ -130,7 +130,7 @@ def exchange(
     wire, source = recv_buffer[: sum(out_splits)], sent.buffers[-1][: sum(in_splits)]
     message = transport.all_to_all(wire, source, out_splits, in_splits, group, meter)
     if device.type == "cpu":
-        yield UNDER_WAY  # on every rank, whatever it sends: they go on in one order
+        yield UNDER_WAY  # on every rank, whatever it sends, so that all keep the same order
         with meter.coding():
             sent.settle(codec, dtype)
     yield message
@@ -139,11 +139,11 @@ def exchange(
 
 
 class _Outgoing:
-    """What one exchange sends: encoded by ``encode``, or by ``encode_late`` and step by step.
+    """Outgoing payloads of one exchange: encoded by ``encode`` or, sizes unknown, ``encode_late``.
 
     Args:
         heads: by destination, the bytes for sizes in front of the payloads.
-        counts: by rank, the payloads that come from there.
+        counts: by rank, the number of payloads that come from there.
     """
 
     def __init__(
@@ -152,15 +152,15 @@ class _Outgoing:
         self.jobs, self.heads, self.counts = jobs, heads, counts
         self.encoded: dict[Job, Tensor] = {}
         self.sizes: list[list[int]] = []  # by destination
-        self.buffers: list[Tensor] = []  # in use; what is sent stands at the start of the last
-        self.words: Tensor | None = None  # sizes of ``encoded``, then of what comes
+        self.buffers: list[Tensor] = []  # in use; the message is at the start of the last one
+        self.words: Tensor | None = None  # sizes of ``encoded``, then of incoming payloads
         self._unsettled: list[Job] = []  # of ``encoded``, until ``settle``
 
     def encode(self, codec: Codec, dtype: torch.dtype, device: torch.device) -> None:
-        """Payloads and copies of them where they are sent from; on a CPU ``settle`` has to follow.
+        """Encode each job, and copy its payload for further destinations.
 
-        So a message leaves before this rank has decoded its own values, which takes as long as
-        encoding them.
+        On a CPU call ``settle`` later: the message leaves before this rank decodes its payloads,
+        which takes as long as encoding them.
         """
         ahead = device.type == "cpu"
         rooms = [codec.wire_nbytes(job.values.numel(), dtype) for job in chain(*self.jobs)]
@@ -189,12 +189,12 @@ class _Outgoing:
                 payload_sizes.write_head(out[start:], self.sizes[-1])
 
     def settle(self, codec: Codec, dtype: torch.dtype) -> None:
-        """Decode what ``encode`` has encoded where that is wanted, and update the residuals."""
+        """Decode the payloads of ``encode`` where jobs ask for it, and update the residuals."""
         for job in self._unsettled:
             settle_job(codec, job, self.encoded[job], dtype)
 
     def _encode_at_once(self, codec: Codec, dtype: torch.dtype, rooms: list[int]) -> bool:
-        """``encode`` in one launch, where there are several jobs and the codec has that.
+        """Encode in one launch if there are several jobs and the codec can; return whether it did.
 
         ``rooms``: the bytes of every payload that is sent; there are no heads.
         """
@@ -212,7 +212,7 @@ class _Outgoing:
         return True
 
     def encode_late(self, codec: Codec, dtype: torch.dtype, device: torch.device) -> None:
-        """Payloads in slots of their largest size; their sizes to ``words``."""
+        """Encode into slots of the payloads' largest size; sizes stay on the device (``words``)."""
         every = list(dict.fromkeys(chain(*self.jobs)))
         rooms = [codec.wire_nbytes(job.values.numel(), dtype) for job in every]
         out = POOL.take(sum(rooms), device)
@@ -226,7 +226,8 @@ class _Outgoing:
     def exchange_sizes(
         self, device: torch.device, group: Group, meter: Meter
     ) -> Steps[list[list[int]]]:
-        """The sizes of what comes, by rank. Cuts ``encoded`` to what is used, if it was not."""
+        """Exchange sizes; return those of incoming payloads, by rank. After ``encode_late`` it also
+        cuts ``encoded`` to the bytes used."""
         gives = [len(row) for row in self.jobs]
         if self.words is None:
             mine = torch.tensor(list(chain(*self.sizes)), dtype=torch.int64, device=device)
@@ -246,7 +247,7 @@ class _Outgoing:
         return [flat[end - count : end] for end, count in zip(ends, self.counts, strict=True)]
 
     def _repeated(self, words: Tensor) -> Tensor:
-        """``words`` of the jobs in the order in which they are sent."""
+        """Return the ``words`` of the jobs in the order in which they are sent."""
         places = {job: index for index, job in enumerate(self.encoded)}
         order = [places[job] for job in chain(*self.jobs)]
         if len(order) == len(places):
@@ -254,7 +255,7 @@ class _Outgoing:
         return torch.cat([words[index : index + 1] for index in order])
 
     def bring_together(self) -> None:
-        """Copy payloads next to each other, by destination, as a message needs them."""
+        """Copy payloads into one buffer without gaps, by destination, for the message."""
         payloads = [self.encoded[job] for job in chain(*self.jobs)]
         if len(payloads) > 1:
             total = sum(payload.numel() for payload in payloads)
@@ -268,10 +269,10 @@ def cut_payloads(
     heads: Sequence[int],
     nbytes: Sequence[Sequence[int]],
 ) -> list[list[Tensor]]:
-    """The payloads of every rank, views of ``buffer``, in which each rank has its room.
+    """Return the payloads of every rank, views of ``buffer``; rank r has ``rooms[r]`` bytes of it.
 
-    ``nbytes`` are the sizes, or how many there are where they stand in the ``heads``. Raises
-    CodecError where they do not fit: they come from another rank.
+    ``nbytes``: their sizes; where the ``heads`` hold these, only their number counts. Raises
+    CodecError where sizes do not fit: they come from another rank.
     """
     rows = []
     for message, head, known in zip(torch.split(buffer, list(rooms)), heads, nbytes, strict=True):

@@ -1,4 +1,4 @@
-"""Payloads of every rank to all ranks: what an all-gather and the end of an all-reduce send."""
+"""Gather the payloads of every rank on all ranks, for all-gather and the end of all-reduce."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hybridcomp.collectives.wire.handle import Steps
 class Slots:
     """Payloads in slots that follow each other in ``buffer``, behind ``head`` bytes.
 
-    Slots are as long as their payloads, or as these could be at most where ``words`` (int64, one
-    for each, on the device) says how long they are.
+    ``nbytes``: of the slots. They are as long as their payloads or, where ``words`` (int64, one for
+    each, on the device) holds the sizes, as long as these could be.
     """
 
     buffer: Tensor
@@ -62,7 +62,7 @@ def decode_all(codec: Codec, payloads: Sequence[Tensor], out: Sequence[Tensor]) 
 def _payload_nbytes(
     codec: Codec, dtype: torch.dtype, numels: Sequence[Sequence[int]]
 ) -> list[list[int]]:
-    """The most bytes of each payload, by rank. Rows that are one object are looked at once."""
+    """Return the largest bytes of each payload, by rank; a row object is computed only once."""
     known = {
         id(row): [codec.wire_nbytes(numel, dtype) for numel in row]
         for row in {id(row): row for row in numels}.values()
@@ -81,7 +81,7 @@ def gather(
 
     Args:
         own: the encoded payloads of this rank, in their ``gather_room``.
-        numels: by rank, the elements behind each of its payloads.
+        numels: by rank, the elements encoded in each of its payloads.
 
     Every rank's slot is as long as the longest. Variable-size codecs exchange the sizes first,
     where these do not stand in front of the payloads.
@@ -111,7 +111,7 @@ def gather(
 def _gather_uneven(
     own: Slots, most: Sequence[Sequence[int]], heads: Sequence[int], via: Transfer
 ) -> Steps[tuple[list[list[Tensor]], Tensor]]:
-    """``gather`` of payloads behind their sizes; ``most``: the largest sizes that there may be."""
+    """Gather payloads with their sizes in front; ``most``: the largest possible sizes."""
     me, used = via.group.rank, own.head + sum(own.nbytes)
     if own.head:
         payload_sizes.write_head(own.buffer, own.nbytes)
@@ -126,7 +126,7 @@ def _gather_uneven(
 def _gather_sizes(
     own: Slots, numels: Sequence[Sequence[int]], via: Transfer
 ) -> Steps[list[list[int]]]:
-    """The sizes of all ranks' payloads, by rank."""
+    """Exchange the sizes of all ranks' payloads; return them by rank."""
     world_size, device = len(numels), own.buffer.device
     most = max(len(row) for row in numels)
     theirs = torch.empty(world_size * most, dtype=torch.int64, device=device)
@@ -145,9 +145,9 @@ def _gather_sizes(
 def gather_room(
     numels: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device, via: Transfer
 ) -> Slots:
-    """A buffer for this rank's payloads in ``gather``, which the caller gives back.
+    """Take a buffer for this rank's payloads in ``gather``; the caller gives it back.
 
-    As long as any rank's may be: with sizes that travel ahead, all slots are equally long.
+    As long as any rank's may be: where sizes travel ahead, all slots are equally long.
     """
     heads = _heads(numels, payload_sizes.in_front(via.codec, device, via.group))
     most = max(map(sum, _payload_nbytes(via.codec, dtype, numels)))

@@ -1,7 +1,7 @@
-"""Group: the ranks that a message goes between, and whether they are seen as one level or as two.
+"""Group: the ranks of a message, in one level or in two (nodes times local ranks).
 
-torch.distributed's functions look a group up in tables of the world, 2 us each; what a message
-needs of its group stands here as data, and a channel keeps one ``Group`` for each process group.
+torch.distributed's functions look a group up in global tables, 2 us each; the properties of a group
+that messages need are plain data here, and a channel keeps one ``Group`` for each process group.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.distributed import ProcessGroup
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.wire.handle import Meter
 
-#: is shown what is about to be encoded, where no codec block may reach across in it, and the
-#: residual of the same values
+#: called with the values to encode, the positions in them that no codec block may cross, and their
+#: residual
 Probe = Callable[[Tensor, Sequence[int], Tensor | None], None]
 
 
 def resolved(group: ProcessGroup | None) -> ProcessGroup:
-    """``group``, or the default one for None. This rank is a member."""
+    """Return ``group``, or the default group for None. This rank is a member."""
     found = dist.group.WORLD if group is None else group
     assert found is not None, "torch.distributed is not initialized"
     return found
@@ -34,16 +34,16 @@ class Group:
     """A process group, as this rank sees it.
 
     Attributes:
-        rank, size: of this rank in the group, and how many there are.
+        rank, size: this rank's group rank, and the number of ranks.
         remote: group ranks on other nodes.
-        levels: how it is seen as nodes times local ranks; None: its messages take the flat way.
+        levels: the grid of nodes times local ranks; None: messages have one level.
         ring: share of a ring's bytes that this rank sends to another node, 0.0 or 1.0.
-        width, local: ranks of a node that add up their values before one of them encodes a stretch
-            of the sum, and which of them this rank is; 1 and 0 in one level.
-        encoders, index: ranks that encode one element, and which of them this rank is: all of the
-            group in one level, one of each node in two.
-        global_ranks, backends: by group rank and by type of device, once they were asked for.
-        limit: how long a message over gloo may take, once one was sent; None: no limit.
+        width, local: number of ranks of a node, which sum their values before each encodes a
+            stretch of the sum, and this rank's index among them; 1 and 0 in one level.
+        encoders, index: number of ranks that encode one element, and this rank's index among them:
+            all of the group in one level, one of each node in two.
+        global_ranks, backends: by group rank and by type of device, filled in at first use.
+        limit: time limit of a message over gloo, filled in at first use; None: no limit.
     """
 
     process_group: ProcessGroup
@@ -74,13 +74,13 @@ class Group:
         remote: frozenset[int] = frozenset(),
         levels: Levels | None = None,
     ) -> Group:
-        """The group of torch's ``group``; None is the default group."""
+        """Make the group of torch's ``group``; None is the default group."""
         found = resolved(group)
         return cls(found, found.rank(), found.size(), remote, levels)
 
     @property
     def receivers(self) -> Sequence[int]:
-        """Group ranks whose shards of a reduce-scatter this rank encodes."""
+        """Return the group ranks whose shards of a reduce-scatter this rank encodes."""
         if self.levels is None:
             return range(self.size)
         return [row[self.levels.local] for row in self.levels.grid]
@@ -88,7 +88,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Levels:
-    """This says where a rank stands in a group with equally many ranks on each of its nodes."""
+    """Position of a rank in a group with equally many ranks on each of its nodes."""
 
     grid: tuple[tuple[int, ...], ...]  # group ranks by node, then by local index
     node: int  # the row of this rank
@@ -102,20 +102,20 @@ class Levels:
 
     @property
     def width(self) -> int:
-        """Ranks of a node."""
+        """Return the number of ranks of a node."""
         return len(self.grid[0])
 
 
 @dataclass(eq=False)
 class Transfer:
-    """How values travel: with which codec, between whom, and who counts.
+    """Codec, group, meter and cuts of a message.
 
     Attributes:
         codec: the same on all ranks.
-        meter: filled in, completely so once the collective is through.
-        cuts: ascending elements where no codec block may reach across; the same on all ranks.
-        flush: whether what residuals hold is sent for the last time. A lossless codec then takes
-            the fp32 sum of values and residual: rounded to 16 bits, the rest would stay behind.
+        meter: filled in by the collective; complete once that has finished.
+        cuts: ascending positions that no codec block may cross; the same on all ranks.
+        flush: whether residuals are sent for the last time. A lossless codec then encodes the fp32
+            sum of values and residual, as rounding it to 16 bits would leave a residual.
     """
 
     codec: Codec
@@ -127,16 +127,16 @@ class Transfer:
 
 @dataclass(eq=False)
 class Reduction(Transfer):
-    """How values are summed. In two levels cuts and residuals are those of this rank's stretch of
-    its node's sum, ``chunk_ranges(numel, group.width)[group.local]``.
+    """Transfer of values that are summed, with error feedback. In two levels cuts and residuals
+    belong to this rank's stretch of its node's sum, ``chunk_ranges(numel, width)[group.local]``.
 
     Attributes:
-        residual: fp32, as long as what this rank encodes: error feedback of the first
+        residual: fp32, as long as the values that this rank encodes: error feedback of the first
             quantization, updated in place; 0 afterwards where nothing was quantized.
         owner_residual: the same of the second, as long as this rank's chunk of it,
             ``chunk_ranges(len, group.encoders)[group.index]``. Only reductions that quantize twice
-            use it. Each of the two is given on all ranks or on none.
-        probe: is called with what is about to be encoded.
+            use it. Each of the two must be there on all ranks or on none.
+        probe: called with the values before they are encoded.
     """
 
     residual: Tensor | None = None
@@ -144,7 +144,7 @@ class Reduction(Transfer):
     probe: Probe | None = None
 
     def between_nodes(self, codec: Codec) -> Reduction:
-        """The same reduction among the ranks with this local index, one on each node."""
+        """Return the same reduction among the ranks with this local index, one on each node."""
         assert self.group.levels is not None
         outer = self.group.levels.outer
         return Reduction(

@@ -1,9 +1,9 @@
-"""A call of a collective: its steps, the handle that drives them, the meter of what they cost.
+"""Run the steps of a collective: handles that drive them, and meters of bytes and seconds.
 
-A collective such as all_reduce has local work between and after its messages. Written as a
-generator that yields what it waits for it keeps its numbered steps in one body; a handle runs it
-up to its first message when it is made and drives the rest in ``wait()``. Of a long message several
-rounds run side by side (``overlapped``), so that coding one overlaps with the wire of the others.
+A collective such as all_reduce has local work between and after its messages. It is written as a
+generator that yields the works to wait for, so its numbered steps are in one body; a handle runs it
+up to its first message when it is made and runs the rest in ``wait()``. The rounds of a long
+message run side by side (``overlapped``), so that coding one overlaps with sending the others.
 
 Seconds are the host's on a CPU. On a GPU they are the device's (``device_clock``).
 """
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 #: the steps of a collective: yields the works to wait for, returns the result
 Steps = Generator[Work, None, T]
-#: works that nobody waited for may be that many before somebody does
+#: largest number of abandoned works; older ones are waited for
 MOST_FORGOTTEN = 64
-#: what is timed: encoding and decoding, or waiting for the wire
+#: kinds of timed work: encoding and decoding, or waiting for the wire
 Kind = Literal["codec", "wait"]
 
 
 class Timed(Protocol):
-    """What collects the seconds of one collective."""
+    """Collector of the seconds of one collective."""
 
     codec_s: float
     wait_s: float
@@ -53,17 +53,17 @@ class StreamSpan:
 
 
 class Clock(Protocol):
-    """How the seconds of a collective are taken."""
+    """Clock that measures the seconds of a collective."""
 
     on_device: bool
 
     def time(self, timed: Timed, kind: Kind) -> AbstractContextManager[None]:
-        """Times the ``with`` body for ``timed``."""
+        """Return a context that adds the time of its body to ``timed``."""
         ...
 
 
 class _HostTime:
-    """A ``with`` body whose host seconds are added up; not a generator, which takes 1 us more."""
+    """Context that adds up its body's host seconds; not a generator, which takes 1 us more."""
 
     __slots__ = ("_kind", "_start", "_timed")
 
@@ -82,12 +82,12 @@ class _HostTime:
 
 
 class HostClock:
-    """Seconds of this process, at once."""
+    """Clock of host seconds, added when the body ends."""
 
     on_device = False
 
     def time(self, timed: Timed, kind: Kind) -> AbstractContextManager[None]:
-        """Adds the time of the ``with`` body to ``timed``."""
+        """Return a context that adds the host's time of its body to ``timed``."""
         return _HostTime(timed, kind)
 
 
@@ -95,10 +95,10 @@ HOST = HostClock()
 
 
 class Works(Work):
-    """Several works as one, and within one time limit; None: as long as each of them takes."""
+    """Several works as one, with a time limit for each of them; None: the backend's."""
 
-    #: what nobody waited for. gloo takes a receive back when its work is freed, and the message
-    #: that comes for it would be taken for the next one of its sender
+    #: works deleted without a wait. gloo cancels a receive when its work is freed, and the message
+    #: would then be matched with the next receive from the same sender
     _forgotten: ClassVar[deque[list[Work]]] = deque()
 
     def __init__(self, works: Sequence[Work], limit: timedelta | None) -> None:
@@ -106,10 +106,10 @@ class Works(Work):
         self._works, self._limit = list(works), limit
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for all of them; raises what the first that failed raises."""
+        """Wait for all of them; raises the error of the first that failed."""
         works, self._works = self._works, []
         limit = self._limit if timeout is None else timeout
-        for work in works:  # a receive of gloo does not know when its group's time is over
+        for work in works:  # gloo does not apply the group's timeout to a receive by itself
             work.wait() if limit is None else work.wait(limit)
         return True
 
@@ -119,7 +119,7 @@ class Works(Work):
 
     @classmethod
     def wait_for_forgotten(cls) -> None:
-        """Wait for the oldest that nobody waited for: long there, as those of a pair come in order.
+        """Wait for the oldest abandoned works, which are done, as pairs keep the order of messages.
 
         The last ``MOST_FORGOTTEN`` stay, whose messages may still be on their way.
         """
@@ -129,15 +129,15 @@ class Works(Work):
 
 
 class _UnderWay(Work):
-    """Nothing to wait for."""
+    """Work that is done at once."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return at once."""
         return True
 
 
-#: yielded by steps that have posted a message and have work to do before they wait for it: others
-#: that run side by side post theirs first (``overlapped``)
+#: yielded by steps that have posted a message and have work to do before they wait for it, so that
+#: collectives that run side by side post theirs first (``overlapped``)
 UNDER_WAY = _UnderWay()
 
 
@@ -145,45 +145,45 @@ UNDER_WAY = _UnderWay()
 class Meter:
     """Mutable counters of one collective call on this rank.
 
-    ``wire_nbytes`` counts what this rank sends to *other* ranks, payload padding, headers and
-    size messages included, so that it can be held against the counters of the network card. What a
-    rank "sends" to itself never counts. all_gather counts ``(world_size - 1) * payload``: the
-    ring that gloo and NCCL use sends each payload that often. ``transport`` counts, message by
-    message.
+    ``wire_nbytes`` counts the bytes that this rank sends to *other* ranks, payload padding, headers
+    and size messages included, so that it can be compared with the counters of the network card.
+    Parts that a rank "sends" to itself never count. all_gather counts ``(world_size - 1) *
+    payload``: the ring that gloo and NCCL use sends each payload that often. ``transport`` counts,
+    message by message.
     """
 
     messages: int = 0  # calls into torch.distributed
     wire_nbytes: int = 0
-    codec_s: float = 0.0  # seconds of the host in encode and decode, where that codes
+    codec_s: float = 0.0  # seconds of the host in encode and decode, where the host runs them
     wait_s: float = 0.0  # seconds of the host blocked in torch.distributed
     inter_nbytes: int = 0  # of wire_nbytes, to ranks on other nodes
     used: dict[str, None] = field(default_factory=dict)  # specs of the codecs, in order
     clock: Clock = HOST
-    where: str = ""  # which message, for an error about it
+    where: str = ""  # names the message in errors about it
     spans: list[StreamSpan] = field(default_factory=list)  # of a GPU, in a step that is timed
 
     def sent(self, nbytes: int, inter_nbytes: int = 0) -> None:
-        """Count one message to other ranks, of which some bytes go to other nodes."""
+        """Count one message to other ranks; ``inter_nbytes``: the part that goes to other nodes."""
         self.messages += 1
         self.wire_nbytes += nbytes
         self.inter_nbytes += inter_nbytes
 
     def use(self, *specs: str) -> None:
-        """Remember which codecs the values went through."""
+        """Note the specs of the codecs that encoded the values."""
         for spec in specs:
             self.used[spec] = None
 
     def coding(self) -> AbstractContextManager[None]:
-        """The ``with`` body encodes or decodes: its time counts as the codec's."""
+        """Return a context whose body encodes or decodes: its time counts as the codec's."""
         return self.clock.time(self, "codec")
 
     def waiting(self) -> AbstractContextManager[None]:
-        """The ``with`` body waits for the wire; on NCCL that is the stream, not the host."""
+        """Return a context whose body waits for the wire; on NCCL the stream waits, no host."""
         return self.clock.time(self, "wait")
 
 
 class Pending(Generic[T]):
-    """A collective under way. Its first message is posted when this is constructed."""
+    """Collective under way; the constructor posts its first message."""
 
     def __init__(self, steps: Steps[T], meter: Meter, async_op: bool) -> None:
         self._steps = steps
@@ -201,7 +201,7 @@ class Pending(Generic[T]):
         """Finish the collective, decoding included. Waiting again gives the same result.
 
         On NCCL this orders the current stream after the transfer and does not block the host.
-        Raises what the collective raised, again on every call.
+        Raises the error of the collective, again on every call.
         """
         while not self._completed:
             if self._error is not None:
@@ -219,7 +219,7 @@ class Pending(Generic[T]):
         return cast(T, self._result)
 
     def rest(self) -> Steps[T]:
-        """``wait()`` as the steps of another collective, which does the waiting."""
+        """Do ``wait()`` as steps of another collective, whose handle waits for them."""
         while not self._completed:
             assert self._work is not None
             yield self._work
@@ -227,11 +227,11 @@ class Pending(Generic[T]):
         return cast(T, self._result)
 
     def is_completed(self) -> bool:
-        """Whether ``wait()`` has run to its end. Asking makes no progress."""
+        """Return whether ``wait()`` has finished; makes no progress itself."""
         return self._completed
 
     def then(self, callback: Callable[[], None]) -> Self:
-        """Call ``callback`` once after completion, now if that was before; returns self."""
+        """Call ``callback`` once after completion, at once if it is complete; returns self."""
         if self._completed:
             callback()
         else:
@@ -261,21 +261,21 @@ class Pending(Generic[T]):
 
 
 class Handle(Pending[None]):
-    """The handle of ``all_reduce``, ``all_gather`` and ``all_to_all``."""
+    """Handle of ``all_reduce``, ``all_gather`` and ``all_to_all``."""
 
 
 class ReduceScatterHandle(Pending[Tensor]):
-    """The handle of ``reduce_scatter``; ``wait()`` returns the sum."""
+    """Handle of ``reduce_scatter``; ``wait()`` returns the sum."""
 
 
 def given(result: T) -> Steps[T]:
-    """The steps of a collective whose ``result`` is there without a message."""
+    """Return the steps of a collective that has its ``result`` without a message."""
     yield from ()
     return result
 
 
 def transfer(post: Callable[[], Work], meter: Meter) -> None:
-    """A collective that is one message and nothing else: ``post`` it, wait for it."""
+    """Run a collective that is a single message: ``post`` it, wait for it."""
 
     def steps() -> Steps[None]:
         yield post()
@@ -284,10 +284,10 @@ def transfer(post: Callable[[], Work], meter: Meter) -> None:
 
 
 def overlapped(messages: Iterable[Steps[None]]) -> Steps[None]:
-    """Run collectives side by side: start all, then go on with each as its message arrives.
+    """Run collectives side by side: start all, then continue each in turn after its message.
 
-    The order depends on nothing but their number, so all ranks post the same messages in the same
-    order. Started at once, all of a first hop is under way when a handle is returned.
+    The order depends only on their number of steps, so all ranks post the same messages in the same
+    order. All first messages are under way when a handle is returned.
     """
     waiting: deque[tuple[Steps[None], Work]] = deque()
 

@@ -1,9 +1,9 @@
-"""Headers of sends: what a payload says of itself, and those that nobody waited for.
+"""Headers of sent payloads: spec digest, dtype, elements and bytes; checked at once or later.
 
-The size of a payload of fixed size is known before it comes, so on a GPU nothing has to wait for
-its header: once one message of a kind was read and was as expected, the next ones are decoded at
-once and their headers are compared later, all together: after every optimizer step those that have
-arrived on the host by then, at a report and before a checkpoint all of them.
+A payload of fixed size has a known length, so on a GPU nothing has to wait for its header: after
+one message of a kind had the expected header, the next ones are decoded at once and their headers
+are compared later, all together: after every optimizer step those that have arrived on the host,
+at a report and before a checkpoint all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybridcomp.codecs import LateRead
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.errors import CodecError
 
-#: compared at once when as many wait: a job without optimizer steps must not keep them for ever
+#: headers that may wait to be compared: a job without optimizer steps must not keep all of them
 MOST = 1024
 
 Kind = tuple[int, int, torch.dtype, str]  # source, elements, dtype, spec
@@ -39,7 +39,7 @@ assert HEADER_NBYTES == 32
 
 @dataclass(frozen=True)
 class Header:
-    """What a payload says of itself."""
+    """Description of a payload, sent ahead of it or in front of it."""
 
     spec_digest: bytes
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class Header:
     nbytes: int
 
     def pack(self) -> bytes:
-        """The 32 bytes."""
+        """Return the header as 32 bytes."""
         index = VALUE_DTYPES.index(self.dtype)
         return _LAYOUT.pack(MAGIC, VERSION, index, self.numel, self.nbytes, self.spec_digest)
 
@@ -70,12 +70,12 @@ class Header:
 
 @cache
 def spec_digest(spec: str) -> bytes:
-    """8 bytes that stand for a codec spec."""
+    """Return 8 bytes that identify a codec spec."""
     return hashlib.sha256(spec.encode()).digest()[:8]
 
 
 def check_match(header: Header, src: int, numel: int, dtype: torch.dtype, spec: str) -> None:
-    """Raise CodecError that names both sides unless ``header`` is of what this rank expects."""
+    """Raise CodecError that names both sides unless ``header`` has the expected spec and length."""
     digest = spec_digest(spec)
     if header.spec_digest == digest and header.numel == numel:
         return
@@ -90,7 +90,7 @@ def check_match(header: Header, src: int, numel: int, dtype: torch.dtype, spec: 
 
 @dataclass
 class Unread:
-    """Headers on devices, each with what will raise if it is not as expected."""
+    """Headers that wait on devices, each with a function that raises for a wrong one."""
 
     kinds: set[Kind] = field(default_factory=set)
     waiting: list[tuple[Tensor, Check]] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Unread:
     late: LateRead = field(default_factory=LateRead)
 
     def looks_later(self, kind: Kind, device: torch.device) -> bool:
-        """Whether a message of this kind may be decoded before its header is read."""
+        """Return whether a message of this kind may be decoded before its header is read."""
         return device.type != "cpu" and kind in self.kinds
 
     def add(self, header: Tensor, check: Check) -> None:
@@ -108,13 +108,13 @@ class Unread:
             self.check()
 
     def check(self) -> None:
-        """Wait for the devices and compare; raises what the first wrong header's check raises."""
+        """Wait for the devices and compare; raises the error of the first wrong header's check."""
         waiting, self.waiting, self.asked = self.asked + self.waiting, [], []
         for header, check in waiting:
             check(bytes(header.tolist()))
 
     def poll(self) -> None:
-        """Compare what the call before asked for, as far as it is here; waits for nothing."""
+        """Compare headers that an earlier call began to copy to the host, if here; never waits."""
         found = self.late.take()
         if found is not None:
             asked, self.asked = self.asked, []  # empty where ``check`` was quicker
@@ -130,7 +130,7 @@ UNREAD = Unread()
 
 
 def check_headers() -> None:
-    """Raise CodecError if a message since the last check was not what this rank expected."""
+    """Raise CodecError if a message since the last check had an unexpected header."""
     UNREAD.check()
 
 

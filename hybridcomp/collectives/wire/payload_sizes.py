@@ -1,12 +1,12 @@
-"""Sizes of payloads that only a device knows.
+"""Exchange the sizes of payloads of variable size, and read those that are on a device.
 
-An encoder of variable size on a GPU leaves the bytes that it used in a word there and returns at
-once. Collectives exchange the words of all payloads in one message between devices and copy what
-came to pinned memory; the host waits once for an exchange, for an event that others' work goes on
-before. On a CPU the encoder returns the size and none of this is needed.
+An encoder of variable size on a GPU writes the number of bytes it used into a word on the device
+and returns at once. Collectives exchange the words of all payloads in one message between devices
+and copy the received ones to pinned memory; the host waits once per exchange, for an event, while
+other streams keep running. On a CPU the encoder returns the size and none of this is needed.
 
-Over gloo between CPUs sizes stand in front of the payloads, in one message: a receiver makes room
-for the longest that may come.
+Over gloo between CPUs sizes stand in front of the payloads, in the same message: a receiver
+allocates room for the largest payloads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ cuda: Any = torch.cuda  # parts of it are untyped
 
 
 class Arrival(Work):
-    """Words on their way to the host; done when ``event`` has happened."""
+    """Copy of words to the host; done once ``event`` has happened."""
 
     def __init__(self, host: Tensor, event: Any) -> None:
         super().__init__()
@@ -41,23 +41,23 @@ class Arrival(Work):
         return True
 
     def sizes(self) -> list[int]:
-        """The words, after ``wait``."""
+        """Return the words, after ``wait``."""
         found: list[int] = self._host.tolist()
         return found
 
 
 class Sizes:
-    """Decides which encoders leave their sizes on the device, and brings these to the host."""
+    """Reader of sizes on a device: which encoders leave them there, and copies to the host."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
 
     def stay(self, codec: Codec, device: torch.device) -> bool:
-        """Whether sizes of payloads of ``codec`` stay on ``device`` when they are encoded."""
+        """Return whether ``codec`` leaves the sizes of its payloads on ``device``."""
         return device.type == "cuda" and not codec.fixed_size
 
     def copied(self, words: Tensor) -> Arrival:
-        """Start to copy ``words`` (int64) to the host, on the current stream; nobody waits."""
+        """Start to copy ``words`` (int64) to the host, on the current stream, without a wait."""
         host = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
         host.copy_(words, non_blocking=True)
         event = cuda.Event()
@@ -65,7 +65,7 @@ class Sizes:
         return Arrival(host, event)
 
     def fetch(self, words: Tensor, message: Work, group: Group) -> Steps[list[int]]:
-        """``words`` on the host, a part of which ``message`` fills in; yields what to wait for."""
+        """Copy ``words``, part of which ``message`` fills in, to the host and return them."""
         if words.is_cuda and not transport.STAGING.needed(words, group):
             arrival = self._copied_beside(words, message)
         else:
@@ -75,10 +75,9 @@ class Sizes:
         return arrival.sizes()
 
     def _copied_beside(self, words: Tensor, message: Work) -> Arrival:
-        """Copy as ``copied`` does, behind ``message`` on a stream of its own.
+        """Copy as ``copied`` does, after ``message``, on a separate stream.
 
-        So the caller's stream waits neither for the message nor for the copy, and both are under
-        way before anybody waits for them.
+        So the caller's stream waits neither for the message nor for the copy.
         """
         if words.device not in self._streams:
             self._streams[words.device] = cuda.Stream(words.device)
@@ -90,28 +89,28 @@ class Sizes:
         return arrival
 
 
-#: of this process; tests put another one here
+#: of this process; tests replace it
 SIZES = Sizes()
 
 
 def in_front(codec: Codec, device: torch.device, group: Group) -> bool:
-    """Whether sizes of payloads of ``codec`` stand in front of them; the same on all ranks."""
+    """Return whether sizes of payloads of ``codec`` stand in front of them; equal on all ranks."""
     stay = codec.fixed_size or SIZES.stay(codec, device)
     return not stay and transport.over_gloo(device, group)
 
 
 def head_nbytes(count: int) -> int:
-    """Bytes in front of ``count`` payloads for their sizes."""
+    """Return the bytes in front of ``count`` payloads for their sizes."""
     return align(SIZE_NBYTES * count)
 
 
 def write_head(message: Tensor, nbytes: Sequence[int]) -> None:
-    """Put sizes at the start of ``message`` (uint8)."""
+    """Write sizes to the start of ``message`` (uint8)."""
     words = message[: SIZE_NBYTES * len(nbytes)].view(torch.int64)
     words.copy_(torch.tensor(nbytes, dtype=torch.int64))
 
 
 def read_head(message: Tensor, count: int) -> list[int]:
-    """What ``write_head`` wrote: ``count`` sizes."""
+    """Read the ``count`` sizes that ``write_head`` wrote."""
     found: list[int] = message[: SIZE_NBYTES * count].view(torch.int64).tolist()
     return found

@@ -1,19 +1,19 @@
-"""Bytes between ranks: the only calls into torch.distributed, each counted by its meter.
+"""Send bytes between ranks: the only calls into torch.distributed, each counted by its meter.
 
 Every call posts its message asynchronously and returns the work, which steps yield, so that a
-handle decides when to wait. Nothing here is a generator: over NCCL a call costs a host little more
-than torch's own.
+handle decides when to wait. Nothing here is a generator: over NCCL a call takes the host little
+more time than torch's.
 
 Over gloo all-to-all and all-gather are messages between pairs, receives posted first. gloo sends a
-message once its receiver has told that it waits. In gloo's own collectives a rank may begin with
-its data before it has told that: what it tells then queues up behind the data, and the two
+message once its receiver has announced that it is ready. In gloo's collectives a rank may start to
+send data before it announces this: the announcement then queues up behind the data, and the two
 directions of a link run one after the other. Between two ranks at 71 Mb/s and at 1 Gb/s that
 happened to about half of all messages above 0.4 MB, which took twice as long as the link needs.
-Posted before any send, what receivers tell goes out first. The bytes are the same.
+With receives posted before any send, announcements go out first. The bytes are the same.
 
 gloo takes CUDA tensors for few collectives (all_reduce and broadcast; no all_to_all, no all_gather,
-no send and recv), so those go through pinned host memory. What travels here is encoded, so the
-copies are short, several ranks can share one GPU, and clusters without NCCL work.
+no send and recv), so the others go through pinned host memory. Messages are encoded, so the copies
+are short; this lets several ranks share one GPU, and clusters without NCCL work.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def all_to_all(
 ) -> Work:
     """Exchange 1-D parts of ``values`` of any lengths, of a dtype that the backend takes.
 
-    Over gloo ``out_splits`` may be more than what comes.
+    Over gloo ``out_splits`` may be longer than the parts that come.
     """
     size, sent = values.itemsize, sum(in_splits) - in_splits[group.rank]
     far = sum(in_splits[rank] for rank in group.remote) if group.remote else 0
@@ -92,17 +92,17 @@ def all_gather_uneven(
 ) -> Work:
     """Gather ``values`` of any lengths; only over gloo between CPUs.
 
-    ``rooms``: by rank, the elements of ``out`` for what comes from there, at least as many as come;
-    just as many for this rank's own.
+    ``rooms``: by rank, the elements of ``out`` for the values of that rank, at least as many as
+    they have; exactly as many for this rank.
     """
     _sent_around(values.nbytes, group, meter)
     return between_pairs(torch.split(out, list(rooms)), [values] * len(rooms), group)
 
 
 def broadcast(values: Tensor, root: int, group: Group, meter: Meter) -> Work:
-    """Send ``values`` of group rank ``root`` to all others, whose own are filled in.
+    """Broadcast ``values`` of group rank ``root`` into the ``values`` of all others.
 
-    The root counts all bytes, one copy for each of the others, whichever ranks hand them on.
+    The root counts all bytes, one copy for each of the others, whichever ranks forward them.
     """
     sends = group.rank == root
     if sends:
@@ -163,8 +163,8 @@ def shift(
 ) -> Work:
     """Send ``values`` to group rank ``dst`` and receive ``out`` from group rank ``src``, at once.
 
-    None: nothing goes that way, which both sides know. ``out`` is as long as what comes; over gloo
-    it may be longer.
+    None: no message goes that way, and both sides must know it. ``out`` is as long as the message;
+    over gloo it may be longer.
     """
     if values is not None:
         meter.sent(values.nbytes, values.nbytes * int(dst in group.remote))
@@ -212,16 +212,16 @@ def _posted(work: Work | None) -> Work:
 
 
 def between_pairs(out: Sequence[Tensor], values: Sequence[Tensor], group: Group) -> Work:
-    """Send ``values[r]`` to group rank r, fill ``out[r]`` with what comes from there, over gloo.
+    """Send ``values[r]`` to group rank r and receive ``out[r]`` from it, over gloo.
 
-    Tensors of no elements do not travel; both sides know that. ``out[r]`` may be longer than what
-    comes from another rank: gloo asks only that it fits.
+    Tensors without elements are not sent, and both sides must know it. ``out[r]`` may be longer
+    than the message: gloo only requires that it fits.
     """
     Works.wait_for_forgotten()
     _learn(group)
     me, ranks, world = group.rank, len(out), group.global_ranks
     out[me].copy_(values[me])
-    # everybody begins with another one, so that no rank gets all messages at once
+    # every rank begins with a different peer, so that no rank gets all messages at once
     others = [(me + step) % ranks for step in range(1, ranks)]
     works = [
         _posted(dist.irecv(out[rank], world[rank], group=group.process_group, tag=TAG))
@@ -237,14 +237,14 @@ def between_pairs(out: Sequence[Tensor], values: Sequence[Tensor], group: Group)
 
 
 def _learn(group: Group) -> None:
-    """Learn, once, who is in the group and how long its messages may take over gloo."""
+    """Fill in, once, the group's global ranks and its time limit for messages over gloo."""
     if not group.global_ranks:
         group.global_ranks = tuple(dist.get_process_group_ranks(group.process_group))
         group.limit = peer_liveness.time_limit(group.process_group)
 
 
 def _limited(work: Work, tensor: Tensor, group: Group) -> Work:
-    """``work``, which over gloo ends with the time-out of the default group."""
+    """Return ``work``, over gloo with the time limit of its group (``presence.time_limit``)."""
     if not over_gloo(tensor.device, group):
         return work
     _learn(group)
@@ -252,12 +252,12 @@ def _limited(work: Work, tensor: Tensor, group: Group) -> Work:
 
 
 def over_gloo(device: torch.device, group: Group) -> bool:
-    """Whether tensors of a CPU travel over gloo."""
+    """Return whether ``device`` is a CPU whose tensors travel over gloo."""
     return device.type == "cpu" and backend_of(group, device) == "gloo"
 
 
 def backend_of(group: Group, device: torch.device) -> str:
-    """The name of the backend that carries tensors of ``device``; groups may have several."""
+    """Return the backend that carries tensors of ``device``; a group may have several."""
     if not group.backends:
         group.backends = _backends(dist.get_backend_config(group.process_group))
     return group.backends.get(device.type, "")
@@ -265,43 +265,43 @@ def backend_of(group: Group, device: torch.device) -> str:
 
 @cache
 def _backends(config: str) -> dict[str, str]:
-    """The backends of a group, by the type of a device."""
+    """Return the backends of a group, by the type of device."""
     return dict(part.split(":") for part in config.split(","))
 
 
 class Staged(Work):
-    """A message that arrives in host memory, ``room``, and whose place ``out`` is on a GPU."""
+    """Message received in host memory (``room``) and copied to its place ``out`` on a GPU."""
 
     def __init__(self, work: Work, room: Tensor, out: Tensor) -> None:
         super().__init__()
         self._work, self._room, self._out = work, room, out
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the message, and put the copy to the GPU on its current stream."""
+        """Wait for the message, then copy it to the GPU on its current stream."""
         done = self._work.wait() if timeout is None else self._work.wait(timeout)
         STAGING.back(self._room, self._out)
         return done
 
 
 class Staging:
-    """Decides which messages go through pinned host memory, and makes that memory."""
+    """Pinned host memory for GPU tensors over gloo: which messages need it, and the copies."""
 
     def needed(self, tensor: Tensor, group: Group) -> bool:
-        """Whether ``group`` would carry ``tensor`` over gloo although it is on a GPU."""
+        """Return whether ``tensor`` is on a GPU and ``group`` carries it over gloo."""
         return tensor.is_cuda and backend_of(group, tensor.device) == "gloo"
 
     def room(self, like: Tensor) -> Tensor:
-        """Pinned host memory for ``like``, contents undefined; torch keeps freed blocks."""
+        """Allocate pinned host memory for ``like``, contents undefined; torch caches the blocks."""
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
     def out(self, values: Tensor) -> Tensor:
-        """``values`` in host memory; waits for the device, as gloo reads them at once."""
+        """Copy ``values`` to host memory; waits for the device, as gloo reads them at once."""
         return self.room(values).copy_(values)
 
     def back(self, values: Tensor, there: Tensor) -> None:
-        """``values`` of the host into ``there``, in the order of its stream; nobody waits."""
+        """Copy ``values`` of the host into ``there`` on its current stream, without a wait."""
         there.copy_(values, non_blocking=True)
 
 
-#: of this process; tests put another one here
+#: of this process; tests replace it
 STAGING = Staging()
