@@ -260,7 +260,7 @@ def _stored_ranks(folder: Path, own: dict[str, Any] | None) -> int | None:
 
 
 def _statement(file: Mapping[str, Any]) -> dict[str, Any]:
-    """What files of ranks have in common that were saved together."""
+    """Return the fields that all ranks' files of one save have in common."""
     return {key: file.get(key) for key in ("world_size", "step")}
 
 

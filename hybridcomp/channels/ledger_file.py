@@ -32,7 +32,7 @@ def set_aside(path: Path) -> None:
 
 
 def _is_link(path: Path) -> bool:
-    """Whether ``path`` leads to a file, or to none yet; a device like /dev/stdout is meant so."""
+    """Return whether ``path`` is a link to a file or to nothing; a link to a device is kept."""
     return path.is_symlink() and (path.is_file() or not path.exists())
 
 

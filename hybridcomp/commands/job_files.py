@@ -49,7 +49,7 @@ class JobFile:
 
     @property
     def dtype(self) -> str | None:
-        """Of the messages: "bf16", "fp16" or "fp32"; None where "auto" leaves it to a trainer."""
+        """Return the dtype of messages: "bf16", "fp16", "fp32", or None where "auto" leaves it."""
         sections = {name: self.settings.get(name) for name in DTYPES}
         enabled = {n: s.get("enabled") for n, s in sections.items() if isinstance(s, Mapping)}
         for name, found in enabled.items():
@@ -59,7 +59,7 @@ class JobFile:
 
     @property
     def is_job(self) -> bool:
-        """Whether it holds settings of a job; a bare block and other programs' files do not."""
+        """Return whether the file holds settings of a job, not a bare block or something else."""
         return not set(DECIDING).isdisjoint(self.whole)
 
     @property

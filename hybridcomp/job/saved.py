@@ -194,7 +194,7 @@ def are_residuals(value: Any) -> bool:
 
 
 def are_factors(value: Any) -> bool:
-    """Whether ``value`` is what ``Factors.state_dict`` gives, with finite values."""
+    """Return whether ``value`` is a state of ``Factors.state_dict`` with finite values."""
     return isinstance(value, dict) and all(
         isinstance(one, Tensor) and bool(one.isfinite().all()) for one in value.values()
     )

@@ -63,7 +63,7 @@ def prepare(checkout: Path) -> None:
 
 
 def on_cpu() -> bool:
-    """Whether this is a trial on CPUs."""
+    """Return whether this is a trial on CPUs."""
     return os.environ.get("HYBRIDCOMP_NEOX_CPU") == "1"
 
 

@@ -89,7 +89,7 @@ class Prediction:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Prediction:
-        """What ``to_json`` wrote. Raises TypeError for what is no number and has to be one."""
+        """Read a plan that ``to_json`` wrote. Raises TypeError where a number has to be."""
         values = dict(data)
         for one in fields(cls):
             if one.name in values and one.name != "spans":

@@ -28,7 +28,7 @@ def take(model: nn.Module | None) -> dict[str, float]:
 
 
 def reporters(model: nn.Module) -> Iterator[Any]:
-    """What reports about ``model`` or a part of it: sessions of engines, attached models."""
+    """Return the sessions and attached models that report about ``model`` or a part of it."""
     for module in model.modules():
         found = session_of(module) or vars(module).get(ATTRIBUTE)
         if found is not None:

@@ -108,5 +108,5 @@ class HybridcompCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _keeps_nothing_itself() -> bool:
-    """Whether a model of this process has residuals that no checkpoint of the Trainer holds."""
+    """Return whether a model of this process has residuals that no Trainer checkpoint holds."""
     return any(attached.channels["dp"].error_feedback for attached in steps.models())

@@ -25,14 +25,14 @@ class LedgerMetrics(MetricsProcessor):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):  # type: ignore[misc]
-        """That of torchtitan."""
+        """Settings of torchtitan's own class."""
 
     def __init__(self, config: Any, **given: Any) -> None:
         super().__init__(config, **given)
         self._figures: dict[str, float] = {}
 
     def should_log(self, step: int) -> bool:
-        """As torchtitan says; it asks in every step, so no report between two logs is lost."""
+        """Return what torchtitan says; it asks in every step, so no report between logs is lost."""
         self._collect()
         return bool(super().should_log(step))
 
@@ -60,7 +60,7 @@ class Checkpoints(CheckpointManager):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):  # type: ignore[misc]
-        """That of torchtitan."""
+        """Settings of torchtitan's own class."""
 
     def __init__(
         self, config: Any, *, model_parts: list[Any], states: dict[str, Any], **given: Any

@@ -255,7 +255,7 @@ class Pending(Generic[T]):
                 callback()
 
     def _failed(self, error: BaseException) -> BaseException:
-        """What ``wait()`` raises from now on: who is missing, where ``error`` is about that."""
+        """Keep and return what ``wait()`` raises from now on: PeerError where a rank is missing."""
         self._error = peer_liveness.lost(error, self._meter.where) or error
         return self._error
 

@@ -67,7 +67,7 @@ class Job:
 
     @cached_property
     def prices(self) -> Prices:
-        """Of messages."""
+        """Return the prices of messages on this cluster."""
         return Prices(self.cluster)
 
     @property
