@@ -1,8 +1,8 @@
-"""The seam modules of every upstream, and when their patches are applied.
+"""List the seam modules of every upstream, and apply their patches when it is imported.
 
-Patches are armed per upstream package: applied at once when it is imported already, otherwise when
-it is. They dispatch per engine, so that a process may hold several engines, or one without a block.
-A new seam is a module in one of the folders beside this file and a line in ``MODULES``.
+Patches are armed per upstream package: applied at once if it is imported already, otherwise at its
+import. They dispatch per engine, so that a process may hold several engines, or one without a
+block. A new seam is a module in one of the folders beside this file and a line in ``MODULES``.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ MODULES: dict[str, tuple[str, ...]] = {
         "torch.context_parallel",
     ),
 }
-#: packages whose name another upstream bears too -> whether this process has the one that is meant
+#: packages whose name another upstream has, too -> whether this process has the right one
 TOLD_BY: dict[str, Callable[[], bool]] = {"megatron.mpu": is_neox, "megatron.training": is_neox}
 
-#: packages that a job may have and not need: what keeps their patches away is told to whoever asks
+#: packages that a job may have and not need: where their patches do not fit, UNFIT keeps the reason
 OPTIONAL = frozenset(
     {
         "transformer_engine.pytorch",
@@ -70,9 +70,9 @@ _hooked: set[str] = set()
 
 
 def modules_of(package: str) -> list[ModuleType]:
-    """The patch modules of an upstream package, imported.
+    """Import and return the patch modules of an upstream package.
 
-    What they want to do with an engine that is attached (``ATTACHED``) is told to ``session``.
+    Registers their callbacks for an attached engine (``ATTACHED``) in ``session``.
     """
     modules = [importlib.import_module(f"{__package__}.{name}") for name in MODULES[package]]
     engine_session.WHEN_ATTACHED[package] = [m.ATTACHED for m in modules if hasattr(m, "ATTACHED")]
@@ -80,15 +80,15 @@ def modules_of(package: str) -> list[ModuleType]:
 
 
 def patches_of(package: str) -> list[Patch]:
-    """Fresh, unapplied patches of an upstream package, in order."""
+    """Return fresh, unapplied patches of an upstream package, in order."""
     return [Patch(seam, make) for module in modules_of(package) for seam, make in module.PATCHES]
 
 
 def support_matrix() -> str:
-    """What is compressed where, as a Markdown table made from the seams themselves.
+    """Return a Markdown table of the compressed messages, made from the seams themselves.
 
-    A seam module says with ``COVERS`` which dimensions it carries; the first sentence of its
-    docstring says what of them.
+    ``COVERS`` of a seam module has the dimensions whose messages it encodes; the first sentence of
+    its docstring names these messages.
     """
     from hybridcomp import nn
     from hybridcomp.patches.torch import attach  # DTensor takes its time to import
@@ -109,7 +109,7 @@ def support_matrix() -> str:
 
 
 def covers(module: ModuleType) -> tuple[str, ...]:
-    """The dimensions whose traffic a seam module carries."""
+    """Return the dimensions whose messages a seam module encodes."""
     found: tuple[str, ...] = getattr(module, "COVERS", ())
     return found
 
@@ -135,12 +135,12 @@ def disarm() -> None:
 
 
 def applied(package: str) -> list[Patch]:
-    """The patches that are in place."""
+    """Return the applied patches of a package."""
     return list(IN_PLACE.get(package, ()))
 
 
 def _on_import(module: ModuleType) -> None:
-    # the hook cannot be taken back, so it asks whether it is still wanted
+    # the hook cannot be removed, so it checks whether patches are still armed
     if _armed:
         _apply(module.__name__)
 

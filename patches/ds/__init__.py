@@ -1,1 +1,1 @@
-"""The seams of DeepSpeed, one module each, and what they share."""
+"""The seams of DeepSpeed, one module each."""

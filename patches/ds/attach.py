@@ -1,8 +1,8 @@
-"""Attaching channels to a DeepSpeed engine, and following its steps.
+"""Attach channels to a DeepSpeed engine, and follow its optimizer steps.
 
 ``DeepSpeedEngine.__init__`` and not ``deepspeed.initialize``: scripts import ``initialize`` by
-name, and PipelineEngine, HybridEngine and DualPipeV all come through this constructor, which is
-handed the parsed config before any hook exists. ``_take_model_step`` and not ``step``: the pipeline
+name, and PipelineEngine, HybridEngine and DualPipeV all call this constructor, which gets the
+parsed config before any gradient hook exists. ``_take_model_step`` and not ``step``: the pipeline
 engine calls only the former.
 """
 
@@ -59,7 +59,7 @@ DESTROY = Seam(
     parameters=("self",),
 )
 
-#: where residuals are kept
+#: where residuals are saved, for messages
 CHECKPOINTS = "DeepSpeed's checkpoints"
 
 
@@ -73,7 +73,7 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
         ds_json = bound.arguments["config_class"]._param_dict
         block = load_config(ds_json)
         if BLOCK not in ds_json:
-            # a block of the process stands in where the file has none: no setting goes unheard
+            # without a block in the file that of the process counts: no setting is ignored
             block = process.configured()
         agree_on(block, "deepspeed", **{record.ENVIRONMENT: record.asked()})
         notes: list[str] = []
@@ -105,7 +105,7 @@ def _lacking(ds_json: Mapping[str, Any]) -> str:
 def _plan(
     block: CompressionConfig, ds_json: Any, given: Mapping[str, Any]
 ) -> tuple[list[str], frozenset[Dimension]]:
-    """Check the block against the job; what to tell the user of it, dimensions without traffic.
+    """Check the block against the job; return messages for the user, dimensions without traffic.
 
     Raises ConfigError when a key cannot act.
     """
@@ -125,7 +125,7 @@ def _attach(
     session = EngineSession(
         Channels(block),
         engine.device,
-        # a proxy: the process holds the session, which must not hold the engine
+        # a proxy: the process keeps the session, which must not keep the engine alive
         interval=functools.partial(_interval, weakref.proxy(engine), block.ledger),
         write=functools.partial(_write, weakref.proxy(engine)),
         kept_in=CHECKPOINTS,
@@ -161,7 +161,7 @@ def _attach(
 
 
 def _data_parallel(engine: Any) -> set[tuple[int, ...]]:
-    """Ranks of the groups of this rank that reduce gradients or gather parameters."""
+    """Return the ranks of this rank's groups that reduce gradients or gather parameters."""
     groups = [engine.data_parallel_group, engine.seq_data_parallel_group]
     groups += (engine.expert_data_parallel_group or {}).values()
     groups += [getattr(p, "ds_process_group", None) for p in engine.module.parameters()]
@@ -169,7 +169,7 @@ def _data_parallel(engine: Any) -> set[tuple[int, ...]]:
 
 
 def make_take_model_step(original: Callable[..., None]) -> Callable[..., None]:
-    """Around the step: the session's ``end_step``."""
+    """Call the session's ``end_step`` after the step."""
 
     @functools.wraps(original)
     def _take_model_step(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -190,7 +190,7 @@ def _interval(engine: Any, ledger: LedgerConfig) -> int:
 
 
 def _write(engine: Any, events: list[Event], step: int) -> None:
-    """Hand the figures of a report to DeepSpeed's monitors, which rank 0 has, or to W&B."""
+    """Write the figures of a report to DeepSpeed's monitors, on rank 0, or to W&B."""
     if dist.get_rank() or not events:
         return
     if engine.monitor.enabled:
@@ -198,13 +198,13 @@ def _write(engine: Any, events: list[Event], step: int) -> None:
             [(name, value, engine.global_samples) for name, value in events]
         )
     if engine.monitor.wandb_monitor is None and "megatron.training" not in IN_PLACE:
-        wandb_run.log(events, step)  # of Hugging Face's Trainer, or of a script
+        wandb_run.log(events, step)  # the run of Hugging Face's Trainer, or of a script
 
 
 def make_destroy(original: Callable[..., None]) -> Callable[..., None]:
-    """Close the session of a destroyed engine: it lends no channels and keeps no residuals.
+    """Close a destroyed engine's session, stop sharing its channels, and free its residuals.
 
-    Until then DeepSpeed's own hooks keep an engine alive, and at stage 3 afterwards, too.
+    Until then DeepSpeed's hooks keep an engine alive, and at stage 3 afterwards, too.
     """
 
     @functools.wraps(original)

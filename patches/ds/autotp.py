@@ -2,14 +2,13 @@
 
 Seams: the autograd functions of ``module_inject.layers`` and the global ``dist`` through which they
 communicate; replacements for the layers would copy upstream code that every release changes.
-Forward: the all-reduce behind row-parallel layers and vocabulary-parallel
-embeddings, the all-gather of ``gather_output``. Backward: the all-reduce of input gradients of
-column-parallel layers, asynchronous with ``tp_overlap_comm``, and of replicated inputs of a
-row-parallel head.
+Forward: the all-reduce after row-parallel layers and vocabulary-parallel embeddings, the all-gather
+of ``gather_output``. Backward: the all-reduce of input gradients of column-parallel layers,
+asynchronous with ``tp_overlap_comm``, and of replicated inputs of a row-parallel head.
 
 Exact: gathers of parameters (checkpoints), gradients of replicated parameters, the vocabulary-
-parallel loss, norms, clipping. Native: inference, and Domino, whose layers communicate in their
-own module: refused.
+parallel loss, norms, clipping. Native: inference. Refused: Domino, whose layers communicate in
+another module.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ from hybridcomp.patching import Seam
 
 LAYERS = "deepspeed.module_inject.layers"
 
-#: autograd function -> parameters of its ``forward`` after ``ctx``, whether ``backward`` sends
+#: autograd function -> parameters of its ``forward`` after ``ctx``; True if ``backward`` sends
 FUNCTIONS: dict[str, tuple[tuple[str, ...], bool]] = {
     "RowParallel": (("group", "input", "is_inference_mode"), False),
     "ColumnParallel": (("group", "input"), True),
     "AsyncColumnParallel": (("group", "input", "weight", "bias"), True),
 }
-#: functions that came after 0.19.0
+#: functions of releases after 0.19.0
 LATER: dict[str, tuple[tuple[str, ...], bool]] = {
     "ScatterToTensorParallelRegion": (
         ("group", "input", "partition_sizes", "tp_index"),
@@ -62,7 +61,7 @@ OLDER = {"GatherFromTensorParallelRegion": ("ctx", "group", "input")}
 
 
 def _in_training() -> Channels | None:
-    """Whose layer runs, if layers are built and run for training."""
+    """Return the channels of the running layer's engine, None if layers run for inference."""
     training: bool = sys.modules[LAYERS].is_autotp_training_mode()
     return whose() if training else None
 
@@ -99,7 +98,7 @@ def _patches() -> tuple[tuple[Seam, Callable[..., Any]], ...]:
             make_stand_in(
                 {
                     "all_reduce": make_all_reduce(TENSOR),
-                    # how a row-parallel LM head of 0.19.0 reduces, in training too
+                    # a row-parallel LM head of 0.19.0 reduces with it, in training too
                     "inference_all_reduce": make_all_reduce(replace(TENSOR, whose=_in_training)),
                     "all_gather_into_tensor": make_all_gather_into_tensor(TENSOR),
                 }

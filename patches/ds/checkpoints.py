@@ -1,9 +1,9 @@
-"""DeepSpeed's checkpoints: residuals are saved and loaded beside them, and their weights are exact.
+"""Save and load residuals beside DeepSpeed's checkpoints, and have exact weights saved in them.
 
 ``DeepSpeedEngine.save_checkpoint`` and not ``_save_checkpoint``: it is public, the pipeline engine
-does not override it, and on its return the ``latest`` file points to the checkpoint, so what is
-saved here has to be on disk before. ``save_16bit_model`` writes weights beside it, of which the
-gathered ones may be less than exact.
+does not override it, and on its return the ``latest`` file points to the checkpoint, so residuals
+have to be on disk before. ``save_16bit_model`` saves weights without a checkpoint; gathered ones
+may be inexact unless it is wrapped, too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LOAD = Seam(
 
 
 def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Save exact weights, and residuals of this rank before upstream moves its ``latest`` file."""
+    """Save this rank's residuals before upstream updates its ``latest`` file, and exact weights."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -72,7 +72,7 @@ def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_save_16bit_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Save the exact weights."""
+    """Have upstream save exact weights."""
 
     @functools.wraps(original)
     def save_16bit_model(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ def make_save_16bit_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Take over step and residuals with the optimizer's state."""
+    """Load step and residuals where upstream loads the optimizer's state."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -100,7 +100,7 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
                 say(*checkpoint_note.dropped(Path(load_dir) / str(tag), None))
             return original(self, *args, **kwargs)
         folder, found = Path(load_dir) / str(tag), None
-        if tag is not None and whole:  # damage is told before upstream changes any weight
+        if tag is not None and whole:  # raises for damaged files before upstream changes weights
             found = session.read(folder)
             exact_weights.check(folder, session.channels)
         exact_weights.forget(self)

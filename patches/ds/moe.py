@@ -7,11 +7,11 @@ counts, and the payloads of other patches. An autograd Function knows no engine,
 passes of the layers are wrapped too: they publish the channels of the engine that owns the layer.
 
 Dispatch and combine are direction forward, their gradients backward. Rows of empty capacity slots
-are zeros and stay zeros. Native: the capacity all-reduce (drop_tokens: false), token counts, and
-AutoEP's DeepEP transport, which does not come through here: refused.
+are zeros and stay zeros. Native: the capacity all-reduce (drop_tokens: false) and token counts.
+Refused: AutoEP's DeepEP transport, which does not call these classes.
 
-AutoEP's ranks send different numbers of rows, so ``min_bytes`` cannot be asked there without one
-more message: it does not apply, every message has the codec.
+AutoEP's ranks send different numbers of rows, so applying ``min_bytes`` there would take one more
+message: it does not apply, and every message has the codec.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ AUTO_EP_LAYER = Seam(
     AUTO_EP_REQUIREMENT, AUTO_EP, "AutoEPMoELayer.forward", ("self", "hidden_states")
 )
 
-#: numel with which AutoEP asks the policy: more than any min_bytes, equal on every rank
+#: numel passed to the policy for AutoEP: more than any min_bytes, equal on every rank
 ANY_SIZE = 1 << 60
 
 #: the channel of the layer whose forward pass runs in this thread
@@ -52,7 +52,7 @@ _running: ContextVar[Channel | None] = ContextVar("hybridcomp_moe", default=None
 
 
 def make_layer_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Publish the layer's channel; a recomputation under checkpointing comes here again."""
+    """Publish the layer's channel; a recomputation under checkpointing calls this again."""
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +67,7 @@ def make_layer_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all of equal parts; the gradient goes the same way back."""
+    """All-to-all of equal parts; its backward pass sends the gradients back by another."""
 
     @staticmethod
     def forward(
@@ -97,7 +97,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _ExchangeRows(torch.autograd.Function):
-    """An all-to-all of unequal numbers of rows; the gradient goes the same way back."""
+    """All-to-all of unequal numbers of rows; its backward pass sends the gradients back."""
 
     @staticmethod
     def forward(
@@ -142,7 +142,7 @@ class _ExchangeRows(torch.autograd.Function):
 
 
 def make_all_to_all(original: Any) -> type:
-    """Replace ``_AllToAll``: ours inside a layer of an attached engine, else upstream's."""
+    """Replace ``_AllToAll`` by ``_Exchange`` inside layers of an attached engine."""
     return _switch(original, _Exchange)
 
 
@@ -158,7 +158,7 @@ def _switch(original: Any, ours: Any) -> type:
             return original.apply(group, *args)
         return ours.apply(original, channel, "forward", group, *args)
 
-    # a subclass: whoever asks for upstream's class or its static methods still finds them
+    # a subclass, so that isinstance checks and upstream's static methods still work
     return type(original.__name__, (original,), {"apply": staticmethod(apply)})
 
 

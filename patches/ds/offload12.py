@@ -5,17 +5,18 @@ Seams:
 * ``copy_grads_in_partition``, which is called for each gradient of this rank once it is reduced.
   The copies themselves are in several places below it, one of them inline; above it gradients are
   not reduced yet. Upstream casts them to fp32 on the device and copies that; here they are encoded
-  in their own dtype and the host widens them. Norms and the overflow flag are taken on the device
+  in their dtype and the host widens them. Norms and the overflow flag are computed on the device
   before, as upstream does, or on the host where it adds up micro-batches (``offload_sums``).
-* ``step``: decoded gradients have to be there, and the copy of updated parameters is one line
-  inside it. A mode that sees every ``copy_`` finds it by its source, one of the optimizer's 16-bit
-  host buffers.
+* ``step``: decoded gradients must be complete before it, and the copy of updated parameters is one
+  line inside it. A ``TorchFunctionMode`` intercepts every ``copy_`` and recognizes this one by its
+  source, one of the optimizer's 16-bit host buffers.
 * ``update_lp_params``: the same copy, after loading and around saving.
-* ``finalize_gradient_accumulation_boundary`` (0.19.8): closes sums where the script says when.
-* ``get_lp_grad_fragment``: whoever reads a gradient before the step waits for its decoder.
+* ``finalize_gradient_accumulation_boundary`` (0.19.8): closes sums where the script sets the
+  boundary.
+* ``get_lp_grad_fragment``: code that reads a gradient before the step waits for its decoder.
 
-The fp32 master weights stay on the host and exact. Every rank gathers what the owner's device
-decoded, so replicas are equal; what is saved is exact (``exact_weights``).
+The fp32 master weights stay on the host and exact. Every rank gathers the parameters that the
+owner's device decoded, so replicas are equal; saved weights are exact (``exact_weights``).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _seam(method: str, *parameters: tuple[str, ...]) -> Seam:
 
 
 def make_copy_grads_in_partition(original: Callable[..., None]) -> Callable[..., None]:
-    """Encode one gradient, or what of it this rank owns."""
+    """Encode one gradient, or the part of it that this rank owns."""
 
     @functools.wraps(original)
     def copy_grads_in_partition(self: Any, param: Any, *args: Any, **kwargs: Any) -> None:
@@ -68,7 +69,7 @@ def make_copy_grads_in_partition(original: Callable[..., None]) -> Callable[...,
 
 
 def _copy(optimizer: Any, channels: Channels, param: Any) -> bool:
-    """Move the gradient of ``param``; False: left to upstream."""
+    """Copy the gradient of ``param`` to the host; False: left to upstream."""
     key = optimizer.get_param_id(param)
     group, source, start, numel = optimizer.grad_position[key]
     boundary, compact = at_boundary(optimizer), _compact(optimizer, group)
@@ -123,12 +124,12 @@ def _copy(optimizer: Any, channels: Channels, param: Any) -> bool:
 
 
 def _owned(optimizer: Any) -> int:
-    """Elements of all gradients that this rank's optimizer steps on."""
+    """Return the elements of all gradients that this rank's optimizer steps on."""
     return sum(partition.numel() for partition in optimizer.single_partition_of_fp32_groups)
 
 
 def _leave(optimizer: Any, channels: Channels, param: Any, out: Tensor, raw_nbytes: int) -> None:
-    """Upstream's own copy of a sum that is complete, without fetching what it would have kept."""
+    """Copy a complete sum as upstream does, without the partial sums that it would have fetched."""
     last = out.numel() * out.itemsize
     channels["offload"].native(last, "backward")
     channels.host.kept(raw_nbytes - last, message=False)
@@ -138,7 +139,7 @@ def _leave(optimizer: Any, channels: Channels, param: Any, out: Tensor, raw_nbyt
 
 
 def _look(optimizer: Any, key: int, values: Tensor) -> None:
-    """Norm and overflow flag, on the device, as upstream takes them."""
+    """Compute norm and overflow flag on the device, as upstream does."""
     optimizer.norm_for_param_grads[key] = _norm(norm_dtype(optimizer), values)
     optimizer.update_offload_overflow_tracker(values)
 
@@ -146,7 +147,7 @@ def _look(optimizer: Any, key: int, values: Tensor) -> None:
 def _close(
     optimizer: Any, channels: Channels, key: int, total: Tensor, out: Tensor, codec: Codec | None
 ) -> None:
-    """Send a sum of the device after the script has said that it is complete."""
+    """Copy a sum from the device to the host, once the script has closed it."""
     _look(optimizer, key, total)
     raw_nbytes = total.numel() * total.itemsize + out.numel() * out.itemsize
     if codec is None:
@@ -162,15 +163,16 @@ def _norm(dtype: torch.dtype, values: Tensor) -> Tensor:
 
 
 def _compact(optimizer: Any, group: int) -> bool:
-    """Whether 0.19.8 sums the group's gradients in fp32 on the device."""
+    """Return whether upstream (0.19.8) sums the group's gradients in fp32 on the device."""
     asks = getattr(optimizer, "_use_compact_grad_partition_buffer", None)
     return asks is not None and bool(asks(group))
 
 
 def _native_nbytes(optimizer: Any, param: Any, out: Tensor, boundary: bool, alone: bool) -> int:
-    """What upstream moves: the sum so far up, the new one down, at the end the optimizer's dtype.
+    """Return the bytes that upstream copies: the old sum to the device, the new one to the host,
+    and in the last micro-batch the gradient in the optimizer's dtype.
 
-    It moves sums of whole parameters, whatever part of them this rank owns.
+    It copies sums of whole parameters, whatever part of them this rank owns.
     """
     last = out.numel() * out.itemsize if boundary else 0
     if alone:
@@ -181,7 +183,7 @@ def _native_nbytes(optimizer: Any, param: Any, out: Tensor, boundary: bool, alon
 
 
 def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gradients are complete before it, parameters travel encoded inside."""
+    """Wait for the gradients before upstream's step, and encode its copies of parameters."""
 
     @functools.wraps(original)
     def step(self: Any, closure: Any = None) -> Any:
@@ -199,7 +201,7 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_update_lp_params(original: Callable[..., None]) -> Callable[..., None]:
-    """What the step's copy would give the device, then upstream's own gather."""
+    """Copy parameters to the device as the step does, encoded, then call upstream's gather."""
 
     @functools.wraps(original)
     @torch.no_grad()
@@ -228,7 +230,7 @@ def make_update_lp_params(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def make_get_lp_grad_fragment(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wait for gradients that are being decoded; a fragment does not know whose it is."""
+    """Wait for the gradients of all engines, as a fragment does not know its engine."""
 
     @functools.wraps(original)
     def get_lp_grad_fragment(self: Any, index_in_param_group: int) -> Any:

@@ -2,16 +2,18 @@
 
 Seams:
 
-* ``partition_grads``: what it gets is the owner's part of each reduced gradient. Upstream copies it
-  to the host, back to the device, and in fp32 to the host once more; with several micro-batches it
-  fetches the sum for each. Here the sum crosses once, encoded, and the host widens; or each crosses
-  and the host adds (``offload_sums``). What has no codec is left to the original, in one call.
-* ``_reassign_or_swap_out_partitioned_parameters``: one sub-group of updated parameters to the
-  device. ``step`` around it waits for the gradients before.
-* ``finalize_gradient_accumulation_boundary`` (0.19.8): closes sums where the script says when.
-* ``_get_fp32_grad_state_partition``: whoever reads a gradient before the step waits for it.
+* ``partition_grads`` gets the owner's part of each reduced gradient. Upstream copies it to the
+  host, back to the device, and in fp32 to the host once more; with several micro-batches it fetches
+  the sum for each. Here the sum is copied once, encoded, and the host widens it; or each gradient
+  is copied and the host adds (``offload_sums``). Gradients without a codec are left to the
+  original, in one call.
+* ``_reassign_or_swap_out_partitioned_parameters`` copies one sub-group of updated parameters to the
+  device. ``step``, which calls it, waits for the gradients before.
+* ``finalize_gradient_accumulation_boundary`` (0.19.8): closes sums where the script sets the
+  boundary.
+* ``_get_fp32_grad_state_partition``: code that reads a gradient before the step waits for it.
 
-Not through here: NVMe, ``ratio`` below 1, SuperOffload, and parameters that stay on the host
+Not covered: NVMe, ``ratio`` below 1, SuperOffload, and parameters that stay on the host
 (``offload_param``), which the check of the config refuses or announces.
 """
 
@@ -50,7 +52,7 @@ def _seam(method: str, *parameters: str) -> Seam:
 
 
 def make_partition_grads(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Encode what has a codec, leave the rest to upstream."""
+    """Encode gradients that have a codec, leave the others to upstream."""
 
     @functools.wraps(original)
     def partition_grads(
@@ -70,7 +72,7 @@ def make_partition_grads(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _copy(optimizer: Any, channels: Channels, param: Any, part: Tensor) -> bool:
-    """Move this rank's part of the gradient of ``param``; False: left to upstream."""
+    """Copy this rank's part of the gradient of ``param`` to the host; False: left to upstream."""
     if param.partition_numel() * dist.get_rank(param.ds_process_group) >= param.ds_numel:
         return False  # only padding
     key = optimizer.get_param_id(param)
@@ -81,7 +83,7 @@ def _copy(optimizer: Any, channels: Channels, param: Any, part: Tensor) -> bool:
     boundary, first = at_boundary(optimizer), optimizer.micro_step_id == 0
     last = out.numel() * out.itemsize if boundary else 0
     raw_nbytes = 2 * total.numel() * total.itemsize + last
-    # summed in the dtype of the buffer; where that is wider, upstream widens
+    # upstream sums in the dtype of the buffer, and widens the gradient where that is wider
     narrow = total.itemsize >= part.itemsize
     values = part.detach().view(-1) if narrow else part.detach().view(-1).to(total.dtype)
     channel = channels["offload"]
@@ -118,9 +120,9 @@ def _add(
     out: Tensor,
     raw_nbytes: int,
 ) -> None:
-    """Add one micro-batch to the sum on the device; at the boundary the sum leaves.
+    """Add one micro-batch to the sum on the device; at the boundary copy the sum to the host.
 
-    ``held``: upstream's place for it on the host, whose dtype the sum has.
+    ``held``: upstream's buffer for the sum on the host, of the same dtype.
     """
     key, sums = optimizer.get_param_id(param), sums_of(optimizer)
     first, boundary = optimizer.micro_step_id == 0, at_boundary(optimizer)
@@ -143,7 +145,7 @@ def _close(
     out: Tensor,
     raw_nbytes: int,
 ) -> None:
-    """Take the norm of a sum of the device, as upstream does, and send it."""
+    """Take the norm of a sum on the device, as upstream does, and copy it to the host."""
     optimizer.norm_for_param_grads[key] = optimizer._constant_buffered_norm2(total)
     codec = channels["offload"].copy_codec(total.numel(), total.dtype, "backward")
     if codec is not None:
@@ -160,7 +162,7 @@ def _close(
 def _send(
     channels: Channels, values: Tensor, held: Tensor, out: Tensor, codec: Codec, raw_nbytes: int
 ) -> None:
-    """Send to where the optimizer reads; in fp16 first to where upstream looks for overflows."""
+    """Copy to the optimizer's gradient; in fp16 first to the buffer checked for overflow."""
     if values.dtype != torch.float16:
         channels.host.to_host(values, out, codec, raw_nbytes=raw_nbytes)
         return
@@ -173,7 +175,7 @@ def _widen(out: Tensor, held: Tensor) -> None:
 
 
 def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gradients are complete before it; overflow is then found in them, as upstream does."""
+    """Wait for the gradients before upstream's step, which checks them for overflow."""
 
     @functools.wraps(original)
     def step(self: Any, closure: Any = None) -> Any:
@@ -189,7 +191,7 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_reassign(original: Callable[..., None]) -> Callable[..., None]:
-    """Move the parameters of one sub-group."""
+    """Copy the updated parameters of one sub-group to the device, encoded."""
 
     @functools.wraps(original)
     def _reassign_or_swap_out_partitioned_parameters(self: Any, sub_group_id: int) -> None:
@@ -211,9 +213,9 @@ def make_reassign(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _zero_padding(params: list[Any], master: Tensor) -> None:
-    """Zero what upstream left uninitialized behind the end of a parameter in its last partitions.
+    """Zero the padding behind the end of each parameter, which upstream leaves uninitialized.
 
-    It shares codec blocks with real values, never means anything, and may be NaN.
+    It shares codec blocks with parameters and may be NaN.
     """
     start = 0
     for param in params:

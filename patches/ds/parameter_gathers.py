@@ -6,17 +6,17 @@ Seams:
   ``runtime.utils``. Its caller ``all_gather_dp_groups`` looks it up there, and is itself imported
   by name in four places.
 * stage 3, for every forward and backward: ``_dist_allgather_fn`` in ``partition_parameters``, a
-  module global behind closures that no patch reaches. ``__all_gather_params_`` of the coordinator
-  is wrapped to tell whose parameters are fetched for training.
+  module global; the closures that call it cannot be patched. ``__all_gather_params_`` of the
+  coordinator is wrapped to know which parameters are fetched for training.
 
-Every rank, the owner included, computes with what the same bytes decode to. The fp32 master weights
-of the optimizer are a copy of their own at every stage and stay exact, so errors do not add up.
-With ``delta`` the bytes say what changed since the last gather (``channels/parameter_deltas.py``).
+Every rank, the owner included, decodes the same payloads. The optimizer's fp32 master weights are
+separate tensors at every stage and stay exact, so errors do not add up. With ``delta`` payloads
+carry differences from the last gather (``channels/parameter_deltas.py``).
 
 Exact, because written back or saved: ``GatheredParameters``, checkpoint consolidation and the
 refresh of persistent parameters (they call other functions); the first fetch of persistent
-parameters, so that a resumed run sees them as an unbroken one; and what is saved at stages 1 and 2
-(``exact_weights``).
+parameters, so that a resumed run computes with the same values as an uninterrupted one; and saved
+weights of stages 1 and 2 (``exact_weights``).
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ FETCH = Seam(
 #: attributes of the optimizers that hold the flat groups which are gathered after a step
 FLAT_GROUPS = ("bit16_groups_flat", "bf16_groups_flat")
 
-#: elements of one gather after a step: bounds the memory for encoded bytes, which upstream's single
-#: call for all parameters of a group does not need
+#: elements of one gather after a step: bounds the memory of payloads, which upstream's single call
+#: for all parameters of a group does not need
 GATHER_NUMEL = 1 << 27
 #: chunks of a shard start at multiples of this: no codec block or segment is cut
 CHUNK_ALIGN = 4096
@@ -77,14 +77,14 @@ CHUNK_ALIGN = 4096
 
 @dataclass(frozen=True)
 class _Fetch:
-    """What stage 3 is fetching."""
+    """Channel and partition lengths of a fetch of stage 3."""
 
     channel: Channel
     #: elements of each parameter's partition, in the order of the message; empty: one stretch
     lengths: tuple[int, ...] = ()
 
     def cuts(self, numel: int) -> list[int]:
-        """Find where one parameter ends and the next begins, in a shard of ``numel`` elements."""
+        """Return where each parameter but the first begins in a shard of ``numel`` elements."""
         if numel in self.lengths or not self.lengths:
             return []  # one parameter in a message ("stage3_allgather_sequential")
         if numel != sum(self.lengths):
@@ -147,7 +147,7 @@ def _gather(channel: Channel, flat: Tensor, partitions: Sequence[Tensor], group:
 def _gather_deltas(
     channel: Channel, flat: Tensor, codec: Codec, group: Any, raw_nbytes: int
 ) -> bool:
-    """Gather what changed in ``flat``; False: all ranks leave it to upstream, which is exact."""
+    """Gather the deltas of ``flat``; False: all ranks leave it to upstream, which is exact."""
     if not parameter_deltas.agreed(channel, flat, codec, group):
         parameter_deltas.keep(channel, flat, group)
         channel.native(raw_nbytes)
@@ -166,7 +166,7 @@ def _gather_deltas(
 
 
 def make_all_gather_params(original: Callable[..., None]) -> Callable[..., None]:
-    """Say whose parameters are fetched for training."""
+    """Publish the channel and partition lengths of the parameters fetched for training."""
 
     @functools.wraps(original)
     def __all_gather_params_(self: Any, params: Any, forward: bool, quantize: bool = False) -> None:
@@ -189,17 +189,17 @@ def make_all_gather_params(original: Callable[..., None]) -> Callable[..., None]
     return __all_gather_params_
 
 
-#: parameters of one call of upstream's, the lengths of their partitions where a codec has to tell
-#: them apart, and whether they are gathered exactly
+#: parameters of one upstream call; the lengths of their partitions where a codec must not cross
+#: their borders; whether they are gathered exactly
 _Batch = tuple[Iterable[Any], tuple[int, ...], bool]
 
 
 def _apart(channel: Channel, params: Iterable[Any]) -> list[_Batch]:
-    """Batches of the parameters that upstream gathers in one message each.
+    """Split parameters into batches, each of which upstream gathers in one message.
 
-    The first step of an engine fetches a module's parameters together, later ones several modules'.
-    A lossy codec must not see the difference, or a resumed run would: each parameter is judged and
-    encoded by itself, and only travels with others.
+    The first step of an engine fetches one module's parameters together, later steps several
+    modules'. The result must not depend on that, or a resumed run would differ: each parameter has
+    a codec or not by its size alone, is encoded independently, and only travels with others.
     """
     found: dict[tuple[Any, ...], list[Any]] = {}
     for p in sorted(params, key=lambda p: p.ds_id):  # equal on all ranks; a set is not
@@ -208,7 +208,7 @@ def _apart(channel: Channel, params: Iterable[Any]) -> list[_Batch]:
         group, shard = p.ds_process_group, p.ds_tensor
         numel = _partition_numel(p) * dist.get_world_size(group)
         encoded = channel.codec(numel, shard.dtype, group) is not None
-        # as upstream tells them apart
+        # the keys by which upstream groups them
         key = (encoded, id(group), shard.dtype, p.ds_secondary_tensor is None)
         found.setdefault(key, []).append(p)
     return [
@@ -218,16 +218,16 @@ def _apart(channel: Channel, params: Iterable[Any]) -> list[_Batch]:
 
 
 def _partition_numel(param: Any) -> int:
-    """Elements of this rank's partition of ``param``, or of its secondary one (hpZ)."""
+    """Return the elements of this rank's partition of ``param``, or of its secondary one (hpZ)."""
     groups = 1 if param.ds_secondary_tensor is None else param.ds_secondary_tensor_num_of_groups
     return int(param.ds_tensor.ds_numel * groups)
 
 
 def _zero_padding(coordinator: Any, params: Iterable[Any]) -> None:
-    """Zero what upstream left uninitialized behind the end of a parameter in its last partitions.
+    """Zero the padding behind the end of each parameter, which upstream leaves uninitialized.
 
-    It shares codec blocks with real values, and never means anything. Done before every fetch, as
-    optimizer steps and checkpoints bring it back; on the stream that is about to read it.
+    It shares codec blocks with parameters. Done before every fetch, as optimizer steps and
+    checkpoints overwrite it, on the stream that is about to read it.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -251,7 +251,7 @@ def _fetch(fetch: _Fetch, suspended: bool) -> Iterator[None]:
 
 
 def make_dist_allgather_fn(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gather encoded; ``wait()`` decodes, which upstream calls before it reads."""
+    """Gather encoded; ``wait()``, which upstream calls before it reads, decodes."""
 
     @functools.wraps(original)
     def _dist_allgather_fn(input_tensor: Tensor, output_tensor: Tensor, group: Any = None) -> Any:
@@ -267,9 +267,9 @@ def make_dist_allgather_fn(original: Callable[..., Any]) -> Callable[..., Any]:
         if codec is None:
             channel.native(raw_nbytes)
             return original(input_tensor, output_tensor, group)
-        # the modules' parameters are sets, so ranks wait in different orders: no handle may send
-        # anything in wait(), as that of a variable-size codec would after its sizes, or that of
-        # two levels after the first
+        # the modules' parameters are sets, so ranks wait in different orders: no handle may post a
+        # message in wait(), as variable-size codecs do after the sizes, and two levels after the
+        # first message
         return channel.all_gather(
             shard.view(-1),
             out.view(-1),
@@ -284,7 +284,7 @@ def make_dist_allgather_fn(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def attached(engine: Any, channels: Channels) -> None:
-    """Tag the flat groups of the optimizer, by which the gather after the step knows its engine."""
+    """Tag the flat groups of the optimizer: the gather after the step knows its engine by them."""
     for name in FLAT_GROUPS:
         for flat in getattr(engine.optimizer, name, None) or ():
             setattr(flat, ATTRIBUTE, channels)

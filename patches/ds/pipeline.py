@@ -3,20 +3,20 @@
 Seams: ``p2p.send`` and ``p2p.recv`` are looked up as module attributes at every call.
 ``PipelineEngine._exec_send_activations`` and its neighbours are not seams: ``_INSTRUCTION_MAP``
 captured the functions when the class was made, so replacing the methods changes nothing.
-``_exec_schedule`` tells which engine is sending, ``_send_tensor_meta`` and ``_recv_tensor_meta``
-are where two stages agree on what follows.
+``_exec_schedule`` is wrapped to know which engine is sending; in ``_send_tensor_meta`` and
+``_recv_tensor_meta`` two stages agree on the tensors that follow.
 
-Agreement: the receiver cannot tell from its buffer what arrives, because the engine's pool of
-receive buffers ignores dtypes, and it must not look at values. So the sender decides once per set
-of shapes which tensors carry values that a codec may touch (``pipeline_values``) and marks them in
-the message of shapes that upstream sends anyway: the id of a dtype gets the bit VALUES, which the
-receiver takes off again before upstream reads the message. Both sides then ask the policy with the
-agreed dtype and the number of elements. Gradients travel back for the floating-point tensors of
+Agreement: the receiver's buffer does not show dtypes, because the engine's pool of receive buffers
+ignores them, and both sides must decide without the values of a message. So the sender decides once
+per set of shapes which tensors hold values that a codec may change (``pipeline_values``) and marks
+them in the message of shapes that upstream sends anyway: the id of a dtype gets the bit VALUES,
+which the receiver removes before upstream reads the message. Both sides then ask the policy with
+the agreed dtype and the number of elements. Gradients travel back for the floating-point tensors of
 the same set, in the same order.
 
-Native: the message of shapes, masks, everything that is no activation, loss broadcasts (they do
-not come through p2p), the warm-up message of ``PipelineEngine.__init__``, messages below
-``min_bytes``. DualPipeV sends through ``batch_isend_irecv``, which no seam here sees: refused.
+Native: the message of shapes, masks and all other tensors that are no activations, loss broadcasts
+(not sent by p2p), the warm-up message of ``PipelineEngine.__init__``, messages below ``min_bytes``.
+DualPipeV sends through ``batch_isend_irecv``, which is no seam here: refused.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ RECV_META = Seam(REQUIREMENT, ENGINE, "PipelineEngine._recv_tensor_meta", ("self
 
 
 def make_exec_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Say whose messages the following ones are; train_batch and eval_batch both come here."""
+    """Publish the engine whose messages follow; train_batch and eval_batch both call this."""
 
     @functools.wraps(original)
     def _exec_schedule(self: Any, pipe_schedule: Any) -> Any:
@@ -68,7 +68,7 @@ def make_exec_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_send(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Encode what was agreed on; count everything else and leave it to upstream."""
+    """Encode tensors as agreed; count all others and leave them to upstream."""
 
     @functools.wraps(original)
     def send(tensor: Tensor, dest_stage: int, async_op: bool = False) -> Any:
@@ -98,7 +98,7 @@ def make_send(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_recv(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decode what was agreed on into upstream's buffer, whatever dtype that buffer has."""
+    """Decode tensors as agreed into upstream's buffer, whatever dtype that has."""
 
     @functools.wraps(original)
     def recv(tensor: Tensor, src_stage: int, async_op: bool = False) -> Any:
@@ -126,7 +126,7 @@ def make_recv(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_send_tensor_meta(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Decide which tensors carry values, and mark them in the message of shapes."""
+    """Decide which tensors may be encoded, and mark them in the message of shapes."""
 
     @functools.wraps(original)
     def _send_tensor_meta(self: Any, buffer: Tensor | tuple[Tensor, ...], recv_stage: int) -> Any:
@@ -154,7 +154,7 @@ def make_send_tensor_meta(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_recv_tensor_meta(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Read the marks, and take them off before upstream reads the message."""
+    """Read the marks, and remove them before upstream reads the message."""
 
     @functools.wraps(original)
     def _recv_tensor_meta(self: Any, send_stage: int) -> Any:
@@ -191,7 +191,7 @@ def attached(engine: Any, channels: Channels) -> None:
 
 
 def is_dualpipev(engine: Any) -> bool:
-    """Whether the engine is a DualPipeVEngine (deepspeed >= 0.19.8)."""
+    """Return whether the engine is a DualPipeVEngine (deepspeed >= 0.19.8)."""
     module = sys.modules.get("deepspeed.runtime.pipe.dualpipev")
     return module is not None and isinstance(engine, module.DualPipeVEngine)
 

@@ -2,17 +2,17 @@
 
 With tensor parallelism every tensor rank of a stage holds the same activation, so upstream sends
 one piece of it per tensor rank (``pipe_partitioned``, ``grad_partitioned``: Megatron's
-scatter/gather, SC21 section 4.1) and puts the pieces together on the other side. The piece travels
-as ``pp``. The gather runs inside the tensor-parallel group, over the link that the layers' own
-all-reduces take, and so it is ``tp``: forward for activations, backward for their gradients.
+scatter/gather, SC21 section 4.1) and gathers the pieces on the other side. The piece travels as
+``pp``. The gather runs inside the tensor-parallel group, over the same link as the layers'
+all-reduces, and so it is ``tp``: forward for activations, backward for their gradients.
 
 ``PartitionedTensor.full`` and not the ``all_gather_into_tensor`` below it, which the ZeRO gathers
-share; only a running pipeline of ours is touched. Upstream gathers three times per micro-batch and
-boundary: the activation where it arrives, its gradient where that arrives, and the activation once
-more where it came from, to give the output its shape back for autograd.
+share; only a running pipeline of an attached engine is touched. Upstream gathers three times per
+micro-batch and boundary: the activation on the receiver, its gradient on the sender, and the
+activation once more on the sender, to restore the output's shape for autograd.
 
-Pieces are equally long: upstream itself fails on others, so those are left to it. What arrives is
-encoded twice, once for each link, each within its own error.
+Pieces are equally long: upstream fails on others, so those are left to it. A received tensor was
+encoded twice, once for each link, with the error of each codec.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FULL = Seam(REQUIREMENT, "deepspeed.runtime.utils", "PartitionedTensor.full", ("
 
 
 def make_full(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Gather encoded pieces; every tensor rank decodes the same bytes, its own included."""
+    """Gather encoded pieces; every tensor rank decodes the same payloads, its piece's too."""
 
     @functools.wraps(original)
     def full(self: Any, device: Any = None) -> Tensor:
@@ -63,9 +63,10 @@ def make_full(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def direction(engine: Any, piece: Tensor) -> Direction:
-    """``backward`` for the piece of a gradient: it lies in the engine's buffer for those.
+    """Return ``backward`` if ``piece`` lies in the engine's buffer for gradients, else ``forward``.
 
-    Activations never do, though upstream takes both buffers from one pool: it clones what arrives.
+    Activations never lie there, though upstream takes both buffers from one pool: it clones them on
+    arrival.
     """
     gradients = engine.grad_layer
     if isinstance(gradients, (list, tuple)) and len(gradients) > 1:

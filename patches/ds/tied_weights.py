@@ -3,18 +3,18 @@
 Seam: the entry of ``ReduceTiedGrads`` in ``PipelineEngine._INSTRUCTION_MAP``. The method
 ``_exec_reduce_tied_grads`` was captured there when the class was made, so replacing the method has
 no effect, and ``PipelineModule.allreduce_tied_weight_gradients`` is not called by the engine. The
-map is replaced as a whole, by a copy with three other entries; DualPipeV has a map of its own.
+map is replaced as a whole, by a copy with three other entries; DualPipeV has another map.
 
-The sum is never divided, as upstream. Both replicas decode the same bytes and stay bit-identical,
-but two things around the sum would make them drift apart, since the stages lay out their buckets
-differently and a codec's error depends on the layout:
+The sum is never divided, as upstream. Both replicas decode the same payloads and get the same bits,
+but lossy messages around the sum would make them drift apart, since the stages lay out their
+buckets differently and a codec's error depends on the layout:
 
 * the reduction over data-parallel ranks comes after it. Where that leaves every rank with whole
-  gradients (no ZeRO, BF16_Optimizer), the two change places: sums commute, and the replicas then
-  decode the same bytes last. No byte is added;
-* ZeRO-1 keeps only slices of the gradients, and gathers parameters after the step. There upstream's
-  own ``_synchronize_tied_weights`` broadcasts the first replica after the step; the ledger counts
-  it as wire bytes that native would not have sent.
+  gradients (no ZeRO, BF16_Optimizer), the order of the two is swapped: sums commute, and the
+  replicas then decode the same payloads last. No byte is added;
+* ZeRO-1 keeps only slices of the gradients, and gathers parameters after the step. There
+  upstream's ``_synchronize_tied_weights`` broadcasts the first replica after the step; the ledger
+  counts it as wire bytes that native would not have sent.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Executor = Callable[..., None]
 
 
 class InstructionMap(dict[type, Executor]):
-    """The map with our entries: a dict that can carry the marks of a patch."""
+    """Instruction map with replaced entries: a dict class that takes the attributes of a patch."""
 
 
 def make_instruction_map(original: dict[type, Executor]) -> InstructionMap:
@@ -87,7 +87,7 @@ def make_instruction_map(original: dict[type, Executor]) -> InstructionMap:
 def reduce_tied_grads(engine: Any, channel: Channel, original: Executor) -> None:
     """Sum the gradients of tied weights between their stages (mutates the gradients).
 
-    1. without a codec for any of them upstream does it;
+    1. without a codec for any of them upstream reduces them;
     2. otherwise each gradient is encoded where it has a codec, and reduced as upstream does where
        it has none.
     """
@@ -127,12 +127,12 @@ def _raw_nbytes(grad: Tensor, group: dist.ProcessGroup) -> int:
 
 
 def sums_after(engine: Any, channels: Channels) -> bool:
-    """Whether the tied sum has to follow the data-parallel reduction; equal on every rank."""
+    """Return whether the tied sum must follow the data-parallel reduction; equal on every rank."""
     return channels.lossy("dp") and engine.is_data_parallel and not _sliced(engine)
 
 
 def drifts(engine: Any, channels: Channels) -> bool:
-    """Whether only a broadcast after the step keeps the replicas equal; equal on every rank."""
+    """Return whether replicas need a broadcast after the step; equal on every rank."""
     if not engine.is_data_parallel or not engine.module.tied_comms:
         return False
     sliced = _sliced(engine)
@@ -141,7 +141,7 @@ def drifts(engine: Any, channels: Channels) -> bool:
 
 
 def _sliced(engine: Any) -> bool:
-    """Whether the reduction leaves each rank with a slice of the gradients only (ZeRO-1)."""
+    """Return whether the reduction leaves each rank with a slice of the gradients only (ZeRO-1)."""
     return bool(engine.zero_optimization()) and not engine.using_bf16_optimizer
 
 

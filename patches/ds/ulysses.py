@@ -5,13 +5,13 @@ exchange heads for sequence. Not ``single_all_to_all``: its overlapped form keep
 has to decode in ``wait()``. Queries, keys, values and the context are direction forward, their
 gradients backward.
 
-ALST's exchange is an operator since 0.19.1, known by the name of its group, so that torch.compile
-keeps it: the direction travels in that name. Its attention is no part of the model: it reports to
-the channels of the process.
+ALST's exchange is an operator since 0.19.1 and takes the name of its group, so that torch.compile
+keeps it: a prefix of that name gives the direction. Its attention is no module of the model, so it
+uses the channels of the process.
 
-With a number of heads that does not divide, lengths differ from rank to rank and ``min_bytes``
-does not apply. Exact: position ids, losses. Native: FPDT, whose own functions exchange chunks:
-refused; AutoSP, whose compiled graph does: refused.
+Where the number of heads is not divisible, lengths differ from rank to rank and ``min_bytes`` does
+not apply. Exact: position ids, losses. Refused: FPDT and AutoSP, which exchange in other functions
+and in a compiled graph.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def _seam(
 
 @dataclass(frozen=True)
 class Directed:
-    """A process group on which ALST's messages of one direction travel."""
+    """Process group for ALST's messages of one direction."""
 
     group: Any
     direction: Direction
 
 
 def make_exchange_collective(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``deepspeed.comm.all_to_all_single``, also on a group with a direction."""
+    """Replace ``deepspeed.comm.all_to_all_single``; the new one also takes a ``Directed`` group."""
     exchange = make_all_to_all_single(SEQUENCE)(original)
 
     @functools.wraps(original)
@@ -87,7 +87,7 @@ def make_exchange_collective(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _name_directions() -> None:
-    """Make every group of ALST's operator reachable by a name for each direction."""
+    """Register every group of ALST's operator under a name for each direction."""
     groups = sys.modules[LAYER]._all_to_all_groups
     for name, group in list(groups.items()):
         if not isinstance(group, Directed):
@@ -96,7 +96,7 @@ def _name_directions() -> None:
 
 
 def make_register(original: Callable[..., str]) -> Callable[..., str]:
-    """``register_all_to_all_group``: a compiled region cannot add the directions later."""
+    """Register a group with its directions: a compiled region cannot add them later."""
 
     @functools.wraps(original)
     def register_all_to_all_group(group: Any) -> str:
@@ -108,8 +108,8 @@ def make_register(original: Callable[..., str]) -> Callable[..., str]:
 
 
 def make_exchange(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """ALST's operator: autograd hands the backward pass the name that forward had."""
-    _name_directions()  # groups that are registered already
+    """Wrap ALST's operator to name the direction; backward gets the name that forward was given."""
+    _name_directions()  # for groups that are registered already
 
     def exchange(input: Tensor, group_name: str) -> Tensor:
         if group_name.startswith(FORWARD):
@@ -122,7 +122,7 @@ def make_exchange(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def attached(engine: Any, channels: Channels) -> None:
-    """Raises ConfigError where FPDT would bypass ``cp``. Layers were tagged by ``autotp``."""
+    """Raise ConfigError where FPDT would bypass ``cp``. ``autotp`` has tagged the layers."""
     if any(type(module).__module__ == FPDT for module in engine.module.modules()):
         reason = "FPDT exchanges chunks in functions of its own"
         refuse(channels, "cp", "FPDT_Attention", reason, "use DistributedAttention")

@@ -1,7 +1,7 @@
 """Gradient all-reduce of ZeRO stage 0 and of BF16_Optimizer, dimension ``dp``.
 
-Seam: ``DeepSpeedEngine.allreduce_bucket``, where a bucket has one dtype, its group and its divisor.
-``allreduce_gradients`` and ``buffered_allreduce_fallback`` above it also route sparse gradients,
+Seam: ``DeepSpeedEngine.allreduce_bucket``, which gets a bucket of one dtype, group and divisor.
+``allreduce_gradients`` and ``buffered_allreduce_fallback`` above it also handle sparse gradients,
 which stay native; ``dist.all_reduce`` below it also carries norms and overflow flags.
 
 Divisors are upstream's: ``dp_world_size`` may be a float (sequence parallel) and differ from the
@@ -33,7 +33,7 @@ ALLREDUCE_BUCKET = Seam(
 
 
 def make_allreduce_bucket(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Encode the flattened bucket; upstream's own all-reduce where there is no codec."""
+    """All-reduce the flattened bucket encoded; call upstream where there is no codec."""
 
     @functools.wraps(original)
     def allreduce_bucket(
@@ -60,7 +60,7 @@ def make_allreduce_bucket(original: Callable[..., Tensor]) -> Callable[..., Tens
 
 
 def factors(engine: Any, dp_world_size: float) -> tuple[float, float]:
-    """What upstream multiplies with before and after the sum."""
+    """Return upstream's factors before and after the sum."""
     if not engine.gradient_average:
         return 1.0, 1.0
     if not engine.postscale_gradients():
@@ -79,17 +79,17 @@ def reduce(
     raw_nbytes: int,
     pieces: Sequence[Piece] | None,
 ) -> None:
-    """Average ``flat`` in place.
+    """Average ``flat`` over ``group`` in place.
 
-    With error feedback all scaling comes first and in fp32: residuals are then kept in units of the
-    averaged gradient, which stay right when the number of ranks changes.
+    With error feedback all scaling comes first and in fp32: residuals are then in units of the
+    averaged gradient, and stay valid when the number of ranks changes.
     """
     before, after = scaling
     work = flat
     if channel.error_feedback:
         before, after, work = before * after, 1.0, flat.to(torch.float32)
     elif codec.lossless:
-        work = flat.to(dtype)  # what native would send, for the same sums
+        work = flat.to(dtype)  # the dtype that native sends, for the same sums
     if before != 1.0:
         work.mul_(before)
     channel.all_reduce(work, codec, group, raw_nbytes=raw_nbytes, pieces=pieces).wait()
@@ -100,7 +100,7 @@ def reduce(
 
 
 def pieces_of(engine: Any, bucket: Sequence[Tensor]) -> list[Piece]:
-    """Which parameters the gradients of a bucket belong to, found by where they start in memory.
+    """Return the parameters of a bucket's gradients as pieces, matched by memory address.
 
     A gradient of stage 0 is one parameter's. BF16_Optimizer reduces one flat buffer for each group
     of parameters, padded at its end.

@@ -1,14 +1,15 @@
 """Gradient reduction of ZeRO stages 1 and 2, dimension ``dp``.
 
 Seam: ``DeepSpeedZeroOptimizer.allreduce_and_scatter``, which knows the owner of every slice of a
-bucket. Upstream all-reduces the whole bucket there and throws away what a rank does not own; we
-send to the owners, so fewer bytes move on top of what the codec saves. ``average_tensor`` above it
-has divided and chosen the stream, and is wrapped only to tell where the bucket starts in memory.
+bucket. Upstream all-reduces the whole bucket there and discards the slices that a rank does not
+own; this patch sends each slice to its owners only, which saves bytes in addition to the codec.
+``average_tensor`` above it has divided and chosen the stream, and is wrapped only to record where
+the bucket starts in memory.
 
-Native, and counted in ``allreduce_bucket`` and ``gradient_reduction_w_predivide``: whatever comes
-there on another path (``reduce_scatter: false``, ``use_multi_rank_bucket_allreduce: false``,
-``contiguous_gradients: false``). The check of the config has refused or announced those; a path
-that it does not know is refused there.
+Native, and counted in ``allreduce_bucket`` and ``gradient_reduction_w_predivide``: gradients that
+take another path (``reduce_scatter: false``, ``use_multi_rank_bucket_allreduce: false``,
+``contiguous_gradients: false``). The check of the config has refused or announced those; these two
+functions refuse any other path.
 """
 
 from __future__ import annotations
@@ -57,15 +58,15 @@ PREDIVIDE = Seam(
     ("self", "tensor", "communication_data_type"),
 )
 
-#: where the bucket that is being averaged starts in its storage
+#: storage offset of the bucket that is being averaged
 _start: ContextVar[int | None] = ContextVar("hybridcomp_bucket_start", default=None)
-#: whether upstream reduces a bucket because it has no codec
+#: whether upstream reduces the current bucket because it has no codec
 _declined: ContextVar[bool] = ContextVar("hybridcomp_bucket_declined", default=False)
 
 
 @dataclass(frozen=True)
 class Slice:
-    """One slice of a bucket as upstream hands it over."""
+    """One slice of a bucket, as upstream passes it."""
 
     ranks: tuple[int, ...]  # group ranks that own it
     values: Tensor  # 1-D view into the bucket, becomes the reduced gradient
@@ -73,7 +74,7 @@ class Slice:
 
 
 def make_average_tensor(original: Callable[..., None]) -> Callable[..., None]:
-    """Remember where the bucket starts, to know which parameter a slice belongs to."""
+    """Record where the bucket starts in memory, to know which parameter a slice belongs to."""
 
     @functools.wraps(original)
     def average_tensor(self: Any, tensor: Tensor, communication_data_type: torch.dtype) -> None:
@@ -87,9 +88,9 @@ def make_average_tensor(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def make_allreduce_and_scatter(original: Callable[..., None]) -> Callable[..., None]:
-    """Send every slice to its owners.
+    """Reduce every slice to its owners.
 
-    1 see the slices of a bucket as one flat tensor
+    1 view the slices of a bucket as one flat tensor
     2 reduce each range to its owners
     3 the owner copies the sum into its slice and adds it to its accumulator
     """
@@ -129,7 +130,7 @@ def make_allreduce_and_scatter(original: Callable[..., None]) -> Callable[..., N
         flat = _flatten(slices)
         _keep_alive(self, flat)
         if codec.lossless:
-            flat = flat.to(dtype)  # what native would send, for the same sums
+            flat = flat.to(dtype)  # the dtype that native sends, for the same sums
         if divide and self.gradient_average:
             flat = flat / (dist.get_world_size(group) / float(self.sequence_parallel_size))
         # 2
@@ -154,7 +155,7 @@ def make_allreduce_and_scatter(original: Callable[..., None]) -> Callable[..., N
 
 
 def _ranges(slices: Sequence[Slice]) -> list[OwnedRange]:
-    """Find where the slices lie in the tensor that they make together."""
+    """Return the ranges of the slices in the flat tensor that they make together."""
     ranges, position = [], 0
     for part in slices:
         ranges.append(OwnedRange(position, position + part.values.numel(), part.ranks))
@@ -163,14 +164,14 @@ def _ranges(slices: Sequence[Slice]) -> list[OwnedRange]:
 
 
 def _slice(element: Sequence[Any]) -> Slice:
-    """An element of upstream's bucket: (ranks, slice), since 0.19.8 (ranks, slice, output)."""
+    """Convert an element of upstream's bucket: (ranks, slice) or, since 0.19.8, with an output."""
     ranks, values = element[0], element[1]
     owners = tuple(sorted(ranks)) if isinstance(ranks, frozenset) else (int(ranks),)
     return Slice(owners, values.view(-1), element[2] if len(element) > 2 else None)
 
 
 def _flatten(slices: Sequence[Slice]) -> Tensor:
-    """The slices as one tensor: a view where they follow each other in memory, else a copy."""
+    """Join the slices into one tensor: a view where they are adjacent in memory, else a copy."""
     first = slices[0].values
     position = first.storage_offset()
     for part in slices:
@@ -182,12 +183,12 @@ def _flatten(slices: Sequence[Slice]) -> Tensor:
 
 
 def same_storage(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors are views of one storage."""
+    """Return whether two tensors are views of one storage."""
     return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
 
 
 def _pieces(optimizer: Any, bucket_dtype: torch.dtype, slices: Sequence[Slice]) -> list[Piece]:
-    """Which parameters the slices belong to: the bucket holds whole parameters, in this order."""
+    """Return the slices' parameters as pieces: the bucket holds whole parameters, in order."""
     start = _start.get()
     assert start is not None, "a bucket outside average_tensor"
     params = [
@@ -203,7 +204,7 @@ def _pieces(optimizer: Any, bucket_dtype: torch.dtype, slices: Sequence[Slice]) 
 
 
 def _keep_alive(optimizer: Any, tensor: Tensor) -> None:
-    """Upstream's rule: what the reduction stream uses may not be reused by the main stream yet."""
+    """Mark ``tensor`` as used by the reduction stream, so that its memory is not reused early."""
     if optimizer.overlap_comm and tensor.is_cuda:
         tensor.record_stream(optimizer.reduction_stream)
 
@@ -247,7 +248,7 @@ def make_gradient_reduction_w_predivide(original: Callable[..., Tensor]) -> Call
 def _count(
     optimizer: Any, seam: Seam, numel: int, dtype: torch.dtype, group: Any, to_one: bool
 ) -> None:
-    """Write a native reduction down; ConfigError where the user was promised a compressed one."""
+    """Count a native reduction; ConfigError where the block asks for a compressed one."""
     channels = channels_of(optimizer)
     if channels is None:
         return

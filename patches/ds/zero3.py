@@ -1,15 +1,14 @@
 """Gradient reduce-scatter of ZeRO stage 3, dimension ``dp``.
 
-Seam: stage3's own binding of ``reduce_scatter_coalesced``; stage3 imported the function by name, so
+Seam: the name ``reduce_scatter_coalesced`` in module ``stage3``, which imported the function, so
 replacing it in ``coalesced_collectives`` would change nothing. ``__avg_scatter_grads`` around it is
-wrapped only to tell whose parameters are reduced.
+wrapped only to know which parameters are reduced.
 
 Upstream pads every parameter to a multiple of the ranks with ``torch.empty`` and sends the padding
-too; here nothing is padded, and garbage never reaches a scale. Upstream divides by the number of
-ranks before the sum; so do we, on the first operand of the same sum.
+too; here nothing is padded, so undefined values never affect a codec's scale. The gradients are
+divided by the number of ranks before the sum, as upstream does.
 
-Not through here: ``reduce_scatter: false`` and qgZ, which the check of the config refuses or
-announces.
+Not covered: ``reduce_scatter: false`` and qgZ, which the check of the config refuses or announces.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _reducing: ContextVar[tuple[Channel, Sequence[Any]] | None] = ContextVar(
 
 
 def make_avg_scatter_grads(original: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-    """Say whose gradients come next."""
+    """Publish the channel and the parameters whose gradients are reduced next."""
 
     @functools.wraps(original)
     def __avg_scatter_grads(
@@ -65,7 +64,7 @@ def make_avg_scatter_grads(original: Callable[..., list[Tensor]]) -> Callable[..
 def make_reduce_scatter_coalesced(
     original: Callable[..., list[Tensor]],
 ) -> Callable[..., list[Tensor]]:
-    """Send each rank its part of every gradient."""
+    """Reduce-scatter gradients encoded; call upstream where there is no codec."""
 
     @functools.wraps(original)
     def reduce_scatter_coalesced(tensors: list[Tensor], group: Any = None) -> list[Tensor]:
@@ -95,10 +94,10 @@ def reduce_scatter(
     group: Any,
     raw_nbytes: int,
 ) -> list[Tensor]:
-    """The average over ``group`` of this rank's part of every tensor, in the tensors' dtype.
+    """Average this rank's part of every tensor over ``group``, in the tensors' dtype.
 
     1 lay out the parts by destination: rank r gets ``[r * chunk, (r + 1) * chunk)`` of each
-    2 average: divided before the sum, as upstream does
+    2 average: divide before the sum, as upstream does
     3 cut the sum of this rank's parts into one tensor per parameter
     """
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)

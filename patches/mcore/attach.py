@@ -1,10 +1,10 @@
-"""The channels of a megatron-core job are made here, and follow its optimizer steps.
+"""Start the session of a megatron-core job, and follow its optimizer steps.
 
 Megatron has no engine object: it uses the session of the process (``process``).
-``load_state_dict`` only to notice a restart: the user calls ``hybridcomp.load_state``.
+``load_state_dict`` is wrapped only to notice a restart: the user calls ``hybridcomp.load_state``.
 ``initialize_model_parallel`` and not a constructor: every rank calls it, once torch.distributed is
-up and before the first message. The concrete ``step`` methods and not ``MegatronOptimizer.step``,
-which is abstract; they call each other, so only the outermost counts.
+initialized and before the first message. The concrete ``step`` methods and not
+``MegatronOptimizer.step``, which is abstract; they call each other, so only the outermost counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hybridcomp.session import process
 REQUIREMENT = groups.REQUIREMENT
 process.GROUP_SIZES["megatron.core"] = groups.sizes
 
-#: nothing of its signature is used: the arguments differ in every release and are handed on
+#: its signature is not checked: the arguments differ in every release and are passed through
 INITIALIZE = Seam(
     requirement=REQUIREMENT,
     module="megatron.core.parallel_state",
@@ -66,7 +66,7 @@ LACKS_STATE = (
 
 @dataclass
 class _Progress:
-    """This counts the optimizer steps of the process."""
+    """State of the process: inside an optimizer step or not."""
 
     stepping: bool = False  # inside the outermost one
 
@@ -75,7 +75,7 @@ _progress = _Progress()
 
 
 def make_initialize_model_parallel(original: Callable[..., None]) -> Callable[..., None]:
-    """Begin the session once the groups exist, before they carry a message."""
+    """Start the session once the groups exist, before they carry a message."""
 
     @functools.wraps(original)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
@@ -86,14 +86,14 @@ def make_initialize_model_parallel(original: Callable[..., None]) -> Callable[..
             device = session.device
             hold_to_machines(session.channels.config, lambda: machines(device_name(device)))
             session.place(groups.data_parallel())
-            # gradients are fp32 or bf16, which is not known yet: what pays for bf16 does for fp32
+            # gradients are fp32 or bf16, not known yet: a codec that pays for bf16 pays for fp32
             session.measure(groups.replicas(), torch.bfloat16)
 
     return initialize_model_parallel
 
 
 def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around the outermost step: the session's ``end_step``."""
+    """Call the session's ``end_step`` after the outermost step."""
 
     @functools.wraps(original)
     def step(self: Any) -> Any:
@@ -102,7 +102,7 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self)
         channels = session.channels
         feedback = any(channel.error_feedback for channel in channels)
-        if feedback:  # else nothing is in units of it, and reading it may wait for a GPU
+        if feedback:  # else no residual depends on it, and reading it may wait for a GPU
             session.loss_scale = float(self.get_loss_scale())
         if session.forgetful and (feedback or channels.config.start_step):
             session.say(LACKS_STATE)
@@ -119,7 +119,7 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Remember that a checkpoint was loaded: what we keep beside it has to be, too."""
+    """Note that a checkpoint was loaded: hybridcomp's state beside it must be loaded, too."""
 
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> Any:

@@ -1,8 +1,8 @@
-"""What megatron-core sends on paths that no seam covers: refused, or said once.
+"""Refuse or announce messages that megatron-core sends on paths without a seam.
 
-``_BaseDataParallel.__init__`` and not a constructor of a model: every data-parallel wrapper goes
-through it, FSDP's too, and the model and its configuration are at hand. DistributedDataParallel is
-checked before its own constructor, with its configuration (``ddp``). The table is ``rules.mcore``.
+``_BaseDataParallel.__init__`` and not a constructor of a model: every data-parallel wrapper calls
+it, FSDP's too, with the model and its configuration. DistributedDataParallel is checked before its
+constructor runs, with its configuration (``ddp``). The rules are in ``rules.mcore``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BASE = Seam(
 
 
 def check(block: CompressionConfig, wrapper: Any, config: Any, ddp: Any, model: Any) -> None:
-    """Hold the block against one model chunk; see ``rules.engine.hold``. Rank 0 says what it says.
+    """Check the block against one model chunk; see ``rules.engine.hold``. Rank 0 prints messages.
 
     Raises ConfigError for the first dimension that cannot act.
     """
@@ -48,7 +48,7 @@ def check(block: CompressionConfig, wrapper: Any, config: Any, ddp: Any, model: 
 
 
 def _homes(model: Any) -> Iterator[str]:
-    """Packages of the classes that the model's modules inherit from."""
+    """Yield the packages of the classes that the model's modules inherit from."""
     for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
         yield kind.__module__.partition(".")[0]
 

@@ -1,15 +1,15 @@
 """Core attention of megatron-core's local layers with context parallelism, as a ring.
 
 ``DotProductAttention`` and not the layer around it: upstream refuses ``context_parallel_size``
-above 1 there and nowhere else. Position embeddings and batches are cut for it already, in the
-layout that a ring of causal blocks wants (``get_pos_emb_on_this_cp_rank``,
-``get_batch_on_this_cp_rank``), and gradients are reduced over data and context ranks together. So
-the constructor is shown a configuration without context parallelism, and ``forward`` computes with
-``hybridcomp.nn.ring_attention``. Without a block upstream's refusal stays.
+above 1 there and nowhere else. Upstream cuts position embeddings and batches in the layout that a
+ring of causal blocks needs (``get_pos_emb_on_this_cp_rank``, ``get_batch_on_this_cp_rank``), and
+reduces gradients over data and context ranks together. So the constructor gets a configuration
+without context parallelism, and ``forward`` computes with ``hybridcomp.nn.ring_attention``. Without
+a block upstream's refusal stays.
 
 Other attention than softmax over all earlier tokens, or over all, is refused: sliding windows,
-masks of padding, dropout, sinks. Attention of Transformer Engine has a ring of its own, where no
-seam reaches (``rules.mcore``).
+padding masks, dropout, sinks. Transformer Engine's attention has another ring, which no seam covers
+(``rules.mcore``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hybridcomp.patching import Seam
 from hybridcomp.session.process import current
 
 MODULE = "megatron.core.transformer.dot_product_attention"
-#: of ``forward``; the same in all versions
+#: parameters of ``forward``; the same in all versions
 FORWARD = (
     "self", "query", "key", "value", "attention_mask", "attn_mask_type", "attention_bias",
     "packed_seq_params",
@@ -47,7 +47,7 @@ def _refuse(key: str, found: object, todo: str) -> None:
 
 
 def _check(layer: Any) -> None:
-    """Raise ConfigError where this attention is more than a ring computes."""
+    """Raise ConfigError where the ring cannot compute this attention."""
     config, kind = layer.config, layer.attn_mask_type.name
     if kind not in ("causal", "no_mask"):
         _refuse("attn_mask_type", kind, "use AttnMaskType.causal or no_mask")
@@ -63,7 +63,7 @@ def _check(layer: Any) -> None:
 
 
 def make_init(original: Callable[..., None]) -> Callable[..., None]:
-    """Let the constructor pass with context parallelism, where there is a block."""
+    """Allow context parallelism in the constructor, where there is a block."""
 
     @functools.wraps(original)
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -80,7 +80,7 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def make_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Compute over the ranks of context parallelism: (S, B, H, D) to (S, B, H * D)."""
+    """Compute attention over the context-parallel ranks: (S, B, H, D) to (S, B, H * D)."""
 
     @functools.wraps(original)
     def forward(
@@ -96,7 +96,7 @@ def make_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         # apply_query_key_layer_scaling divides by the layer's number, and multiplies the scores
         scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1.0)
         causal = self.attn_mask_type.name == "causal"
-        # zigzag, the default: Megatron cuts every batch so, whatever its mask
+        # zigzag layout, the default: Megatron cuts every batch like this, whatever its mask
         out = ring_attention(query, key, value, _group(self), causal=causal, scale=scale)
         return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -104,7 +104,7 @@ def make_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _group(layer: Any) -> dist.ProcessGroup:
-    """The context-parallel ranks of a layer."""
+    """Return the context-parallel group of a layer."""
     groups = getattr(layer, "pg_collection", None) or getattr(layer, "model_comm_pgs", None)
     found: dist.ProcessGroup | None = getattr(groups, "cp", None)
     if found is None:

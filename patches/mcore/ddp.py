@@ -1,15 +1,15 @@
 """Gradient reduction and parameter gather of megatron-core's DistributedDataParallel.
 
-Not ``start_grad_sync`` and ``start_param_sync`` themselves: what they do before they communicate
+Not ``start_grad_sync`` and ``start_param_sync`` themselves: their work before they communicate
 (scaling, NaN checks, copies of higher-precision gradients) changes with every release. They open
 torch's ``_coalescing_manager`` and call three collectives inside it. Upstream's handle is that
 manager, which would drop the handle of a collective that it does not know: training would go on
-with gradients that never arrived. So the manager is replaced along with the collectives: it
-collects the calls, runs the native ones in torch's own manager and the others after them, and its
-``wait()`` covers them all.
+before the gradients have arrived. So the manager is replaced along with the collectives: it
+collects the calls, runs the native ones in torch's manager and the others after them, and its
+``wait()`` waits for all of them.
 
-A custom ``dist_reduce_scatter_func`` (``reduce_scatter_with_fp32_accumulation``) would pass us by;
-``check`` refuses it. Its sum in fp32 is what a compressed reduction does anyway.
+A custom ``dist_reduce_scatter_func`` (``reduce_scatter_with_fp32_accumulation``) would bypass the
+seams; ``check`` refuses it. A compressed reduction sums in fp32 anyway, as it does.
 """
 
 from __future__ import annotations
@@ -104,16 +104,16 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _name(chunk: int, name: str, parameter: Tensor) -> str:
-    """Unique in the job, and the same on all ranks that reduce this gradient together."""
+    """Return a name unique in the job, equal on all ranks that reduce this gradient together."""
     shared = getattr(parameter, "allreduce", True)  # False: an expert's
     where = coordinates()
     return f"{where.rpartition('.')[0] if shared else where}.chunk{chunk}.{name}"
 
 
 def _common(named: Mapping[str, Tensor]) -> frozenset[str]:
-    """Names of vectors that tensor ranks have in common and reduce each for itself.
+    """Return the names of vectors that tensor ranks have in common and each reduces separately.
 
-    With sequence parallelism upstream sums the gradients of norms over the tensor ranks after this.
+    Not norms under sequence parallelism, whose gradients upstream sums over the tensor ranks later.
     """
     if sizes().get("tp", 1) < 2:
         return frozenset()
@@ -127,7 +127,7 @@ def _common(named: Mapping[str, Tensor]) -> frozenset[str]:
 
 
 def make_start_grad_sync(original: Callable[..., None]) -> Callable[..., None]:
-    """Remember the bucket group: it knows which parameters a buffer holds."""
+    """Publish the bucket group, which knows the parameters in a buffer."""
 
     @functools.wraps(original)
     def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -142,7 +142,7 @@ def make_start_grad_sync(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def make_coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Collect what upstream starts inside."""
+    """Collect the collectives that upstream calls inside, and launch them at the end."""
 
     @functools.wraps(original)
     @contextmanager
@@ -181,7 +181,7 @@ def _collect(
 
 
 def make_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gradients without the distributed optimizer, or between its instances."""
+    """Collect all-reduces of gradients: no distributed optimizer, or between its instances."""
 
     @functools.wraps(original)
     def all_reduce(
@@ -198,7 +198,7 @@ def make_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gradients with the distributed optimizer; ``output`` lies in ``input``."""
+    """Collect the distributed optimizer's reduce-scatters; ``output`` is a view of ``input``."""
 
     @functools.wraps(original)
     def reduce_scatter_tensor(
@@ -219,7 +219,7 @@ def make_reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., An
 
 
 def make_all_gather_into_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Parameters with the distributed optimizer."""
+    """Collect the distributed optimizer's gathers of parameters."""
 
     @functools.wraps(original)
     def all_gather_into_tensor(
@@ -238,7 +238,7 @@ def make_all_gather_into_tensor(original: Callable[..., Any]) -> Callable[..., A
 
 
 def _gather_list(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The layer-wise optimizer (0.19) gathers lists of unequal length: native, written down."""
+    """Count gathers of unequal lists (layer-wise optimizer, 0.19) and leave them native."""
 
     @functools.wraps(original)
     def all_gather(

@@ -1,12 +1,13 @@
 """The token exchange of MoE layers (dispatch and combine).
 
-``torch.distributed.all_to_all_single`` as ``mappings`` sees it (that seam is in
+``torch.distributed.all_to_all_single`` as module ``mappings`` looks it up (that seam is in
 ``tensor_parallel``) and not ``token_dispatcher``: its classes bind ``all_to_all`` by name, and
-their methods change. The ``backward`` of ``_AllToAll`` calls its ``forward``, so it is marked here.
+their methods change. The ``backward`` of ``_AllToAll`` calls its ``forward``; marking it here makes
+these messages direction backward.
 
-Tokens per expert differ from rank to rank: ``min_bytes`` does not count, and vectors (routing
-probabilities, one in hidden_size of the bytes) stay native. Counts of tokens are integers and stay
-native. DeepEP, HybridEP and other dispatchers move tokens themselves; ``check`` says so.
+Tokens per expert differ from rank to rank: ``min_bytes`` does not apply, and vectors (routing
+probabilities, 1/hidden_size of the bytes) stay native, as do token counts, which are integers.
+DeepEP, HybridEP and other dispatchers send tokens themselves; ``check`` refuses or announces them.
 """
 
 from __future__ import annotations

@@ -1,22 +1,23 @@
 """Pipeline sends of megatron-core: 1F1B, interleaved and overlapped.
 
-``_batched_p2p_ops`` and ``_p2p_ops`` and not ``_communicate`` or the schedules: these two are all
-that sends activations, their signature has not changed since 0.12, and the messages that carry
-shapes go another way. ``torch.distributed.isend`` must not be replaced: ``P2POp`` compares it.
-``_communicate`` is wrapped as well, only to see the configuration that the other two are not given.
+``_batched_p2p_ops`` and ``_p2p_ops`` and not ``_communicate`` or the schedules: these two send all
+activations, their signature is the same since 0.12, and messages with shapes use other functions.
+``torch.distributed.isend`` must not be replaced: ``P2POp`` compares it. ``_communicate`` is wrapped
+as well, only to read the configuration, which the other two do not get.
 
-What goes to the next stage is ``forward``, what goes back is ``backward``. Payloads are encoded
-when they are posted, since upstream empties a tensor that was sent, and decoded in ``wait()``.
+Messages to the next stage are ``forward``, those to the previous stage ``backward``. Tensors are
+encoded when they are posted, since upstream empties a tensor that was sent, and decoded in
+``wait()``.
 
-Codecs whose size varies: only the sender knows the length, but upstream posts both sides at once
-and in overlapped schedules computes before it waits. A size ahead would have to be waited for in
-between, where another rank may be waiting for us. So there is one message as before: a header with
-the length, then the payload, received into room for the longest. gloo delivers a message that is
-shorter than its receive; NCCL does not, and there such a codec is refused.
+Codecs of variable size: only the sender knows the length, but upstream posts both sides at once and
+in overlapped schedules computes before it waits. Waiting for a size in between could deadlock, as
+another rank may be waiting for this one. So there is one message: a header with the length, then
+the payload, received into room for the longest. gloo delivers a message that is shorter than its
+receive; NCCL does not, and there such a codec is refused.
 
 ``"scatter_gather": true`` (Narayanan et al. 2021, section 4.1): without sequence parallelism all
 tensor ranks hold the same message, so each sends its part, and the receivers gather the payloads
-over their tensor group. Those bytes are written down as native ones of ``tp``.
+over their tensor group. The ledger counts those bytes as native ones of ``tp``.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ _local = threading.local()
 
 
 def communicate_seam() -> Seam:
-    """A function of the module in 0.13, a method since 0.14."""
+    """Return the seam of ``_communicate``: a function of the module in 0.13, then a method."""
     try:
         old = Version(version("megatron-core")) < Version("0.14")
     except PackageNotFoundError:
@@ -84,7 +85,7 @@ def communicate_seam() -> Seam:
 
 
 def make_communicate(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Show the configuration to the operations inside."""
+    """Publish the configuration for the operations inside."""
 
     @functools.wraps(original)
     def _communicate(*args: Any, **kwargs: Any) -> Any:
@@ -99,7 +100,7 @@ def make_communicate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_operations(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Put payloads in the place of tensors."""
+    """Replace tensors by payloads in upstream's calls, and decode in ``wait()``."""
     batched = original.__name__ == "_batched_p2p_ops"
 
     @functools.wraps(original)
@@ -137,13 +138,13 @@ def make_operations(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Request:
-    """An upstream request whose ``wait()`` covers decoding."""
+    """Upstream request whose ``wait()`` also decodes."""
 
     def __init__(self, request: Any, sent: list[Posted], received: list[Posted]) -> None:
         self._request, self._sent, self._received = request, sent, received
 
     def wait(self) -> None:
-        """Wait, then decode what has arrived; harmless when called twice."""
+        """Wait, then decode the received payloads; harmless when called twice."""
         parts = [*self._sent, *self._received]
         with parts[0].meter.waiting() if parts else nullcontext():
             self._request.wait()
@@ -152,7 +153,7 @@ class Request:
         self._sent, self._received = [], []
 
     def is_completed(self) -> bool:
-        """Whether waiting would not block and nothing is left to decode."""
+        """Return whether the request is complete and nothing is left to decode."""
         return not self._received and bool(self._request.is_completed())
 
 

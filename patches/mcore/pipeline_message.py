@@ -1,4 +1,4 @@
-"""How a tensor travels between two pipeline stages; see ``pipeline``."""
+"""Choose codec and split of a message between two pipeline stages; see ``pipeline``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VARIABLE: Rule[None] = Rule(
 
 @dataclass(frozen=True)
 class PipelineMessage:
-    """How a tensor travels: encoded or raw (no codec), whole or one part from every holder."""
+    """Codec and split of a message: encoded or raw (no codec), whole or a part per holder."""
 
     channel: Channel
     codec: Codec | None
@@ -33,13 +33,13 @@ class PipelineMessage:
     holders: dist.ProcessGroup | None = None
 
     def send(self, tensor: Tensor) -> Posted:
-        """Encode what this rank sends of ``tensor``."""
+        """Encode this rank's part of ``tensor`` into a message that upstream posts."""
         return self.channel.post_send(
             flat(tensor), self.codec, direction=self.direction, holders=self.holders
         )
 
     def recv(self, tensor: Tensor, src: int) -> Posted:
-        """Room for a message of rank ``src`` that will be decoded into ``tensor``."""
+        """Return a buffer for a message of rank ``src``, to be decoded into ``tensor``."""
         values = tensor.detach().view(-1)
         return self.channel.post_recv(
             values, src, self.codec, direction=self.direction, holders=self.holders
@@ -54,7 +54,7 @@ def message_of(
     config: Any,
     between: tuple[int, int],
 ) -> PipelineMessage | None:
-    """How ``tensor`` travels between two global ranks; None: as upstream sends it."""
+    """Return the message of ``tensor`` between two global ranks; None: upstream sends it."""
     codec = channels["pp"].codec(tensor.numel(), tensor.dtype, group, direction, between)
     if codec is not None and not codec.fixed_size and dist.get_backend(group) != "gloo":
         say_once(apply(VARIABLE, ["pp"], channels.config))
@@ -66,7 +66,7 @@ def message_of(
 
 
 def _tensor_group(channels: Channels, tensor: Tensor, config: Any) -> dist.ProcessGroup | None:
-    """The ranks that hold this same tensor and share its transport; None: every rank sends all."""
+    """Return the ranks that hold the same tensor and each send a part; None: each sends all."""
     block = channels.config
     if not block.pp.scatter_gather or getattr(config, "sequence_parallel", True):
         return None
@@ -77,7 +77,7 @@ def _tensor_group(channels: Channels, tensor: Tensor, config: Any) -> dist.Proce
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
-        return None  # mcore_refuse has said so
+        return None  # the check has announced it
     group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
     size = dist.get_world_size(group)
     if size > 1 and tensor.numel() % size:

@@ -3,13 +3,13 @@
 The raw collectives and not ``_reduce`` and its neighbours: half of the bytes are the input
 gradients of ``LinearWithGradAccumulationAndAsyncCommunication.backward``, which calls
 ``torch.distributed.all_reduce`` itself and overlaps it with the weight gradient. So the globals
-through which ``mappings`` and ``layers`` reach torch.distributed are replaced, and the overlap, the
+through which ``mappings`` and ``layers`` call torch.distributed are replaced, and the overlap, the
 buffers and the autograd functions stay upstream's. Not the public wrappers either: modules bind
 them early.
 
-Of ``layers``: what is gathered is an input (``forward``, also where the backward pass gathers it a
-second time, which must give the same values), what is reduced is its gradient. Of ``mappings``: the
-``backward`` methods are marked.
+In ``layers``, gathered tensors are inputs (``forward``, also where the backward pass gathers one a
+second time, which must give the same values), and reduced tensors are gradients (``backward``). In
+``mappings``, the ``backward`` methods are marked.
 
 Exact, because in other modules: cross-entropy, norms, clipping, reductions of embedding gradients.
 Exact, because of other groups: token counts and losses of MoE.
@@ -52,7 +52,7 @@ def _backward() -> Direction:
     return "backward"
 
 
-#: of ``mappings`` (the method that is running tells the way), and of the two methods of ``layers``
+#: of ``mappings`` (direction by the running method); of gathers and reductions in ``layers``
 MARKED, INPUTS, GRADIENTS = (
     Layers(_dimension),
     Layers(_dimension, _forward),

@@ -2,17 +2,17 @@
 
 The global ``torch`` of ``transformer_engine.pytorch.distributed`` and not its functions
 ``allreduce``, ``gather_along_first_dim`` and ``reduce_scatter_along_first_dim``: the layers import
-those by name, and whatever the name they are called by, they look ``torch`` up here. Only calls
-from these three are encoded. Their neighbours gather quantized tensors (FP8, NVFP4) with their
-scales, which must arrive exactly; those are written down as native.
+those by name, and they all look ``torch`` up in this module. Only calls from these three are
+encoded. Their neighbours gather quantized tensors (FP8, NVFP4) with their scales, which must arrive
+exactly; those are counted as native.
 
-Only while ``Linear``, ``LayerNormLinear`` or ``LayerNormMLP`` runs, whose autograd functions are
-marked: they tell the way. What is gathered is an input (also where the backward pass gathers it a
+Only while ``Linear``, ``LayerNormLinear`` or ``LayerNormMLP`` runs: their autograd functions are
+marked with the direction. Gathered tensors are inputs (also where the backward pass gathers one a
 second time, which must give the same values), except in ``grad_output_preprocess``. Operations of
 ``transformer_engine.pytorch.ops`` stay native, and ``check`` says so.
 
-Signatures read from the sources of 2.0 to 2.18; nothing of it runs without a GPU, so the tests run
-on stand-ins. Elsewhere than in the window nothing is patched and ``check`` says why.
+Signatures were read from the sources of 2.0 to 2.18; Transformer Engine needs a GPU, so the tests
+use stand-ins. With other versions nothing is patched and ``check`` says why.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from hybridcomp.policy import Dimension, Direction
 REQUIREMENT = "transformer-engine >= 2.0, < 2.19"
 PACKAGE = "transformer_engine.pytorch"
 DISTRIBUTED = f"{PACKAGE}.distributed"
-#: the functions of DISTRIBUTED that move values as they are, and their parameters
+#: the functions of DISTRIBUTED that send unquantized values, and their parameters
 FUNCTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
     "allreduce": (("input_", "tp_group", "async_op"), ("inp", "tp_group", "async_op")),
     "gather_along_first_dim": (
@@ -67,7 +67,7 @@ LAYERS: tuple[tuple[str, str, tuple[tuple[str, ...], ...]], ...] = (
     ("layernorm_mlp", "_LayerNormMLP", (("ctx", "grad_outputs"),)),
 )
 
-_local = threading.local()  # way: of the layer that runs; gradient: what is gathered is one
+_local = threading.local()  # way: of the running layer; gradient: whether gathers are of gradients
 
 
 def _dimension(group: dist.ProcessGroup | None) -> Dimension | None:
@@ -89,7 +89,7 @@ REDUCED, GATHERED = Layers(_dimension, _reduced), Layers(_dimension, _gathered)
 
 
 def _marked(way: Direction) -> Maker:
-    """A maker for a method of a layer that runs in the forward or the backward pass."""
+    """Return a maker that marks a layer's method with its direction, forward or backward."""
 
     def make(original: Collective) -> Collective:
         @functools.wraps(original)
@@ -107,7 +107,7 @@ def _marked(way: Direction) -> Maker:
 
 
 def make_grad_output_preprocess(original: Collective) -> Collective:
-    """What is gathered inside is a gradient."""
+    """Mark tensors gathered inside as gradients."""
 
     @functools.wraps(original)
     def grad_output_preprocess(*args: Any, **kwargs: Any) -> Any:
@@ -121,7 +121,7 @@ def make_grad_output_preprocess(original: Collective) -> Collective:
 
 
 def plain(make: Maker) -> Maker:
-    """``make`` for calls from FUNCTIONS; the others stay upstream's and are written down."""
+    """Use ``make`` for calls from FUNCTIONS; count the others and leave them to upstream."""
 
     def make_plain(original: Collective) -> Collective:
         encoded = make(original)
@@ -143,7 +143,7 @@ def plain(make: Maker) -> Maker:
 
 
 def make_distributed(original: Any) -> Any:
-    """The stand-in for ``torch``; raises SeamError unless FUNCTIONS look as they are known."""
+    """Make the stand-in for ``torch``; raises SeamError if FUNCTIONS have other parameters."""
     module = importlib.import_module(DISTRIBUTED)
     for name, known in FUNCTIONS.items():
         function = getattr(module, name, None)
@@ -178,7 +178,7 @@ PATCHES: tuple[Entry, ...] = (
         ),
         make_grad_output_preprocess,
     ),
-    # forward has up to 40 parameters, others in every release, and none is looked at
+    # forward has up to 40 parameters, which differ in every release, and none is used
     *((_seam(f"module.{m}", f"{c}.forward", None), _marked("forward")) for m, c, _ in LAYERS),
     *(
         (_seam(f"module.{m}", f"{c}.backward", names), _marked("backward"))

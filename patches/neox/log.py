@@ -1,9 +1,9 @@
-"""The ledger's figures in GPT-NeoX's own W&B run, TensorBoard and Comet.
+"""Write the ledger's figures to GPT-NeoX's W&B run, TensorBoard and Comet.
 
 ``training_log`` and not ``tb_wandb_log``: it runs once an iteration, after the engine's step, and
-brings along the engine, the writers and GPT-NeoX's own number of the iteration. W&B refuses numbers
-that go back, and those of a DeepSpeed engine differ after ``finetune``. GPT-NeoX never switches
-DeepSpeed's monitors on by itself, so that without this seam the figures would be in the log only.
+gets the engine, the writers and GPT-NeoX's iteration number. W&B refuses step numbers that
+decrease, and a DeepSpeed engine's differ after ``finetune``. GPT-NeoX does not enable DeepSpeed's
+monitors, so without this seam the figures would be in the log only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TRAINING_LOG = Seam(
 
 
 def make_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Log what the engine reported since the last iteration."""
+    """Log the figures that the engine reported since the last iteration."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -49,7 +49,7 @@ def make_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _log(events: list[Event], iteration: int, neox_args: Any) -> None:
-    """Write ``events``, which are there on rank 0 only, wherever GPT-NeoX writes its own."""
+    """Write ``events``, which only rank 0 has, to all writers of GPT-NeoX."""
     write = importlib.import_module("megatron.logging").tb_wandb_log
     for name, value in events:
         write(

@@ -2,14 +2,14 @@
 
 The global ``torch`` of ``mpu.mappings`` and not ``_reduce`` and its five neighbours one by one: all
 six look torch.distributed up in it, so that casts (``fp32_allreduce``), bookkeeping and buffers
-stay upstream's and no line of it is copied. Not the public wrappers: ``transformer.py`` binds them
-when a layer is built. The six are looked at all the same before anything is replaced
+stay upstream's and no upstream code is copied. Not the public wrappers: ``transformer.py`` binds
+them when a layer is built. The sources of the six are still checked before anything is replaced
 (``checkout``).
 
-Which way a message goes: the ``backward`` methods of the autograd functions are marked. Activation
-checkpointing runs ``forward`` methods again in the backward pass; those are not marked, take the
-codec of the first time and, codecs being functions of the values only, give the same activations.
-Tensor parallelism has no error feedback, so that no residual moves.
+Direction: the ``backward`` methods of the autograd functions are marked. Activation checkpointing
+runs ``forward`` methods again in the backward pass; those are not marked, so they use the same
+codec as the first time and, as codecs are functions of the values only, give the same activations.
+Tensor parallelism has no error feedback, so no residual changes.
 
 Exact, because in other modules: the cross-entropy of ``mpu.cross_entropy``, gradients of norms
 under sequence parallelism (``model.utils``), token broadcasts, routing tables of MoE.
@@ -43,7 +43,7 @@ FUNCTIONS = (
 
 
 def _dimension(group: dist.ProcessGroup | None) -> Dimension | None:
-    return "tp"  # the six know no other group
+    return "tp"  # the six functions use no other group
 
 
 LAYERS = Layers(_dimension)

@@ -1,9 +1,9 @@
 """Rotation of torch's own ring attention (``context_parallel``), dimension ``cp``.
 
-``_create_rotater`` and not the attention around it: torch computes blocks and sums, and asks this
-function for what hands a tensor to the next rank. Keys and values are encoded once in each pass
-and handed on as bytes; sums of gradients, which torch hands round in fp32, are encoded at every
-hop. With settings that leave a message native, torch's own rotater sends it.
+``_create_rotater`` and not the attention around it: torch computes blocks and sums, and this
+function makes the object that sends a tensor to the next rank. Keys and values are encoded once in
+each pass and forwarded as bytes; sums of gradients, which torch sends round in fp32, are encoded at
+every hop. With settings that leave a message native, torch's rotater sends it.
 
 The module is private to torch: a release that nobody has tested is taken only where the ring is the
 same (``engines/torch_versions.py``).
@@ -34,7 +34,7 @@ CREATE = Seam(
 
 
 def make_create(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A rotater that sends through the channel; torch names a method for gradients only."""
+    """Make a rotater that sends through the channel; torch passes a method for gradients only."""
 
     @functools.wraps(original)
     def _create_rotater(pg: dist.ProcessGroup, seq_dim: int, method: Any = None) -> Any:
