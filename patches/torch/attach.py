@@ -1,4 +1,4 @@
-"""``hybridcomp.attach`` and ``hybridcomp.stateful``: which engine a model is under."""
+"""Implement ``hybridcomp.attach``, ``detach`` and ``stateful`` for models under FSDP2 or DDP."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from hybridcomp.patches.torch.session import Source, read, say
 from hybridcomp.patches.torch.stateful import AtCheckpoint
 from hybridcomp.session import process
 
-#: attribute of a model: its Attached, None where it was looked at and there is no block
+#: attribute of a model: its Attached, None where attach found no block
 ATTRIBUTE = "_hybridcomp_attached"
 _UNSEEN = object()
-#: models that were looked at when there was no block, held weakly
+#: models that attach left native without a block, held weakly
 without_block: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-#: models that were detached: nobody attaches them but the user, held weakly
+#: models that were detached: only the user attaches them again; held weakly
 detached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 REPLICATE = (
     "the composable replicate keeps its DistributedDataParallel, and the passes of the model, to "
@@ -51,7 +51,7 @@ def attach(model: nn.Module, source: Source | None = None) -> Attached | None:
         raise ConfigError(BLOCK, NOTHING, todo)
     attached = _attach(model, source)
     if attached is not None and attached.channels["cp"].active:
-        process.lend(model, attached.session)  # attention over ranks knows no engine
+        process.lend(model, attached.session)  # ring attention has no reference to an engine
     object.__setattr__(model, ATTRIBUTE, attached)
     detached.discard(model)
     if attached is None:
@@ -75,14 +75,14 @@ def detach(model: nn.Module) -> None:
 
 
 def look_again() -> None:
-    """Have models that were looked at without a block be unseen: there is one now."""
+    """Let models that had no block be attached: there is one now."""
     for model in list(without_block):
         vars(model).pop(ATTRIBUTE, None)
     without_block.clear()
 
 
 def is_served(model: nn.Module) -> bool:
-    """Whether what ``fully_shard`` has made of ``model`` is part of a model that is attached."""
+    """Return whether ``model``, under ``fully_shard``, is part of an attached model."""
     if not is_sharded(model):
         return False
     from hybridcomp.patches.torch import fsdp2
@@ -98,7 +98,7 @@ def _forget(model: nn.Module) -> None:
 
 def _attach(model: nn.Module, source: Source | None) -> Attached | None:
     if isinstance(model, DistributedDataParallel):
-        if isinstance(model.module, nn.ParameterList):  # nobody else wraps what has no forward
+        if isinstance(model.module, nn.ParameterList):  # without forward: only ``replicate`` does
             _refuse_replicate(source)
             return None
         from hybridcomp.patches.torch import ddp
@@ -132,14 +132,14 @@ def _refuse_replicate(source: Source | None) -> None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether ``fully_shard`` was applied to ``model`` or to a part of it."""
+    """Return whether ``fully_shard`` was applied to ``model`` or to a part of it."""
     from torch.distributed.fsdp import FSDPModule
 
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def _attach_sharded(model: nn.Module, source: Source | None) -> Attached | None:
-    """Check torch first: an earlier one does not have what ``fsdp2`` imports."""
+    """Check torch, then attach: earlier versions lack modules that ``fsdp2`` imports."""
     try:
         torch_versions.check("fsdp2", torch_versions.FSDP2)
     except SeamError:

@@ -26,10 +26,10 @@ _numbers = count()
 
 
 class Attached:
-    """What ``hybridcomp.attach`` hands back.
+    """Result of ``hybridcomp.attach``: the channels, steps and state of one model.
 
-    A ``Stateful``: put it into what ``torch.distributed.checkpoint`` saves and loads. Pickled it is
-    a ``stateful.SavedState``, which ``load_state_dict`` takes, too.
+    A ``Stateful``: put it into the state that ``torch.distributed.checkpoint`` saves and loads.
+    Pickled it becomes a ``stateful.SavedState``, which ``load_state_dict`` takes, too.
     """
 
     def __init__(
@@ -44,24 +44,24 @@ class Attached:
         uneven: Callable[[], bool] = lambda: False,
         reduces: bool = True,
     ) -> None:
-        """Begin at step 0 with nothing left out.
+        """Begin at step 0 without residuals.
 
         Args:
-            kind: which of torch's engines it is.
-            identity: which model it is (``identity``).
-            session: its channels.
-            parameters: gives what an optimizer of this model holds, as it is now.
-            divisors: gives by name of a residual what the sum of that message is divided by before
-                it is a gradient: the unit of the residual.
-            layout: how residuals are spread over the ranks; equal where they may be taken over as
-                they are.
-            sends: gives by name of a residual what of it this rank encodes.
-            uneven: says whether ranks may make different numbers of steps from now on, so that none
-                of them is one that all ranks count.
-            reduces: whether torch hands over gradients to be reduced: on one rank FSDP2 does not.
+            kind: the engine of torch.
+            identity: digest of the model's parameters (``identity``).
+            session: session with the model's channels.
+            parameters: returns the parameters that an optimizer holds, as they are now.
+            divisors: returns, by name of a residual, the divisor between the sum of its message and
+                the gradient: the unit of the residual.
+            layout: the split of residuals over the ranks; where it is equal to a checkpoint's,
+                each rank loads the residuals that it saved.
+            sends: returns, by name of a residual, the ranges of it that this rank encodes.
+            uneven: returns whether ranks may make different numbers of steps from now on, so that
+                steps can no longer be counted alike on all ranks.
+            reduces: whether torch has gradients reduced: on one rank FSDP2 does not.
         """
         self.kind, self.identity = kind, identity
-        self.number = next(_numbers)  # in the order of attaching, which all ranks share
+        self.number = next(_numbers)  # in the order of attaching, equal on all ranks
         self.session = session
         self.layout = dict(layout)
         self.divisors, self.sends = divisors, sends
@@ -69,35 +69,35 @@ class Attached:
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._unseen = UnseenSteps(parameters, self.owns)
         self._is_open = self._has_reduced = False
-        self._has_news = False  # whether gradients were reduced since somebody looked for a step
-        self.optimizer_calls = 0  # optimizer steps that were run, several in a step of training
+        self._has_news = False  # whether gradients were reduced since the last look for a step
+        self.optimizer_calls = 0  # calls of optimizers' step, maybe several per training step
         self.is_detached = False
         self._undo: list[Callable[[], object]] = []
 
     @property
     def channels(self) -> Channels:
-        """The channels of the model."""
+        """Return the channels of the model."""
         return self.session.channels
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken."""
+        """Return the number of optimizer steps taken."""
         return self.channels.step
 
     @property
     def is_open(self) -> bool:
-        """Whether a forward pass in training has begun whose optimizer step is still to come."""
+        """Return whether a forward pass in training has begun and its optimizer step not come."""
         return self._is_open
 
     def on_detach(self, undo: Callable[[], object]) -> None:
-        """Have ``undo`` called when the model is detached; it lives as long as this object."""
+        """Have ``undo`` called when the model is detached; this object keeps a reference to it."""
         self._undo.append(undo)
 
     def detach(self) -> None:
-        """Give the model its native communication back; nothing of it is kept. No collective.
+        """Restore the model's native communication and drop its state. No collective.
 
-        Every rank calls it between two steps. Gradients that error feedback held back are dropped,
-        which is said: ``hybridcomp.save_state`` before keeps them. Harmless when called twice.
+        Every rank calls it between two steps. Residuals are dropped, with a message;
+        ``hybridcomp.save_state`` before keeps them. Harmless when called twice.
         """
         if self.is_detached:
             return
@@ -115,7 +115,7 @@ class Attached:
         self.session.close()
 
     def take_events(self) -> list[tuple[str, float]]:
-        """Names and figures of the last report of the ledger, once: for the logger of a trainer."""
+        """Return names and figures of the ledger's last report, once, for a trainer's logger."""
         return self.session.take_events()
 
     def entered(self) -> None:
@@ -139,20 +139,20 @@ class Attached:
         self._has_reduced = self._has_news = True
 
     def owns(self, optimizer: Any) -> bool:
-        """Whether ``optimizer`` holds any parameter of this model."""
+        """Return whether ``optimizer`` holds any parameter of this model."""
         if optimizer in self._optimizers:
             return True
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if any(id(parameter) in held for parameter in self._parameters()):
-            self._optimizers.add(optimizer)  # one that holds none yet may be given some later
+            self._optimizers.add(optimizer)  # "no" is not kept: it may get parameters later
             return True
         return False
 
     def count_step(self) -> None:
         """Count a step of an optimizer that is no ``torch.optim.Optimizer``; every rank calls it.
 
-        Those of torch are counted by themselves. Harmless where no gradients were reduced since the
-        step before.
+        Steps of torch's optimizers are counted automatically. Harmless where no gradients were
+        reduced since the step before.
         """
         self.optimizer_calls += 1
         self.stepped()
@@ -168,21 +168,21 @@ class Attached:
             self.session.end_step()
 
     def overflowed(self) -> None:
-        """Forget what was left out in a step that a loss scaler skipped: it never was."""
+        """Drop the residuals of a step that a loss scaler skipped, and begin the step again."""
         self._is_open = self._has_reduced = False
         self.channels.residuals.drop()
         self.channels.reopen_step()
 
     def rescale(self, factor: float) -> None:
-        """Follow a loss scale that was multiplied by ``factor``."""
+        """Multiply the residuals by ``factor``, by which the loss scale has changed."""
         self.channels.residuals.scale(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, as ``torch.distributed.checkpoint`` and ``pickle`` take it."""
+        """Return this rank's state, for ``torch.distributed.checkpoint`` and ``pickle``."""
         return stateful.state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any] | stateful.SavedState) -> None:
-        """Take over what ``state_dict`` gave; every rank calls it.
+        """Load a state of ``state_dict``; every rank calls it.
 
         Raises on every rank, with nothing changed: ConfigError on the state of another job,
         CheckpointError where the entry of a rank is damaged.

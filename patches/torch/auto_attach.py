@@ -1,14 +1,15 @@
-"""Attaching by itself: an unmodified script under ``hybridcomp.run`` with ``HYBRIDCOMP_CONFIG``.
+"""Attach models of an unmodified script, under ``hybridcomp.run`` with ``HYBRIDCOMP_CONFIG``.
 
-Every way of ``fully_shard`` and of wrapping in DDP comes through two places, whatever name a
-script imported them by: ``FSDPState._lazy_init``, at every forward pass of a root, and the
-constructor of DistributedDataParallel, whose model is attached at its next forward pass: until then
-a script may register a hook of its own, which is then refused by name instead of failing in torch.
+All uses of ``fully_shard`` and DDP, imported by any name, call one of two functions:
+``FSDPState._lazy_init``, at every forward pass of a root, and the constructor of
+DistributedDataParallel, whose model is attached at its next forward pass: until then a script may
+register another hook, which is then refused by name instead of failing in torch.
 
 So a model that was built, or trained, before ``hybridcomp.install`` is attached in its next forward
-pass like any other: FSDP2 comes by again, and of DDP the garbage collector knows the models.
+pass like any other: FSDP2 calls ``_lazy_init`` again, and models under DDP are looked up among the
+garbage collector's objects.
 
-Where Megatron has the channels of the process, its own check says what becomes of torch's FSDP.
+Where Megatron uses the channels of the process, its check refuses or announces torch's FSDP.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ _applied: dict[str, list[Patch]] = {}
 def arm(new: bool = False) -> None:
     """Attach models of this process from now on, where it has a block.
 
-    ``new``: the block was given just now: models that were looked at without one are met again.
+    ``new``: the block is new: models that were left native without one may be attached now.
     """
     global _armed, _hooked
     _armed = True
@@ -89,7 +90,7 @@ def arm(new: bool = False) -> None:
 
 
 def disarm() -> None:
-    """Detach all models, and take everything away again, from torch and from its optimizers."""
+    """Detach all models, and revert the patches of torch and its optimizers."""
     global _armed
     _armed = False
     for module in list(_applied):
@@ -111,7 +112,7 @@ def _apply(module: str) -> None:
     try:
         _applied[module] = apply_all(Patch(s, make) for s, make in SEAMS if s.module == module)
     except SeamError as error:
-        # DeepSpeed and Megatron may still be served, so this is told and no error
+        # a message and no error: DeepSpeed and Megatron may still be compressed
         say_once(f"models under torch's own engines stay native: {error}")
 
 
@@ -126,7 +127,7 @@ def _attach(model: Any) -> None:
             "what torch.distributed.checkpoint saves, or calls hybridcomp.save_state(folder)"
         )
     if attached is not None and model.training and torch.is_grad_enabled():
-        attached.entered()  # hooks that were added while hooks run are run next time only
+        attached.entered()  # its forward hook was added during this pass and runs in the next one
 
 
 def _attach_in_next_pass(model: Any) -> None:
@@ -151,7 +152,7 @@ def make_ddp_init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def make_ddp_lazy_init(original: Callable[..., None]) -> Callable[..., None]:
-    """Attach a model under DDP that runs no hooks: that of the composable ``replicate``."""
+    """Attach a model under DDP that runs no forward hooks: that of the composable ``replicate``."""
 
     @functools.wraps(original)
     def _lazy_init(self: Any) -> None:
@@ -162,7 +163,7 @@ def make_ddp_lazy_init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def make_lazy_init(original: Callable[..., None]) -> Callable[..., None]:
-    """Attach a model under ``fully_shard`` in a pass of its root, unless it is part of another."""
+    """Attach a model under ``fully_shard`` in a forward pass of its root."""
 
     @functools.wraps(original)
     def _lazy_init(self: Any) -> None:
@@ -174,7 +175,7 @@ def make_lazy_init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def make_fsdp1_init(original: Callable[..., None]) -> Callable[..., None]:
-    """Refuse FSDP1 where a block waits for a model, or say that it stays native."""
+    """Refuse FSDP1 where there is a block, or print that it stays native."""
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

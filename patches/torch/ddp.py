@@ -1,15 +1,15 @@
 """DistributedDataParallel: gradient buckets by ``register_comm_hook``, dimension ``dp``.
 
-The hook is handed a bucket of gradients when the backward pass has filled it, before DDP divides
-them: so it multiplies by one over the ranks, as the reducer does where there is no hook
-(``mark_variable_ready_dense``), and then sums. Buckets are handed over in one order on all ranks.
-The first message of a bucket travels while the backward pass fills the next one, whose hook then
-finishes it; the last bucket of a pass finishes all. Nothing is sent from a thread of its own,
-whose messages other ones in the backward pass could overtake on some ranks.
+DDP calls the hook with a bucket of gradients once the backward pass has filled it, before dividing:
+so the hook multiplies by 1/ranks, as DDP's reducer does without a hook
+(``mark_variable_ready_dense``), and then sums. Buckets come in the same order on all ranks. The
+first message of a bucket travels while the backward pass fills the next one, whose hook then
+finishes it; the last bucket of a pass finishes all. No other thread sends, as its messages could
+be overtaken on some ranks by others of the backward pass.
 
-Buckets are rebuilt after the first step: residuals belong to parameters, never to buckets, and a
-lossy codec sees each parameter by itself (``ddp_layout``). What DDP holds is a slot (``ddp_slot``),
-which knows the reducer weakly.
+DDP rebuilds its buckets after the first step: residuals belong to parameters, never to buckets, and
+a lossy codec encodes each parameter independently (``ddp_layout``). DDP holds a slot
+(``ddp_slot``), which references the reducer weakly.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ COVERS = ("dp",)
 
 
 def attach(model: DistributedDataParallel, source: Source | None) -> Attached | None:
-    """Register the hook. None where there is no block. Raises ConfigError, AgreementError."""
+    """Register the hook; None where there is no block. Raises ConfigError, AgreementError."""
     block, group = read(source), model.process_group
     agree_on(block, "ddp", ranks_of(group))
     if block is None:
@@ -59,7 +59,7 @@ def attach(model: DistributedDataParallel, source: Source | None) -> Attached | 
     session.place([group], of_user=True)
     numels = _buckets(parameters, model)
     sent: dict[Dimension, Sent] = {"dp": Sent(numels, "sum", together=True)}
-    dtypes = [parameter.dtype.to_real() for parameter in parameters]  # as buckets hold them
+    dtypes = [parameter.dtype.to_real() for parameter in parameters]  # the dtypes of buckets
     encoded = next((dtype for dtype in dtypes if dtype in VALUE_DTYPES), dtypes[0])
     session.measure(group, encoded, sum(numels), sent)
     session.warn(set(dtypes))
@@ -87,7 +87,7 @@ def _enter(model: Any, attached: Attached) -> None:
 
 
 def _buckets(parameters: list[Any], model: Any) -> tuple[int, ...]:
-    """Elements of each bucket, as DDP fills them from the last parameter on."""
+    """Return the elements of each bucket, which DDP fills from the last parameter on."""
     most = int(model.bucket_bytes_cap)
     filled: list[int] = []
     nbytes = 0
@@ -102,19 +102,19 @@ def _buckets(parameters: list[Any], model: Any) -> tuple[int, ...]:
 
 @dataclass
 class _Pending:
-    """A bucket on its way: its handle, what DDP waits for, and the gradients."""
+    """A bucket under way: its handle, the future that DDP waits for, and the gradients."""
 
     handle: Handle
     future: Bucket
     gradients: Tensor
-    message: Tensor  # what travels: the gradients, or the table of ``layout``
+    message: Tensor  # the encoded tensor: the gradients, or the table of ``layout``
     layout: BucketLayout | None
     buffer: Tensor | None  # the memory of ``message`` where that is a table
 
 
 @dataclass(frozen=True)
 class _Note:
-    """A hook of a parameter that notes its gradient; it holds nothing of the model."""
+    """Hook of a parameter that notes that it got a gradient; holds no reference to the model."""
 
     used: set[str]
     name: str
@@ -124,7 +124,7 @@ class _Note:
 
 
 class Reducer:
-    """Sums buckets of one model."""
+    """Reducer of one model's buckets, called by DDP's communication hook."""
 
     def __init__(self, model: DistributedDataParallel, attached: Attached) -> None:
         self._group = model.process_group
@@ -135,23 +135,23 @@ class Reducer:
         self._pending: list[_Pending] = []
         self._layouts: dict[tuple[str, ...], BucketLayout] = {}
         self._is_rebuilt = False
-        #: names of parameters that got a gradient since the last sum, where DDP looks for them
+        #: names of parameters that got a gradient since the last sum, where DDP finds unused ones
         self._used: set[str] | None = None
         if self._channel.error_feedback and (model.find_unused_parameters or model.static_graph):
             self._used = set()
             for parameter in model._module_parameters:
-                if parameter.requires_grad:  # runs before DDP's own, which calls the hook
+                if parameter.requires_grad:  # runs before DDP's hook on it, which calls the reducer
                     name = getattr(parameter, NAME)
                     note = parameter.register_post_accumulate_grad_hook(_Note(self._used, name))
                     attached.on_detach(note.remove)
         self._stream: Any = None
 
     def __call__(self, bucket: Any) -> Bucket:
-        """The average of the bucket over the ranks, once it has arrived."""
+        """Start to average a bucket over the ranks; return the future of the averaged gradients."""
         self._attached.reduced()
         gradients: Tensor = bucket.buffer()
         if bucket.index() == 0:
-            self._pending.clear()  # of a pass that an exception ended
+            self._pending.clear()  # left from a pass that an exception ended
             self._follow_rebuilt()
         raw_nbytes, codec = self._raw_nbytes(gradients), None
         if not gradients.is_sparse:
@@ -173,7 +173,7 @@ class Reducer:
         return future
 
     def _raw_nbytes(self, gradients: Tensor) -> int:
-        """Bytes of one rank in a native sum; sparse rows go to every other rank."""
+        """Return the bytes one rank sends in a native sum; sparse rows go to every other rank."""
         if gradients.is_sparse:
             rows = gradients.coalesce()
             nbytes = rows.indices().nbytes + rows.values().nbytes
@@ -187,8 +187,8 @@ class Reducer:
     ) -> _Pending:
         """Send the first message of a bucket."""
         layout, message, buffer, factor = None, gradients, None, 1.0 / self._world_size
-        # low rank wants whole matrices, and takes each by itself anyway; what residuals are added
-        # to keeps its layout when a lossless codec takes them along
+        # low rank needs whole matrices and handles each separately anyway; with error feedback a
+        # lossless codec that sends the residuals uses their layout
         by_parameter = self._channel.error_feedback or not codec.lossless
         if by_parameter and codec.low_rank is None:
             layout = self._layout(bucket)
@@ -231,7 +231,7 @@ class Reducer:
         return self._layouts[names]
 
     def _follow_rebuilt(self) -> None:
-        """Free the residuals of the first step's buckets: those of later ones take them over."""
+        """Detach residuals from the first step's buckets, so that the rebuilt ones collect them."""
         if not self._is_rebuilt and self._model._has_rebuilt_buckets:
             self._is_rebuilt = True
             self._layouts.clear()
@@ -246,11 +246,11 @@ class Reducer:
             if one.layout is not None:
                 one.layout.unpack(one.message, one.gradients)
                 POOL.give(one.buffer)
-            one.future.set_result(one.gradients)  # on a GPU: once this stream has got here
+            one.future.set_result(one.gradients)  # on a GPU it is ready when this stream gets here
 
     @contextmanager
     def _beside(self, gradients: Tensor) -> Iterator[None]:
-        """A stream beside that of the backward pass, on a GPU."""
+        """Run the body on a second stream after the backward pass's work so far, on a GPU."""
         if gradients.device.type != "cuda":
             with nullcontext():
                 yield
@@ -267,10 +267,10 @@ def _devices(gradients: Tensor) -> list[int | str | torch.device] | None:
 
 
 def _pieces(bucket: Any) -> list[Piece]:
-    """The parameters of a bucket in its order; nothing lies between them."""
+    """Return the parameters of a bucket as pieces, in its order; there are no gaps."""
     return [Piece(getattr(p, NAME), 0, _numel(p)) for p in bucket.parameters()]
 
 
 def _numel(parameter: Tensor) -> int:
-    """Real numbers in a parameter: DDP sums complex ones as pairs of these."""
+    """Return the real numbers in a parameter: DDP sums complex values as pairs of these."""
     return parameter.numel() * (2 if parameter.is_complex() else 1)

@@ -1,10 +1,10 @@
-"""How a bucket of gradients is laid out for a lossy codec, whatever else is in the bucket.
+"""Lay out a bucket of gradients so that a lossy codec encodes each parameter independently.
 
-DDP fills other buckets in the first step of a process than in later ones. What a codec makes of a
-value may depend on the values around it and on where a chunk of a rank begins: so a resumed run
-would differ from an unbroken one in its first step. Here every parameter is cut into one chunk for
-each rank, and all chunks begin at multiples of 32 elements, where blocks begin; a message is a
-table with a row for each rank. What is made of a parameter then depends on the parameter alone.
+DDP fills other buckets in the first step of a process than in later ones. A codec's error may
+depend on neighbouring values and on where a rank's chunk begins: so a resumed run would differ from
+an uninterrupted one in its first step. Here every parameter is cut into one chunk for each rank,
+and all chunks begin at multiples of 32 elements, where codec blocks begin; a message is a table
+with a row for each rank. The decoded values of a parameter then depend on that parameter alone.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class _Parameter:
 
     @property
     def whole(self) -> int:
-        """Rows that it fills."""
+        """Return the number of rows that it fills completely."""
         return self.numel // self.chunk
 
 
 class BucketLayout:
-    """The table of one bucket."""
+    """Table of one bucket: a row for each rank, columns for each parameter."""
 
     def __init__(self, names: Sequence[str], numels: Sequence[int], world_size: int) -> None:
-        """``names`` and ``numels``: of the parameters in the bucket, in its order."""
+        """Lay out the bucket's parameters, with these names and elements, in their order."""
         self._parameters: list[_Parameter] = []
         self._names = names
         self.rows, start, column = world_size, 0, 0
@@ -51,7 +51,7 @@ class BucketLayout:
         self.pieces = [piece for row in range(world_size) for piece in self._row(row)]
 
     def _row(self, row: int) -> list[Piece]:
-        """The parameters in the chunks of one rank, and padding behind them."""
+        """Return the pieces of one rank's row: the parameters' chunks and their padding."""
         found = []
         for name, place in zip(self._names, self._parameters, strict=True):
             low = min(row * place.chunk, place.numel)
@@ -64,7 +64,7 @@ class BucketLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of the table."""
+        """Return the elements of the table."""
         return self.rows * self.columns
 
     def pack(self, gradients: Tensor, factor: float, flat: Tensor) -> None:
@@ -87,7 +87,7 @@ class BucketLayout:
             values[whole.numel() :].copy_(rest)
 
     def _views(self, gradients: Tensor, table: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """The gradient of every parameter, the rows that it fills, its part of another."""
+        """Return views for every parameter: its gradient, its full rows, its part of one more."""
         found = []
         for place in self._parameters:
             values = gradients[place.start : place.start + place.numel]

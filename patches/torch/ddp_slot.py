@@ -1,9 +1,9 @@
-"""The slot of DistributedDataParallel: one communication hook, for as long as the model lives.
+"""Own the communication hook of a DistributedDataParallel for as long as the model lives.
 
 DDP's reducer keeps its hook in C++, where Python's garbage collector does not look: a hook that
-held its model would keep it alive for ever. So the slot holds what reduces weakly, and whoever is
-attached keeps that. Torch takes no second hook and gives none back: where nobody is attached any
-more, the hook averages natively, with the values that DDP has without a hook.
+held its model would keep it alive for ever. So the slot references our reducer weakly, and the
+``Attached`` of the model keeps it alive. Torch takes no second hook and cannot remove one: after
+detach the hook averages natively, with the same values as DDP without a hook.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Reduce = Callable[[Any], Bucket]
 
 
 class Slot:
-    """What stands in the slot of one model.
+    """State of the communication hook of one model.
 
     Attributes:
-        reducer: what sums the buckets of the model; dead or None: torch.distributed does.
+        reducer: averages the buckets of the model; dead or None: torch.distributed does.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
@@ -35,14 +35,15 @@ class Slot:
         self._model = weakref.ref(model)
 
     def leave(self, reducer: Reduce) -> None:
-        """Let torch.distributed sum from now on; what ``reducer`` was is not asked any more."""
+        """Let torch.distributed sum from now on, if ``reducer`` is the current one."""
         if self.reducer is not None and self.reducer() is reducer:
             self.reducer = None
 
     def reduce(self, bucket: Any) -> Bucket:
         """Average a bucket over the ranks: by the reducer, natively where there is none.
 
-        Raises ConfigError in the one way of ``join`` in which a hook cannot know the divisor.
+        Raises ConfigError with ``join(divide_by_initial_world_size=False)``: a hook does not know
+        that divisor.
         """
         model: Any = self._model()
         assert model is not None, "its reducer calls"
@@ -63,9 +64,9 @@ def average(gradients: Tensor, group: dist.ProcessGroup) -> Bucket:
 
 
 def occupy(model: DistributedDataParallel, reducer: Reduce) -> Slot:
-    """Let ``reducer`` sum the buckets of ``model`` while somebody else keeps it alive.
+    """Let ``reducer`` average the buckets of ``model``; the caller keeps it alive.
 
-    Raises ConfigError where the hook of somebody else is in the slot.
+    Raises ConfigError where the model has another communication hook.
     """
     slot = slot_of(model) or _register(model)
     slot.reducer = weakref.ref(reducer)
@@ -73,7 +74,7 @@ def occupy(model: DistributedDataParallel, reducer: Reduce) -> Slot:
 
 
 def slot_of(model: Any) -> Slot | None:
-    """The slot of a model that was attached at some time."""
+    """Return the slot of a model, None if it was never attached."""
     return next((state for _, state in model._comm_hooks if isinstance(state, Slot)), None)
 
 
@@ -100,7 +101,7 @@ def _register(model: DistributedDataParallel) -> Slot:
 
 
 def _refuse(state: object, hook: Callable[..., object]) -> None:
-    """Stand in for ``register_comm_hook`` of a model whose slot is taken."""
+    """Raise ConfigError in place of ``register_comm_hook``: the model has hybridcomp's hook."""
     todo = (
         "DDP takes one communication hook and hybridcomp's is in the slot, also after detach; "
         "register yours before and do not attach, or wrap the model in a new "
@@ -111,7 +112,7 @@ def _refuse(state: object, hook: Callable[..., object]) -> None:
 
 
 def _check_join(model: Any) -> None:
-    """Refuse the one way of ``join`` in which DDP divides by what it tells nobody."""
+    """Refuse ``join(divide_by_initial_world_size=False)``: a hook cannot know the divisor."""
     if model._join_config.enable and not model._divide_by_initial_world_size:
         todo = "a hook is not told how many ranks have inputs left; leave it at True"
         raise ConfigError("join(divide_by_initial_world_size)", False, todo)

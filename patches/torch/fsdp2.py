@@ -1,13 +1,13 @@
 """FSDP2 (``fully_shard``): gathers of parameters and reductions of gradients, dimensions ``zero``
 and ``dp``.
 
-``set_custom_all_gather`` and ``set_custom_reduce_scatter`` are torch's own slots
-(``fsdp2_comms``); an HSDP mesh sums between its replicas with a plain ``all_reduce`` over the
-process group of the mesh, and there that group is exchanged for one that encodes.
+``set_custom_all_gather`` and ``set_custom_reduce_scatter`` are torch's slots (``fsdp2_comms``); an
+HSDP mesh sums between its replicas with a plain ``all_reduce`` over the process group of the mesh,
+and that group is replaced by one that encodes.
 
-What is done to gradients stays upstream's: which messages are sent, micro-batches that are added
-up, divisors. Deltas cannot be sent, as unsharded parameters are freed; the fp32 or bf16 shards
-that every owner keeps are exact, so errors of gathers do not add up.
+Upstream still decides which messages are sent, when micro-batches are added up, and by what
+gradients are divided. Deltas cannot be sent, as unsharded parameters are freed; the fp32 or bf16
+shards that every owner keeps are exact, so errors of gathers do not add up.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ROOT = (
 
 
 def groups_of(model: nn.Module) -> list[Any]:
-    """Torch's parameter groups of ``model``, each once, in the order of its modules."""
+    """Return torch's parameter groups of ``model``, each once, in the order of its modules."""
     found: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -60,7 +60,7 @@ def _groups(state: Any) -> list[Any]:
 
 
 def attach(model: nn.Module, source: Source | None) -> Attached | None:
-    """Fill the slots. None where there is no block.
+    """Fill the slots of all groups; None where there is no block.
 
     Raises ConfigError, AgreementError.
     """
@@ -103,14 +103,14 @@ def attach(model: nn.Module, source: Source | None) -> Attached | None:
 
 
 def is_served(model: nn.Module) -> bool:
-    """Whether the groups of ``model`` are those of a model that is attached."""
+    """Return whether the slots of all groups of ``model`` are filled."""
     groups = groups_of(model)
     return bool(groups) and all(map(fsdp2_comms.is_filled, groups))
 
 
 @dataclass
 class _Enter:
-    """A forward pre-hook of an FSDP2 module."""
+    """Forward pre-hook of an FSDP2 module: notes forward passes in training."""
 
     attached: Attached
     is_whole: bool = False
@@ -124,9 +124,9 @@ class _Enter:
 
 
 def _check_whole(module: Any) -> None:
-    """Raise ConfigError where a pass would send natively what nobody has said stays native.
+    """Raise ConfigError where some groups of the model are not attached and would stay native.
 
-    FSDP knows in the first pass, before the hooks of ``attach``, which groups belong together.
+    FSDP determines in the first pass, before the hooks of ``attach``, which groups belong together.
     """
     for state in module._get_fsdp_state()._state_ctx.all_states:
         if not all(map(fsdp2_comms.is_filled, _groups(state))):
@@ -137,7 +137,7 @@ def _check_whole(module: Any) -> None:
 
 @dataclass(frozen=True)
 class _Leave:
-    """A forward hook of an FSDP2 module: its unsharded parameters exist, and have no gradients."""
+    """Forward hook of an FSDP2 module: its unsharded parameters exist and have no gradients yet."""
 
     members: Members
 
@@ -153,7 +153,7 @@ def _parameters(groups: list[Any]) -> Iterator[Tensor]:
 
 
 def _measure(session: EngineSession, job: fsdp2_rules.Job, members: list[Members]) -> None:
-    """Let the dimensions that are timed see messages like those of a step, each on its own links.
+    """Measure zero and dp with messages like those of a step, each over its process group.
 
     Parameters are gathered inside a shard group; an HSDP mesh sums gradients between its replicas,
     in the dtype that FSDP reduces in, which is often wider than that of the parameters.

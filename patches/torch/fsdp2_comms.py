@@ -1,7 +1,7 @@
-"""What stands in the slots of an FSDP2 group: an all-gather, a reduce-scatter, an all-reduce.
+"""Fill the slots of an FSDP2 group with an encoded all-gather, reduce-scatter and all-reduce.
 
 All of them run on the stream that FSDP has made current, and are complete there when they return,
-but for gathers that FSDP asks for asynchronously.
+except gathers that FSDP calls asynchronously.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from hybridcomp.patches.torch.stateful import BETWEEN
 
 
 def fill(members: Members, attached: Attached, native_inside: bool) -> None:
-    """Put ours into the slots of one group.
+    """Put encoded collectives into the slots of one group.
 
-    Torch's two setters refuse a module with several groups, as they could not tell which is meant;
-    here every group has objects of its own, so they are set where the setters would set them.
+    Torch's two setters refuse a module with several groups, as the group would be ambiguous; here
+    every group gets separate objects, so the attributes behind the setters are set directly.
 
     Args:
-        native_inside: where there are replicas, gradients are reduce-scattered natively, as these
-            encode their sum.
+        native_inside: with replicas, reduce-scatter gradients natively inside a shard group, as the
+            all-reduce between replicas encodes.
     """
     group = members.group
     replicas = getattr(group.mesh_info, "replicate_process_group", None)
@@ -48,7 +48,7 @@ def fill(members: Members, attached: Attached, native_inside: bool) -> None:
     scatter = EncodedReduceScatter(members, attached, group._reduce_scatter_comm, native_inside)
     group._reduce_scatter_comm = scatter
     if replicas is not None:
-        # layers may share one object, as meshes that differ by parameter must
+        # a copy: groups may share one mesh_info object
         encoded = EncodedReplicas(replicas, scatter, group.mesh_info)
         group.mesh_info = copy.copy(group.mesh_info)
         group.mesh_info.replicate_process_group = encoded
@@ -56,7 +56,7 @@ def fill(members: Members, attached: Attached, native_inside: bool) -> None:
 
 
 def empty(members: Members) -> None:
-    """Put back what ``fill`` took out of the slots, where nobody has put something else there."""
+    """Restore the objects that ``fill`` replaced, except in slots that were changed since."""
     group = members.group
     gather, scatter = group._all_gather_comm, group._reduce_scatter_comm
     replicas = getattr(group.mesh_info, "replicate_process_group", None)
@@ -70,13 +70,13 @@ def empty(members: Members) -> None:
 
 
 def is_filled(group: Any) -> bool:
-    """Whether ours are in the slots of a parameter group of torch's."""
+    """Return whether the slots of one of torch's parameter groups hold encoded collectives."""
     gather, scatter = group._all_gather_comm, group._reduce_scatter_comm
     return isinstance(gather, EncodedAllGather) and isinstance(scatter, EncodedReduceScatter)
 
 
 class GatherWork(dist.Work):
-    """A handle as torch's own type: FSDP waits for nothing else."""
+    """Handle as a ``Work``, the type that FSDP waits for."""
 
     def __init__(self, handle: Handle) -> None:
         super().__init__()
@@ -88,19 +88,19 @@ class GatherWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether ``wait`` has run to its end."""
+        """Return whether ``wait`` has finished."""
         return self._handle.is_completed()
 
 
 class EncodedAllGather(AllGather):
-    """Gathers the parameters of one group, encoded where the policy says so."""
+    """All-gather of the parameters of one group, encoded where the policy says so."""
 
     def __init__(self, members: Members, attached: Attached, native: AllGather) -> None:
         self._members, self._attached, self.native = members, attached, native
         self._channel: Channel = attached.channels["zero"]
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """What upstream's own would allocate."""
+        """Allocate as the replaced all-gather does."""
         return self.native.allocate(size, dtype=dtype, device=device)
 
     def __call__(
@@ -110,7 +110,7 @@ class EncodedAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fill ``output_tensor`` from all ranks' ``input_tensor``, here a view of it."""
+        """Gather all ranks' ``input_tensor``, here a view of ``output_tensor``, into the latter."""
         world_size = group.size()
         raw_nbytes = native_nbytes.all_gather_nbytes(
             input_tensor.numel(), input_tensor.dtype, world_size
@@ -132,7 +132,7 @@ class EncodedAllGather(AllGather):
         return GatherWork(handle) if async_op else None
 
     def _stays_exact(self) -> bool:
-        """Whether this gather is none of a training or evaluation pass's first."""
+        """Return whether this gather must be exact: it repeats one, or is outside of passes."""
         state = self._members.group
         if state.is_sharded_post_forward:
             say(
@@ -149,11 +149,11 @@ class EncodedAllGather(AllGather):
         return False
 
     def _is_for_a_pass(self) -> bool:
-        """Whether a gather that was asked for by hand serves several passes of a training step.
+        """Return whether an explicit ``unshard()`` serves several passes of a training step.
 
-        So losses in chunks do (torchtitan): the head is gathered between the passes of the layers,
-        and kept, with its gradients, until all chunks are through. In a first step upstream finds
-        it gathered already by the forward pass; exact parameters in later ones would be others.
+        Losses in chunks (torchtitan) do so: the head is gathered between the passes of the layers,
+        and kept, with its gradients, until all chunks are done. In the first step the forward pass
+        has gathered it already, encoded; exact parameters in later steps would differ from that.
         """
         group = self._members.group
         keeps = not (group.reduce_grads or group.reshard_after_backward)
@@ -161,7 +161,7 @@ class EncodedAllGather(AllGather):
 
 
 class EncodedReduceScatter(ReduceScatter):
-    """Sums the gradients of one group, encoded where the policy says so."""
+    """Reduce-scatter of the gradients of one group, encoded where the policy says so."""
 
     def __init__(
         self, members: Members, attached: Attached, native: ReduceScatter, native_inside: bool
@@ -172,7 +172,7 @@ class EncodedReduceScatter(ReduceScatter):
         self.places: tuple[int, ...] = ()  # parameters of the last message
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """What upstream's own would allocate."""
+        """Allocate as the replaced reduce-scatter does."""
         return self.native.allocate(size, dtype=dtype, device=device)
 
     def __call__(
@@ -209,22 +209,22 @@ class EncodedReduceScatter(ReduceScatter):
 
 
 class EncodedReplicas(dist.ProcessGroup):
-    """The replicas of an HSDP mesh, whose ``allreduce`` encodes.
+    """Process group of an HSDP mesh's replicas, whose ``allreduce`` encodes.
 
     HSDP sums the shards between its replicas with ``torch.distributed.all_reduce`` over the process
-    group of the mesh, and asks nobody. Upstream decides when it does so
-    (``set_requires_all_reduce``) and what it divides by.
+    group of the mesh, without a slot. Upstream decides when it does so
+    (``set_requires_all_reduce``) and by what it divides.
     """
 
     def __init__(
         self, inner: dist.ProcessGroup, scatter: EncodedReduceScatter, mesh_info: Any
     ) -> None:
-        """``mesh_info``: torch's own object, which the group gets back in the end."""
+        """Wrap ``inner``; ``mesh_info``: torch's object, which ``empty`` restores in the group."""
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self.inner, self._scatter, self.mesh_info = inner, scatter, mesh_info
 
     def getBackendName(self) -> str:
-        """The backend of the group that sends."""
+        """Return the backend of the wrapped group, which sends."""
         return str(dist.get_backend(self.inner))
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
@@ -245,7 +245,7 @@ class EncodedReplicas(dist.ProcessGroup):
         return GatherWork(handle)
 
     def _pieces(self, numel: int) -> list[Piece]:
-        """What this rank's shard of the last reduce-scatter holds."""
+        """Return the pieces of this rank's shard of the last reduce-scatter."""
         members = self._scatter.members
         mesh = members.group.mesh_info
         shards = getattr(mesh, "shard_process_group", None)
@@ -258,20 +258,20 @@ class EncodedReplicas(dist.ProcessGroup):
 
 
 def divided(total: Tensor, op: Any, group: Any, world_size: int) -> Tensor:
-    """``total``, a sum, as ``op`` would have left it; in place."""
+    """Divide the sum ``total`` as ``op`` would have done; in place."""
     if op == dist.ReduceOp.AVG:
         return total.div_(world_size)
-    if op == dist.ReduceOp.PREMUL_SUM:  # it hides its factor, which is the group's
+    if op == dist.ReduceOp.PREMUL_SUM:  # its factor cannot be read; it is the group's
         return total.div_(group.gradient_divide_factor)
     assert op == dist.ReduceOp.SUM, f"FSDP2 reduces with {op}"
     return total
 
 
 def divisors(every: Iterable[Members], native_inside: bool) -> dict[str, float]:
-    """What the sum that a residual is a part of is divided by in the end, by its name.
+    """Return, by name of a residual, the divisor between the sum of its message and the gradient.
 
-    The divisor of all gradients, or what of it is left: fp16 is divided by a power of two before,
-    and replicas sum what shards have averaged.
+    The divisor of all gradients, less the factors applied before the sum: fp16 is divided by a
+    power of two before, and replicas sum gradients that the shard groups have averaged.
     """
     found: dict[str, float] = {}
     for members in every:
@@ -300,10 +300,10 @@ def divisors(every: Iterable[Members], native_inside: bool) -> dict[str, float]:
 
 
 def sends(every: Iterable[Members], native_inside: bool) -> dict[str, Sends]:
-    """What of each residual's parameter this rank encodes, by its name.
+    """Return, by name of a residual, the ranges of its parameter that this rank encodes.
 
-    All of it where shards are summed; between replicas what of it is this rank's shard. Asked for
-    before ``fill`` exchanges the group of the replicas.
+    All of it in a reduce-scatter to shards; between replicas this rank's shard. Call it before
+    ``fill`` replaces the group of the replicas.
     """
     found: dict[str, Sends] = {}
     for members in every:
@@ -329,17 +329,17 @@ def _edges(pieces: Iterable[Piece]) -> list[tuple[int, int]]:
 
 
 def reduce_dtype(group: Any) -> torch.dtype:
-    """What FSDP will reduce in; it settles that at the first forward pass only."""
+    """Return the dtype FSDP will reduce in, which it only sets at the first forward pass."""
     every = group.fsdp_params
     trained = [p for p in every if p.sharded_param.requires_grad] or every
     return functools.reduce(torch.promote_types, map(_grad_dtype, trained))
 
 
 def _grad_dtype(parameter: Any) -> torch.dtype:
-    """What gradients of one parameter are reduced in.
+    """Return the dtype in which the gradients of one parameter are reduced.
 
-    From torch 2.15 on a policy without ``reduce_dtype`` keeps the dtype of the sharded parameter,
-    or what its ``grad_dtype`` says; before, it took that of the unsharded one.
+    From torch 2.15 on a policy without ``reduce_dtype`` takes the sharded parameter's
+    ``grad_dtype`` or dtype; before, it took the dtype of the unsharded one.
     """
     policy, sharded = parameter.mp_policy, parameter.sharded_param
     if hasattr(parameter, "sharded_grad_dtype"):

@@ -1,13 +1,14 @@
-"""Which parameters a message of an FSDP2 group holds: torch's slots carry no names.
+"""Map messages of an FSDP2 group to parameters: torch's slots pass no names.
 
 A message is a rank-major table: for every rank of the shard group its chunk of each parameter, one
 after the other. A parameter cut at dimension 0 gives rank r the rows ``[r * c, (r + 1) * c)``, c
 the rounded-up share, and zeros behind its end. One that is cut at another dimension gives columns,
-which are no stretch of its flattened values: their residuals stand under a name of their own.
+which are no stretch of its flattened values: their residuals get a separate name.
 
 Gradients of a parameter that took no part in the pass are left out of the message. Torch 2.15 calls
-``_prepare_reduce_scatter_inputs`` with those of each message, in its order, which is no longer that
-of the group. Before, ``register_post_accumulate_grad_hook`` tells which ones took part.
+``_prepare_reduce_scatter_inputs`` with the parameters of each message, in the order of the message,
+which may differ from the group's. Before 2.15, ``register_post_accumulate_grad_hook`` records which
+ones took part.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from torch import nn
 
 from hybridcomp.channels.error_feedback import Piece
 
-#: the slot of a group of torch 2.15 that is handed the parameters of a message
+#: the method of a group of torch 2.15 that gets the parameters of a message
 PREPARE = "_prepare_reduce_scatter_inputs"
 
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter of a group: its name and how it is cut."""
+    """One parameter of a group: name, shape, and the dimension at which it is cut."""
 
     name: str
     numel: int
@@ -37,11 +38,11 @@ class Member:
     dim: int
 
     def chunk(self, world_size: int) -> int:
-        """Elements of one rank's chunk, padding included."""
+        """Return the elements of one rank's chunk, padding included."""
         return math.ceil(self.rows / world_size) * (self.numel // max(1, self.rows))
 
     def pieces(self, world_size: int) -> list[list[Piece]]:
-        """What of the parameter and what padding the chunk of every rank holds."""
+        """Return the pieces of every rank's chunk: a range of the parameter, and padding."""
         chunk = self.chunk(world_size)
         name = self.name if self.dim == 0 else f"{self.name} cut at {self.dim} in {world_size}"
         found = []
@@ -58,9 +59,10 @@ class Members:
     """The parameters of one FSDP2 group."""
 
     def __init__(self, group: Any, names: dict[int, str], where: str = "") -> None:
-        """``names``: of every module of the model, by id; ``where``: behind those of parameters.
+        """Collect the parameters of ``group``.
 
-        Experts of other ranks bear the same names: ``where`` says whose these are.
+        ``names``: of every module of the model, by id; ``where``: suffix of the parameters' names,
+        which tells experts of different ranks apart.
         """
         self.group = group
         self.members = [_member(parameter, names, where) for parameter in group.fsdp_params]
@@ -74,7 +76,7 @@ class Members:
 
     @property
     def trained(self) -> tuple[int, ...]:
-        """The places of parameters that need gradients."""
+        """Return the places of parameters that need gradients."""
         return tuple(
             place
             for place, parameter in enumerate(self.group.fsdp_params)
@@ -82,16 +84,16 @@ class Members:
         )
 
     def numel(self, places: Sequence[int], world_size: int) -> int:
-        """Elements of a message with the gradients of these parameters."""
+        """Return the elements of a message with the gradients of these parameters."""
         return sum(self.members[place].chunk(world_size) for place in places) * world_size
 
     @property
     def hears_of_messages(self) -> bool:
-        """Whether torch says which parameters a message holds, so that nothing need be watched."""
+        """Return whether torch passes the parameters of a message, so that no hooks are needed."""
         return hasattr(self.group, PREPARE)
 
     def follow_messages(self) -> None:
-        """Note the parameters of every message from now on, where torch says them."""
+        """Note the parameters of every message from now on, where torch passes them."""
         if not self.hears_of_messages:
             return
         prepare = self._prepare = getattr(self.group, PREPARE)
@@ -104,12 +106,12 @@ class Members:
         setattr(self.group, PREPARE, noted)
 
     def watch(self) -> None:
-        """Have unsharded parameters tell that they got a gradient; they exist from now on."""
+        """Hook the unsharded parameters, which exist now, to note which of them get a gradient."""
         for place, parameter in enumerate(self.group.fsdp_params):
             unsharded = getattr(parameter, "_unsharded_param", None)
             if unsharded is None or id(unsharded) in self._hooks or not unsharded.requires_grad:
                 continue
-            # torch keeps the hook where the garbage collector does not look: it holds a set only
+            # torch keeps the hook where the garbage collector does not look: reference a set only
             self._hooks[id(unsharded)] = unsharded.register_post_accumulate_grad_hook(
                 lambda _, touched=self._touched, place=place: touched.add(place)
             )
@@ -123,7 +125,7 @@ class Members:
             self._hooks.popitem()[1].remove()
 
     def of_message(self, numel: int, world_size: int) -> tuple[int, ...]:
-        """The parameters in a reduce-scatter of ``numel`` elements, the next one of this group.
+        """Return the parameters in this group's next reduce-scatter, of ``numel`` elements.
 
         Raises RuntimeError where none fit, and what ``before_first`` does.
         """
@@ -143,7 +145,7 @@ class Members:
         )
 
     def pieces(self, places: tuple[int, ...], world_size: int) -> list[list[Piece]]:
-        """What a message with these parameters holds for every rank."""
+        """Return the pieces of a message with these parameters, by rank."""
         key = (*places, world_size)
         if key not in self._pieces:
             rows: list[list[Piece]] = [[] for _ in range(world_size)]
@@ -155,7 +157,7 @@ class Members:
         return self._pieces[key]
 
     def cuts(self, world_size: int) -> list[int]:
-        """Where one parameter ends and the next begins in a rank's shard of all of them."""
+        """Return the borders of parameters in a rank's shard of all of them."""
         lengths = [member.chunk(world_size) for member in self.members]
         return [cut for cut in list(accumulate(lengths))[:-1] if cut]
 
@@ -174,7 +176,7 @@ def _member(parameter: Any, names: dict[int, str], where: str) -> Member:
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
-    """The dotted name of every module of ``model``, by id; the first where there are several."""
+    """Return the dotted name of every module of ``model``, by id; its first if it has several."""
     found: dict[int, str] = {}
     for name, module in model.named_modules():
         found.setdefault(id(module), name)

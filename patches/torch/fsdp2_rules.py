@@ -1,4 +1,4 @@
-"""What of a model under FSDP2 the slots reach, and what not."""
+"""Rules for models under FSDP2: which messages can be compressed, and why others cannot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.patches.torch.rules import elsewhere, has_ring, lossy
 from hybridcomp.rules.engine import Rule
 
-#: comms whose place ours may take, and which then still send what stays native
+#: classes of comms that ``fill`` may replace; they still send the messages that stay native
 OWN_COMMS = (
     "DefaultAllGather", "DefaultReduceScatter",
     "ProcessGroupAllocAllGather", "ProcessGroupAllocReduceScatter",
@@ -40,7 +40,7 @@ class Job:
 
     @property
     def layout(self) -> dict[str, Any]:
-        """How residuals are spread; meshes of experts only where there are some."""
+        """Return the split of residuals over the ranks; with meshes only if experts have others."""
         found: dict[str, Any] = {"shards": self.shards, "replicas": self.replicas}
         if len(self.meshes) > 1:
             found["meshes"] = sorted(map(list, self.meshes))
@@ -48,7 +48,7 @@ class Job:
 
 
 def job_of(model: nn.Module, groups: list[Any]) -> Job:
-    """The facts of a model; collectives: none."""
+    """Collect the facts of a model; no collective."""
     sizes = [(_size(group, "shard"), _size(group, "replicate")) for group in groups]
     first = max(range(len(groups)), key=lambda place: sizes[place][0] * sizes[place][1])
     shard, replicas = _group(groups[first], "shard"), _group(groups[first], "replicate")
@@ -86,13 +86,13 @@ def _ranks(group: Any) -> list[int]:
 
 
 def whereabouts(group: Any, job: Job) -> str:
-    """What tells the parameters of ``group`` from those of other ranks: "" on all ranks' mesh."""
+    """Return a suffix for names of ``group``'s parameters: its ranks, "" on the whole mesh."""
     ranks = sorted(_ranks(group))
     return "" if tuple(ranks) == job.ranks else f" on ranks {', '.join(map(str, ranks))}"
 
 
 def _group(group: Any, role: str) -> dist.ProcessGroup | None:
-    """The process group that a parameter group shards or replicates over."""
+    """Return the process group over which a parameter group shards or replicates."""
     found: dist.ProcessGroup | None = getattr(group.mesh_info, f"{role}_process_group", None)
     return found
 
@@ -106,7 +106,7 @@ def _foreign(job: Job) -> bool:
     return bool(job.comms - set(OWN_COMMS))
 
 
-#: of a ``Job``
+#: rules over a ``Job``
 FSDP2: tuple[Rule[Job], ...] = (
     *elsewhere("fully_shard", lambda job: job.ring),
     Rule(
@@ -164,7 +164,7 @@ FSDP2: tuple[Rule[Job], ...] = (
 
 
 def check_hierarchy(block: CompressionConfig, job: Job) -> None:
-    """Raise ConfigError where the block and an HSDP mesh see other nodes."""
+    """Raise ConfigError where ``hierarchy`` and an HSDP mesh disagree about the nodes."""
     if job.replicas > 1 and isinstance(block.hierarchy, int) and block.hierarchy != job.shards:
         todo = (
             f"the HSDP mesh shards over {job.shards} ranks and says by that which share a node; "

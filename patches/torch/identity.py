@@ -1,8 +1,8 @@
-"""Whose state it is: how an attached model is known again after a restart.
+"""Identify attached models across restarts, for their state in checkpoints.
 
-By the names and shapes of its parameters, whatever ranks, engine or wrappers they are under; among
-models that are alike by the order in which they were attached. A number of the process alone would
-name another model as soon as an earlier one was dropped.
+By the names and shapes of their parameters, independent of ranks, engine and wrappers; equal models
+are told apart by the order in which they were attached. A mere counter would identify another model
+as soon as an earlier one was deleted.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import nn
 from hybridcomp.errors import CheckpointError
 from hybridcomp.job.agreement import tell
 
-#: what torch.compile and activation checkpointing put into the names of parameters
+#: prefixes that torch.compile and activation checkpointing put into the names of parameters
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def identity_of(model: nn.Module) -> str:
-    """Digest of the names and global shapes of the parameters of ``model``: 12 digits."""
+    """Return a digest of the parameters' names and global shapes: 12 hexadecimal digits."""
     found = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters(), key=lambda pair: _plain(pair[0])):
         found.update(f"{_plain(name)} {tuple(parameter.shape)}\n".encode())
@@ -36,7 +36,7 @@ def _plain(name: str) -> str:
 
 
 def names_of(models: Sequence[Any]) -> list[str]:
-    """Names of attached models, the same on all ranks: identity and place among those alike.
+    """Name attached models, the same on all ranks: identity, and number among equal ones.
 
     A collective through the rendezvous store; names are those of rank 0, as stages of a pipeline
     differ. Raises CheckpointError where ranks have attached different numbers of models.

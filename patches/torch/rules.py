@@ -1,4 +1,4 @@
-"""What torch's engines do with the traffic of each dimension: refused, absent, or said once."""
+"""Rules for models under torch's engines: dimensions that are refused, absent, or announced."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from hybridcomp.rules.engine import Rule
 
 
 def lossy(block: CompressionConfig, name: Dimension) -> bool:
-    """Whether messages of ``name`` change values."""
+    """Return whether any codec of dimension ``name`` is lossy."""
     codecs = [block.codecs().get((name, way)) for way in directions_of(name)]
     return any(codec is not None and not codec.lossless for codec in codecs)
 
 
 def elsewhere(name: str, has_ring: Callable[[Any], bool]) -> tuple[Rule[Any], ...]:
-    """What neither engine has; ``has_ring``: whether a job has layers of ``hybridcomp.nn``."""
+    """Return rules for dimensions that neither engine has.
+
+    ``has_ring``: returns whether a job has ring attention of ``hybridcomp.nn``.
+    """
     return (
         Rule(
             "absent", ("pp", "ep", "offload"), f"a model under {name}",
@@ -43,7 +46,7 @@ def elsewhere(name: str, has_ring: Callable[[Any], bool]) -> tuple[Rule[Any], ..
 
 
 def has_ring(model: Any) -> bool:
-    """Whether layers of ``model`` cut sequences over ranks."""
+    """Return whether layers of ``model`` cut sequences over ranks."""
     return any(type(layer).__name__ == "RingAttention" for layer in model.modules())
 
 
@@ -56,7 +59,7 @@ def _is_sparse(model: Any) -> bool:
     return any(isinstance(layer, layers) and layer.sparse for layer in model.modules())
 
 
-#: of a DistributedDataParallel
+#: rules over a DistributedDataParallel
 DDP: tuple[Rule[Any], ...] = (
     *elsewhere("DistributedDataParallel", has_ring),
     Rule(
@@ -102,10 +105,10 @@ DDP: tuple[Rule[Any], ...] = (
 
 
 def check(block: CompressionConfig, table: Sequence[Rule[Any]], job: Any) -> frozenset[Dimension]:
-    """Hold the block against a model; the dimensions that it has no traffic of.
+    """Check the block against a model; return the dimensions of which it has no messages.
 
     Raises ConfigError for the first dimension that cannot act. With ``"on_unsupported": "native"``
-    it is said once instead, on rank 0, what stays native and why.
+    rank 0 instead prints once which messages stay native, and why.
     """
     rules = [(rule, job) for rule in table]
     for sentence in engine.hold(block, rules):

@@ -1,4 +1,4 @@
-"""What torch's engines add to ``EngineSession``: blocks in any form, agreement over one model.
+"""Make sessions for models under torch's engines: read the block, agree on it over the ranks.
 
 Making a session is a collective over the whole job where the block has two levels (``hierarchy``)
 or measures (``when: auto``): every rank attaches as many models, in the same order.
@@ -26,19 +26,19 @@ from hybridcomp.rules.planned import hold_to_machines, hold_to_plan
 from hybridcomp.session import process
 from hybridcomp.session.engine_session import EngineSession
 
-#: what a user calls the engine of a kind
+#: the user's name for the engine of each kind
 ENGINES = {"ddp": "DistributedDataParallel", "fsdp2": "fully_shard"}
 #: a block in any of the forms in which a user has it
 Source = Mapping[str, Any] | str | Path | CompressionConfig
 
-#: how many models write a ledger's file, by its path
+#: number of models that write a ledger's file, by its path
 _writers: Counter[str] = Counter()
 
 
 def read(source: Source | None) -> CompressionConfig | None:
-    """The block of ``source``; None asks what ``hybridcomp.install`` or the environment named.
+    """Read the block of ``source``; None: that of ``hybridcomp.install`` or the environment.
 
-    Returns None where there is no block, or one that says ``"enabled": false``. Raises ConfigError.
+    Returns None where there is no block, or one with ``"enabled": false``. Raises ConfigError.
     """
     block = process.configured() if source is None else process.parse(source)
     return block if block is not None and block.enabled else None
@@ -47,7 +47,7 @@ def read(source: Source | None) -> CompressionConfig | None:
 def agree_on(block: CompressionConfig | None, kind: str, ranks: Ranks) -> None:
     """Compare the block and the versions over the ranks of one model. Raises AgreementError.
 
-    Where there is a block, these ranks then know where each of them runs.
+    With a block, these ranks then exchange their hosts, for errors about lost ranks.
     """
     settings = {BLOCK: None} if block is None else block.flat()
     agree({**settings, "engine": kind, **versions()}, ranks=ranks)
@@ -60,9 +60,9 @@ def agree_on(block: CompressionConfig | None, kind: str, ranks: Ranks) -> None:
 def session_of(
     block: CompressionConfig, device: torch.device, absent: Collection[Dimension]
 ) -> EngineSession:
-    """The session of a model whose ranks have agreed on ``block``; tells the user what it does.
+    """Make the session of a model whose ranks have agreed on ``block``; describe it to the user.
 
-    ``absent``: dimensions that the model has no traffic of. Further models of a process write
+    ``absent``: dimensions of which the model has no messages. Further models of a process write
     their ledger into ``name.2.jsonl`` and so on. Raises ConfigError where ``block`` is a plan's
     for another number of ranks.
     """
@@ -84,5 +84,5 @@ def _numbered(path: str, number: int) -> Path:
 
 
 def say(*texts: str) -> None:
-    """Tell the user each text on rank 0, once in this process."""
+    """Print each text on rank 0, once in this process."""
     say_once(*texts)

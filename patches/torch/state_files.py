@@ -1,7 +1,7 @@
-"""Files of ``hybridcomp.save_state``: one for each rank and attached model, named after the model.
+"""Write and read the files of ``hybridcomp.save_state``: one for each rank and attached model.
 
-What is loaded is what the model of that name had saved (``identity``), whichever other models lived
-then or live now. State that could be another model's is refused.
+Files are named after the model (``identity``), and a model loads the file of its name, whatever
+other models there were or are. State that may belong to another model is refused.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from hybridcomp.patches.torch.stateful import (
     take_over,
 )
 
-#: ``model``: as ``identity.names_of`` gives it
+#: ``model``: a name of ``identity.names_of``
 FILE = "hybridcomp_model_{model}_rank_{rank:05d}.pt"
 
 
 def save_files(folder: Path, every: Iterable[Attached]) -> None:
     """Write one file for each rank and model into ``folder``; every rank calls it.
 
-    Every file is written whole or not at all. Raises CheckpointError, on every rank, where one
-    could not write its own.
+    Every file is written completely or not at all. Raises CheckpointError, on every rank, where one
+    could not write its file.
     """
     problem, models = None, list(every)
     for name, attached in zip(names_of(models), models, strict=True):
         path = folder / FILE.format(model=name, rank=dist.get_rank())
         _, found = saved.attempt(functools.partial(saved.write, path, state_dict_of(attached)))
         problem = problem or found
-    saved.all_well(problem, "saving the state of hybridcomp")  # nobody goes on before it is whole
+    saved.all_well(problem, "saving the state of hybridcomp")  # returns once all files are complete
 
 
 def load_files(folder: Path, every: Iterable[Attached]) -> None:
-    """Take over what ``save_files`` wrote; every rank calls it.
+    """Load the files of ``save_files``; every rank calls it.
 
     Raises CheckpointError, on every rank, where a file is damaged, one of a rank is missing, or the
     folder holds the state of other models; nothing is taken over then.
@@ -63,7 +63,7 @@ def load_files(folder: Path, every: Iterable[Attached]) -> None:
 
 
 def _check_models(folder: Path, names: Sequence[str]) -> None:
-    """Raise CheckpointError where it cannot be told whose state lies in ``folder``."""
+    """Raise CheckpointError where the state in ``folder`` cannot be matched to the models."""
     here = Counter(name.partition("_")[0] for name in names)
     start = FILE.partition("{")[0]
     stored = {path.name.removeprefix(start).rpartition("_rank_")[0] for path in _files(folder, "*")}
@@ -95,7 +95,7 @@ def _files(folder: Path, name: str) -> list[Path]:
 
 
 def _read(folder: Path, name: str) -> dict[str, dict[str, Any]]:
-    """The states that this rank takes over, by entry; raises CheckpointError."""
+    """Read the states that this rank loads, by entry; raises CheckpointError."""
     paths = _files(folder, name)
     if not paths:
         return {}

@@ -1,13 +1,13 @@
-"""What a checkpoint keeps of an attached model: residuals, step, the guard, verdicts, factors.
+"""Save and load an attached model's residuals, step, guard, verdicts and low-rank factors.
 
 In ``torch.distributed.checkpoint`` every rank writes one entry, ``rank_00003``, a pickled
-``bytes``: residuals differ on every rank, and as tensors they would have to be there, in their
-sizes, before a checkpoint could be read. On as many ranks every rank takes its own entry back, bit
-for bit. On another number, or where other ranks encode other stretches, new rank r reads the
+``bytes``: residuals differ on every rank, and as tensors they would have to be allocated, in their
+sizes, before a checkpoint could be read. With the same number of ranks every rank loads its entry,
+bit for bit. With another number, or where ranks encode other stretches, new rank r reads the
 entries of all old ranks that are r modulo the new number, and each value goes to a rank that
-encodes it (``channels/resharing.py``): the sum over the ranks, which is what gradients still miss,
-stays what it was. ``Stateful.state_dict`` cannot know what a checkpoint holds, so for that
-the folder is named: ``hybridcomp.stateful(model, checkpoint=folder)``.
+encodes it (``channels/resharing.py``): the sum over the ranks, the part that gradients still lack,
+is kept. ``Stateful.state_dict`` does not know the entries of a checkpoint, so that case needs the
+folder: ``hybridcomp.stateful(model, checkpoint=folder)``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hybridcomp.session.engine_session import EngineSession
 FORMAT = 1
 CALL = "hybridcomp.stateful"
 WHAT = "loading the state of hybridcomp"
-#: what names of residuals begin with where replicas sum what shards have summed
+#: prefix of the names of residuals of sums between replicas
 BETWEEN = "between replicas: "
 
 
@@ -43,7 +43,7 @@ def _is_dict(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-#: what a rank's state holds
+#: required keys of a rank's state, with a check of each
 _SCHEMA: dict[str, Callable[[Any], bool]] = {
     "kind": lambda value: isinstance(value, str),
     "world_size": lambda value: saved.is_count(value) and value > 0,
@@ -54,66 +54,66 @@ _SCHEMA: dict[str, Callable[[Any], bool]] = {
 
 
 class Attached(Protocol):
-    """What of an attached model (``attached.Attached``) its state is made of."""
+    """Interface of an attached model (``attached.Attached``) that its state needs."""
 
     @property
     def kind(self) -> str:
-        """Which of torch's engines it is."""
+        """The engine of torch, "ddp" or "fsdp2"."""
 
     @property
     def identity(self) -> str:
-        """Which model it is (``identity``)."""
+        """Digest of the model's parameters (``identity``)."""
 
     @property
     def layout(self) -> dict[str, Any]:
-        """How residuals are spread over the ranks."""
+        """Split of residuals over the ranks."""
 
     @property
     def channels(self) -> Channels:
-        """Its channels."""
+        """Channels of the model."""
 
     @property
     def divisors(self) -> Callable[[], Mapping[str, float]]:
-        """Gives the units of residuals, by name."""
+        """Function that returns the units of residuals, by name."""
 
     @property
     def sends(self) -> Callable[[], Mapping[str, resharing.Sends]]:
-        """Gives what this rank encodes, by the name of its residuals."""
+        """Function that returns the ranges that this rank encodes, by name of the residual."""
 
     @property
     def session(self) -> EngineSession:
-        """Its session."""
+        """Session of the model."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over entries of a checkpoint."""
+        """Load entries of a checkpoint."""
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """What a pickle keeps of an attached model; ``Attached.load_state_dict`` takes it."""
+    """State of an attached model in a pickle; ``Attached.load_state_dict`` takes it."""
 
     state: dict[str, Any]
 
 
 def entry(rank: int) -> str:
-    """The key under which a rank's state stands."""
+    """Return the key of a rank's state."""
     return f"rank_{rank:05d}"
 
 
 def state_of(attached: Attached) -> dict[str, Any]:
-    """``{"rank_00003": bytes}``: this rank's state."""
+    """Return this rank's state: ``{"rank_00003": bytes}``."""
     return {entry(dist.get_rank()): pack(attached)}
 
 
 def pack(attached: Attached) -> bytes:
-    """This rank's state, as ``torch.save`` writes it and ``weights_only`` reads it."""
+    """Return this rank's state as bytes of ``torch.save`` that ``weights_only`` can read."""
     file = io.BytesIO()
     torch.save(state_dict_of(attached), file)
     return file.getvalue()
 
 
 def state_dict_of(attached: Attached) -> dict[str, Any]:
-    """This rank's state, of plain types and CPU tensors."""
+    """Return this rank's state, of plain types and CPU tensors."""
     channels = attached.channels
     return {
         "format": FORMAT,
@@ -131,7 +131,7 @@ def state_dict_of(attached: Attached) -> dict[str, Any]:
 
 
 def load(attached: Attached, entries: Mapping[str, Any]) -> None:
-    """Take over the entries of a checkpoint: this rank's own, or those that it reads of others.
+    """Load the entries of a checkpoint: this rank's, or its share of those of all old ranks.
 
     Every rank calls it. Raises on every rank, with nothing changed: ConfigError where the entries
     are of another number of ranks and some are missing, CheckpointError where one is damaged.
@@ -144,7 +144,7 @@ def load(attached: Attached, entries: Mapping[str, Any]) -> None:
 
 
 def checked(name: Path | str, state: dict[str, Any]) -> dict[str, Any]:
-    """``state``, a rank's, as ``name`` holds it. Raises CheckpointError where it is none."""
+    """Check a rank's ``state``, read from ``name``, and return it. Raises CheckpointError."""
     for key, right in _SCHEMA.items():
         saved.expect(name, state, key, right)
     for named, _ in held_in(state["residuals"]):
@@ -154,7 +154,7 @@ def checked(name: Path | str, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def take_over(attached: Attached, entries: Mapping[str, dict[str, Any]]) -> None:
-    """As ``load``, of entries that have been read and checked."""
+    """Load entries that have been read and checked; see ``load``."""
     channels = attached.channels
     states = [found for _, found in sorted(entries.items())]
     of = _of(states[0]) if states else None
@@ -207,12 +207,12 @@ def take_over(attached: Attached, entries: Mapping[str, dict[str, Any]]) -> None
 
 
 def _of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What the states of one checkpoint have in common."""
+    """Return the values that are equal in all states of one checkpoint."""
     return {key: state[key] for key in ("kind", "world_size", "layout", "step")}
 
 
 def _told(own: dict[str, Any] | None) -> dict[str, Any]:
-    """What rank 0 has read, without its residuals: steps and verdicts change on all ranks alike."""
+    """Broadcast rank 0's state without residuals: step and verdicts must be equal on all ranks."""
     box = [None if own is None else {key: own[key] for key in own if key != "residuals"}]
     dist.broadcast_object_list(box, src=0)
     assert box[0] is not None, "rank 0 reads an entry of every checkpoint that has any"
@@ -220,13 +220,13 @@ def _told(own: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _check(attached: Attached, stated: Sequence[Mapping[str, Any]]) -> None:
-    """Hold what the ranks have read against each other; raises ConfigError on all of them alike."""
+    """Compare the states that the ranks have read; raises ConfigError on all of them alike."""
     known = {rank: found["of"] for rank, found in enumerate(stated) if found["of"] is not None}
     told = known[min(known)]
     if told["kind"] != attached.kind:
         todo = f"this model is under {attached.kind}; residuals do not fit: leave them out"
         raise ConfigError(CALL, told["kind"], todo)
-    first = stated[min(known)]  # one rank alone: stages of a pipeline are models of their own
+    first = stated[min(known)]  # of one rank only: stages of a pipeline are different models
     if first["model"] not in (None, first["here"]):
         todo = (
             f"this one is {first['here']}: names or shapes of parameters differ; load it into the "
@@ -250,7 +250,7 @@ def _check(attached: Attached, stated: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _check_ends(attached: Attached, state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where a residual ends behind what this rank encodes."""
+    """Raise CheckpointError where a residual ends behind the ranges that this rank encodes."""
     sends = attached.sends()
     for name, (offset, values) in held_in(state["residuals"]):
         end = max((high for _, high in sends[name].ranges), default=0) if name in sends else None
@@ -262,10 +262,11 @@ def _check_ends(attached: Attached, state: Mapping[str, Any]) -> None:
 def _read_into(
     part: resharing.ReadResiduals, state: Mapping[str, Any], divisors: Mapping[str, float]
 ) -> None:
-    """Add a rank's residuals to ``part``, as gradients: divided by what their sum is divided by.
+    """Add a rank's residuals to ``part`` in units of gradients, by the divisors of their sums.
 
-    What owners had left out joins what senders had: owners are others now. Replicas and shards take
-    over from each other. ``divisors`` has the names that this job knows.
+    Residuals of owners and senders are added up, as owners may be other ranks now. Residuals of
+    sums between replicas become those of sums to shards, and vice versa, where this job has only
+    the other. ``divisors`` has the names of this job's residuals.
     """
     for name, (offset, values) in held_in(state["residuals"]):
         short = name.removeprefix(BETWEEN)
@@ -274,15 +275,13 @@ def _read_into(
 
 
 class AtCheckpoint:
-    """The ``Stateful`` of a model for loading from ``folder``, whoever wrote it, on as many ranks
-    as there were.
-    """
+    """``Stateful`` that loads a model's state from ``folder``, written by any number of ranks."""
 
     def __init__(self, attached: Attached, folder: str | Path, prefix: str = "hybridcomp") -> None:
-        """Read which entries there are; every rank does, as what follows are collectives.
+        """Read the list of entries; every rank calls it, as collectives follow.
 
-        ``prefix``: the key under which the state stands in what is saved. Raises CheckpointError
-        on every rank where one cannot read the checkpoint's metadata.
+        ``prefix``: the key of the state in the checkpoint. Raises CheckpointError on every rank
+        where one cannot read the checkpoint's metadata.
         """
         self._attached = attached
         keys, problem = saved.attempt(lambda: _keys_of(folder, prefix))
@@ -290,16 +289,16 @@ class AtCheckpoint:
         self._keys = keys or []
 
     def state_dict(self) -> dict[str, Any]:
-        """The entries that this rank takes over; nothing where the checkpoint has none."""
+        """Return placeholders for the entries that this rank loads, {} where there are none."""
         return {entry(rank): b"" for rank in share(len(self._keys))} if self._keys else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them over."""
+        """Load the entries."""
         self._attached.load_state_dict(state)
 
 
 def _keys_of(folder: str | Path, prefix: str) -> list[str]:
-    """The ranks' keys in the checkpoint ``folder``."""
+    """Return the ranks' keys in the checkpoint ``folder``."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     known = FileSystemReader(folder).read_metadata().state_dict_metadata

@@ -1,10 +1,10 @@
-"""Following optimizer steps and loss scales of models that are attached.
+"""Follow optimizer steps and loss scales of attached models.
 
-Steps by ``torch.optim.optimizer.register_optimizer_step_post_hook``, a public slot that every
-optimizer calls. A loss scaler has no slot, and residuals are in units of the scaled loss: so
-``GradScaler.step`` and ``update`` are the one thing in torch that is replaced, and only once a
-model with error feedback, or with ``when: auto``, is attached. A step that the scaler skips runs no
-optimizer, hence no hook. Optimizers that are none of torch's: ``unseen_steps``.
+Steps by ``torch.optim.optimizer.register_optimizer_step_post_hook``, a public hook that every
+optimizer calls. A loss scaler has no hook, and residuals are in units of the scaled loss: so
+``GradScaler.step`` and ``update`` are replaced, but only once a model with error feedback, or with
+``when: auto``, is attached. A step that the scaler skips runs no optimizer, hence no hook. For
+optimizers that are no ``torch.optim.Optimizer`` see ``unseen_steps``.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ def follow(attached: Attached) -> None:
 
 
 def models() -> list[Attached]:
-    """What is attached in this process, in the order of attaching; dropped ones may be among it."""
+    """Return this process's attached models in order of attaching, maybe with unreachable ones."""
     return sorted(_attached, key=lambda attached: attached.number)
 
 
 def living() -> list[Attached]:
-    """``models`` without those that were dropped, the same on all ranks: models hang in cycles."""
+    """Return ``models`` after freeing unreachable ones (cycles): equal on all ranks."""
     if _attached:
         gc.collect()
     return models()
 
 
 def _heeds_overflows(attached: Attached) -> bool:
-    """Whether a step that a loss scaler skips matters: to residuals, or to the time of steps."""
+    """Return whether steps skipped by a loss scaler affect the model's residuals or step timing."""
     return attached.channels["dp"].error_feedback or bool(attached.channels.config.measured())
 
 
 def forget_all() -> None:
-    """Take hook and replacements away again."""
+    """Remove the hook and revert the replacements."""
     while _handles:
         _handles.pop().remove()
     revert_all(_patches)
@@ -77,12 +77,12 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _owners(optimizer: Any) -> list[Attached]:
-    """The models that ``optimizer`` holds parameters of, in one order on all ranks."""
+    """Return the models with parameters in ``optimizer``, in one order on all ranks."""
     return [attached for attached in models() if attached.owns(optimizer)]
 
 
 def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Drop residuals, and begin the step anew, where the scaler skips it."""
+    """Drop residuals and begin the step again where the scaler skips it."""
 
     @functools.wraps(original)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _found_inf(scaler: Any, optimizer: Any) -> bool:
-    """Whether an optimizer that unscales in its own kernel has met an overflow there."""
+    """Return whether an optimizer that unscales in its kernel has met an overflow there."""
     if not scaler.is_enabled() or not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
@@ -107,7 +107,7 @@ def _found_inf(scaler: Any, optimizer: Any) -> bool:
 
 
 def make_update(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let residuals follow the loss scale."""
+    """Multiply residuals by the change of the loss scale."""
 
     @functools.wraps(original)
     def update(self: Any, new_scale: Any = None) -> Any:

@@ -1,8 +1,8 @@
-"""Versions of torch whose own engines have the slots that hybridcomp uses.
+"""Check that the installed torch has the slots and functions that hybridcomp relies on.
 
-From the first of a requirement to ``NEWEST`` a version is taken by its number; docs/support.md says
-on which of them the tests were run. A newer one is taken where its functions around the slots are
-those of ``NEWEST``, comments and layout aside, which is said once, and refused where they are not.
+From the first version of a requirement to ``NEWEST`` a version is accepted by its number;
+docs/support.md lists those on which the tests were run. A newer one is accepted, with a message,
+where its functions around the slots have the code of ``NEWEST``, and refused where they differ.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from hybridcomp.log import say_once
 
 #: the newest minor that the tests of engines and nn have run on
 NEWEST = "2.15"
-#: ``register_comm_hook`` with the ``GradBucket`` of today
+#: the first with ``register_comm_hook`` and ``GradBucket`` as they are used here
 DDP = "torch >= 2.6"
 #: 2.9 is the first with ``set_custom_all_gather`` and ``set_custom_reduce_scatter``
 #: (pytorch#155189)
 FSDP2 = "torch >= 2.9"
-#: 2.13 is the first whose ring asks ``_create_rotater`` for what hands a tensor on
+#: 2.13 is the first whose ring attention calls ``_create_rotater``
 RING = "torch >= 2.13"
 
 _SHARD = "torch.distributed.fsdp._fully_shard."
 _RING = "torch.distributed.tensor.experimental._context_parallel._attention"
 _DDP = "torch.nn.parallel.distributed:DistributedDataParallel."
-#: by requirement what is relied on in ``NEWEST``, and ``digest`` of it
+#: by requirement, the functions of ``NEWEST`` that hybridcomp relies on, and their ``digest``
 SOURCES: dict[str, dict[str, str]] = {
     DDP: {
         f"{_DDP}register_comm_hook": "b9d9841b9960a501",
@@ -67,7 +67,7 @@ SOURCES: dict[str, dict[str, str]] = {
 
 
 def check(name: str, requirement: str) -> str:
-    """The installed torch, "torch 2.13.0"; ``name``: of the engine that is to use it.
+    """Check the installed torch and return it, "torch 2.13.0"; ``name``: the engine that needs it.
 
     Raises SeamError where it is older than ``requirement``, or newer than ``NEWEST`` with other
     functions around the slots.
@@ -92,12 +92,12 @@ def check(name: str, requirement: str) -> str:
 
 
 def checked(name: str, requirement: str) -> Callable[[], str]:
-    """``check`` as the ``source`` of a Seam."""
+    """Return ``check`` as the ``source`` of a Seam."""
     return lambda: check(name, requirement)
 
 
 def changed(requirement: str) -> list[str]:
-    """What of ``SOURCES[requirement]`` is other than in ``NEWEST``, or gone."""
+    """Return the functions of ``SOURCES[requirement]`` that differ from ``NEWEST`` or are gone."""
     return [
         symbol.partition(":")[2]
         for symbol, known in SOURCES[requirement].items()
@@ -124,7 +124,7 @@ def digest(symbol: str) -> str:
 
 
 def _code_lines(source: str) -> list[str]:
-    """The lines of ``source`` without comments and docstrings."""
+    """Return the lines of ``source`` without comments and docstrings."""
     lines = source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:

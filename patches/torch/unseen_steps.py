@@ -1,8 +1,8 @@
-"""Steps of an optimizer that is no ``torch.optim.Optimizer``, and so tells nobody of them.
+"""Detect the steps of an optimizer that is no ``torch.optim.Optimizer`` and calls no hook.
 
-Seen from the next forward pass: parameters have changed in place since the pass before, or their
-gradients are gone. Where neither is to be seen the user is told how to count, as ``start_step``,
-ramps and reports would else stand still without a word.
+Detected in the next forward pass: parameters have changed in place since the last one, or their
+gradients are gone. Where neither is seen, a message shows the user how to count steps, as
+``start_step``, ramps and reports would otherwise stand still silently.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from hybridcomp.patches.torch.session import say
 
-#: passes with reduced gradients and no step to be seen, until that is told
+#: passes with reduced gradients and without a detected step before the message
 PATIENCE = 8
 COUNTED = (
     "no torch.optim.Optimizer holds the parameters of this model: a step is counted when the next "
@@ -32,23 +32,23 @@ NOT_COUNTED = (
 
 
 class UnseenSteps:
-    """What is looked at until an optimizer of torch's tells of its first step."""
+    """Detector of steps, used until a ``torch.optim.Optimizer`` reports its first one."""
 
     def __init__(
         self, parameters: Callable[[], Iterable[Tensor]], owns: Callable[[Any], bool]
     ) -> None:
-        """``parameters``: of the model, as they are now; ``owns``: whether an optimizer has any."""
+        """Watch the current ``parameters()`` of a model; ``owns(optimizer)``: it holds any of them."""
         self._parameters, self._owns = parameters, owns
-        self._is_foreign: bool | None = None  # once somebody looked
+        self._is_foreign: bool | None = None  # no optimizer of torch has parameters; None: unknown
         self._versions = 0
         self._passes = 0
 
     def begin(self) -> None:
-        """Note how the parameters are when their gradients are reduced."""
+        """Note the versions of the parameters when their gradients are reduced."""
         self._versions = sum(map(_version, self._parameters()))
 
     def have_come(self) -> bool:
-        """Whether a step was taken since ``begin``; for a forward pass behind a reduction."""
+        """Return whether a step was taken since ``begin``; for a forward pass after a reduction."""
         if torch._C._current_graph_task_id() != -1:
             return False  # a recomputation in the backward pass
         if self._is_foreign is None:
@@ -66,13 +66,13 @@ class UnseenSteps:
         return False
 
     def _is_held(self) -> bool:
-        """Whether a living optimizer of torch's holds parameters of the model, and may yet step."""
+        """Return whether an existing ``torch.optim.Optimizer`` holds parameters of the model."""
         gc.collect()
         found = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
         return any(self._owns(optimizer) for optimizer in found)
 
 
 def _version(parameter: Any) -> int:
-    """How often ``parameter`` was changed in place, or what it is a part of."""
+    """Return how often ``parameter``, or its base or local tensor, was changed in place."""
     local: Tensor = getattr(parameter, "_local_tensor", parameter)
     return int(parameter._version) + int(local._version)
