@@ -37,7 +37,7 @@ class UnseenSteps:
     def __init__(
         self, parameters: Callable[[], Iterable[Tensor]], owns: Callable[[Any], bool]
     ) -> None:
-        """Watch the current ``parameters()`` of a model; ``owns(optimizer)``: it holds any of them."""
+        """Watch the ``parameters()`` of a model; ``owns(optimizer)`` says if it has any."""
         self._parameters, self._owns = parameters, owns
         self._is_foreign: bool | None = None  # no optimizer of torch has parameters; None: unknown
         self._versions = 0
