@@ -171,7 +171,7 @@ def caveats(
             side = "beyond" if abs(one.gap) > chance else "within"
             found.append(
                 f"{one.label}: its gap of {one.gap:+.2f} % is {side} the noise between "
-                f"neighbouring steps (± {chance:.2f} %); how much seeds differ, one does not say"
+                f"neighbouring steps (± {chance:.2f} %); one seed does not show how seeds differ"
             )
     return found
 
