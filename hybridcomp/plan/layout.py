@@ -8,7 +8,7 @@ dimension, as it does in both.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -130,18 +130,11 @@ class Layout:
 
     def size(self, group: Group) -> int:
         """Return ranks of a group. ``replicas``: those with the same weights (data x context)."""
-        sizes = {"tensor": self.tensor, "row": self.mesh, "column": self.mesh,
-                 "context": self.context, "data": self.data, "expert": self.expert,
-                 "pipeline": self.stages, "replicas": self.data * self.context}  # fmt: skip
-        return sizes[group]
+        return _SIZES[group](self)
 
     def stride(self, group: Group) -> int:
         """Return the difference between the numbers of two neighbours of a group."""
-        cut = self.innermost
-        inner = {"tensor": 1, "row": 1, "column": self.mesh, "context": cut, "replicas": cut,
-                 "data": cut * self.context, "expert": cut * self.context,
-                 "pipeline": self.ranks_per_stage}  # fmt: skip
-        return inner[group]
+        return _STRIDES[group](self)
 
     def members(self, group: Group, rank: int) -> tuple[int, ...]:
         """Return the ranks of the group that ``rank`` is in, ascending."""
@@ -223,3 +216,26 @@ def even_cuts(layers: int, chunks: int) -> tuple[int, ...]:
     """Cut ``layers`` into ``chunks`` as evenly as can be, the larger ones first."""
     base, rest = divmod(layers, chunks)
     return tuple(base + (index < rest) for index in range(chunks))
+
+
+#: ranks of a group, and the difference between the numbers of two neighbours of one
+_SIZES: dict[str, Callable[[Layout], int]] = {
+    "tensor": lambda layout: layout.tensor,
+    "row": lambda layout: layout.mesh,
+    "column": lambda layout: layout.mesh,
+    "context": lambda layout: layout.context,
+    "data": lambda layout: layout.data,
+    "expert": lambda layout: layout.expert,
+    "pipeline": lambda layout: layout.stages,
+    "replicas": lambda layout: layout.data * layout.context,
+}
+_STRIDES: dict[str, Callable[[Layout], int]] = {
+    "tensor": lambda layout: 1,
+    "row": lambda layout: 1,
+    "column": lambda layout: layout.mesh,
+    "context": lambda layout: layout.innermost,
+    "replicas": lambda layout: layout.innermost,
+    "data": lambda layout: layout.innermost * layout.context,
+    "expert": lambda layout: layout.innermost * layout.context,
+    "pipeline": lambda layout: layout.ranks_per_stage,
+}

@@ -191,7 +191,15 @@ class Job:
     def nodes(self, layout: Layout, group: Group, stage: int = 0) -> int:
         """Return the number of nodes that a group of ``stage`` spans."""
         first = stage * layout.ranks_per_stage
-        return self.cluster.nodes_of(layout.members(group, first))
+        key = first, layout.stride(group), layout.size(group)
+        if key not in self._spans:
+            self._spans[key] = self.cluster.nodes_of(layout.members(group, first))
+        return self._spans[key]
+
+    @cached_property
+    def _spans(self) -> dict[tuple[int, int, int], int]:
+        """Cache nodes of groups by first rank, stride and size: a search asks a million times."""
+        return {}
 
     def layer_items(
         self, layout: Layout, stage: int, messages: Messages, way: Direction
