@@ -218,7 +218,7 @@ def converted() -> None:
         assert all(torch.equal(gathered[name], joined[name]) for name in joined)
     with torch.no_grad():
         for parameter in plain.parameters():
-            parameter.add_(torch.randn_like(parameter, generator=None) * 0 + 0.5)
+            parameter.add_(torch.full_like(parameter, 0.5))
     tp2d.load_state(meshed, mesh, plain.state_dict())
     layouts = tp2d.layouts_of(meshed)
     mine = cut_state(plain.state_dict(), layouts, 2, mesh.row, mesh.column)
