@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch.distributed.tensor import DTensor
 
 from hybridcomp.config import CompressionConfig
@@ -59,6 +60,11 @@ def _is_sparse(model: Any) -> bool:
     return any(isinstance(layer, layers) and layer.sparse for layer in model.modules())
 
 
+def _has_old_complex(model: Any) -> bool:
+    old = Version(torch.__version__) < Version("2.13")
+    return old and any(parameter.is_complex() for parameter in model.parameters())
+
+
 #: rules over a DistributedDataParallel
 DDP: tuple[Rule[Any], ...] = (
     *elsewhere("DistributedDataParallel", has_ring),
@@ -80,6 +86,11 @@ DDP: tuple[Rule[Any], ...] = (
         "bypass", ("dp",), "Embedding(sparse=True)",
         "sparse gradients are gathered row by row and come in buckets of their own",
         "set sparse to False", _is_sparse,
+    ),
+    Rule(
+        "refuse", ("dp",), "complex parameters with a torch before 2.13",
+        "their sums differ from native ones there", "install torch 2.13, or leave dp out",
+        _has_old_complex,
     ),
     Rule(
         "bypass", ("dp",), "delay_all_reduce_named_params",

@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
+from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import ConfigError
+from hybridcomp.patches.torch import rules
 from tests.patches.torch.trainer import digest
 from tests.ranks import run_ranks
 
@@ -19,10 +23,14 @@ WIDTH = 32
 B4: dict[str, Any] = {"codec": "blockint", "bits": 4, "error_feedback": True}
 QUIET: dict[str, Any] = {"min_bytes": 0, "ledger": {"every": 1_000_000}}
 #: engine, dtype: DDP sums complex64 as pairs of fp32, which codecs take
-NATIVE = (
-    (DistributedDataParallel, torch.float64), (DistributedDataParallel, torch.complex128),
+NATIVE: list[tuple[Any, torch.dtype]] = [
+    (DistributedDataParallel, torch.float64),
     (fully_shard, torch.float64), (fully_shard, torch.complex64),
-)  # fmt: skip
+]  # fmt: skip
+#: an older DDP is refused with complex parameters
+OLD = Version(torch.__version__) < Version("2.13")
+if not OLD:
+    NATIVE.append((DistributedDataParallel, torch.complex128))
 
 
 class Linear(nn.Module):
@@ -112,6 +120,7 @@ def of_pairs() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.skipif(OLD, reason="refused below torch 2.13")
 def test_complex_numbers_under_ddp_are_pairs() -> None:
     for found in run_ranks(2, of_pairs):
         for name, (identical, (every, native)) in found.items():
@@ -136,3 +145,15 @@ def test_sparse_gradients_travel_natively_beside_encoded_ones() -> None:
         every, native = found["counts"]
         assert native == 3 and every > native, "the embedding's rows, once in each step"
         assert 0 < found["wire"] < 1
+
+
+def test_complex_numbers_under_ddp_want_torch_213(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below it their sums differ from native ones, so such a model is refused."""
+    block = CompressionConfig.parse({"dp": "bf16"})
+    old = next(rule for rule in rules.DDP if "complex" in rule.found)
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    assert not old.applies(Linear(torch.complex64))
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
+    assert old.applies(Linear(torch.complex64)) and not old.applies(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="install torch 2.13, or leave dp out"):
+        rules.check(block, (old,), Linear(torch.complex64))
