@@ -1,4 +1,4 @@
-"""GPT-NeoX's YAML files, read before anything starts: what it would not explain, or not notice."""
+"""Check GPT-NeoX's YAML files before the launch, for errors that it does not notice or explain."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from hybridcomp.rules import ds_check as ds_config
 from hybridcomp.rules import neox as rules
 from hybridcomp.rules.neox import EXTRA
 
-#: what YAML 1.1 takes for text and Python for a number
+#: numbers of Python that YAML 1.1 reads as text
 NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 class Problem(ValueError):
-    """A configuration that cannot run; one line with file, key and what to do."""
+    """Error in a configuration; its message is one line with file, key and what to do."""
 
 
 def find_files(arguments: Sequence[str]) -> list[Path]:
-    """The configurations among deepy.py's arguments, ``.yml`` left out or not, ``-d`` in front."""
+    """Return the configuration files among deepy.py's arguments, with or without ``.yml``.
+
+    Names are relative to the folder of ``-d``, if it is given.
+    """
     folder = Path()
     for option, value in zip(arguments, arguments[1:], strict=False):
         if option in ("-d", "--conf_dir"):
@@ -39,7 +42,7 @@ def find_files(arguments: Sequence[str]) -> list[Path]:
 
 
 def check(files: Sequence[Path]) -> None:
-    """Look at the files as GPT-NeoX will put them together. Raises Problem."""
+    """Check the files, merged as GPT-NeoX merges them. Raises Problem."""
     whole: dict[str, Any] = {}
     for file in files:
         try:
@@ -63,7 +66,7 @@ def check(files: Sequence[Path]) -> None:
 
 
 def check_block(whole: Mapping[str, Any]) -> None:
-    """Hold the block against the rest of the configuration. Raises Problem."""
+    """Check the block against the rest of the configuration. Raises Problem."""
     settings = rules.ds_settings(whole)
     try:
         block = load_config(settings)

@@ -1,7 +1,7 @@
-"""GPT-NeoX on a CPU over gloo, for tests and for trying out; upstream has no CPU path.
+"""Run GPT-NeoX on a CPU over gloo, for tests and for trying out; upstream has no CPU path.
 
-``install()`` before ``import megatron``, ``patch()`` after. Each stand-in names the place that
-needs it (GPT-NeoX main of May 2026). Nothing here touches a collective. Configurations need
+Call ``install()`` before ``import megatron``, ``patch()`` after. Each stand-in names the file that
+needs it (GPT-NeoX main of May 2026). No collective is replaced here. Configurations need
 ``"distributed_backend": "gloo"``, ``"global_num_gpus": N``, no fused kernels, fp32 or bfloat16,
 and with a pipeline ``"eval_iters": 0`` (evaluation of pipelines is broken upstream).
 """
@@ -17,7 +17,7 @@ import torch
 
 
 def install() -> None:
-    """Stand-ins in torch and DeepSpeed. Does nothing where there is a GPU."""
+    """Replace functions of torch and DeepSpeed by stand-ins. Does nothing where there is a GPU."""
     if torch.cuda.is_available():
         return
     os.environ["DS_ACCELERATOR"] = "cpu"
@@ -37,7 +37,7 @@ def install() -> None:
 
 
 def _compile_nothing() -> None:
-    """No kernels built by DeepSpeed at run time: minutes, for what a CPU does not need."""
+    """Keep DeepSpeed from building kernels at run time, which a CPU does not need: minutes."""
     import deepspeed.ops
     import deepspeed.ops.adam
 
@@ -46,12 +46,12 @@ def _compile_nothing() -> None:
 
 
 def _adam(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
-    """FusedAdam decays weights as AdamW does; DeepSpeed takes this exact type for its own."""
+    """Return AdamW, which decays weights as FusedAdam does; DeepSpeed supports this exact type."""
     return torch.optim.AdamW(parameters, **settings)
 
 
 def patch() -> None:
-    """Let ``initialize_megatron`` start without CUDA, as it does for its own data processing."""
+    """Let ``initialize_megatron`` start without CUDA, as upstream's data processing does."""
     if torch.cuda.is_available():
         return
     training: Any = importlib.import_module("megatron.training")

@@ -25,18 +25,18 @@ from typing import NoReturn
 
 FILE = Path(__file__).resolve()
 NAME = FILE.name
-#: environment variables that the launcher hands on to other machines too
+#: environment variables that the launcher also exports to other machines
 HANDED_ON = ("GPT_NEOX_HOME", "HYBRIDCOMP_CONFIG", "HYBRIDCOMP_NEOX_CPU")
 
 
 def fail(message: str) -> NoReturn:
-    """One line on stderr, exit code 2."""
+    """Print one line to stderr and exit with code 2."""
     print(f"{NAME}: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def find_checkout() -> Path:
-    """The GPT-NeoX checkout: GPT_NEOX_HOME, else the current folder."""
+    """Return the GPT-NeoX checkout: GPT_NEOX_HOME, else the current folder."""
     named = os.environ.get("GPT_NEOX_HOME")
     folder = Path(named) if named else Path.cwd()
     for needed in ("train.py", "deepy.py", "megatron/neox_arguments"):
@@ -50,7 +50,7 @@ def find_checkout() -> Path:
 
 
 def prepare(checkout: Path) -> None:
-    """Make the checkout importable, on a CPU with what GPT-NeoX asks of CUDA."""
+    """Make the checkout importable; on a CPU install stand-ins for CUDA."""
     sys.path.insert(0, str(checkout))
     try:
         importlib.import_module("hybridcomp")
@@ -68,7 +68,7 @@ def on_cpu() -> bool:
 
 
 def work(checkout: Path) -> None:
-    """One rank: GPT-NeoX's own train.py, with the arguments that the launcher gave."""
+    """Run one rank: GPT-NeoX's train.py, with the arguments of the launcher."""
     import hybridcomp
 
     hybridcomp.install()  # before anything of the checkout is imported
@@ -80,7 +80,7 @@ def work(checkout: Path) -> None:
 
 
 def launch(checkout: Path, arguments: Sequence[str]) -> None:
-    """GPT-NeoX's own deepy.py, with this file as the script that it launches."""
+    """Run GPT-NeoX's deepy.py, with this file as the script that it launches."""
     from deepspeed.launcher import runner
 
     from hybridcomp.neox.configuration import Problem, check, find_files
@@ -95,7 +95,7 @@ def launch(checkout: Path, arguments: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Worker or launcher: only a launcher gives ``--megatron_config``."""
+    """Run as worker or launcher: only the launcher passes ``--megatron_config``."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__, end="")
         raise SystemExit(0 if arguments else 2)
@@ -111,6 +111,6 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    # started as a file, Python looks for modules beside it first: those are of hybridcomp.neox
+    # started as a file, Python would import modules beside it first: those of hybridcomp.neox
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != FILE.parent]
     main(sys.argv[1:])

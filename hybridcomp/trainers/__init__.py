@@ -1,6 +1,6 @@
-"""The ledger's figures in the loggers of trainers that people use, each in its own natural place.
+"""Write the ledger's figures to the loggers of common trainers.
 
 ``hugging_face.HybridcompCallback`` (Trainer, TRL), ``lightning.HybridcompCallback`` and
-``torchtitan.ledger_metrics`` (an override); ``figures.take`` is for loops of one's own, under
-Accelerate or without anything. Each module imports its trainer, so none is imported here.
+``torchtitan.ledger_metrics`` (an override); ``figures.take`` is for custom loops, under Accelerate
+or without a trainer. Each module imports its trainer, so none is imported here.
 """

@@ -1,7 +1,7 @@
-"""The figures of the last report of a model's ledger, whichever engine the model is under.
+"""Return the figures of the last report of a model's ledger, under any engine.
 
 Names are those of ``metric_names``, ``train/compression/...``: one name in every log. A W&B run
-that the process has open gets the figures by itself, under these names on the axis of optimizer
+that the process has open gets the figures automatically, under these names on the axis of optimizer
 steps (``wandb_run``); a trainer that logs into the same run writes the same value there once more.
 """
 
@@ -17,10 +17,10 @@ from hybridcomp.session.engine_session import session_of
 
 
 def take(model: nn.Module | None) -> dict[str, float]:
-    """Names and figures of the report that was made since the last call; empty without one.
+    """Return names and figures of the report made since the last call; empty without one.
 
-    ``model``: a DeepSpeed engine, a model under ``fully_shard`` or DistributedDataParallel, or
-    whatever such a one is a part of. Every rank is given the figures, which are of the whole job.
+    ``model``: a DeepSpeed engine, a model under ``fully_shard`` or DistributedDataParallel, or a
+    module that contains one. Every rank gets the figures, which are of the whole job.
     """
     if model is None:
         return {}

@@ -1,8 +1,8 @@
-"""Hugging Face's Trainer, and TRL's trainers on top of it: figures in its log, residuals saved.
+"""Log figures and save residuals in Hugging Face's Trainer, and in TRL's trainers on top of it.
 
-The Trainer hands what its ``log`` is given to ``log_history`` (which is ``trainer_state.json``), to
-the console and to every reporter (TensorBoard, W&B, MLflow, ...), so there the figures go. Its
-callbacks are not told which Trainer calls them: that is why this one is given it.
+The Trainer's ``log`` writes to ``log_history`` (saved as ``trainer_state.json``), to the console
+and to every reporter (TensorBoard, W&B, MLflow, ...), so the figures go there. A callback does not
+know which Trainer calls it, so this one gets the Trainer as an argument.
 
 Under DeepSpeed the Trainer's checkpoints hold the residuals of error feedback already. Under FSDP2
 and DDP they hold weights and optimizer states only; there this callback writes a folder
@@ -36,7 +36,7 @@ FOLDER = "hybridcomp"
 
 
 class HybridcompCallback(TrainerCallback):  # type: ignore[misc]
-    """Compresses, logs and saves: ``trainer.add_callback(HybridcompCallback(trainer))``."""
+    """Callback that compresses, logs and saves: ``add_callback(HybridcompCallback(trainer))``."""
 
     def __init__(
         self,
@@ -52,16 +52,16 @@ class HybridcompCallback(TrainerCallback):  # type: ignore[misc]
                 ``hybridcomp.install`` or HYBRIDCOMP_CONFIG. Under DeepSpeed it stands in the
                 DeepSpeed file.
             resume_from: the checkpoint that a run is resumed from; None: ``checkpoint-<step>`` in
-                the output folder, which is what ``resume_from_checkpoint=True`` takes.
+                the output folder, which ``resume_from_checkpoint=True`` also takes.
         """
         self._trainer = trainer
         self._block = block
         self._resume_from = resume_from
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Attach a model under FSDP2 or DDP, and take over what its checkpoint kept.
+        """Attach a model under FSDP2 or DDP, and load the state beside its checkpoint.
 
-        Raises ConfigError where a block was given that cannot act.
+        Raises ConfigError under DeepSpeed where the callback has a block.
         """
         if self._trainer.is_deepspeed_enabled:
             if self._block is not None:
@@ -82,16 +82,16 @@ class HybridcompCallback(TrainerCallback):  # type: ignore[misc]
         if args.world_size == 1:
             say("one process sends nothing: nothing is compressed")
         elif any(reporters(model)):
-            return  # a further training of one Trainer
+            return  # attached by an earlier ``train()`` of this Trainer
         elif self._block is not None or isinstance(model, DistributedDataParallel | FSDPModule):
             hybridcomp.attach(model, self._block)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Log a report that this step has made, on all ranks, as the Trainer does."""
+        """Log the report of this step, if there is one, on all ranks, as the Trainer does."""
         figures: dict[str, float] = take(self._trainer.model_wrapped)
         if figures:
-            due = control.should_log  # logging unsets it, and the losses of this step must follow
-            # not what a subclass made of it: TRL's averages its own figures whenever it is called
+            due = control.should_log  # logging unsets it, but the losses of this step must follow
+            # not a subclass's ``log``: TRL's averages other figures whenever it is called
             named = {trainer_name(name): value for name, value in figures.items()}
             Trainer.log(self._trainer, named)
             control.should_log = due

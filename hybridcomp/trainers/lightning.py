@@ -1,4 +1,4 @@
-"""Lightning: figures in its loggers (CSV, TensorBoard, W&B, ...).
+"""Log figures in Lightning's loggers (CSV, TensorBoard, W&B, ...).
 
 Under DeepSpeed Lightning's checkpoints hold the residuals of error feedback. Those of its other
 strategies do not: call ``hybridcomp.save_state(folder)`` and ``load_state(folder)`` beside them.
@@ -14,10 +14,10 @@ from hybridcomp.trainers.figures import take
 
 
 class HybridcompCallback(lightning.Callback):  # type: ignore[misc]
-    """Logs the ledger: ``lightning.Trainer(callbacks=[HybridcompCallback()], ...)``."""
+    """Log the ledger's figures: ``lightning.Trainer(callbacks=[HybridcompCallback()], ...)``."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        """Log a report that this batch has made, under its step, which Lightning counts from 0."""
+        """Log the report of this batch, if any, under its step, which Lightning counts from 0."""
         figures = take(trainer.strategy.model)
         if figures:
             for logger in trainer.loggers:

@@ -1,6 +1,6 @@
-"""torchtitan: figures beside its own for its TensorBoard and W&B, residuals in its checkpoints.
+"""Log figures in torchtitan's TensorBoard and W&B, and save residuals in its checkpoints.
 
-Overrides, as torchtitan calls them, named on its command line: no configuration has to be changed.
+Torchtitan's overrides, named on its command line: no configuration has to be changed.
 
 ``-m torchtitan.train ... --override.imports hybridcomp.trainers.torchtitan.ledger_metrics``
 ``hybridcomp.trainers.torchtitan.checkpoints``
@@ -37,7 +37,7 @@ class LedgerMetrics(MetricsProcessor):  # type: ignore[misc]
         return bool(super().should_log(step))
 
     def log(self, *args: Any, extra_metrics: dict[str, Any] | None = None, **given: Any) -> None:
-        """Log what torchtitan has measured, and the reports since the last time."""
+        """Log torchtitan's metrics, and the figures of reports since the last time."""
         self._collect()
         extra = {**self._figures, **(extra_metrics or {})}
         self._figures = {}
@@ -51,12 +51,12 @@ class LedgerMetrics(MetricsProcessor):  # type: ignore[misc]
 
 @override(target=MetricsProcessor.Config, exact=True)  # type: ignore[untyped-decorator]
 def ledger_metrics(config: Any) -> Any:
-    """The override: the same settings, for ``LedgerMetrics``."""
+    """Override torchtitan's metrics by ``LedgerMetrics``, with the same settings."""
     return derive(config, LedgerMetrics.Config)
 
 
 class Checkpoints(CheckpointManager):  # type: ignore[misc]
-    """torchtitan's checkpoints, with what error feedback left out among its states."""
+    """torchtitan's checkpoints, with hybridcomp's state (residuals) among its states."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):  # type: ignore[misc]
@@ -74,7 +74,7 @@ class Checkpoints(CheckpointManager):  # type: ignore[misc]
 
 @override(target=CheckpointManager.Config, exact=True)  # type: ignore[untyped-decorator]
 def checkpoints(config: Any) -> Any:
-    """The override: the same settings, for ``Checkpoints``.
+    """Override torchtitan's checkpoints by ``Checkpoints``, with the same settings.
 
     A checkpoint that was written without it is loaded with
     ``--checkpoint.exclude_from_loading hybridcomp``.

@@ -1,1 +1,1 @@
-"""What the seams of several upstreams share: which channel a message takes, and stand-ins."""
+"""Routing of messages to channels, and stand-ins for modules, for the seams of all upstreams."""

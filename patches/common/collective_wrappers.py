@@ -1,8 +1,8 @@
-"""Collectives of layers, encoded: replacements for what they call in torch.
+"""Replace the collectives that layers call in torch.distributed by ones that encode.
 
-megatron-core's layers, GPT-NeoX's and DeepSpeed's call the same functions of torch.distributed, or
-of modules with the same names; each seam module says, as ``calls.Layers``, which dimension a group
-carries there, which way its messages go and whose they are.
+Layers of megatron-core, GPT-NeoX and DeepSpeed call the same functions of torch.distributed, or
+functions of the same names in other modules; each seam module has a ``routes.Layers`` that gives
+dimension, direction and channels of their messages.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from hybridcomp.patches.common.routes import Layers, flat
 Collective = Callable[..., Any]
 Maker = Callable[[Collective], Collective]
 
-#: stands for the unknown length of a message with splits: no ``min_bytes`` is above it
+#: numel for messages with splits, whose lengths differ: no ``min_bytes`` is above it
 ANY_NUMEL = sys.maxsize // 8
 
 
 def make_all_reduce(layers: Layers) -> Maker:
-    """``torch.distributed.all_reduce``; the direction is asked at every call."""
+    """Wrap ``torch.distributed.all_reduce``; every call reads dimension and direction again."""
 
     def make(original: Collective) -> Collective:
         @functools.wraps(original)
@@ -66,7 +66,7 @@ def make_all_reduce(layers: Layers) -> Maker:
 
 
 def make_all_gather_into_tensor(layers: Layers) -> Maker:
-    """``torch.distributed.all_gather_into_tensor``."""
+    """Wrap ``torch.distributed.all_gather_into_tensor``."""
 
     def make(original: Collective) -> Collective:
         @functools.wraps(original)
@@ -98,7 +98,7 @@ def make_all_gather_into_tensor(layers: Layers) -> Maker:
 
 
 def make_reduce_scatter_tensor(layers: Layers) -> Maker:
-    """``torch.distributed.reduce_scatter_tensor``."""
+    """Wrap ``torch.distributed.reduce_scatter_tensor``."""
 
     def make(original: Collective) -> Collective:
         @functools.wraps(original)
@@ -130,7 +130,7 @@ def make_reduce_scatter_tensor(layers: Layers) -> Maker:
 
 
 def make_all_gather_list(layers: Layers) -> Maker:
-    """``torch.distributed.all_gather``, also of shards of unequal length (experts).
+    """Wrap ``torch.distributed.all_gather``, also of shards of unequal length (experts).
 
     Shards are padded to the longest for the exchange, so that all ranks decode the same bytes.
     """
@@ -159,7 +159,7 @@ def make_all_gather_list(layers: Layers) -> Maker:
             for index, (part, place) in enumerate(zip(tensor_list, places, strict=True)):
                 values = place[: part.numel()]
                 if part.data_ptr() == tensor.data_ptr():
-                    # GPT-NeoX puts its own shard there: others may read it, so it stays
+                    # GPT-NeoX puts the input there: other code may read it, so keep its values
                     tensor_list[index] = values.view(part.shape)
                 else:
                     _put(values, part)
@@ -171,7 +171,7 @@ def make_all_gather_list(layers: Layers) -> Maker:
 
 
 def make_reduce_scatter_list(layers: Layers) -> Maker:
-    """``torch.distributed.reduce_scatter`` of shards of unequal length."""
+    """Wrap ``torch.distributed.reduce_scatter`` of shards of unequal length."""
 
     def make(original: Collective) -> Collective:
         @functools.wraps(original)
@@ -198,10 +198,10 @@ def make_reduce_scatter_list(layers: Layers) -> Maker:
 
 
 def make_all_to_all_single(layers: Layers) -> Maker:
-    """``torch.distributed.all_to_all_single``; splits count rows.
+    """Wrap ``torch.distributed.all_to_all_single``; splits count rows.
 
     With splits the length of a message differs from rank to rank and must not decide its codec:
-    ``min_bytes`` does not count, and vectors stay native.
+    ``min_bytes`` does not apply, and vectors stay native.
     """
 
     def make(original: Collective) -> Collective:
@@ -260,7 +260,7 @@ def make_all_to_all_single(layers: Layers) -> Maker:
 
 
 def _elements(tensor: Tensor, splits: Sequence[int] | None) -> list[int] | None:
-    """Splits in elements of the flat tensor."""
+    """Convert splits in rows to elements of the flat tensor."""
     if splits is None:
         return None
     row = tensor.shape[1:].numel()

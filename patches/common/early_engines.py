@@ -1,7 +1,7 @@
-"""What was built before ``hybridcomp.install()``, and would go on sending uncompressed.
+"""Find engines that were built before ``hybridcomp.install()`` and would send uncompressed.
 
-A patched constructor calls ``saw``. Whatever of these classes is alive when ``install`` is called,
-and was not seen, was built too early. Nothing keeps a list of it but the garbage collector.
+A patched constructor calls ``saw``. Objects of these classes that exist when ``install`` is called,
+and were not seen, were built too early. Only the garbage collector has a list of them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from hybridcomp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Built:
-    """A class whose objects have to be built after ``install``.
+    """Class whose objects have to be built after ``install``.
 
     Attributes:
-        package: whose patches see them.
-        module: where the class is defined.
+        package: upstream package whose patches see them.
+        module: defines the class.
         name: of the class.
-        line: what a training script calls to build one.
-        instead: another way to be in time.
+        line: call of a training script that builds one.
+        instead: another way to install in time.
     """
 
     package: str
@@ -48,7 +48,7 @@ WRAPPER = Built(
 )  # fmt: skip
 CLASSES = (ENGINE, WRAPPER)
 
-#: what patched constructors built -> whether there was a block for it
+#: objects of patched constructors -> whether there was a block for them
 _seen: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
@@ -58,12 +58,12 @@ def saw(built: Any, *, attached: bool) -> None:
 
 
 def check(armed: frozenset[str], block: CompressionConfig | None, *, new: bool) -> None:
-    """Raise ConfigError where something alive has to send encoded and was built too early.
+    """Raise ConfigError where an existing object has a block and was built too early.
 
     Args:
-        armed: packages whose patches are in place already, whose objects were therefore seen.
-        block: of this process, if it has one; a DeepSpeed engine may have its own.
-        new: whether ``block`` was given just now: what was seen without one is late as well.
+        armed: packages whose patches are in place already, so that their objects were seen.
+        block: of this process, if it has one; a DeepSpeed engine may have another.
+        new: whether ``block`` is new: objects that were seen without one are late as well.
     """
     for kind in CLASSES:
         if kind.package in armed and not new:
@@ -75,7 +75,7 @@ def check(armed: frozenset[str], block: CompressionConfig | None, *, new: bool) 
 
 
 def too_late(kind: Built, name: str) -> ConfigError:
-    """What to tell the user about an object of ``kind``, of class ``name``, that came too early."""
+    """Return the error for an object of ``kind``, of class ``name``, that was built too early."""
     return ConfigError(
         "hybridcomp.install",
         Shown(f"a {name} that was built before it"),
@@ -85,19 +85,19 @@ def too_late(kind: Built, name: str) -> ConfigError:
 
 
 def _alive(kind: Built) -> Iterator[Any]:
-    """The objects of a class that was imported; garbage does not count."""
+    """Yield the existing objects of an imported class, after a garbage collection."""
     cls = getattr(sys.modules.get(kind.module), kind.name, None)
     if cls is None:
         return
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), cls)]
     if found:
         del found
-        gc.collect()  # engines hang in reference cycles
-        # by type: asking a proxy for its class would run somebody else's code
+        gc.collect()  # engines are in reference cycles
+        # by type: reading a proxy's __class__ would run foreign code
         yield from [thing for thing in gc.get_objects() if issubclass(type(thing), cls)]
 
 
 def _own_block(built: Any) -> CompressionConfig | None:
-    """The block in the configuration of a DeepSpeed engine."""
+    """Return the block in the configuration of a DeepSpeed engine."""
     settings = getattr(getattr(built, "_config", None), "_param_dict", None)
     return None if settings is None else load_config(settings)

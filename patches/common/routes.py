@@ -1,8 +1,8 @@
-"""What seams without an engine share: routing, direction, and a stand-in for ``torch``.
+"""Choose channel, codec and direction of a message, for seams without an engine.
 
 Upstream modules call raw collectives as ``torch.distributed.all_reduce``: their name is looked up
-in the module's global ``torch`` at call time. A stand-in there reaches every such call, keeps the
-overlap around it and copies no upstream code, which changes with every release.
+in the module's global ``torch`` at call time. A stand-in for ``torch`` there intercepts every such
+call, keeps the overlap around it and copies no upstream code, which changes with every release.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _local = threading.local()  # autograd runs backward passes of several devices i
 
 @dataclass(frozen=True)
 class Route:
-    """How one message travels encoded."""
+    """Channel, codec and direction of one encoded message."""
 
     channel: Channel
     codec: Codec
@@ -45,7 +45,7 @@ class Route:
         pieces: Sequence[Sequence[Piece]] | None = None,
         async_op: bool,
     ) -> ReduceScatterHandle:
-        """``Channel.reduce_scatter`` with what is known of this message."""
+        """Call ``Channel.reduce_scatter`` with codec, direction and bytes of this message."""
         return self.channel.reduce_scatter(
             shards,
             self.codec,
@@ -66,9 +66,9 @@ def route(
     direction: Direction = "forward",
     whose: Callable[[], Channels | None] | None = None,
 ) -> Route | None:
-    """The route of a message; None: it is none of ours or stays native (then written down).
+    """Return the route of a message; None: not compressed here, or native, which is then counted.
 
-    ``whose``: gives the channels; without it they are those of the process.
+    ``whose``: returns the channels; without it they are those of the process.
     """
     channels = current() if whose is None else whose()
     if channels is None or dimension is None or dist.get_world_size(group) < 2:
@@ -82,21 +82,21 @@ def route(
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The values of ``tensor``, 1-D and contiguous: a view where that is possible."""
+    """Return the values of ``tensor``, 1-D and contiguous: a view where that is possible."""
     return tensor.detach().contiguous().view(-1)
 
 
 def direction() -> Direction:
-    """``backward`` inside a method made by ``make_backward``, else ``forward``.
+    """Return ``backward`` inside a method made by ``make_backward``, else ``forward``.
 
-    Recomputation runs forward methods inside the backward pass; they are not marked, so they take
-    the codec of the first time.
+    Recomputation runs forward methods inside the backward pass; they are not marked, so they use
+    the same codec as the first time.
     """
     return "backward" if getattr(_local, "backward", False) else "forward"
 
 
 def make_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark what runs inside as backward."""
+    """Mark messages sent inside as backward."""
 
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> Any:
@@ -112,12 +112,12 @@ def make_backward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Layers:
-    """Whose collectives these are.
+    """Dimension, direction and channels of the collectives of some layers.
 
     Attributes:
-        dimension: what a group carries; None for a group whose messages stay exact.
-        way: the direction of the message that is being sent now.
-        whose: the channels that it goes through; without it those of the process.
+        dimension: returns the dimension of a group; None: its messages stay exact.
+        way: returns the direction of the message that is being sent now.
+        whose: returns the channels for it; without it those of the process.
     """
 
     dimension: Callable[[dist.ProcessGroup | None], Dimension | None]
@@ -127,11 +127,11 @@ class Layers:
     def route(
         self, numel: int, dtype: torch.dtype, group: dist.ProcessGroup | None, raw_nbytes: int
     ) -> Route | None:
-        """How a message of ``numel`` elements travels; None: as upstream sends it."""
+        """Return the route of a message of ``numel`` elements; None: upstream sends it."""
         return route(self.dimension(group), numel, dtype, group, raw_nbytes, self.way(), self.whose)
 
     def leave_native(self, group: dist.ProcessGroup | None, raw_nbytes: int) -> None:
-        """Write down a message that no codec may touch."""
+        """Count a message that no codec may change."""
         channels = current() if self.whose is None else self.whose()
         dimension = self.dimension(group)
         if channels is not None and dimension is not None and dist.get_world_size(group) > 1:
@@ -139,7 +139,7 @@ class Layers:
 
 
 class Namespace(types.ModuleType):
-    """A module with some names replaced; everything else is looked up in the real one."""
+    """Module with some names replaced; all others are looked up in the real one."""
 
     def __init__(self, real: Any, replaced: Mapping[str, Any]) -> None:
         super().__init__(real.__name__, f"{real.__name__}, as seen by a patched module")
@@ -154,7 +154,7 @@ Makers = Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]
 
 
 def make_stand_in(makers: Makers) -> Callable[[Any], Any]:
-    """A maker of a stand-in for a module of collectives, some of which ``makers`` wrap."""
+    """Return a maker of a stand-in for a module of collectives, some of which ``makers`` wrap."""
 
     def make(original: Any) -> Any:
         wrapped = {name: make_one(getattr(original, name)) for name, make_one in makers.items()}
@@ -164,12 +164,12 @@ def make_stand_in(makers: Makers) -> Callable[[Any], Any]:
 
 
 def torch_seam(module: str, requirement: str, source: Callable[[], str] | None = None) -> Seam:
-    """The global ``torch`` of an upstream module."""
+    """Return the seam of the global ``torch`` of an upstream module."""
     return Seam(requirement, module, "torch", None, source)
 
 
 def make_torch(makers: Makers) -> Callable[[Any], Any]:
-    """A maker of a stand-in for ``torch``; ``makers`` wrap collectives of its ``distributed``."""
+    """Return a maker of a stand-in for ``torch``; ``makers`` wrap functions of ``distributed``."""
 
     stand_in = make_stand_in(makers)
 

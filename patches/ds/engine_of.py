@@ -1,4 +1,4 @@
-"""An engine of DeepSpeed's around a model, for a process that no launcher of DeepSpeed started."""
+"""Make a DeepSpeed engine in a process that DeepSpeed's launcher has not started."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 def engine_of(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]
 ) -> Any:
-    """``deepspeed.initialize`` on the default process group, which exists.
+    """Call ``deepspeed.initialize`` on the existing default process group; return the engine.
 
-    ``settings``: of the ds_config. Nothing is compiled for it.
+    ``settings``: the ds_config. On a CPU no kernel is compiled.
     """
     import deepspeed
 

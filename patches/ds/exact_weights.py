@@ -1,12 +1,12 @@
-"""Exact weights in checkpoints, and the same training after a restart.
+"""Put exact weights into the module for a checkpoint, and the decoded ones back after it.
 
 Training computes with decoded weights, a checkpoint holds exact ones: the module's weights are
-gathered natively to be saved, and are given back what training computed with after it. That is what
-the last gather's bytes decode to: encoded again from the masters, which gives the same bytes. With
-``delta`` it depends on all steps before: it is put together from the shares that the ranks keep
-(``channels/parameter_deltas.py``), and each rank saves its own beside the checkpoint, so that a
-resumed run goes on bit for bit. Stage 3 saves partitions, which only ``offload`` encodes, on their
-way to the device.
+gathered natively before saving, and decoded again after it. The decoded ones come from encoding the
+masters again, which gives the same bytes as the last gather. With ``delta`` they depend on all
+steps before: they are gathered from the shares that the ranks keep
+(``channels/parameter_deltas.py``), and each rank saves its share beside the checkpoint, so that a
+resumed run continues bit for bit. Stage 3 saves partitions, which only ``offload`` encodes, on
+their way to the device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TODO = (
     "Restore the file, or delete every hybridcomp_parameters_rank_*.pt of this checkpoint: the "
     "first gather is exact then"
 )
-#: by optimizer: the flat groups, their partitions by rank
+#: attributes of the optimizers: the flat groups, their partitions by rank
 GROUPS = (
     ("bit16_groups_flat", "parallel_partitioned_bit16_groups"),
     ("bf16_groups_flat", "bf16_partitioned_groups"),
@@ -40,7 +40,7 @@ GROUPS = (
 
 @contextmanager
 def exact_parameters(engine: Any, channels: Channels | None) -> Iterator[None]:
-    """The module holds the exact weights inside, and what training computes with again after it."""
+    """Gather exact weights into the module, and after the body the decoded ones of training."""
     if channels is None or not _encodes_weights(engine, channels):
         yield
         return
@@ -54,9 +54,9 @@ def exact_parameters(engine: Any, channels: Channels | None) -> Iterator[None]:
 
 
 def decode_parameters(engine: Any, channels: Channels) -> None:
-    """Give the module what the copies after the last step gave it, or would have given it.
+    """Repeat the encoded copies and gathers after the last step from the master weights.
 
-    With ``delta`` only those to the device: what is gathered then depends on all steps before.
+    With ``delta`` only the copies to the device: gathered values then depend on all steps before.
     """
     deltas = channels["zero"].delta
     if not _encodes_weights(engine, channels) or (
@@ -69,16 +69,16 @@ def decode_parameters(engine: Any, channels: Channels) -> None:
 
 
 def resume(folder: Path, engine: Any, channels: Channels) -> None:
-    """Give the module what the run computed with that saved the checkpoint in ``folder``."""
+    """Give the module the decoded weights of the run that saved the checkpoint in ``folder``."""
     decode_parameters(engine, channels)
     if channels["zero"].delta and _saves(engine, channels):
         _load(folder, engine, channels)
 
 
 def check(folder: Path, channels: Channels) -> None:
-    """Raise CheckpointError, on every rank, where the references of any in ``folder`` are damaged.
+    """Raise CheckpointError, on every rank, where a rank's references in ``folder`` are damaged.
 
-    A collective; nothing is changed.
+    A collective; changes nothing.
     """
     if channels["zero"].delta:
         _, problem = saved.attempt(lambda: _stored(folder))
@@ -86,13 +86,13 @@ def check(folder: Path, channels: Channels) -> None:
 
 
 def forget(engine: Any) -> None:
-    """Forget what ranks hold, which a load makes useless: the next gather is exact."""
+    """Drop the references of deltas, which a load makes useless: the next gather is exact."""
     for flat, _, _ in flat_groups(engine.optimizer):
         parameter_deltas.forget(flat)
 
 
 def save(folder: Path, engine: Any, channels: Channels) -> bool:
-    """Write the shares that this rank keeps of what all ranks hold (``delta``); whether it did."""
+    """Write this rank's shares of the references of deltas; return whether there are any."""
     if not channels["zero"].delta or not _saves(engine, channels):
         return False
     found = [parameter_deltas.reference_of(flat) for flat, _, _ in flat_groups(engine.optimizer)]
@@ -104,7 +104,7 @@ def save(folder: Path, engine: Any, channels: Channels) -> bool:
 
 
 def flat_groups(optimizer: Any) -> Iterator[tuple[Tensor, list[Tensor], Any]]:
-    """The flat groups that are gathered after a step: buffer, partitions by rank, group."""
+    """Yield the flat groups that are gathered after a step: buffer, partitions by rank, group."""
     for flats, partitions in GROUPS:
         if hasattr(optimizer, flats):
             yield from zip(
@@ -116,7 +116,7 @@ def flat_groups(optimizer: Any) -> Iterator[tuple[Tensor, list[Tensor], Any]]:
 
 
 def _load(folder: Path, engine: Any, channels: Channels) -> None:
-    """Take the saved shares, or say once that deltas start anew; the same on all ranks."""
+    """Load the saved shares, or print that the first gather is exact; the same on all ranks."""
     groups = list(flat_groups(engine.optimizer))
     shares, problem = saved.attempt(lambda: _stored(folder))
     saved.all_well(problem, WHAT, TODO)
@@ -167,7 +167,7 @@ def _are_shares(value: Any) -> bool:
 
 @torch.no_grad()
 def _spread(engine: Any, channels: Channels) -> None:
-    """Put together what all ranks hold, from the shares that they keep."""
+    """Gather the references into the flat groups from the shares that the ranks keep."""
     from deepspeed.runtime import utils
 
     for flat, partitions, group in flat_groups(engine.optimizer):
@@ -183,12 +183,12 @@ def _path(folder: Path) -> Path:
 
 
 def _saves(engine: Any, channels: Channels) -> bool:
-    """Whether what ranks hold differs from the exact weights, and is not to be had from them."""
+    """Return whether gathered weights differ from the exact ones: deltas then need references."""
     return channels.lossy("zero") and _encodes_weights(engine, channels)
 
 
 def _encodes_weights(engine: Any, channels: Channels) -> bool:
-    """Whether the module's weights came out of an encoded gather (stages 1 and 2, BF16) or copy."""
+    """Return whether the module's weights come from an encoded gather (not stage 3) or copy."""
     gathers = hasattr(engine.optimizer, "update_lp_params") and channels["zero"].active
     copies = offload_sums.sends_to_device(engine.optimizer, channels)
     return (gathers or copies) and channels.step > 0

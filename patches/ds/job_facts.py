@@ -1,4 +1,4 @@
-"""What the model and its process groups tell about a DeepSpeed job."""
+"""Collect facts about a DeepSpeed job from its model and process groups."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from hybridcomp.patches.neox.checkout import is_neox
 
 #: module whose layers reduce over tensor-parallel ranks themselves
 DOMINO = "deepspeed.runtime.domino"
-#: classes of attention layers that exchange heads for sequence, or let keys go round
+#: classes of attention layers that exchange heads for sequence, or pass keys round a ring
 SEQUENCE_LAYERS = frozenset({"DistributedAttention", "FPDT_Attention", "RingAttention"})
-#: class of hybridcomp's own attention over a ring
+#: class of hybridcomp's ring attention
 RING = "RingAttention"
-#: package of hybridcomp's own layers that are cut over a mesh
+#: package of hybridcomp's layers that are cut over a mesh
 MESH_LAYERS = "hybridcomp.nn.tp2d"
-#: class of hybridcomp's own stages of pipelines over token slices
+#: class of hybridcomp's pipeline stages over token slices
 SLICED_STAGE = "SlicedStage"
 
 
 def facts(model: Any, mpu: Any, mesh_device: Any) -> dict[str, Any]:
-    """What ``ds_config.check`` wants to know, before an engine is built."""
+    """Return the keyword arguments of ``ds_check.check``, before an engine is built."""
     from deepspeed.runtime.pipe.module import PipelineModule
 
     kinds = {cls for module in model.modules() for cls in type(module).__mro__}
@@ -47,7 +47,7 @@ def facts(model: Any, mpu: Any, mesh_device: Any) -> dict[str, Any]:
 
 
 def layout(engine: Any) -> dict[str, int | None]:
-    """The layout of an engine, by the names of a plan (``config.planned``); None: not known."""
+    """Return the layout of an engine, by a plan's names (``config.planned``); None: not known."""
     stages = getattr(engine, "num_stages", None)  # of a PipelineEngine
     if stages is None:
         stages = next((one.count for one in engine.module.modules()
@@ -56,7 +56,7 @@ def layout(engine: Any) -> dict[str, int | None]:
     ring, mesh = _own_cuts(engine.module)
     return {
         "ranks": dist.get_world_size(),
-        # ranks that share a sequence by a ring are replicas to the engine
+        # to the engine, ranks that share a sequence by a ring are replicas
         "data": dist.get_world_size(engine.data_parallel_group) // ring,
         "context": ring if ring > 1 else None,
         "mesh": mesh,
@@ -71,7 +71,7 @@ def layout(engine: Any) -> dict[str, int | None]:
 
 
 def _own_cuts(model: Any) -> tuple[int, int]:
-    """Ranks of hybridcomp's rings of a model, and on a side of its meshes; 1 where it has none."""
+    """Return the ranks of a model's rings, and on a side of its meshes; 1 where it has none."""
     ring = mesh = 1
     for module in model.modules():
         if type(module).__name__ == RING:
@@ -82,7 +82,7 @@ def _own_cuts(model: Any) -> tuple[int, int]:
 
 
 def sequence_size(mpu: Any, mesh_device: Any) -> int:
-    """Ranks over which the sequence is split."""
+    """Return the number of ranks over which the sequence is split."""
     size = getattr(mpu, "get_sequence_parallel_world_size", None)
     if size is not None:
         return int(size())
@@ -92,7 +92,7 @@ def sequence_size(mpu: Any, mesh_device: Any) -> int:
 
 
 def unique_name(engine: Any, name: str, parameter: Any) -> str:
-    """The parameter's name, with its rank where ranks hold different parameters under one name.
+    """Return a parameter's name, with a rank where ranks have different parameters of one name.
 
     Residuals are summed by name when the number of ranks changes. Ranks that share a sequence hold
     the same parameters, and reduce their gradients in one group.
@@ -110,20 +110,20 @@ def unique_name(engine: Any, name: str, parameter: Any) -> str:
 
 
 def _tensor_rank(mpu: Any) -> int:
-    """Rank in the tensor-parallel group; 0 without one."""
+    """Return the rank in the tensor-parallel group; 0 without one."""
     rank: Callable[[], int] | None = getattr(mpu, "get_tensor_model_parallel_rank", None)
     if rank is None:
         rank = getattr(mpu, "get_model_parallel_rank", None)
         if rank is getattr(mpu, "get_sequence_parallel_rank", None):
-            return 0  # ALST calls its sequence groups so; None and None: there is no such group
+            return 0  # ALST's mpu gives sequence groups this name; both None: no such group
     return 0 if rank is None else rank()
 
 
 def common_names(engine: Any) -> frozenset[str]:
-    """Names of vectors (norms, biases) that tensor-parallel ranks have in common.
+    """Return the names of vectors (norms, biases) that tensor-parallel ranks have in common.
 
-    By upstream's own marks, which its gradient norm depends on. A vector that lacks the mark though
-    it is cut is only sent exactly without need; common matrices, such as experts, are too large.
+    By upstream's marks, on which its gradient norm depends. A cut vector without the mark is sent
+    exactly, which is harmless; common matrices, such as experts, are too large to be sent exactly.
     """
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
@@ -139,9 +139,9 @@ def common_names(engine: Any) -> frozenset[str]:
 
 
 def tensor_ranks() -> int:
-    """Ranks in the tensor-parallel groups of GPT-NeoX or megatron-core; 1 where there are none.
+    """Return the ranks in tensor-parallel groups of GPT-NeoX or megatron-core; 1 without any.
 
-    DeepSpeed does not know of them: with a pipeline GPT-NeoX does not even hand over its ``mpu``.
+    DeepSpeed does not know them: with a pipeline GPT-NeoX does not even pass its ``mpu``.
     """
     if "megatron.mpu" in sys.modules and is_neox():
         mpu = importlib.import_module("megatron.mpu")
@@ -153,7 +153,7 @@ def tensor_ranks() -> int:
 
 
 def loss_scale(engine: Any) -> float:
-    """The factor on the gradients now.
+    """Return the current factor on the gradients.
 
     1.0 where ``engine.backward`` does not scale: the fp16 optimizers of stage 0 have a loss scale,
     but 0.19 multiplies the loss only for a ZeROOptimizer or an autocast scaler.

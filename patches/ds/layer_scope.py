@@ -1,10 +1,10 @@
-"""What the tensor- and sequence-parallel seams of DeepSpeed share.
+"""Track the layer whose collectives run, for the tensor- and sequence-parallel DeepSpeed seams.
 
-Upstream's layers reach collectives through the global ``dist`` of their module, looked up at call
+Upstream's layers call collectives through the global ``dist`` of their module, looked up at call
 time. A stand-in there keeps upstream's overlap, buffers and autograd functions. It acts only inside
 an autograd function that a maker below wrapped: the same modules gather parameters for checkpoints,
-which must stay exact. Functions know no layer, and backward passes run in other threads, so a
-function's context remembers whose layer it served.
+which must stay exact. Functions have no reference to a layer, and backward passes run in other
+threads, so the function's context keeps the channels of the layer.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _NOBODY = object()
 
 @dataclass(frozen=True)
 class Scope:
-    """What the collectives called now are for."""
+    """Channels and direction of the collectives that are called now."""
 
     channels: Channels | None
     direction: Direction
 
 
 class _Local(threading.local):
-    owner: Any = _NOBODY  # channels of the layer that runs, None: of an engine without a block
+    owner: Any = _NOBODY  # channels of the running layer; None: its engine has no block
     scope: Scope | None = None
 
 
@@ -51,14 +51,14 @@ _local = _Local()
 
 
 def tag(engine: Any, channels: Channels | None) -> None:
-    """Tell the layers of ``engine`` whose they are; None: the engine has no block."""
+    """Tag the layers of ``engine`` with its channels; None: the engine has no block."""
     for module in engine.module.modules():
         if not LAYERS.isdisjoint(cls.__name__ for cls in type(module).__mro__):
             setattr(module, ATTRIBUTE, channels)
 
 
 def owner() -> Channels | None:
-    """The channels of the layer that runs; those of the process for layers of no engine."""
+    """Return the channels of the running layer; those of the process for layers of no engine."""
     found = _local.owner
     if found is _NOBODY:
         return process.current()
@@ -68,7 +68,7 @@ def owner() -> Channels | None:
 
 @contextmanager
 def inside(scope: Scope) -> Iterator[None]:
-    """Collectives called inside are for ``scope``."""
+    """Set ``scope`` for the collectives called inside."""
     before = _local.scope
     _local.scope = scope
     try:
@@ -78,7 +78,7 @@ def inside(scope: Scope) -> Iterator[None]:
 
 
 def make_call(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``__call__`` of a layer: publish whose it is. Recomputation comes here again."""
+    """Wrap ``__call__`` of a layer to publish its channels; recomputation calls it again."""
 
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def make_call(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` of an autograd function; in its own backward pass it is the gradient's way."""
+    """Wrap ``forward`` of an autograd function; called in a ``backward`` it keeps its direction."""
 
     @functools.wraps(original)
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ def make_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``backward`` of an autograd function whose ``forward`` is wrapped."""
+    """Wrap ``backward`` of an autograd function whose ``forward`` is wrapped."""
 
     @functools.wraps(original)
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -117,7 +117,7 @@ def make_backward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_layer_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` of a layer that calls collectives outside of an autograd function."""
+    """Wrap ``forward`` of a layer that calls collectives outside of an autograd function."""
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +132,7 @@ def _direction() -> Direction:
 
 
 def whose() -> Channels | None:
-    """The channels of the collectives called now; None outside of a wrapped function."""
+    """Return the channels of the collectives called now; None outside of a wrapped function."""
     return None if _local.scope is None else _local.scope.channels
 
 
@@ -142,12 +142,15 @@ SEQUENCE = Layers(lambda group: "cp", _direction, whose)
 
 
 def upstream_has(module: str, name: str) -> bool:
-    """Whether the installed DeepSpeed has it; releases of 0.19 differ."""
+    """Return whether a module of the installed DeepSpeed has ``name``; releases of 0.19 differ."""
     return has_module(module) and hasattr(importlib.import_module(module), name)
 
 
 def refuse(channels: Channels, dimension: Dimension, found: str, reason: str, todo: str) -> None:
-    """A part of the model moves ``dimension`` where no seam is: raise ConfigError, or say so."""
+    """Raise ConfigError, or print a message, for a part of the model without seams.
+
+    ``found``: that part, which sends messages of ``dimension``.
+    """
     config = channels.config
     if not channels[dimension].active:
         return

@@ -1,12 +1,12 @@
-"""Gradients of several micro-batches under ZeRO-Offload, dimension ``offload``: where they add up.
+"""Add up gradients of several micro-batches under ZeRO-Offload, on the device or on the host.
 
-Upstream adds up micro-batches on the device and keeps the sum on the host: each fetches the sum so
-far, adds, and sends it back, three quarters of all bytes with four micro-batches. Here the sum
-stays on the device where there is room for it (``compression.offload.sums``), in the dtype that
-upstream adds in, and crosses once a step, encoded; norm and overflow flag are upstream's. Where
-there is no room each gradient crosses, encoded, and the host adds: in one pass over the sum and in
-fp32, or, where a lossless codec has to give the same bits, in upstream's dtype. Norm and overflow
-flag of such a sum are the host's as well.
+Upstream adds up micro-batches on the device and keeps the sum on the host: each micro-batch fetches
+the sum so far, adds, and sends it back, three quarters of all bytes with four micro-batches. Here
+the sum stays on the device where there is room for it (``compression.offload.sums``), in the dtype
+in which upstream adds, and is copied once a step, encoded; norm and overflow flag are upstream's.
+Where there is no room each gradient is copied, encoded, and the host adds: in one pass over the sum
+and in fp32, or, where a lossless codec has to give the same bits, in upstream's dtype. Norm and
+overflow flag of such a sum are computed on the host, too.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ ATTRIBUTE = "_hybridcomp_sums"
 
 @dataclass
 class Sums:
-    """Gradients of several micro-batches of one optimizer, and what the host found in them."""
+    """Sums of the gradients of one optimizer's micro-batches, with norms of those on the host."""
 
     #: whether the device adds up; None: not decided yet
     on_device: bool | None = None
     totals: dict[int, Tensor] = field(default_factory=dict)  # by parameter id, upstream's dtype
-    packed: dict[int, Packed] = field(default_factory=dict)  # what the host adds up in fp32
-    #: parameters that no boundary has closed since the last step, and how to close them
+    packed: dict[int, Packed] = field(default_factory=dict)  # sums that the host makes in fp32
+    #: functions that close sums which no boundary has closed since the last step
     open: dict[int, Callable[[], None]] = field(default_factory=dict)
-    norms: dict[int, Tensor] = field(default_factory=dict)  # of closed ones, not yet told upstream
+    norms: dict[int, Tensor] = field(default_factory=dict)  # of closed sums, not yet in upstream
 
     def add(self, key: int, values: Tensor, dtype: torch.dtype, *, first: bool) -> Tensor:
-        """The sum on the device with ``values`` added; it has ``dtype``, as upstream's has."""
+        """Add ``values`` to the sum on the device, of upstream's ``dtype``, and return the sum."""
         total = self.totals.get(key)
         if total is None:
             self.totals[key] = total = torch.empty_like(values, dtype=dtype)
@@ -52,12 +52,12 @@ class Sums:
         return total
 
     def close(self, key: int, total: Tensor, out: Tensor, norm: Callable[[Tensor], Tensor]) -> None:
-        """A sum of the host is complete: give it to the optimizer, and take its norm."""
+        """Copy a complete sum on the host to the optimizer's gradient, and take its norm."""
         out.copy_(total)
         self.norms[key] = norm(total)
 
     def close_packed(self, key: int, packed: Packed) -> None:
-        """The same for one that was added up where the optimizer reads it."""
+        """Take the norm of a complete sum that was made in the optimizer's gradient."""
         assert packed.square is not None
         self.norms[key] = packed.square.sqrt()
 
@@ -76,9 +76,9 @@ def add_on_host(
     first: bool,
     boundary: bool,
 ) -> None:
-    """Send one micro-batch's gradient to the host, which adds it to the others.
+    """Copy one micro-batch's gradient to the host, encoded, and have the host add it to the sum.
 
-    ``total``: makes the sum in upstream's dtype, where its bits or overflows of fp16 need it.
+    ``total``: makes a tensor for the sum in upstream's dtype, where equal bits or fp16 need it.
     """
     sums, moves = sums_of(optimizer), channels.host
     close: Callable[[], None]
@@ -104,9 +104,9 @@ def add_on_host(
 def adds_on_device(
     optimizer: Any, channels: Channels, like: Tensor, numel: int, device: torch.device
 ) -> bool:
-    """Whether micro-batches of this step are added up on the device, small gradients as well.
+    """Return whether micro-batches of this step are added up on the device, small gradients too.
 
-    ``like``: what has the dtype of sums; ``numel``: of all gradients of this rank.
+    ``like``: a tensor of the sums' dtype; ``numel``: elements of all gradients of this rank.
     """
     if channels["offload"].copy_codec(1 << 40, like.dtype, "backward") is None:
         return False
@@ -118,9 +118,9 @@ def adds_on_device(
 
 
 def _room(channels: Channels, device: torch.device, nbytes: int) -> tuple[bool, str]:
-    """Whether the device has room for a sum of so many bytes, and what to tell the user.
+    """Return whether the device has room for sums of ``nbytes``, and a message for the user.
 
-    Asked in the first backward pass, when activations take the most memory.
+    Called in the first backward pass, when activations take the most memory.
     """
     asked = channels.config.offload.sums
     size, key = f"{nbytes / 1e6:.0f} MB", f"(compression.offload.sums: {asked})"
@@ -137,7 +137,7 @@ def _room(channels: Channels, device: torch.device, nbytes: int) -> tuple[bool, 
 
 
 def sums_of(optimizer: Any) -> Sums:
-    """The sums of an optimizer."""
+    """Return the sums of an optimizer."""
     found: Sums | None = getattr(optimizer, ATTRIBUTE, None)
     if found is None:
         found = Sums()
@@ -146,6 +146,6 @@ def sums_of(optimizer: Any) -> Sums:
 
 
 def forget(optimizer: Any) -> None:
-    """Give the memory of sums back: the optimizer's gradients are native from now on."""
+    """Free the sums: the optimizer's gradients are native from now on."""
     if hasattr(optimizer, ATTRIBUTE):
         delattr(optimizer, ATTRIBUTE)

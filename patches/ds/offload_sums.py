@@ -1,4 +1,4 @@
-"""What the seams of ZeRO-Offload share: copies of parameters, steps, exact refreshes."""
+"""Copy parameters encoded under ZeRO-Offload, and handle steps and exact refreshes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybridcomp.patching import has_module
 
 
 def has(module: str, name: str, method: str) -> bool:
-    """Whether a class of the installed DeepSpeed defines a method; releases of 0.19 differ.
+    """Return whether a class of the installed DeepSpeed has a method; releases of 0.19 differ.
 
     False without DeepSpeed: the seams can then be listed, and none will be applied.
     """
@@ -27,14 +27,14 @@ def has(module: str, name: str, method: str) -> bool:
 
 
 class Uploads(TorchFunctionMode):
-    """Inside, what is copied out of the optimizer's 16-bit host buffers travels encoded."""
+    """Mode that encodes the copies from the optimizer's 16-bit host buffers to the device."""
 
     def __init__(self, optimizer: Any, channels: Channels) -> None:
         super().__init__()
         self._channels = channels
         buffers = optimizer.param_buffer_of_bit16_for_cpu_offload_groups
         self._buffers = {_start(buffer) for buffer in buffers if buffer.numel()}
-        self._waiting: dict[int, Tensor] = {}  # what a buffer should have been filled with
+        self._waiting: dict[int, Tensor] = {}  # by buffer, the masters that it should hold
 
     def __torch_function__(
         self,
@@ -46,7 +46,7 @@ class Uploads(TorchFunctionMode):
         if func is Tensor.copy_ and len(args) > 1 and isinstance(args[1], Tensor):
             out, values = args[0], args[1]
             if _start(out) in self._buffers and values.shape == out.shape:
-                # rounding to 16 bits in a pass of its own would take longer than encoding
+                # a separate pass that rounds to 16 bits would take longer than encoding
                 self._waiting[_start(out)] = values
                 return out
             if _start(values) in self._buffers:
@@ -63,7 +63,7 @@ def _start(tensor: Tensor) -> int:
 
 
 def upload(channels: Channels, values: Tensor, out: Tensor) -> bool:
-    """Move updated parameters to ``out`` on the device; False: left to upstream."""
+    """Copy updated parameters to ``out`` on the device, encoded; False: left to upstream."""
     channel, raw_nbytes = channels["offload"], out.numel() * out.itemsize
     codec = channel.copy_codec(out.numel(), out.dtype, "forward")
     if codec is None:
@@ -74,7 +74,7 @@ def upload(channels: Channels, values: Tensor, out: Tensor) -> bool:
 
 
 def settle(optimizer: Any, channels: Channels) -> bool:
-    """Wait for the gradients on their way to the host and tell upstream the norms of sums.
+    """Wait for gradients on their way to the host, and write the norms of sums into the optimizer.
 
     Returns whether one of these norms is not finite.
     """
@@ -92,7 +92,7 @@ def settle(optimizer: Any, channels: Channels) -> bool:
 
 
 def close_step(optimizer: Any, channels: Channels) -> None:
-    """Time a step that has ended, where that is asked for."""
+    """Note the end of a step for ``Pace``; free the sums where its verdict is native."""
     from deepspeed.accelerator import get_accelerator
 
     device = torch.device(get_accelerator().current_device_name())
@@ -105,13 +105,13 @@ def close_step(optimizer: Any, channels: Channels) -> None:
 
 
 def at_boundary(optimizer: Any) -> bool:
-    """Whether the micro-batch is the last before a step; 0.19.0 has it as a plain attribute."""
+    """Return whether this micro-batch is the last before a step; in 0.19.0 a plain attribute."""
     found = optimizer.is_gradient_accumulation_boundary
     return bool(found() if callable(found) else found)
 
 
 def norm_dtype(optimizer: Any) -> torch.dtype:
-    """The dtype in which upstream takes norms of gradients; always fp64 in 0.19.0."""
+    """Return the dtype in which upstream takes norms of gradients; always fp64 in 0.19.0."""
     module = importlib.import_module("deepspeed.runtime.zero.utils")
     found = getattr(module, "get_norm_dtype", None)
     dtype: torch.dtype = torch.float64 if found is None else found()
@@ -119,7 +119,7 @@ def norm_dtype(optimizer: Any) -> torch.dtype:
 
 
 def make_finalize(original: Callable[..., None]) -> Callable[..., None]:
-    """Close the sums of the host, too; the boundary is one method at stages 1, 2 and 3."""
+    """Close the open sums at a boundary set by the script; one method at stages 1, 2 and 3."""
 
     @functools.wraps(original)
     def finalize_gradient_accumulation_boundary(self: Any) -> None:
@@ -134,7 +134,7 @@ def make_finalize(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def offloads(optimizer: Any) -> bool:
-    """Whether copies of this optimizer between device and host go through our seams."""
+    """Return whether the seams see this optimizer's copies between device and host."""
     if hasattr(optimizer, "cpu_offload"):
         return bool(optimizer.cpu_offload) and not getattr(optimizer, "zenflow", False)
     return (
@@ -146,15 +146,15 @@ def offloads(optimizer: Any) -> bool:
 
 
 def sends_to_device(optimizer: Any, channels: Channels) -> bool:
-    """Whether the device computes with parameters that were decoded."""
+    """Return whether parameters are copied to the device encoded."""
     codec = channels.policy.codecs.get(("offload", "forward"))
     return codec is not None and offloads(optimizer) and not getattr(optimizer, "offload_param", 0)
 
 
 def refresh(optimizer: Any, channels: Channels, *, exact: tuple[str, ...] = ()) -> None:
-    """Copy the master weights to the device again as a step would, and gather them.
+    """Copy the master weights to the device again as a step would, and gather them; a collective.
 
-    ``exact``: dimensions without their codec meanwhile. All ranks call it together.
+    ``exact``: dimensions whose messages stay native meanwhile.
     """
     assert channels_of(optimizer) is channels
     with ExitStack() as stack:

@@ -1,6 +1,6 @@
-"""The pipeline of a DeepSpeed engine on this rank: which message comes next, and in which codec.
+"""Follow the pipeline of a DeepSpeed engine on this rank: its next message and that one's codec.
 
-``patches/ds/pipeline.py`` says how the stages come to agree.
+``patches/ds/pipeline.py`` describes how the stages agree.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class Pipe:
     channel: Channel
     outgoing: Neighbour = field(default_factory=Neighbour)  # with the next stage
     incoming: Neighbour = field(default_factory=Neighbour)  # with the previous stage
-    #: while the message of shapes is sent: the marks to set
+    #: marks to set, while the message of shapes is sent
     marks: Sequence[bool] | None = None
-    #: while the message of shapes is received: the marks are to be read
+    #: whether the message of shapes is being received, from which to read marks
     reading: bool = False
     agreed_without_grad: bool = False
-    #: the last marks made in training, for evaluations, where nothing requires grad
+    #: the last marks of training, for evaluations, where no tensor requires grad
     trained: Sequence[bool] | None = None
 
     def begin(self) -> None:
         """Prepare a schedule. May ask the engine to send the shapes again (mutates it).
 
-        In an evaluation nobody knows which tensors will require grad, so the first training
-        batch after it agrees anew: 1 KiB. Every stage runs the same schedule and does the same.
+        An evaluation does not show which tensors will require grad, so the first training batch
+        after it agrees again: 1 KiB. Every stage runs the same schedule and does the same.
         """
         self.outgoing.restart()
         self.incoming.restart()
@@ -52,9 +52,9 @@ class Pipe:
             self.engine.pipe_recv_buf = None
 
     def advance(self, peer: int, sending: bool) -> tuple[Agreed | None, Direction]:
-        """What is agreed about the next message with the stage ``peer``, and its direction.
+        """Return the agreement about the next message with stage ``peer``, and its direction.
 
-        Activations go to the next stage, gradients to the previous one.
+        Activations go to the next stage, gradients to the previous one. Advances to the message.
         """
         is_next = peer == self.engine.next_stage
         link = self.outgoing if is_next else self.incoming
@@ -65,26 +65,26 @@ class Pipe:
     def codec(
         self, agreed: Agreed | None, numel: int, direction: Direction, between: tuple[int, int]
     ) -> Codec | None:
-        """The codec of a message between the global ranks of ``between``; equal on both sides."""
+        """Return the codec of a message between the global ranks ``between``; equal on both."""
         if agreed is None or not agreed.values:
             return None
         return self.channel.codec(numel, agreed.dtype, None, direction, between)
 
     @functools.cached_property
     def own_rank(self) -> int:
-        """The global rank of this stage."""
+        """Return the global rank of this stage."""
         return self.rank(self.engine.stage_id)
 
     def rank(self, stage: int) -> int:
-        """The global rank of ``stage`` in this pipeline."""
+        """Return the global rank of ``stage`` in this pipeline."""
         return int(self.engine.grid.stage_to_global(stage_id=stage))
 
     def agree(self, neighbour: Neighbour, activations: Sequence[Agreed]) -> None:
-        """Take over a set of tensors, and derive which gradients come back for it."""
+        """Note an agreed set of tensors, and derive the gradients that come back for it."""
         engine = self.engine
         back = list(activations)
         if engine.has_attention_mask or engine.has_bool_tensors:
-            back.pop()  # upstream drops the mask, which travels as half
+            back.pop()  # upstream drops the mask, which it sends as half
         if engine.is_grad_partitioned:
             back = back[:2]
         else:
@@ -100,6 +100,6 @@ RUNNING: ContextVar[Pipe | None] = ContextVar("hybridcomp_pipe", default=None)
 
 
 def running() -> Any:
-    """The attached engine whose pipeline schedule runs in this thread, None outside of one."""
+    """Return the attached engine whose pipeline schedule runs in this thread, None outside one."""
     pipe = RUNNING.get()
     return None if pipe is None else pipe.engine

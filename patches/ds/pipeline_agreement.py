@@ -1,4 +1,4 @@
-"""What two neighbouring pipeline stages agreed on; see ``pipeline``."""
+"""Agreements between neighbouring pipeline stages about tensors and dtypes; see ``pipeline``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-#: added to the dtype id of a tensor that a codec may touch; upstream has 12 ids
+#: added to the dtype id of a tensor that a codec may change; upstream has 12 ids
 VALUES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """One tensor of a set: the dtype that travels, and whether a codec may touch it."""
+    """One tensor of a set: the dtype that is sent, and whether a codec may change its values."""
 
     dtype: torch.dtype
     values: bool
@@ -31,21 +31,21 @@ class Agreement:
 
 @dataclass
 class Neighbour:
-    """What is agreed with one neighbour, and which tensor comes next."""
+    """Agreement with one neighbour, and position of the next tensor in it."""
 
     agreed: Agreement | None = None
-    #: sets whose gradients are still to come; micro-batches come back in the order they went
+    #: sets whose gradients are still to come, in the order of their micro-batches
     waiting: deque[Agreement] = field(default_factory=deque)
     activation_index: int = 0
     gradient_index: int = 0
 
     def restart(self) -> None:
-        """Begin a schedule: an evaluation leaves sets for which no gradient ever comes."""
+        """Reset for a new schedule: an evaluation leaves sets for which no gradient comes."""
         self.waiting.clear()
         self.activation_index = self.gradient_index = 0
 
     def activation(self) -> Agreed | None:
-        """The next activation, None when nothing was agreed."""
+        """Return the next activation, None without an agreement; advances to it."""
         if self.agreed is None:
             return None
         if self.activation_index == 0:
@@ -55,7 +55,7 @@ class Neighbour:
         return found
 
     def gradient(self) -> Agreed | None:
-        """The next gradient, None when nothing was agreed."""
+        """Return the next gradient, None without an agreement; advances to it."""
         if self.agreed is None:
             return None
         gradients = self.waiting[0].gradients
@@ -67,7 +67,7 @@ class Neighbour:
 
 
 def dtype_slots(meta: Sequence[int]) -> list[int]:
-    """Find where the dtype ids stand in upstream's message of shapes.
+    """Return the positions of the dtype ids in upstream's message of shapes.
 
     Layout: ``0, dtype, ndim, *shape`` or ``2, count, (dtype, ndim, *shape) * count``.
     """
@@ -81,7 +81,7 @@ def dtype_slots(meta: Sequence[int]) -> list[int]:
 
 
 def set_marks(meta: Tensor, marks: Sequence[bool]) -> Tensor:
-    """A copy of the message of shapes in which the dtype ids of marked tensors bear VALUES."""
+    """Copy the message of shapes, adding VALUES to the dtype ids of marked tensors."""
     marked = meta.clone()
     for slot, mark in zip(dtype_slots(meta.tolist()), marks, strict=True):
         if mark:
@@ -90,7 +90,7 @@ def set_marks(meta: Tensor, marks: Sequence[bool]) -> Tensor:
 
 
 def take_marks(meta: Tensor, dtypes: Sequence[torch.dtype]) -> list[Agreed]:
-    """Read the marks of a received message of shapes and take them off (mutates ``meta``)."""
+    """Read the marks of a received message of shapes and remove them (mutates ``meta``)."""
     ids = meta.tolist()
     found = []
     for slot in dtype_slots(ids):

@@ -1,8 +1,8 @@
-"""Which tensors of a pipeline message a codec may touch; see ``pipeline``.
+"""Tell activations, which a codec may change, from other tensors of a pipeline message.
 
 A stage sends a tensor or a tuple of tensors: hidden states, and often masks or position tables
 beside them. DeepSpeed calls ``backward`` on every floating-point tensor of the tuple, so even an
-additive mask has to require grad, and ``requires_grad`` alone does not tell it from an activation.
+additive mask has to require grad, and ``requires_grad`` alone does not identify an activation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybridcomp.codecs.base import VALUE_DTYPES
 
-#: autograd nodes that move values without computing any
+#: autograd nodes that copy or reshape values without computing new ones
 MOVES = frozenset(
     f"{name}Backward0"
     for name in (
@@ -34,7 +34,7 @@ def carries_values(
     """Mark the activations among ``tensors``; all others must arrive bit for bit.
 
     Args:
-        tensors: what a stage is about to send, in order.
+        tensors: those that a stage is about to send, in order.
         mask_last: the last one is a bool mask that upstream cast to half.
         partitioned: upstream cut the first activation over the tensor-parallel ranks; the tuple
             then starts with a description (int64) and this rank's part, which requires no grad.
@@ -62,7 +62,7 @@ def carries_values(
 
 
 def passed_through(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is only moved from a tensor that no parameter of this stage made."""
+    """Return whether ``tensor`` is an input of this stage, only copied or reshaped."""
     if tensor.grad_fn is None:
         return not isinstance(tensor, torch.nn.Parameter)
     node = tensor.grad_fn
@@ -76,10 +76,10 @@ def passed_through(tensor: Tensor) -> bool:
 
 
 def two_valued(tensor: Tensor) -> bool:
-    """Whether ``tensor`` takes at most two values: a mask, whose -inf no codec may smear.
+    """Return whether ``tensor`` has at most two values: a mask, whose -inf no codec may change.
 
-    Needed for masks that come out of an activation checkpoint: autograd shows one opaque node for
-    all of its outputs.
+    Needed for masks that come out of an activation checkpoint: autograd has one opaque node for all
+    of its outputs.
     """
     if tensor.numel() == 0:
         return False

@@ -1,12 +1,11 @@
-"""Loss, speed and identity of a DeepSpeed run as JSON lines, with or without a block.
+"""Record loss, speed and identity of a DeepSpeed run as JSON lines, with or without a block.
 
 ``HYBRIDCOMP_RECORD=FILE`` asks for it; ``hybridcomp compare --launch`` sets it, so that scripts
 that log nothing can be compared. The methods of the one engine are wrapped, not those of the class:
-an engine that is not recorded keeps upstream's own. Reading the loss waits for the device once a
-step.
+other engines keep upstream's. Reading the loss waits for the device once a step.
 
-What makes two runs comparable is taken from what the engine sees: shapes and first values of its
-parameters on rank 0, the seed of torch, and the tensors of the first steps' batches on rank 0.
+Two runs are comparable if they have equal fingerprints of their input: shapes and first values of
+the parameters on rank 0, the seed of torch, and the tensors of the first steps' batches on rank 0.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ from hybridcomp.session.metric_names import LOSS, SPEED, TOKENS
 ENVIRONMENT = environment.RECORD
 #: steps whose batches make the fingerprint of the data
 FINGERPRINTED = 8
-#: elements of each parameter that its fingerprint looks at
+#: elements of each parameter in its fingerprint
 HEAD = 64
 
 _recorded = False
 
 
 def asked() -> bool:
-    """Whether this process is to record; all ranks have to say the same."""
+    """Return whether this process is to record; it must be equal on all ranks."""
     return bool(os.environ.get(ENVIRONMENT))
 
 
 def attach(engine: Any) -> None:
-    """Record ``engine`` where that is asked for; the first one of the process that trains.
+    """Record ``engine`` if that is asked for and it is the first with an optimizer in the process.
 
     Raises ConfigError on every rank where rank 0 cannot write the file.
     """
@@ -56,7 +55,7 @@ def attach(engine: Any) -> None:
 
 
 class Recorder:
-    """One engine's run. Every rank has one: the mean of the losses is a collective."""
+    """Recorder of one engine's run, on every rank: the mean of the losses is a collective."""
 
     def __init__(self, engine: Any, path: Path) -> None:
         self._engine = engine
@@ -126,7 +125,7 @@ class Recorder:
         def train_batch(*args: Any, **kwargs: Any) -> Any:
             self._begin()
             loss = original(*args, **kwargs)
-            self._finish(float(loss.mean()))  # of all replicas, and sent to all stages
+            self._finish(float(loss.mean()))  # the mean over replicas, on all stages
             return loss
 
         return train_batch
@@ -136,10 +135,10 @@ class Recorder:
             self._start = time.perf_counter()
 
     def _see(self, batch: Any) -> None:
-        """One micro-batch, before it is used; upstream may change it in place."""
+        """Count and hash one micro-batch before it is used: upstream may change it in place."""
         self._begin()
         tensors = list(tensors_of(batch))
-        # labels have the shape of the tokens: the largest counts, not the sum
+        # labels have the shape of the tokens: count the largest tensor, not the sum
         whole = [found.numel() for found in tensors if not found.is_floating_point()]
         self._step_tokens += max(whole, default=0)
         if self._lines is not None and self._steps < FINGERPRINTED:
@@ -147,7 +146,7 @@ class Recorder:
                 self._batches.update(_bytes(found))
 
     def _finish(self, loss: float) -> None:
-        """Write one step; rank 0 alone has a file."""
+        """Write one step; only rank 0 has a file."""
         assert self._start is not None
         now = time.perf_counter()
         seconds, self._start = now - self._start, now
@@ -174,10 +173,10 @@ class Recorder:
 
 
 def fingerprint(module: torch.nn.Module) -> dict[str, Any]:
-    """Number and shapes of the parameters, and a digest of how they begin."""
+    """Return the number of parameters, and digests of their shapes and first values."""
     shapes, start, count = hashlib.sha256(), hashlib.sha256(), 0
     for name, parameter in module.named_parameters():
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO 3 holds none itself
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO 3's own is empty
         shapes.update(f"{name}{shape}".encode())
         count += int(torch.Size(shape).numel())
         held = getattr(parameter, "ds_tensor", parameter).detach()
@@ -190,7 +189,7 @@ def fingerprint(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
-    """All tensors in tuples, lists and dicts."""
+    """Yield all tensors in nested tuples, lists and dicts."""
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, dict):

@@ -1,7 +1,7 @@
-"""What a DeepSpeed engine sends in a step, and when one begins, for ``auto``.
+"""Predict the messages of a DeepSpeed engine's step, and note when steps begin, for ``auto``.
 
 Buckets fill as upstream fills them: a parameter that does not fit any more begins the next one.
-They hold what is trained in the order of the module, which that of the passes is nearly.
+They hold the trained parameters in the order of the module, nearly the order of the passes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from hybridcomp.patches.ds.exact_weights import flat_groups
 from hybridcomp.policy import Dimension
 from hybridcomp.session.engine_session import EngineSession
 
-#: elements that ``DeepSpeedEngine.buffered_allreduce_fallback`` flattens at once
+#: elements that ``DeepSpeedEngine.buffered_allreduce_fallback`` flattens into one bucket
 STAGE0_BUCKET = 500_000_000
 
 
 def sent(engine: Any) -> dict[Dimension, Sent]:
-    """Messages of ``dp`` and ``zero`` of one micro-batch and one step; what is not known is not in.
+    """Return the messages of ``dp`` and ``zero`` in a step of one micro-batch, as far as known.
 
     Experts count as if they were reduced with everything else.
     """
@@ -45,10 +45,10 @@ def sent(engine: Any) -> dict[Dimension, Sent]:
 
 
 def watch(engine: Any, session: EngineSession) -> None:
-    """Tell ``session`` when a step begins, as long as it may compare steps.
+    """Call ``session.begin_step`` in forward passes of training, as long as it may compare steps.
 
-    By a hook, which upstream's ``forward`` calls for pipelines too: nothing else of an engine is
-    told of a step before it communicates.
+    By a forward pre-hook, which runs for pipelines too: it is the only place that runs in all
+    engines before a step communicates.
     """
     if not session.channels.config.measured():
         return
@@ -61,7 +61,7 @@ def watch(engine: Any, session: EngineSession) -> None:
 
 
 def buckets(numels: Iterable[int], most: int) -> tuple[int, ...]:
-    """What ``numels`` fill, in order, if no bucket but of a single one has more than ``most``."""
+    """Fill buckets with ``numels`` in order, of at most ``most`` elements or a single parameter."""
     found: list[int] = []
     for numel in numels:
         if found and found[-1] + numel <= most:

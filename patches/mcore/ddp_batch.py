@@ -1,4 +1,4 @@
-"""The collectives inside one coalescing manager of DistributedDataParallel; see ``ddp``."""
+"""Launch the collectives of one coalescing manager of DistributedDataParallel; see ``ddp``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
 @dataclass
 class Call:
-    """One collective that upstream asked for."""
+    """One collective that upstream has called."""
 
     kind: Kind
     native: Callable[[], Any]
@@ -33,9 +33,9 @@ class Call:
 
 @dataclass
 class BucketBatch:
-    """The collectives of one coalescing manager, and their handle.
+    """Collectives of one coalescing manager, and their handle.
 
-    ``bucket_group``: the upstream object that asked, if known: it knows what its buffers hold.
+    ``bucket_group``: the upstream object that called, if known: it has the parameters of buffers.
     """
 
     group: dist.ProcessGroup
@@ -45,7 +45,7 @@ class BucketBatch:
     waits: list[Callable[[], Any]] = field(default_factory=list)
 
     def launch(self, manager: Callable[..., Any], device: torch.device | None) -> None:
-        """Start everything; without ``async_ops`` also finish it."""
+        """Start all collectives; without ``async_ops`` also finish them."""
         for call in self.calls:
             if call.kind == "all_gather":
                 _settle(call, self.group)
@@ -61,14 +61,14 @@ class BucketBatch:
                 self.waits.append(_start(call, call.route, self))
 
     def wait(self) -> None:
-        """Finish everything, decoding included; harmless when called twice."""
+        """Finish all collectives, decoding included; harmless when called twice."""
         waits, self.waits = self.waits, []
         for wait in waits:
             wait()
 
 
 def _settle(call: Call, group: dist.ProcessGroup) -> None:
-    """Leave parameters to upstream where deltas have to start anew; the same on all ranks."""
+    """Leave a gather to upstream where deltas must not be sent; the same on all ranks."""
     way = call.route
     if way is None:
         channels = current()
@@ -81,7 +81,7 @@ def _settle(call: Call, group: dist.ProcessGroup) -> None:
 
 
 def _start(call: Call, way: Route, batch: BucketBatch) -> Callable[[], Any]:
-    """Start an encoded collective; returns what waits for it."""
+    """Start an encoded collective; return the function that waits for it."""
     group, async_op = batch.group, batch.async_ops
     world_size = dist.get_world_size(group)
     wanted = way.channel.wants_pieces(way.codec)
@@ -136,7 +136,7 @@ def _divide(values: Tensor, world_size: int) -> None:
 
 
 def _pieces_of(values: Tensor, bucket_group: Any) -> list[Piece] | None:
-    """Which parameters a stretch of a gradient buffer holds; None outside of a bucket group."""
+    """Return the parameters in a stretch of a gradient buffer; None outside of a bucket group."""
     for bucket in () if bucket_group is None else bucket_group.buckets:
         data = bucket.grad_data
         if data.untyped_storage().data_ptr() != values.untyped_storage().data_ptr():
@@ -148,9 +148,9 @@ def _pieces_of(values: Tensor, bucket_group: Any) -> list[Piece] | None:
 
 
 def _pieces(bucket: Any) -> list[Piece]:
-    """The parameters of a bucket, in order, with the padding between them.
+    """Return the parameters of a bucket, in order, with the padding between them.
 
-    From the gradients' places in the buffer: upstream's ``param_to_index`` leaves the padding out
+    From the gradients' offsets in the buffer: upstream's ``param_to_index`` leaves the padding out
     before 0.19.
     """
     begin = bucket.grad_data.storage_offset()

@@ -1,4 +1,4 @@
-"""Which dimension a process group of megatron-core carries, and where this rank stands in them."""
+"""Read megatron-core's process groups: their dimensions and sizes, and this rank's coordinates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GETTERS: tuple[tuple[str, Dimension], ...] = (
 )
 
 
-#: groups of a job with several instances of the distributed optimizer
+#: further groups of a job with several instances of the distributed optimizer
 PARTIAL = (
     "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
@@ -28,10 +28,10 @@ PARTIAL = (
 
 
 def dimension_of(group: dist.ProcessGroup | None, default: Dimension) -> Dimension | None:
-    """The dimension whose messages ``group`` carries.
+    """Return the dimension whose messages ``group`` carries.
 
-    None for any other group: what upstream sends over mixed groups are token counts and losses,
-    which stay exact. ``default`` where a job makes its groups without parallel_state.
+    None for any other group: upstream sends token counts and losses over mixed groups, which stay
+    exact. ``default`` where a job makes its groups without parallel_state.
     """
     from megatron.core import parallel_state
 
@@ -44,7 +44,7 @@ def dimension_of(group: dist.ProcessGroup | None, default: Dimension) -> Dimensi
 
 
 def sizes() -> dict[Dimension, int]:
-    """Ranks per group: what parallel_state knows; empty where a job makes its groups itself."""
+    """Return ranks per group from parallel_state; empty where a job makes its own groups."""
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
@@ -61,7 +61,7 @@ def sizes() -> dict[Dimension, int]:
 
 
 def layout() -> dict[str, int | None]:
-    """The layout of this job, by the names of a plan (``config.planned``)."""
+    """Return the layout of this job, by the names of a plan (``config.planned``)."""
     known = sizes()
     names = {"tensor": "tp", "stages": "pp", "expert": "ep", "context": "cp"}
     facts: dict[str, int | None] = {name: known.get(key) for name, key in names.items()}  # type: ignore[call-overload]
@@ -70,7 +70,7 @@ def layout() -> dict[str, int | None]:
 
 
 def data_parallel() -> set[tuple[int, ...]]:
-    """Ranks of the groups of this rank that reduce gradients or gather parameters."""
+    """Return the ranks of this rank's groups that reduce gradients or gather parameters."""
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
@@ -79,14 +79,14 @@ def data_parallel() -> set[tuple[int, ...]]:
         parallel_state.get_data_parallel_group(with_context_parallel=True),
         parallel_state.get_data_parallel_group(with_context_parallel=False),
     ]
-    # of experts, and of the instances of a distributed optimizer: not in every release or job
+    # for experts, and instances of the distributed optimizer: not in every release or job
     for name in ("_EXPERT_DATA_PARALLEL_GROUP", *PARTIAL):
         found.append(getattr(parallel_state, name, None))
     return {tuple(dist.get_process_group_ranks(group)) for group in found if group is not None}
 
 
 def replicas() -> dist.ProcessGroup:
-    """The group over which this rank's dense parameters are replicated."""
+    """Return the group over which this rank's dense parameters are replicated."""
     from megatron.core import parallel_state
 
     group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -94,7 +94,7 @@ def replicas() -> dist.ProcessGroup:
 
 
 def coordinates() -> str:
-    """Where this rank stands in its model replica, such as ``pp1.tp0.ep0``."""
+    """Return this rank's coordinates in its model replica, such as ``pp1.tp0.ep0``."""
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():

@@ -1,9 +1,9 @@
-"""Whether a package called ``megatron`` is GPT-NeoX, and one that the seams fit.
+"""Check whether a package called ``megatron`` is GPT-NeoX, and whether the seams fit it.
 
 GPT-NeoX is used from a checkout and has no version. Its package shares the name with megatron-core
-(a namespace) and with older Megatrons, which have a ``megatron.mpu`` too. So it is told by its
-configuration, and instead of a version its functions are looked at: parameters, and the collectives
-that they call.
+(a namespace) and with older Megatrons, which have a ``megatron.mpu`` too. So it is recognized by
+its module ``neox_arguments``, and instead of a version its functions are checked: parameters, and
+the collectives that they call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from hybridcomp.errors import SeamError
 
-#: what people read where others have a version; checked by ``source``
+#: shown in place of a version; checked by ``source``
 REQUIREMENT = "GPT-NeoX (a checkout)"
 MAPPINGS = "megatron.mpu.mappings"
 
@@ -38,12 +38,12 @@ FUNCTIONS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
 
 
 def is_neox() -> bool:
-    """Whether the package ``megatron`` of this process is GPT-NeoX's."""
+    """Return whether the package ``megatron`` of this process is GPT-NeoX's."""
     return "megatron" in sys.modules and find_spec("megatron.neox_arguments") is not None
 
 
 def source() -> str:
-    """Where the checkout is. Raises SeamError when its functions are not those that are known."""
+    """Return the place of the checkout. Raises SeamError if it lacks the expected functions."""
     if not is_neox():
         raise SeamError(
             f"{MAPPINGS}: needs {REQUIREMENT}, found another package called megatron (without "
