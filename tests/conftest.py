@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
+from tests import selection
 from tests.ranks import RankPool, RunRanks
 
 # before the rank server imports DeepSpeed, which looks for an accelerator only once
@@ -51,8 +53,27 @@ SLOW = (
 )  # fmt: skip
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Offer ``--nightly`` and ``--quick``."""
+    selection.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hand ``--nightly`` on to modules that train longer then."""
+    if config.getoption("--nightly"):
+        os.environ[selection.VARIABLE] = "1"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import only the files of ``--quick``."""
+    if config.getoption("--quick") and not selection.is_quick(collection_path):
+        return True
+    return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow files first, so that no worker is left alone with one; skip GPU tests without a GPU."""
+    selection.select(config, items)
     items.sort(key=lambda item: _slowness(item.nodeid.partition("::")[0]))
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="no CUDA device")

@@ -1,0 +1,79 @@
+"""Which tests run: those of the day, all with ``--nightly``, a selection with ``--quick``.
+
+By day a capability is held by its representatives: one launch for each launcher, one or a few cases
+of a sweep. The rest of a sweep carries ``pytest.mark.nightly``, alone or by ``by_day``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.paths import ROOT
+
+#: what a variable of the environment asks for as ``--nightly`` does
+VARIABLE = "HYBRIDCOMP_NIGHTLY"
+
+#: files and folders of ``--quick``: two minutes on two cores, with what each of them holds
+QUICK: dict[str, str] = {
+    "config": "the block, its presets and mistakes",
+    "test_layout.py": "imports and packages",
+    "test_selection.py": "this",
+}
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Offer ``--nightly`` and ``--quick``."""
+    group = parser.getgroup("hybridcomp")
+    group.addoption(
+        "--nightly", action="store_true",
+        help=f"run the nightly tests too, and longer trainings, as {VARIABLE}=1 does",
+    )  # fmt: skip
+    group.addoption("--quick", action="store_true", help="two minutes: tests/selection.py, QUICK")
+
+
+def by_night(config: pytest.Config) -> bool:
+    """Tell whether nightly tests run: asked for by option, variable, ``-m`` or their own names."""
+    named = any("::" in str(argument) for argument in config.args)
+    return bool(
+        config.getoption("--nightly")
+        or os.environ.get(VARIABLE) == "1"
+        or "nightly" in str(config.getoption("markexpr", ""))
+        or named
+    )
+
+
+def is_quick(path: Path) -> bool:
+    """Tell whether ``--quick`` looks into this file or folder."""
+    chosen = [ROOT / "tests" / name for name in QUICK]
+    return any(path == one or one in path.parents or path in one.parents for one in chosen)
+
+
+def select(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave in ``items`` what runs, and tell pytest what does not."""
+    unwanted: set[str] = set()
+    if not by_night(config):
+        unwanted.add("nightly")
+    if config.getoption("--quick"):
+        unwanted |= {"nightly", "slow"}
+    left_out = [item for item in items if unwanted & set(item.keywords)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not unwanted & set(item.keywords)]
+
+
+def by_day(values: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
+    """Parameters of a test: the ``chosen`` of ``values`` run by day, the others by night.
+
+    Raises AssertionError if one of the chosen is none of the values.
+    """
+    values = list(values)
+    assert chosen and all(one in values for one in chosen), f"{chosen} are not all in {values}"
+    return [
+        value if value in chosen else pytest.param(value, marks=pytest.mark.nightly)
+        for value in values
+    ]
