@@ -66,14 +66,30 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if not unwanted & set(item.keywords)]
 
 
+def wanted(request: pytest.FixtureRequest, argument: str) -> list[Any]:
+    """List what the selected tests of the fixture's module ask of it by ``argument``, each once.
+
+    A fixture that trains for every case of a sweep so trains for those that run.
+    """
+    items: list[Any] = request.session.items
+    asking = [i for i in items if request.fixturename in getattr(i, "fixturenames", ())]
+    found = [i.callspec.params[argument] for i in asking if i.path == request.path]
+    return list(dict.fromkeys(found))
+
+
 def by_day(values: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
     """Parameters of a test: the ``chosen`` of ``values`` run by day, the others by night.
 
-    Raises AssertionError if one of the chosen is none of the values.
+    A tuple is the parameters of several arguments. Raises AssertionError if one of the chosen is
+    none of the values.
     """
     values = list(values)
     assert chosen and all(one in values for one in chosen), f"{chosen} are not all in {values}"
     return [
-        value if value in chosen else pytest.param(value, marks=pytest.mark.nightly)
+        value
+        if value in chosen
+        else pytest.param(
+            *(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.nightly
+        )
         for value in values
     ]

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.ranks import run_ranks
+from tests.selection import by_day, by_night
 from tests.training.pipe_trainer import LENGTH, MICRO_BATCH, WIDTH, Job, Outcome, run
 
 NONE = {"pp": "none"}
@@ -55,7 +56,7 @@ def two() -> Results:
 
 
 @pytest.fixture(scope="module")
-def three() -> Results:
+def three(request: pytest.FixtureRequest) -> Results:
     masks = Job(stages=3, masks=True, steps=4, micro_batches=3)
     jobs = {
         "masks": masks,
@@ -64,11 +65,13 @@ def three() -> Results:
         "masks checkpoint": replace(masks, checkpoint=True),
         "masks bf16": replace(masks, bf16=True),
     }
+    if not by_night(request.config):
+        jobs = {name: job for name, job in jobs.items() if ("three", name) in DAY}
     return launch(3, jobs, dict.fromkeys(jobs, COMMON))
 
 
 @pytest.fixture(scope="module")
-def four() -> Results:
+def four(request: pytest.FixtureRequest) -> Results:
     jobs = {
         "tied bf16": Job(tied=True, bf16=True, steps=10),
         "tied zero": Job(tied=True, zero=1, steps=10),
@@ -78,6 +81,8 @@ def four() -> Results:
     blocks = dict.fromkeys(jobs, COMMON)
     blocks["tied zero"] = blocks["tied bf16"] = [*COMMON, "lossy", "gathered"]
     blocks["tied"] = [*COMMON, "lossy"]
+    if not by_night(request.config):
+        jobs = {name: job for name, job in jobs.items() if ("four", name) in DAY}
     return launch(4, jobs, blocks)
 
 
@@ -86,10 +91,17 @@ CASES = [
     *(("three", f"masks{way}") for way in ("", " evaluate", " dynamic", " checkpoint", " bf16")),
     *(("four", name) for name in ("tied bf16", "tied zero", "tied", "partitioned")),
 ]
+#: evaluation, recomputation and the like on two ranks only; masks and replicas on more
+DAY = [
+    *(case for case in CASES if case[0] == "two"),
+    ("three", "masks"), ("four", "tied zero"), ("four", "partitioned"),
+]  # fmt: skip
+TIED = [case for case in CASES if case[1].startswith("tied")]
+MASKS = [name for ranks, name in CASES if ranks == "three"]
 
 
 @pytest.mark.parametrize("block", ["none", "mpc"])
-@pytest.mark.parametrize(("ranks", "job"), CASES)
+@pytest.mark.parametrize(("ranks", "job"), by_day(CASES, DAY))
 def test_identical(ranks: str, job: str, block: str, request: pytest.FixtureRequest) -> None:
     results: Results = request.getfixturevalue(ranks)
     for native, found in zip(results[job, "native"], results[job, block], strict=True):
@@ -108,7 +120,7 @@ def assert_near(native: list[float], found: list[float]) -> None:
     assert found[-1] < found[0]
 
 
-@pytest.mark.parametrize(("ranks", "job"), CASES)
+@pytest.mark.parametrize(("ranks", "job"), by_day(CASES, DAY))
 def test_blockint_ends_near(ranks: str, job: str, request: pytest.FixtureRequest) -> None:
     results: Results = request.getfixturevalue(ranks)
     native, found = results[job, "native"][0].losses, results[job, "blockint"][0].losses
@@ -117,7 +129,7 @@ def test_blockint_ends_near(ranks: str, job: str, request: pytest.FixtureRequest
 
 
 @pytest.mark.parametrize("block", COMMON)
-@pytest.mark.parametrize("job", [name for ranks, name in CASES if ranks == "three"])
+@pytest.mark.parametrize("job", by_day(MASKS, ["masks"]))
 def test_masks_arrive_bit_for_bit(job: str, block: str, three: Results) -> None:
     first, middle, last = three[job, block]
     assert first.masks == last.masks
@@ -126,7 +138,7 @@ def test_masks_arrive_bit_for_bit(job: str, block: str, three: Results) -> None:
 
 
 @pytest.mark.parametrize("block", COMMON)
-@pytest.mark.parametrize(("ranks", "job"), [case for case in CASES if case[1].startswith("tied")])
+@pytest.mark.parametrize(("ranks", "job"), by_day(TIED, [case for case in TIED if case in DAY]))
 def test_tied_weights_stay_equal(
     ranks: str, job: str, block: str, request: pytest.FixtureRequest
 ) -> None:
@@ -137,13 +149,16 @@ def test_tied_weights_stay_equal(
 
 @pytest.mark.parametrize(
     ("job", "block"),
-    [
-        ("tied", "lossy"),
-        ("tied bf16", "lossy"),
-        ("tied bf16", "gathered"),
-        ("tied zero", "lossy"),
-        ("tied zero", "gathered"),
-    ],
+    by_day(
+        [
+            ("tied", "lossy"),
+            ("tied bf16", "lossy"),
+            ("tied bf16", "gathered"),
+            ("tied zero", "lossy"),
+            ("tied zero", "gathered"),
+        ],
+        [("tied zero", "lossy"), ("tied zero", "gathered")],
+    ),
 )
 def test_tied_weights_stay_equal_when_stages_reduce_apart(
     job: str, block: str, four: Results
