@@ -8,6 +8,7 @@ parameters or a foreign wrapper raise SeamError.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -16,7 +17,8 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as read_version
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -27,6 +29,12 @@ _MISSING = object()
 
 #: builds the replacement from upstream's original
 Maker = Callable[[Any], Any]
+
+
+@functools.cache
+def version(package: str) -> str:
+    """Return the installed version, read once: a hundred seams ask for the same few."""
+    return read_version(package)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from hypothesis import settings
 
 from tests import selection
-from tests.ranks import RankPool, RunRanks
+from tests.ranks import RankPool, RunRanks, forget_inherited
 
 # before the rank server imports DeepSpeed, which looks for an accelerator only once
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -80,6 +81,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Spare later garbage collections all that is imported by now."""
+    gc.collect()
+    forget_inherited()
 
 
 def _slowness(path: str) -> int:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.ranks import fork_server
+from tests.ranks import forget_inherited, fork_server
 
 #: seconds that other ranks get to end by themselves, once one has failed
 GRACE_S = 10.0
@@ -99,6 +99,7 @@ def _rank(
     log: str,
 ) -> None:
     """Become the script: its arguments, folder, variables, and what it leaves behind."""
+    forget_inherited()
     atexit._clear()  # those of the process that this one was forked from
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):

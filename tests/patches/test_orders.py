@@ -6,7 +6,6 @@ interaction between two patches; the shuffles cover longer chains.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -18,7 +17,6 @@ from typing import Any
 import pytest
 
 import hybridcomp
-from hybridcomp import patching
 from hybridcomp.patches import registry as patches
 from hybridcomp.patching import Patch, apply_all
 
@@ -36,12 +34,6 @@ PACKAGES = [name for name in patches.MODULES if installed(name)]
 def package(request: pytest.FixtureRequest) -> str:
     importlib.import_module(request.param)
     return str(request.param)
-
-
-@pytest.fixture(autouse=True)
-def versions_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of patches are applied here; each would read the package's metadata again."""
-    monkeypatch.setattr(patching, "version", functools.cache(importlib.metadata.version))
 
 
 def state(package: str) -> dict[str, Any]:

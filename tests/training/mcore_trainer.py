@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.ranks import forget_inherited
 from tests.stand_ins.link_clock import clock
 
 VOCAB, WIDTH, LENGTH, MICRO_BATCH, HEADS = 32, 32, 16, 2, 4
@@ -70,8 +72,12 @@ def run(jobs: Sequence[Job]) -> list[Outcome | str]:
     shim = _device().type == "cpu"
     if shim:
         megatron_on_cpu.install()
+    known = "megatron.core.optimizer" in sys.modules
     import megatron.core.distributed
     import megatron.core.optimizer  # noqa: F401
+
+    if not known:
+        forget_inherited()  # its objects neither
 
     if shim:
         megatron_on_cpu.patch()

@@ -14,6 +14,7 @@ import torch
 from hybridcomp.codecs import make_codec
 from hybridcomp.collectives.wire import HEADER_NBYTES
 from tests.ranks import run_ranks
+from tests.selection import by_day, by_night
 from tests.training.mcore_trainer import LENGTH, MICRO_BATCH, WIDTH, Job, Outcome, run
 
 pytestmark = [
@@ -57,7 +58,14 @@ TWO: dict[str, tuple[Job, str]] = {
     "EP2 allgather": (replace(MOE, dispatcher="allgather"), "ep dp"),
     "TP2 recompute": (replace(TP, recompute=True), "tp"),
 }
+#: by day each dimension, each schedule, and what changes which messages there are
+DAY = (
+    "TP2", "TP2 SP", "PP2", "PP2 interleaved overlapped", "DP2",
+    "DP2 distributed optimizer overlapped", "DP2 averaged bf16", "EP2", "TP2 recompute",
+)  # fmt: skip
 OPTIMIZERS = ("DP2 distributed optimizer", "DP2 distributed optimizer overlapped")
+#: whose gradients are summed with feedback, and at a low rank
+SUMMED = ("DP2", *OPTIMIZERS)
 #: the ones that are held over 50 steps; by hand more, which take the same paths
 LONG: tuple[str, ...] = ("TP2", "PP2")
 if NIGHTLY:
@@ -66,6 +74,8 @@ if NIGHTLY:
 VARYING = ("PP2", "PP2 interleaved", "PP2 interleaved overlapped")
 #: layouts whose dimension is measured after the first step
 AUTO = {"TP2": "tp", "TP2 SP": "tp", "PP2": "pp", "PP2 interleaved overlapped": "pp"}
+DAY_AUTO = ("TP2", "PP2 interleaved overlapped")
+WAYS = ("fast", "slow", "from step 1")
 
 
 def block(dimensions: str, codec: Any) -> dict[str, Any]:
@@ -91,7 +101,20 @@ def variants(name: str, job: Job, dimensions: str) -> dict[str, Job]:
 
 
 @pytest.fixture(scope="module")
-def two() -> Results:
+def two(request: pytest.FixtureRequest) -> Results:
+    jobs = every_job_of_two()
+    if not by_night(request.config):
+        left = [name for name in TWO if name not in DAY]
+        left += [f"{name}/{way}" for name in set(AUTO) - set(DAY_AUTO) for way in WAYS]
+        jobs = {
+            name: job
+            for name, job in jobs.items()
+            if name not in left and name.partition("/")[0] not in left
+        }
+    return launch(2, jobs)
+
+
+def every_job_of_two() -> dict[str, Job]:
     jobs: dict[str, Job] = {}
     for name, (job, dimensions) in TWO.items():
         jobs |= variants(name, job, dimensions)
@@ -128,7 +151,7 @@ def two() -> Results:
     jobs["PP2 interleaved/mixed"] = replace(VPP, steps=6, block=block("pp", mixed))
     jobs["fp32 parameters"] = replace(OPTIMIZER, steps=1, block=block("zero", B8))
     jobs["no such group"] = replace(PP, steps=1, block=block("tp", B8))
-    return launch(2, jobs)
+    return jobs
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +194,7 @@ def entry(results: list[Outcome], dimension: str, direction: str) -> tuple[float
     return tuple(map(sum, zip(*rows, strict=True)))
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", by_day(TWO, DAY))
 def test_native_is_identical(two: Results, name: str) -> None:
     unpatched, none = two[f"{name}/unpatched"], two[f"{name}/none"]
     assert same(unpatched, none)
@@ -186,7 +209,7 @@ def test_native_is_identical(two: Results, name: str) -> None:
         assert raw == wire > 0
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", by_day(TWO, DAY))
 def test_lossless_is_identical(two: Results, name: str) -> None:
     """Two ranks: a sum has one order."""
     unpatched, raw = two[f"{name}/unpatched"], two[f"{name}/raw"]
@@ -198,7 +221,7 @@ def test_lossless_is_identical(two: Results, name: str) -> None:
             assert native == 0
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", by_day(TWO, DAY))
 def test_lossy_is_close(two: Results, name: str) -> None:
     unpatched, lossy = two[f"{name}/unpatched"][-1], two[f"{name}/blockint"][-1]
     steps = len(lossy.losses)
@@ -250,7 +273,10 @@ def test_tensor_bytes(two: Results, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "forward", "backward"),
-    [("PP2", 1, 1), ("PP2 interleaved", 3, 3), ("PP2 interleaved overlapped", 3, 3)],
+    by_day(
+        [("PP2", 1, 1), ("PP2 interleaved", 3, 3), ("PP2 interleaved overlapped", 3, 3)],
+        [("PP2", 1, 1), ("PP2 interleaved overlapped", 3, 3)],
+    ),
 )
 def test_pipeline_bytes(two: Results, name: str, forward: int, backward: int) -> None:
     """One boundary, or three with two stages on each of two ranks."""
@@ -276,7 +302,7 @@ def check_varying(exact: list[Outcome], lossless: list[Outcome]) -> None:
         assert wire not in (raw, messages * worst)
 
 
-@pytest.mark.parametrize("name", VARYING)
+@pytest.mark.parametrize("name", by_day(VARYING, [n for n in VARYING if n in DAY]))
 def test_sizes_that_vary(two: Results, name: str) -> None:
     check_varying(two[f"{name}/unpatched"], two[f"{name}/mpc"])
 
@@ -293,39 +319,39 @@ def test_short_exponents_on_bf16(two: Results) -> None:
     assert wire < 0.85 * raw
 
 
-def test_a_size_that_varies_one_way_only(two: Results) -> None:
-    for name in ("PP2", "PP2 interleaved"):
-        mixed = two[f"{name}/mixed"]
-        assert mixed[-1].losses == pytest.approx(two[f"{name}/unpatched"][-1].losses[:6], rel=2e-3)
-        messages, _, _, wire = entry(mixed, "pp", "backward")
-        assert wire == messages * make_codec("blockint", bits=8).wire_nbytes(HIDDEN, torch.float32)
-        messages, _, raw, wire = entry(mixed, "pp", "forward")
-        assert 0.5 * raw < wire < raw
+@pytest.mark.parametrize("name", by_day(["PP2", "PP2 interleaved"], ["PP2"]))
+def test_a_size_that_varies_one_way_only(two: Results, name: str) -> None:
+    mixed = two[f"{name}/mixed"]
+    assert mixed[-1].losses == pytest.approx(two[f"{name}/unpatched"][-1].losses[:6], rel=2e-3)
+    messages, _, _, wire = entry(mixed, "pp", "backward")
+    assert wire == messages * make_codec("blockint", bits=8).wire_nbytes(HIDDEN, torch.float32)
+    messages, _, raw, wire = entry(mixed, "pp", "forward")
+    assert 0.5 * raw < wire < raw
 
 
-@pytest.mark.parametrize("name", ["DP2", "DP2 distributed optimizer"])
+@pytest.mark.parametrize("name", by_day(["DP2", "DP2 distributed optimizer"], ["DP2"]))
 def test_gradient_bytes(two: Results, name: str) -> None:
     messages, native, raw, wire = entry(two[f"{name}/blockint"], "dp", "forward")
     assert native == 0 and messages == 2 * 6
     assert wire == pytest.approx(raw * 8.26 / 32, rel=0.01)
 
 
-def test_feedback_keeps_what_was_left_out(two: Results) -> None:
-    for name in ("DP2", *OPTIMIZERS):
-        results = two[f"{name}/feedback"]
-        assert all(0 < found.residuals < math.inf for found in results)
-        unpatched = two[f"{name}/unpatched"][-1].losses
-        assert results[-1].losses == pytest.approx(unpatched[:6], rel=2e-2)
+@pytest.mark.parametrize("name", by_day(SUMMED, [n for n in SUMMED if n in DAY]))
+def test_feedback_keeps_what_was_left_out(two: Results, name: str) -> None:
+    results = two[f"{name}/feedback"]
+    assert all(0 < found.residuals < math.inf for found in results)
+    unpatched = two[f"{name}/unpatched"][-1].losses
+    assert results[-1].losses == pytest.approx(unpatched[:6], rel=2e-2)
 
 
-def test_low_rank_gradients(two: Results) -> None:
-    for name in ("DP2", *OPTIMIZERS):
-        results = two[f"{name}/low rank"]
-        assert all(0 < found.residuals < math.inf for found in results)
-        unpatched = two[f"{name}/unpatched"][-1].losses
-        assert results[-1].losses == pytest.approx(unpatched[:6], rel=8e-2)
-        messages, native, raw, wire = entry(results, "dp", "forward")
-        assert native == 0 < messages and wire < 0.8 * raw
+@pytest.mark.parametrize("name", by_day(SUMMED, [n for n in SUMMED if n in DAY]))
+def test_low_rank_gradients(two: Results, name: str) -> None:
+    results = two[f"{name}/low rank"]
+    assert all(0 < found.residuals < math.inf for found in results)
+    unpatched = two[f"{name}/unpatched"][-1].losses
+    assert results[-1].losses == pytest.approx(unpatched[:6], rel=8e-2)
+    messages, native, raw, wire = entry(results, "dp", "forward")
+    assert native == 0 < messages and wire < 0.8 * raw
 
 
 def test_directions_differ(two: Results) -> None:
@@ -336,7 +362,7 @@ def test_directions_differ(two: Results) -> None:
         assert 1.7 < backward / forward < 2.0
 
 
-@pytest.mark.parametrize("name", AUTO)
+@pytest.mark.parametrize("name", by_day(AUTO, DAY_AUTO))
 def test_a_measured_dimension_is_native_for_a_step_or_for_good(two: Results, name: str) -> None:
     fast, slow = two[f"{name}/fast"], two[f"{name}/slow"]
     steps = len(fast[-1].losses)
@@ -399,6 +425,7 @@ def test_scatter_gather(four: Results) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_losses_stay_together() -> None:
     """8 bits on tp, pp or dp: the loss of the last 20 steps within 0.5%.
 
