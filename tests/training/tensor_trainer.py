@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.paths import SCRIPTS
+from tests.ranks import forget_inherited
 from tests.training.pipe_trainer import digest, start_deepspeed
 
 VOCAB, LAYERS, WIDTH, HEADS, LENGTH, MICRO_BATCH = 49, 3, 32, 4, 16, 2
@@ -59,6 +60,9 @@ def run(jobs: Sequence[Job]) -> list[Outcome | str]:
     from hybridcomp.session import process
 
     start_deepspeed()
+    import megatron.core.tensor_parallel  # noqa: F401
+
+    forget_inherited()  # megatron-core's objects neither
     sys.path.insert(0, str(SCRIPTS))
     outcomes: list[Outcome | str] = []
     for job in jobs:

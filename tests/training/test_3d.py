@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import run_ranks
+from tests.selection import by_day, by_night
 from tests.training.tensor_trainer import (
     HEADS,
     LAYERS,
@@ -27,7 +28,7 @@ if find_spec("megatron") is None or find_spec("megatron.core") is None:
 
 pytestmark = pytest.mark.slow
 
-#: all by hand: the identity over 50 steps, and eight ranks
+#: at night the identity over 50 steps
 MANY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 STEPS = 50 if MANY else 6
 FEW_BITS = {"codec": "blockint", "bits": 4, "backward": {"bits": 8}}
@@ -59,7 +60,7 @@ def launch(world_size: int, jobs: dict[str, Job], keys: list[tuple[str, str]]) -
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def four(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Results:
     folder = str(tmp_path_factory.mktemp("checkpoint"))
     jobs = {
         "3d": Job(steps=STEPS),
@@ -83,11 +84,15 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
         *((name, "recommended") for name in ("unbroken", "resumed")),
         *((name, "recommended") for name in ("replicas", "replicas resumed")),
     ]
+    if not by_night(request.config):
+        keys = [(name, block) for name, block in keys if name not in ("whole sends", "data")]
     return launch(4, jobs, keys)
 
 
 @pytest.mark.parametrize("block", ["none", "lossless"])
-@pytest.mark.parametrize("job", ["3d", "whole sends", "tied bf16", "data"])
+@pytest.mark.parametrize(
+    "job", by_day(["3d", "whole sends", "tied bf16", "data"], ["3d", "tied bf16"])
+)
 def test_identical(job: str, block: str, four: Results) -> None:
     for native, found in zip(four[job, "native"], four[job, block], strict=True):
         assert native.losses == found.losses
@@ -111,7 +116,7 @@ def test_compressed_is_close(block: str, four: Results) -> None:
     assert found[-1] < found[0]
 
 
-@pytest.mark.parametrize("job", ["3d", "tied bf16", "data"])
+@pytest.mark.parametrize("job", by_day(["3d", "tied bf16", "data"], ["3d", "tied bf16"]))
 def test_what_no_rank_cuts_stays_equal(job: str, four: Results) -> None:
     """Norms: every tensor rank of a stage has its own copy and updates it alone."""
     found = four[job, "recommended"]
@@ -190,7 +195,7 @@ def test_native_bytes_are_counted(four: Results) -> None:
             assert (messages, raw) == (outcome.ledger[key][0], outcome.ledger[key][2])
 
 
-@pytest.mark.skipif(not MANY, reason="eight ranks: set HYBRIDCOMP_NIGHTLY=1")
+@pytest.mark.nightly
 def test_eight_ranks() -> None:
     found = launch(8, {"3d": Job(steps=10)}, [("3d", b) for b in ("native", "none", "recommended")])
     for native, none in zip(found["3d", "native"], found["3d", "none"], strict=True):

@@ -35,6 +35,17 @@ def test_rings_beside_replicas_and_stages() -> None:
 
 
 @pytest.mark.slow
+def test_rings_beside_tensor_ranks() -> None:
+    """Four ranks: two tensor ranks, two that share a sequence."""
+    pytest.importorskip("megatron.core")
+    for (encoded,) in run_ranks(4, run, [Job(tp=2, block=EIGHT)], timeout=300.0):
+        assert encoded.losses == pytest.approx(encoded.whole, rel=5e-3)
+        assert encoded.losses != encoded.whole
+        assert (encoded.told["data"], encoded.told["tensor"]) == (1, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_rings_beside_tensor_ranks_and_stages() -> None:
     """Eight ranks: two tensor ranks, two stages, two that share a sequence; and two replicas."""
     pytest.importorskip("megatron.core")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import RankPool
+from tests.selection import by_day
 
 if find_spec("deepspeed") is None:  # importing it here would take longer than the tests
     pytest.skip("needs deepspeed", allow_module_level=True)
@@ -25,8 +26,11 @@ KINDS = {
     "bf16_optimizer": Job(1, "bf16", bf16_optimizer=True),
 }  # fmt: skip
 SHORT = 8
-#: trained for 50 steps; by hand those in fp32 too, which take the same paths
-LONG = [kind for kind in KINDS if NIGHTLY or not kind.endswith("fp32")]
+#: trained for 50 steps; at night all
+LONG = [kind for kind in KINDS if NIGHTLY or kind in ("zero1-bf16", "zero3-bf16")]
+BITS = [(kind, bits) for bits in (4, 8) for kind in KINDS]
+DAY = ("zero0-fp32", "zero1-bf16", "zero2-bf16", "zero3-bf16", "bf16_optimizer")
+DAY_BITS = [*((kind, 4) for kind in DAY), ("zero1-bf16", 8), ("zero3-bf16", 8)]
 KINDS = {name: job if name in LONG else replace(job, steps=SHORT) for name, job in KINDS.items()}
 VARIANTS = {
     **{f"accumulation-zero{stage}": Job(stage, "bf16", accumulation=2) for stage in range(4)},
@@ -47,6 +51,12 @@ VARIANTS = {
                                     ds_json={"communication_data_type": "fp32"}),
     **{f"fp16-zero{stage}": Job(stage, "fp16", ds_json={"fp16": FP16}) for stage in range(4)},
 }  # fmt: skip
+#: each setting once, each stage at least twice
+DAY_VARIANTS = (
+    "accumulation-zero1", "accumulation-zero3", "accumulation_fp32-zero2", "round_robin-zero2",
+    "overlap-zero2", "sequential-zero3", "prescale-zero0", "predivide-zero0", "comm_fp32-zero1",
+    "comm_fp32-bf16_optimizer", "comm_fp16-zero2", "fp16-zero3", "fp16-zero0",
+)  # fmt: skip
 
 Train = Callable[[Job], list[Outcome]]
 
@@ -83,7 +93,7 @@ def assert_same(base: list[Outcome], other: list[Outcome]) -> None:
         assert theirs.skipped == mine.skipped
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", by_day(KINDS, DAY))
 def test_none_is_bit_identical(train: Train, kind: str) -> None:
     """Patched with ``none`` everywhere: all steps equal the unpatched run bit for bit."""
     job = KINDS[kind]
@@ -97,7 +107,7 @@ def test_none_is_bit_identical(train: Train, kind: str) -> None:
             assert messages == native > 0 and raw == wire > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", by_day(KINDS, DAY))
 def test_lossless_is_bit_identical(train: Train, kind: str) -> None:
     """The same through the compressed path: owners, offsets, divisors and dtypes are right.
 
@@ -114,7 +124,7 @@ def test_lossless_is_bit_identical(train: Train, kind: str) -> None:
             assert messages > native and (native > 0) == (job.stage == 3)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", by_day(VARIANTS, DAY_VARIANTS))
 def test_lossless_variants(train: Train, variant: str) -> None:
     job = replace(VARIANTS[variant], steps=SHORT)
     lossless = train(replace(job, block=block(job, "mpc", "mpc")))
@@ -133,8 +143,7 @@ def test_sum_instead_of_average(train: Train) -> None:
         assert_same(train(job), train(replace(job, block=block(job, "mpc", "mpc"))))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("kind", "bits"), by_day(BITS, DAY_BITS))
 def test_lossy_trains_as_well(train: Train, kind: str, bits: int) -> None:
     job = KINDS[kind]
     dp = {"codec": "blockint", "bits": bits, "error_feedback": bits == 4}
@@ -161,7 +170,7 @@ def test_bytes_of_four_bits_against_native_bf16(train: Train, kind: str, least: 
         assert raw / wire >= least
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", by_day(range(4), (1, 3)))
 def test_fp16_skips_the_same_steps(train: Train, stage: int) -> None:
     """Skipped: the first steps, whose loss scale is too large, and one with a NaN on one rank.
 
@@ -179,7 +188,7 @@ def test_fp16_skips_the_same_steps(train: Train, stage: int) -> None:
             assert theirs.skipped == mine.skipped
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", by_day(range(4), (0, 3)))
 def test_start_step_is_native_before_and_compressed_after(train: Train, stage: int) -> None:
     job = Job(stage, steps=SHORT)
     late = {**block(job, {"codec": "blockint", "bits": 2}, "none"), "start_step": 4}
@@ -196,7 +205,7 @@ def three() -> Iterator[RankPool]:
         yield pool
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", by_day(range(4), (1, 3)))
 def test_three_ranks_lossless(three: RankPool, stage: int) -> None:
     """Uneven owners; sums of three operands differ in the last bit only."""
     job = Job(stage, steps=SHORT)

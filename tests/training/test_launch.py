@@ -156,6 +156,14 @@ def test_ranks_that_disagree_all_fail(tmp_path: Path, mode: str, message: str) -
 
 @pytest.mark.slow
 def test_dead_rank_ends_the_job(tmp_path: Path) -> None:
+    result = forked(tmp_path, CONFIG, "--mode", "die")
+    assert result.returncode != 0
+    assert "FINISHED" not in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_dead_rank_ends_the_launcher(tmp_path: Path) -> None:
     result = launch(tmp_path, CONFIG, "--mode", "die")
     assert result.returncode != 0
     assert "FINISHED" not in result.stdout

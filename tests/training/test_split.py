@@ -21,6 +21,7 @@ if find_spec("deepspeed") is None:  # importing it here would take longer than t
 
 from hybridcomp.codecs import make_codec
 from tests.ranks import RankPool
+from tests.selection import by_day
 from tests.training import split_parts, split_trainer
 from tests.training.split_trainer import BATCH, LAYERS, LENGTH, VOCAB, WIDTH, Job, Outcome
 
@@ -47,6 +48,10 @@ if LATER:  # 0.19.0 gathers no logits, refuses ZeRO 3 with AutoTP, and remembers
     VARIANTS["tp-zero3"] = Job(tp=2, stage=3)
     VARIANTS["cp-heads"] = Job(sp=2, heads=3)
 VARIANTS = {name: replace(job, steps=SHORT) for name, job in VARIANTS.items()}
+DAY = (
+    "tp-zero2", "tp-bf16", "tp-overlap", "tp-checkpoint", "cp-zero1", "cp-zero3", "cp-bf16",
+    "cp-alst-checkpoint", *(("tp-head", "cp-heads") if LATER else ()),
+)  # fmt: skip
 BLOCKINT = {"codec": "blockint", "bits": 8}
 
 Train = Callable[[Job], list[Outcome]]
@@ -104,7 +109,7 @@ def test_lossless_is_bit_identical(train: Train, name: str) -> None:
     assert_all_encoded(job, lossless)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", by_day(VARIANTS, DAY))
 def test_lossless_variants(train: Train, name: str) -> None:
     job = VARIANTS[name]
     lossless = train(replace(job, block=block(job, "mpc")))
@@ -112,7 +117,9 @@ def test_lossless_variants(train: Train, name: str) -> None:
     assert_all_encoded(job, lossless)
 
 
-@pytest.mark.parametrize("name", ["tp-checkpoint", "tp-overlap", "tp-accumulation"])
+@pytest.mark.parametrize(
+    "name", by_day(["tp-checkpoint", "tp-overlap", "tp-accumulation"], ["tp-accumulation"])
+)
 def test_a_measured_dimension_is_native_for_a_step_or_for_good(train: Train, name: str) -> None:
     """Recomputation, overlap and accumulation see one choice for all of a step."""
     job = VARIANTS[name]
@@ -252,7 +259,7 @@ def test_an_engine_without_a_block_is_left_alone(train: Train) -> None:
             assert losses == train(job)[rank].losses
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", by_day([0, 1, 2], [1]))
 def test_tensor_and_data_parallel(stage: int) -> None:
     """Four ranks: two replicas of two halves, with error feedback on the gradients."""
     job = Job(tp=2, stage=stage, steps=SHORT)
