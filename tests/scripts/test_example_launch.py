@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from hybridcomp.compare import Wishes, compared
-from tests.selection import by_night
 from tests.training.example import CONFIG, launch, losses, prepare, records, train
 
 pytest.importorskip("deepspeed")
@@ -28,11 +27,8 @@ BLOCK: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """Data, configurations, and the baseline's and the compressed run.
-
-    The latter is launched at night; test_restart.py launches the example by day.
-    """
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data, configurations, and the baseline's and the compressed run."""
     folder = tmp_path_factory.mktemp("example")
     prepare(folder)
     pipe = {**CONFIG, "zero_optimization": {"stage": 0}, "gradient_accumulation_steps": 2}
@@ -42,8 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     }.items():  # fmt: skip
         (folder / f"{name}.json").write_text(json.dumps(config))
     train(folder, "baseline", "baseline", f"--steps={STEPS}")
-    start = launch if by_night(request.config) else train
-    start(
+    launch(
         folder, "compressed", "compressed", f"--steps={STEPS}", "--save=checkpoint",
         "--save-every=3", "--eval-every=3", module=True,
     )  # fmt: skip
