@@ -18,12 +18,12 @@ NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 #: Turing, A100, RTX 30, H100, B200. V100 (sm_70) needs CUDA 12's NVRTC; nothing newer is used.
 ARCHITECTURES = (75, 80, 86, 90, 100)
 BLOCKINT = ("blockint.cu", "blockint_sum.cu")
-WIDTHS = range(2, 9) if NIGHTLY else (4, 8)
+WIDTHS = (4, *((2, 3, 5, 6, 7, 8) if NIGHTLY else ()))
 ROTATED = (2, 3, 4) if NIGHTLY else ()
 #: of all dtypes at once; a run compiles those of its own
 SOURCES: list[tuple[str, tuple[str, ...]]] = [
     *((name, (f"HC_BITS={bits}",)) for name in BLOCKINT for bits in WIDTHS),
-    *((name, ("HC_BITS=4", "HC_ROTATE=1", "HC_GAUSSIAN=1")) for name in BLOCKINT),
+    *((name, ("HC_BITS=4", "HC_ROTATE=1", "HC_GAUSSIAN=1")) for name in BLOCKINT if NIGHTLY),
     *((name, (f"HC_BITS={bits}", "HC_ROTATE=1")) for name in BLOCKINT for bits in ROTATED),
     *((path.name, ()) for path in sorted(images.FOLDER.glob("*.cu")) if path.name not in BLOCKINT),
 ]

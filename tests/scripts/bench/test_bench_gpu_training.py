@@ -342,6 +342,7 @@ def test_a_bench_on_cpus(
     assert own["sent_MB"] == 1000 / 2 / 1e6  # a turn of two steps
 
 
+@pytest.mark.nightly
 def test_losses_on_cpus(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "losses"
     words = ["--cpu", "--tiny", "--steps", "4", "--seeds", "0", "--data", str(data), "--out"]

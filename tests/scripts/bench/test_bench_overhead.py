@@ -25,6 +25,7 @@ def test_every_stage_has_its_cases(against: Any) -> None:
     assert told[-2:] == ["ZeRO-3 small messages", "codecs"]
 
 
+@pytest.mark.nightly
 def test_a_checkout_against_itself(against: Any) -> None:
     """Turns of a step, with everything encoded in short messages."""
     row = against.compare(against.Case("small messages", 1), [ROOT, ROOT], 2, 16)
