@@ -23,6 +23,7 @@ from hybridcomp.codecs import (
 )
 from hybridcomp.errors import CodecError
 from tests.codecs import arrays, guarded
+from tests.selection import by_day
 from tests.stand_ins.raw_codec import Raw
 
 ALL: list[Codec] = [
@@ -41,6 +42,17 @@ ALL: list[Codec] = [
     make_codec("radix"),
     make_codec("radix", error_bound=1e-3, segment=256),
     make_codec("radix", error_bound=1e-5, mode="abs"),
+]
+#: one of each kind of arithmetic
+DAY: list[Codec] = [
+    make_codec("bf16"),
+    make_codec("fp8", format="e4m3"),
+    make_codec("blockint", bits=4),
+    make_codec("blockint", bits=3, rotate=True),
+    make_codec("blockint", bits=4, rotate=True, levels="gaussian"),
+    make_codec("zfp", rate=9.25),
+    make_codec("powersgd", rank=2),
+    *ALL[-6:],
 ]
 LOSSY = [codec for codec in ALL if not codec.lossless]
 #: aligned values that share a scale, so that their absmax bounds the error of each
@@ -263,7 +275,7 @@ def test_specs_identify_codecs(codec: Codec) -> None:
     assert CODECS[codec.name] is type(codec)
 
 
-@pytest.mark.parametrize("codec", ALL, ids=str)
+@pytest.mark.parametrize("codec", by_day(ALL, DAY), ids=str)
 def test_what_other_packages_check_theirs_with(codec: Codec) -> None:
     testing.check(codec)
 

@@ -163,12 +163,16 @@ def test_it_acts_in_the_block(toy: Path) -> None:
     assert not [key for key in ours["flat"] if "codec" in key], "the digest of ours is what it was"
 
 
+@pytest.mark.nightly
+def test_its_own_checks_pass(toy: Path) -> None:
+    checks = run(toy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_toy.py")
+    assert "2 passed" in output(checks)
+
+
 def test_commands_know_it(toy: Path) -> None:
     (toy / "block.json").write_text(json.dumps({"compression": {"dp": SETTINGS}}))
-    checks = run(toy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_toy.py")
     valid = run(toy, "-m", "hybridcomp.commands.cli", "validate", "block.json")
     schema = json.loads(output(run(toy, "-m", "hybridcomp.commands.cli", "schema")))["$defs"]
-    assert "2 passed" in output(checks)
     assert "dp            toy(keep=3)" in output(valid)
     keep = schema["GradientConfig"]["properties"]["keep"]
     assert keep["description"] == "toy: bytes of a value that are sent, 2 (default) or 3."
