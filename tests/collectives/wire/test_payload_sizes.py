@@ -23,6 +23,7 @@ from tests.collectives.late import NUMEL, Reads, Sums, everything, late, moved, 
 from tests.kernels.cuda.common import kernels_replaced
 from tests.kernels.cuda.emulated import EmulatedLauncher, emulated
 from tests.ranks import RunRanks
+from tests.selection import by_day
 
 CODECS = [
     make_codec("radix", error_bound=1e-2, segment=256), make_codec("expcode"), make_codec("mpc"),
@@ -47,7 +48,7 @@ def both(codec: Codec, dtype: torch.dtype, feedback: bool, emulate: bool) -> int
 
 @pytest.mark.parametrize("feedback", [False, True], ids=["plain", "feedback"])
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", by_day([2, 3, 4], [3]))
 def test_bits_bytes_and_residuals_are_those_of_sizes_that_are_returned(
     on_ranks: RunRanks, ranks: int, codec: Codec, feedback: bool
 ) -> None:
@@ -88,7 +89,7 @@ def _in_front(codec: Codec, dtype: torch.dtype) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", by_day([2, 3, 4], [3]))
 def test_sizes_in_front_of_payloads_change_no_bit(
     on_ranks: RunRanks, ranks: int, codec: Codec
 ) -> None:
