@@ -66,7 +66,7 @@ DAY = (
 OPTIMIZERS = ("DP2 distributed optimizer", "DP2 distributed optimizer overlapped")
 #: whose gradients are summed with feedback, and at a low rank
 SUMMED = ("DP2", *OPTIMIZERS)
-#: the ones that are held over 50 steps; by hand more, which take the same paths
+#: the ones that are held over 50 steps, by day 20; at night more, which take the same paths
 LONG: tuple[str, ...] = ("TP2", "PP2")
 if NIGHTLY:
     LONG += ("TP2 SP", "PP2 interleaved", "EP2", *OPTIMIZERS, "TP2xPP2")
@@ -74,6 +74,7 @@ if NIGHTLY:
 VARYING = ("PP2", "PP2 interleaved", "PP2 interleaved overlapped")
 #: layouts whose dimension is measured after the first step
 AUTO = {"TP2": "tp", "TP2 SP": "tp", "PP2": "pp", "PP2 interleaved overlapped": "pp"}
+DEEP = ("PP4", "PP4 interleaved")
 DAY_AUTO = ("TP2", "PP2 interleaved overlapped")
 WAYS = ("fast", "slow", "from step 1")
 
@@ -89,7 +90,7 @@ def launch(world_size: int, jobs: dict[str, Job]) -> Results:
 
 
 def variants(name: str, job: Job, dimensions: str) -> dict[str, Job]:
-    steps = 50 if name in LONG else 6
+    steps = (50 if NIGHTLY else 20) if name in LONG else 6
     native = replace(job, steps=steps)
     lossy = replace(job, steps=6, block=block(dimensions, B8))
     return {
@@ -155,7 +156,7 @@ def every_job_of_two() -> dict[str, Job]:
 
 
 @pytest.fixture(scope="module")
-def four() -> Results:
+def four(request: pytest.FixtureRequest) -> Results:
     job = Job(tp=2, pp=2)
     jobs = variants("TP2xPP2", job, "tp pp")
     shared = replace(job, steps=6, block=block("pp", {**B8, "scatter_gather": True}))
@@ -168,7 +169,9 @@ def four() -> Results:
     )
     # all four neighbours in one batch: sends and receives of both directions at once
     deep = Job(layers=8, pp=4, virtual=2, micro_batches=4, steps=3)
-    for name, pipeline in {"PP4": replace(deep, virtual=None), "PP4 interleaved": deep}.items():
+    for name, pipeline in zip(DEEP, (replace(deep, virtual=None), deep), strict=True):
+        if name == "PP4" and not by_night(request.config):
+            continue
         jobs[f"{name}/unpatched"] = pipeline
         jobs[f"{name}/mpc"] = replace(pipeline, block=block("pp", "mpc"))
     jobs["shared/SP"] = replace(
@@ -307,7 +310,7 @@ def test_sizes_that_vary(two: Results, name: str) -> None:
     check_varying(two[f"{name}/unpatched"], two[f"{name}/mpc"])
 
 
-@pytest.mark.parametrize("name", ["PP4", "PP4 interleaved"])
+@pytest.mark.parametrize("name", by_day(DEEP, ["PP4 interleaved"]))
 def test_sizes_that_vary_in_a_deep_pipeline(four: Results, name: str) -> None:
     check_varying(four[f"{name}/unpatched"], four[f"{name}/mpc"])
 

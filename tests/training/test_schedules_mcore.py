@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
 from tests.ranks import run_ranks
+from tests.selection import by_day
 from tests.training.mcore_trainer import Job, Outcome, run
 
 if find_spec("megatron") is None or find_spec("megatron.core") is None:
@@ -26,20 +28,19 @@ def outcomes(ranks: int, jobs: list[Job]) -> list[list[Outcome]]:
     return [list(job) for job in zip(*found, strict=True)]
 
 
-def test_two_levels() -> None:
+@pytest.mark.parametrize("distributed", by_day([False, True], [True]))
+def test_two_levels(distributed: bool) -> None:
     """4 ranks as 2 nodes: replicas are equal, and the loss follows the native one."""
     block = {"dp": DP, "min_bytes": 0, "hierarchy": 2}
-    shapes: list[dict[str, Any]] = [{}, {"distributed_optimizer": True, "overlap": True}]
-    jobs = [Job(steps=12, block=b, **shape) for shape in shapes for b in (None, block)]
-    found = outcomes(4, jobs)
-    for native, levels in (found[:2], found[2:]):
-        assert all(rank.parameters == levels[0].parameters for rank in levels)
-        ends = [sum(sum(rank.losses[-3:]) for rank in side) for side in (native, levels)]
-        assert abs(ends[1] - ends[0]) < 0.03 * ends[0], ends
-        assert levels[0].residuals > 0
-        for rank in levels:
-            messages, left, _, _ = rank.ledger["dp", "forward"]
-            assert left == 0 < messages
+    job = Job(steps=12, distributed_optimizer=distributed, overlap=distributed)
+    native, levels = outcomes(4, [job, replace(job, block=block)])
+    assert all(rank.parameters == levels[0].parameters for rank in levels)
+    ends = [sum(sum(rank.losses[-3:]) for rank in side) for side in (native, levels)]
+    assert abs(ends[1] - ends[0]) < 0.03 * ends[0], ends
+    assert levels[0].residuals > 0
+    for rank in levels:
+        messages, left, _, _ = rank.ledger["dp", "forward"]
+        assert left == 0 < messages
 
 
 def test_guard_and_ramp() -> None:
