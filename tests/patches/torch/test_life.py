@@ -29,6 +29,7 @@ from tests.job.test_uncaught import ranks
 from tests.patches.torch.sent_bytes import sent_in
 from tests.patches.torch.trainer import Job, build, digest, optimizer_of, train
 from tests.ranks import run_ranks
+from tests.selection import by_day
 
 B4: dict[str, Any] = {"codec": "blockint", "bits": 4, "error_feedback": True}
 DP: dict[str, Any] = {"dp": B4, "min_bytes": 0, "ledger": {"every": 2}}
@@ -56,7 +57,7 @@ def sweep(job: Job, runs: int, folder: Path) -> tuple[list[bool], list[int], int
     return gone, left, len(steps.models())
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", by_day(JOBS, ["DDP", "FSDP2"]))
 def test_a_sweep_leaves_no_model_behind(name: str, tmp_path: Path) -> None:
     """Neither models nor channels nor open ledgers; totals are written when a model is dropped."""
     world_size, job = JOBS[name]

@@ -29,6 +29,7 @@ from tests.patches.torch.trainer import (
     train,
 )
 from tests.ranks import run_ranks
+from tests.selection import by_day
 
 BLOCK: dict[str, Any] = {
     "dp": {"codec": "blockint", "bits": 3, "error_feedback": True},
@@ -113,12 +114,15 @@ def test_resumed_is_unbroken(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("before", "after", "ranks"),
-    [
-        (JOBS["FSDP2"], JOBS["FSDP2"], (4, 2)),
-        (JOBS["FSDP2"], JOBS["FSDP2"], (2, 3)),
-        (HSDP, JOBS["FSDP2"], (4, 2)),
-        (JOBS["DDP"], JOBS["DDP"], (4, 2)),
-    ],
+    by_day(
+        [
+            (JOBS["FSDP2"], JOBS["FSDP2"], (4, 2)),
+            (JOBS["FSDP2"], JOBS["FSDP2"], (2, 3)),
+            (HSDP, JOBS["FSDP2"], (4, 2)),
+            (JOBS["DDP"], JOBS["DDP"], (4, 2)),
+        ],
+        [(JOBS["FSDP2"], JOBS["FSDP2"], (2, 3)), (JOBS["DDP"], JOBS["DDP"], (4, 2))],
+    ),
     ids=["FSDP2 4 to 2", "FSDP2 2 to 3", "HSDP 4 to FSDP2 2", "DDP 4 to 2"],
 )
 def test_sums_are_kept_on_other_ranks(
