@@ -14,6 +14,7 @@ from hybridcomp.channels.gains import Gains
 from hybridcomp.channels.ledger import Entry
 from hybridcomp.session.closing import UNTIMED, Account, last_line
 from tests.paths import ROOT
+from tests.selection import by_day
 
 BEGIN = """
     import hybridcomp, os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
@@ -68,13 +69,14 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.parametrize("end", ["go_on", "leave", "fail"])
+@pytest.mark.parametrize("end", by_day(["go_on", "leave", "fail"], ["leave", "fail"]))
 def test_one_line_however_the_job_ends(tmp_path: Path, end: str) -> None:
     (text,) = ends(tmp_path, end)
     assert text.startswith("[hybridcomp] this run sent 0.0") and " MB (native), " in text
     assert UNTIMED in text and "worst error " in text and text.endswith("(dp), no report file")
 
 
+@pytest.mark.nightly
 def test_what_no_report_has_is_said(tmp_path: Path) -> None:
     (text,) = ends(tmp_path, 'go_on, {**BLOCK, "ledger": {"every": 2, "jsonl": "l.jsonl"}}, 3')
     assert "this run until step 2 sent " in text and text.endswith("report l.jsonl")
@@ -86,10 +88,12 @@ def test_what_no_report_has_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "why"),
     [
-        ('go_on, {**BLOCK, "min_bytes": 10**9}', "no message had min_bytes, 1000000000"),
+        pytest.param('go_on, {**BLOCK, "min_bytes": 10**9}', "no message had min_bytes, 1000000000",
+                     marks=pytest.mark.nightly),
         ('go_on, {**BLOCK, "start_step": 9}', "it ended at step 4, and start_step is 9"),
-        ('go_on, {**BLOCK, "when": "auto"}, 4, {"native": 0.01, "coded": 0.04}',
-         'the link is faster than the codecs ("when": "auto"); measuring took '),
+        pytest.param('go_on, {**BLOCK, "when": "auto"}, 4, {"native": 0.01, "coded": 0.04}',
+                     'the link is faster than the codecs ("when": "auto"); measuring took ',
+                     marks=pytest.mark.nightly),
     ],
     ids=["small", "early", "fast link"],
 )  # fmt: skip
@@ -98,6 +102,7 @@ def test_a_job_that_compressed_nothing_says_so(tmp_path: Path, call: str, why: s
     assert "this run compressed nothing: " in text and why in text
 
 
+@pytest.mark.nightly
 def test_seconds_are_those_of_the_verdicts(tmp_path: Path) -> None:
     times = '{"native": 40.0, "coded": 10.0}'
     (text,) = ends(tmp_path, f'go_on, {{**BLOCK, "when": "auto"}}, 2, {times}')

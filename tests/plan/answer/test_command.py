@@ -215,6 +215,7 @@ def test_the_models_file_is_looked_for_first(capsys: pytest.CaptureFixture[str])
     assert "nope.json" in error and "none.json" not in error and error.count("\n") == 1
 
 
+@pytest.mark.nightly
 def test_the_pages_example_plans_models_of_7_and_of_20_billion(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
