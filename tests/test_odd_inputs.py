@@ -183,7 +183,11 @@ def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def named(cases: Iterator[tuple[str, bytes]]) -> list[Any]:
-    return [pytest.param(content, id=ascii(name)) for name, content in cases]
+    """Parameters of a test: every third by day."""
+    return [
+        pytest.param(content, id=ascii(name), marks=pytest.mark.nightly if place % 3 else ())
+        for place, (name, content) in enumerate(cases)
+    ]
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from hybridcomp.commands import cli
 from hybridcomp.compare import CompareError
 from hybridcomp.compare.launch import RunPlan, armed, block_of, config_of
 from hybridcomp.errors import ConfigError
+from tests.selection import by_day
 
 #: a trainer of one process that learns better without compression, and counts how often it ran
 TRAINER = """
@@ -161,7 +162,9 @@ def test_a_failure_shows_the_end_of_the_output(tmp_path: Path) -> None:
     assert not (job.folder / "done.json").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b'{"command": [', b"\xff", b"[1]"])
+@pytest.mark.parametrize(
+    "content", by_day([b"", b'{"command": [', b"\xff", b"[1]"], [b'{"command": ['])
+)
 def test_a_note_that_was_cut_is_no_finished_training(tmp_path: Path, content: bytes) -> None:
     Path(tmp_path, "x.py").touch()
     job, _ = plan(tmp_path, sys.executable, str(tmp_path / "x.py")).jobs()

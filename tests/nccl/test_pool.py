@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tests.nccl.pool import NcclPool
 
 
+@pytest.mark.nightly
 def test_a_pool_runs_says_who_failed_and_starts_anew() -> None:
     with NcclPool(2, per_node=2, device="cpu") as pool:
         assert pool.run(_where, timeout=240) == [(0, 2, "gloo", "0"), (1, 2, "gloo", "0")]

@@ -305,6 +305,7 @@ def exchanged(dtype: torch.dtype) -> list[Any]:
     return [torch.equal(*found), first == second, launcher.kernels]
 
 
+@pytest.mark.nightly
 def test_parts_of_any_length_take_two_launches() -> None:
     for macros in (f"HC_DTYPE={code}" for code in range(3)):
         emulated("blockint_table.cu", "HC_BITS=4", macros)

@@ -118,7 +118,7 @@ def continued(job: Job) -> dict[str, Any]:
     return {**found, "sent": sent, "again": again.step}
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", by_day(JOBS, ["DDP", "FSDP2"]))
 def test_a_detached_model_is_native(name: str) -> None:
     """The operations, bytes and values of a model that was never attached; and back again."""
     world_size, job = JOBS[name]
@@ -159,7 +159,7 @@ def uninstalled(job: Job) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", by_day(JOBS, ["DDP", "HSDP"]))
 def test_install_comes_late_and_uninstall_detaches(name: str) -> None:
     """A model that has run is attached in its next pass, also one that was seen without a block."""
     world_size, job = JOBS[name]
@@ -180,6 +180,7 @@ hybridcomp.attach(model, {"dp": {"codec": "blockint", "bits": 4 + int(os.environ
 """
 
 
+@pytest.mark.nightly
 def test_blocks_that_differ_are_one_line_of_the_job(tmp_path: Path) -> None:
     (first, one), (second, other) = ranks(DIFFER, tmp_path)
     assert first == second == uncaught.BAD_INPUT

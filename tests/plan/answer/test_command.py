@@ -69,6 +69,7 @@ def test_a_plan_from_the_command_line(
     assert slower.prediction.seconds > plan.prediction.seconds
 
 
+@pytest.mark.nightly
 def test_what_the_cluster_lacks_is_said(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
