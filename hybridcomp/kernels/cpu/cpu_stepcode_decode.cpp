@@ -46,7 +46,8 @@ struct BitReader {
         }
         size_t at = position / 32 * 4;
         u64 held = 0;
-        memcpy(&held, words + at, count / 8 - at < 8 ? 4 : 8);
+        if (count / 8 - at >= 8) memcpy(&held, words + at, 8);
+        else memcpy(&held, words + at, 4);
         held >>= position % 32;
         position += number;
         return (u32)held & ((1u << number) - 1);
@@ -109,11 +110,27 @@ HC_WIDE inline __m512i take_words(__m512i state, const u8*& words) {
     return _mm512_mask_mov_epi32(state, short_of, full);
 }
 
-// Steps of a group in which a symbol has extra bits.
-inline void put_rare(const u8* symbols, u16* steps, u32 rare, BitReader& extra) {
+// What a symbol says of a folded step, the flip of the sign at the top, and how many bits are to follow.
+struct Leads {
+    u16 folded[SYMBOLS];
+    u8 count[SYMBOLS];
+    Leads() {
+        for (u32 s = 0; s < SYMBOLS; ++s) {
+            u32 step = step_of(s, 0);
+            folded[s] = (u16)((step & 0x8000u) | (((step << 1) ^ (0u - (step >> 14 & 1))) & 0x7fffu));
+            count[s] = (u8)extra_count(s);
+        }
+    }
+};
+const Leads LEADS;
+
+// Folded steps of the lanes whose symbols may have extra bits.
+inline void put_rare(const u8* symbols, u16* folded, u32 rare, BitReader& extra) {
     for (u32 left = rare; left; left &= left - 1) {
         u32 lane = (u32)__builtin_ctz(left), symbol = symbols[lane];
-        steps[lane] = (u16)step_of(symbol, extra.take(extra_count(symbol)));
+        u32 bits = extra.take(LEADS.count[symbol]);
+        if (symbol == ESCAPE) bits = (bits & 0x8000u) | (((bits << 1) ^ (0u - (bits >> 14 & 1))) & 0x7fffu);
+        folded[lane] = (u16)(LEADS.folded[symbol] | bits);
     }
 }
 
@@ -142,17 +159,20 @@ HC_WIDE size_t decode_wide(Tile& tile) {
         s0 = take_words(p0.state, words), s1 = take_words(p1.state, words);
         __m512i symbol = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(p0.symbol)),
                                             _mm512_cvtepi32_epi16(p1.symbol), 1);
-        __m512i odd = _mm512_sub_epi16(_mm512_setzero_si512(), _mm512_and_si512(symbol, _mm512_set1_epi16(1)));
-        __m512i step = _mm512_and_si512(_mm512_xor_si512(_mm512_srli_epi16(symbol, 1), odd), low);
+        __m512i z = symbol;
         u32 rare = _mm512_cmpgt_epu16_mask(symbol, _mm512_set1_epi16(DIRECT - 1));
         if (rare) {
-            alignas(64) u16 steps[LANES];
+            alignas(64) u16 folded[LANES];
             u8 symbols[LANES];
-            _mm512_store_si512(steps, step);
+            _mm512_store_si512(folded, symbol);
             _mm256_storeu_si256((__m256i*)symbols, _mm512_cvtepi16_epi8(symbol));
-            put_rare(symbols, steps, rare, tile.extra);
-            step = _mm512_load_si512(steps);
+            put_rare(symbols, folded, rare, tile.extra);
+            z = _mm512_load_si512(folded);
         }
+        __m512i odd = _mm512_sub_epi16(_mm512_setzero_si512(), _mm512_and_si512(z, _mm512_set1_epi16(1)));
+        __m512i down = _mm512_srli_epi16(_mm512_and_si512(z, low), 1);
+        // the flip of the sign, and the lower bits
+        __m512i step = _mm512_or_si512(_mm512_andnot_si512(low, z), _mm512_and_si512(_mm512_xor_si512(down, odd), low));
         __m512i value = _mm512_and_si512(_mm512_add_epi16(old, step), low);
         __m512i sign = _mm512_andnot_si512(low, _mm512_xor_si512(old, step));
         _mm512_storeu_si512(tile.out + i, _mm512_or_si512(value, sign));

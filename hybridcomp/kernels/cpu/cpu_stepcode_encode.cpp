@@ -20,7 +20,7 @@ struct Scratch {
     std::vector<u8> symbols;
     std::vector<u16> words;
     std::vector<u32> extra;
-    explicit Scratch(size_t tile) : symbols(tile), words(tile + LANES), extra(tile / 2 + 2) {}
+    explicit Scratch(size_t tile) : symbols(tile), words(tile + LANES), extra(tile / 2 + 3) {}
 };
 
 struct BitWriter {
@@ -32,7 +32,9 @@ struct BitWriter {
     void put(u32 bits, u32 number) {
         held |= (u64)bits << count;
         count += number;
-        if (count >= 32) words[used++] = (u32)held, held >>= 32, count -= 32;
+        words[used] = (u32)held;
+        u32 full = count >> 5;  // without a branch that is hard to predict
+        used += full, held >>= full * 32, count &= 31;
     }
     size_t finish() {
         if (count) words[used++] = (u32)held;
@@ -40,17 +42,38 @@ struct BitWriter {
     }
 };
 
+// code_of without branches: by the folded step's logarithm, for both signs.
+struct Rules {
+    u8 shift[2][16], base[2][16], mask[2][16];
+    constexpr Rules() : shift{}, base{}, mask{} {
+        for (u32 k = 0; k < 15; ++k) {
+            bool direct = k < 5;
+            shift[0][k] = (u8)(direct ? 0 : k - 2), mask[0][k] = direct ? DIRECT - 1 : 3;
+            base[0][k] = (u8)(direct ? 0 : DIRECT + 4 * (k - 5));
+            shift[1][k] = (u8)(k ? k - 1 : 0), mask[1][k] = 1, base[1][k] = (u8)(FLIPPED + 2 * k);
+        }
+    }
+};
+constexpr Rules RULES;
+
+HC_INLINE u32 folded(u32 step) { return ((step << 1) ^ (0u - (step >> 14 & 1))) & 0x7fffu; }
+
+HC_INLINE Coded coded_of(u32 z, u32 flip) {
+    u32 k = log2_floor(z | 1), shift = RULES.shift[flip][k];
+    return Coded{RULES.base[flip][k] + (z >> shift & RULES.mask[flip][k]), shift, z & ((1u << shift) - 1)};
+}
+
 HC_INLINE void count_run(const u16* values, const u16* reference, size_t count, u32 dtype, u32* even,
                          u32* odd) {
     for (size_t i = 0; i < count; ++i) {
         u32 old = reference[i], step = step_between(old, values[i]);
-        u32 symbol = step ? code_of(step).symbol : 0;
+        u32 symbol = coded_of(folded(step), step >> 15).symbol;
         u32* rows = i % 2 ? odd : even;  // no increment waits for the one before
         ++rows[exponent_of(old, dtype) * ROW + symbol];
     }
 }
 
-// Step 1: [exponents][ROW], of about 2^20 values.
+// Step 1: [exponents][ROW], of about 2^18 values.
 std::vector<u32> count_samples(const u16* values, const u16* reference, size_t numel, u32 dtype) {
     size_t size = (size_t)exponents(dtype) * ROW, stride = stride_of(numel) * RUN;
     std::vector<u32> counts(2 * size, 0);
@@ -97,7 +120,7 @@ Ranges make_model(const std::vector<u32>& counts, u32 dtype, Head& head, u8* out
 
 HC_INLINE void code_value(const Source& from, size_t i, u8* symbol, BitWriter& extra) {
     u32 old = from.reference[i], step = step_between(old, from.values[i]);
-    Coded coded = code_of(step);
+    Coded coded = coded_of(folded(step), step >> 15);
     if (!from.ranges->of[context_of(old, from.dtype, from.lowest)][coded.symbol]) {
         coded = Coded{ESCAPE, 16, step};
     }
@@ -138,9 +161,18 @@ HC_WIDE bool code_wide(const Source& from, size_t first, size_t groups, u8* symb
         __m512i has1 = _mm512_srlv_epi32(_mm512_permutexvar_epi32(upper_half(context), known), upper_half(z));
         rare |= (u32)_mm512_testn_epi32_mask(has0, one) | (u32)_mm512_testn_epi32_mask(has1, one) << 16;
         _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi16_epi8(z));
+        if (!rare) continue;
+        alignas(64) u16 steps[LANES], rows[LANES];
+        _mm512_store_si512(steps, _mm512_or_si512(z, _mm512_andnot_si512(low, _mm512_xor_si512(old, value))));
+        _mm512_store_si512(rows, context);
         for (u32 left = rare; left; left &= left - 1) {
             u32 lane = (u32)__builtin_ctz(left);
-            code_value(from, at + lane, to + lane, extra);
+            Coded coded = coded_of(steps[lane] & 0x7fffu, steps[lane] >> 15);
+            if (!from.ranges->of[rows[lane]][coded.symbol]) {
+                coded = Coded{ESCAPE, 16, step_between(from.reference[at + lane], from.values[at + lane])};
+            }
+            to[lane] = (u8)coded.symbol;
+            extra.put(coded.bits, coded.count);
         }
     }
     return changed;

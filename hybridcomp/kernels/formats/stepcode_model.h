@@ -6,9 +6,9 @@
 namespace hybridcomp {
 namespace stepcode {
 
-// Runs of RUN values are counted, every stride-th of them, so that about 2^20 values are.
+// Runs of RUN values are counted, every stride-th of them, so that about 2^18 values are.
 constexpr u32 RUN = 512;
-HC_INLINE u64 stride_of(u64 numel) { return numel >> 20 ? numel >> 20 : 1; }
+HC_INLINE u64 stride_of(u64 numel) { return numel >> 18 ? numel >> 18 : 1; }
 
 constexpr u32 MODEL_BYTES = CONTEXTS * (1 + 3 * ESCAPE);  // of the largest, a multiple of 4
 static_assert(MODEL_BYTES % 4 == 0, "offsets follow the model");
@@ -66,7 +66,7 @@ HC_INLINE u64 cost_of(u32 symbol, u32 frequency, u32 count) {
     return (u64)count * ((PRECISION << 8) - (k << 8) - fraction + (extra_count(symbol) << 8));
 }
 
-// Log of the tile in which 72 bytes, what coding in 32 states costs, are about 2 % or 2^17 values.
+// Log of the tile in which 72 bytes, what coding in 32 states costs, are about 2 % or 2^18 values.
 // `cost`: 256 times the bits of `sampled` values.
 HC_INLINE u32 tile_log(u64 cost, u64 sampled) {
     u32 log = MIN_TILE_LOG;
