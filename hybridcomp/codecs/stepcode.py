@@ -25,7 +25,8 @@ HEADER = 32
 MODEL, LEAST_TILE = 4912, 8192
 #: what the header begins with: magic, version
 _START = b"hcst\x01"
-_UNENCODED, _NO_REFERENCE = 1, 2
+#: mode of a payload without a reference
+_NO_REFERENCE = 2
 
 
 class StepCodeKernels(Protocol):
@@ -124,13 +125,15 @@ class StepCode:
         Args:
             payload: what ``encode`` wrote for as many values of the dtype of ``out``.
             reference: the values against which it was encoded; may be ``out`` itself, which is then
-                updated in place. None only for a payload without a reference.
+                updated in place. None for a payload that was encoded without one; on a GPU the host
+                then waits for its header.
             out: is overwritten; its values are undefined after an error.
 
         Raises:
             CodecError: a tensor has another shape, dtype or device; the payload is cut, damaged,
-                of another codec, number of values or dtype; or it needs a reference and
-                ``reference`` is None. On a GPU damage is told by ``codecs.check_payloads``.
+                of another codec, number of values or dtype; or it was encoded against a reference
+                and ``reference`` is None, or the other way round. On a GPU what is wrong with a
+                payload that has a reference is told by ``codecs.check_payloads``.
         """
         self._check_dtype(out.dtype)
         check_decode(self.spec, payload, out, HEADER if out.numel() else 0)
@@ -140,17 +143,10 @@ class StepCode:
                 raise CodecError(f"{self.spec}: out overlaps the reference without being it")
         if out.numel() == 0:
             return
-        if reference is None or not stores_sizes(out.device):  # the host can look at the header
-            start = bytes(payload[:HEADER].cpu().tolist())
-            if start[:5] == _START and start[6] == _NO_REFERENCE:
-                self._decode_plain(start, payload, out)
-                return
-            if reference is None:
-                raise CodecError(
-                    f"{self.spec}: the payload holds steps from a reference, found reference=None; "
-                    "pass the values against which it was encoded"
-                )
-        self._decode_steps(payload, reference, out)
+        if reference is None:
+            self._decode_plain(payload, out)
+        else:
+            self._decode_steps(payload, reference, out)
 
     def _encode(self, values: Tensor, reference: Tensor | None, out: Tensor, *size: int) -> int:
         nbytes = self.wire_nbytes(values.numel(), values.dtype)
@@ -197,7 +193,16 @@ class StepCode:
         out[:HEADER] = torch.tensor(list(head), dtype=torch.uint8)
         return HEADER + used
 
-    def _decode_plain(self, start: bytes, payload: Tensor, out: Tensor) -> None:
+    def _decode_plain(self, payload: Tensor, out: Tensor) -> None:
+        start = bytes(payload[:HEADER].tolist())
+        if start[:5] != _START:
+            raise self._refused(out, "payload is not one of this codec and version")
+        if start[6] != _NO_REFERENCE:
+            raise self._refused(
+                out,
+                "payload holds steps from a reference, found reference=None; pass the values "
+                "against which it was encoded",
+            )
         if start[5] != DTYPE_CODES[out.dtype]:
             raise self._refused(out, "payload holds another dtype")
         if int.from_bytes(start[8:16], "little") != out.numel():

@@ -234,6 +234,7 @@ void decode(int dtype, const u8* in, size_t nbytes, const u16* reference, u16* o
         memcpy(out, in + HEADER_BYTES, 2 * numel);
         return;
     }
+    require(head.mode != NO_REFERENCE, "payload was encoded without a reference; pass reference=None");
     require(head.mode == STEPS, "payload has an unknown mode");
     bool known = head.tile >= 1u << MIN_TILE_LOG && head.tile <= 1u << MAX_TILE_LOG;
     require(known && (head.tile & (head.tile - 1)) == 0, "the header is damaged");
