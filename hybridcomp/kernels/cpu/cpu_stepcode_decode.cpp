@@ -1,6 +1,4 @@
 // Decoder of stepcode: a table of 4096 entries for each context gives the symbol of a state.
-#include <atomic>
-
 #include "cpu_stepcode.h"
 #include "cpu_stepcode_shared.h"
 

@@ -1,6 +1,8 @@
 // What the encoder and the decoder of stepcode share: where a message's parts lie, and lanes of AVX-512.
 #pragma once
 
+#include <atomic>
+
 #include "shares.h"
 #include "stepcode_model.h"
 
@@ -30,12 +32,18 @@ struct Ranges {
     u32 known[CONTEXTS];
 };
 
+// Whether lanes of AVX-512 may be used; tests compare them with the plain loops.
+inline std::atomic<bool>& lanes_allowed() {
+    static std::atomic<bool> allowed{true};
+    return allowed;
+}
+
 #ifdef HC_WIDE
 inline bool wide_lanes() {
     static const bool found = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                               __builtin_cpu_supports("bmi2");
-    return found;
+    return found && lanes_allowed();
 }
 
 // 32 values, and their contexts.
