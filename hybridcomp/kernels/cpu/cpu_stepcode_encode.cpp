@@ -1,7 +1,8 @@
 // Encoder of stepcode. 1. Count symbols for each exponent in samples of the message. 2. Make a model of the
-// counts and choose the tile. 3. For each tile: symbols and extra bits, forwards; then words, backwards.
+// counts and choose the tile (cpu_stepcode_model.cpp). 3. For each tile: symbols and extra bits, forwards; then
+// words, backwards.
 #include "cpu_stepcode.h"
-#include "cpu_stepcode_shared.h"
+#include "cpu_stepcode_model.h"
 
 namespace hybridcomp {
 namespace stepcode {
@@ -41,82 +42,6 @@ struct BitWriter {
         return used;
     }
 };
-
-// code_of without branches: by the folded step's logarithm, for both signs.
-struct Rules {
-    u8 shift[2][16], base[2][16], mask[2][16];
-    constexpr Rules() : shift{}, base{}, mask{} {
-        for (u32 k = 0; k < 15; ++k) {
-            bool direct = k < 5;
-            shift[0][k] = (u8)(direct ? 0 : k - 2), mask[0][k] = direct ? DIRECT - 1 : 3;
-            base[0][k] = (u8)(direct ? 0 : DIRECT + 4 * (k - 5));
-            shift[1][k] = (u8)(k ? k - 1 : 0), mask[1][k] = 1, base[1][k] = (u8)(FLIPPED + 2 * k);
-        }
-    }
-};
-constexpr Rules RULES;
-
-HC_INLINE u32 folded(u32 step) { return ((step << 1) ^ (0u - (step >> 14 & 1))) & 0x7fffu; }
-
-HC_INLINE Coded coded_of(u32 z, u32 flip) {
-    u32 k = log2_floor(z | 1), shift = RULES.shift[flip][k];
-    return Coded{RULES.base[flip][k] + (z >> shift & RULES.mask[flip][k]), shift, z & ((1u << shift) - 1)};
-}
-
-HC_INLINE void count_run(const u16* values, const u16* reference, size_t count, u32 dtype, u32* even,
-                         u32* odd) {
-    for (size_t i = 0; i < count; ++i) {
-        u32 old = reference[i], step = step_between(old, values[i]);
-        u32 symbol = coded_of(folded(step), step >> 15).symbol;
-        u32* rows = i % 2 ? odd : even;  // no increment waits for the one before
-        ++rows[exponent_of(old, dtype) * ROW + symbol];
-    }
-}
-
-// Step 1: [exponents][ROW], of about 2^18 values.
-std::vector<u32> count_samples(const u16* values, const u16* reference, size_t numel, u32 dtype) {
-    size_t size = (size_t)exponents(dtype) * ROW, stride = stride_of(numel) * RUN;
-    std::vector<u32> counts(2 * size, 0);
-    for (size_t first = 0; first < numel; first += stride) {
-        size_t count = numel - first < RUN ? numel - first : RUN;
-        count_run(values + first, reference + first, count, dtype, counts.data(), counts.data() + size);
-    }
-    for (size_t i = 0; i < size; ++i) counts[i] += counts[size + i];
-    counts.resize(size);
-    return counts;
-}
-
-// Step 2. Fills lowest, tile, model of `head`; writes the model. Returns the ranges.
-Ranges make_model(const std::vector<u32>& counts, u32 dtype, Head& head, u8* out) {
-    std::vector<u32> totals(exponents(dtype), 0);
-    for (u32 e = 0; e < exponents(dtype); ++e) {
-        for (u32 s = 0; s < SYMBOLS; ++s) totals[e] += counts[e * ROW + s];
-    }
-    head.lowest = (u8)lowest_exponent(totals.data(), dtype);
-    u32 sums[CONTEXTS][ROW] = {};
-    for (u32 e = 0; e < exponents(dtype); ++e) {
-        if (!totals[e]) continue;
-        u32 context = context_of(e << mantissa_bits(dtype), dtype, head.lowest);
-        for (u32 s = 0; s < SYMBOLS; ++s) sums[context][s] += counts[e * ROW + s];
-    }
-    Ranges ranges = {};
-    u64 cost = 0, sampled = 0;
-    u8* at = out;
-    for (u32 c = 0; c < CONTEXTS; ++c) {
-        u32* row = ranges.of[c];
-        frequencies_from(sums[c], row);
-        for (u32 s = 0; s < ESCAPE; ++s) {
-            if (sums[c][s]) cost += cost_of(s, row[s], sums[c][s]), sampled += sums[c][s];
-        }
-        ranges_from(row);
-        at += write_context(sums[c], row, at);
-        for (u32 s = 0; s < DIRECT; ++s) ranges.known[c] |= (u32)(row[s] != 0) << s;
-    }
-    head.tile = 1u << tile_log(cost, sampled);
-    head.model = (u32)ceil_div(at - out, 4) * 4;
-    pad(out, at - out, head.model);
-    return ranges;
-}
 
 HC_INLINE void code_value(const Source& from, size_t i, u8* symbol, BitWriter& extra) {
     u32 old = from.reference[i], step = step_between(old, from.values[i]);
@@ -305,8 +230,7 @@ size_t wire_nbytes(size_t numel) {
 size_t encode(int dtype, const u16* values, const u16* reference, size_t numel, u8* out, int threads) {
     if (numel == 0) return 0;
     Head head = {MAGIC, (u8)VERSION, (u8)dtype, (u8)STEPS, 0, numel, 0, 0, 0, 0};
-    std::vector<u32> counts = count_samples(values, reference, numel, (u32)dtype);
-    Ranges ranges = make_model(counts, (u32)dtype, head, out + HEADER_BYTES);
+    Ranges ranges = make_model(values, reference, head, out + HEADER_BYTES);
     Source from = {values, reference, (u32)dtype, head.lowest, &ranges, true};
     for (u32 known : ranges.known) from.zeros_known = from.zeros_known && (known & 1);
     size_t tile = head.tile, tiles = ceil_div(numel, tile), largest = 4 + 2 * tile;
