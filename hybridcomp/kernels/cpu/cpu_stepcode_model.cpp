@@ -49,12 +49,11 @@ Ranges make_model(const u16* values, const u16* reference, Head& head, u8* out) 
     u8* at = out;
     for (u32 c = 0; c < CONTEXTS; ++c) {
         u32* row = ranges.of[c];
-        frequencies_from(sums[c], row);
-        for (u32 s = 0; s < ESCAPE; ++s) {
-            if (sums[c][s]) cost += cost_of(s, row[s], sums[c][s]), sampled += sums[c][s];
-        }
+        frequencies_from(sums[c], least_count(head.numel), row);
+        cost += cost_of(sums[c], row);
+        for (u32 s = 0; s < ESCAPE; ++s) sampled += sums[c][s];
         ranges_from(row);
-        at += write_context(sums[c], row, at);
+        at += write_context(row, at);
         for (u32 s = 0; s < DIRECT; ++s) ranges.known[c] |= (u32)(row[s] != 0) << s;
     }
     head.tile = 1u << tile_log(cost, sampled);

@@ -11,8 +11,9 @@ stepcode_count(const unsigned short* values, const unsigned short* reference, u6
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2)
-stepcode_model(const unsigned int* counts, u64 dtype, void* plan, unsigned char* out) {
-    hybridcomp::stepcode::make_model(counts, (unsigned)dtype, (hybridcomp::stepcode::Plan*)plan, out);
+stepcode_model(const unsigned int* counts, u64 numel, u64 dtype, void* plan, unsigned char* out) {
+    hybridcomp::stepcode::make_model(counts, numel, (unsigned)dtype,
+                                     (hybridcomp::stepcode::Plan*)plan, out);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2)

@@ -32,7 +32,7 @@ class StepCodeOnCuda(CudaFunctions):
         some = min(BLOCKS, ceil_div(numel, RUN))
         launch, model = self._fixed, out + 32
         launch(SOURCE, (), "stepcode_count", out, some, (values, reference, numel, dtype, found))
-        launch(SOURCE, (), "stepcode_model", out, 1, (found, dtype, planned, model))
+        launch(SOURCE, (), "stepcode_model", out, 1, (found, numel, dtype, planned, model))
         words = (values, reference, numel, dtype, planned, out, start + 8)
         launch(SOURCE, (), "stepcode_encode", out, groups, words)
         words = (values, numel, dtype, planned, out, size or start)

@@ -29,7 +29,7 @@ HC_INLINE void count(const u16* values, const u16* reference, u64 numel, u32 dty
 }
 
 // The model of the counts, by one block: ranges and sizes into the plan, its bytes into the payload.
-HC_INLINE void make_model(const u32* counts, u32 dtype, Plan* plan, u8* out) {
+HC_INLINE void make_model(const u32* counts, u64 numel, u32 dtype, Plan* plan, u8* out) {
     __shared__ u32 totals[256], sums[CONTEXTS][ROW], ranges[CONTEXTS][ROW], begins[CONTEXTS], lowest;
     __shared__ u64 costs[CONTEXTS], sampled[CONTEXTS];
     for (u32 e = threadIdx.x; e < exponents(dtype); e += blockDim.x) {
@@ -48,14 +48,10 @@ HC_INLINE void make_model(const u32* counts, u32 dtype, Plan* plan, u8* out) {
     __syncthreads();
     u32 c = threadIdx.x;
     if (c < CONTEXTS) {
-        frequencies_from(sums[c], ranges[c]);
-        costs[c] = sampled[c] = 0;
-        begins[c] = 1;
-        for (u32 s = 0; s < ESCAPE; ++s) {
-            if (!sums[c][s]) continue;
-            costs[c] += cost_of(s, ranges[c][s], sums[c][s]), sampled[c] += sums[c][s];
-            begins[c] += 3;
-        }
+        frequencies_from(sums[c], least_count(numel), ranges[c]);
+        costs[c] = cost_of(sums[c], ranges[c]), sampled[c] = 0;
+        for (u32 s = 0; s < ESCAPE; ++s) sampled[c] += sums[c][s];
+        begins[c] = 1 + 3 * listed_symbols(ranges[c]);
         ranges_from(ranges[c]);
     }
     __syncthreads();
@@ -71,7 +67,7 @@ HC_INLINE void make_model(const u32* counts, u32 dtype, Plan* plan, u8* out) {
         for (; at % 4; ++at) out[at] = 0;
     }
     __syncthreads();
-    if (c < CONTEXTS) write_context(sums[c], ranges[c], out + begins[c]);
+    if (c < CONTEXTS) write_context(ranges[c], out + begins[c]);
     for (u32 i = threadIdx.x; i < CONTEXTS * SYMBOLS; i += blockDim.x) {
         plan->ranges[i / SYMBOLS][i % SYMBOLS] = ranges[i / SYMBOLS][i % SYMBOLS];
     }

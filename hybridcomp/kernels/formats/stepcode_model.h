@@ -25,29 +25,41 @@ HC_INLINE u32 lowest_exponent(const u32* totals, u32 dtype) {
     return lowest;
 }
 
-// Frequencies from counts, [SYMBOLS]: they add up to 4096, one of them is the escape's.
-HC_INLINE void frequencies_from(const u32* counts, u32* frequencies) {
+// What is counted once in all of a message is cheaper as an escape than as 3 bytes of the model.
+HC_INLINE u32 least_count(u64 numel) { return stride_of(numel) == 1 ? 2 : 1; }
+
+// `part` of `n`, as a share of 4095, rounded, at least 1; by more than 0.
+HC_INLINE u32 share_of(u32 part, u64 n) {
+    u64 rounded = ((u64)part * 2 * (TOTAL - 1) + n) / (2 * n);
+    return rounded ? (u32)rounded : 1;
+}
+
+// Frequencies from counts, [SYMBOLS]: they add up to 4096. Symbols other than 0 that were counted less
+// than `least` times become escapes.
+HC_INLINE void frequencies_from(const u32* counts, u32 least, u32* frequencies) {
     u64 n = 0;
-    u32 sum = 0;
+    u32 sum = 0, escapes = 0;
     for (u32 s = 0; s < ESCAPE; ++s) n += counts[s];
     for (u32 s = 0; s < ESCAPE; ++s) {
-        u64 rounded = counts[s] ? ((u64)counts[s] * 2 * (TOTAL - 1) + n) / (2 * n) : 0;
-        frequencies[s] = counts[s] && rounded == 0 ? 1 : (u32)rounded;
+        bool kept = counts[s] && (s == 0 || counts[s] >= least);
+        frequencies[s] = kept ? share_of(counts[s], n) : 0;
         sum += frequencies[s];
+        escapes += kept ? 0 : counts[s];
     }
-    while (sum != TOTAL - 1) {
+    frequencies[ESCAPE] = escapes ? share_of(escapes, n) : 1;
+    u32 wanted = TOTAL - frequencies[ESCAPE];
+    while (sum != wanted) {
         u32 largest = 0;
         for (u32 s = 1; s < ESCAPE; ++s) largest = frequencies[s] > frequencies[largest] ? s : largest;
-        if (sum < TOTAL - 1) {
-            frequencies[largest] += TOTAL - 1 - sum;
-            sum = TOTAL - 1;
+        if (sum < wanted) {
+            frequencies[largest] += wanted - sum;
+            sum = wanted;
         } else {
-            u32 over = sum - (TOTAL - 1), most = (frequencies[largest] + 3) / 4;
+            u32 over = sum - wanted, most = (frequencies[largest] + 3) / 4;
             over = over < most ? over : most;
             frequencies[largest] -= over, sum -= over;
         }
     }
-    frequencies[ESCAPE] = 1;
 }
 
 // Ranges from frequencies, in place.
@@ -60,10 +72,16 @@ HC_INLINE void ranges_from(u32* frequencies) {
     }
 }
 
-// 256 times the bits of one of `count` equal symbols of a context, rounded up a little.
-HC_INLINE u64 cost_of(u32 symbol, u32 frequency, u32 count) {
-    u32 k = log2_floor(frequency), fraction = ((frequency << 8) >> k) - 256;
-    return (u64)count * ((PRECISION << 8) - (k << 8) - fraction + (extra_count(symbol) << 8));
+// 256 times the bits of all values of a context, about.
+HC_INLINE u64 cost_of(const u32* counts, const u32* frequencies) {
+    u64 cost = 0;
+    for (u32 s = 0; s < ESCAPE; ++s) {
+        if (!counts[s]) continue;
+        u32 symbol = frequencies[s] ? s : ESCAPE, frequency = frequencies[symbol];
+        u32 k = log2_floor(frequency), fraction = ((frequency << 8) >> k) - 256;
+        cost += (u64)counts[s] * ((PRECISION << 8) - (k << 8) - fraction + (extra_count(symbol) << 8));
+    }
+    return cost;
 }
 
 // Log of the tile in which 72 bytes, what coding in 32 states costs, are about 2 % or 2^18 values.
@@ -74,16 +92,24 @@ HC_INLINE u32 tile_log(u64 cost, u64 sampled) {
     return log;
 }
 
-// Bytes of one context's model; writes them.
-HC_INLINE u32 write_context(const u32* counts, const u32* ranges, u8* out) {
+// Symbols that a context's model lists, from its frequencies or ranges: none where nothing changed.
+HC_INLINE u32 listed_symbols(const u32* ranges) {
     u32 number = 0;
-    for (u32 s = 0; s < ESCAPE; ++s) {
-        if (!counts[s]) continue;
-        u8* at = out + 1 + 3 * number++;
-        u32 frequency = frequency_of(ranges[s]);
-        at[0] = (u8)s, at[1] = (u8)frequency, at[2] = (u8)(frequency >> 8);
-    }
+    for (u32 s = 0; s < ESCAPE; ++s) number += frequency_of(ranges[s]) != 0;
+    return frequency_of(ranges[0]) == TOTAL - 1 ? 0 : number;
+}
+
+// Writes one context's model; returns its bytes.
+HC_INLINE u32 write_context(const u32* ranges, u8* out) {
+    u32 number = listed_symbols(ranges);
     out[0] = (u8)number;
+    u8* at = out + 1;
+    for (u32 s = 0; number && s < ESCAPE; ++s) {
+        u32 frequency = frequency_of(ranges[s]);
+        if (!frequency) continue;
+        at[0] = (u8)s, at[1] = (u8)frequency, at[2] = (u8)(frequency >> 8);
+        at += 3;
+    }
     return 1 + 3 * number;
 }
 

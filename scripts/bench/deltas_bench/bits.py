@@ -23,7 +23,7 @@ def _patterns(values: Tensor) -> Numbers:
 
 
 def steps(reference: Tensor, values: Tensor) -> tuple[Numbers, Numbers]:
-    """Return exponents of the bf16 ``reference``, and steps between the values' ordered integers."""
+    """Return exponents of the bf16 ``reference``, and steps between the ordered integers."""
     old, new = _patterns(reference), _patterns(values)
 
     def ordered(bits: Numbers) -> Numbers:
@@ -44,7 +44,7 @@ def entropy_bits(exponents: Numbers, moved: Numbers) -> float:
 
 
 def short_code_bits(exponents: Numbers, moved: Numbers) -> int:
-    """Return bits with an ideal prefix code (Huffman's) for each exponent, its table not counted."""
+    """Return bits with Huffman's code for each exponent, the tables not counted."""
     return sum(_huffman_bits(counts) for counts in counts_of(exponents, moved))
 
 
@@ -79,7 +79,7 @@ def static_bits(exponents: Numbers, moved: Numbers) -> float:
 def _laplace_bits(moved: Numbers, scale: NDArray[np.float64]) -> NDArray[np.float64]:
     size = np.abs(moved)
     stays = -np.expm1(-0.5 / scale)
-    moves = 0.5 * np.exp(-(size - 0.5) / scale) * -np.expm1(-1.0 / scale)
+    moves = 0.5 * np.exp(-(np.maximum(size, 1) - 0.5) / scale) * -np.expm1(-1.0 / scale)
     chance = np.where(size == 0, stays, moves)
     floor = 2.0**-16  # an escape with the step behind it
     return -np.log2(np.maximum(chance, floor)) + np.where(chance < floor, 16.0, 0.0)

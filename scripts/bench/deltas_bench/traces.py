@@ -98,7 +98,7 @@ class Training:
             loss.backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
 
 def traces(size: Size, rates: list[float], warmup: int, settle: int) -> Iterator[Trace]:
