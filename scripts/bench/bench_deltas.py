@@ -25,13 +25,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
-from bench_codecs import timed
-from deltas_bench.bits import compressors, sent
-from deltas_bench.traces import Size, Trace, traces
-
+from bench.bench_codecs import timed
+from bench.deltas_bench.bits import compressors, sent
+from bench.deltas_bench.traces import Size, Trace, traces
 from hybridcomp.codecs import StepCode
 
 RATES = [1e-3, 3e-4, 1e-4, 1e-6]
@@ -90,7 +88,7 @@ def missed_targets(rows: dict[float, Row]) -> list[str]:
     for rate, row in rows.items():
         share = row["stepcode"] / row["entropy"]
         if share > MOST_OF_ENTROPY:
-            missed.append(f"{rate:g}: {share:.3f} of the entropy, expected {MOST_OF_ENTROPY}")
+            missed.append(f"{rate:g}: {share:.3f} times the entropy, expected {MOST_OF_ENTROPY}")
         if row["stepcode"] > MOST_BITS.get(rate, 16.0):
             missed.append(f"{rate:g}: {row['stepcode']:.2f} bits, expected {MOST_BITS[rate]}")
         if row["changed"] > MOST_SPARSE:

@@ -23,6 +23,7 @@
 // Context: the exponent of the reference minus `lowest`, within 0 to 15.
 // Model: for each of the 16 contexts a u8 with the number of its symbols, then each symbol (u8, ascending)
 // with its frequency (u16); what is missing to 4096, at least 1, is the escape's. None: 4095 for symbol 0.
+// Which frequencies, which `lowest` and which tile an encoder takes is told in stepcode_model.h.
 //
 // Tile: 0 bytes where nothing changed. Else a u32: the number of u16 words, or 0xffffffff before values
 // that are stored unencoded. 32 states (u32), the words, padded to 4 bytes, then the extra bits, from the
