@@ -125,6 +125,7 @@ def main() -> int:
         row["of the entropy"] = row["stepcode"] / row["entropy"] if row["entropy"] else 1.0
         row["bits a changed value"] = row["stepcode"] / row["changed"] if row["changed"] else 0.0
         rows[trace.rate] = row | speeds(trace, arguments.mbytes, arguments.repeats)
+        print(f"{trace.rate:g}: {row['stepcode']:.3f} bits a value, {row['entropy']:.3f} needed")
     names = list(next(iter(rows.values())))
     fast = [name for name in names if "GB/s" in name or "x copy" in name]
     print("\nBits a value:\n" + table(rows, [name for name in names if name not in fast], 3))
