@@ -4,7 +4,7 @@
 //     u32  magic "hcst"                  u8   version 1
 //     u8   dtype, 1 bf16, 2 fp16         u8   mode: 0 steps, 1 unencoded, 2 without a reference
 //     u8   lowest: exponent of context 0
-//     u64  number of values              u32  values of a tile, 2^13 to 2^18
+//     u64  number of values              u32  values of a tile, 2^13 to 2^19
 //     u32  length of what follows model and offsets, in units of 4 bytes
 //     u32  bytes of the model, a multiple of 4
 //     u32  zero
@@ -44,7 +44,7 @@ constexpr u32 HEADER_BYTES = 32;
 constexpr u32 LANES = 32, CONTEXTS = 16;
 constexpr u32 PRECISION = 12, TOTAL = 1u << PRECISION, LEAST_STATE = 1u << 16;
 constexpr u32 DIRECT = 32, FLIPPED = 72, ESCAPE = 102, SYMBOLS = 103, ROW = 128;
-constexpr u32 MIN_TILE_LOG = 13, MAX_TILE_LOG = 18;
+constexpr u32 MIN_TILE_LOG = 13, MAX_TILE_LOG = 19;
 constexpr u32 STATE_BYTES = 4 + 4 * LANES;  // how a tile begins
 constexpr u32 STORED = 0xffffffffu;
 
