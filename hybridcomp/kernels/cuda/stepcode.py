@@ -33,10 +33,10 @@ class StepCodeOnCuda(CudaFunctions):
         launch, model = self._fixed, out + 32
         launch(SOURCE, (), "stepcode_count", out, some, (values, reference, numel, dtype, found))
         launch(SOURCE, (), "stepcode_model", out, 1, (found, numel, dtype, planned, model))
-        words = (values, reference, numel, dtype, planned, out, start + 8)
-        launch(SOURCE, (), "stepcode_encode", out, groups, words)
-        words = (values, numel, dtype, planned, out, size or start)
-        launch(SOURCE, (), "stepcode_finish", out, some, words)
+        coded = (values, reference, numel, dtype, planned, out, start + 8)
+        launch(SOURCE, (), "stepcode_encode", out, groups, coded)
+        finished = (values, numel, dtype, planned, out, size or start)
+        launch(SOURCE, (), "stepcode_finish", out, some, finished)
         if size:
             return 0
         used = int(work[0])  # waits
@@ -52,7 +52,7 @@ class StepCodeOnCuda(CudaFunctions):
             return
         plan, damage = self._launcher.zeros(PLAN_WORDS), self._damage.word.data_ptr()
         planned, groups = plan.data_ptr(), ceil_div(numel, TILE * WARPS)
-        words = (payload, nbytes, numel, dtype, planned, damage)
-        self._fixed(SOURCE, (), "stepcode_read", payload, 1, words)
-        words = (payload, numel, dtype, planned, reference, out, damage)
-        self._fixed(SOURCE, (), "stepcode_decode", payload, groups, words)
+        head = (payload, nbytes, numel, dtype, planned, damage)
+        self._fixed(SOURCE, (), "stepcode_read", payload, 1, head)
+        tiles = (payload, numel, dtype, planned, reference, out, damage)
+        self._fixed(SOURCE, (), "stepcode_decode", payload, groups, tiles)
