@@ -16,6 +16,7 @@ from hybridcomp.codecs.powersgd import PowerSgd
 from hybridcomp.codecs.radix import Radix
 from hybridcomp.codecs.registry import CODECS, LOSSLESS, make_codec
 from hybridcomp.codecs.setting import Setting
+from hybridcomp.codecs.stepcode import StepCode
 from hybridcomp.codecs.zfp import Zfp
 from hybridcomp.kernels import check_payloads, poll_payloads, require_kernels
 from hybridcomp.kernels.late_read import LateRead
@@ -37,6 +38,7 @@ __all__ = [
     "PowerSgd",
     "Radix",
     "Setting",
+    "StepCode",
     "Zfp",
     "align",
     "check_payloads",

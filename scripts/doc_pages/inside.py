@@ -11,7 +11,7 @@ from hybridcomp import codecs, errors, nn
 
 FORMATS = Path(hybridcomp.__file__).resolve().parent / "kernels" / "formats"
 #: headers that hold a format, in the order of the page; the others are shared parts
-HEADERS = ("blockint.h", "casts.h", "zfp.h", "mpc.h", "expcode.h", "radix.h")
+HEADERS = ("blockint.h", "casts.h", "zfp.h", "mpc.h", "expcode.h", "radix.h", "stepcode.h")
 
 
 #: what users hold, what layers of a model need, what authors of codecs need

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridcomp.codecs import CODECS, casts
+from hybridcomp.codecs import CODECS, StepCode, casts
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import KernelSet, kernels_of
 from hybridcomp.kernels import cuda as cuda_package
@@ -24,7 +24,9 @@ def kernel_sets() -> dict[str, Any]:
     """The Protocol of every set of functions that a codec asks for, by the name of the set."""
     sets = [getattr(codec, "kernels", None) for codec in CODECS.built_in.values()]
     found: dict[str, Any] = {
-        one.codec: one for one in (*sets, casts.KERNELS) if isinstance(one, KernelSet)
+        one.codec: one
+        for one in (*sets, casts.KERNELS, StepCode.kernels)
+        if isinstance(one, KernelSet)
     }
     return {name: one.__orig_class__.__args__[0] for name, one in found.items()}
 

@@ -55,6 +55,7 @@ template <class Body>
 void parallel_ranges(size_t count, size_t unit, int threads, const Body& body) {
     size_t useful = count * unit / 65536;
     size_t shares = useful < 1 ? 1 : (useful < (size_t)threads ? useful : (size_t)threads);
+    shares = shares < count ? shares : count;  // none is empty
     if (shares <= 1) {
         body(size_t(0), count);
         return;

@@ -1,0 +1,142 @@
+#!/usr/bin/env python3
+"""Measure exact steps of bf16 weights (stepcode) on traces of training, beside what others send.
+
+    python scripts/bench/bench_deltas.py                        # tables: bits and speeds
+    python scripts/bench/bench_deltas.py --width 128 --layers 2 # a small model, in seconds
+    python scripts/bench/bench_deltas.py --check                # exit 1 if a target is missed
+    python scripts/bench/bench_deltas.py --json out.json
+
+A byte-level GPT learns the text of this checkout in fp32 with AdamW at 1e-3; then, from there, the
+last of a few steps at each learning rate is the trace: all weights cast to bf16 before and after.
+`static model` is Laplace steps whose scale is the message's only parameter, `short codes` an ideal
+prefix code for each exponent without its table. Speeds are bytes of weights per second on one core,
+for a trace repeated to `--mbytes`, by the clock of bench_codecs.py; `x copy` divides the best time
+of `Tensor.copy_` of as many bytes by the best time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
+
+from bench.bench_codecs import timed
+from bench.deltas_bench.bits import compressors, sent
+from bench.deltas_bench.traces import Size, Trace, traces
+from hybridcomp.codecs import StepCode
+
+RATES = [1e-3, 3e-4, 1e-4, 1e-6]
+#: bits a value of each rate, GB/s of weights on one core where at most MOST_SPARSE have changed
+MOST_BITS = {1e-3: 4.4, 3e-4: 2.8, 1e-4: 1.9, 1e-6: 0.3}
+MOST_OF_ENTROPY, MOST_SPARSE, LEAST_SPEED = 1.1, 0.05, 1.0
+
+Row = dict[str, float]
+
+
+def speeds(trace: Trace, mbytes: int, repeats: int) -> Row:
+    """Return GB/s of encode, decode, decode in place and copy, and the ratios to the copy."""
+    copies = -(-mbytes * 2**20 // (2 * trace.values.numel()))
+    values, reference = trace.values.repeat(copies), trace.reference.repeat(copies)
+    codec, target = StepCode(), torch.empty_like(values)
+    room = torch.empty(codec.wire_nbytes(values.numel(), values.dtype), dtype=torch.uint8)
+    payload = room[: codec.encode(values, reference, room)].clone()
+    codec.decode(payload, reference, target)
+    if not torch.equal(target.view(torch.int16), values.view(torch.int16)):
+        raise AssertionError("decoded other values")
+    calls: dict[str, Callable[[], object]] = {
+        "encode": lambda: codec.encode(values, reference, room),
+        "decode": lambda: codec.decode(payload, reference, target),
+        "copy": lambda: target.copy_(values),
+    }
+    seconds = {name: min(timed(call) for _ in range(repeats)) for name, call in calls.items()}
+    in_place = min(_in_place(codec, payload, reference, target) for _ in range(repeats))
+    seconds["in place"] = in_place
+    nbytes = 2 * values.numel() / 1e9
+    found = {f"{name} GB/s": nbytes / best for name, best in seconds.items()}
+    for name in ("encode", "decode", "in place"):
+        found[f"{name} x copy"] = seconds["copy"] / seconds[name]
+    return found
+
+
+def _in_place(codec: StepCode, payload: Tensor, reference: Tensor, held: Tensor) -> float:
+    held.copy_(reference)
+    return timed(lambda: codec.decode(payload, held, held))
+
+
+def table(rows: dict[float, Row], names: list[str], digits: int) -> str:
+    """Return a line for each name, a column for each rate, in Markdown."""
+    lines = [
+        "| | " + " | ".join(f"{rate:g}" for rate in rows) + " |",
+        "|---" * (len(rows) + 1) + "|",
+    ]
+    for name in names:
+        cells = " | ".join(f"{row[name]:.{digits}f}" for row in rows.values())
+        lines.append(f"| {name} | {cells} |")
+    return "\n".join(lines)
+
+
+def missed_targets(rows: dict[float, Row]) -> list[str]:
+    """Return a line for each target that this run missed."""
+    missed = []
+    for rate, row in rows.items():
+        share = row["stepcode"] / row["entropy"]
+        if share > MOST_OF_ENTROPY:
+            missed.append(f"{rate:g}: {share:.3f} times the entropy, expected {MOST_OF_ENTROPY}")
+        if row["stepcode"] > MOST_BITS.get(rate, 16.0):
+            missed.append(f"{rate:g}: {row['stepcode']:.2f} bits, expected {MOST_BITS[rate]}")
+        if row["changed"] > MOST_SPARSE:
+            continue
+        for name in ("encode GB/s", "decode GB/s"):
+            if row[name] < LEAST_SPEED:
+                missed.append(f"{rate:g}: {name} {row[name]:.2f}, expected {LEAST_SPEED}")
+        if row["changed"] >= 0.01 and row["stepcode"] > 7 * row["changed"]:
+            each = row["stepcode"] / row["changed"]
+            missed.append(f"{rate:g}: {each:.2f} bits a changed value, expected 7")
+    return missed
+
+
+def main() -> int:
+    """Parse arguments, train, measure, print; the exit status is 1 if --check missed a target."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--width", type=int, default=384, help="a multiple of 64 (default 384)")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--warmup", type=int, default=60, help="steps at 1e-3 before all traces")
+    parser.add_argument("--settle", type=int, default=4, help="steps at a rate before its trace")
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES)
+    parser.add_argument("--mbytes", type=int, default=64, help="size of the weights for speeds")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--check", action="store_true", help="fail if a target is missed")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if not any(name.startswith("zstd") for name in compressors()):
+        print("zstandard is not installed: zlib stands in for zstd")
+    rows: dict[float, Row] = {}
+    size = Size(arguments.width, arguments.layers)
+    for trace in traces(size, arguments.rates, arguments.warmup, arguments.settle):
+        row = sent(trace.reference, trace.values)
+        row["of the entropy"] = row["stepcode"] / row["entropy"] if row["entropy"] else 1.0
+        row["bits a changed value"] = row["stepcode"] / row["changed"] if row["changed"] else 0.0
+        rows[trace.rate] = row | speeds(trace, arguments.mbytes, arguments.repeats)
+        print(f"{trace.rate:g}: {row['stepcode']:.3f} bits a value, {row['entropy']:.3f} needed")
+    names = list(next(iter(rows.values())))
+    fast = [name for name in names if "GB/s" in name or "x copy" in name]
+    print("\nBits a value:\n" + table(rows, [name for name in names if name not in fast], 3))
+    print("\nSpeed on one core:\n" + table(rows, fast, 2))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    missed = missed_targets(rows) if arguments.check else []
+    for line in missed:
+        print(f"MISSED {line}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

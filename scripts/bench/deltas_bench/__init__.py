@@ -1,0 +1,1 @@
+"""Parts of bench_deltas.py: traces of weights, how many bits they need, and what others send."""
