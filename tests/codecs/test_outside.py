@@ -163,7 +163,6 @@ def test_it_acts_in_the_block(toy: Path) -> None:
     assert not [key for key in ours["flat"] if "codec" in key], "the digest of ours is what it was"
 
 
-@pytest.mark.nightly
 def test_its_own_checks_pass(toy: Path) -> None:
     checks = run(toy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_toy.py")
     assert "2 passed" in output(checks)

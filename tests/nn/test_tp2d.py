@@ -72,7 +72,6 @@ def nine() -> list[tuple[dict[str, float], bool]]:
     ]
 
 
-@pytest.mark.nightly
 def test_a_mesh_of_nine_ranks() -> None:
     """Sums have two addends that travel and blocks two receivers; 50 words are filled up to 51."""
     for plain, tied, eight in run_ranks(9, nine):

@@ -102,7 +102,6 @@ def test_a_job_that_compressed_nothing_says_so(tmp_path: Path, call: str, why: s
     assert "this run compressed nothing: " in text and why in text
 
 
-@pytest.mark.nightly
 def test_seconds_are_those_of_the_verdicts(tmp_path: Path) -> None:
     times = '{"native": 40.0, "coded": 10.0}'
     (text,) = ends(tmp_path, f'go_on, {{**BLOCK, "when": "auto"}}, 2, {times}')

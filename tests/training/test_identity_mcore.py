@@ -61,7 +61,8 @@ TWO: dict[str, tuple[Job, str]] = {
 #: by day each dimension, each schedule, and what changes which messages there are
 DAY = (
     "TP2", "TP2 SP", "PP2", "PP2 interleaved overlapped", "DP2",
-    "DP2 distributed optimizer overlapped", "DP2 averaged bf16", "EP2", "TP2 recompute",
+    "DP2 distributed optimizer overlapped", "DP2 averaged bf16", "EP2", "EP2 allgather",
+    "TP2 recompute",
 )  # fmt: skip
 OPTIMIZERS = ("DP2 distributed optimizer", "DP2 distributed optimizer overlapped")
 #: whose gradients are summed with feedback, and at a low rank

@@ -96,7 +96,6 @@ def test_replicas_of_a_sliced_pipeline() -> None:
         assert encoded.losses != native[1].losses
 
 
-@pytest.mark.nightly
 @pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
 def test_tensor_ranks_of_a_sliced_pipeline() -> None:
     """Two stages of two tensor ranks lose what the unsliced pipeline loses."""
