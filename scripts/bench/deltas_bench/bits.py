@@ -118,7 +118,8 @@ def gaps_and_values(reference: Tensor, values: Tensor) -> bytes:
     places = np.flatnonzero(old != new)
     gaps = np.diff(places, prepend=-1) - 1
     short = np.minimum(gaps, 255).astype(np.uint8).tobytes()
-    return short + gaps[gaps >= 255].astype(np.uint32).tobytes() + _halves(new[places])
+    long = gaps[gaps >= 255].astype(np.uint32).tobytes()
+    return b"".join((short, long, _halves(new[places])))
 
 
 def _halves(bits: Numbers) -> bytes:
