@@ -16,8 +16,9 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import native_nbytes
-from hybridcomp.patches.common.routes import flat, route
+from hybridcomp.channels import AllReduce
+from hybridcomp.collectives import Handle
+from hybridcomp.patches.common.routes import Layers, flat
 from hybridcomp.patching import Seam
 
 #: the symbol, the versions of the package that are known, and the parameters that it has in them
@@ -27,6 +28,8 @@ AVERAGE = Seam(
     qualname="average",
     parameters=("gradient", "group"),
 )
+#: whose messages these are: the channel of a dimension, for a group
+LAYERS = Layers(lambda group: "dp")
 
 
 def make_average(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -34,16 +37,21 @@ def make_average(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(original)
     def average(gradient: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-        world_size = dist.get_world_size(group)
-        raw_nbytes = native_nbytes.all_reduce_nbytes(gradient.numel(), gradient.dtype, world_size)
-        found = route("dp", gradient.numel(), gradient.dtype, group, raw_nbytes)
-        if found is None:  # no block, one rank, or native: then it is written down already
+        channel = LAYERS.channel(group)
+        if channel is None:  # no block, or one rank
             return original(gradient, group)
-        values = flat(gradient)
-        found.channel.all_reduce(values, found.codec, group, raw_nbytes=raw_nbytes)
-        gradient.copy_(values.view_as(gradient))
-        mean: Tensor = gradient.div_(world_size)
-        return mean
+        values, world_size = flat(gradient), dist.get_world_size(group)
+        message = AllReduce(
+            numel=gradient.numel(), dtype=gradient.dtype, group=group, values=values
+        )
+
+        def deliver(handle: Handle) -> Tensor:
+            handle.wait()
+            gradient.copy_(values.view_as(gradient))
+            mean: Tensor = gradient.div_(world_size)
+            return mean
+
+        return channel.run(message, native=lambda: original(gradient, group), encoded=deliver)
 
     return average
 

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from hybridcomp.autotune.trials import Sent
+from hybridcomp.channels.broadcast_reduce import Broadcast, Reduce
 from hybridcomp.channels.channel import Channel, channel_of
 from hybridcomp.channels.engine_channels import NAME, Channels, channels_of
 from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState
 from hybridcomp.channels.host_copies import HostMoves, Packed
-from hybridcomp.channels.moves import Posted
+from hybridcomp.channels.message import Message
+from hybridcomp.channels.moves import (
+    AllGather,
+    AllToAll,
+    Posted,
+    PostReceive,
+    PostSend,
+    Receive,
+    Send,
+)
+from hybridcomp.channels.sums import AllReduce, ReduceScatter, ReduceToOwners
 from hybridcomp.collectives import OwnedRange, ReduceScatterHandle, native_nbytes
 
 __all__ = [
-    "ATTRIBUTE", "NAME", "Channel", "Channels", "EngineState", "HostMoves", "OwnedRange", "Packed",
-    "Posted", "ReduceScatterHandle", "Sent", "channel_of", "channels_of", "native_nbytes",
+    "ATTRIBUTE", "NAME", "AllGather", "AllReduce", "AllToAll", "Broadcast", "Channel", "Channels",
+    "EngineState", "HostMoves", "Message", "OwnedRange", "Packed", "PostReceive", "PostSend",
+    "Posted", "Receive", "Reduce", "ReduceScatter", "ReduceScatterHandle", "ReduceToOwners", "Send",
+    "Sent", "channel_of", "channels_of", "native_nbytes",
 ]  # fmt: skip

@@ -1,50 +1,41 @@
 """Channel: one dimension of one engine, the only object that a patch calls.
 
-A patch asks ``channel.codec(...)`` first. ``None`` means native: the patch reports the message with
-``channel.native(...)`` and calls upstream's original, so that ``none`` is bit-identical.
-Otherwise it passes the tensors and that codec; the channel adds error feedback, calls the
-collective and writes the ledger. Reductions are in this module, gathers, exchanges and
-point-to-point messages in ``moves``, broadcasts and reductions to one rank in ``rooted``.
-
-In two levels the sum of a node is encoded, cut into one stretch for each of its ranks. So a
-residual covers only this rank's stretch, which ``Group`` gives. After a change of ranks those of a
-node hold residuals in common; the pieces of the whole message show which of them the others take.
+A patch describes what upstream is about to send as a ``Message`` and hands it over with a way to
+send it natively: ``channel.run(message, native=..., encoded=...)``. The channel chooses the codec.
+Without one it counts the message and calls ``native``, upstream's original, so that ``none`` is
+bit-identical. Otherwise the message encodes its tensors, calls the collective and is recorded in
+the ledger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hybridcomp import collectives
-from hybridcomp.channels import low_rank
+from hybridcomp.channels.codec_choice import CodecChoice
 from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState
-from hybridcomp.channels.error_feedback import Piece, Withheld, borders, cut
-from hybridcomp.channels.low_rank import Factored
-from hybridcomp.channels.replicated import Exact, stretches_of
-from hybridcomp.channels.rooted import Rooted
+from hybridcomp.channels.error_samples import Samples
+from hybridcomp.channels.message import Message
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import (
-    Group,
-    Handle,
-    OwnedRange,
-    Probe,
-    ReduceScatterHandle,
-    Reduction,
-    Transfer,
-    all_reduce_codecs,
-    chunk_ranges,
-    owner_hops,
-)
-from hybridcomp.policy import Dimension, Direction
+from hybridcomp.collectives import Group, Handle, Meter, ReduceScatterHandle
+from hybridcomp.collectives.ring import Ring
+from hybridcomp.collectives.topology import Nodes
+from hybridcomp.collectives.wire import HOST
+from hybridcomp.policy import Dimension, Direction, directions_of
 
-#: residuals of this rank's values (first hop) and of the sum that it owns (second hop)
-Residuals = tuple[Tensor | None, Tensor | None]
+#: dimensions whose groups are seen as nodes times local ranks
+TWO_LEVELS: tuple[Dimension, ...] = ("dp", "zero")
+
+R = TypeVar("R")
+T = TypeVar("T")
+H = TypeVar("H", Handle, ReduceScatterHandle)
 
 
 def channel_of(obj: Any, dimension: Dimension) -> Channel | None:
@@ -56,237 +47,230 @@ def channel_of(obj: Any, dimension: Dimension) -> Channel | None:
     return channel
 
 
-class Channel(Rooted):
-    """One dimension: policy, ledger and residuals around the collectives."""
+class Channel:
+    """One dimension of one engine: chooses codecs, knows groups, samples errors, records.
+
+    Attributes:
+        state: what all dimensions of the engine share; seams do not touch it.
+        choice: chooses the codecs.
+        error_feedback: whether sums add what earlier ones have left out.
+        delta: whether parameters travel as differences from the last gather.
+    """
 
     def __init__(self, dimension: Dimension, state: EngineState) -> None:
-        super().__init__(dimension, state)
-        #: whether parameters travel as differences from the last gather
+        self.dimension, self.state = dimension, state
+        self.choice = CodecChoice(dimension, state)
+        self.samples = Samples(dimension, state)
+        self.error_feedback = state.config.error_feedback(dimension)
         self.delta = dimension == "zero" and state.config.zero.delta
+        self._groups: dict[ProcessGroup | None, Group] = {}
+        self._placed: Nodes | None = None  # the nodes that ``_groups`` know
+
+    def run(self, message: Message[R], *, native: Callable[[], T], encoded: Callable[[R], T]) -> T:
+        """Send ``message`` encoded, or count it and have upstream send it.
+
+        All ranks of the message's group call this with messages that are equal in the fields of
+        ``Message``, and take the same way.
+
+        Args:
+            message: describes what upstream is about to send.
+            native: sends it as upstream does.
+            encoded: gets the result of the encoded message, usually a handle.
+
+        Returns:
+            What ``native`` or ``encoded`` returns.
+        """
+        codec = self.codec(
+            message.numel, message.dtype, message.group, message.direction, message.between
+        )
+        if codec is None or message.stays_native(self, codec):
+            return self.run_native(message, native)
+        return encoded(message.send(self, codec))
+
+    def run_native(self, message: Message[Any], native: Callable[[], T]) -> T:
+        """Count a message that no codec may change, and have upstream send it."""
+        size = self.group(message.group).size
+        self.count_native(message.native_nbytes(size), message.direction)
+        return native()
+
+    def codec(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        group: ProcessGroup | None,
+        direction: Direction = "forward",
+        between: tuple[int, int] | None = None,
+    ) -> Codec | None:
+        """Return the codec of a message with these fields (``Message``), None for native.
+
+        For messages that consist of several, as a ring's; all others go through ``run``.
+        """
+        size = self.group(group).size
+        return self.choice.of_message(numel, dtype, group, size, direction, between)
+
+    def copy_codec(self, numel: int, dtype: torch.dtype, direction: Direction) -> Codec | None:
+        """Return the codec of a copy between this rank's device and its host, None for native."""
+        return self.choice.of_copy(numel, dtype, direction)
+
+    def encodes(self, numel: int, dtype: torch.dtype, group: ProcessGroup | None) -> bool:
+        """Return whether a message has a codec now; equal on all ranks of ``group``."""
+        return self.codec(numel, dtype, group) is not None
+
+    def count_native(self, nbytes: int, direction: Direction = "forward") -> None:
+        """Count a message of ``nbytes`` that upstream sends itself; 0: it sends nothing."""
+        if nbytes:
+            self.state.ledger.record_native((self.dimension, direction), nbytes)
+
+    @property
+    def active(self) -> bool:
+        """Return whether any direction of this dimension has a codec."""
+        codecs, ways = self.state.policy.codecs, directions_of(self.dimension)
+        return any(codecs.get((self.dimension, way)) is not None for way in ways)
 
     @property
     def step(self) -> int:
         """Optimizer steps taken."""
-        return self._state.step
+        return self.state.step
 
     @property
     def generation(self) -> int:
         """The generation of the references of deltas; see ``Channels.resync``."""
-        return self._state.generation
+        return self.state.generation
 
     @property
     def exact_step(self) -> bool:
         """Return whether this step gathers exact parameters, as ``resync_every`` asks."""
-        every = self._state.config.zero.resync_every
+        every = self.state.config.zero.resync_every
         return every > 0 and self.step % every == 0
 
-    def all_reduce(
+    @property
+    def pauses(self) -> bool:
+        """Return whether this step is compared with others: native now, maybe encoded soon."""
+        return self.state.verdicts.comparing(self.state.step)
+
+    @property
+    def is_suspended(self) -> bool:
+        """Return whether messages are native now; see ``suspended``."""
+        return self.choice.is_suspended
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Send messages inside natively, for checkpoints. All ranks enter and leave together."""
+        self.choice.is_suspended = True
+        try:
+            yield
+        finally:
+            self.choice.is_suspended = False
+
+    def wants_pieces(self, codec: Codec) -> bool:
+        """Return whether a reduction with ``codec`` needs the parameters that a tensor holds."""
+        common = bool(self.state.common) and not codec.lossless
+        return self.error_feedback or codec.bounded or common
+
+    def group(self, group: ProcessGroup | None) -> Group:
+        """Return the ``Group`` of a process group: rank, size, nodes, levels."""
+        nodes = self.state.nodes
+        if nodes is not self._placed:
+            self._groups.clear()
+            self._placed = nodes
+        key = dist.group.WORLD if group is None else group
+        found = self._groups.get(key)
+        if found is None:
+            for gone in [known for known in self._groups if not _exists(known)]:
+                del self._groups[gone]
+            if nodes is None:
+                found = Group.of(group)
+            else:
+                # residuals of low-rank sums cover whole messages, also where a flush sends them
+                deep = self.dimension in TWO_LEVELS
+                deep = deep and self.dimension not in self.state.policy.low_rank
+                found = nodes.group(group, two_levels=deep)
+            self._groups[key] = found
+        return found
+
+    @property
+    def sampling(self) -> bool:
+        """Return whether this step measures the error of its messages."""
+        every = self.state.config.ledger.sample_every
+        if not every or self.state.step % every:
+            return False
+        return not self.state.verdicts.comparing(self.state.step)  # it would be in what is timed
+
+    def sample(
         self,
-        tensor: Tensor,
+        values: Tensor,
         codec: Codec,
-        group: ProcessGroup | None,
-        *,
-        raw_nbytes: int,
-        pieces: Sequence[Piece] | None = None,
-        direction: Direction = "forward",
-        async_op: bool = False,
-        taken: Mapping[str, Tensor] | None = None,
-    ) -> Handle:
-        """Sum ``tensor`` (1-D, contiguous) over ``group`` in place; see ``collectives``.
-
-        ``taken``: by name of ``pieces`` a bool () on the device of ``tensor``, whether the caller
-        takes that sum or throws it away: the residual then waits for a message that counts. Sums of
-        other names are taken.
-        """
-        known, meter = self.group(group), self.meter(tensor.device)
-        exact = self._take([tensor], None if pieces is None else [pieces], codec, known)
-        kept = Withheld(taken) if taken and self.error_feedback else None
-        if codec.low_rank is not None:
-            via, factors = Transfer(codec, known, meter), self._low_rank(direction)
-            if kept is not None and pieces is not None:
-                held = self._state.residuals.get("sender", pieces, tensor, last=True)
-                kept.take(held, pieces)
-            handle = low_rank.all_reduce(tensor, via, factors, pieces, async_op)
-        else:
-            how = Reduction(codec, known, meter, flush=self._flushes(codec))
-            if pieces is not None or self.sampling:
-                self._watch(how, tensor, pieces, direction)
-            if kept is not None and pieces is not None:
-                own = _encoded(pieces, known)
-                kept.take(how.residual, own)
-                kept.take(how.owner_residual, _chunk(own, known))
-            handle = collectives.all_reduce(tensor, how, async_op)
-        if kept is not None:
-            handle.then(kept.give_back)
-        if exact is not None:
-            exact.count(meter)
-            handle.then(lambda: exact.put(tensor))
-        return self._recorded(handle, meter, raw_nbytes, direction, known.ring)
-
-    def _watch(
-        self,
-        how: Reduction,
-        tensor: Tensor,
-        pieces: Sequence[Piece] | None,
         direction: Direction,
+        cuts: Sequence[int] = (),
+        relative_to: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> None:
-        """Set the cuts, residuals and error probe of the all-reduce ``how`` of ``tensor``."""
-        how.cuts = self._cuts(how.codec, pieces, how.group)
-        codecs = all_reduce_codecs(
-            how.codec, tensor.dtype, how.group.encoders, tensor.device, how.cuts
-        )
-        how.residual, how.owner_residual = self._residuals(pieces, how.group, tensor, len(codecs))
+        """Measure, in a sampling step, the error of one encoding of ``values`` (``Samples``)."""
         if self.sampling:
-            how.probe = self._probe(codecs[0], direction)
+            self.samples.take(values, codec, direction, cuts, relative_to, residual)
 
-    def reduce_scatter(
-        self,
-        shards: Sequence[Tensor],
-        codec: Codec,
-        group: ProcessGroup | None,
-        *,
-        raw_nbytes: int,
-        pieces: Sequence[Sequence[Piece]] | None = None,
-        direction: Direction = "forward",
-        async_op: bool = False,
-    ) -> ReduceScatterHandle:
-        """Sum this rank's shard over ``group``; ``shards[r]`` is this rank's part of rank r's sum.
+    def meter(self, device: torch.device) -> Meter:
+        """Return a meter for one message on ``device``."""
+        clock = HOST if device.type == "cpu" else self.state.clock(device)
+        return Meter(clock=clock, where=f"{self.dimension} at step {self.state.step}")
 
-        ``wait()`` of the handle gives the sum, a new fp32 tensor.
+    def ring(self, codec: Codec | None, group: ProcessGroup | None, device: torch.device) -> Ring:
+        """Return the ``Ring`` that sends ring attention's messages round ``group``.
+
+        Call ``record_ring`` once it has finished.
         """
-        known, meter = self.group(group), self.meter(shards[0].device)
-        exact = self._take(shards, pieces, codec, known)
-        if codec.low_rank is not None:
-            via, factors = Transfer(codec, known, meter), self._low_rank(direction)
-            handle = low_rank.reduce_scatter(shards, via, factors, pieces, async_op)
-        else:
-            how = Reduction(codec, known, meter, flush=self._flushes(codec))
-            handle = self._scatter(shards, how, pieces, direction, async_op)
-        if exact is not None:
-            exact.count(meter)
-            handle.then(lambda: exact.put(handle.wait(), known.rank))
-        return self._recorded(handle, meter, raw_nbytes, direction, known.ring)
+        return Ring(codec, self.group(group), self.meter(device), device)
 
-    def _scatter(
-        self,
-        shards: Sequence[Tensor],
-        how: Reduction,
-        pieces: Sequence[Sequence[Piece]] | None,
-        direction: Direction,
-        async_op: bool,
-    ) -> ReduceScatterHandle:
-        """Reduce-scatter ``shards``, with residuals for those that this rank encodes."""
-        group, encoded = how.group, how.group.receivers
-        cuts = residuals = None
-        if pieces is not None and self._separates(how.codec):
-            cuts = [borders(pieces[rank]) for rank in encoded]
-        if pieces is not None and self.error_feedback:
-            flat = [piece for rank in encoded for piece in pieces[rank]]
-            whole = [piece for row in pieces for piece in row] if group.levels else ()
-            held = self._state.residuals.get("sender", flat, shards[0], last=True, message=whole)
-            residuals = torch.split(held, [shards[rank].numel() for rank in encoded])
-        if self.sampling:
-            (first,) = how.codec.hops(1, group.encoders, exact=1)
-            how.probe = self._probe(first, direction)
-        return collectives.reduce_scatter(shards, how, residuals, cuts, async_op)
+    def record_ring(self, ring: Ring, raw_nbytes: int, direction: Direction) -> None:
+        """Record the messages of a finished ring; ``raw_nbytes``: bytes native would have sent.
 
-    def reduce_to_owners(
-        self,
-        tensor: Tensor,
-        ranges: Sequence[OwnedRange],
-        codec: Codec,
-        group: ProcessGroup | None,
-        *,
-        raw_nbytes: int,
-        pieces: Sequence[Piece] | None = None,
-    ) -> list[Tensor]:
-        """Sum ``tensor`` over ``group``; return the fp32 sums of the ranges this rank owns."""
-        known, meter = self.group(group), self.meter(tensor.device)
-        exact = self._take([tensor], None if pieces is None else [pieces], codec, known)
-        if codec.low_rank is not None:
-            via, factors = Transfer(codec, known, meter), self._low_rank("forward")
-            sums = low_rank.reduce_to_owners(tensor, ranges, via, factors, pieces)
-        else:
-            hops = owner_hops(ranges, tensor.numel(), known)
-            cuts = self._cuts(codec, pieces, known)
-            left = self._residuals(pieces, known, tensor, hops)
-            probe = None
-            if self.sampling:
-                probe = self._probe(codec.hops(hops, known.encoders, exact=1)[0], "forward")
-            flush = self._flushes(codec)
-            how = Reduction(codec, known, meter, cuts, *left, probe, flush=flush)
-            sums = collectives.reduce_to_owners(tensor, ranges, how)
-        if exact is not None:
-            exact.count(meter)
-            owned = [part for part in ranges if known.rank in part.ranks]
-            for part, total in zip(owned, sums, strict=True):
-                exact.put(total, start=part.start)
-        self._record(meter, raw_nbytes, "forward", known.ring)
-        return sums
-
-    def _take(
-        self,
-        tensors: Sequence[Tensor],
-        pieces: Sequence[Sequence[Piece]] | None,
-        codec: Codec,
-        group: Group,
-    ) -> Exact | None:
-        """Take parameters common to tensor-parallel ranks out of a message; sum them exactly."""
-        names = self._state.common
-        if pieces is None or codec.lossless or not names:
-            return None
-        stretches = stretches_of(pieces, names)
-        return Exact(tensors, stretches, group) if stretches else None
-
-    def _flushes(self, codec: Codec) -> bool:
-        """Return whether a message with ``codec`` sends the residuals for the last time.
-
-        Error feedback is on with lossy codecs only, so a lossless one marks such a step.
+        Without a codec the ring sends just these, plus headers.
         """
-        return self.error_feedback and codec.lossless
+        if ring.codec is None:
+            self.count_native(raw_nbytes, direction)
+            self.state.ledger.record_time((self.dimension, direction), ring.meter)
+            return
+        ring.meter.use(ring.codec.spec)
+        self.record_nbytes(ring.meter, raw_nbytes, direction, ring.group.ring)
 
-    def _separates(self, codec: Codec) -> bool:
-        """Return whether parameters of one message must be encoded independently of each other."""
-        return codec.bounded or (bool(self._state.common) and not codec.lossless)
+    def gather_words(self, words: Tensor, group: ProcessGroup | None) -> list[list[int]]:
+        """Gather the int64 ``words`` of all ranks, beside a message of upstream; blocking."""
+        meter = self.meter(words.device)
+        rows = collectives.gather_words(words, self.group(group), meter)
+        self.state.ledger.record_extra((self.dimension, "forward"), meter)
+        return rows
 
-    def _cuts(self, codec: Codec, pieces: Sequence[Piece] | None, group: Group) -> Sequence[int]:
-        """Return the borders of parameters, in this rank's part, that ``codec`` must not cross."""
-        if pieces is None or not self._separates(codec):
-            return ()
-        return borders(_encoded(pieces, group))
+    def record(self, meter: Meter, message: Message[Any], inter: float) -> None:
+        """Count an encoded message; ``inter``: the share of native bytes that crosses nodes."""
+        nbytes = message.native_nbytes(self.group(message.group).size)
+        self.record_nbytes(meter, nbytes, message.direction, inter)
 
-    def _residuals(
-        self, pieces: Sequence[Piece] | None, group: Group, like: Tensor, hops: int
-    ) -> Residuals:
-        """Return the sender's residual and, for two hops, the owner's; None: no error feedback."""
-        if pieces is None or not self.error_feedback:
-            return None, None
-        held, own = self._state.residuals, _encoded(pieces, group)
-        whole = pieces if group.levels else ()
-        if hops == 1:
-            return held.get("sender", own, like, last=True, message=whole), None
-        return held.pair(own, _chunk(own, group), like, message=whole)
+    def record_nbytes(
+        self, meter: Meter, raw_nbytes: int, direction: Direction, inter: float
+    ) -> None:
+        """Count an encoded message in whose place native would have sent ``raw_nbytes``."""
+        self.state.ledger.record((self.dimension, direction), raw_nbytes, meter, inter)
 
-    def _probe(self, first: Codec, direction: Direction) -> Probe:
-        """Return a function that samples the error of the first encoding, with codec ``first``."""
+    def recorded(self, handle: H, meter: Meter, message: Message[Any], inter: float) -> H:
+        """Count an encoded message once ``handle`` is complete; return ``handle``."""
+        nbytes = message.native_nbytes(self.group(message.group).size)
+        direction = message.direction
+        handle.then(lambda: self.record_nbytes(meter, nbytes, direction, inter))
+        return handle
 
-        def probe(values: Tensor, cuts: Sequence[int], residual: Tensor | None) -> None:
-            self.sample(values, first, direction, cuts, residual=residual)
-
-        return probe
-
-    def _low_rank(self, direction: Direction) -> Factored:
-        measure = partial(self._samples.factors, direction) if self.sampling else None
-        return Factored(self._state.residuals, self._state.factors, measure)
-
-
-def _encoded(pieces: Sequence[Piece], group: Group) -> Sequence[Piece]:
-    """Return the pieces of a message that this rank encodes: all, or its stretch of the node's."""
-    numel = sum(piece.numel for piece in pieces)
-    return cut(pieces, *chunk_ranges(numel, group.width)[group.local])
+    def landed(self, meter: Meter, message: Message[Any], inter: float) -> None:
+        """Record a message: bytes and time on the ranks that send it, elsewhere its time only."""
+        nbytes = message.native_nbytes(self.group(message.group).size)
+        if nbytes:
+            self.record_nbytes(meter, nbytes, message.direction, inter)
+        else:
+            self.state.ledger.record_time((self.dimension, message.direction), meter)
 
 
-def _chunk(own: Sequence[Piece], group: Group) -> Sequence[Piece]:
-    """Return the part of ``own`` whose sum this rank owns and encodes again."""
-    numel = sum(piece.numel for piece in own)
-    return cut(own, *chunk_ranges(numel, group.encoders)[group.index])
+def _exists(group: ProcessGroup | None) -> bool:
+    """Return whether ``group`` still exists; a reference to a destroyed one keeps its threads."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError, RuntimeError):  # what torch raises for a destroyed one
+        return False
+    return True

@@ -23,7 +23,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from hybridcomp.channels.codec_choice import CodecChoice
+from hybridcomp.channels.channel import Channel
 from hybridcomp.channels.engine_state import EngineState
 from hybridcomp.channels.error_samples import SAMPLE_NUMEL
 from hybridcomp.channels.host_landing import (
@@ -73,7 +73,7 @@ class HostMoves:
 
     _all: ClassVar[WeakSet[HostMoves]] = WeakSet()
 
-    def __init__(self, state: EngineState, channel: CodecChoice) -> None:
+    def __init__(self, state: EngineState, channel: Channel) -> None:
         """Copy for the engine of ``state``; ``channel``: its dimension ``offload``."""
         self._state = state
         self._channel = channel

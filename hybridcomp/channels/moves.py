@@ -1,25 +1,158 @@
-"""Messages of a channel without a sum: all-gather, all-to-all, send and receive."""
+"""Messages without a sum: all-gather, all-to-all, send and receive."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hybridcomp import collectives
-from hybridcomp.channels.codec_choice import CodecChoice
+from hybridcomp.channels.channel import Channel
+from hybridcomp.channels.message import Message
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import Handle, Meter, ReduceScatterHandle, Transfer
+from hybridcomp.collectives import Handle, Meter, Transfer, native_nbytes
 from hybridcomp.collectives.posted import Posting
-from hybridcomp.collectives.ring import Ring
-from hybridcomp.policy import Direction
 
-H = TypeVar("H", Handle, ReduceScatterHandle)
+
+@dataclass(eq=False, kw_only=True)
+class AllGather(Message[Handle]):
+    """Gather the shards of all ranks into ``out``; every rank decodes the same bytes.
+
+    Attributes:
+        shard: 1-D contiguous, this rank's; may be its part of ``out``.
+        out: 1-D contiguous, equal shards in rank order.
+        relative_to: the tensor whose norm the sampled error is divided by, None for ``shard``.
+        async_op: return before ``out`` is complete.
+        single_post: be asynchronous only where ``wait()`` posts no further message, as where ranks
+            wait for several gathers in different orders.
+    """
+
+    shard: Tensor
+    out: Tensor
+    relative_to: Tensor | None = None
+    async_op: bool = False
+    single_post: bool = False
+
+    def cuts(self, codec: Codec) -> Sequence[int]:
+        """Return borders in the shard that ``codec`` must not cross; see ``collectives``."""
+        return ()
+
+    def native_nbytes(self, size: int) -> int:
+        """Return the bytes of a ring all-gather."""
+        return native_nbytes.all_gather_nbytes(self.shard.numel(), self.dtype, size)
+
+    def send(self, channel: Channel, codec: Codec) -> Handle:
+        """Gather encoded shards; see ``collectives.all_gather``."""
+        shard, cuts = self.shard, self.cuts(codec)
+        (only,) = codec.hops(1, 1, result=shard.dtype)
+        channel.sample(shard, only, self.direction, cuts, self.relative_to)
+        known, meter = channel.group(self.group), channel.meter(shard.device)
+        via = Transfer(codec, known, meter, cuts)
+        async_op = self.async_op
+        if self.single_post:
+            # a size comes before payloads of variable size, another message after the first level
+            async_op = async_op and codec.fixed_size and known.levels is None
+        handle = collectives.all_gather(shard, self.out, via, async_op)
+        return channel.recorded(handle, meter, self, known.ring)
+
+
+@dataclass(eq=False, kw_only=True)
+class AllToAll(Message[Handle]):
+    """Exchange parts of ``values`` between all ranks.
+
+    Attributes:
+        values: of any shape; their flat order counts.
+        out: 1-D contiguous, of their dtype; None: allocated where there is a codec.
+        in_splits, out_splits: elements to and from each rank; None: equal parts.
+        async_op: return before ``out`` is complete.
+    """
+
+    values: Tensor
+    out: Tensor | None = None
+    in_splits: Sequence[int] | None = None
+    out_splits: Sequence[int] | None = None
+    async_op: bool = False
+
+    def native_nbytes(self, size: int) -> int:
+        """Return the bytes of the parts for other ranks."""
+        numel, dtype, splits = self.values.numel(), self.values.dtype, self.in_splits
+        if splits is None:
+            return native_nbytes.all_to_all_nbytes(numel, dtype, size)
+        own = splits[dist.get_rank(self.group)]
+        return native_nbytes.send_nbytes(sum(splits) - own, dtype)
+
+    def send(self, channel: Channel, codec: Codec) -> Handle:
+        """Exchange encoded parts; see ``collectives.all_to_all``."""
+        values = self.values.detach().contiguous().view(-1)
+        if self.out is None:
+            takes = values.numel() if self.out_splits is None else sum(self.out_splits)
+            self.out = values.new_empty(takes)
+        channel.sample(values, codec.hops(1, 1, result=values.dtype)[0], self.direction)
+        known, meter = channel.group(self.group), channel.meter(values.device)
+        handle = collectives.all_to_all(
+            self.out, values, Transfer(codec, known, meter), self.out_splits, self.in_splits,
+            self.async_op,
+        )  # fmt: skip
+        share = len(known.remote) / max(1, known.size - 1)
+        return channel.recorded(handle, meter, self, share)
+
+    def complete(self, handle: Handle) -> Tensor:
+        """Wait for the exchange and return ``out``."""
+        handle.wait()
+        assert self.out is not None, "sent"
+        return self.out
+
+
+@dataclass(eq=False, kw_only=True)
+class Send(Message[None]):
+    """Send ``values`` to the second rank of ``between``; blocking."""
+
+    values: Tensor
+
+    def load(self) -> Tensor:
+        """Return the values to encode, 1-D contiguous."""
+        return self.values
+
+    def native_nbytes(self, size: int) -> int:
+        """Return the bytes of the values."""
+        return native_nbytes.send_nbytes(self.numel, self.dtype)
+
+    def send(self, channel: Channel, codec: Codec) -> None:
+        """Encode and send the values."""
+        assert self.between is not None, "a message between two ranks"
+        (source, target), values = self.between, self.load()
+        channel.sample(values, codec.hops(1, 1, result=self.dtype)[0], self.direction)
+        meter = channel.meter(values.device)
+        collectives.send(values, target, Transfer(codec, channel.group(self.group), meter))
+        nodes = channel.state.nodes
+        crosses = nodes is not None and nodes.of_rank[source] != nodes.of_rank[target]
+        meter.inter_nbytes = crosses * meter.wire_nbytes
+        channel.record(meter, self, float(crosses))
+
+
+@dataclass(eq=False, kw_only=True)
+class Receive(Message[None]):
+    """Receive into ``out`` (1-D, contiguous) from the first rank of ``between``; blocking.
+
+    The sender counts the bytes; the receiver only adds its time.
+    """
+
+    out: Tensor
+
+    def native_nbytes(self, size: int) -> int:
+        """Return 0: the sender counts."""
+        return 0
+
+    def send(self, channel: Channel, codec: Codec) -> None:
+        """Receive and decode."""
+        assert self.between is not None, "a message between two ranks"
+        meter = channel.meter(self.out.device)
+        source, via = self.between[0], Transfer(codec, channel.group(self.group), meter)
+        collectives.recv(self.out, source, via)
+        channel.state.ledger.record_time((channel.dimension, self.direction), meter)
 
 
 @dataclass
@@ -38,176 +171,73 @@ class Posted:
     done: Callable[[], None]
 
 
-class Moves(CodecChoice):
-    """One dimension: messages whose values are not summed on the way."""
+@dataclass(eq=False, kw_only=True)
+class Post(Message[Posted]):
+    """Message that upstream posts itself, from the first rank of ``between`` to the second.
 
-    def gather_words(self, words: Tensor, group: ProcessGroup | None) -> list[list[int]]:
-        """Gather the int64 ``words`` of all ranks, beside a message of upstream; blocking."""
-        meter = self.meter(words.device)
-        rows = collectives.gather_words(words, self.group(group), meter)
-        self._state.ledger.record_extra((self.dimension, "forward"), meter)
-        return rows
+    Attributes:
+        values: 1-D contiguous, what is sent or where the message is decoded to.
+        holders: the ranks that hold the same values, each of which sends its part. The receivers
+            gather the parts: native traffic of ``tp``, of bytes. None: this rank sends all.
+    """
 
-    def all_gather(
-        self,
-        shard: Tensor,
-        out: Tensor,
-        codec: Codec,
-        group: ProcessGroup | None,
-        *,
-        raw_nbytes: int,
-        direction: Direction = "forward",
-        cuts: Sequence[int] = (),
-        async_op: bool = False,
-        relative_to: Tensor | None = None,
-    ) -> Handle:
-        """Gather the shards of all ranks into ``out``; every rank decodes the same bytes.
+    values: Tensor
+    holders: ProcessGroup | None = None
 
-        ``cuts``: see ``collectives.all_gather``. ``relative_to``: the tensor whose norm the sampled
-        error is divided by, None for ``shard``.
-        """
-        (only,) = codec.hops(1, 1, result=shard.dtype)
-        self.sample(shard, only, direction, cuts, relative_to)
-        known, meter = self.group(group), self.meter(shard.device)
-        via = Transfer(codec, known, meter, cuts)
-        handle = collectives.all_gather(shard, out, via, async_op)
-        return self._recorded(handle, meter, raw_nbytes, direction, known.ring)
+    def _posting(self, channel: Channel, codec: Codec | None) -> Posting:
+        holders = None if self.holders is None else channel.group(self.holders)
+        return Posting(codec, holders)
 
-    def all_to_all(
-        self,
-        out: Tensor,
-        values: Tensor,
-        codec: Codec,
-        group: ProcessGroup | None,
-        *,
-        raw_nbytes: int,
-        out_splits: Sequence[int] | None = None,
-        in_splits: Sequence[int] | None = None,
-        direction: Direction = "forward",
-        async_op: bool = False,
-    ) -> Handle:
-        """Exchange parts of ``values`` between all ranks; splits in elements."""
-        self.sample(values, codec.hops(1, 1, result=values.dtype)[0], direction)
-        known, meter = self.group(group), self.meter(values.device)
-        via = Transfer(codec, known, meter)
-        handle = collectives.all_to_all(out, values, via, out_splits, in_splits, async_op)
-        share = len(known.remote) / max(1, known.size - 1)
-        return self._recorded(handle, meter, raw_nbytes, direction, share)
 
-    def send(
-        self,
-        tensor: Tensor,
-        dst: int,
-        codec: Codec,
-        group: ProcessGroup | None,
-        *,
-        raw_nbytes: int,
-        direction: Direction = "forward",
-    ) -> None:
-        """Send ``tensor`` (1-D, contiguous) to the global rank ``dst``; blocking."""
-        self.sample(tensor, codec.hops(1, 1, result=tensor.dtype)[0], direction)
-        meter = self.meter(tensor.device)
-        collectives.send(tensor, dst, Transfer(codec, self.group(group), meter))
-        nodes = self._state.nodes
-        crosses = nodes is not None and nodes.of_rank[dst] != nodes.of_rank[dist.get_rank()]
-        meter.inter_nbytes = crosses * meter.wire_nbytes
-        self._record(meter, raw_nbytes, direction, float(crosses))
+@dataclass(eq=False, kw_only=True)
+class PostSend(Post):
+    """Encode ``values`` into a message that upstream sends."""
 
-    def recv(
-        self,
-        tensor: Tensor,
-        src: int,
-        codec: Codec,
-        group: ProcessGroup | None,
-        *,
-        direction: Direction = "forward",
-    ) -> None:
-        """Receive into ``tensor`` (1-D, contiguous) from the global rank ``src``; blocking.
+    def native_nbytes(self, size: int) -> int:
+        """Return the bytes of the values; 0 with ``holders``, where ``post`` records the parts."""
+        return 0 if self.holders is not None else self.values.nbytes
 
-        The sender counts the bytes; the receiver only adds its time.
-        """
-        meter = self.meter(tensor.device)
-        collectives.recv(tensor, src, Transfer(codec, self.group(group), meter))
-        self._state.ledger.record_time((self.dimension, direction), meter)
+    def send(self, channel: Channel, codec: Codec) -> Posted:
+        """Encode this rank's part of the values."""
+        return self.post(channel, codec)
 
-    def post_send(
-        self,
-        values: Tensor,
-        codec: Codec | None,
-        *,
-        direction: Direction = "forward",
-        holders: ProcessGroup | None = None,
-    ) -> Posted:
-        """Encode ``values`` (1-D, contiguous) into a message that upstream posts itself.
-
-        ``codec``: None sends the values' own bytes. ``holders``: the ranks that hold the same
-        values, each of which sends its part; None: this rank sends all.
-        """
-        posting = self._posting(codec, holders)
-        part, meter = posting.part(values), self.meter(values.device)
+    def post(self, channel: Channel, codec: Codec | None) -> Posted:
+        """Return the message for upstream; without ``codec`` the bytes of this rank's part."""
+        posting = self._posting(channel, codec)
+        part, meter = posting.part(self.values), channel.meter(self.values.device)
         if codec is not None:
-            self.sample(part, codec, direction)
+            channel.sample(part, codec, self.direction)
         message = posting.encode(part, meter)
 
         def done() -> None:
             meter.sent(message.numel())
-            self._record(meter, values.nbytes, direction, 0.0)
+            channel.record_nbytes(meter, self.values.nbytes, self.direction, 0.0)
 
         return Posted(message, meter, done)
 
-    def post_recv(
-        self,
-        values: Tensor,
-        src: int,
-        codec: Codec | None,
-        *,
-        direction: Direction = "forward",
-        holders: ProcessGroup | None = None,
-    ) -> Posted:
-        """Return the buffer for a message of the global rank ``src`` that upstream receives itself.
 
-        ``done`` decodes it into ``values`` (1-D, contiguous). Arguments as for ``post_send``. Where
-        there are ``holders``, they gather their parts: native traffic of ``tp``, of bytes.
-        """
-        posting, meter = self._posting(codec, holders), self.meter(values.device)
-        room, ledger = posting.room(values), self._state.ledger
+@dataclass(eq=False, kw_only=True)
+class PostReceive(Post):
+    """Receive a message into a buffer by upstream's call; ``done`` decodes it into ``values``."""
+
+    def native_nbytes(self, size: int) -> int:
+        """Return 0: the sender counts."""
+        return 0
+
+    def send(self, channel: Channel, codec: Codec) -> Posted:
+        """Return the buffer for upstream's receive."""
+        return self.post(channel, codec)
+
+    def post(self, channel: Channel, codec: Codec | None) -> Posted:
+        """Return the buffer; without ``codec`` for the bytes of the sender's part."""
+        assert self.between is not None, "a message between two ranks"
+        posting, meter = self._posting(channel, codec), channel.meter(self.values.device)
+        room, ledger, source = posting.room(self.values), channel.state.ledger, self.between[0]
 
         def done() -> None:
-            gathered = posting.decode(room, values, src, meter)
+            gathered = posting.decode(room, self.values, source, meter)
             if gathered:
-                ledger.record_native(("tp", direction), gathered)
-            ledger.record_time((self.dimension, direction), meter)
+                ledger.record_native(("tp", self.direction), gathered)
+            ledger.record_time((channel.dimension, self.direction), meter)
 
         return Posted(room, meter, done)
-
-    def _posting(self, codec: Codec | None, holders: ProcessGroup | None) -> Posting:
-        return Posting(codec, None if holders is None else self.group(holders))
-
-    def ring(self, codec: Codec | None, group: ProcessGroup | None, device: torch.device) -> Ring:
-        """Return the ``Ring`` that sends ring attention's messages round ``group``.
-
-        Call ``circled`` once it has finished.
-        """
-        return Ring(codec, self.group(group), self.meter(device), device)
-
-    def circled(self, ring: Ring, raw_nbytes: int, direction: Direction = "forward") -> None:
-        """Record the messages of a finished ring; ``raw_nbytes``: bytes native would have sent.
-
-        Without a codec the ring sends just these, plus headers.
-        """
-        if ring.codec is None:
-            self.native(raw_nbytes, direction)
-            self._state.ledger.record_time((self.dimension, direction), ring.meter)
-            return
-        ring.meter.use(ring.codec.spec)
-        self._record(ring.meter, raw_nbytes, direction, ring.group.ring)
-
-    def posts_once(self, codec: Codec, group: ProcessGroup | None) -> bool:
-        """Return whether an ``all_gather`` posts its only message before ``wait()``."""
-        return codec.fixed_size and self.group(group).levels is None
-
-    def _recorded(
-        self, handle: H, meter: Meter, raw_nbytes: int, direction: Direction, inter: float
-    ) -> H:
-        handle.then(lambda: self._record(meter, raw_nbytes, direction, inter))
-        return handle

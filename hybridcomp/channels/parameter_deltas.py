@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels.channel import Channel
+from hybridcomp.channels.moves import AllGather
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle
 from hybridcomp.collectives.wire import POOL
@@ -114,13 +115,74 @@ def agreed(channel: Channel, buffer: Tensor, codec: Codec, group: dist.ProcessGr
     return False
 
 
+@dataclass(eq=False, kw_only=True)
+class GatherParameters(AllGather):
+    """Gather the shares of a buffer of parameters, as differences where the block asks for them.
+
+    Attributes:
+        buffer: the object that upstream gathers, which carries the reference; ``out`` is its flat
+            view, and ``shard`` this rank's share.
+        chunk: elements of each share in one message, a bound on the memory of payloads; 0: all.
+    """
+
+    buffer: Tensor
+    chunk: int = 0
+    is_kept: bool = False
+
+    def leave(self, channel: Channel) -> None:
+        """Prepare upstream's gather of the buffer."""
+        if not self.is_kept and not channel.is_suspended:
+            leave(channel, self.buffer, self.group)
+
+    def stays_native(self, channel: Channel, codec: Codec) -> bool:
+        """Return whether the ranks have no common reference, so that this gather makes one."""
+        if not channel.delta or agreed(channel, self.buffer, codec, self.group):
+            return False
+        keep(channel, self.buffer, self.group)
+        self.is_kept = True
+        return True
+
+    def send(self, channel: Channel, codec: Codec) -> Handle:
+        """Gather encoded; several chunks are complete when this returns."""
+        numel = self.shard.numel()
+        # differences are fp32: chunks of half the values
+        chunk = (self.chunk // 2 if channel.delta else self.chunk) or numel
+        if chunk >= numel:
+            return self._columns(channel, codec, 0, numel)
+        for start in range(0, numel, chunk):
+            handle = self._columns(channel, codec, start, min(start + chunk, numel))
+            handle.wait()
+        return handle
+
+    def _columns(self, channel: Channel, codec: Codec, start: int, stop: int) -> Handle:
+        """Gather the elements ``[start, stop)`` of each share."""
+        if channel.delta:
+            return gather(
+                channel, self.buffer, codec, self.group, columns=(start, stop),
+                async_op=self.async_op,
+            )  # fmt: skip
+        if stop - start == self.shard.numel():
+            return super().send(channel, codec)
+        rows = _rows(self.out, self.group)
+        out = self.out.new_empty(len(rows) * (stop - start))
+        part = AllGather(
+            numel=self.numel, dtype=self.dtype, group=self.group, shard=self.shard[start:stop],
+            out=out,
+        )  # fmt: skip
+        handle = part.send(channel, codec)
+        return handle.then(lambda: _put(rows[:, start:stop], out))
+
+
+def _put(rows: Tensor, gathered: Tensor) -> None:
+    rows.copy_(gathered.view(rows.shape))
+
+
 def gather(
     channel: Channel,
     buffer: Tensor,
     codec: Codec,
     group: dist.ProcessGroup | None,
     *,
-    raw_nbytes: int,
     columns: tuple[int, int] | None = None,
     async_op: bool = False,
 ) -> Handle:
@@ -131,7 +193,6 @@ def gather(
     Args:
         buffer: 1-D contiguous fp32/bf16/fp16, W equal shares.
         columns: the elements of each share that are gathered, all by default.
-        raw_nbytes: bytes that a native gather of these would send.
     """
     rank, reference = dist.get_rank(group), reference_of(buffer)
     assert reference is not None, "deltas without a reference"
@@ -140,15 +201,11 @@ def gather(
     own, held = rows[rank], reference.own[start:stop]
     difference, taken = _difference(own, held, codec)
     out, filled = _room(rows.numel(), difference)
-    handle = channel.all_gather(
-        difference,
-        out,
-        codec,
-        group,
-        raw_nbytes=raw_nbytes,
-        async_op=async_op,
-        relative_to=own,
-    )
+    message = AllGather(
+        numel=buffer.numel(), dtype=buffer.dtype, group=group, shard=difference, out=out,
+        relative_to=own, async_op=async_op,
+    )  # fmt: skip
+    handle = message.send(channel, codec)
 
     @torch.no_grad()
     def add() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import product as every
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import Channels
+from hybridcomp.channels import Channels, Message, Receive, Send
 from hybridcomp.codecs import make_codec
 from hybridcomp.collectives.wire.transport import all_gather_single
 from hybridcomp.config import CompressionConfig
@@ -219,30 +220,32 @@ def _there_and_back(shape: Shape, values: Tensor, channels: Channels | None, tea
     channel = None if channels is None else channels["pp"]
 
     def move(direction: Direction, sends: bool) -> None:
-        codec = None
-        if channel is not None:
-            ends = (team.rank, other) if sends else (other, team.rank)
-            codec = channel.codec(values.numel(), values.dtype, group, direction, ends)
-        if channel is not None and codec is not None:
-            if sends:
-                channel.send(
-                    values, other, codec, group, raw_nbytes=values.nbytes, direction=direction
-                )
-            else:
-                channel.recv(out, other, codec, group, direction=direction)
-            return
-        if channel is not None and sends:
-            channel.native(values.nbytes, direction)
+        native: Callable[[], Any] = partial(dist.recv, out, other, group=group)
         if sends:
-            dist.send(values, other, group=group)
-        else:
-            dist.recv(out, other, group=group)
+            native = partial(dist.send, values, other, group=group)
+        if channel is None:
+            native()
+            return
+        ends = (team.rank, other) if sends else (other, team.rank)
+        message = _move(values, out, group, direction, ends, sends)
+        channel.run(message, native=native, encoded=lambda _: None)
 
     def run() -> None:
         move("forward", first)
         move("backward", not first)
 
     return run
+
+
+def _move(
+    values: Tensor, out: Tensor, group: Any, direction: Direction, ends: tuple[int, int],
+    sends: bool,
+) -> Message[None]:  # fmt: skip
+    fields: Any = {
+        "numel": values.numel(), "dtype": values.dtype, "group": group, "direction": direction,
+        "between": ends,
+    }  # fmt: skip
+    return Send(values=values, **fields) if sends else Receive(out=out, **fields)
 
 
 def _hop(shape: Shape, values: Tensor, channels: Channels | None, team: Team) -> Run:
@@ -273,6 +276,6 @@ def _hop(shape: Shape, values: Tensor, channels: Channels | None, team: Team) ->
         assert came is not None
         ring.open(came, 0, out)
         came.release()
-        channel.circled(ring, values.nbytes)
+        channel.record_ring(ring, values.nbytes, "forward")
 
     return hop

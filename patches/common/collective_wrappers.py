@@ -10,13 +10,24 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, MutableSequence, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import native_nbytes
+from hybridcomp.channels import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Channel,
+    Message,
+    ReduceScatter,
+    native_nbytes,
+)
+from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives import Handle, ReduceScatterHandle
 from hybridcomp.patches.common.routes import Layers, flat
 
 Collective = Callable[..., Any]
@@ -24,6 +35,25 @@ Maker = Callable[[Collective], Collective]
 
 #: numel for messages with splits, whose lengths differ: no ``min_bytes`` is above it
 ANY_NUMEL = sys.maxsize // 8
+
+
+@dataclass(eq=False, kw_only=True)
+class AllReduceInPlace(AllReduce):
+    """Sum of a tensor of any shape and strides, in place."""
+
+    tensor: Tensor
+
+    def load(self, codec: Codec) -> Tensor:
+        """Return the flat values, a copy where the tensor is not contiguous."""
+        self.values = flat(self.tensor)
+        return self.values
+
+    def finish(self, handle: Handle) -> Handle | None:
+        """Return the handle that also writes the sum back; None: nothing is under way."""
+        values, tensor = self.values, self.tensor
+        if values is not None and values.data_ptr() != tensor.data_ptr():
+            handle.then(lambda: _put(values, tensor))
+        return handle if self.async_op else None
 
 
 def make_all_reduce(layers: Layers) -> Maker:
@@ -37,28 +67,18 @@ def make_all_reduce(layers: Layers) -> Maker:
             group: dist.ProcessGroup | None = None,
             async_op: bool = False,
         ) -> Any:
-            raw = native_nbytes.all_reduce_nbytes(
-                tensor.numel(), tensor.dtype, dist.get_world_size(group)
-            )
-            found = (
-                layers.route(tensor.numel(), tensor.dtype, group, raw)
-                if op == dist.ReduceOp.SUM
-                else None
-            )
-            if found is None:
+            channel = layers.channel(group) if op == dist.ReduceOp.SUM else None
+            if channel is None:
                 return original(tensor, op=op, group=group, async_op=async_op)
-            values = flat(tensor)
-            handle = found.channel.all_reduce(
-                values,
-                found.codec,
-                group,
-                raw_nbytes=raw,
-                direction=found.direction,
-                async_op=async_op,
+            message = AllReduceInPlace(
+                numel=tensor.numel(), dtype=tensor.dtype, group=group, direction=layers.way(),
+                tensor=tensor, async_op=async_op,
+            )  # fmt: skip
+            return channel.run(
+                message,
+                native=lambda: original(tensor, op=op, group=group, async_op=async_op),
+                encoded=message.finish,
             )
-            if values.data_ptr() != tensor.data_ptr():
-                handle.then(lambda: _put(values, tensor))
-            return handle if async_op else None
 
         return all_reduce
 
@@ -76,21 +96,21 @@ def make_all_gather_into_tensor(layers: Layers) -> Maker:
             group: dist.ProcessGroup | None = None,
             async_op: bool = False,
         ) -> Any:
-            numel, dtype = input_tensor.numel(), input_tensor.dtype
-            raw = native_nbytes.all_gather_nbytes(numel, dtype, dist.get_world_size(group))
-            found = layers.route(numel, dtype, group, raw)
-            if found is None:
+            channel = layers.channel(group)
+            if channel is None:
                 return original(output_tensor, input_tensor, group=group, async_op=async_op)
-            handle = found.channel.all_gather(
-                flat(input_tensor),
-                output_tensor.detach().view(-1),
-                found.codec,
-                group,
-                raw_nbytes=raw,
-                direction=found.direction,
-                async_op=async_op,
+            message = AllGather(
+                numel=input_tensor.numel(), dtype=input_tensor.dtype, group=group,
+                direction=layers.way(), shard=flat(input_tensor),
+                out=output_tensor.detach().view(-1), async_op=async_op,
+            )  # fmt: skip
+            return channel.run(
+                message,
+                native=lambda: original(
+                    output_tensor, input_tensor, group=group, async_op=async_op
+                ),
+                encoded=lambda handle: handle if async_op else None,
             )
-            return handle if async_op else None
 
         return all_gather_into_tensor
 
@@ -109,31 +129,78 @@ def make_reduce_scatter_tensor(layers: Layers) -> Maker:
             group: dist.ProcessGroup | None = None,
             async_op: bool = False,
         ) -> Any:
-            raw = native_nbytes.reduce_scatter_nbytes(
-                input.numel(), input.dtype, dist.get_world_size(group)
-            )
-            found = (
-                layers.route(input.numel(), input.dtype, group, raw)
-                if op == dist.ReduceOp.SUM
-                else None
-            )
-            if found is None:
+            channel = layers.channel(group) if op == dist.ReduceOp.SUM else None
+            if channel is None:
                 return original(output, input, op=op, group=group, async_op=async_op)
-            shards = torch.split(flat(input), output.numel())
-            handle = found.reduce_scatter(shards, group, async_op=async_op)
-            handle.then(lambda: _put(handle.wait(), output))
-            return handle if async_op else None
+            message = ReduceScatter(
+                numel=input.numel(), dtype=input.dtype, group=group, direction=layers.way(),
+                shards=torch.split(flat(input), output.numel()), async_op=async_op,
+            )  # fmt: skip
+
+            def deliver(handle: ReduceScatterHandle) -> ReduceScatterHandle | None:
+                handle.then(lambda: _put(handle.wait(), output))
+                return handle if async_op else None
+
+            return channel.run(
+                message,
+                native=lambda: original(output, input, op=op, group=group, async_op=async_op),
+                encoded=deliver,
+            )
 
         return reduce_scatter_tensor
 
     return make
 
 
-def make_all_gather_list(layers: Layers) -> Maker:
-    """Wrap ``torch.distributed.all_gather``, also of shards of unequal length (experts).
+@dataclass(eq=False, kw_only=True)
+class AllGatherParts(Message[None]):
+    """Gather shards of unequal length into ``parts``; ``numel`` is the mean of the lengths.
 
     Shards are padded to the longest for the exchange, so that all ranks decode the same bytes.
     """
+
+    tensor: Tensor
+    parts: MutableSequence[Tensor]
+
+    def native_nbytes(self, size: int) -> int:
+        """Return the bytes of this rank's shard, for each other rank."""
+        return native_nbytes.all_gather_nbytes(self.tensor.numel(), self.dtype, size)
+
+    def send(self, channel: Channel, codec: Codec) -> None:
+        """Gather the padded shards and write the parts."""
+        tensor, parts = self.tensor, self.parts
+        longest = max(part.numel() for part in parts)
+        out = tensor.new_zeros(len(parts) * longest)
+        places = torch.split(out, longest) if longest else [out] * len(parts)
+        own = places[dist.get_rank(self.group)]
+        own[: tensor.numel()].copy_(flat(tensor))
+        padded = _Padded(
+            numel=self.numel, dtype=self.dtype, group=self.group, direction=self.direction,
+            shard=own, out=out, native_numel=tensor.numel(),
+        )  # fmt: skip
+        padded.send(channel, codec)
+        for index, (part, place) in enumerate(zip(parts, places, strict=True)):
+            values = place[: part.numel()]
+            if part.data_ptr() == tensor.data_ptr():
+                # GPT-NeoX puts the input there: other code may read it, so keep its values
+                parts[index] = values.view(part.shape)
+            else:
+                _put(values, part)
+
+
+@dataclass(eq=False, kw_only=True)
+class _Padded(AllGather):
+    """All-gather of shards of which native would send the first ``native_numel`` elements."""
+
+    native_numel: int
+
+    def native_nbytes(self, size: int) -> int:
+        """Return the bytes of the shard without its padding."""
+        return native_nbytes.all_gather_nbytes(self.native_numel, self.dtype, size)
+
+
+def make_all_gather_list(layers: Layers) -> Maker:
+    """Wrap ``torch.distributed.all_gather``, also of shards of unequal length (experts)."""
 
     def make(original: Collective) -> Collective:
         @functools.wraps(original)
@@ -143,27 +210,19 @@ def make_all_gather_list(layers: Layers) -> Maker:
             group: dist.ProcessGroup | None = None,
             async_op: bool = False,
         ) -> Any:
-            world_size, me = len(tensor_list), dist.get_rank(group)
-            longest = max(part.numel() for part in tensor_list)
-            mean = sum(part.numel() for part in tensor_list) // world_size
-            raw = native_nbytes.all_gather_nbytes(tensor.numel(), tensor.dtype, world_size)
-            found = None if async_op else layers.route(mean, tensor.dtype, group, raw)
-            if found is None:
+            channel = None if async_op else layers.channel(group)
+            if channel is None:
                 return original(tensor_list, tensor, group=group, async_op=async_op)
-            out = tensor.new_zeros(world_size * longest)
-            places = torch.split(out, longest) if longest else [out] * world_size
-            places[me][: tensor.numel()].copy_(flat(tensor))
-            found.channel.all_gather(
-                places[me], out, found.codec, group, raw_nbytes=raw, direction=found.direction
+            message = AllGatherParts(
+                numel=sum(part.numel() for part in tensor_list) // len(tensor_list),
+                dtype=tensor.dtype, group=group, direction=layers.way(), tensor=tensor,
+                parts=tensor_list,
+            )  # fmt: skip
+            return channel.run(
+                message,
+                native=lambda: original(tensor_list, tensor, group=group, async_op=async_op),
+                encoded=lambda handle: None,
             )
-            for index, (part, place) in enumerate(zip(tensor_list, places, strict=True)):
-                values = place[: part.numel()]
-                if part.data_ptr() == tensor.data_ptr():
-                    # GPT-NeoX puts the input there: other code may read it, so keep its values
-                    tensor_list[index] = values.view(part.shape)
-                else:
-                    _put(values, part)
-            return None
 
         return all_gather
 
@@ -182,15 +241,19 @@ def make_reduce_scatter_list(layers: Layers) -> Maker:
             group: dist.ProcessGroup | None = None,
             async_op: bool = False,
         ) -> Any:
-            total, dtype = sum(part.numel() for part in input_list), output.dtype
-            raw = native_nbytes.reduce_scatter_nbytes(total, dtype, len(input_list))
             plain = op == dist.ReduceOp.SUM and not async_op
-            found = layers.route(total, dtype, group, raw) if plain else None
-            if found is None:
+            channel = layers.channel(group) if plain else None
+            if channel is None:
                 return original(output, input_list, op=op, group=group, async_op=async_op)
-            handle = found.reduce_scatter([flat(p) for p in input_list], group, async_op=False)
-            _put(handle.wait(), output)
-            return None
+            message = ReduceScatter(
+                numel=sum(part.numel() for part in input_list), dtype=output.dtype, group=group,
+                direction=layers.way(), shards=[flat(part) for part in input_list],
+            )  # fmt: skip
+            return channel.run(
+                message,
+                native=lambda: original(output, input_list, op=op, group=group, async_op=async_op),
+                encoded=lambda handle: _put(handle.wait(), output),
+            )
 
         return reduce_scatter_list
 
@@ -214,25 +277,7 @@ def make_all_to_all_single(layers: Layers) -> Maker:
             group: dist.ProcessGroup | None = None,
             async_op: bool = False,
         ) -> Any:
-            gives = _elements(input, input_split_sizes)
-            takes = _elements(output, output_split_sizes)
-            uneven = gives is not None or takes is not None
-            raw = (
-                native_nbytes.all_to_all_nbytes(
-                    input.numel(), input.dtype, dist.get_world_size(group)
-                )
-                if gives is None
-                else native_nbytes.send_nbytes(
-                    sum(gives) - gives[dist.get_rank(group)], input.dtype
-                )
-            )
-            found = None
-            if uneven and input.dim() < 2:
-                layers.leave_native(group, raw)
-            else:
-                numel = ANY_NUMEL if uneven else input.numel()
-                found = layers.route(numel, input.dtype, group, raw)
-            if found is None:
+            def native() -> Any:
                 return original(
                     output,
                     input,
@@ -241,18 +286,23 @@ def make_all_to_all_single(layers: Layers) -> Maker:
                     group=group,
                     async_op=async_op,
                 )
-            handle = found.channel.all_to_all(
-                output.detach().view(-1),
-                flat(input),
-                found.codec,
-                group,
-                raw_nbytes=raw,
-                out_splits=takes,
-                in_splits=gives,
-                direction=found.direction,
-                async_op=async_op,
+
+            channel = layers.channel(group)
+            if channel is None:
+                return native()
+            gives = _elements(input, input_split_sizes)
+            takes = _elements(output, output_split_sizes)
+            uneven = gives is not None or takes is not None
+            message = AllToAll(
+                numel=ANY_NUMEL if uneven else input.numel(), dtype=input.dtype, group=group,
+                direction=layers.way(), values=input, out=output.detach().view(-1),
+                in_splits=gives, out_splits=takes, async_op=async_op,
+            )  # fmt: skip
+            if uneven and input.dim() < 2:
+                return channel.run_native(message, native)
+            return channel.run(
+                message, native=native, encoded=lambda handle: handle if async_op else None
             )
-            return handle if async_op else None
 
         return all_to_all_single
 

@@ -1,4 +1,4 @@
-"""Choose channel, codec and direction of a message, for seams without an engine.
+"""Find channel and direction of a message, for seams without an engine.
 
 Upstream modules call raw collectives as ``torch.distributed.all_reduce``: their name is looked up
 in the module's global ``torch`` at call time. A stand-in for ``torch`` there intercepts every such
@@ -10,75 +10,19 @@ from __future__ import annotations
 import functools
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import Channel, Channels, ReduceScatterHandle
-from hybridcomp.channels.error_feedback import Piece
-from hybridcomp.codecs.base import Codec
+from hybridcomp.channels import Channel, Channels
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Dimension, Direction
 from hybridcomp.session.process import current
 
 _local = threading.local()  # autograd runs backward passes of several devices in threads
-
-
-@dataclass(frozen=True)
-class Route:
-    """Channel, codec and direction of one encoded message."""
-
-    channel: Channel
-    codec: Codec
-    direction: Direction
-    raw_nbytes: int
-
-    def reduce_scatter(
-        self,
-        shards: Sequence[Tensor],
-        group: dist.ProcessGroup | None,
-        *,
-        pieces: Sequence[Sequence[Piece]] | None = None,
-        async_op: bool,
-    ) -> ReduceScatterHandle:
-        """Call ``Channel.reduce_scatter`` with codec, direction and bytes of this message."""
-        return self.channel.reduce_scatter(
-            shards,
-            self.codec,
-            group,
-            raw_nbytes=self.raw_nbytes,
-            pieces=pieces,
-            direction=self.direction,
-            async_op=async_op,
-        )
-
-
-def route(
-    dimension: Dimension | None,
-    numel: int,
-    dtype: torch.dtype,
-    group: dist.ProcessGroup | None,
-    raw_nbytes: int,
-    direction: Direction = "forward",
-    whose: Callable[[], Channels | None] | None = None,
-) -> Route | None:
-    """Return the route of a message; None: not compressed here, or native, which is then counted.
-
-    ``whose``: returns the channels; without it they are those of the process.
-    """
-    channels = current() if whose is None else whose()
-    if channels is None or dimension is None or dist.get_world_size(group) < 2:
-        return None
-    channel = channels[dimension]
-    codec = channel.codec(numel, dtype, group, direction)
-    if codec is None:
-        channel.native(raw_nbytes, direction)
-        return None
-    return Route(channel, codec, direction, raw_nbytes)
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -124,18 +68,13 @@ class Layers:
     way: Callable[[], Direction] = direction
     whose: Callable[[], Channels | None] | None = None
 
-    def route(
-        self, numel: int, dtype: torch.dtype, group: dist.ProcessGroup | None, raw_nbytes: int
-    ) -> Route | None:
-        """Return the route of a message of ``numel`` elements; None: upstream sends it."""
-        return route(self.dimension(group), numel, dtype, group, raw_nbytes, self.way(), self.whose)
-
-    def leave_native(self, group: dist.ProcessGroup | None, raw_nbytes: int) -> None:
-        """Count a message that no codec may change."""
+    def channel(self, group: dist.ProcessGroup | None) -> Channel | None:
+        """Return the channel of messages in ``group``; None: upstream sends them, uncounted."""
         channels = current() if self.whose is None else self.whose()
+        if channels is None or dist.get_world_size(group) < 2:
+            return None
         dimension = self.dimension(group)
-        if channels is not None and dimension is not None and dist.get_world_size(group) > 1:
-            channels[dimension].native(raw_nbytes, self.way())
+        return None if dimension is None else channels[dimension]
 
 
 class Namespace(types.ModuleType):

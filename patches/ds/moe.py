@@ -19,13 +19,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import ATTRIBUTE, Channel, Channels, channels_of, native_nbytes
+from hybridcomp.channels import ATTRIBUTE, AllToAll, Channel, Channels, channels_of
 from hybridcomp.errors import ConfigError
 from hybridcomp.log import say
 from hybridcomp.patching import Seam, has_module
@@ -73,21 +73,17 @@ class _Exchange(torch.autograd.Function):
     def forward(
         ctx: Any, original: Any, channel: Channel, direction: Direction, group: Any, values: Tensor
     ) -> Tensor:
-        ctx.original, ctx.channel = original, channel
-        world_size = dist.get_world_size(group)
-        raw = native_nbytes.all_to_all_nbytes(values.numel(), values.dtype, world_size)
-        codec = channel.codec(values.numel(), values.dtype, group, direction=direction)
-        if codec is None:
-            channel.native(raw, direction)
-            output: Tensor = original.forward(ctx, group, values)  # sets ctx.group
-            return output
-        ctx.group = group
-        values = values.contiguous()
-        output = torch.empty_like(values)
-        channel.all_to_all(
-            output.view(-1), values.view(-1), codec, group, raw_nbytes=raw, direction=direction
-        ).wait()
-        return output
+        ctx.original, ctx.channel, ctx.group = original, channel, group
+        message = AllToAll(
+            numel=values.numel(), dtype=values.dtype, group=group, direction=direction,
+            values=values,
+        )  # fmt: skip
+        native: Callable[[], Tensor] = partial(original.forward, ctx, group, values)
+        return channel.run(
+            message,
+            native=native,
+            encoded=lambda handle: message.complete(handle).view(values.shape),
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None, Tensor]:
@@ -112,26 +108,20 @@ class _ExchangeRows(torch.autograd.Function):
     ) -> Tensor:
         ctx.original, ctx.channel = original, channel
         ctx.group, ctx.input_splits, ctx.output_splits = group, in_splits, out_splits
-        me = dist.get_rank(group)
-        width = rows.shape[1]
-        raw = native_nbytes.send_nbytes((sum(in_splits) - in_splits[me]) * width, rows.dtype)
-        codec = channel.codec(ANY_SIZE, rows.dtype, group, direction=direction)
-        if codec is None:
-            channel.native(raw, direction)
-            output: Tensor = original.forward(ctx, group, rows, in_splits, out_splits)
-            return output
-        output = rows.new_empty(sum(out_splits), width)
-        channel.all_to_all(
-            output.view(-1),
-            rows.contiguous().view(-1),
-            codec,
-            group,
-            raw_nbytes=raw,
+        width = int(rows.shape[1])
+        message = AllToAll(
+            numel=ANY_SIZE, dtype=rows.dtype, group=group, direction=direction, values=rows,
             in_splits=[count * width for count in in_splits],
             out_splits=[count * width for count in out_splits],
-            direction=direction,
-        ).wait()
-        return output
+        )  # fmt: skip
+        native: Callable[[], Tensor]
+        native = partial(original.forward, ctx, group, rows, in_splits, out_splits)
+        exchanged: Tensor = channel.run(
+            message,
+            native=native,
+            encoded=lambda handle: message.complete(handle).view(-1, width),
+        )
+        return exchanged
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

@@ -101,7 +101,7 @@ def _copy(optimizer: Any, channels: Channels, param: Any) -> bool:
             return True
         alone = True
     if codec is None:
-        channels["offload"].native(raw_nbytes, "backward")
+        channels["offload"].count_native(raw_nbytes, "backward")
         return False
     if alone:
         if compact:
@@ -131,7 +131,7 @@ def _owned(optimizer: Any) -> int:
 def _leave(optimizer: Any, channels: Channels, param: Any, out: Tensor, raw_nbytes: int) -> None:
     """Copy a complete sum as upstream does, without the partial sums that it would have fetched."""
     last = out.numel() * out.itemsize
-    channels["offload"].native(last, "backward")
+    channels["offload"].count_native(last, "backward")
     channels.host.kept(raw_nbytes - last, message=False)
     optimizer.set_norm_for_param_grad_in_gpu(param)
     optimizer.update_offload_overflow_tracker_for_param_grad(param)
@@ -151,7 +151,7 @@ def _close(
     _look(optimizer, key, total)
     raw_nbytes = total.numel() * total.itemsize + out.numel() * out.itemsize
     if codec is None:
-        channels["offload"].native(raw_nbytes, "backward")
+        channels["offload"].count_native(raw_nbytes, "backward")
         out.copy_(total)
     else:
         channels.host.to_host(total, out, codec, raw_nbytes=raw_nbytes)

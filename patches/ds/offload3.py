@@ -94,7 +94,7 @@ def _copy(optimizer: Any, channels: Channels, param: Any, part: Tensor) -> bool:
     ):
         _add(optimizer, channels, param, values, total, out, raw_nbytes)
     elif codec is None:
-        channel.native(raw_nbytes, "backward")
+        channel.count_native(raw_nbytes, "backward")
         return False
     elif first and boundary:
         optimizer.norm_for_param_grads[key] = optimizer._constant_buffered_norm2(values)
@@ -152,7 +152,7 @@ def _close(
         _send(channels, total, held, out, codec, raw_nbytes)
         return
     last = out.numel() * out.itemsize
-    channels["offload"].native(last, "backward")
+    channels["offload"].count_native(last, "backward")
     channels.host.kept(raw_nbytes - last, message=False)
     if total.dtype == torch.float16:
         held.copy_(total)

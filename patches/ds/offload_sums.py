@@ -67,7 +67,7 @@ def upload(channels: Channels, values: Tensor, out: Tensor) -> bool:
     channel, raw_nbytes = channels["offload"], out.numel() * out.itemsize
     codec = channel.copy_codec(out.numel(), out.dtype, "forward")
     if codec is None:
-        channel.native(raw_nbytes, "forward")
+        channel.count_native(raw_nbytes, "forward")
         return False
     channels.host.to_device(values, out, codec, raw_nbytes=raw_nbytes)
     return True

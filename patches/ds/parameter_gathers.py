@@ -33,14 +33,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import (
-    ATTRIBUTE,
-    Channel,
-    Channels,
-    channels_of,
-    native_nbytes,
-    parameter_deltas,
-)  # fmt: skip
+from hybridcomp.channels import ATTRIBUTE, AllGather, Channel, Channels, channels_of
+from hybridcomp.channels.parameter_deltas import GatherParameters
 from hybridcomp.codecs.base import Codec
 from hybridcomp.patching import Seam
 
@@ -95,6 +89,17 @@ class _Fetch:
         return list(accumulate(self.lengths))[:-1]
 
 
+@dataclass(eq=False, kw_only=True)
+class _FetchMessage(AllGather):
+    """All-gather of the partitions of one or several parameters."""
+
+    fetch: _Fetch
+
+    def cuts(self, codec: Codec) -> list[int]:
+        """Return where each parameter but the first begins."""
+        return self.fetch.cuts(self.shard.numel())
+
+
 _fetching: ContextVar[_Fetch | None] = ContextVar("hybridcomp_fetch", default=None)
 
 
@@ -110,59 +115,35 @@ def make_all_gather_into_tensor_dp_groups(original: Callable[..., None]) -> Call
         for flat, partitions, group in zip(
             groups_flat, partitioned_param_groups, dp_process_group, strict=True
         ):
+            native = functools.partial(original, [flat], [partitions], [group])
             channels = channels_of(flat)
-            if channels is None or not _gather(channels["zero"], flat, partitions, group):
-                original([flat], [partitions], [group])
+            if channels is None:
+                native()
+            else:
+                _gather(channels["zero"], flat, partitions[dist.get_rank(group)], group, native)
 
     return all_gather_into_tensor_dp_groups
 
 
-def _gather(channel: Channel, flat: Tensor, partitions: Sequence[Tensor], group: Any) -> bool:
-    """Gather ``flat`` from this rank's partition, a view of it; False: left to upstream."""
-    buffer, flat = flat, flat.detach()
-    world_size = dist.get_world_size(group)
-    shard = partitions[dist.get_rank(group)].detach()
-    raw_nbytes = native_nbytes.all_gather_nbytes(shard.numel(), shard.dtype, world_size)
-    codec = channel.codec(flat.numel(), flat.dtype, group)
-    if codec is None:
-        if not channel.is_suspended:
-            parameter_deltas.leave(channel, buffer, group)
-        channel.native(raw_nbytes)
-        return False
-    if channel.delta:
-        return _gather_deltas(channel, buffer, codec, group, raw_nbytes)
-    chunk = max(1, GATHER_NUMEL // world_size // CHUNK_ALIGN) * CHUNK_ALIGN
-    for part, place in zip(
-        torch.split(shard, chunk), torch.split(flat.view(world_size, -1), chunk, 1), strict=True
-    ):
-        whole = part.numel() == shard.numel()
-        out = flat if whole else flat.new_empty(world_size * part.numel())
-        raw_nbytes = native_nbytes.all_gather_nbytes(part.numel(), part.dtype, world_size)
-        channel.all_gather(part, out, codec, group, raw_nbytes=raw_nbytes).wait()
-        if not whole:
-            place.copy_(out.view(world_size, -1))
-    return True
+def _gather(
+    channel: Channel, flat: Tensor, shard: Tensor, group: Any, native: Callable[[], None]
+) -> None:
+    """Gather ``flat`` from this rank's ``shard``, a view of it."""
+    message = GatherParameters(
+        numel=flat.numel(),
+        dtype=flat.dtype,
+        group=group,
+        shard=shard.detach(),
+        out=flat.detach(),
+        buffer=flat,
+        chunk=max(1, GATHER_NUMEL // dist.get_world_size(group) // CHUNK_ALIGN) * CHUNK_ALIGN,
+    )
 
+    def leave() -> None:
+        message.leave(channel)
+        native()
 
-def _gather_deltas(
-    channel: Channel, flat: Tensor, codec: Codec, group: Any, raw_nbytes: int
-) -> bool:
-    """Gather the deltas of ``flat``; False: all ranks leave it to upstream, which is exact."""
-    if not parameter_deltas.agreed(channel, flat, codec, group):
-        parameter_deltas.keep(channel, flat, group)
-        channel.native(raw_nbytes)
-        return False
-    world_size = dist.get_world_size(group)
-    numel = flat.numel() // world_size
-    # differences are fp32: chunks of half the values
-    chunk = max(1, GATHER_NUMEL // 2 // world_size // CHUNK_ALIGN) * CHUNK_ALIGN
-    for start in range(0, numel, chunk):
-        stop = min(start + chunk, numel)
-        raw = native_nbytes.all_gather_nbytes(stop - start, flat.dtype, world_size)
-        parameter_deltas.gather(
-            channel, flat, codec, group, raw_nbytes=raw, columns=(start, stop)
-        ).wait()
-    return True
+    channel.run(message, native=leave, encoded=lambda handle: handle.wait())
 
 
 def make_all_gather_params(original: Callable[..., None]) -> Callable[..., None]:
@@ -207,7 +188,7 @@ def _apart(channel: Channel, params: Iterable[Any]) -> list[_Batch]:
             continue
         group, shard = p.ds_process_group, p.ds_tensor
         numel = _partition_numel(p) * dist.get_world_size(group)
-        encoded = channel.codec(numel, shard.dtype, group) is not None
+        encoded = channel.encodes(numel, shard.dtype, group)
         # the keys by which upstream groups them
         key = (encoded, id(group), shard.dtype, p.ds_secondary_tensor is None)
         found.setdefault(key, []).append(p)
@@ -258,26 +239,21 @@ def make_dist_allgather_fn(original: Callable[..., Any]) -> Callable[..., Any]:
         fetch = _fetching.get()
         if fetch is None:
             return original(input_tensor, output_tensor, group)
-        channel = fetch.channel
-        shard, out = input_tensor.detach(), output_tensor.detach()
-        raw_nbytes = native_nbytes.all_gather_nbytes(
-            shard.numel(), shard.dtype, dist.get_world_size(group)
+        message = _FetchMessage(
+            numel=output_tensor.numel(),
+            dtype=output_tensor.dtype,
+            group=group,
+            shard=input_tensor.detach().view(-1),
+            out=output_tensor.detach().view(-1),
+            async_op=True,
+            # the modules' parameters are sets, so ranks wait in different orders
+            single_post=True,
+            fetch=fetch,
         )
-        codec = channel.codec(out.numel(), out.dtype, group)
-        if codec is None:
-            channel.native(raw_nbytes)
-            return original(input_tensor, output_tensor, group)
-        # the modules' parameters are sets, so ranks wait in different orders: no handle may post a
-        # message in wait(), as variable-size codecs do after the sizes, and two levels after the
-        # first message
-        return channel.all_gather(
-            shard.view(-1),
-            out.view(-1),
-            codec,
-            group,
-            raw_nbytes=raw_nbytes,
-            cuts=fetch.cuts(shard.numel()),
-            async_op=channel.posts_once(codec, group),
+        return fetch.channel.run(
+            message,
+            native=lambda: original(input_tensor, output_tensor, group),
+            encoded=lambda handle: handle,
         )
 
     return _dist_allgather_fn

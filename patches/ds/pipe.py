@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from hybridcomp.channels import Channel
-from hybridcomp.codecs.base import Codec
 from hybridcomp.patches.ds.pipeline_agreement import Agreed, Agreement, Neighbour
 from hybridcomp.policy import Direction
 
@@ -61,14 +60,6 @@ class Pipe:
         if is_next == sending:
             return link.activation(), "forward"
         return link.gradient(), "backward"
-
-    def codec(
-        self, agreed: Agreed | None, numel: int, direction: Direction, between: tuple[int, int]
-    ) -> Codec | None:
-        """Return the codec of a message between the global ranks ``between``; equal on both."""
-        if agreed is None or not agreed.values:
-            return None
-        return self.channel.codec(numel, agreed.dtype, None, direction, between)
 
     @functools.cached_property
     def own_rank(self) -> int:

@@ -24,12 +24,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridcomp.channels import Channels
+from hybridcomp.channels import Channel, Channels, Receive, Send
+from hybridcomp.codecs.base import Codec
 from hybridcomp.errors import ConfigError
 from hybridcomp.log import say
 from hybridcomp.patches.ds.pipe import PIPE, RUNNING, Pipe
@@ -67,6 +69,33 @@ def make_exec_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     return _exec_schedule
 
 
+@dataclass(eq=False, kw_only=True)
+class _Activation(Send):
+    """Message of a tensor of any shape, in the agreed dtype."""
+
+    def native_nbytes(self, size: int) -> int:
+        """Return the bytes that upstream sends, in the tensor's own dtype."""
+        return int(self.values.nbytes)
+
+    def load(self) -> Tensor:
+        """Return the flat values in the agreed dtype."""
+        return self.values.detach().to(self.dtype).reshape(-1).contiguous()
+
+
+@dataclass(eq=False, kw_only=True)
+class _Buffer(Receive):
+    """Receive into upstream's buffer, whatever shape and dtype that has."""
+
+    def send(self, channel: Channel, codec: Codec) -> None:
+        """Decode into the buffer, over a copy where it is not of the agreed dtype."""
+        values = self.out.detach()
+        fits = values.dtype == self.dtype and values.is_contiguous()
+        self.out = values.view(-1) if fits else values.new_empty(self.numel, dtype=self.dtype)
+        super().send(channel, codec)
+        if not fits:
+            values.copy_(self.out.view(values.shape))
+
+
 def make_send(original: Callable[..., Any]) -> Callable[..., Any]:
     """Encode tensors as agreed; count all others and leave them to upstream."""
 
@@ -76,23 +105,21 @@ def make_send(original: Callable[..., Any]) -> Callable[..., Any]:
         if pipe is None:
             return original(tensor, dest_stage, async_op)
         if pipe.marks is not None:
-            pipe.channel.native(tensor.nbytes, "forward")
+            pipe.channel.count_native(tensor.nbytes, "forward")
             return original(set_marks(tensor, pipe.marks), dest_stage, async_op)
         agreed, direction = pipe.advance(dest_stage, sending=True)
-        target = pipe.rank(dest_stage)
-        codec = pipe.codec(agreed, tensor.numel(), direction, (pipe.own_rank, target))
-        if codec is None or agreed is None:
-            pipe.channel.native(tensor.nbytes, direction)
-            return original(tensor, dest_stage, async_op)
-        pipe.channel.send(
-            tensor.detach().to(agreed.dtype).reshape(-1).contiguous(),
-            target,
-            codec,
-            None,
-            raw_nbytes=tensor.nbytes,
+        message = _Activation(
+            numel=tensor.numel(),
+            dtype=agreed.dtype if agreed is not None else tensor.dtype,
+            group=None,
             direction=direction,
+            between=(pipe.own_rank, pipe.rank(dest_stage)),
+            values=tensor,
         )
-        return None
+        native = functools.partial(original, tensor, dest_stage, async_op)
+        if agreed is None or not agreed.values:
+            return pipe.channel.run_native(message, native)
+        return pipe.channel.run(message, native=native, encoded=lambda _: None)
 
     return send
 
@@ -110,17 +137,18 @@ def make_recv(original: Callable[..., Any]) -> Callable[..., Any]:
             pipe.agree(pipe.incoming, take_marks(tensor, pipe.engine.ID_TO_DTYPE))
             return result
         agreed, direction = pipe.advance(src_stage, sending=False)
-        source = pipe.rank(src_stage)
-        codec = pipe.codec(agreed, tensor.numel(), direction, (source, pipe.own_rank))
-        if codec is None or agreed is None:
-            return original(tensor, src_stage, async_op)
-        fits = tensor.dtype == agreed.dtype and tensor.is_contiguous()
-        values = tensor.detach()
-        flat = values.view(-1) if fits else values.new_empty(values.numel(), dtype=agreed.dtype)
-        pipe.channel.recv(flat, source, codec, None, direction=direction)
-        if not fits:
-            values.copy_(flat.view(values.shape))
-        return None
+        native = functools.partial(original, tensor, src_stage, async_op)
+        if agreed is None or not agreed.values:
+            return native()
+        message = _Buffer(
+            numel=tensor.numel(),
+            dtype=agreed.dtype,
+            group=None,
+            direction=direction,
+            between=(pipe.rank(src_stage), pipe.own_rank),
+            out=tensor,
+        )
+        return pipe.channel.run(message, native=native, encoded=lambda _: None)
 
     return recv
 

@@ -24,7 +24,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridcomp.channels import channels_of, native_nbytes
+from hybridcomp.channels import AllGather, channels_of
+from hybridcomp.collectives import Handle
 from hybridcomp.patches.ds.pipe import running
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Direction
@@ -43,21 +44,22 @@ def make_full(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         channels = None if engine is None else channels_of(engine)
         if channels is None or self.num_parts < 2:
             return original(self, device)
-        channel, piece = channels["tp"], self.local_data
-        way, numel = direction(engine, piece), prod(self.full_size())
-        raw = native_nbytes.all_gather_nbytes(piece.numel(), piece.dtype, self.num_parts)
-        codec = None
-        if numel == piece.numel() * self.num_parts:
-            codec = channel.codec(piece.numel(), piece.dtype, self.group, way)
-        if codec is None:
-            channel.native(raw, way)
-            return original(self, device)
+        channel, piece, numel = channels["tp"], self.local_data, prod(self.full_size())
         out = piece.new_empty(numel, device=self.orig_device if device is None else device)
-        channel.all_gather(
-            piece.contiguous(), out, codec, self.group, raw_nbytes=raw, direction=way
-        ).wait()
-        whole: Tensor = out.view(self.full_size())
-        return whole
+        message = AllGather(
+            numel=piece.numel(), dtype=piece.dtype, group=self.group,
+            direction=direction(engine, piece), shard=piece.contiguous(), out=out,
+        )  # fmt: skip
+        native = functools.partial(original, self, device)
+        if numel != piece.numel() * self.num_parts:
+            return channel.run_native(message, native)
+
+        def encoded(handle: Handle) -> Tensor:
+            handle.wait()
+            whole: Tensor = out.view(self.full_size())
+            return whole
+
+        return channel.run(message, native=native, encoded=encoded)
 
     return full
 

@@ -20,13 +20,15 @@ buckets differently and a codec's error depends on the layout:
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
-from hybridcomp.channels import NAME, Channel, Channels, channels_of, native_nbytes
+from hybridcomp.channels import NAME, Channel, Channels, channels_of
 from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.patches.common.collective_wrappers import AllReduceInPlace
 from hybridcomp.patching import Seam, has_module
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"
@@ -95,35 +97,32 @@ def reduce_tied_grads(engine: Any, channel: Channel, original: Executor) -> None
         (weight, weight._hp_grad if engine.using_bf16_optimizer else weight.grad, group)
         for weight, group in engine.module.get_tied_weights_and_groups()
     ]
-    coded = [
-        (weight, grad, group, channel.codec(grad.numel(), grad.dtype, group))
+    messages = [
+        _TiedGradient(
+            numel=grad.numel(), dtype=grad.dtype, group=group, tensor=grad, weight=weight
+        )
         for weight, grad, group in grads
         if grad is not None
     ]
-    for _, grad, group, codec in coded:
-        if codec is None:
-            channel.native(_raw_nbytes(grad, group))
-    if all(codec is None for *_, codec in coded):  # 1
+    if not any(channel.encodes(one.numel, one.dtype, one.group) for one in messages):  # 1
+        for one in messages:
+            channel.run_native(one, lambda: None)
         original(engine)
         return
-    for weight, grad, group, codec in coded:  # 2
-        if codec is None:
-            dist.all_reduce(grad, group=group)
-            continue
-        flat = grad.detach().reshape(-1).contiguous()
-        channel.all_reduce(
-            flat,
-            codec,
-            group,
-            raw_nbytes=_raw_nbytes(grad, group),
-            pieces=[Piece(getattr(weight, NAME) + SUFFIX, 0, flat.numel())],
-        ).wait()
-        if flat.data_ptr() != grad.data_ptr():
-            grad.detach().copy_(flat.view(grad.shape))
+    for one in messages:  # 2
+        native = partial(dist.all_reduce, one.tensor, group=one.group)
+        channel.run(one, native=native, encoded=one.finish)
 
 
-def _raw_nbytes(grad: Tensor, group: dist.ProcessGroup) -> int:
-    return native_nbytes.all_reduce_nbytes(grad.numel(), grad.dtype, dist.get_world_size(group))
+@dataclass(eq=False, kw_only=True)
+class _TiedGradient(AllReduceInPlace):
+    """Sum of the gradient of one tied weight over the stages that have it."""
+
+    weight: Any
+
+    def pieces(self) -> list[Piece]:
+        """Return the weight, apart from what the data-parallel reduction calls it."""
+        return [Piece(getattr(self.weight, NAME) + SUFFIX, 0, self.numel)]
 
 
 def sums_after(engine: Any, channels: Channels) -> bool:

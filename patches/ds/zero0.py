@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import NAME, Channel, channels_of, native_nbytes
+from hybridcomp.channels import NAME, AllReduce, channels_of
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives import Handle
 from hybridcomp.errors import SeamError
 from hybridcomp.patching import Seam
 
@@ -43,20 +45,70 @@ def make_allreduce_bucket(original: Callable[..., Tensor]) -> Callable[..., Tens
         if channels is None:
             return original(self, bucket, dp_group, dp_world_size)
         channel = channels["dp"]
-        numel, dtype = sum(grad.numel() for grad in bucket), self.communication_data_type
-        world_size = dist.get_world_size(dp_group)
-        raw_nbytes = native_nbytes.all_reduce_nbytes(numel, dtype, world_size)
-        codec = channel.codec(numel, dtype, dp_group)
-        if codec is None:
-            channel.native(raw_nbytes)
-            return original(self, bucket, dp_group, dp_world_size)
-        before, after = factors(self, world_size if dp_world_size is None else dp_world_size)
-        pieces = pieces_of(self, bucket) if channel.wants_pieces(codec) else None
-        flat: Tensor = self.flatten(bucket)
-        reduce(channel, flat, codec, dp_group, dtype, (before, after), raw_nbytes, pieces)
-        return flat
+        message = _Bucket(
+            numel=sum(grad.numel() for grad in bucket),
+            dtype=self.communication_data_type,
+            group=dp_group,
+            engine=self,
+            bucket=bucket,
+            dp_world_size=dp_world_size,
+            in_fp32=channel.error_feedback,
+        )
+        return channel.run(
+            message,
+            native=lambda: original(self, bucket, dp_group, dp_world_size),
+            encoded=message.finish,
+        )
 
     return allreduce_bucket
+
+
+@dataclass(eq=False, kw_only=True)
+class _Bucket(AllReduce):
+    """Average of a bucket of gradients.
+
+    With error feedback all scaling comes first and in fp32: residuals are then in units of the
+    averaged gradient, and stay valid when the number of ranks changes.
+
+    Attributes:
+        flat: the gradients as one tensor, as upstream returns them; ``work`` is what is summed.
+        after: factor that the sum still needs.
+    """
+
+    engine: Any
+    bucket: Sequence[Tensor]
+    dp_world_size: float | None
+    in_fp32: bool
+    flat: Tensor = field(init=False)
+    work: Tensor = field(init=False)
+    after: float = 1.0
+
+    def load(self, codec: Codec) -> Tensor:
+        """Flatten and scale the gradients."""
+        size = dist.get_world_size(self.group) if self.dp_world_size is None else self.dp_world_size
+        before, self.after = factors(self.engine, size)
+        self.flat = self.work = self.engine.flatten(self.bucket)
+        if self.in_fp32:
+            before, self.after = before * self.after, 1.0
+            self.work = self.flat.to(torch.float32)
+        elif codec.lossless:
+            self.work = self.flat.to(self.dtype)  # the dtype that native sends, for the same sums
+        if before != 1.0:
+            self.work.mul_(before)
+        return self.work
+
+    def pieces(self) -> list[Piece]:
+        """Return the parameters of the bucket."""
+        return pieces_of(self.engine, self.bucket)
+
+    def finish(self, handle: Handle) -> Tensor:
+        """Complete the sum and return the averaged gradients."""
+        handle.wait()
+        if self.after != 1.0:
+            self.work.mul_(self.after)
+        if self.work is not self.flat:
+            self.flat.copy_(self.work)
+        return self.flat
 
 
 def factors(engine: Any, dp_world_size: float) -> tuple[float, float]:
@@ -67,36 +119,6 @@ def factors(engine: Any, dp_world_size: float) -> tuple[float, float]:
         return 1.0 / dp_world_size, 1.0
     predivide = engine.gradient_predivide_factor()
     return 1.0 / predivide, predivide / dp_world_size
-
-
-def reduce(
-    channel: Channel,
-    flat: Tensor,
-    codec: Codec,
-    group: Any,
-    dtype: torch.dtype,
-    scaling: tuple[float, float],
-    raw_nbytes: int,
-    pieces: Sequence[Piece] | None,
-) -> None:
-    """Average ``flat`` over ``group`` in place.
-
-    With error feedback all scaling comes first and in fp32: residuals are then in units of the
-    averaged gradient, and stay valid when the number of ranks changes.
-    """
-    before, after = scaling
-    work = flat
-    if channel.error_feedback:
-        before, after, work = before * after, 1.0, flat.to(torch.float32)
-    elif codec.lossless:
-        work = flat.to(dtype)  # the dtype that native sends, for the same sums
-    if before != 1.0:
-        work.mul_(before)
-    channel.all_reduce(work, codec, group, raw_nbytes=raw_nbytes, pieces=pieces).wait()
-    if after != 1.0:
-        work.mul_(after)
-    if work is not flat:
-        flat.copy_(work)
 
 
 def pieces_of(engine: Any, bucket: Sequence[Tensor]) -> list[Piece]:

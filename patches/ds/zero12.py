@@ -24,8 +24,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import NAME, OwnedRange, channel_of, channels_of, native_nbytes
+from hybridcomp.channels import (
+    NAME,
+    AllReduce,
+    OwnedRange,
+    ReduceToOwners,
+    channel_of,
+    channels_of,
+)
 from hybridcomp.channels.error_feedback import Piece, cut
+from hybridcomp.codecs.base import Codec
 from hybridcomp.errors import ConfigError
 from hybridcomp.patching import Seam
 
@@ -105,53 +113,75 @@ def make_allreduce_and_scatter(original: Callable[..., None]) -> Callable[..., N
         divide: bool = True,
         process_group: Any = None,
     ) -> None:
-        group = self.dp_process_group if process_group is None else process_group
-        dtype = torch.float32 if self.sequence_parallel_size > 1 else communication_data_type
-        slices = sorted(map(_slice, bucket), key=lambda part: part.values.storage_offset())
-        numel = sum(part.values.numel() for part in slices)
-        channel = channel_of(self, "dp")
-        codec = None if channel is None else channel.codec(numel, dtype, group)
-        if channel is None or codec is None:
+        def native() -> None:
             token = _declined.set(True)
             try:
                 original(
-                    self,
-                    bucket,
-                    communication_data_type,
-                    numel_per_bucket,
-                    log,
-                    divide,
+                    self, bucket, communication_data_type, numel_per_bucket, log, divide,
                     process_group,
-                )
+                )  # fmt: skip
             finally:
                 _declined.reset(token)
+
+        channel = channel_of(self, "dp")
+        if channel is None:
+            native()
             return
         # 1
-        flat = _flatten(slices)
-        _keep_alive(self, flat)
-        if codec.lossless:
-            flat = flat.to(dtype)  # the dtype that native sends, for the same sums
-        if divide and self.gradient_average:
-            flat = flat / (dist.get_world_size(group) / float(self.sequence_parallel_size))
-        # 2
-        raw_nbytes = native_nbytes.all_reduce_nbytes(numel, dtype, dist.get_world_size(group))
-        ranges, pieces = _ranges(slices), None
-        if channel.wants_pieces(codec):
-            pieces = _pieces(self, communication_data_type, slices)
-        sums = channel.reduce_to_owners(
-            flat, ranges, codec, group, raw_nbytes=raw_nbytes, pieces=pieces
+        slices = sorted(map(_slice, bucket), key=lambda part: part.values.storage_offset())
+        ranges = _ranges(slices)
+        message = _Bucket(
+            numel=ranges[-1].stop,
+            dtype=torch.float32 if self.sequence_parallel_size > 1 else communication_data_type,
+            group=self.dp_process_group if process_group is None else process_group,
+            ranges=ranges,
+            optimizer=self,
+            bucket_dtype=communication_data_type,
+            slices=slices,
+            divides=divide and self.gradient_average,
         )
+        channel.run(message, native=native, encoded=message.deliver)
+
+    return allreduce_and_scatter
+
+
+@dataclass(eq=False, kw_only=True)
+class _Bucket(ReduceToOwners):
+    """Sum of a bucket to the owners of its slices; numbers as in ``make_allreduce_and_scatter``."""
+
+    optimizer: Any
+    bucket_dtype: torch.dtype
+    slices: Sequence[Slice]
+    divides: bool
+    in_native_dtype: bool = False  # the sums of a lossless codec
+
+    def load(self, codec: Codec) -> Tensor:
+        """Join the slices and divide them, as upstream does before the sum."""
+        flat = _flatten(self.slices)
+        _keep_alive(self.optimizer, flat)
+        if codec.lossless:
+            self.in_native_dtype = True
+            flat = flat.to(self.dtype)  # the dtype that native sends, for the same sums
+        if self.divides:
+            ranks = dist.get_world_size(self.group)
+            flat = flat / (ranks / float(self.optimizer.sequence_parallel_size))
+        return flat
+
+    def pieces(self) -> list[Piece]:
+        """Return the parameters that the slices are parts of."""
+        return _pieces(self.optimizer, self.bucket_dtype, self.slices)
+
+    def deliver(self, sums: Sequence[Tensor]) -> None:
+        """Write the sums into the slices that this rank owns, and add them to accumulators."""
         # 3
-        rank = dist.get_rank(group)
-        owned = [part for part in slices if rank in part.ranks]
+        rank = dist.get_rank(self.group)
+        owned = [part for part in self.slices if rank in part.ranks]
         for part, total in zip(owned, sums, strict=True):
-            reduced = total.to(dtype) if codec.lossless else total
+            reduced = total.to(self.dtype) if self.in_native_dtype else total
             if part.output is not None:
                 part.output.add_(reduced.to(part.output.dtype))
             part.values.copy_(reduced)
-            _keep_alive(self, part.values)
-
-    return allreduce_and_scatter
+            _keep_alive(self.optimizer, part.values)
 
 
 def _ranges(slices: Sequence[Slice]) -> list[OwnedRange]:
@@ -253,16 +283,27 @@ def _count(
     if channels is None:
         return
     channel, strict = channels["dp"], channels.config.on_unsupported == "error"
-    if strict and not _declined.get() and channel.codec(numel, dtype, group) is not None:
+    if strict and not _declined.get() and channel.encodes(numel, dtype, group):
         raise ConfigError(
             "compression.dp",
             f"gradients in {seam.qualname}",
             "this configuration of ZeRO reduces gradients on a path without a seam; remove what "
             'leads there, or set "dp": "none", or set "on_unsupported": "native"',
         )
-    nbytes = native_nbytes.all_reduce_nbytes(numel, dtype, dist.get_world_size(group))
-    # a reduce to one rank moves each rank's share once instead of twice
-    channel.native(nbytes // 2 if to_one else nbytes)
+    message = _Elsewhere(numel=numel, dtype=dtype, group=group, to_one=to_one)
+    channel.run_native(message, lambda: None)
+
+
+@dataclass(eq=False, kw_only=True)
+class _Elsewhere(AllReduce):
+    """Reduction on a path without a seam, to all ranks or to one."""
+
+    to_one: bool
+
+    def native_nbytes(self, size: int) -> int:
+        """Return the bytes: a reduce to one rank moves each rank's share once, not twice."""
+        nbytes = super().native_nbytes(size)
+        return nbytes // 2 if self.to_one else nbytes
 
 
 COVERS = ("dp",)

@@ -14,17 +14,19 @@ Not covered: ``reduce_scatter: false`` and qgZ, which the check of the config re
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import NAME, Channel, channels_of, native_nbytes
+from hybridcomp.channels import NAME, Channel, ReduceScatter, channels_of, native_nbytes
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives import ReduceScatterHandle
 from hybridcomp.patching import Seam
 
 REQUIREMENT = "deepspeed >= 0.19, < 0.20"
@@ -72,54 +74,73 @@ def make_reduce_scatter_coalesced(
         if reducing is None:
             return original(tensors, group)
         channel, params = reducing
-        numel, dtype = sum(tensor.numel() for tensor in tensors), tensors[0].dtype
-        world_size = dist.get_world_size(group)
-        padded = sum(_chunk(tensor.numel(), world_size) * world_size for tensor in tensors)
-        raw_nbytes = native_nbytes.reduce_scatter_nbytes(padded, dtype, world_size)
-        codec = channel.codec(numel, dtype, group)
-        if codec is None:
-            channel.native(raw_nbytes)
-            return original(tensors, group)
-        return reduce_scatter(channel, tensors, params, codec, group, raw_nbytes)
+        message = _Gradients(
+            numel=sum(tensor.numel() for tensor in tensors),
+            dtype=tensors[0].dtype,
+            group=group,
+            tensors=tensors,
+            params=params,
+            in_fp32=channel.error_feedback,
+        )
+        return channel.run(
+            message, native=lambda: original(tensors, group), encoded=message.finish
+        )
 
     return reduce_scatter_coalesced
 
 
-@torch.no_grad()
-def reduce_scatter(
-    channel: Channel,
-    tensors: Sequence[Tensor],
-    params: Sequence[Any],
-    codec: Codec,
-    group: Any,
-    raw_nbytes: int,
-) -> list[Tensor]:
-    """Average this rank's part of every tensor over ``group``, in the tensors' dtype.
+@dataclass(eq=False, kw_only=True)
+class _Gradients(ReduceScatter):
+    """Average of this rank's part of every gradient, in the gradients' dtype.
 
     1 lay out the parts by destination: rank r gets ``[r * chunk, (r + 1) * chunk)`` of each
     2 average: divide before the sum, as upstream does
     3 cut the sum of this rank's parts into one tensor per parameter
     """
-    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-    dtype = tensors[0].dtype
-    # 1
-    parts: list[list[Tensor]] = []
-    pieces: list[list[Piece]] = []
-    for destination in range(world_size):
-        parts.append([])
-        pieces.append([])
-        for tensor, param in zip(tensors, params, strict=True):
-            chunk = _chunk(tensor.numel(), world_size)
-            part = tensor.reshape(-1)[destination * chunk : (destination + 1) * chunk]
-            parts[-1].append(part)
-            pieces[-1].append(Piece(getattr(param, NAME), destination * chunk, part.numel()))
-    # 2
-    work = torch.float32 if channel.error_feedback else dtype
-    flat = torch.cat([part for row in parts for part in row]).to(work).div_(world_size)
-    shards = list(torch.split(flat, [sum(part.numel() for part in row) for row in parts]))
-    handle = channel.reduce_scatter(shards, codec, group, raw_nbytes=raw_nbytes, pieces=pieces)
-    # 3
-    return list(torch.split(handle.wait().to(dtype), [part.numel() for part in parts[rank]]))
+
+    tensors: Sequence[Tensor]
+    params: Sequence[Any]
+    in_fp32: bool
+
+    def native_nbytes(self, size: int) -> int:
+        """Return the bytes that upstream sends, padding included."""
+        padded = sum(_chunk(tensor.numel(), size) * size for tensor in self.tensors)
+        return native_nbytes.reduce_scatter_nbytes(padded, self.dtype, size)
+
+    def _part(self, tensor: Tensor, destination: int) -> Tensor:
+        chunk = _chunk(tensor.numel(), dist.get_world_size(self.group))
+        return tensor.reshape(-1)[destination * chunk : (destination + 1) * chunk]
+
+    @torch.no_grad()
+    def load(self, codec: Codec) -> Sequence[Tensor]:
+        """Lay out and divide the gradients."""
+        size = dist.get_world_size(self.group)
+        # 1
+        rows = [[self._part(tensor, to) for tensor in self.tensors] for to in range(size)]
+        # 2
+        work = torch.float32 if self.in_fp32 else self.dtype
+        flat = torch.cat([part for row in rows for part in row]).to(work).div_(size)
+        return torch.split(flat, [sum(part.numel() for part in row) for row in rows])
+
+    def pieces(self) -> list[list[Piece]]:
+        """Return the parts of parameters in each destination's shard."""
+        size = dist.get_world_size(self.group)
+        return [[self._piece(t, p, to, size) for t, p in self._both()] for to in range(size)]
+
+    def _both(self) -> Iterator[tuple[Tensor, Any]]:
+        return zip(self.tensors, self.params, strict=True)
+
+    def _piece(self, tensor: Tensor, param: Any, destination: int, size: int) -> Piece:
+        start = destination * _chunk(tensor.numel(), size)
+        return Piece(getattr(param, NAME), start, self._part(tensor, destination).numel())
+
+    @torch.no_grad()
+    def finish(self, handle: ReduceScatterHandle) -> list[Tensor]:
+        """Complete the sum and return this rank's part of each gradient."""
+        # 3
+        rank = dist.get_rank(self.group)
+        numels = [self._part(tensor, rank).numel() for tensor in self.tensors]
+        return list(torch.split(handle.wait().to(self.dtype), numels))
 
 
 def _chunk(numel: int, world_size: int) -> int:

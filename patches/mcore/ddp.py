@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import native_nbytes
-from hybridcomp.patches.common.routes import make_torch, route, torch_seam
+from hybridcomp.patches.common.routes import make_torch, torch_seam
 from hybridcomp.patches.mcore import check
 from hybridcomp.patches.mcore.ddp_batch import BucketBatch, Call, Kind
 from hybridcomp.patches.mcore.groups import REQUIREMENT, coordinates, sizes
@@ -165,18 +165,11 @@ def make_coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
     return _coalescing_manager
 
 
-def _collect(
-    kind: Kind, native: Callable[[], Any], out: Tensor, values: Tensor, op: Any, raw_nbytes: int
-) -> BucketBatch | None:
+def _collect(call: Call) -> BucketBatch | None:
     """Add a call to the open batch, which is its handle; None: no batch is open."""
     batch: BucketBatch | None = getattr(_local, "batch", None)
-    if batch is None:
-        return None
-    dimension: Literal["zero", "dp"] = "zero" if kind == "all_gather" else "dp"
-    way = None
-    if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-        way = route(dimension, values.numel(), values.dtype, batch.group, raw_nbytes)
-    batch.calls.append(Call(kind, native, out, values, op == dist.ReduceOp.AVG, way))
+    if batch is not None:
+        batch.calls.append(call)
     return batch
 
 
@@ -188,10 +181,7 @@ def make_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
         tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
         native = functools.partial(original, tensor, op=op, group=group, async_op=async_op)
-        raw = native_nbytes.all_reduce_nbytes(
-            tensor.numel(), tensor.dtype, dist.get_world_size(group)
-        )
-        batch = _collect("all_reduce", native, tensor, tensor, op, raw)
+        batch = _collect(Call("all_reduce", native, tensor, tensor, op))
         return native() if batch is None else batch
 
     return all_reduce
@@ -209,10 +199,7 @@ def make_reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., An
         async_op: bool = False,
     ) -> Any:
         native = functools.partial(original, output, input, op=op, group=group, async_op=async_op)
-        raw = native_nbytes.reduce_scatter_nbytes(
-            input.numel(), input.dtype, dist.get_world_size(group)
-        )
-        batch = _collect("reduce_scatter", native, output, input, op, raw)
+        batch = _collect(Call("reduce_scatter", native, output, input, op))
         return native() if batch is None else batch
 
     return reduce_scatter_tensor
@@ -228,10 +215,8 @@ def make_all_gather_into_tensor(original: Callable[..., Any]) -> Callable[..., A
         native = functools.partial(
             original, output_tensor, input_tensor, group=group, async_op=async_op
         )
-        numel, dtype = input_tensor.numel(), input_tensor.dtype
-        raw = native_nbytes.all_gather_nbytes(numel, dtype, dist.get_world_size(group))
         sum_op = dist.ReduceOp.SUM  # a gather has none
-        batch = _collect("all_gather", native, output_tensor, input_tensor, sum_op, raw)
+        batch = _collect(Call("all_gather", native, output_tensor, input_tensor, sum_op))
         return native() if batch is None else batch
 
     return all_gather_into_tensor
@@ -247,7 +232,7 @@ def _gather_list(original: Callable[..., Any]) -> Callable[..., Any]:
         channels = current()
         if channels is not None:
             raw = native_nbytes.all_gather_nbytes(tensor.numel(), tensor.dtype, len(tensor_list))
-            channels["zero"].native(raw)
+            channels["zero"].count_native(raw)
         return original(tensor_list, tensor, group=group, async_op=async_op)
 
     return all_gather

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import NAME, parameter_deltas
+from hybridcomp.channels import NAME, AllReduce, ReduceScatter
 from hybridcomp.channels.error_feedback import Piece, cut
+from hybridcomp.channels.parameter_deltas import GatherParameters
+from hybridcomp.collectives import Handle, ReduceScatterHandle
 from hybridcomp.patches.common import early_engines
-from hybridcomp.patches.common.routes import Route, flat
+from hybridcomp.patches.common.routes import flat
 from hybridcomp.session.process import current
+
+SUM, AVERAGE = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
 
 @dataclass
 class Call:
-    """One collective that upstream has called."""
+    """One collective that upstream has called; ``op``: its sum, average or other reduction."""
 
     kind: Kind
     native: Callable[[], Any]
     out: Tensor
     values: Tensor
-    average: bool
-    route: Route | None
+    op: Any
 
 
 @dataclass
@@ -45,20 +49,59 @@ class BucketBatch:
     waits: list[Callable[[], Any]] = field(default_factory=list)
 
     def launch(self, manager: Callable[..., Any], device: torch.device | None) -> None:
-        """Start all collectives; without ``async_ops`` also finish them."""
+        """Start all collectives; without ``async_ops`` also finish them.
+
+        1 start those that have a codec, 2 have upstream start the others together.
+        """
+        native: list[Callable[[], Any]] = []
         for call in self.calls:
-            if call.kind == "all_gather":
-                _settle(call, self.group)
-        native = [call for call in self.calls if call.route is None]
-        if native:
+            self._start(call, native)  # 1
+        if native:  # 2
             with manager(self.group, device, self.async_ops) as coalesced:
-                for call in native:
-                    call.native()
+                for one in native:
+                    one()
             if self.async_ops:
                 self.waits.append(coalesced.wait)
-        for call in self.calls:
-            if call.route is not None:
-                self.waits.append(_start(call, call.route, self))
+
+    def _start(self, call: Call, native: list[Callable[[], Any]]) -> None:
+        """Start ``call`` encoded, or add what starts it to ``native``."""
+        channels = current()
+        assert channels is not None, "calls are collected for a block"
+        if dist.get_world_size(self.group) < 2 or call.op not in (SUM, AVERAGE):
+            native.append(call.native)
+        elif call.kind == "all_gather":
+            channel, gather = channels["zero"], self._gather(call)
+
+            def leave() -> None:
+                gather.leave(channel)
+                native.append(call.native)
+
+            channel.run(gather, native=leave, encoded=self._keep)
+        elif call.kind == "all_reduce":
+            reduce = _Reduce(
+                numel=call.values.numel(), dtype=call.values.dtype, group=self.group,
+                values=call.values.view(-1), async_op=self.async_ops, call=call, batch=self,
+            )  # fmt: skip
+            later = partial(native.append, call.native)
+            channels["dp"].run(reduce, native=later, encoded=reduce.deliver)
+        else:
+            scatter = _Scatter(
+                numel=call.values.numel(), dtype=call.values.dtype, group=self.group,
+                shards=torch.split(call.values.view(-1), call.out.numel()),
+                async_op=self.async_ops, call=call, batch=self,
+            )  # fmt: skip
+            later = partial(native.append, call.native)
+            channels["dp"].run(scatter, native=later, encoded=scatter.deliver)
+
+    def _gather(self, call: Call) -> GatherParameters:
+        return GatherParameters(
+            numel=call.values.numel(), dtype=call.values.dtype, group=self.group,
+            shard=flat(call.values), out=call.out.view(-1), buffer=call.out,
+            async_op=self.async_ops,
+        )  # fmt: skip
+
+    def _keep(self, handle: Handle) -> None:
+        self.waits.append(handle.wait)
 
     def wait(self) -> None:
         """Finish all collectives, decoding included; harmless when called twice."""
@@ -67,68 +110,49 @@ class BucketBatch:
             wait()
 
 
-def _settle(call: Call, group: dist.ProcessGroup) -> None:
-    """Leave a gather to upstream where deltas must not be sent; the same on all ranks."""
-    way = call.route
-    if way is None:
-        channels = current()
-        assert channels is not None, "calls are collected for a block"
-        parameter_deltas.leave(channels["zero"], call.out, group)
-    elif way.channel.delta and not parameter_deltas.agreed(way.channel, call.out, way.codec, group):
-        parameter_deltas.keep(way.channel, call.out, group)
-        way.channel.native(way.raw_nbytes)
-        call.route = None
+@dataclass(eq=False, kw_only=True)
+class _Reduce(AllReduce):
+    """All-reduce of a stretch of a gradient buffer."""
+
+    call: Call
+    batch: BucketBatch
+
+    def pieces(self) -> list[Piece] | None:
+        """Return the parameters in the stretch."""
+        return _pieces_of(self.call.values, self.batch.bucket_group)
+
+    def deliver(self, handle: Handle) -> None:
+        """Divide the sum where upstream averages."""
+        if self.call.op == AVERAGE:
+            handle.then(partial(_divide, self.call.values, dist.get_world_size(self.group)))
+        self.batch.waits.append(handle.wait)
 
 
-def _start(call: Call, way: Route, batch: BucketBatch) -> Callable[[], Any]:
-    """Start an encoded collective; return the function that waits for it."""
-    group, async_op = batch.group, batch.async_ops
-    world_size = dist.get_world_size(group)
-    wanted = way.channel.wants_pieces(way.codec)
-    pieces = _pieces_of(call.values, batch.bucket_group) if wanted else None
-    if call.kind == "all_gather" and way.channel.delta:
-        return parameter_deltas.gather(
-            way.channel,
-            call.out,
-            way.codec,
-            group,
-            raw_nbytes=way.raw_nbytes,
-            async_op=async_op,
-        ).wait
-    if call.kind == "all_gather":
-        return way.channel.all_gather(
-            flat(call.values),
-            call.out.view(-1),
-            way.codec,
-            group,
-            raw_nbytes=way.raw_nbytes,
-            async_op=async_op,
-        ).wait
-    if call.kind == "all_reduce":
-        reduced = way.channel.all_reduce(
-            call.values.view(-1),
-            way.codec,
-            group,
-            raw_nbytes=way.raw_nbytes,
-            pieces=pieces,
-            async_op=async_op,
-        )
-        if call.average:
-            reduced.then(lambda: _divide(call.values, world_size))
-        return reduced.wait
-    numel = call.out.numel()
-    shards = torch.split(call.values.view(-1), numel)
-    of_shards = None
-    if pieces is not None:
-        of_shards = [cut(pieces, r * numel, (r + 1) * numel) for r in range(world_size)]
-    scattered = way.reduce_scatter(shards, group, pieces=of_shards, async_op=async_op)
+@dataclass(eq=False, kw_only=True)
+class _Scatter(ReduceScatter):
+    """Reduce-scatter of a gradient buffer."""
 
-    def deliver() -> None:
-        total = scattered.wait()
-        call.out.copy_(total.div_(world_size) if call.average else total)
+    call: Call
+    batch: BucketBatch
 
-    scattered.then(deliver)
-    return scattered.wait
+    def pieces(self) -> list[list[Piece]] | None:
+        """Return the parameters in each rank's shard."""
+        pieces = _pieces_of(self.call.values, self.batch.bucket_group)
+        if pieces is None:
+            return None
+        numel = self.call.out.numel()
+        return [cut(pieces, r * numel, (r + 1) * numel) for r in range(len(self.shards))]
+
+    def deliver(self, handle: ReduceScatterHandle) -> None:
+        """Write this rank's sum, divided where upstream averages, into upstream's output."""
+        call, world_size = self.call, len(self.shards)
+
+        def write() -> None:
+            total = handle.wait()
+            call.out.copy_(total.div_(world_size) if call.op == AVERAGE else total)
+
+        handle.then(write)
+        self.batch.waits.append(handle.wait)
 
 
 def _divide(values: Tensor, world_size: int) -> None:

@@ -38,7 +38,7 @@ from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.mcore.groups import REQUIREMENT
-from hybridcomp.patches.mcore.pipeline_message import message_of
+from hybridcomp.patches.mcore.pipeline_message import post
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Direction
 from hybridcomp.session.process import current
@@ -120,14 +120,9 @@ def make_operations(original: Callable[..., Any]) -> Callable[..., Any]:
                 continue
             ends = dist.get_rank(), int(kwargs[f"{key[5:]}_pipeline_rank"])
             between = ends if key.startswith("send") else ends[::-1]
-            message = message_of(channels, tensor, group, way, config, between)
-            if message is None:
-                if key.startswith("send"):
-                    channels["pp"].native(tensor.numel() * tensor.element_size(), way)
-            else:
-                sends = key.startswith("send")
-                posted[key] = message.send(tensor) if sends else message.recv(tensor, between[0])
-                payloads[slot] = posted[key].message
+            message = post(channels, tensor, group, way, config, between)
+            if message is not None:
+                posted[key], payloads[slot] = message, message.message
         if not posted:
             return original(**kwargs)
         rest = {name: value for name, value in kwargs.items() if name not in payloads}

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import Channel, Channels, Posted
+from hybridcomp.channels import Channel, Channels, Posted, PostReceive, PostSend
 from hybridcomp.codecs.base import Codec
 from hybridcomp.log import say_once
 from hybridcomp.patches.common.routes import flat
@@ -23,46 +23,59 @@ VARIABLE: Rule[None] = Rule(
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class PipelineMessage:
-    """Codec and split of a message: encoded or raw (no codec), whole or a part per holder."""
+@dataclass(eq=False, kw_only=True)
+class StageSend(PostSend):
+    """Message to a neighbouring stage; natively only where a codec's size varies and NCCL sends."""
 
-    channel: Channel
-    codec: Codec | None
-    direction: Direction
-    holders: dist.ProcessGroup | None = None
+    channels: Channels
 
-    def send(self, tensor: Tensor) -> Posted:
-        """Encode this rank's part of ``tensor`` into a message that upstream posts."""
-        return self.channel.post_send(
-            flat(tensor), self.codec, direction=self.direction, holders=self.holders
-        )
-
-    def recv(self, tensor: Tensor, src: int) -> Posted:
-        """Return a buffer for a message of rank ``src``, to be decoded into ``tensor``."""
-        values = tensor.detach().view(-1)
-        return self.channel.post_recv(
-            values, src, self.codec, direction=self.direction, holders=self.holders
-        )
+    def stays_native(self, channel: Channel, codec: Codec) -> bool:
+        """Return whether upstream's transport cannot take messages of this codec."""
+        return _is_refused(codec, self.group, self.channels)
 
 
-def message_of(
+@dataclass(eq=False, kw_only=True)
+class StageReceive(PostReceive):
+    """Message from a neighbouring stage, as ``StageSend``."""
+
+    channels: Channels
+
+    def stays_native(self, channel: Channel, codec: Codec) -> bool:
+        """Return whether upstream's transport cannot take messages of this codec."""
+        return _is_refused(codec, self.group, self.channels)
+
+
+def _is_refused(codec: Codec, group: Any, channels: Channels) -> bool:
+    if codec.fixed_size or dist.get_backend(group) == "gloo":
+        return False
+    say_once(apply(VARIABLE, ["pp"], channels.config))
+    return True
+
+
+def post(
     channels: Channels,
     tensor: Tensor,
     group: Any,
     direction: Direction,
     config: Any,
     between: tuple[int, int],
-) -> PipelineMessage | None:
-    """Return the message of ``tensor`` between two global ranks; None: upstream sends it."""
-    codec = channels["pp"].codec(tensor.numel(), tensor.dtype, group, direction, between)
-    if codec is not None and not codec.fixed_size and dist.get_backend(group) != "gloo":
-        say_once(apply(VARIABLE, ["pp"], channels.config))
-        codec = None
-    holders = _tensor_group(channels, tensor, config)
-    if codec is None and holders is None:
-        return None
-    return PipelineMessage(channels["pp"], codec, direction, holders)
+) -> Posted | None:
+    """Return the message of ``tensor`` between two global ranks; None: upstream sends it.
+
+    Without a codec tensor ranks that hold the same tensor still send a part each, unencoded.
+    """
+    channel, sends = channels["pp"], between[0] == dist.get_rank()
+    kind = StageSend if sends else StageReceive
+    message = kind(
+        numel=tensor.numel(), dtype=tensor.dtype, group=group, direction=direction,
+        between=between, values=flat(tensor) if sends else tensor.detach().view(-1),
+        holders=_tensor_group(channels, tensor, config), channels=channels,
+    )  # fmt: skip
+    return channel.run(
+        message,
+        native=lambda: None if message.holders is None else message.post(channel, None),
+        encoded=lambda posted: posted,
+    )
 
 
 def _tensor_group(channels: Channels, tensor: Tensor, config: Any) -> dist.ProcessGroup | None:

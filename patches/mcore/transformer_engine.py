@@ -131,10 +131,11 @@ def plain(make: Maker) -> Maker:
             if sys._getframe(1).f_code.co_name in FUNCTIONS:
                 return encoded(*args, **kwargs)
             group = kwargs.get("group")
-            if len(args) > 1:  # gathers: output, input
+            channel = GATHERED.channel(group) if len(args) > 1 else None  # gathers: output, input
+            if channel is not None:
                 world_size = dist.get_world_size(group)
                 nbytes = native_nbytes.all_gather_nbytes(args[1].numel(), args[1].dtype, world_size)
-                GATHERED.leave_native(group, nbytes)
+                channel.count_native(nbytes, GATHERED.way())
             return original(*args, **kwargs)
 
         return collective

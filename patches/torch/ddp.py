@@ -15,7 +15,7 @@ a lossy codec encodes each parameter independently (``ddp_layout``). DDP holds a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,11 +26,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hybridcomp.autotune.trials import Sent
-from hybridcomp.channels import NAME
+from hybridcomp.channels import NAME, AllReduce
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.channels.resharing import Sends
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
-from hybridcomp.collectives import Handle, native_nbytes
+from hybridcomp.collectives import Handle
 from hybridcomp.collectives.topology import ranks_of
 from hybridcomp.collectives.wire import POOL, first
 from hybridcomp.patches.torch import ddp_slot, rules, steps, torch_versions
@@ -123,21 +123,74 @@ class _Note:
         self.used.add(self.name)
 
 
+@dataclass(eq=False, kw_only=True)
+class _BucketSum(AllReduce):
+    """Average of a bucket's gradients over the ranks."""
+
+    reducer: Reducer
+    bucket: Any
+    gradients: Tensor
+    layout: BucketLayout | None = None
+    buffer: Tensor | None = None
+
+    def native_nbytes(self, size: int) -> int:
+        """Return the bytes of a native sum; sparse rows go to every other rank."""
+        if not self.gradients.is_sparse:
+            return super().native_nbytes(size)
+        rows = self.gradients.coalesce()
+        return (rows.indices().nbytes + rows.values().nbytes) * (size - 1)
+
+    def load(self, codec: Codec) -> Tensor:
+        """Multiply by 1/ranks, and copy into a table with a row for each parameter.
+
+        Low rank needs whole matrices and handles each separately anyway; with error feedback a
+        lossless codec that sends the residuals uses their table.
+        """
+        gradients, factor = self.gradients, 1.0 / dist.get_world_size(self.group)
+        by_parameter = self.reducer.error_feedback or not codec.lossless
+        if not by_parameter or codec.low_rank is not None:
+            self.values = gradients.mul_(factor)
+            return self.values
+        self.layout = self.reducer.layout(self.bucket)
+        nbytes = self.layout.numel * gradients.itemsize
+        self.buffer = POOL.take(nbytes, gradients.device)
+        self.values = first(self.buffer, nbytes).view(gradients.dtype)
+        self.layout.pack(gradients, factor, self.values)
+        return self.values
+
+    def pieces(self) -> Sequence[Piece]:
+        """Return the parameters of the table, or of the bucket: in its order, without gaps."""
+        if self.layout is not None:
+            return self.layout.pieces
+        return [Piece(getattr(p, NAME), 0, _numel(p)) for p in self.bucket.parameters()]
+
+    def taken(self) -> dict[str, Tensor]:
+        """Return which of the sums DDP takes."""
+        return self.reducer.taken(self.bucket)
+
+    def started(self, handle: Handle) -> _Pending:
+        """Finish the buckets before this one, whose first message is under way."""
+        assert self.values is not None, "loaded"
+        future: Bucket = torch.futures.Future(devices=_devices(self.gradients))
+        self.reducer.finish()
+        return _Pending(handle, future, self.gradients, self.values, self.layout, self.buffer)
+
+
 class Reducer:
     """Reducer of one model's buckets, called by DDP's communication hook."""
 
     def __init__(self, model: DistributedDataParallel, attached: Attached) -> None:
         self._group = model.process_group
-        self._world_size = dist.get_world_size(self._group)
         self._model: Any = model
         self._attached = attached
         self._channel = attached.channels["dp"]
+        self.error_feedback = self._channel.error_feedback
         self._pending: list[_Pending] = []
         self._layouts: dict[tuple[str, ...], BucketLayout] = {}
         self._is_rebuilt = False
         #: names of parameters that got a gradient since the last sum, where DDP finds unused ones
         self._used: set[str] | None = None
-        if self._channel.error_feedback and (model.find_unused_parameters or model.static_graph):
+        if self.error_feedback and (model.find_unused_parameters or model.static_graph):
             self._used = set()
             for parameter in model._module_parameters:
                 if parameter.requires_grad:  # runs before DDP's hook on it, which calls the reducer
@@ -153,60 +206,32 @@ class Reducer:
         if bucket.index() == 0:
             self._pending.clear()  # left from a pass that an exception ended
             self._follow_rebuilt()
-        raw_nbytes, codec = self._raw_nbytes(gradients), None
-        if not gradients.is_sparse:
-            codec = self._channel.codec(gradients.numel(), gradients.dtype, self._group)
-        if codec is None:
-            self._channel.native(raw_nbytes)
+        message = _BucketSum(
+            numel=gradients.numel(), dtype=gradients.dtype, group=self._group, async_op=True,
+            reducer=self, bucket=bucket, gradients=gradients,
+        )  # fmt: skip
+        with self._beside(gradients):
+            started = self._start(message)
+        if started is None:
             future = ddp_slot.average(gradients, self._group)
         else:
-            future = torch.futures.Future(devices=_devices(gradients))
-            with self._beside(gradients):
-                started = self._start(bucket, gradients, codec, raw_nbytes, future)
-                self._finish(len(self._pending))
+            future = started.future
             self._pending.append(started)
         if bucket.is_last():
             if self._used is not None:
                 self._used.clear()
             with self._beside(gradients):
-                self._finish(len(self._pending))
+                self.finish()
         return future
 
-    def _raw_nbytes(self, gradients: Tensor) -> int:
-        """Return the bytes one rank sends in a native sum; sparse rows go to every other rank."""
-        if gradients.is_sparse:
-            rows = gradients.coalesce()
-            nbytes = rows.indices().nbytes + rows.values().nbytes
-            return nbytes * (self._world_size - 1)
-        return int(
-            native_nbytes.all_reduce_nbytes(gradients.numel(), gradients.dtype, self._world_size)
-        )
+    def _start(self, message: _BucketSum) -> _Pending | None:
+        """Send the first message of a bucket and finish those before it; None: native sends it."""
+        if message.gradients.is_sparse:
+            self._channel.run_native(message, lambda: None)
+            return None
+        return self._channel.run(message, native=lambda: None, encoded=message.started)
 
-    def _start(
-        self, bucket: Any, gradients: Tensor, codec: Codec, raw_nbytes: int, future: Bucket
-    ) -> _Pending:
-        """Send the first message of a bucket."""
-        layout, message, buffer, factor = None, gradients, None, 1.0 / self._world_size
-        # low rank needs whole matrices and handles each separately anyway; with error feedback a
-        # lossless codec that sends the residuals uses their layout
-        by_parameter = self._channel.error_feedback or not codec.lossless
-        if by_parameter and codec.low_rank is None:
-            layout = self._layout(bucket)
-            buffer = POOL.take(layout.numel * gradients.itemsize, gradients.device)
-            message = first(buffer, layout.numel * gradients.itemsize).view(gradients.dtype)
-            layout.pack(gradients, factor, message)
-        else:
-            gradients.mul_(factor)
-        pieces = None
-        if self._channel.wants_pieces(codec):
-            pieces = _pieces(bucket) if layout is None else layout.pieces
-        handle = self._channel.all_reduce(
-            message, codec, self._group, raw_nbytes=raw_nbytes, pieces=pieces, async_op=True,
-            taken=self._taken(bucket),
-        )  # fmt: skip
-        return _Pending(handle, future, gradients, message, layout, buffer)
-
-    def _taken(self, bucket: Any) -> dict[str, Tensor]:
+    def taken(self, bucket: Any) -> dict[str, Tensor]:
         """Whether any rank has used them since the last sum: parameters that this one has not.
 
         Where DDP looks for unused ones it throws their sum away, and what was left out of earlier
@@ -222,12 +247,12 @@ class Reducer:
         found = zip(names, flags.bool().unbind(), strict=True)
         return {name: flag for name, flag in found if name not in self._used}
 
-    def _layout(self, bucket: Any) -> BucketLayout:
+    def layout(self, bucket: Any) -> BucketLayout:
         parameters = bucket.parameters()
         names = tuple(getattr(parameter, NAME) for parameter in parameters)
         if names not in self._layouts:
             numels = list(map(_numel, parameters))
-            self._layouts[names] = BucketLayout(names, numels, self._world_size)
+            self._layouts[names] = BucketLayout(names, numels, dist.get_world_size(self._group))
         return self._layouts[names]
 
     def _follow_rebuilt(self) -> None:
@@ -238,9 +263,9 @@ class Reducer:
             residuals = self._attached.channels.residuals
             residuals.load(residuals.state_dict())
 
-    def _finish(self, count: int) -> None:
-        """Wait for the first ``count`` buckets, in order: ``wait`` posts further messages."""
-        finished, self._pending = self._pending[:count], self._pending[count:]
+    def finish(self) -> None:
+        """Wait for the buckets under way, in order: ``wait`` posts further messages."""
+        finished, self._pending = self._pending, []
         for one in finished:
             one.handle.wait()
             if one.layout is not None:
@@ -264,11 +289,6 @@ class Reducer:
 
 def _devices(gradients: Tensor) -> list[int | str | torch.device] | None:
     return [gradients.device] if gradients.device.type == "cuda" else None
-
-
-def _pieces(bucket: Any) -> list[Piece]:
-    """Return the parameters of a bucket as pieces, in its order; there are no gaps."""
-    return [Piece(getattr(p, NAME), 0, _numel(p)) for p in bucket.parameters()]
 
 
 def _numel(parameter: Tensor) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,10 +19,12 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from hybridcomp.channels import Channel
+from hybridcomp import channels
+from hybridcomp.channels import Channel, ReduceScatterHandle
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.channels.resharing import Sends
-from hybridcomp.collectives import Handle, native_nbytes
+from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives import Handle
 from hybridcomp.collectives.topology import ranks_of
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.fsdp2_members import Members
@@ -92,6 +95,22 @@ class GatherWork(dist.Work):
         return self._handle.is_completed()
 
 
+@dataclass(eq=False, kw_only=True)
+class _ParameterGather(channels.AllGather):
+    """All-gather of a group's parameters; ``stays_exact``: whether it must not be lossy."""
+
+    members: Members
+    stays_exact: Callable[[], bool]
+
+    def stays_native(self, channel: Channel, codec: Codec) -> bool:
+        """Return whether the gather must be exact and the codec is not."""
+        return not codec.lossless and self.stays_exact()
+
+    def cuts(self, codec: Codec) -> Sequence[int]:
+        """Return the borders of parameters in the shard, which no lossy codec crosses."""
+        return () if codec.lossless else self.members.cuts(self.out.numel() // self.shard.numel())
+
+
 class EncodedAllGather(AllGather):
     """All-gather of the parameters of one group, encoded where the policy says so."""
 
@@ -111,25 +130,16 @@ class EncodedAllGather(AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather all ranks' ``input_tensor``, here a view of ``output_tensor``, into the latter."""
-        world_size = group.size()
-        raw_nbytes = native_nbytes.all_gather_nbytes(
-            input_tensor.numel(), input_tensor.dtype, world_size
+        message = _ParameterGather(
+            numel=output_tensor.numel(), dtype=output_tensor.dtype, group=group,
+            shard=input_tensor.detach(), out=output_tensor.detach(), async_op=async_op,
+            single_post=True, members=self._members, stays_exact=self._stays_exact,
+        )  # fmt: skip
+        return self._channel.run(
+            message,
+            native=lambda: self.native(output_tensor, input_tensor, group, async_op),
+            encoded=lambda handle: GatherWork(handle) if async_op else None,
         )
-        codec = self._channel.codec(output_tensor.numel(), output_tensor.dtype, group)
-        if codec is None or (not codec.lossless and self._stays_exact()):
-            self._channel.native(raw_nbytes)
-            return self.native(output_tensor, input_tensor, group, async_op)
-        cuts = () if codec.lossless else self._members.cuts(world_size)
-        handle = self._channel.all_gather(
-            input_tensor.detach(),
-            output_tensor.detach(),
-            codec,
-            group,
-            raw_nbytes=raw_nbytes,
-            cuts=cuts,
-            async_op=async_op and self._channel.posts_once(codec, group),
-        )
-        return GatherWork(handle) if async_op else None
 
     def _stays_exact(self) -> bool:
         """Return whether this gather must be exact: it repeats one, or is outside of passes."""
@@ -185,27 +195,34 @@ class EncodedReduceScatter(ReduceScatter):
     ) -> dist.Work | None:
         """Put this rank's part of the sum over ``group`` into ``output_tensor``."""
         self.attached.reduced()
-        world_size = group.size()
-        self.places = self.members.of_message(input_tensor.numel(), world_size)
-        raw_nbytes = native_nbytes.reduce_scatter_nbytes(
-            input_tensor.numel(), input_tensor.dtype, world_size
-        )
-        codec = None
-        if not self._native_inside:
-            codec = self.channel.codec(input_tensor.numel(), input_tensor.dtype, group)
-        if codec is None:
-            self.channel.native(raw_nbytes)
+        self.places = self.members.of_message(input_tensor.numel(), group.size())
+        message = _GradientScatter(
+            numel=input_tensor.numel(), dtype=input_tensor.dtype, group=group,
+            shards=torch.split(input_tensor.detach(), output_tensor.numel()),
+            members=self.members, places=self.places,
+        )  # fmt: skip
+
+        def native() -> dist.Work | None:
             return self.native(output_tensor, input_tensor, group, op, async_op)
-        pieces = None
-        if self.channel.wants_pieces(codec):
-            pieces = self.members.pieces(self.places, world_size)
-        shards = list(torch.split(input_tensor.detach(), output_tensor.numel()))
-        handle = self.channel.reduce_scatter(
-            shards, codec, group, raw_nbytes=raw_nbytes, pieces=pieces
-        )
-        total = handle.wait()
-        output_tensor.copy_(divided(total, op, self.members.group, world_size))
-        return None
+
+        def deliver(handle: ReduceScatterHandle) -> None:
+            output_tensor.copy_(divided(handle.wait(), op, self.members.group, group.size()))
+
+        if self._native_inside:
+            return self.channel.run_native(message, native)
+        return self.channel.run(message, native=native, encoded=deliver)
+
+
+@dataclass(eq=False, kw_only=True)
+class _GradientScatter(channels.ReduceScatter):
+    """Reduce-scatter of the gradients of some parameters of a group."""
+
+    members: Members
+    places: tuple[int, ...]
+
+    def pieces(self) -> Sequence[Sequence[Piece]]:
+        """Return the parameters' parts in each rank's shard."""
+        return self.members.pieces(self.places, len(self.shards))
 
 
 class EncodedReplicas(dist.ProcessGroup):
@@ -230,19 +247,24 @@ class EncodedReplicas(dist.ProcessGroup):
     def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
         """Sum one tensor over the replicas in place."""
         (tensor,) = tensors
-        scatter, world_size = self._scatter, self.inner.size()
+        scatter = self._scatter
         scatter.attached.reduced()
-        channel = scatter.channel
-        raw_nbytes = native_nbytes.all_reduce_nbytes(tensor.numel(), tensor.dtype, world_size)
-        codec = channel.codec(tensor.numel(), tensor.dtype, self.inner)
-        if codec is None:
-            channel.native(raw_nbytes)
-            return self.inner.allreduce(tensors, options)
-        pieces = self._pieces(tensor.numel()) if channel.wants_pieces(codec) else None
-        handle = channel.all_reduce(tensor, codec, self.inner, raw_nbytes=raw_nbytes, pieces=pieces)
-        handle.wait()
-        tensor.copy_(divided(tensor, options.reduceOp, scatter.members.group, world_size))
-        return GatherWork(handle)
+        message = _ShardSum(
+            numel=tensor.numel(), dtype=tensor.dtype, group=self.inner, values=tensor,
+            pieces_of=self._pieces,
+        )  # fmt: skip
+
+        def deliver(handle: Handle) -> GatherWork:
+            handle.wait()
+            total = divided(
+                tensor, options.reduceOp, scatter.members.group, self.inner.size()
+            )
+            tensor.copy_(total)
+            return GatherWork(handle)
+
+        return scatter.channel.run(
+            message, native=lambda: self.inner.allreduce(tensors, options), encoded=deliver
+        )
 
     def _pieces(self, numel: int) -> list[Piece]:
         """Return the pieces of this rank's shard of the last reduce-scatter."""
@@ -255,6 +277,17 @@ class EncodedReplicas(dist.ProcessGroup):
             places = members.of_message(numel, 1)
         pieces = members.pieces(places, size)[rank]
         return [Piece(BETWEEN + p.name if p.name else "", p.offset, p.numel) for p in pieces]
+
+
+@dataclass(eq=False, kw_only=True)
+class _ShardSum(channels.AllReduce):
+    """All-reduce of a shard between replicas."""
+
+    pieces_of: Callable[[int], list[Piece]]
+
+    def pieces(self) -> list[Piece]:
+        """Return the parameters' parts in the shard."""
+        return self.pieces_of(self.numel)
 
 
 def divided(total: Tensor, op: Any, group: Any, world_size: int) -> Tensor:

@@ -15,6 +15,7 @@ from hybridcomp.channels import Channels
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.config import CompressionConfig
 from hybridcomp.session.reporter import Reporter
+from tests.channels import sent
 from tests.ranks import run_ranks
 
 NUMEL = 256
@@ -33,11 +34,11 @@ def reduce_scatter(async_op: bool) -> dict[str, Any]:
         channel = channels[name]
         codec = channel.codec(2 * NUMEL, torch.float32, None, "forward")
         assert codec is not None
-        handle = channel.reduce_scatter(
+        handle = sent.reduce_scatter(
+            channel,
             shards,
             codec,
             None,
-            raw_nbytes=4 * NUMEL,
             pieces=[[Piece(f"p{to}", 0, NUMEL)] for to in range(2)],
             direction="backward" if name == "tp" else "forward",
             async_op=async_op,
@@ -63,7 +64,7 @@ def test_reduce_scatter_in_either_direction_and_asynchronous() -> None:
 
 def report() -> list[tuple[str, float]]:
     channels = Channels(CompressionConfig.parse({"tp": "blockint"}))
-    channels["tp"].native(1000 * (1 + dist.get_rank()), "backward")
+    channels["tp"].count_native(1000 * (1 + dist.get_rank()), "backward")
     return Reporter(channels, None, torch.device("cpu")).report(1)
 
 
@@ -75,7 +76,7 @@ def test_every_rank_gets_the_events_of_all() -> None:
 
 def ended_early(folder: str) -> tuple[dict[str, Any], str]:
     channels = Channels(CompressionConfig.parse({"tp": "blockint"}))
-    channels["tp"].native(1000, "backward")
+    channels["tp"].count_native(1000, "backward")
     file = Path(folder, "ledger.jsonl")
     said = io.StringIO()
     with contextlib.redirect_stdout(said):

@@ -19,6 +19,7 @@ from hybridcomp.channels import Channels, resharing
 from hybridcomp.channels.error_feedback import Piece, cut, held_in
 from hybridcomp.collectives import Group, Levels, OwnedRange, chunk_ranges
 from hybridcomp.config import CompressionConfig
+from tests.channels import sent
 from tests.selection import by_day
 from tests.stand_ins import thread_groups
 from tests.stand_ins.thread_groups import Board, Member
@@ -132,30 +133,26 @@ class Drawn:
                 )  # fmt: skip
                 group = Group(levels.inner.process_group, rank, 4, levels=levels)
             channel._groups[GROUP] = group
-            codec = channel._state.guard.lossless
+            codec = channel.state.guard.lossless
             if not lossless:
-                chosen = channel._state.policy.codecs["dp", "forward"]
+                chosen = channel.state.policy.codecs["dp", "forward"]
                 assert chosen is not None
                 codec = chosen
             values = gradients[rank].clone()
             # a rank that has used a parameter knows that its sum counts
             asked = [name for i, name in enumerate(self.numels) if name in unused or i % 2 == rank]
             if self.kind == "all_reduce":
-                channel.all_reduce(
-                    values, codec, GROUP, raw_nbytes=0, pieces=self.pieces,
+                sent.all_reduce(
+                    channel, values, codec, GROUP, pieces=self.pieces,
                     taken={name: torch.tensor(name not in unused) for name in asked},
                 ).wait()  # fmt: skip
                 return values
             if self.kind == "reduce_scatter":
                 shards = [values[low:high] for low, high in ranges]
                 of_shards = [cut(self.pieces, low, high) for low, high in ranges]
-                return channel.reduce_scatter(
-                    shards, codec, GROUP, raw_nbytes=0, pieces=of_shards
-                ).wait()
+                return sent.reduce_scatter(channel, shards, codec, GROUP, pieces=of_shards).wait()
             owned = [OwnedRange(low, high, (i,)) for i, (low, high) in enumerate(ranges)]
-            sums = channel.reduce_to_owners(
-                values, owned, codec, GROUP, raw_nbytes=0, pieces=self.pieces
-            )
+            sums = sent.reduce_to_owners(channel, values, owned, codec, GROUP, pieces=self.pieces)
             return torch.cat(sums) if sums else values[:0]
 
         found = thread_groups.run(self.size, one)

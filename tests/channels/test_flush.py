@@ -16,6 +16,7 @@ from hybridcomp.channels import Channels
 from hybridcomp.channels.error_feedback import Piece, cut
 from hybridcomp.collectives import Group, Levels, OwnedRange, chunk_ranges
 from hybridcomp.config import CompressionConfig
+from tests.channels import sent
 from tests.stand_ins import thread_groups
 from tests.stand_ins.thread_groups import Board, Member
 
@@ -62,16 +63,16 @@ def flushed(kind: str, size: int, deep: bool) -> tuple[Tensor, Tensor, float]:
         channel._groups[GROUP] = members(member, rank, size, boards)
         values = gradients[rank].clone()
         if kind == "all_reduce":
-            channel.all_reduce(values, codec, GROUP, raw_nbytes=0, pieces=[PIECE]).wait()
+            sent.all_reduce(channel, values, codec, GROUP, pieces=[PIECE]).wait()
             return values.float()
         if kind == "reduce_scatter":
             shards = [values[low:high] for low, high in shares]
             of = [cut([PIECE], low, high) for low, high in shares]
-            return channel.reduce_scatter(shards, codec, GROUP, raw_nbytes=0, pieces=of).wait()
+            return sent.reduce_scatter(channel, shards, codec, GROUP, pieces=of).wait()
         ranges = [OwnedRange(low, high, (rank,)) for rank, (low, high) in enumerate(shares)]
         if kind == "one owner":
             ranges = [OwnedRange(0, NUMEL, (0,))]
-        sums = channel.reduce_to_owners(values, ranges, codec, GROUP, raw_nbytes=0, pieces=[PIECE])
+        sums = sent.reduce_to_owners(channel, values, ranges, codec, GROUP, pieces=[PIECE])
         return torch.cat(sums) if sums else torch.zeros(0)
 
     for rank, channels in enumerate(every):

@@ -13,6 +13,7 @@ from hybridcomp.channels.replicated import Stretch, stretches_of
 from hybridcomp.codecs import make_codec
 from hybridcomp.collectives import OwnedRange
 from hybridcomp.config import CompressionConfig
+from tests.channels import sent
 from tests.ranks import RunRanks
 
 NUMEL = 2000
@@ -42,19 +43,17 @@ def reduce(kind: str, names: frozenset[str], steps: int) -> list[tuple[list[Tens
         for _ in range(steps):  # residuals too must not carry anything over
             tensor = values(seed, rank)
             if kind == "all_reduce":
-                channel.all_reduce(tensor, codec, None, raw_nbytes=1, pieces=PIECES).wait()
+                sent.all_reduce(channel, tensor, codec, None, pieces=PIECES).wait()
                 sums = [tensor]
             elif kind == "reduce_scatter":
                 half = NUMEL // world_size
                 pieces = [cut(PIECES, r * half, (r + 1) * half) for r in range(world_size)]
                 shards = list(torch.split(tensor, half))
-                handle = channel.reduce_scatter(shards, codec, None, raw_nbytes=1, pieces=pieces)
+                handle = sent.reduce_scatter(channel, shards, codec, None, pieces=pieces)
                 sums = [handle.wait()]
             else:
                 ranges = [OwnedRange(0, 1030, (0,)), OwnedRange(1030, NUMEL, (1,))]
-                sums = channel.reduce_to_owners(
-                    tensor, ranges, codec, None, raw_nbytes=1, pieces=PIECES
-                )
+                sums = sent.reduce_to_owners(channel, tensor, ranges, codec, None, pieces=PIECES)
         found.append((sums, int(channels.ledger.interval["dp", "forward"].wire_nbytes)))
     return found
 

@@ -13,6 +13,7 @@ from hybridcomp.channels import Channels, checkpoint
 from hybridcomp.channels.error_feedback import Piece, held_in
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import CheckpointError
+from tests.channels import sent
 from tests.ranks import RunRanks
 
 FEEDBACK = {"codec": "blockint", "bits": 4, "error_feedback": True}
@@ -38,7 +39,7 @@ def sum_up(channels: Channels, flat: torch.Tensor) -> torch.Tensor:
     channel = channels["dp"]
     codec = channel.codec(flat.numel(), flat.dtype, None)
     assert codec is not None
-    channel.all_reduce(flat, codec, None, raw_nbytes=0, pieces=PIECES).wait()
+    sent.all_reduce(channel, flat, codec, None, pieces=PIECES).wait()
     return flat
 
 
@@ -92,7 +93,7 @@ def flushed(folder: str, hierarchy: int | str) -> tuple[torch.Tensor, torch.Tens
     flat = torch.zeros(WHOLE)
     if dist.get_world_size() == 1:
         assert channels["dp"].codec(WHOLE, torch.float32, None) is LOSSLESS
-    channels["dp"].all_reduce(flat, LOSSLESS, None, raw_nbytes=0, pieces=PIECES).wait()
+    sent.all_reduce(channels["dp"], flat, LOSSLESS, None, pieces=PIECES).wait()
     if dist.get_world_size() == 1:
         assert channels["dp"].codec(WHOLE, torch.float32, None) is None, "native from now on"
     return flat, missing(channels), held

@@ -19,6 +19,7 @@ from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.collectives import Group, Meter, OwnedRange, Transfer, chunk_ranges
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
+from tests.channels import sent
 from tests.collectives.calls import (
     all_gather,
     all_reduce,
@@ -198,9 +199,9 @@ def test_a_message_in_a_graph_is_refused(gpu: Gpu) -> None:
     (codec,) = FIXED[2:3]
     gpu.capturing = True
     with pytest.raises(ConfigError, match="CUDA graph"):
-        channel.all_reduce(values, codec, fake_group(RANKS, RANK), raw_nbytes=1)
+        sent.all_reduce(channel, values, codec, fake_group(RANKS, RANK))
     gpu.capturing = False
-    channel.all_reduce(values, codec, fake_group(RANKS, RANK), raw_nbytes=1)
+    sent.all_reduce(channel, values, codec, fake_group(RANKS, RANK))
 
 
 def test_a_step_that_is_timed_waits_for_nothing(gpu: Gpu) -> None:
@@ -208,6 +209,6 @@ def test_a_step_that_is_timed_waits_for_nothing(gpu: Gpu) -> None:
     state.step = 5
     assert state.timing and not state.sampling
     values = values_of()
-    state["dp"].all_reduce(values, FIXED[2], fake_group(RANKS, RANK), raw_nbytes=1)
+    sent.all_reduce(state["dp"], values, FIXED[2], fake_group(RANKS, RANK))
     state.ledger.drain()
     assert not gpu.waits

@@ -20,6 +20,7 @@ from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.collectives import OwnedRange
 from hybridcomp.config import CompressionConfig, load_config
+from tests.channels import sent
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CODECS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -122,21 +123,20 @@ def collectives(block: dict[str, Any], dtype: torch.dtype, per_node: int) -> dic
 
 def _reductions(channels: Channels, source: Tensor, pieces: list[Piece]) -> list[Tensor]:
     channel, ranks = channels["dp"], dist.get_world_size()
-    nbytes = source.numel() * source.itemsize
     codec = channel.codec(source.numel(), source.dtype, None)
     if codec is None:
         return []
     whole = source.clone()
-    channel.all_reduce(whole, codec, None, raw_nbytes=nbytes, pieces=pieces).wait()
+    sent.all_reduce(channel, whole, codec, None, pieces=pieces).wait()
     half = pieces[0].numel
     ranges = [OwnedRange(0, half, (0,)), OwnedRange(half, source.numel(), (ranks - 1,))]
-    owned = channel.reduce_to_owners(
-        source.clone(), ranges, codec, None, raw_nbytes=nbytes, pieces=_named("o", pieces)
+    owned = sent.reduce_to_owners(
+        channel, source.clone(), ranges, codec, None, pieces=_named("o", pieces)
     )
     cut = source.numel() // ranks
     shards = [source[cut * rank : cut * (rank + 1)].clone() for rank in range(ranks)]
     sides = [[Piece(f"s{index}", 0, cut)] for index in range(ranks)]
-    mine = channel.reduce_scatter(shards, codec, None, raw_nbytes=nbytes, pieces=sides).wait()
+    mine = sent.reduce_scatter(channel, shards, codec, None, pieces=sides).wait()
     return [whole, *owned, mine]
 
 
@@ -146,16 +146,15 @@ def _named(prefix: str, pieces: list[Piece]) -> list[Piece]:
 
 def _moves(channels: Channels, source: Tensor) -> list[Tensor]:
     found, ranks = [], dist.get_world_size()
-    nbytes = source.numel() * source.itemsize
     codec = channels["zero"].codec(source.numel(), source.dtype, None)
     if codec is not None:
         out = source.new_empty(ranks * source.numel())
-        channels["zero"].all_gather(source, out, codec, None, raw_nbytes=nbytes).wait()
+        sent.all_gather(channels["zero"], source, out, codec, None).wait()
         found.append(out)
     codec = channels["ep"].codec(source.numel(), source.dtype, None)
     if codec is not None:
         cut = source[: source.numel() // ranks * ranks]
         out = torch.empty_like(cut)
-        channels["ep"].all_to_all(out, cut, codec, None, raw_nbytes=nbytes).wait()
+        sent.all_to_all(channels["ep"], out, cut, codec, None).wait()
         found.append(out)
     return found

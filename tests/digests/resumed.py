@@ -13,6 +13,7 @@ from hybridcomp.channels import Channels, checkpoint
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.config import CompressionConfig
 from hybridcomp.session import process
+from tests.channels import sent
 from tests.digests.made import sha, values
 
 BLOCK: dict[str, Any] = {
@@ -31,7 +32,7 @@ def _steps(channels: Channels, first: int, count: int) -> list[str]:
         codec = channel.codec(NUMEL, gradient.dtype, None)
         assert codec is not None
         pieces = [Piece("a", 0, 300), Piece("b", 0, NUMEL - 300)]
-        channel.all_reduce(gradient, codec, None, raw_nbytes=4 * NUMEL, pieces=pieces).wait()
+        sent.all_reduce(channel, gradient, codec, None, pieces=pieces).wait()
         found.append(sha(gradient))
         channels.step += 1
     return found

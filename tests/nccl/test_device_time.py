@@ -9,6 +9,7 @@ import torch
 
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
+from tests.channels import sent
 
 pool_module = pytest.importorskip("tests.nccl.pool", reason="ranks that share one GPU")
 
@@ -33,15 +34,13 @@ def messages(channels: Channels, values: torch.Tensor, out: torch.Tensor) -> Non
     dp, zero = channels["dp"], channels["zero"]
     codec = dp.codec(values.numel(), values.dtype, None)
     assert codec is not None
-    dp.all_reduce(values, codec, None, raw_nbytes=values.nbytes).wait()
+    sent.all_reduce(dp, values, codec, None).wait()
     values.mul_(0.5)
     cuda: Any = torch.cuda
     side = cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        gathered = zero.all_gather(
-            values, out, codec, None, raw_nbytes=values.nbytes, async_op=True
-        )
+        gathered = sent.all_gather(zero, values, out, codec, None, async_op=True)
     gathered.wait()
     torch.cuda.current_stream().wait_stream(side)
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.collectives.native_nbytes import all_reduce_nbytes
+from hybridcomp.channels import AllReduce
 from hybridcomp.collectives.topology import ranks_of
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import AgreementError
@@ -71,16 +71,17 @@ class Toy:
             dist.all_reduce(flat)
             return
         channel = self.session.channels["dp"]
-        raw_nbytes = all_reduce_nbytes(flat.numel(), flat.dtype, dist.get_world_size())
-        codec = channel.codec(flat.numel(), flat.dtype, None, "forward")
-        if codec is None:
-            channel.native(raw_nbytes)
-            dist.all_reduce(flat)
-            return
         exact, scale = flat.clone(), self.scale(flat)
         dist.all_reduce(exact)
-        pieces = self.session.pieces(self.parameters)
-        channel.all_reduce(flat, codec, None, raw_nbytes=raw_nbytes, pieces=pieces)
+        message = AllReduce(
+            numel=flat.numel(), dtype=flat.dtype, group=None, values=flat,
+            parameters=self.session.pieces(self.parameters),
+        )  # fmt: skip
+        channel.run(
+            message,
+            native=lambda: dist.all_reduce(flat),
+            encoded=lambda handle: handle.wait(),
+        )
         self.worst = max(self.worst, float(((flat - exact).abs() / scale).max()))
 
     def scale(self, flat: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class Rotater:
         if self._ring is None and self._native is None:
             self._choose(values)
         if self._native is not None:
-            self._traffic.native(values.nbytes, self._direction)
+            self._traffic.count_native(values.nbytes, self._direction)
             self._native.exchange_buffers(curr_buffer)
             return
         ring = self._ring
@@ -68,7 +68,7 @@ class Rotater:
         out = torch.empty(self._shape, dtype=self._dtype, device=ring.device)
         ring.open(came, 0, out.view(-1))
         self._held = came
-        self._traffic.circled(ring, out.nbytes, self._direction)
+        self._traffic.record_ring(ring, out.nbytes, self._direction)
         ring.meter = self._traffic.ring(ring.codec, ring.device).meter  # for the next message
         return out
 

@@ -106,15 +106,15 @@ class RingTraffic:
         if self._channel is not None and codec is not None:
             self._channel.sample(values, codec, direction)
 
-    def native(self, raw_nbytes: int, direction: Direction) -> None:
+    def count_native(self, raw_nbytes: int, direction: Direction) -> None:
         """Record a message that torch itself sends."""
         if self._channel is not None:
-            self._channel.native(raw_nbytes, direction)
+            self._channel.count_native(raw_nbytes, direction)
 
-    def circled(self, ring: Ring, raw_nbytes: int, direction: Direction) -> None:
+    def record_ring(self, ring: Ring, raw_nbytes: int, direction: Direction) -> None:
         """Record the messages that went through ``ring``."""
         if self._channel is not None:
-            self._channel.circled(ring, raw_nbytes, direction)
+            self._channel.record_ring(ring, raw_nbytes, direction)
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Keys:
                 held = came
         held.release()
         raw_nbytes = hops * contents.numel * contents.dtype.itemsize
-        traffic.circled(ring, raw_nbytes, "forward")
+        traffic.record_ring(ring, raw_nbytes, "forward")
 
 
 class _Moving:
@@ -281,4 +281,4 @@ class Gradients:
 
     def record(self) -> None:
         """Record the bytes sent, once the last parcel was added."""
-        self._traffic.circled(self._ring, self._raw_nbytes, "backward")
+        self._traffic.record_ring(self._ring, self._raw_nbytes, "backward")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hybridcomp.channels import Channels
+from hybridcomp.channels import Channels, Posted, PostReceive, PostSend
 from hybridcomp.channels.channel import Channel
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
@@ -223,27 +223,32 @@ class SlicePipeline:
     def _send(self, values: Tensor, direction: Direction) -> Message:
         """Post the send of a slice to the neighbour."""
         flat, to = values.detach().contiguous().view(-1), self.neighbour(True, direction)
-        channel, done, message = self._channel(), None, flat
-        if channel is not None:
-            hop = (dist.get_rank(), to)
-            codec = channel.codec(flat.numel(), flat.dtype, self.group, direction, hop)
-            if codec is None:
-                channel.native(flat.nbytes, direction)
-            else:
-                posted = channel.post_send(flat, codec, direction=direction)
-                done, message = posted.done, posted.message
+        hop = (dist.get_rank(), to)
+        posted = self._posted(PostSend, flat, direction, hop)
+        message = flat if posted is None else posted.message
+        done = None if posted is None else posted.done
         return Message(dist.isend(message, to, group=self.group), message, done)
+
+    def _posted(
+        self, kind: type[PostSend | PostReceive], flat: Tensor, direction: Direction,
+        hop: tuple[int, int],
+    ) -> Posted | None:  # fmt: skip
+        """Return the encoded message of ``flat`` between the ranks of ``hop``; None: native."""
+        channel = self._channel()
+        if channel is None:
+            return None
+        message = kind(
+            numel=flat.numel(), dtype=flat.dtype, group=self.group, direction=direction,
+            between=hop, values=flat,
+        )  # fmt: skip
+        return channel.run(message, native=lambda: None, encoded=lambda posted: posted)
 
     def _receive(self, index: int, batch: int, direction: Direction) -> Message:
         """Post the receive of slice ``index`` from the neighbour."""
         shape, source = (batch, self.slices[index], self.width), self.neighbour(False, direction)
         values = torch.empty(shape, dtype=self.dtype, device=self.device)
-        flat, channel, done = values.view(-1), self._channel(), None
-        message = flat
-        if channel is not None:
-            hop = (source, dist.get_rank())
-            codec = channel.codec(flat.numel(), flat.dtype, self.group, direction, hop)
-            if codec is not None:
-                posted = channel.post_recv(flat, source, codec, direction=direction)
-                done, message = posted.done, posted.message
+        flat = values.view(-1)
+        posted = self._posted(PostReceive, flat, direction, (source, dist.get_rank()))
+        message = flat if posted is None else posted.message
+        done = None if posted is None else posted.done
         return Message(dist.irecv(message, source, group=self.group), values, done)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hybridcomp import collectives
-from hybridcomp.channels import Channels
+from hybridcomp.channels import Broadcast, Channels, Message, Reduce
 from hybridcomp.channels.channel import Channel
 from hybridcomp.collectives import Group, Handle, Meter, native_nbytes
 from hybridcomp.collectives.wire import transfer, transport
@@ -23,6 +22,8 @@ from hybridcomp.session import process
 
 #: a line of the mesh through this rank: ``row`` of rank (i, j) has the ranks (i, 0) to (i, q - 1)
 Axis = Literal["row", "column"]
+
+R = TypeVar("R")
 
 
 @dataclass
@@ -107,25 +108,28 @@ class Mesh:
         return whole.chunk(self.q)[self.row]
 
     def broadcast(self, values: Tensor, root: int, axis: Axis, kind: Direction) -> Sent:
-        """Broadcast ``values`` (1-D, contiguous) of place ``root`` to its line; see ``Rooted``."""
-        channel = self.channel()
-        if channel is None:
-            known, meter = self._group(axis), Meter()
-            handle = collectives.broadcast_native(values, root, known, meter, async_op=True)
-            return Sent(handle, values)
-        group = self._groups[axis]
-        return Sent(*channel.broadcast(values, root, group, direction=kind))
+        """Broadcast ``values`` (1-D, contiguous) of place ``root`` to its line (``Broadcast``)."""
+        message = Broadcast(
+            numel=values.numel(), dtype=values.dtype, group=self._groups[axis], direction=kind,
+            values=values, root=root,
+        )  # fmt: skip
+        return Sent(*self._run(message, lambda: message.native(self._group(axis), Meter())))
 
     def reduce(
         self, values: Tensor, out: Tensor | None, root: int, axis: Axis, kind: Direction
     ) -> Handle:
         """Sum ``values`` (1-D, contiguous) of the line into ``out`` of place ``root``."""
+        message = Reduce(
+            numel=values.numel(), dtype=values.dtype, group=self._groups[axis], direction=kind,
+            values=values, out=out, root=root,
+        )  # fmt: skip
+        return self._run(message, lambda: message.native(self._group(axis), Meter()))
+
+    def _run(self, message: Message[R], native: Callable[[], R]) -> R:
         channel = self.channel()
         if channel is None:
-            known, meter = self._group(axis), Meter()
-            return collectives.reduce_native(values, out, root, known, meter, async_op=True)
-        group = self._groups[axis]
-        return channel.reduce(values, out, root, group, direction=kind)
+            return native()
+        return channel.run(message, native=native, encoded=lambda result: result)
 
     def gather(self, values: Tensor, axis: Axis, kind: Direction) -> Tensor:
         """All-gather the ``values`` of a line, stacked in front: (q, ...).
@@ -165,7 +169,7 @@ class Mesh:
     def _native(self, nbytes: int, kind: Direction) -> None:
         channel = self.channel()
         if channel is not None:
-            channel.native(nbytes, kind)
+            channel.count_native(nbytes, kind)
 
     def _group(self, axis: Axis) -> Group:
         if axis not in self._known:

@@ -15,7 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import Channels
+from hybridcomp.channels import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Channel,
+    Channels,
+    Message,
+    ReduceScatter,
+)
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.codecs import Codec
 from hybridcomp.collectives.wire import transport
@@ -84,48 +92,41 @@ class Messages:
         self.splits.append(values.numel() - sum(self.splits))
         self.pieces = [Piece("weight", 0, values.numel())]
 
-    def _chosen(self) -> Codec:
-        """Ask the policy, which takes its time, and return the one codec that all messages use."""
-        self.tp.codec(self.values.numel(), self.values.dtype, None)
-        return self.codec
+    def _run(self, channel: Channel, message: Message[Any]) -> None:
+        """Send ``message`` with the one codec that all messages use, after the policy was asked."""
+        channel.codec(message.numel, message.dtype, None)
+        message.send(channel, self.codec).wait()
+
+    def _fields(self) -> dict[str, Any]:
+        return {"numel": self.values.numel(), "dtype": self.values.dtype, "group": None}
 
     def all_reduce(self) -> None:
         """All-reduce an activation."""
-        self.tp.all_reduce(
-            self.out, self._chosen(), None, raw_nbytes=self.values.nbytes
-        ).wait()  # fmt: skip
+        self._run(self.tp, AllReduce(values=self.out, **self._fields()))
 
     def all_reduce_feedback(self) -> None:
         """All-reduce a gradient with error feedback."""
-        self.dp.all_reduce(
-            self.out, self._chosen(), None, raw_nbytes=self.values.nbytes, pieces=self.pieces
-        ).wait()
+        self._run(self.dp, AllReduce(values=self.out, parameters=self.pieces, **self._fields()))
 
     def all_gather(self) -> None:
         """All-gather a sequence that was cut."""
-        self.tp.all_gather(
-            self.shard, self.out, self._chosen(), None, raw_nbytes=self.values.nbytes
-        ).wait()
+        self._run(self.tp, AllGather(shard=self.shard, out=self.out, **self._fields()))
 
     def reduce_scatter(self) -> None:
         """Reduce-scatter an activation whose sequence is cut behind it."""
-        shards = self.values.chunk(RANKS)
-        self.tp.reduce_scatter(
-            shards, self._chosen(), None, raw_nbytes=self.values.nbytes
-        ).wait()  # fmt: skip
+        self._run(self.tp, ReduceScatter(shards=self.values.chunk(RANKS), **self._fields()))
 
     def all_to_all(self) -> None:
         """Exchange heads against tokens, all-to-all."""
-        self.tp.all_to_all(
-            self.out, self.values, self._chosen(), None, raw_nbytes=self.values.nbytes
-        ).wait()
+        self._run(self.tp, AllToAll(values=self.values, out=self.out, **self._fields()))
 
     def experts(self) -> None:
         """Send tokens to experts, a different number to each rank, all-to-all."""
-        self.tp.all_to_all(
-            self.out, self.values, self._chosen(), None, raw_nbytes=self.values.nbytes,
-            out_splits=self.splits, in_splits=self.splits,
-        ).wait()  # fmt: skip
+        message = AllToAll(
+            values=self.values, out=self.out, in_splits=self.splits, out_splits=self.splits,
+            **self._fields(),
+        )  # fmt: skip
+        self._run(self.tp, message)
 
     def kinds(self) -> dict[str, Callable[[], None]]:
         """Return all kinds of messages by name."""

@@ -16,6 +16,7 @@ from hybridcomp.channels import Channels, channels_of
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.config import CompressionConfig
 from hybridcomp.session.reporter import line
+from tests.channels import sent
 from tests.ranks import RankPool
 
 if find_spec("deepspeed") is None:
@@ -127,7 +128,7 @@ def exact(hierarchy: int) -> tuple[float, float, list[str]]:
         if codec is None:
             dist.all_reduce(tensor)
         else:
-            channel.all_reduce(tensor, codec, None, raw_nbytes=0, pieces=[Piece("p", 0, 1000)])
+            sent.all_reduce(channel, tensor, codec, None, pieces=[Piece("p", 0, 1000)])
         delivered += tensor
         held = max(held, channels.residuals.norm())
         sampled = channels.sampling

@@ -161,7 +161,7 @@ def report(jsonl: str) -> tuple[list[dict[str, float]], dict[str, Any], int]:
     process.configure({**BLOCK, "ledger": {"jsonl": jsonl, "every": EVERY}})
     channels = process.current()
     assert channels is not None
-    channels["tp"].native(100, "backward")
+    channels["tp"].count_native(100, "backward")
     optimizer = Optimizer()
     step = attach.make_step(Optimizer.outer)
     for _ in range(EVERY):

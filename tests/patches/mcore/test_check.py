@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridcomp.channels import Channels
+from hybridcomp.channels import Channels, Posted
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.mcore import check as mcore_refuse
@@ -173,12 +173,10 @@ def test_two_interleaved_stages_need_single_sends(monkeypatch: pytest.MonkeyPatc
     pipeline._refuse_two_stages(config, None)
 
 
-def link_of(block: CompressionConfig) -> pipeline_message.PipelineMessage | None:
+def link_of(block: CompressionConfig) -> Posted | None:
     """How four values travel to another stage."""
     group = fake_group()
-    return pipeline_message.message_of(
-        Channels(block), torch.ones(4), group, "forward", None, (0, 1)
-    )
+    return pipeline_message.post(Channels(block), torch.ones(4), group, "forward", None, (0, 1))
 
 
 def test_variable_size_on_the_pipeline_needs_gloo(

@@ -1,0 +1,331 @@
+"""Messages that are summed: all-reduce, reduce-scatter, and sums to the owners of ranges.
+
+Error feedback adds residuals before it encodes. In two levels the sum of a node is encoded, cut
+into one stretch for each of its ranks. So a residual covers only this rank's stretch, which
+``Group`` gives. After a change of ranks those of a node hold residuals in common; the pieces of the
+whole message show which of them the others take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hybridcomp import collectives
+from hybridcomp.channels import low_rank
+from hybridcomp.channels.channel import Channel
+from hybridcomp.channels.error_feedback import Piece, Withheld, borders, cut
+from hybridcomp.channels.low_rank import Factored
+from hybridcomp.channels.message import Message, R
+from hybridcomp.channels.replicated import Exact, stretches_of
+from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives import (
+    Group,
+    Handle,
+    OwnedRange,
+    Probe,
+    ReduceScatterHandle,
+    Reduction,
+    Transfer,
+    all_reduce_codecs,
+    chunk_ranges,
+    native_nbytes,
+    owner_hops,
+)
+from hybridcomp.policy import Direction
+
+#: residuals of this rank's values (first hop) and of the sum that it owns (second hop)
+Residuals = tuple[Tensor | None, Tensor | None]
+
+
+@dataclass(eq=False, kw_only=True)
+class Sum(Message[R]):
+    """A sum over ``group`` of a tensor that consists of parameters' gradients, or of activations.
+
+    A seam that must prepare the tensor, or find out which parameters it holds, makes a subclass.
+    ``load`` runs only where there is a codec, ``pieces`` only where something asks for them: error
+    feedback, a bound, or parameters that tensor-parallel ranks have in common.
+
+    Attributes:
+        parameters: what ``pieces`` returns, where a seam has it at hand.
+    """
+
+    parameters: Sequence[Piece] | None = None
+
+    def pieces(self) -> Sequence[Piece] | None:
+        """Return the parameters that the values consist of, in order; None: not known."""
+        return self.parameters
+
+
+@dataclass(eq=False, kw_only=True)
+class AllReduce(Sum[Handle]):
+    """Sum ``values`` over ``group`` in place.
+
+    Attributes:
+        values: 1-D contiguous fp32/bf16/fp16; a subclass sets them in ``load`` instead.
+        async_op: return before the sum is complete; the handle's ``wait()`` completes it.
+    """
+
+    values: Tensor | None = None
+    async_op: bool = False
+
+    def load(self, codec: Codec) -> Tensor:
+        """Return the tensor that is encoded with ``codec`` and takes the sum."""
+        assert self.values is not None, "give values, or override load"
+        return self.values
+
+    def taken(self) -> Mapping[str, Tensor] | None:
+        """Return by name of ``pieces`` whether upstream takes that sum or throws it away.
+
+        Bool () on the device of the values. The residual of a sum that is thrown away waits for a
+        message that counts. Sums of other names are taken; None: all are.
+        """
+        return None
+
+    def native_nbytes(self, size: int) -> int:
+        """Return the bytes of a ring all-reduce."""
+        return native_nbytes.all_reduce_nbytes(self.numel, self.dtype, size)
+
+    def send(self, channel: Channel, codec: Codec) -> Handle:
+        """Sum the loaded tensor over ``group`` in place; see ``collectives.all_reduce``."""
+        tensor = self.load(codec)
+        pieces = self.pieces() if channel.wants_pieces(codec) else None
+        known, meter = channel.group(self.group), channel.meter(tensor.device)
+        exact = _take(channel, [tensor], None if pieces is None else [pieces], codec, known)
+        taken = self.taken()
+        kept = Withheld(taken) if taken and channel.error_feedback else None
+        if codec.low_rank is not None:
+            via, factors = Transfer(codec, known, meter), _low_rank(channel, self.direction)
+            if kept is not None and pieces is not None:
+                held = channel.state.residuals.get("sender", pieces, tensor, last=True)
+                kept.take(held, pieces)
+            handle = low_rank.all_reduce(tensor, via, factors, pieces, self.async_op)
+        else:
+            how = Reduction(codec, known, meter, flush=_flushes(channel, codec))
+            if pieces is not None or channel.sampling:
+                _watch(channel, how, tensor, pieces, self.direction)
+            if kept is not None and pieces is not None:
+                own = _encoded(pieces, known)
+                kept.take(how.residual, own)
+                kept.take(how.owner_residual, _chunk(own, known))
+            handle = collectives.all_reduce(tensor, how, self.async_op)
+        if kept is not None:
+            handle.then(kept.give_back)
+        if exact is not None:
+            exact.count(meter)
+            handle.then(lambda: exact.put(tensor))
+        return channel.recorded(handle, meter, self, known.ring)
+
+
+@dataclass(eq=False, kw_only=True)
+class ReduceScatter(Message[ReduceScatterHandle]):
+    """Sum this rank's shard over ``group``; ``wait()`` of the handle gives it, a new fp32 tensor.
+
+    Attributes:
+        shards: this rank's part of each rank's sum, 1-D contiguous; a subclass may make them in
+            ``load`` instead.
+        parameters: what ``pieces`` returns, where a seam has it at hand.
+        async_op: return before the sum is complete.
+    """
+
+    shards: Sequence[Tensor] = ()
+    parameters: Sequence[Sequence[Piece]] | None = None
+    async_op: bool = False
+
+    def load(self, codec: Codec) -> Sequence[Tensor]:
+        """Return the shards that are encoded with ``codec``, one for each rank."""
+        return self.shards
+
+    def pieces(self) -> Sequence[Sequence[Piece]] | None:
+        """Return the parameters that each shard consists of, in order; None: not known."""
+        return self.parameters
+
+    def native_nbytes(self, size: int) -> int:
+        """Return the bytes of a ring reduce-scatter of all shards."""
+        return native_nbytes.reduce_scatter_nbytes(self.numel, self.dtype, size)
+
+    def send(self, channel: Channel, codec: Codec) -> ReduceScatterHandle:
+        """Sum the loaded shards; see ``collectives.reduce_scatter``."""
+        shards = self.load(codec)
+        pieces = self.pieces() if channel.wants_pieces(codec) else None
+        known, meter = channel.group(self.group), channel.meter(shards[0].device)
+        exact = _take(channel, shards, pieces, codec, known)
+        if codec.low_rank is not None:
+            via, factors = Transfer(codec, known, meter), _low_rank(channel, self.direction)
+            handle = low_rank.reduce_scatter(shards, via, factors, pieces, self.async_op)
+        else:
+            how = Reduction(codec, known, meter, flush=_flushes(channel, codec))
+            handle = self._scatter(channel, shards, how, pieces)
+        if exact is not None:
+            exact.count(meter)
+            handle.then(lambda: exact.put(handle.wait(), known.rank))
+        return channel.recorded(handle, meter, self, known.ring)
+
+    def _scatter(
+        self,
+        channel: Channel,
+        shards: Sequence[Tensor],
+        how: Reduction,
+        pieces: Sequence[Sequence[Piece]] | None,
+    ) -> ReduceScatterHandle:
+        """Reduce-scatter ``shards``, with residuals for those that this rank encodes."""
+        group, encoded = how.group, how.group.receivers
+        cuts = residuals = None
+        if pieces is not None and _separates(channel, how.codec):
+            cuts = [borders(pieces[rank]) for rank in encoded]
+        if pieces is not None and channel.error_feedback:
+            flat = [piece for rank in encoded for piece in pieces[rank]]
+            whole = [piece for row in pieces for piece in row] if group.levels else ()
+            held = channel.state.residuals.get("sender", flat, shards[0], last=True, message=whole)
+            residuals = torch.split(held, [shards[rank].numel() for rank in encoded])
+        if channel.sampling:
+            (first,) = how.codec.hops(1, group.encoders, exact=1)
+            how.probe = _probe(channel, first, self.direction)
+        return collectives.reduce_scatter(shards, how, residuals, cuts, self.async_op)
+
+
+@dataclass(eq=False, kw_only=True)
+class ReduceToOwners(Sum[list[Tensor]]):
+    """Sum a tensor over ``group`` and keep the ranges that this rank owns: fp32, complete.
+
+    Attributes:
+        ranges: which ranks own which elements; together they are the tensor.
+        values: 1-D contiguous; a subclass sets them in ``load`` instead.
+    """
+
+    ranges: Sequence[OwnedRange]
+    values: Tensor | None = None
+
+    def load(self, codec: Codec) -> Tensor:
+        """Return the tensor that is encoded with ``codec``."""
+        assert self.values is not None, "give values, or override load"
+        return self.values
+
+    def native_nbytes(self, size: int) -> int:
+        """Return the bytes of the all-reduce by which upstream does it."""
+        return native_nbytes.all_reduce_nbytes(self.numel, self.dtype, size)
+
+    def send(self, channel: Channel, codec: Codec) -> list[Tensor]:
+        """Sum the loaded tensor to its owners; see ``collectives.reduce_to_owners``."""
+        tensor, ranges = self.load(codec), self.ranges
+        pieces = self.pieces() if channel.wants_pieces(codec) else None
+        known, meter = channel.group(self.group), channel.meter(tensor.device)
+        exact = _take(channel, [tensor], None if pieces is None else [pieces], codec, known)
+        if codec.low_rank is not None:
+            via, factors = Transfer(codec, known, meter), _low_rank(channel, "forward")
+            sums = low_rank.reduce_to_owners(tensor, ranges, via, factors, pieces)
+        else:
+            hops = owner_hops(ranges, tensor.numel(), known)
+            cuts = _cuts(channel, codec, pieces, known)
+            left = _residuals(channel, pieces, known, tensor, hops)
+            probe = None
+            if channel.sampling:
+                first = codec.hops(hops, known.encoders, exact=1)[0]
+                probe = _probe(channel, first, "forward")
+            flush = _flushes(channel, codec)
+            how = Reduction(codec, known, meter, cuts, *left, probe, flush=flush)
+            sums = collectives.reduce_to_owners(tensor, ranges, how)
+        if exact is not None:
+            exact.count(meter)
+            owned = [part for part in ranges if known.rank in part.ranks]
+            for part, total in zip(owned, sums, strict=True):
+                exact.put(total, start=part.start)
+        channel.record(meter, self, known.ring)
+        return sums
+
+
+def _watch(
+    channel: Channel,
+    how: Reduction,
+    tensor: Tensor,
+    pieces: Sequence[Piece] | None,
+    direction: Direction,
+) -> None:
+    """Set the cuts, residuals and error probe of the all-reduce ``how`` of ``tensor``."""
+    how.cuts = _cuts(channel, how.codec, pieces, how.group)
+    codecs = all_reduce_codecs(how.codec, tensor.dtype, how.group.encoders, tensor.device, how.cuts)
+    left = _residuals(channel, pieces, how.group, tensor, len(codecs))
+    how.residual, how.owner_residual = left
+    if channel.sampling:
+        how.probe = _probe(channel, codecs[0], direction)
+
+
+def _take(
+    channel: Channel,
+    tensors: Sequence[Tensor],
+    pieces: Sequence[Sequence[Piece]] | None,
+    codec: Codec,
+    group: Group,
+) -> Exact | None:
+    """Take parameters common to tensor-parallel ranks out of a message; sum them exactly."""
+    names = channel.state.common
+    if pieces is None or codec.lossless or not names:
+        return None
+    stretches = stretches_of(pieces, names)
+    return Exact(tensors, stretches, group) if stretches else None
+
+
+def _flushes(channel: Channel, codec: Codec) -> bool:
+    """Return whether a message with ``codec`` sends the residuals for the last time.
+
+    Error feedback is on with lossy codecs only, so a lossless one marks such a step.
+    """
+    return channel.error_feedback and codec.lossless
+
+
+def _separates(channel: Channel, codec: Codec) -> bool:
+    """Return whether parameters of one message must be encoded independently of each other."""
+    return codec.bounded or (bool(channel.state.common) and not codec.lossless)
+
+
+def _cuts(
+    channel: Channel, codec: Codec, pieces: Sequence[Piece] | None, group: Group
+) -> Sequence[int]:
+    """Return the borders of parameters, in this rank's part, that ``codec`` must not cross."""
+    if pieces is None or not _separates(channel, codec):
+        return ()
+    return borders(_encoded(pieces, group))
+
+
+def _residuals(
+    channel: Channel, pieces: Sequence[Piece] | None, group: Group, like: Tensor, hops: int
+) -> Residuals:
+    """Return the sender's residual and, for two hops, the owner's; None: no error feedback."""
+    if pieces is None or not channel.error_feedback:
+        return None, None
+    held, own = channel.state.residuals, _encoded(pieces, group)
+    whole = pieces if group.levels else ()
+    if hops == 1:
+        return held.get("sender", own, like, last=True, message=whole), None
+    return held.pair(own, _chunk(own, group), like, message=whole)
+
+
+def _probe(channel: Channel, first: Codec, direction: Direction) -> Probe:
+    """Return a function that samples the error of the first encoding, with codec ``first``."""
+
+    def probe(values: Tensor, cuts: Sequence[int], residual: Tensor | None) -> None:
+        channel.sample(values, first, direction, cuts, residual=residual)
+
+    return probe
+
+
+def _low_rank(channel: Channel, direction: Direction) -> Factored:
+    """Return the factors and residuals of low-rank sums, and what samples their error."""
+    measure = partial(channel.samples.factors, direction) if channel.sampling else None
+    return Factored(channel.state.residuals, channel.state.factors, measure)
+
+
+def _encoded(pieces: Sequence[Piece], group: Group) -> Sequence[Piece]:
+    """Return the pieces of a message that this rank encodes: all, or its stretch of the node's."""
+    numel = sum(piece.numel for piece in pieces)
+    return cut(pieces, *chunk_ranges(numel, group.width)[group.local])
+
+
+def _chunk(own: Sequence[Piece], group: Group) -> Sequence[Piece]:
+    """Return the part of ``own`` whose sum this rank owns and encodes again."""
+    numel = sum(piece.numel for piece in own)
+    return cut(own, *chunk_ranges(numel, group.encoders)[group.index])
