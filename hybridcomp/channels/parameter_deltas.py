@@ -42,6 +42,8 @@ from hybridcomp.log import say
 ATTRIBUTE = "_hybridcomp_reference"
 #: 64-bit words that are weighted differently in a digest; prime, so that no row length divides it
 WEIGHTS = 4093
+#: chunks of a share start at multiples of this: no codec block or segment is cut
+CHUNK_ALIGN = 4096
 
 #: values that are worked on at once
 PIECE, CPU_PIECE = 1 << 22, 1 << 16
@@ -122,11 +124,11 @@ class GatherParameters(AllGather):
     Attributes:
         buffer: the object that upstream gathers, which carries the reference; ``out`` is its flat
             view, and ``shard`` this rank's share.
-        chunk: elements of each share in one message, a bound on the memory of payloads; 0: all.
+        limit: elements of all shares in one message, a bound on the memory of payloads; 0: none.
     """
 
     buffer: Tensor
-    chunk: int = 0
+    limit: int = 0
     is_kept: bool = False
 
     def leave(self, channel: Channel) -> None:
@@ -145,8 +147,12 @@ class GatherParameters(AllGather):
     def send(self, channel: Channel, codec: Codec) -> Handle:
         """Gather encoded; several chunks are complete when this returns."""
         numel = self.shard.numel()
-        # differences are fp32: chunks of half the values
-        chunk = (self.chunk // 2 if channel.delta else self.chunk) or numel
+        chunk = numel
+        if self.limit:
+            # differences are fp32: chunks of half the values
+            limit = self.limit // 2 if channel.delta else self.limit
+            size = dist.get_world_size(self.group)
+            chunk = max(1, limit // size // CHUNK_ALIGN) * CHUNK_ALIGN
         if chunk >= numel:
             return self._columns(channel, codec, 0, numel)
         for start in range(0, numel, chunk):

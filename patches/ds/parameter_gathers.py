@@ -65,8 +65,6 @@ FLAT_GROUPS = ("bit16_groups_flat", "bf16_groups_flat")
 #: elements of one gather after a step: bounds the memory of payloads, which upstream's single call
 #: for all parameters of a group does not need
 GATHER_NUMEL = 1 << 27
-#: chunks of a shard start at multiples of this: no codec block or segment is cut
-CHUNK_ALIGN = 4096
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ def _gather(
         shard=shard.detach(),
         out=flat.detach(),
         buffer=flat,
-        chunk=max(1, GATHER_NUMEL // dist.get_world_size(group) // CHUNK_ALIGN) * CHUNK_ALIGN,
+        limit=GATHER_NUMEL,
     )
 
     def leave() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -112,14 +113,14 @@ def test_skipped_steps_leave_all_as_it_is(pool: RankPool) -> None:
 
 
 def small_gathers(job: Job) -> list[tuple[dict[str, str], float, float]]:
+    from hybridcomp.channels import parameter_deltas
     from hybridcomp.patches.ds import parameter_gathers
 
-    before = parameter_gathers.GATHER_NUMEL, parameter_gathers.CHUNK_ALIGN
-    parameter_gathers.GATHER_NUMEL, parameter_gathers.CHUNK_ALIGN = 1000, 32
-    try:
+    with (
+        mock.patch.object(parameter_gathers, "GATHER_NUMEL", 1000),
+        mock.patch.object(parameter_deltas, "CHUNK_ALIGN", 32),
+    ):
         return follow(job)
-    finally:
-        parameter_gathers.GATHER_NUMEL, parameter_gathers.CHUNK_ALIGN = before
 
 
 def test_cut_gathers_are_the_same(pool: RankPool) -> None:
