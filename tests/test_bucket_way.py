@@ -1,79 +1,104 @@
-"""The way of a gradient bucket of ZeRO 1 is the one that ``docs/architecture.md`` lists."""
+"""How far a message goes below ``Channel.run``, and the files of the way that a page lists."""
 
 from __future__ import annotations
 
-import functools
 import re
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
+
+import torch
 
 from tests.paths import ROOT
 from tests.ranks import run_ranks
+from tests.way import Way, followed
 
 PAGE = ROOT / "docs" / "architecture.md"
-MOST = 15
-#: with several buckets a step, some of which go directly and some by the balanced plan
-BLOCK = {"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}, "min_bytes": 0}
+#: message -> files, functions and calls between files at most, with everything warm
+BUDGET = {"zero1": (17, 110, 100), "fsdp2": (17, 110, 100), "tp": (17, 110, 100)}
+SUM = {"codec": "blockint", "bits": 4, "error_feedback": True}
 
 
-class Way:
-    """The files of hybridcomp whose functions are entered, in the order in which they are met."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, None] = {}
-
-    def _enter(self, frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            path = Path(frame.f_code.co_filename).resolve()
-            if path.is_relative_to(ROOT) and path.parts[len(ROOT.parts)] in (
-                "hybridcomp",
-                "patches",
-            ):
-                self.files.setdefault(str(path.relative_to(ROOT)))
-
-    def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, seen from its call to its return."""
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            sys.setprofile(self._enter)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                sys.setprofile(None)
-
-        return call
-
-
-def _walked() -> list[str]:
-    """What the buckets of the third step of a training pass on this rank: nothing is new to it."""
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
+def _zero1() -> tuple[list[str], tuple[int, int, int]]:
+    """Return the files and the size of the first bucket of the third step, when nothing is new."""
     from tests.training.trainer import Job, make_engine, train_step
 
-    job = Job(stage=1, block=BLOCK)
-    engine, way = make_engine(job), Way()
+    # several buckets a step, some of which go directly and some by the balanced plan
+    job = Job(stage=1, block={"dp": SUM, "min_bytes": 0})
+    engine, ways = make_engine(job), []
     for step in range(3):
-        if step == 2:
-            patched = DeepSpeedZeroOptimizer.allreduce_and_scatter
-            DeepSpeedZeroOptimizer.allreduce_and_scatter = way.watched(patched)
-        train_step(engine, job, step)
-    DeepSpeedZeroOptimizer.allreduce_and_scatter = patched
+        ways = []
+        with followed(ways):
+            train_step(engine, job, step)
     engine.destroy()
-    return list(way.files)
+    return _files(ways), _largest(ways)
+
+
+def _fsdp2() -> tuple[list[str], tuple[int, int, int]]:
+    """Return the same of the reduce-scatters of FSDP2."""
+    from tests.patches.torch import trainer
+
+    job = trainer.Job(block={"dp": SUM, "min_bytes": 0}, steps=3)
+    ways: list[tuple[str, Way]] = []
+    with followed(ways):
+        trainer.run(job)
+    last = ways[len(ways) // 3 * 2 :]
+    return _files(last), _largest(last)
+
+
+def _tp() -> tuple[list[str], tuple[int, int, int]]:
+    """Return the same of an all-reduce of activations."""
+    import torch.distributed as dist
+
+    from hybridcomp.channels import Channels
+    from hybridcomp.config import CompressionConfig
+    from hybridcomp.patches.common.collective_wrappers import make_all_reduce
+    from hybridcomp.patches.common.routes import Layers
+
+    block = {"tp": {"codec": "blockint", "bits": 8}, "min_bytes": 0, "ledger": {"sample_every": 0}}
+    channels = Channels(CompressionConfig.parse(block))
+    layers = Layers(lambda group: "tp", lambda: "forward", lambda: channels)
+    reduce, values = make_all_reduce(layers)(dist.all_reduce), torch.randn(1 << 16)
+    ways: list[tuple[str, Way]] = []
+    for _ in range(3):
+        ways = []
+        with followed(ways):
+            reduce(values)
+    return _files(ways), _largest(ways)
+
+
+def _files(ways: list[tuple[str, Way]]) -> list[str]:
+    found: dict[str, None] = {}
+    for _, way in ways:
+        found |= way.files
+    return list(found)
+
+
+def _largest(ways: list[tuple[str, Way]]) -> tuple[int, int, int]:
+    sizes: Any = [way.size() for _, way in ways]
+    files, functions, switches = zip(*sizes, strict=True)
+    return max(files), max(functions), max(switches)
 
 
 def documented() -> list[str]:
-    """The files between the page's markers, in order."""
+    """Return the files between the page's markers, in order."""
     section = PAGE.read_text().split("<!-- bucket-way -->")[1].split("<!-- /bucket-way -->")[0]
     return re.findall(r"(?m)^\d+\. `([\w/.]+\.py)`", section)
 
 
-def test_a_bucket_takes_the_way_that_the_page_lists() -> None:
-    walked = run_ranks(2, _walked)
-    assert walked[1] == documented(), "rank 1 owns nothing of the first bucket, so it encodes first"
-    assert sorted(walked[0]) == sorted(walked[1]), "ranks take the same way"
-    assert len(walked[1]) <= MOST
+def _held(name: str, found: list[tuple[list[str], tuple[int, int, int]]]) -> None:
+    for _, size in found:
+        assert all(n <= most for n, most in zip(size, BUDGET[name], strict=True)), (name, size)
+
+
+def test_a_bucket_of_zero_1_takes_the_way_that_the_page_lists() -> None:
+    found = run_ranks(2, _zero1)
+    assert found[1][0] == documented(), "rank 1 owns nothing of the first bucket, so encodes first"
+    assert sorted(found[0][0]) == sorted(found[1][0]), "ranks take the same way"
+    _held("zero1", found)
+
+
+def test_a_reduce_scatter_of_fsdp2_keeps_its_budget() -> None:
+    _held("fsdp2", run_ranks(2, _fsdp2))
+
+
+def test_an_all_reduce_of_activations_keeps_its_budget() -> None:
+    _held("tp", run_ranks(2, _tp))

@@ -6,6 +6,8 @@ dtype, the step, and decisions the ranks agreed on, such as a measured link or a
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch.distributed import ProcessGroup
 
@@ -27,6 +29,11 @@ class CodecChoice:
         self._dimension, self._state = dimension, state
         self._error_feedback = state.config.error_feedback(dimension)
         self.is_suspended = False
+
+    @functools.cached_property
+    def _insists(self) -> bool:
+        """Return whether the block asks for a measurement before the first message."""
+        return self._dimension in ONE_WAY and self._state.config.insists(self._dimension)
 
     def of_message(
         self,
@@ -86,7 +93,7 @@ class CodecChoice:
         """Return whether the link was measured to be faster than the codec. Raises ConfigError
         where it should have been measured before the first message and was not."""
         state, name = self._state, self._dimension
-        if not state.is_weighed and name in ONE_WAY and state.config.insists(name):
+        if not state.is_weighed and self._insists:
             todo = (
                 "nothing was measured, as this job makes its groups in a way of its own; write "
                 '"always"'

@@ -135,12 +135,19 @@ class Send(Message[None]):
 
 @dataclass(eq=False, kw_only=True)
 class Receive(Message[None]):
-    """Receive into ``out`` (1-D, contiguous) from the first rank of ``between``; blocking.
+    """Receive into ``out`` from the first rank of ``between``; blocking.
 
     The sender counts the bytes; the receiver only adds its time.
     """
 
     out: Tensor
+
+    def buffer(self) -> Tensor:
+        """Return the tensor to decode into, 1-D contiguous."""
+        return self.out
+
+    def put(self, values: Tensor) -> None:
+        """Do what is left once ``values``, of ``buffer``, are decoded."""
 
     def native_nbytes(self, size: int) -> int:
         """Return 0: the sender counts."""
@@ -149,9 +156,10 @@ class Receive(Message[None]):
     def send(self, channel: Channel, codec: Codec) -> None:
         """Receive and decode."""
         assert self.between is not None, "a message between two ranks"
-        meter = channel.meter(self.out.device)
+        values, meter = self.buffer(), channel.meter(self.out.device)
         source, via = self.between[0], Transfer(codec, channel.group(self.group), meter)
-        collectives.recv(self.out, source, via)
+        collectives.recv(values, source, via)
+        self.put(values)
         channel.state.ledger.record_time((channel.dimension, self.direction), meter)
 
 

@@ -30,8 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridcomp.channels import Channel, Channels, Receive, Send
-from hybridcomp.codecs.base import Codec
+from hybridcomp.channels import Channels, Receive, Send
 from hybridcomp.errors import ConfigError
 from hybridcomp.log import say
 from hybridcomp.patches.ds.pipe import PIPE, RUNNING, Pipe
@@ -86,14 +85,17 @@ class _Activation(Send):
 class _Buffer(Receive):
     """Receive into upstream's buffer, whatever shape and dtype that has."""
 
-    def send(self, channel: Channel, codec: Codec) -> None:
-        """Decode into the buffer, over a copy where it is not of the agreed dtype."""
+    def buffer(self) -> Tensor:
+        """Return upstream's buffer, flat, or a new one where it is not of the agreed dtype."""
         values = self.out.detach()
-        fits = values.dtype == self.dtype and values.is_contiguous()
-        self.out = values.view(-1) if fits else values.new_empty(self.numel, dtype=self.dtype)
-        super().send(channel, codec)
-        if not fits:
-            values.copy_(self.out.view(values.shape))
+        if values.dtype == self.dtype and values.is_contiguous():
+            return values.view(-1)
+        return values.new_empty(self.numel, dtype=self.dtype)
+
+    def put(self, values: Tensor) -> None:
+        """Write the values of a new buffer into upstream's."""
+        if values.data_ptr() != self.out.data_ptr():
+            self.out.detach().copy_(values.view(self.out.shape))
 
 
 def make_send(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("deepspeed")
 
-from hybridcomp.channels import Channels
-from hybridcomp.codecs import make_codec
+from hybridcomp.channels import Channels, Send
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.ds import pipeline
@@ -210,25 +209,31 @@ class Wire:
         self.hops: list[tuple[int, int, str]] = []
         self.incoming: Tensor = torch.empty(0)
 
-    def codec(
-        self, numel: int, dtype: torch.dtype, group: Any, direction: str, hop: tuple[int, int]
-    ) -> Any:
-        self.hops.append((*hop, direction))
-        return make_codec("blockint", bits=8) if numel >= 8 else None
+    def run(self, message: Any, *, native: Any, encoded: Any) -> Any:
+        assert message.between is not None
+        self.hops.append((*message.between, message.direction))
+        if message.numel < 8:
+            return self.run_native(message, native)
+        if isinstance(message, Send):
+            values = message.load()
+            assert not values.requires_grad
+            sent = values.dtype, values.tolist(), message.native_nbytes(2)
+            self.calls.append(("send", message.direction, message.between[1], *sent))
+        else:
+            values = message.buffer()
+            self.calls.append(("recv", message.direction, message.between[0], values.dtype))
+            values.copy_(self.incoming)
+            message.put(values)
+        assert values.dim() == 1 and values.is_contiguous()
+        return encoded(None)
 
-    def native(self, raw_nbytes: int, direction: str) -> None:
-        self.calls.append(("native", direction, raw_nbytes))
+    def run_native(self, message: Any, native: Any) -> Any:
+        if nbytes := message.native_nbytes(2):
+            self.count_native(nbytes, message.direction)
+        return native()
 
-    def send(
-        self, tensor: Tensor, dst: int, codec: Any, group: Any, *, raw_nbytes: int, direction: str
-    ) -> None:
-        assert tensor.dim() == 1 and tensor.is_contiguous() and not tensor.requires_grad
-        self.calls.append(("send", direction, dst, tensor.dtype, tensor.tolist(), raw_nbytes))
-
-    def recv(self, tensor: Tensor, src: int, codec: Any, group: Any, *, direction: str) -> None:
-        assert tensor.dim() == 1 and tensor.is_contiguous()
-        self.calls.append(("recv", direction, src, tensor.dtype))
-        tensor.copy_(self.incoming)
+    def count_native(self, nbytes: int, direction: str) -> None:
+        self.calls.append(("native", direction, nbytes))
 
     def upstream(self, tensor: Tensor, stage: int, async_op: bool = False) -> str:
         self.calls.append(("upstream", stage, tensor.tolist()))

@@ -14,6 +14,7 @@ from deepspeed.runtime.pipe import schedule
 
 from hybridcomp.channels import ATTRIBUTE, NAME, Channels
 from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.collectives import Handle, Meter
 from hybridcomp.config import CompressionConfig
 from hybridcomp.patches.ds import tied_weights
 from hybridcomp.patching import Patch, apply_all, revert_all
@@ -50,17 +51,18 @@ class FakeEngine(SimpleNamespace):
 def run(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The end of a batch; returns what happened."""
 
-    def all_reduce(self: Any, tensor: torch.Tensor, codec: Any, group: Any, **kwargs: Any) -> Any:
+    def all_reduce(self: Any, channel: Any, codec: Any) -> Handle:
+        tensor = self.load(codec)
         assert tensor.is_contiguous() and tensor.dim() == 1
-        assert kwargs["pieces"] == [Piece("tied_modules.embed.weight#tied", 0, 32)]
-        assert kwargs["raw_nbytes"] == 128
+        assert self.pieces() == [Piece("tied_modules.embed.weight#tied", 0, 32)]
+        assert self.native_nbytes(2) == 128
         tensor.mul_(2)
-        engine.log.append(f"coded {self.dimension}")
-        return SimpleNamespace(wait=lambda: None)
+        engine.log.append(f"coded {channel.dimension}")
+        return Handle(iter(()), Meter(), async_op=False)  # type: ignore[arg-type]
 
     monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: 2)
     monkeypatch.setattr("torch.distributed.get_rank", lambda group=None: 0)
-    monkeypatch.setattr("hybridcomp.channels.Channel.all_reduce", all_reduce)
+    monkeypatch.setattr("hybridcomp.channels.AllReduce.send", all_reduce)
     instructions = tied_weights.make_instruction_map(
         {
             schedule.ReduceTiedGrads: lambda self: self.log.append("tied"),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -212,14 +213,14 @@ def test_padding_of_partitions_never_reaches_a_codec(pool: RankPool, value: floa
 
 def small_gathers(job: Job) -> tuple[list[float], int]:
     """Losses and gathers when a gather may hold few elements."""
+    from hybridcomp.channels import parameter_deltas
     from hybridcomp.patches.ds import parameter_gathers
 
-    before = parameter_gathers.GATHER_NUMEL, parameter_gathers.CHUNK_ALIGN
-    parameter_gathers.GATHER_NUMEL, parameter_gathers.CHUNK_ALIGN = 1000, 32
-    try:
+    with (
+        mock.patch.object(parameter_gathers, "GATHER_NUMEL", 1000),
+        mock.patch.object(parameter_deltas, "CHUNK_ALIGN", 32),
+    ):
         outcome = train(job)
-    finally:
-        parameter_gathers.GATHER_NUMEL, parameter_gathers.CHUNK_ALIGN = before
     return outcome.losses, outcome.ledger["zero"][0]
 
 
