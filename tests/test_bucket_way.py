@@ -13,7 +13,7 @@ from tests.way import Way, followed
 
 PAGE = ROOT / "docs" / "architecture.md"
 #: message -> files, functions and calls between files at most, with everything warm
-BUDGET = {"zero1": (17, 110, 100), "fsdp2": (17, 110, 100), "tp": (17, 110, 100)}
+BUDGET = {"zero1": (17, 115, 91), "fsdp2": (21, 117, 98), "tp": (17, 99, 84)}
 SUM = {"codec": "blockint", "bits": 4, "error_feedback": True}
 
 
@@ -86,7 +86,7 @@ def documented() -> list[str]:
 
 def _held(name: str, found: list[tuple[list[str], tuple[int, int, int]]]) -> None:
     for _, size in found:
-        assert all(n <= most for n, most in zip(size, BUDGET[name], strict=True)), (name, size)
+        assert all(n <= most for n, most in zip(size, BUDGET[name], strict=True)), size
 
 
 def test_a_bucket_of_zero_1_takes_the_way_that_the_page_lists() -> None:

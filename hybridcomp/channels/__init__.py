@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from hybridcomp.autotune.trials import Sent
 from hybridcomp.channels.broadcast_reduce import Broadcast, Reduce
-from hybridcomp.channels.channel import Channel, channel_of
+from hybridcomp.channels.channel import Channel, Message, channel_of
 from hybridcomp.channels.engine_channels import NAME, Channels, channels_of
 from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState
 from hybridcomp.channels.host_copies import HostMoves, Packed
-from hybridcomp.channels.message import Message
 from hybridcomp.channels.moves import (
     AllGather,
     AllToAll,

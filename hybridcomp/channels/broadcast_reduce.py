@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp import collectives
-from hybridcomp.channels.channel import Channel
-from hybridcomp.channels.message import Message
+from hybridcomp.channels.channel import Channel, Message
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Group, Handle, Meter, Transfer, native_nbytes
 

@@ -4,17 +4,19 @@ A patch describes what upstream is about to send as a ``Message`` and hands it o
 send it natively: ``channel.run(message, native=..., encoded=...)``. The channel chooses the codec.
 Without one it counts the message and calls ``native``, upstream's original, so that ``none`` is
 bit-identical. Otherwise the message encodes its tensors, calls the collective and is recorded in
-the ledger.
+the ledger. Its classes: sums in ``sums``, messages that only move values in ``moves``, broadcasts
+and reductions to one rank in ``broadcast_reduce``.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -22,16 +24,12 @@ from hybridcomp import collectives
 from hybridcomp.channels.codec_choice import CodecChoice
 from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState
 from hybridcomp.channels.error_samples import Samples
-from hybridcomp.channels.message import Message
+from hybridcomp.channels.known_groups import KnownGroups
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import Group, Handle, Meter, ReduceScatterHandle
+from hybridcomp.collectives import Handle, Meter, ReduceScatterHandle
 from hybridcomp.collectives.ring import Ring
-from hybridcomp.collectives.topology import Nodes
 from hybridcomp.collectives.wire import HOST
 from hybridcomp.policy import Dimension, Direction, directions_of
-
-#: dimensions whose groups are seen as nodes times local ranks
-TWO_LEVELS: tuple[Dimension, ...] = ("dp", "zero")
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -47,12 +45,50 @@ def channel_of(obj: Any, dimension: Dimension) -> Channel | None:
     return channel
 
 
+@dataclass(eq=False, kw_only=True)
+class Message(ABC, Generic[R]):
+    """One message of one dimension; ``R`` is what sending it encoded returns.
+
+    The codec depends on the fields below alone, which are equal on all ranks of ``group``, or on
+    the two ranks of ``between``.
+
+    Attributes:
+        numel: elements, by which ``min_bytes`` is held.
+        dtype: the dtype that native would send.
+        group: the ranks; None: all of the job.
+        direction: ``forward`` for activations and all that has no other way, else ``backward``.
+        between: global ranks of sender and receiver of a point-to-point message.
+    """
+
+    numel: int
+    dtype: torch.dtype
+    group: ProcessGroup | None
+    direction: Direction = "forward"
+    between: tuple[int, int] | None = None
+
+    @abstractmethod
+    def native_nbytes(self, size: int) -> int:
+        """Return the bytes that this rank would send natively in a group of ``size`` ranks."""
+
+    def stays_native(self, channel: Channel, codec: Codec) -> bool:
+        """Return whether native must send the message although it has a codec.
+
+        Asked once for each message with a codec, on all ranks of the group; may be a collective.
+        """
+        return False
+
+    @abstractmethod
+    def send(self, channel: Channel, codec: Codec) -> R:
+        """Encode the message with ``codec``, send it over ``group``, and record it."""
+
+
 class Channel:
     """One dimension of one engine: chooses codecs, knows groups, samples errors, records.
 
     Attributes:
         state: what all dimensions of the engine share; seams do not touch it.
         choice: chooses the codecs.
+        groups: what is known of process groups; ``group`` returns one: rank, size, nodes, levels.
         error_feedback: whether sums add what earlier ones have left out.
         delta: whether parameters travel as differences from the last gather.
     """
@@ -63,8 +99,8 @@ class Channel:
         self.samples = Samples(dimension, state)
         self.error_feedback = state.config.error_feedback(dimension)
         self.delta = dimension == "zero" and state.config.zero.delta
-        self._groups: dict[ProcessGroup | None, Group] = {}
-        self._placed: Nodes | None = None  # the nodes that ``_groups`` know
+        self.groups = KnownGroups(dimension, state)
+        self.group = self.groups.of
 
     def run(self, message: Message[R], *, native: Callable[[], T], encoded: Callable[[R], T]) -> T:
         """Send ``message`` encoded, or count it and have upstream send it.
@@ -167,27 +203,6 @@ class Channel:
         common = bool(self.state.common) and not codec.lossless
         return self.error_feedback or codec.bounded or common
 
-    def group(self, group: ProcessGroup | None) -> Group:
-        """Return the ``Group`` of a process group: rank, size, nodes, levels."""
-        nodes = self.state.nodes
-        if nodes is not self._placed:
-            self._groups.clear()
-            self._placed = nodes
-        key = dist.group.WORLD if group is None else group
-        found = self._groups.get(key)
-        if found is None:
-            for gone in [known for known in self._groups if not _exists(known)]:
-                del self._groups[gone]
-            if nodes is None:
-                found = Group.of(group)
-            else:
-                # residuals of low-rank sums cover whole messages, also where a flush sends them
-                deep = self.dimension in TWO_LEVELS
-                deep = deep and self.dimension not in self.state.policy.low_rank
-                found = nodes.group(group, two_levels=deep)
-            self._groups[key] = found
-        return found
-
     @property
     def sampling(self) -> bool:
         """Return whether this step measures the error of its messages."""
@@ -265,12 +280,3 @@ class Channel:
             self.record_nbytes(meter, nbytes, message.direction, inter)
         else:
             self.state.ledger.record_time((self.dimension, message.direction), meter)
-
-
-def _exists(group: ProcessGroup | None) -> bool:
-    """Return whether ``group`` still exists; a reference to a destroyed one keeps its threads."""
-    try:
-        dist.get_process_group_ranks(group)
-    except (KeyError, ValueError, RuntimeError):  # what torch raises for a destroyed one
-        return False
-    return True

@@ -12,11 +12,12 @@ from hybridcomp.autotune.judging import judge, judge_seen
 from hybridcomp.autotune.room import has_room
 from hybridcomp.autotune.trials import Sent, TrialGroup, agree_on, gathers, messages, reductions
 from hybridcomp.autotune.verdicts import WARM
-from hybridcomp.channels.channel import TWO_LEVELS, Channel
+from hybridcomp.channels.channel import Channel
 from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState, specs_of, waiting_for
 from hybridcomp.channels.guard import Guard
 from hybridcomp.channels.host_copies import HostMoves
 from hybridcomp.channels.host_pace import Pace
+from hybridcomp.channels.known_groups import TWO_LEVELS
 from hybridcomp.channels.ledger import Ledger
 from hybridcomp.codecs import poll_payloads, require_kernels
 from hybridcomp.collectives import poll_headers

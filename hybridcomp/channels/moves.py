@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hybridcomp import collectives
-from hybridcomp.channels.channel import Channel
-from hybridcomp.channels.message import Message
+from hybridcomp.channels.channel import Channel, Message
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle, Meter, Transfer, native_nbytes
 from hybridcomp.collectives.posted import Posting

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from hybridcomp import collectives
 from hybridcomp.channels import low_rank
-from hybridcomp.channels.channel import Channel
+from hybridcomp.channels.channel import Channel, Message, R
 from hybridcomp.channels.error_feedback import Piece, Withheld, borders, cut
 from hybridcomp.channels.low_rank import Factored
-from hybridcomp.channels.message import Message, R
 from hybridcomp.channels.replicated import Exact, stretches_of
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import (
@@ -51,10 +50,17 @@ class Sum(Message[R]):
     feedback, a bound, or parameters that tensor-parallel ranks have in common.
 
     Attributes:
+        values: 1-D contiguous fp32/bf16/fp16; a subclass may make them in ``load`` instead.
         parameters: what ``pieces`` returns, where a seam has it at hand.
     """
 
+    values: Tensor | None = None
     parameters: Sequence[Piece] | None = None
+
+    def load(self, codec: Codec) -> Tensor:
+        """Return the tensor that is encoded with ``codec``."""
+        assert self.values is not None, "give values, or override load"
+        return self.values
 
     def pieces(self) -> Sequence[Piece] | None:
         """Return the parameters that the values consist of, in order; None: not known."""
@@ -63,20 +69,13 @@ class Sum(Message[R]):
 
 @dataclass(eq=False, kw_only=True)
 class AllReduce(Sum[Handle]):
-    """Sum ``values`` over ``group`` in place.
+    """Sum the values over ``group`` in place.
 
     Attributes:
-        values: 1-D contiguous fp32/bf16/fp16; a subclass sets them in ``load`` instead.
         async_op: return before the sum is complete; the handle's ``wait()`` completes it.
     """
 
-    values: Tensor | None = None
     async_op: bool = False
-
-    def load(self, codec: Codec) -> Tensor:
-        """Return the tensor that is encoded with ``codec`` and takes the sum."""
-        assert self.values is not None, "give values, or override load"
-        return self.values
 
     def taken(self) -> Mapping[str, Tensor] | None:
         """Return by name of ``pieces`` whether upstream takes that sum or throws it away.
@@ -194,16 +193,9 @@ class ReduceToOwners(Sum[list[Tensor]]):
 
     Attributes:
         ranges: which ranks own which elements; together they are the tensor.
-        values: 1-D contiguous; a subclass sets them in ``load`` instead.
     """
 
     ranges: Sequence[OwnedRange]
-    values: Tensor | None = None
-
-    def load(self, codec: Codec) -> Tensor:
-        """Return the tensor that is encoded with ``codec``."""
-        assert self.values is not None, "give values, or override load"
-        return self.values
 
     def native_nbytes(self, size: int) -> int:
         """Return the bytes of the all-reduce by which upstream does it."""

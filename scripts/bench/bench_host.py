@@ -33,7 +33,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
 from bench.gpu_bench.messages import Messages, group_without_wire
-from hybridcomp.channels import codec_choice
+from hybridcomp.channels import channel
 from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.collectives.wire.device_clock import SILENT
 from hybridcomp.kernels.cuda import CudaKernels
@@ -59,7 +59,7 @@ def as_on_a_gpu() -> Iterator[None]:
     kernels = CudaKernels(Nowhere())
     with (
         mock.patch("hybridcomp.kernels.kernels_of", lambda device: kernels),
-        mock.patch.object(codec_choice, "HOST", SILENT),
+        mock.patch.object(channel, "HOST", SILENT),
         group_without_wire(),
     ):
         yield

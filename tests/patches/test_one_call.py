@@ -1,0 +1,39 @@
+"""A seam hands a message to its channel: it chooses no codec and counts no bytes of a message."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from tests.paths import ROOT
+
+#: methods of a channel that are the parts of ``run``
+PARTS = {"codec", "wants_pieces", "record", "recorded", "record_nbytes"}
+#: copies between device and host are no messages: their sums over micro-batches decide
+COPIES = {"offload12.py", "offload3.py", "offload_sums.py", "offload_accumulation.py"}
+
+
+def _calls(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {
+        node.func.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    }
+
+
+def test_no_seam_does_what_the_channel_does() -> None:
+    found = {
+        path.name: sorted(_calls(path) & PARTS)
+        for path in (ROOT / "patches").rglob("*.py")
+        if _calls(path) & PARTS
+    }
+    found.pop("tied_weights.py", None)  # records upstream's broadcast, which is no message of ours
+    assert not found
+
+
+def test_only_copies_to_the_host_are_given_their_native_bytes() -> None:
+    files = [
+        path for path in (ROOT / "patches").rglob("*.py") if "raw_nbytes" in path.read_text("utf-8")
+    ]
+    assert {path.name for path in files} <= COPIES
