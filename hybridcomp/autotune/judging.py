@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
 from hybridcomp.autotune.room import room_for
 from hybridcomp.autotune.trials import Run, Sent
 from hybridcomp.autotune.verdicts import Verdict
+from hybridcomp.job import small_messages
 
 #: values of the messages of the trials, in order
 SIZES = (1 << 19, 1 << 21, 1 << 23)
@@ -93,9 +93,7 @@ def _is_sure(rows: torch.Tensor) -> bool:
 
 def _largest(numel: int, device: torch.device) -> int:
     """Return the largest ``numel`` of all ranks, as stages differ; a collective over the job."""
-    largest = torch.tensor(numel, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return int(largest)
+    return int(small_messages.most(torch.tensor(numel, device=device)))
 
 
 def _timed(runs: tuple[Run, Run], budget_s: float, device: torch.device) -> torch.Tensor:
@@ -118,12 +116,12 @@ def judge_seen(runs: tuple[Run, Run], nbytes: int, device: torch.device) -> Verd
 
     def compute() -> None:
         work.add_(1.0)
-        dist.barrier()  # else early ranks would count their wait
+        small_messages.wait_for_all()  # else early ranks would count their wait
 
     start = time.perf_counter()
     _race(runs, 1, device, compute)
     once = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
-    dist.all_reduce(once, op=dist.ReduceOp.MAX)
+    small_messages.most(once)
     repeats = _repeats(REPEATS_SEEN, BUDGET_S / float(once))
     native_s, coded_s = _race(runs, repeats, device, compute).median(dim=0).values.tolist()
     return Verdict(coded_s * MARGIN <= native_s, nbytes, native_s, coded_s)
@@ -147,9 +145,7 @@ def _race(
             if before is not None:
                 before()
             row[column] = seconds(run, device)
-    found = found.to(device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return found
+    return small_messages.most(found.to(device))
 
 
 def seconds(run: Run, device: torch.device) -> float:

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from hybridcomp.job import small_messages
 from hybridcomp.policy import Dimension
 
 #: uncounted steps before the first round
@@ -122,9 +122,7 @@ class Recheck:
     def _slowest(self, begin: int, stop: int, device: torch.device) -> list[float]:
         """Return the seconds of the slowest rank in each step; a collective over the job."""
         found = torch.tensor([self._seconds(s) for s in range(begin, stop)], dtype=torch.float64)
-        found = found.to(device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        seconds: list[float] = found.tolist()
+        seconds: list[float] = small_messages.most(found.to(device)).tolist()
         return seconds
 
     def judge(

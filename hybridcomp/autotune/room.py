@@ -7,6 +7,8 @@ import os
 import torch
 import torch.distributed as dist
 
+from hybridcomp.job import small_messages
+
 #: most bytes that a value takes in a trial: the value, two residuals, a sum, a payload
 NBYTES = 24
 
@@ -21,8 +23,7 @@ def room_for(device: torch.device) -> int:
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // dist.get_world_size()
     values = torch.tensor(max(1, free // 2 // NBYTES), device=device)
-    dist.all_reduce(values, op=dist.ReduceOp.MIN)
-    return int(values)
+    return int(small_messages.least(values))
 
 
 def has_room(nbytes: int, device: torch.device) -> bool:
@@ -34,6 +35,4 @@ def has_room(nbytes: int, device: torch.device) -> bool:
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         fits = nbytes < torch.cuda.mem_get_info(device)[0] + kept
-    found = torch.tensor(int(fits), device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MIN)
-    return bool(found)
+    return bool(small_messages.least(torch.tensor(int(fits), device=device)))

@@ -17,6 +17,7 @@ from hybridcomp import collectives
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Group, Meter, OwnedRange, Reduction, Transfer, chunk_ranges
 from hybridcomp.collectives.wire.transport import all_gather_single
+from hybridcomp.job import small_messages
 
 #: runs collectives to completion
 Run = Callable[[], None]
@@ -230,11 +231,10 @@ def agree_on(sent: Sent | None, group: dist.ProcessGroup | None, device: torch.d
     """
     found = [0, 0, 0] if sent is None else [len(sent.numels), sent.numel, hash(sent.numels)]
     least = torch.tensor([*found, *(-number for number in found)], device=device)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    small_messages.least(least, group)
     low, high = least.tolist()[:3], [-number for number in least.tolist()[3:]]
     agreed = torch.tensor(int(low == high and bool(low[0])), device=device)
-    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
-    return bool(agreed)
+    return bool(small_messages.least(agreed))
 
 
 def _values(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

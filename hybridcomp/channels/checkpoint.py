@@ -21,7 +21,7 @@ from hybridcomp.channels import checkpoint_note, resharing
 from hybridcomp.channels.engine_channels import Channels
 from hybridcomp.channels.error_feedback import held_in
 from hybridcomp.errors import CheckpointError
-from hybridcomp.job import saved
+from hybridcomp.job import saved, small_messages
 from hybridcomp.job.agreement import tell
 from hybridcomp.log import say
 
@@ -98,9 +98,7 @@ def read_state(folder: Path) -> State | None:
     if dist.get_rank() == 0:
         found, problem = saved.attempt(lambda: _read_state(folder / STATE))
     saved.all_well(problem, WHAT)
-    box: list[dict[str, Any] | None] = [found]
-    dist.broadcast_object_list(box, src=0)
-    stored = box[0]
+    stored = small_messages.from_first(found)
     if stored is None:
         return None
     return State(stored["step"], float(stored["loss_scale"]), dict(stored["groups"]))
@@ -329,9 +327,7 @@ def _read_part(folder: Path, count: int, found: StoredState) -> resharing.ReadRe
 def _told(own: dict[str, Any] | None) -> dict[str, Any]:
     """Broadcast guard, link and offload of rank 0's file: all ranks must decide alike."""
     parts = ("guard", "link", "offload")
-    state = [{part: own[part] for part in parts} if own is not None else {}]
-    dist.broadcast_object_list(state, src=0)
-    return state[0]
+    return small_messages.from_first({part: own[part] for part in parts} if own else {})
 
 
 def _read(path: Path, rank: int) -> dict[str, Any]:

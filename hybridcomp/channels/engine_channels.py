@@ -23,6 +23,7 @@ from hybridcomp.codecs import poll_payloads, require_kernels
 from hybridcomp.collectives import poll_headers
 from hybridcomp.collectives.topology import Nodes, Ranks, discover
 from hybridcomp.config import CompressionConfig
+from hybridcomp.job import small_messages
 from hybridcomp.policy import DIMENSIONS, ONE_WAY, Dimension
 
 #: number of parameters where it is not known yet: more than any trial takes
@@ -122,8 +123,7 @@ class Channels(EngineState):
         if not names or dist.get_world_size(group) < 2:
             return []
         place = TrialGroup(self["zero"].group(group), dtype, device)
-        common = torch.tensor(numel, device=device)
-        dist.all_reduce(common, op=dist.ReduceOp.MIN, group=group)
+        common = small_messages.least(torch.tensor(numel, device=device), group)
         self.feedback_nbytes = 0 if numel == UNKNOWN else 8 * numel  # two hops, fp32
         with self.gains.measuring():
             self._judge(names, group, int(common), sent or {}, place)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hybridcomp.codecs import LOSSLESS, Codec
+from hybridcomp.job import small_messages
 from hybridcomp.policy import DIMENSIONS, Dimension, Direction, Limits, directions_of
 
 Key = tuple[Dimension, Direction]
@@ -67,9 +67,8 @@ class Guard:
 
         ``step``: the next one. Returns the dimensions that fall back from it on.
         """
-        samples = self._samples.to(device)
+        samples = small_messages.total(self._samples.to(device, copy=True))
         self._samples = torch.zeros_like(self._samples)
-        dist.all_reduce(samples)
         rows = dict(zip(KEYS, samples.tolist(), strict=True))
         fallen = []
         for name, limits in self._limits.items():

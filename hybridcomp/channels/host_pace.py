@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hybridcomp.config import CompressionConfig
+from hybridcomp.job import small_messages
 from hybridcomp.policy import DIRECTIONS, Direction, Policy
 
 #: directions that travel encoded in a kind of step
@@ -104,8 +104,7 @@ class Pace:
             own = [s for taken, s in self.seconds.items() if self._kind(self.begin + taken) == kind]
             if own:
                 found[kind] = statistics.median(own)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        self.medians = tuple(found.tolist())
+        self.medians = tuple(small_messages.most(found).tolist())
         best = min(range(len(self.kinds)), key=lambda kind: self.medians[kind])
         pays = self.medians[best] * MARGIN <= self.medians[0]
         self.chosen = best if pays else 0

@@ -15,12 +15,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Work
 
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.collectives import Group, Meter
-from hybridcomp.collectives.native_nbytes import all_reduce_nbytes
+from hybridcomp.collectives.wire import transport
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ def stretches_of(pieces: Sequence[Sequence[Piece]], names: Collection[str]) -> l
 class Exact:
     """Sum over ``group``, in fp32, of stretches of a message whose other values are encoded.
 
-    Takes them out of ``tensors`` (1-D), where it leaves zeros. Every rank of the group has the same
-    stretches.
+    Takes them out of ``tensors`` (1-D), where it leaves zeros; ``meter`` counts their bytes. Every
+    rank of the group has the same stretches.
     """
 
     def __init__(
@@ -56,19 +56,14 @@ class Exact:
         tensors: Sequence[Tensor],
         stretches: Sequence[Stretch],
         group: Group,
+        meter: Meter,
     ) -> None:
         self._stretches = stretches
         parts = [tensors[s.index][s.low : s.high] for s in stretches]
         self._sums = torch.cat([part.float() for part in parts])
         for part in parts:
             part.zero_()
-        self._group = group
-        self._work = dist.all_reduce(self._sums, group=group.process_group, async_op=True)
-
-    def count(self, meter: Meter) -> None:
-        """Count the bytes of the sum in ``meter``."""
-        nbytes = all_reduce_nbytes(self._sums.numel(), torch.float32, self._group.size)
-        meter.sent(nbytes, int(nbytes * self._group.ring))
+        self._work: Work | None = transport.all_reduce(self._sums, group, meter)
 
     def put(self, out: Tensor, index: int = 0, start: int = 0) -> None:
         """Write the sums into ``out``, elements from ``start`` on of tensor ``index``."""

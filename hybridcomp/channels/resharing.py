@@ -25,6 +25,7 @@ from torch import Tensor
 from hybridcomp.channels.error_feedback import Held, Residuals
 from hybridcomp.collectives.topology import Nodes, Ranks
 from hybridcomp.errors import CheckpointError
+from hybridcomp.job import small_messages
 from hybridcomp.job.agreement import tell
 from hybridcomp.log import say
 
@@ -104,7 +105,7 @@ class ResidualPlan:
             for (name, edges, _), view in zip(batch, torch.split(flat, numels), strict=True):
                 _put(part, name, edges, view)
             total = flat.to(device)
-            dist.all_reduce(total)
+            small_messages.total(total)
             sums = torch.split(total.cpu(), numels)
             for (name, (low, _), unit), values in zip(batch, sums, strict=True):
                 if me in unit:

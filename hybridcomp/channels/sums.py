@@ -25,6 +25,7 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import (
     Group,
     Handle,
+    Meter,
     OwnedRange,
     Probe,
     ReduceScatterHandle,
@@ -94,7 +95,7 @@ class AllReduce(Sum[Handle]):
         tensor = self.load(codec)
         pieces = self.pieces() if channel.wants_pieces(codec) else None
         known, meter = channel.group(self.group), channel.meter(tensor.device)
-        exact = _take(channel, [tensor], None if pieces is None else [pieces], codec, known)
+        exact = _take(channel, [tensor], None if pieces is None else [pieces], codec, known, meter)
         taken = self.taken()
         kept = Withheld(taken) if taken and channel.error_feedback else None
         if codec.low_rank is not None:
@@ -115,7 +116,6 @@ class AllReduce(Sum[Handle]):
         if kept is not None:
             handle.then(kept.give_back)
         if exact is not None:
-            exact.count(meter)
             handle.then(lambda: exact.put(tensor))
         return channel.recorded(handle, meter, self, known.ring)
 
@@ -152,7 +152,7 @@ class ReduceScatter(Message[ReduceScatterHandle]):
         shards = self.load(codec)
         pieces = self.pieces() if channel.wants_pieces(codec) else None
         known, meter = channel.group(self.group), channel.meter(shards[0].device)
-        exact = _take(channel, shards, pieces, codec, known)
+        exact = _take(channel, shards, pieces, codec, known, meter)
         if codec.low_rank is not None:
             via, factors = Transfer(codec, known, meter), _low_rank(channel, self.direction)
             handle = low_rank.reduce_scatter(shards, via, factors, pieces, self.async_op)
@@ -160,7 +160,6 @@ class ReduceScatter(Message[ReduceScatterHandle]):
             how = Reduction(codec, known, meter, flush=_flushes(channel, codec))
             handle = self._scatter(channel, shards, how, pieces)
         if exact is not None:
-            exact.count(meter)
             handle.then(lambda: exact.put(handle.wait(), known.rank))
         return channel.recorded(handle, meter, self, known.ring)
 
@@ -206,7 +205,7 @@ class ReduceToOwners(Sum[list[Tensor]]):
         tensor, ranges = self.load(codec), self.ranges
         pieces = self.pieces() if channel.wants_pieces(codec) else None
         known, meter = channel.group(self.group), channel.meter(tensor.device)
-        exact = _take(channel, [tensor], None if pieces is None else [pieces], codec, known)
+        exact = _take(channel, [tensor], None if pieces is None else [pieces], codec, known, meter)
         if codec.low_rank is not None:
             via, factors = Transfer(codec, known, meter), _low_rank(channel, "forward")
             sums = low_rank.reduce_to_owners(tensor, ranges, via, factors, pieces)
@@ -222,7 +221,6 @@ class ReduceToOwners(Sum[list[Tensor]]):
             how = Reduction(codec, known, meter, cuts, *left, probe, flush=flush)
             sums = collectives.reduce_to_owners(tensor, ranges, how)
         if exact is not None:
-            exact.count(meter)
             owned = [part for part in ranges if known.rank in part.ranks]
             for part, total in zip(owned, sums, strict=True):
                 exact.put(total, start=part.start)
@@ -252,13 +250,14 @@ def _take(
     pieces: Sequence[Sequence[Piece]] | None,
     codec: Codec,
     group: Group,
+    meter: Meter,
 ) -> Exact | None:
     """Take parameters common to tensor-parallel ranks out of a message; sum them exactly."""
     names = channel.state.common
     if pieces is None or codec.lossless or not names:
         return None
     stretches = stretches_of(pieces, names)
-    return Exact(tensors, stretches, group) if stretches else None
+    return Exact(tensors, stretches, group, meter) if stretches else None
 
 
 def _flushes(channel: Channel, codec: Codec) -> bool:

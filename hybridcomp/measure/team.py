@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.collectives.topology import Nodes
+from hybridcomp.job import small_messages
 from hybridcomp.log import say
 
 Ranks = tuple[int, ...]
@@ -39,7 +40,7 @@ class Team:
         """Return the elementwise maximum over all ranks; a collective, and so a barrier, too."""
         found = torch.tensor(list(values), dtype=torch.float64, device=self.device)
         if self.world_size > 1:
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+            small_messages.most(found)
         return [float(value) for value in found.tolist()]
 
     def barrier(self) -> None:
@@ -48,11 +49,7 @@ class Team:
 
     def gather(self, own: Any) -> list[Any]:
         """Gather ``own`` of every rank, by rank, on all ranks; a collective."""
-        found: list[Any] = [None] * self.world_size
-        if self.world_size == 1:
-            return [own]
-        dist.all_gather_object(found, own)
-        return found
+        return [own] if self.world_size == 1 else small_messages.gather_objects(own)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from hybridcomp.channels.ledger_file import JsonLines
 from hybridcomp.codecs import check_payloads
 from hybridcomp.collectives import check_headers
 from hybridcomp.config import CompressionConfig, LedgerConfig
+from hybridcomp.job import small_messages
 from hybridcomp.log import say
 from hybridcomp.policy import ONE_WAY
 from hybridcomp.session.closing import Account, before_the_end, open_account
@@ -74,9 +75,7 @@ class Reporter:
         vector = torch.cat([ledger.vector(), torch.tensor([residual], dtype=torch.float64)])
         used = ledger.used
         ledger.restart()
-        vector = vector.to(self._device)
-        dist.all_reduce(vector)
-        vector = vector.cpu()
+        vector = small_messages.total(vector.to(self._device)).cpu()
         interval = entries_of(vector[:-1])
         for key, entry in interval.items():
             self._totals[key].add(entry)

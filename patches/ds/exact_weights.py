@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hybridcomp.channels import Channels, parameter_deltas
 from hybridcomp.channels.checkpoint_note import PARAMETERS
-from hybridcomp.job import saved
+from hybridcomp.job import saved, small_messages
 from hybridcomp.log import say
 from hybridcomp.patches.ds import offload_sums
 
@@ -129,8 +129,7 @@ def _load(folder: Path, engine: Any, channels: Channels) -> None:
         )
     )
     verdict = torch.tensor([fits], dtype=torch.int32, device=engine.device)
-    dist.all_reduce(verdict, dist.ReduceOp.MIN)
-    if not verdict.item():
+    if not small_messages.least(verdict).item():
         say(
             f"{folder} holds no parameter references of {dist.get_world_size()} ranks; the first "
             "gather is exact"

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels.ledger_file import JsonLines, make_together
-from hybridcomp.job import environment
+from hybridcomp.job import environment, small_messages
 from hybridcomp.session.metric_names import LOSS, SPEED, TOKENS
 
 #: environment variable with the path of the file, relative to rank 0's working directory
@@ -104,8 +104,7 @@ class Recorder:
             if self._engine.global_steps != before and self._losses:
                 mean = torch.stack(self._losses).float().mean().to(self._engine.device)
                 self._losses.clear()
-                dist.all_reduce(mean)
-                self._finish(float(mean) / dist.get_world_size())
+                self._finish(float(small_messages.total(mean)) / dist.get_world_size())
             return result
 
         return step

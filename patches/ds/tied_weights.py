@@ -98,9 +98,7 @@ def reduce_tied_grads(engine: Any, channel: Channel, original: Executor) -> None
         for weight, group in engine.module.get_tied_weights_and_groups()
     ]
     messages = [
-        _TiedGradient(
-            numel=grad.numel(), dtype=grad.dtype, group=group, tensor=grad, weight=weight
-        )
+        _TiedGradient(numel=grad.numel(), dtype=grad.dtype, group=group, tensor=grad, weight=weight)
         for weight, grad, group in grads
         if grad is not None
     ]

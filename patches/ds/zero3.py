@@ -82,9 +82,7 @@ def make_reduce_scatter_coalesced(
             params=params,
             in_fp32=channel.error_feedback,
         )
-        return channel.run(
-            message, native=lambda: original(tensors, group), encoded=message.finish
-        )
+        return channel.run(message, native=lambda: original(tensors, group), encoded=message.finish)
 
     return reduce_scatter_coalesced
 

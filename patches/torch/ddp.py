@@ -33,6 +33,7 @@ from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 from hybridcomp.collectives import Handle
 from hybridcomp.collectives.topology import ranks_of
 from hybridcomp.collectives.wire import POOL, first
+from hybridcomp.job import small_messages
 from hybridcomp.patches.torch import ddp_slot, rules, steps, torch_versions
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.ddp_layout import BucketLayout
@@ -243,7 +244,7 @@ class Reducer:
         names = [getattr(parameter, NAME) for parameter in bucket.parameters()]
         flags = torch.tensor([name in self._used for name in names], dtype=torch.int32)
         flags = flags.to(bucket.buffer().device, non_blocking=True)
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        small_messages.most(flags, self._group)
         found = zip(names, flags.bool().unbind(), strict=True)
         return {name: flag for name, flag in found if name not in self._used}
 

@@ -256,9 +256,7 @@ class EncodedReplicas(dist.ProcessGroup):
 
         def deliver(handle: Handle) -> GatherWork:
             handle.wait()
-            total = divided(
-                tensor, options.reduceOp, scatter.members.group, self.inner.size()
-            )
+            total = divided(tensor, options.reduceOp, scatter.members.group, self.inner.size())
             tensor.copy_(total)
             return GatherWork(handle)
 

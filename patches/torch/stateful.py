@@ -27,7 +27,7 @@ from hybridcomp.channels.error_feedback import held_in
 from hybridcomp.channels.resharing import share
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
-from hybridcomp.job import saved
+from hybridcomp.job import saved, small_messages
 from hybridcomp.job.agreement import tell
 from hybridcomp.patches.torch.session import say
 from hybridcomp.session.engine_session import EngineSession
@@ -213,10 +213,10 @@ def _of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _told(own: dict[str, Any] | None) -> dict[str, Any]:
     """Broadcast rank 0's state without residuals: step and verdicts must be equal on all ranks."""
-    box = [None if own is None else {key: own[key] for key in own if key != "residuals"}]
-    dist.broadcast_object_list(box, src=0)
-    assert box[0] is not None, "rank 0 reads an entry of every checkpoint that has any"
-    return box[0]
+    rest = None if own is None else {key: own[key] for key in own if key != "residuals"}
+    told = small_messages.from_first(rest)
+    assert told is not None, "rank 0 reads an entry of every checkpoint that has any"
+    return told
 
 
 def _check(attached: Attached, stated: Sequence[Mapping[str, Any]]) -> None:

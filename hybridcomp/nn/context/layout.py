@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridcomp.job import small_messages
+
 Layout = Literal["zigzag", "contiguous"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
@@ -112,9 +114,7 @@ def gather(
     layout: Layout = "zigzag",
 ) -> Tensor:
     """All-gather the parts of ``group`` natively and ``unshard`` them; without a gradient."""
-    parts = [torch.empty_like(held.contiguous()) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, held.detach().contiguous(), group=group)
-    return unshard(parts, dim=dim, layout=layout)
+    return unshard(small_messages.gather(held, group), dim=dim, layout=layout)
 
 
 def positions(

@@ -20,6 +20,8 @@ from torch.distributed import ProcessGroup
 
 from hybridcomp.channels import Channels, Posted, PostReceive, PostSend
 from hybridcomp.channels.channel import Channel
+from hybridcomp.collectives import Group, Meter
+from hybridcomp.collectives.wire import transport
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.nn.slices.past import Past
@@ -108,6 +110,7 @@ class SlicePipeline:
         self.group = dist.group.WORLD if group is None else group
         self.number, self.count = dist.get_rank(group), dist.get_world_size(group)
         self._ranks = dist.get_process_group_ranks(self.group)
+        self._known = Group.of(self.group)
         self.channels = channels or process.current
 
     @property
@@ -227,7 +230,7 @@ class SlicePipeline:
         posted = self._posted(PostSend, flat, direction, hop)
         message = flat if posted is None else posted.message
         done = None if posted is None else posted.done
-        return Message(dist.isend(message, to, group=self.group), message, done)
+        return Message(transport.send(message, to, self._known, Meter()), message, done)
 
     def _posted(
         self, kind: type[PostSend | PostReceive], flat: Tensor, direction: Direction,
@@ -251,4 +254,4 @@ class SlicePipeline:
         posted = self._posted(PostReceive, flat, direction, (source, dist.get_rank()))
         message = flat if posted is None else posted.message
         done = None if posted is None else posted.done
-        return Message(dist.irecv(message, source, group=self.group), values, done)
+        return Message(transport.recv(message, source, self._known), values, done)

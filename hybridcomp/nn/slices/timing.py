@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from hybridcomp.codecs import Codec
+from hybridcomp.job import small_messages
 from hybridcomp.nn.slices.past import Past
 from hybridcomp.nn.slices.pipeline import SlicePipeline, Stage
 from hybridcomp.nn.slices.stage import OnLeaves, SlicedStage, leaves_of
@@ -62,8 +63,7 @@ def slice_times(
     with undisturbed(pipeline):
         lines = _Timer(pipeline, length, batch, repeats).lines(size)
         own = StageTimes(*lines, *_messages(pipeline, length, size, batch, repeats))
-    every: list[Any] = [None] * dist.get_world_size(agree)
-    dist.all_gather_object(every, own, group=agree)
+    every = small_messages.gather_objects(own, agree)
     return SliceTimes(every, pipeline.count, size, length // size)
 
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hybridcomp import log
 from hybridcomp.channels import Channels
+from hybridcomp.job import small_messages
 from hybridcomp.nn.slices.pipeline import SlicePipeline
 from hybridcomp.nn.slices.stage import OnLeaves, SlicedStage, leaves_of
 from hybridcomp.nn.slices.times import SliceTimes
@@ -166,10 +166,8 @@ def _taken(took: Sequence[Sequence[float]]) -> int:
 
 def _slowest(run: Callable[[], float], agree: ProcessGroup | None) -> float:
     """Run a step on all ranks at once; returns the seconds of the slowest."""
-    dist.barrier(agree)
-    every: list[float] = [0.0] * dist.get_world_size(agree)
-    dist.all_gather_object(every, run(), group=agree)
-    return max(every)
+    small_messages.wait_for_all(agree)
+    return max(small_messages.gather_objects(run(), agree))
 
 
 class _Steps:

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
+from hybridcomp.job import small_messages
 from hybridcomp.nn.tp2d.layers import Cut
 from hybridcomp.nn.tp2d.layouts import Layout
 from hybridcomp.nn.tp2d.mesh import Mesh
@@ -65,9 +64,7 @@ def gather_state(model: nn.Module, mesh: Mesh) -> dict[str, Tensor] | None:
         if layout is None:
             joined[name] = own.detach().cpu().clone()
             continue
-        own = own.detach().contiguous()
-        parts = [torch.empty_like(own) for _ in range(mesh.q * mesh.q)]
-        dist.all_gather(parts, own, group=mesh.group)
+        parts = small_messages.gather(own, mesh.group)
         if mesh.rank == 0:
             joined[name] = layout.join(parts, mesh.q).cpu()
     return joined if mesh.rank == 0 else None

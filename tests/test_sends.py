@@ -1,0 +1,44 @@
+"""All that is sent between ranks goes through two modules, one of which counts it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from tests.paths import ROOT
+
+#: functions of torch.distributed that send
+SENDERS = {
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce",
+    "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast",
+    "broadcast_object_list", "gather", "gather_object", "irecv", "isend", "recv", "reduce",
+    "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "send",
+    "send_object_list",
+}  # fmt: skip
+#: traffic, counted; and messages in which ranks agree
+THROUGH = {"hybridcomp/collectives/wire/transport.py", "hybridcomp/job/small_messages.py"}
+#: the native side of what is measured, which must be torch's own
+MEASURED = {
+    "hybridcomp/autotune/trials.py", "hybridcomp/measure/channels.py",
+    "hybridcomp/measure/links.py", "hybridcomp/nn/slices/timing.py",
+}  # fmt: skip
+#: what upstream would send itself, called as upstream calls it
+UPSTREAM = {"patches/ds/tied_weights.py", "patches/torch/ddp_slot.py"}
+
+
+def _sends(path: Path) -> bool:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return any(
+        isinstance(node, ast.Attribute)
+        and node.attr in SENDERS
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "dist"
+        and isinstance(node.ctx, ast.Load)
+        for node in ast.walk(tree)
+    )
+
+
+def test_only_transport_and_small_messages_send() -> None:
+    files = [*(ROOT / "hybridcomp").rglob("*.py"), *(ROOT / "patches").rglob("*.py")]
+    found = {path.resolve().relative_to(ROOT).as_posix() for path in files if _sends(path)}
+    assert found == THROUGH | MEASURED | UPSTREAM
