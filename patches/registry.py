@@ -14,10 +14,10 @@ from types import ModuleType
 
 from wrapt import register_post_import_hook
 
+from hybridcomp.dimensions import DIMENSIONS
 from hybridcomp.errors import SeamError
 from hybridcomp.patches.neox.checkout import is_neox
 from hybridcomp.patching import IN_PLACE, UNFIT, Patch, apply_all, revert_all
-from hybridcomp.policy import DIMENSIONS
 from hybridcomp.session import engine_session
 
 #: upstream package -> patch modules, in the order of application

@@ -21,11 +21,9 @@ from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.collectives import Group, Meter
 from hybridcomp.collectives.topology import Nodes
 from hybridcomp.collectives.wire import HOST
+from hybridcomp.dimensions import MEASURED_EARLY, ROWS
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import ONE_WAY, Dimension, Direction, Traffic, directions_of
-
-#: dimensions whose groups are seen as nodes times local ranks
-TWO_LEVELS: tuple[Dimension, ...] = ("dp", "zero")
+from hybridcomp.policy import Dimension, Direction, Traffic
 
 
 class CodecChoice:
@@ -43,7 +41,7 @@ class CodecChoice:
     @property
     def active(self) -> bool:
         """Return whether any direction of this dimension has a codec."""
-        codecs, ways = self._state.policy.codecs, directions_of(self.dimension)
+        codecs, ways = self._state.policy.codecs, ROWS[self.dimension].directions
         return any(codecs.get((self.dimension, way)) is not None for way in ways)
 
     def codec(
@@ -108,7 +106,7 @@ class CodecChoice:
         """Return whether the link was measured to be faster than the codec. Raises ConfigError
         where it should have been measured before the first message and was not."""
         state, name = self._state, self.dimension
-        if not state.is_weighed and name in ONE_WAY and state.config.insists(name):
+        if not state.is_weighed and name in MEASURED_EARLY and state.config.insists(name):
             todo = (
                 "nothing was measured, as this job makes its groups in a way of its own; write "
                 '"always"'
@@ -150,7 +148,7 @@ class CodecChoice:
                 found = Group.of(group)
             else:
                 # residuals of low-rank sums cover whole messages, also where a flush sends them
-                deep = self.dimension in TWO_LEVELS
+                deep = ROWS[self.dimension].two_levels
                 deep = deep and self.dimension not in self._state.policy.low_rank
                 found = nodes.group(group, two_levels=deep)
             self._groups[key] = found

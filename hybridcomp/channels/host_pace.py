@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.config import CompressionConfig
-from hybridcomp.policy import DIRECTIONS, Direction, Policy
+from hybridcomp.dimensions import DIRECTIONS, Direction
+from hybridcomp.policy import Policy
 
 #: directions that travel encoded in a kind of step
 Kind = tuple[Direction, ...]

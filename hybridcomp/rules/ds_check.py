@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.error_messages import idle
-from hybridcomp.policy import Dimension
+from hybridcomp.dimensions import Dimension
 from hybridcomp.rules import ds, ds_offload, engine
 from hybridcomp.rules.ds_job import Job
 from hybridcomp.rules.engine import hold

@@ -8,8 +8,8 @@ from typing import Generic, Literal, TypeVar
 
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.error_messages import Shown
+from hybridcomp.dimensions import DIMENSIONS, Dimension
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import DIMENSIONS, Dimension
 
 #: facts of the job that the rules of one upstream read
 J = TypeVar("J")
@@ -73,6 +73,12 @@ def apply(rule: Rule[J], names: Sequence[Dimension], block: CompressionConfig) -
         Shown(rule.found),
         f'{rule.reason}; {rule.todo}, or set "{names[0]}": "none"{native}',
     )
+
+
+def lossy(block: CompressionConfig) -> frozenset[Dimension]:
+    """Return the dimensions whose codec changes values, in one direction at least."""
+    codecs = block.codecs().items()
+    return frozenset(name for (name, _), codec in codecs if codec and not codec.lossless)
 
 
 def absent(rules: Iterable[tuple[Rule[J], J]]) -> frozenset[Dimension]:

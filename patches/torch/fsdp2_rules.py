@@ -12,8 +12,8 @@ from torch import nn
 from hybridcomp.collectives.topology import Ranks
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.torch.rules import elsewhere, has_ring, lossy
-from hybridcomp.rules.engine import Rule
+from hybridcomp.patches.torch.rules import elsewhere, has_ring
+from hybridcomp.rules.engine import Rule, lossy
 
 #: classes of comms that ``fill`` may replace; they still send the messages that stay native
 OWN_COMMS = (
@@ -132,13 +132,13 @@ FSDP2: tuple[Rule[Job], ...] = (
         "refuse", ("zero",), "a lossy codec with layers that DTensor cuts (tensor parallel)",
         "norms that tensor ranks have in common would be decoded differently on each",
         "use a lossless codec",
-        lambda job: job.tensor_parallel, lambda block: lossy(block, "zero"),
+        lambda job: job.tensor_parallel, lambda block: "zero" in lossy(block),
     ),
     Rule(
         "refuse", ("dp",), "a lossy codec with layers that DTensor cuts (tensor parallel)",
         "norms that tensor ranks have in common would be updated differently on each",
         "use a lossless codec",
-        lambda job: job.tensor_parallel, lambda block: lossy(block, "dp"),
+        lambda job: job.tensor_parallel, lambda block: "dp" in lossy(block),
     ),
     Rule(
         "refuse", ("zero",), '"delta": true under fully_shard',

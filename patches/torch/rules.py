@@ -11,16 +11,10 @@ from packaging.version import Version
 from torch.distributed.tensor import DTensor
 
 from hybridcomp.config import CompressionConfig
+from hybridcomp.dimensions import Dimension
 from hybridcomp.patches.torch.session import say
-from hybridcomp.policy import Dimension, directions_of
 from hybridcomp.rules import engine
 from hybridcomp.rules.engine import Rule
-
-
-def lossy(block: CompressionConfig, name: Dimension) -> bool:
-    """Return whether any codec of dimension ``name`` is lossy."""
-    codecs = [block.codecs().get((name, way)) for way in directions_of(name)]
-    return any(codec is not None and not codec.lossless for codec in codecs)
 
 
 def elsewhere(name: str, has_ring: Callable[[Any], bool]) -> tuple[Rule[Any], ...]:
