@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Write what in docs/ is made from the code, or build the site.
 
-make_docs.py                    write docs/block.md and the tables inside other pages
+make_docs.py                    write docs/block.md, the tables inside other pages, and the releases
+                                that they name
 make_docs.py --check            say what is not current; the exit status is 1 then
 make_docs.py --build FOLDER     build the site there, strictly (pip install 'hybridcomp[docs]')
 """
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from doc_pages import block, inside, parts
+from doc_pages import block, inside, parts, releases
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -42,6 +43,10 @@ def made() -> dict[Path, str]:
         path = DOCS / name
         text = pages.get(path) or path.read_text("utf-8")
         pages[path] = _with_part(text, mark, make(), name)
+    for name in releases.PAGES:
+        path = (DOCS / name).resolve()
+        text = pages.get(path) or path.read_text("utf-8")
+        pages[path] = releases.current(name, text)
     return pages
 
 

@@ -42,9 +42,8 @@ from hybridcomp.channels import (
     parameter_deltas,
 )  # fmt: skip
 from hybridcomp.codecs.base import Codec
+from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
-
-REQUIREMENT = "deepspeed >= 0.19, < 0.20"
 
 DP_GROUPS = Seam(
     REQUIREMENT,

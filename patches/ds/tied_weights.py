@@ -27,9 +27,9 @@ from torch import Tensor
 
 from hybridcomp.channels import NAME, Channel, Channels, channels_of, native_nbytes
 from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam, has_module
 
-REQUIREMENT = "deepspeed >= 0.19, < 0.20"
 PIPELINE = Seam(
     REQUIREMENT, "deepspeed.runtime.pipe.engine", "PipelineEngine._INSTRUCTION_MAP", None
 )

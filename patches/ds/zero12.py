@@ -27,9 +27,9 @@ from torch import Tensor
 from hybridcomp.channels import NAME, OwnedRange, channel_of, channels_of, native_nbytes
 from hybridcomp.channels.error_feedback import Piece, cut
 from hybridcomp.errors import ConfigError
+from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
 
-REQUIREMENT = "deepspeed >= 0.19, < 0.20"
 MODULE = "deepspeed.runtime.zero.stage_1_and_2"
 CLASS = "DeepSpeedZeroOptimizer"
 

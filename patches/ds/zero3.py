@@ -25,9 +25,9 @@ from torch import Tensor
 from hybridcomp.channels import NAME, Channel, channels_of, native_nbytes
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.codecs.base import Codec
+from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
 
-REQUIREMENT = "deepspeed >= 0.19, < 0.20"
 MODULE = "deepspeed.runtime.zero.stage3"
 
 REDUCE_SCATTER = Seam(REQUIREMENT, MODULE, "reduce_scatter_coalesced", ("tensors", "group"))

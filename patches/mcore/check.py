@@ -15,7 +15,8 @@ from typing import Any
 from hybridcomp.config import CompressionConfig
 from hybridcomp.log import say_once
 from hybridcomp.patches.common import early_engines
-from hybridcomp.patches.mcore.groups import REQUIREMENT, sizes
+from hybridcomp.patches.mcore.groups import sizes
+from hybridcomp.patches.mcore.requirement import REQUIREMENT
 from hybridcomp.patching import Seam, missing
 from hybridcomp.rules import engine, mcore
 from hybridcomp.rules.engine import hold

@@ -29,7 +29,8 @@ from hybridcomp.channels import native_nbytes
 from hybridcomp.patches.common.routes import make_torch, route, torch_seam
 from hybridcomp.patches.mcore import check
 from hybridcomp.patches.mcore.ddp_batch import BucketBatch, Call, Kind
-from hybridcomp.patches.mcore.groups import REQUIREMENT, coordinates, sizes
+from hybridcomp.patches.mcore.groups import coordinates, sizes
+from hybridcomp.patches.mcore.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
 from hybridcomp.session import process
 from hybridcomp.session.process import current
