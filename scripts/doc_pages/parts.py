@@ -43,7 +43,7 @@ def _cell(config: CompressionConfig, name: Dimension) -> str:
         for way in ROWS[name].directions
         for codec in [found[name, way]]
     )
-    return " / ".join(specs) + getattr(config, name).remark
+    return f"{' / '.join(specs)}{getattr(config, name).remark}"
 
 
 def support_matrix() -> str:

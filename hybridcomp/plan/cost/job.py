@@ -10,8 +10,9 @@ from functools import cached_property
 
 import torch
 
+from hybridcomp.dimensions import Key
 from hybridcomp.errors import HybridcompError
-from hybridcomp.plan.choices import Choice, Choices, Key
+from hybridcomp.plan.choices import Choice, Choices
 from hybridcomp.plan.cost.copies import Copying, Whole, copyings
 from hybridcomp.plan.cost.host import Host, Hosts, Style, least, nearest, style_of
 from hybridcomp.plan.cost.prices import NOTHING, Call, Coded, Prices

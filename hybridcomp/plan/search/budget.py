@@ -9,9 +9,9 @@ from typing import Any
 
 from hybridcomp.codecs.bounded import Bounded
 from hybridcomp.codecs.registry import AUTO
-from hybridcomp.dimensions import DIMENSIONS, ROWS, Dimension
+from hybridcomp.dimensions import DIMENSIONS, ROWS, Dimension, Key
 from hybridcomp.errors import ConfigError
-from hybridcomp.plan.choices import NATIVE, Choice, Key
+from hybridcomp.plan.choices import NATIVE, Choice
 
 #: lossless settings, beside native
 LOSSLESS = (Choice.of("expcode"),)

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from hybridcomp.plan.choices import KEYS, NATIVE, Choice, Choices, Key
+from hybridcomp.dimensions import KEYS, Key
+from hybridcomp.plan.choices import NATIVE, Choice, Choices
 from hybridcomp.plan.cost.job import Item, Job
 from hybridcomp.plan.cost.memory import device_nbytes, kept_by_codecs, memory_of
 from hybridcomp.plan.cost.prices import Price
