@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 #: every dimension, in the order of tables, messages and counters
-Dimension = Literal["dp", "zero", "tp", "pp", "ep", "cp", "offload", "tp2d"]
+Dimension = Literal[
+    "dp",
+    "zero",
+    "tp",
+    "pp",
+    "ep",
+    "cp",
+    "offload",
+    "tp2d",
+]
 #: ``forward`` moves activations or parameters, ``backward`` gradients of activations. Messages of
 #: tp2d have kinds in their place, which are sent in both passes.
 Direction = Literal["forward", "backward", "activations", "weights", "gradients"]

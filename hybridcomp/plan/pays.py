@@ -209,6 +209,6 @@ def step_cost(
 def native_cost(dimension: Dimension, numel: float, job: MessageGroup) -> Cost:
     """Return the cost of a dimension that is not compressed."""
     other = (job.ranks - 1) / job.ranks
-    twice = dimension == "dp" and job.stage != 3
+    twice = ROWS[dimension].summed and job.stage != 3
     nbytes = (2 if twice else 1) * other * numel * job.dtype.itemsize
     return Cost(nbytes, nbytes, 0.0)

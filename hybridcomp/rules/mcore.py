@@ -10,7 +10,8 @@ import torch
 
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.error_messages import idle
-from hybridcomp.dimensions import ROWS, Dimension, DimensionRow
+from hybridcomp.dimensions import MEGATRON, ROWS, Dimension, DimensionRow
+from hybridcomp.rules import engine
 from hybridcomp.rules.engine import Rule
 
 
@@ -68,7 +69,7 @@ def _grouped() -> list[tuple[Dimension, DimensionRow]]:
     return sorted(found, key=lambda each: each[1].group == ROWS["dp"].group)
 
 
-RULES: tuple[Rule[Job], ...] = (
+_KNOWN: tuple[Rule[Job], ...] = (
     Rule(
         "absent", ("offload",), "a job without DeepSpeed",
         "only the copies of DeepSpeed's ZeRO-Offload are encoded", "leave offload out",
@@ -169,6 +170,8 @@ RULES: tuple[Rule[Job], ...] = (
         for name, row in _grouped()
     ),
 )  # fmt: skip
+#: rules over a ``Job``
+RULES: tuple[Rule[Job], ...] = (*_KNOWN, *engine.without_seam(MEGATRON, _KNOWN))
 
 
 #: layers of Transformer Engine whose seam is not in place
