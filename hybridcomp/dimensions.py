@@ -32,7 +32,7 @@ Operation = Literal["all_reduce", "all_gather", "broadcast", "send", "all_to_all
 Timed = Literal["at start-up", "after the first step", "in real steps"]
 #: which keys the dimension has in the block beside the codec's: a model of ``hybridcomp.config``
 Settings = Literal[
-    "gradients", "parameters", "activations", "tensor", "pipeline", "offload", "mesh"
+    "plain", "gradients", "parameters", "activations", "tensor", "pipeline", "offload", "mesh"
 ]  # fmt: skip
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")

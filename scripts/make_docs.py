@@ -27,6 +27,7 @@ PAGES: Mapping[str, Callable[[], str]] = {"block.md": block.page}
 #: page, name of the part between `<!-- NAME -->` and `<!-- /NAME -->`, what makes it
 PARTS: Sequence[tuple[str, str, Callable[[], str]]] = (
     ("presets.md", "presets", parts.presets),
+    ("contributing/dimension.md", "dimensions", parts.dimensions),
     ("support.md", "support-matrix", parts.support_matrix),
     ("unsupported.md", "deepspeed-rules", parts.deepspeed_rules),
     ("unsupported.md", "megatron-rules", parts.megatron_rules),

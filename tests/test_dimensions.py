@@ -34,6 +34,15 @@ from hybridcomp.rules.engine import Rule
 from tests.paths import ROOT
 
 NAMES = frozenset(DIMENSIONS)
+#: package whose functions seams replace -> engines whose messages these send
+ENGINES = {
+    "deepspeed": (DEEPSPEED,),
+    "megatron.mpu": (DEEPSPEED,),
+    "megatron.training": (DEEPSPEED,),
+    "megatron.core": (MEGATRON,),
+    "transformer_engine.pytorch": (MEGATRON,),
+    "torch.distributed.tensor.experimental._context_parallel._attention": (FSDP2, DDP),
+}
 #: modules that compare something with a dimension's name or list several: what no row has
 OWN_WORDS = {
     "channels/channel.py": "the settings that zero alone has",
@@ -65,7 +74,7 @@ def test_the_block_has_a_key_of_the_row(name: Dimension) -> None:
     row, field = ROWS[name], CompressionConfig.model_fields[name]
     model = MODELS[row.settings]
     assert field.annotation is model and field.description == f"{row.about} Default: native."
-    assert set(row.directions) <= set(model.ways)
+    assert row.directions == model.ways
     native = CompressionConfig.parse({"preset": "none"})
     assert getattr(native, name).codec == "none"
     ways = {way for dimension, way in KEYS if dimension == name}
@@ -99,11 +108,9 @@ def covered() -> Iterator[tuple[str, str]]:
     from hybridcomp.patches.torch import ddp, fsdp2
 
     for package in registry.MODULES:
-        of = {"deepspeed": (DEEPSPEED,), "megatron.core": (MEGATRON,)}
-        torch = package.startswith("torch.")
-        engines = (FSDP2, DDP) if torch else of.get(package, (DEEPSPEED, MEGATRON))
         for module in registry.modules_of(package):
-            yield from ((one, name) for one in engines for name in registry.covers(module))
+            for name in registry.covers(module):
+                yield from ((one, name) for one in ENGINES.get(package, (package,)))
     yield from ((FSDP2, name) for name in fsdp2.COVERS)
     yield from ((DDP, name) for name in ddp.COVERS)
 

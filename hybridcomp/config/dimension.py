@@ -60,10 +60,10 @@ class GuardConfig(Strict):
 
 
 class DimensionConfig(CodecSettings):
-    """A dimension with one direction (dp, zero)."""
+    """A dimension with one direction."""
 
     #: directions that may have their own codecs
-    ways: ClassVar[tuple[Direction, ...]] = DIRECTIONS
+    ways: ClassVar[tuple[Direction, ...]] = DIRECTIONS[:1]
 
     guard: GuardConfig = Field(
         GuardConfig(),

@@ -21,6 +21,7 @@ from hybridcomp.dimensions import ROWS, Settings
 
 #: keys that a dimension has, by the name that its row gives them
 MODELS: Mapping[Settings, type[DimensionConfig]] = {
+    "plain": DimensionConfig,
     "gradients": GradientConfig,
     "parameters": ParameterConfig,
     "activations": ActivationConfig,

@@ -44,6 +44,8 @@ class SplitConfig(DimensionConfig):
 class ActivationConfig(SplitConfig):
     """Activations in the forward pass, their gradients in the backward pass."""
 
+    ways: ClassVar[tuple[Direction, ...]] = DIRECTIONS
+
     forward: DirectionConfig | None = Field(
         None, description="What differs for activations (forward pass)."
     )

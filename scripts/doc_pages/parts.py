@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridcomp.config import CompressionConfig
 from hybridcomp.config.presets import PRESETS
-from hybridcomp.dimensions import IN_PRESETS, ROWS, Dimension
+from hybridcomp.dimensions import IN_PRESETS, ROWS, Dimension, listed
 from hybridcomp.patches import registry
 from hybridcomp.rules import ds_check, mcore, neox
 from hybridcomp.rules.engine import Rule
@@ -44,6 +44,24 @@ def _cell(config: CompressionConfig, name: Dimension) -> str:
         for codec in [found[name, way]]
     )
     return f"{' / '.join(specs)}{getattr(config, name).remark}"
+
+
+def dimensions() -> str:
+    """Return one row for each dimension, with what its row says."""
+    lines = [
+        "| dimension | what | codecs for | native messages | `auto` times it | engines |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, row in ROWS.items():
+        about, ways = (
+            row.about.rstrip("."),
+            "one direction" if row.one_way else listed(row.directions),
+        )
+        lines.append(
+            f"| `{name}` | {about} | {ways} | `{row.operation}` | {row.timed or 'never'} | "
+            f"{listed(row.engines)} |"
+        )
+    return "\n".join(lines)
 
 
 def support_matrix() -> str:
