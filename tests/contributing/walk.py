@@ -17,6 +17,8 @@ from tests.paths import ROOT
 PAGES = ROOT / "docs" / "contributing"
 #: most files that a trip may take, pages that are made from the code aside
 MOST = 5
+#: files that pages may touch
+READ = (".py", ".md", ".toml", ".json", ".h", ".cpp")
 #: what the walk of a page never reads: sources of kernels, which are built already
 UNNEEDED = shutil.ignore_patterns("__pycache__", "*.cu", "*.cpp", "*.pyc")
 
@@ -77,7 +79,7 @@ class Copy:
 
     def _contents(self) -> Iterator[tuple[str, bytes]]:
         for path in self.home.rglob("*"):
-            if path.suffix in (".py", ".md", ".toml", ".json") and path.is_file():
+            if path.suffix in READ and path.is_file():
                 yield str(path.relative_to(self.home)), path.read_bytes()
 
     def changed(self) -> set[str]:
