@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +36,13 @@ Maker = Callable[[Any], Any]
 def version(package: str) -> str:
     """Return the installed version, read once: a hundred seams ask for the same few."""
     return read_version(package)
+
+
+def since(requirement: str, oldest: str) -> str:
+    """Return ``requirement`` with another oldest version, for seams that earlier releases lack."""
+    found, count = re.subn(r">= [\w.]+", f">= {oldest}", requirement)
+    assert count == 1, requirement
+    return found
 
 
 @dataclass(frozen=True)

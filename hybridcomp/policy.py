@@ -8,41 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
+from hybridcomp.dimensions import Dimension, Direction
 
-#: gradient reduction, ZeRO parameter gather, tensor, pipeline, expert, context parallel; copies
-#: between a device and its host; two-dimensional tensor parallel (hybridcomp.nn.tp2d)
-Dimension = Literal["dp", "zero", "tp", "pp", "ep", "cp", "offload", "tp2d"]
-#: ``forward`` moves activations or parameters, ``backward`` gradients of activations.
-#: Gradient reduction (dp) and parameter gathers (zero) are always ``forward``; in offload it moves
-#: parameters to the device, and ``backward`` gradients to the host. Messages of tp2d have kinds
-#: instead, which are sent in both passes: ``activations``, ``weights`` and ``gradients``.
-Direction = Literal["forward", "backward", "activations", "weights", "gradients"]
-
-DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
-#: kinds of messages of tp2d, in the place of directions
-KINDS: tuple[Direction, ...] = ("activations", "weights", "gradients")
-#: dimensions whose messages have one direction
-ONE_WAY: tuple[Dimension, ...] = ("dp", "zero")
-#: dimensions that can be measured, and stay native where the link is faster than their codec
-MEASURED: tuple[Dimension, ...] = ("dp", "zero", "tp", "pp")
-#: dimensions that sum, so that a value may be quantized twice; the others only move
-SUMMED: tuple[Dimension, ...] = ("dp", "tp")
-#: dimensions whose messages go from rank to rank
-BETWEEN_RANKS: tuple[Dimension, ...] = tuple(name for name in DIMENSIONS if name != "offload")
-#: dimensions of layers that a script builds itself: no preset names them, and users without such
-#: layers get no message about them
-OWN_LAYERS: tuple[Dimension, ...] = ("tp2d",)
-
-
-def directions_of(dimension: Dimension) -> tuple[Direction, ...]:
-    """Return the directions, or kinds, for which ``dimension`` has settings and counters."""
-    return KINDS if dimension == "tp2d" else DIRECTIONS
+__all__ = ["Dimension", "Direction", "Limits", "Policy", "Rung", "Traffic"]
 
 
 class Traffic(NamedTuple):

@@ -14,10 +14,10 @@ from types import ModuleType
 
 from wrapt import register_post_import_hook
 
+from hybridcomp.dimensions import DIMENSIONS
 from hybridcomp.errors import SeamError
 from hybridcomp.patches.neox.checkout import is_neox
 from hybridcomp.patching import IN_PLACE, UNFIT, Patch, apply_all, revert_all
-from hybridcomp.policy import DIMENSIONS
 from hybridcomp.session import engine_session
 
 #: upstream package -> patch modules, in the order of application
@@ -91,7 +91,7 @@ def support_matrix() -> str:
     its docstring names these messages.
     """
     from hybridcomp import nn
-    from hybridcomp.patches.torch import attach  # DTensor takes its time to import
+    from hybridcomp.patches.torch import attach, torch_versions  # DTensor takes its time to import
 
     rows = ["| dimension | what | upstream |", "|---|---|---|"]
     found = []
@@ -101,7 +101,7 @@ def support_matrix() -> str:
             requirement = module.PATCHES[0][0].requirement
             found += [(name, what.rstrip("."), requirement) for name in covers(module)]
     found += attach.rows()  # torch's own engines have slots, and no seams
-    found += nn.rows()  # and what no upstream has is called by its name
+    found += nn.rows(torch_versions.TORCH)  # and what no upstream has is called by its name
     order = DIMENSIONS
     found.sort(key=lambda row: order.index(row[0]))
     rows += [f"| `{name}` | {what} | `{requirement}` |" for name, what, requirement in found]

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Write what in docs/ is made from the code, or build the site.
 
-make_docs.py                    write docs/block.md and the tables inside other pages
+make_docs.py                    write docs/block.md, the tables inside other pages, and the releases
+                                that they name
 make_docs.py --check            say what is not current; the exit status is 1 then
 make_docs.py --build FOLDER     build the site there, strictly (pip install 'hybridcomp[docs]')
 """
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from doc_pages import block, inside, parts
+from doc_pages import block, inside, parts, releases
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -26,6 +27,7 @@ PAGES: Mapping[str, Callable[[], str]] = {"block.md": block.page}
 #: page, name of the part between `<!-- NAME -->` and `<!-- /NAME -->`, what makes it
 PARTS: Sequence[tuple[str, str, Callable[[], str]]] = (
     ("presets.md", "presets", parts.presets),
+    ("contributing/dimension.md", "dimensions", parts.dimensions),
     ("support.md", "support-matrix", parts.support_matrix),
     ("unsupported.md", "deepspeed-rules", parts.deepspeed_rules),
     ("unsupported.md", "megatron-rules", parts.megatron_rules),
@@ -42,6 +44,10 @@ def made() -> dict[Path, str]:
         path = DOCS / name
         text = pages.get(path) or path.read_text("utf-8")
         pages[path] = _with_part(text, mark, make(), name)
+    for name in releases.PAGES:
+        path = (DOCS / name).resolve()
+        text = pages.get(path) or path.read_text("utf-8")
+        pages[path] = releases.current(name, text)
     return pages
 
 

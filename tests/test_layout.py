@@ -28,37 +28,44 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": {"errors"},
     "codecs": {"errors", "kernels"},
     "collectives": {"codecs", "errors", "job"},
-    "policy": {"codecs", "errors"},
-    "config": {"codecs", "errors", "foreign", "policy"},
+    # a row for each dimension of parallelism
+    "dimensions": set(),
+    "policy": {"codecs", "dimensions", "errors"},
+    "config": {"codecs", "dimensions", "errors", "foreign", "policy"},
     "patching": {"errors"},
-    "autotune": {"codecs", "collectives", "job", "policy"},
+    "autotune": {"codecs", "collectives", "dimensions", "job", "policy"},
     "channels": {
-        "autotune", "codecs", "collectives", "config", "errors", "job", "log", "policy",
+        "autotune", "codecs", "collectives", "config", "dimensions", "errors", "job", "log",
+        "policy",
     },
     # what attaching to an engine means, and the session of a process that has none
     "session": {
-        "channels", "codecs", "collectives", "config", "errors", "job", "log", "policy",
+        "channels", "codecs", "collectives", "config", "dimensions", "errors", "job", "log",
+        "policy",
     },
     # what upstream does with traffic that no seam covers: tables, without an upstream
-    "rules": {"config", "errors", "policy"},
+    "rules": {"config", "dimensions", "errors", "policy"},
     # all that knows an upstream: seams, facts, checkpoints; layers of our own are named beside them
     "patches": {
-        "autotune", "channels", "codecs", "collectives", "config", "errors", "job", "log", "nn",
-        "patching", "policy", "rules", "session",
+        "autotune", "channels", "codecs", "collectives", "config", "dimensions", "errors", "job",
+        "log", "nn", "patching", "policy", "rules", "session",
     },
     # callbacks of the trainers that people use; each module imports its own
     "trainers": {"", "config", "errors", "log", "patches", "session"},
     # layers whose own traffic goes through the channels of a session, or natively without one
     "nn": {
-        "channels", "codecs", "collectives", "config", "errors", "job", "log",
+        "channels", "codecs", "collectives", "config", "dimensions", "errors", "job", "log",
         "plan",  # of which slices take an algorithm alone
         "policy", "session",
     },
     "compare": {"config", "errors", "foreign", "session"},  # of the session the names of metrics
-    "plan": {"codecs", "collectives", "compare", "config", "errors", "foreign", "policy", "rules"},
+    "plan": {
+        "codecs", "collectives", "compare", "config", "dimensions", "errors", "foreign", "policy",
+        "rules",
+    },
     "measure": {
-        "autotune", "channels", "codecs", "collectives", "config", "errors", "job", "log",
-        "patches", "plan", "policy",
+        "autotune", "channels", "codecs", "collectives", "config", "dimensions", "errors", "job",
+        "log", "patches", "plan", "policy",
         "",  # its small trainings are those of a user: installed, then DeepSpeed's own
     },
     "neox": {"", "config", "errors", "patches", "rules"},

@@ -29,8 +29,13 @@ def _shape(thing: object) -> object:
         for name, value in vars(thing).items()
         if not name.startswith("_") and inspect.isfunction(getattr(value, "__func__", value))
     }
-    fields = sorted(name for name in vars(thing).get("__annotations__", {}) if name[0] != "_")
-    return {"fields": fields, "methods": dict(sorted(methods.items()))}
+    return {"fields": sorted(_fields(thing)), "methods": dict(sorted(methods.items()))}
+
+
+def _fields(thing: type) -> set[str]:
+    """Return the fields of a class; of the block, those of its dimensions too."""
+    known = getattr(thing, "model_fields", None) or vars(thing).get("__annotations__", {})
+    return {name for name in known if name[0] != "_"}
 
 
 def _signature(function: object) -> str:

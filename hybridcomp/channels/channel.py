@@ -29,7 +29,7 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle, Meter, ReduceScatterHandle
 from hybridcomp.collectives.ring import Ring
 from hybridcomp.collectives.wire import HOST
-from hybridcomp.policy import Dimension, Direction, directions_of
+from hybridcomp.dimensions import ROWS, Dimension, Direction
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -160,7 +160,7 @@ class Channel:
     @property
     def active(self) -> bool:
         """Return whether any direction of this dimension has a codec."""
-        codecs, ways = self.state.policy.codecs, directions_of(self.dimension)
+        codecs, ways = self.state.policy.codecs, ROWS[self.dimension].directions
         return any(codecs.get((self.dimension, way)) is not None for way in ways)
 
     @property

@@ -14,8 +14,9 @@ from torch.distributed import ProcessGroup
 from hybridcomp.channels.engine_state import EngineState
 from hybridcomp.codecs import LOSSLESS, Codec
 from hybridcomp.codecs.base import VALUE_DTYPES
+from hybridcomp.dimensions import MEASURED_EARLY
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import ONE_WAY, Dimension, Direction, Traffic
+from hybridcomp.policy import Dimension, Direction, Traffic
 
 
 class CodecChoice:
@@ -33,7 +34,7 @@ class CodecChoice:
     @functools.cached_property
     def _insists(self) -> bool:
         """Return whether the block asks for a measurement before the first message."""
-        return self._dimension in ONE_WAY and self._state.config.insists(self._dimension)
+        return self._dimension in MEASURED_EARLY and self._state.config.insists(self._dimension)
 
     def of_message(
         self,

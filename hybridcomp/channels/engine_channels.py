@@ -17,14 +17,13 @@ from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState, specs_of, w
 from hybridcomp.channels.guard import Guard
 from hybridcomp.channels.host_copies import HostMoves
 from hybridcomp.channels.host_pace import Pace
-from hybridcomp.channels.known_groups import TWO_LEVELS
 from hybridcomp.channels.ledger import Ledger
 from hybridcomp.codecs import poll_payloads, require_kernels
 from hybridcomp.collectives import poll_headers
 from hybridcomp.collectives.topology import Nodes, Ranks, discover
 from hybridcomp.config import CompressionConfig
+from hybridcomp.dimensions import DIMENSIONS, MEASURED_EARLY, ROWS, TWO_LEVELS, Dimension
 from hybridcomp.job import small_messages
-from hybridcomp.policy import DIMENSIONS, ONE_WAY, Dimension
 
 #: number of parameters where it is not known yet: more than any trial takes
 UNKNOWN = 1 << 62
@@ -105,7 +104,7 @@ class Channels(EngineState):
         device: torch.device,
         numel: int = UNKNOWN,
         sent: Mapping[Dimension, Sent] | None = None,
-        only: Collection[Dimension] = ONE_WAY,
+        only: Collection[Dimension] = MEASURED_EARLY,
     ) -> list[str]:
         """Time dp and zero, as far as they have ``when: auto``, encoded and native; a collective.
 
@@ -118,7 +117,7 @@ class Channels(EngineState):
         encoded = {name for (name, _), codec in self.policy.codecs.items() if codec is not None}
         if encoded - self.policy.low_rank and dist.get_world_size() > 1:
             require_kernels(device)
-        wanted = [name for name in ONE_WAY if name in only and name not in self.absent]
+        wanted = [name for name in MEASURED_EARLY if name in only and name not in self.absent]
         names = [name for name in self.config.measured() if name in wanted]
         if not names or dist.get_world_size(group) < 2:
             return []
@@ -146,12 +145,13 @@ class Channels(EngineState):
         for name in names:
             known = sent.get(name)
             whole = agree_on(known, group, device)
+            summed = ROWS[name].summed
             if known is None or not whole:
-                known = Sent((numel,), "sum" if name == "dp" else "gather")
+                known = Sent((numel,), "sum" if summed else "gather")
             codec = self.policy.codecs[name, "forward"]
             assert codec is not None, "the block was checked"
             trials = gathers(codec, place)
-            if name == "dp":
+            if summed:
                 trials = reductions(codec, self[name].error_feedback, place)
             self.verdicts.by_dimension[name] = judge(trials, known, dtype.itemsize, device, whole)
             del trials
@@ -181,7 +181,7 @@ class Channels(EngineState):
         """Return a message about dimensions that are compressed without having been measured."""
         if self.is_weighed:
             return []
-        here = [n for n in self.config.measured() if n in ONE_WAY and n not in self.absent]
+        here = [n for n in self.config.measured() if n in MEASURED_EARLY and n not in self.absent]
         why = "not timed, as this job makes its groups in a way of its own"
         return [f"{', '.join(here)}: compressed, {why}"] if here else []
 

@@ -19,8 +19,9 @@ from hybridcomp.collectives.topology import Nodes
 from hybridcomp.collectives.wire import HOST, Clock
 from hybridcomp.collectives.wire.device_clock import SILENT
 from hybridcomp.config import BLOCK, CompressionConfig
+from hybridcomp.dimensions import MEASURED_EARLY
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import ONE_WAY, Dimension, Direction, Policy
+from hybridcomp.policy import Dimension, Direction, Policy
 
 #: attribute that an attached engine, its optimizer and its parameters carry: its ``Channels``
 ATTRIBUTE = "_hybridcomp_channels"
@@ -99,4 +100,4 @@ def specs_of(policy: Policy) -> Mapping[tuple[Dimension, Direction], str]:
 
 def waiting_for(config: CompressionConfig) -> Seen:
     """Return the collector of messages of dimensions that are measured during the run (tp, pp)."""
-    return Seen(name for name in config.measured() if name not in ONE_WAY)
+    return Seen(name for name in config.measured() if name not in MEASURED_EARLY)

@@ -1,7 +1,8 @@
 """Guard: make a dimension whose samples exceed their limits native for the rest of the run.
 
 Every rank adds up its samples. After a sampled step they are summed over the job, in one
-all-reduce of 36 numbers, so all ranks decide on the same figures and change at the same step.
+all-reduce of three numbers for each dimension and direction, so all ranks decide on the same
+figures and change at the same step.
 
 Residuals are not lost then: in the first step of the fallback the messages travel losslessly in
 fp32 with their residuals added (``original == sent + residual`` with a residual of zero); only a
@@ -19,11 +20,9 @@ from typing import Any
 import torch
 
 from hybridcomp.codecs import LOSSLESS, Codec
+from hybridcomp.dimensions import DIMENSIONS, KEYS, ROWS, Dimension, Key
 from hybridcomp.job import small_messages
-from hybridcomp.policy import DIMENSIONS, Dimension, Direction, Limits, directions_of
-
-Key = tuple[Dimension, Direction]
-KEYS: tuple[Key, ...] = tuple((name, way) for name in DIMENSIONS for way in directions_of(name))
+from hybridcomp.policy import Limits
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Guard:
         rows = dict(zip(KEYS, samples.tolist(), strict=True))
         fallen = []
         for name, limits in self._limits.items():
-            trips = [_held(limits, rows[name, way], step) for way in directions_of(name)]
+            trips = [_held(limits, rows[name, way], step) for way in ROWS[name].directions]
             trip = next((found for found in trips if found is not None), None)
             if trip is not None and name not in self.trips:
                 self.trips[name] = trip

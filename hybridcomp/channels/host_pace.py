@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from hybridcomp.config import CompressionConfig
+from hybridcomp.dimensions import DIRECTIONS, Direction
 from hybridcomp.job import small_messages
-from hybridcomp.policy import DIRECTIONS, Direction, Policy
+from hybridcomp.policy import Policy
 
 #: directions that travel encoded in a kind of step
 Kind = tuple[Direction, ...]

@@ -8,10 +8,7 @@ from torch.distributed import ProcessGroup
 from hybridcomp.channels.engine_state import EngineState
 from hybridcomp.collectives import Group
 from hybridcomp.collectives.topology import Nodes
-from hybridcomp.policy import Dimension
-
-#: dimensions whose groups are seen as nodes times local ranks
-TWO_LEVELS: tuple[Dimension, ...] = ("dp", "zero")
+from hybridcomp.dimensions import ROWS, Dimension
 
 
 class KnownGroups:
@@ -37,7 +34,7 @@ class KnownGroups:
                 found = Group.of(group)
             else:
                 # residuals of low-rank sums cover whole messages, also where a flush sends them
-                deep = self._dimension in TWO_LEVELS
+                deep = ROWS[self._dimension].two_levels
                 deep = deep and self._dimension not in self._state.policy.low_rank
                 found = nodes.group(group, two_levels=deep)
             self._groups[key] = found

@@ -17,10 +17,9 @@ import torch
 
 from hybridcomp.collectives import Meter
 from hybridcomp.collectives.wire.device_clock import DeviceClock
-from hybridcomp.policy import DIMENSIONS, Dimension, Direction, directions_of
+from hybridcomp.dimensions import KEYS, Dimension, Key
 
-Key = tuple[Dimension, Direction]
-KEYS: tuple[Key, ...] = tuple((dim, way) for dim in DIMENSIONS for way in directions_of(dim))
+__all__ = ["KEYS", "Entry", "Key", "Ledger", "entries_of"]
 
 
 @dataclass

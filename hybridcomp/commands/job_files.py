@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from hybridcomp.config import BLOCK, CompressionConfig, read_source
 from hybridcomp.config.error_messages import Shown, near_key, show
+from hybridcomp.dimensions import BETWEEN_RANKS, Dimension
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import BETWEEN_RANKS, Dimension
 from hybridcomp.rules import neox
 from hybridcomp.rules.ds_job import Job
 

@@ -13,9 +13,9 @@ import torch
 from hybridcomp.commands.job_files import JobFile, read_job_file
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.presets import PRESETS
+from hybridcomp.dimensions import BETWEEN_RANKS, ROWS, Dimension
 from hybridcomp.errors import ConfigError
 from hybridcomp.plan.pays import DEVICES, Coder, MessageGroup, bits, codecs_of, cost, step_cost
-from hybridcomp.policy import BETWEEN_RANKS, ONE_WAY, Dimension
 
 #: ranks that share a message by default
 RANKS = 8
@@ -128,7 +128,7 @@ def table(
         same = codecs.get((name, "forward")) == codecs.get((name, "backward"))
         if (same and way == "backward") or name not in there:
             continue
-        told = name if same or name in ONE_WAY else f"{name} {way}"
+        told = name if same or ROWS[name].one_way else f"{name} {way}"
         cells = ""
         for nbytes in MESSAGES:
             found = cost(name, codec, nbytes / job.dtype.itemsize, job, device)

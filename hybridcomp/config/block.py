@@ -18,86 +18,33 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.registry import CODECS
 from hybridcomp.config import planned
 from hybridcomp.config.bounds import check_kept
-from hybridcomp.config.codec_settings import NONE, Strict
-from hybridcomp.config.dimension import (
-    DimensionConfig,
-    GradientConfig,
-    MeasuredConfig,
-    ParameterConfig,
-)
-from hybridcomp.config.directional import (
-    ActivationConfig,
-    MeshConfig,
-    OffloadConfig,
-    PipelineConfig,
-    TensorConfig,
-)
+from hybridcomp.config.codec_settings import NONE
+from hybridcomp.config.dimension import DimensionConfig, MeasuredConfig
+from hybridcomp.config.dimension_fields import DimensionFields
 from hybridcomp.config.error_messages import NOTHING, problem, translate
 from hybridcomp.config.ledger import LedgerConfig
-from hybridcomp.config.presets import MEASURING, NAMES, NATIVE, merged
-from hybridcomp.policy import (
+from hybridcomp.config.presets import MEASURING, NATIVE, merged
+from hybridcomp.dimensions import (
     DIMENSIONS,
     MEASURED,
-    ONE_WAY,
-    OWN_LAYERS,
+    ROWS,
+    TWO_LEVELS,
     Dimension,
     Direction,
-    Limits,
-    Policy,
-    Rung,
-    directions_of,
+    listed,
 )
+from hybridcomp.policy import Limits, Policy, Rung
 
 #: the key of the block in a ds_config.json
 BLOCK = "compression"
 
 
-class CompressionConfig(Strict):
+class CompressionConfig(DimensionFields):
     """The block, with its preset merged in."""
 
-    enabled: bool = Field(True, description="false: everything is native, as without the block.")
-    preset: str | None = Field(
-        None,
-        description="Settings to start from; the keys beside it override it.",
-        json_schema_extra={"enum": [*NAMES, None]},
-    )
-    plan: str | None = Field(
-        None,
-        min_length=1,
-        description="With `preset` planned: the `plan.json` that `hybridcomp plan` wrote, relative "
-        "to the working directory. A job of another layout is refused.",
-    )
-    dp: GradientConfig = Field(
-        GradientConfig(codec=NONE), description="Gradient reduction. Default: native."
-    )
-    zero: ParameterConfig = Field(
-        ParameterConfig(codec=NONE), description="ZeRO parameter all-gather. Default: native."
-    )
-    tp: TensorConfig = Field(
-        TensorConfig(codec=NONE), description="Tensor parallel. Default: native."
-    )
-    pp: PipelineConfig = Field(
-        PipelineConfig(codec=NONE), description="Pipeline sends. Default: native."
-    )
-    ep: ActivationConfig = Field(
-        ActivationConfig(codec=NONE), description="Expert (MoE) all-to-all. Default: native."
-    )
-    cp: ActivationConfig = Field(
-        ActivationConfig(codec=NONE), description="Context or sequence parallel. Default: native."
-    )
-    offload: OffloadConfig = Field(
-        OffloadConfig(codec=NONE),
-        description="Copies between a GPU and its host with ZeRO-Offload (offload_optimizer.device "
-        "cpu): gradients to the host, updated parameters back. Default: native.",
-    )
-    tp2d: MeshConfig = Field(
-        MeshConfig(codec=NONE),
-        description="Two-dimensional tensor parallel: layers of hybridcomp.nn.tp2d. Default: "
-        "native.",
-    )
     when: Literal["always", "auto"] | None = Field(
         None,
-        description="`when` of each of dp, zero, tp and pp that is compressed, can be measured and "
+        description=f"`when` of each of {listed(MEASURED)} that is compressed, can be measured and "
         "says nothing itself. Default: auto with preset recommended, else always.",
     )
     min_bytes: int = Field(
@@ -113,11 +60,11 @@ class CompressionConfig(Strict):
     )
     hierarchy: Literal["auto", "none"] | Annotated[int, Field(ge=1)] = Field(
         "auto",
-        description="Two levels for dp and zero where a group spans nodes: native inside a node, "
-        "encoded between nodes, which then carry the bytes of one rank instead of those of all "
-        "its ranks. auto: nodes as the launcher numbers them (CROSS_RANK, GROUP_RANK), else by "
-        "host. N: every N consecutive ranks share a node. none: one level. A group inside one "
-        "node, or with one rank on each, is always compressed in one level.",
+        description=f"Two levels for {listed(TWO_LEVELS)} where a group spans nodes: native "
+        "inside a node, encoded between nodes, which then carry the bytes of one rank instead of "
+        "those of all its ranks. auto: nodes as the launcher numbers them (CROSS_RANK, "
+        "GROUP_RANK), else by host. N: every N consecutive ranks share a node. none: one level. A "
+        "group inside one node, or with one rank on each, is always compressed in one level.",
     )
     on_unsupported: Literal["error", "native"] = Field(
         "error",
@@ -167,12 +114,13 @@ class CompressionConfig(Strict):
 
     def _check_hierarchy(self) -> None:
         """Refuse two levels where no compressed dimension has them."""
-        if not (self.active("dp") or self.active("zero")):
-            todo = "only dp and zero have two levels, and neither is compressed; remove it"
-            raise problem("hierarchy", self.hierarchy, todo)
-        reduction = self.codecs()["dp", "forward"]
-        if reduction and reduction.low_rank and not self.active("zero"):
-            why = f"{reduction.name} sums its factors natively over all ranks, in one level"
+        codecs = self.codecs().items()
+        found = [codec for (name, _), codec in codecs if codec and name in TWO_LEVELS]
+        if not found:
+            why = f"only {listed(TWO_LEVELS)} have two levels, and neither is compressed"
+            raise problem("hierarchy", self.hierarchy, f"{why}; remove it")
+        if all(codec.low_rank for codec in found):
+            why = f"{found[0].name} sums its factors natively over all ranks, in one level"
             raise problem("hierarchy", self.hierarchy, f"{why}; remove it")
 
     @model_validator(mode="after")
@@ -213,8 +161,9 @@ class CompressionConfig(Strict):
         return self._planned
 
     def error_feedback(self, dimension: Dimension) -> bool:
-        """Return whether ``dimension`` keeps residuals; only dp can."""
-        return dimension == "dp" and self.dp.feeds_back
+        """Return whether ``dimension`` keeps residuals."""
+        settings: DimensionConfig = getattr(self, dimension)
+        return settings.feeds_back
 
     def measured(self) -> tuple[Dimension, ...]:
         """Return the dimensions that turn off where the link is faster than their codec."""
@@ -256,16 +205,14 @@ class CompressionConfig(Strict):
         settings: dict[str, Any] = {
             f"{BLOCK}.{name}.{direction}": codec.spec if codec else NONE
             for (name, direction), codec in self.codecs().items()
-            if name not in OWN_LAYERS or self.active(name)  # else as before there were any
+            if not ROWS[name].by_script or self.active(name)  # else as before there were any
         }
-        settings[f"{BLOCK}.dp.error_feedback"] = self.error_feedback("dp")
-        settings.update({f"{BLOCK}.{name}.when": self._when(name) for name in MEASURED})
         settings |= {
-            f"{BLOCK}.offload.{key}": getattr(self.offload, key) for key in ("when", "sums")
+            f"{BLOCK}.{name}.{key}": value
+            for name in DIMENSIONS
+            for key, value in getattr(self, name).agreed().items()
         }
-        settings[f"{BLOCK}.zero.delta"] = self.zero.delta
-        settings[f"{BLOCK}.zero.resync_every"] = self.zero.resync_every
-        settings[f"{BLOCK}.pp.scatter_gather"] = self.pp.scatter_gather
+        settings.update({f"{BLOCK}.{name}.when": self._when(name) for name in MEASURED})
         settings[f"{BLOCK}.ledger.every"] = self.ledger.every  # a report is a collective
         for name in ("enabled", "min_bytes", "start_step", "on_unsupported", "hierarchy"):
             settings[f"{BLOCK}.{name}"] = getattr(self, name)
@@ -301,6 +248,5 @@ class CompressionConfig(Strict):
         return {
             (name, way): getattr(self, name).codec_of(way)
             for name in DIMENSIONS
-            for way in directions_of(name)
-            if way != "backward" or name not in ONE_WAY
+            for way in ROWS[name].directions
         }

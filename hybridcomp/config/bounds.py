@@ -9,8 +9,8 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.bounded import Bounded, make_bounded
 from hybridcomp.codecs.registry import CODECS, KEEPS_EVERY_BOUND, ladder_of
 from hybridcomp.config.error_messages import NOTHING, problem
+from hybridcomp.dimensions import ROWS, Dimension
 from hybridcomp.errors import CodecError
-from hybridcomp.policy import SUMMED, Dimension
 
 #: keys of an error bound -> arguments of ``Bounded``
 PROMISE = {"error_bound": "error_bound", "error_bound_mode": "mode", "segment": "segment"}
@@ -63,6 +63,6 @@ def build_bounded(name: str, settings: Mapping[str, Any], at: Callable[[str], st
 
 def check_kept(dimension: Dimension, codec: Codec | None, field: str) -> None:
     """Refuse a fixed-size codec that cannot keep its bound even in fp32 messages."""
-    found = None if codec is None else codec.shortfall(summed=dimension in SUMMED)
+    found = None if codec is None else codec.shortfall(summed=ROWS[dimension].summed)
     if found is not None:
         raise problem(field, found.error_bound, found.todo)

@@ -19,6 +19,7 @@ from hybridcomp.codecs.registry import AUTO, CODECS, families, ladder_of, make_c
 from hybridcomp.codecs.setting import Setting
 from hybridcomp.config.bounds import build_bounded, check_unbounded
 from hybridcomp.config.error_messages import NOTHING, problem
+from hybridcomp.dimensions import DIRECTIONS, KINDS
 from hybridcomp.errors import CodecError
 
 NONE = "none"
@@ -26,12 +27,24 @@ NONE = "none"
 DIMENSION_KEYS = frozenset(
     {
         "codec", "error_bound", "error_bound_mode", "segment", "guard", "ramp", "when",
-        "error_feedback", "delta", "resync_every", "forward", "backward", "scatter_gather", "sums",
+        "error_feedback", "delta", "resync_every", "scatter_gather", "sums", *DIRECTIONS, *KINDS,
     }
 )  # fmt: skip
 #: names of attributes of the models
 ATTRIBUTES = frozenset(
-    {*dir(BaseModel), "more", "settings", "given", "limits", "rungs_of", "codec_of", "feeds_back"}
+    {
+        *dir(BaseModel),
+        "more",
+        "ways",
+        "settings",
+        "given",
+        "limits",
+        "rungs_of",
+        "codec_of",
+        "feeds_back",
+        "remark",
+        "agreed",
+    }
 )
 
 

@@ -21,7 +21,13 @@ from hybridcomp.config.codec_settings import (
 )
 from hybridcomp.config.error_messages import problem
 from hybridcomp.config.ramp import RampConfig, movable, moving, rungs
-from hybridcomp.policy import DIRECTIONS, Direction, Limits, Rung
+from hybridcomp.dimensions import DIRECTIONS, MEASURED, MEASURED_EARLY, ROWS, Direction, listed
+from hybridcomp.policy import Limits, Rung
+
+#: dimensions that may keep residuals
+FED_BACK = tuple(name for name, row in ROWS.items() if row.keeps_residuals)
+#: dimensions that are timed during the run
+_LATE = tuple(name for name in MEASURED if name not in MEASURED_EARLY)
 
 
 class GuardConfig(Strict):
@@ -38,8 +44,9 @@ class GuardConfig(Strict):
         20.0,
         gt=0,
         allow_inf_nan=False,
-        description="dp with error feedback: largest norm of what is left out, over the norm of "
-        "the gradients. Residuals that grow without end pass it. null: not looked at.",
+        description=f"{listed(FED_BACK)} with error feedback: largest norm of what is left out, "
+        "over the norm of the gradients. Residuals that grow without end pass it. null: not looked "
+        "at.",
     )
 
     @model_validator(mode="before")
@@ -53,10 +60,10 @@ class GuardConfig(Strict):
 
 
 class DimensionConfig(CodecSettings):
-    """A dimension with one direction (dp, zero)."""
+    """A dimension with one direction."""
 
     #: directions that may have their own codecs
-    ways: ClassVar[tuple[Direction, ...]] = DIRECTIONS
+    ways: ClassVar[tuple[Direction, ...]] = DIRECTIONS[:1]
 
     guard: GuardConfig = Field(
         GuardConfig(),
@@ -102,22 +109,33 @@ class DimensionConfig(CodecSettings):
         """Return the limits that the guard checks here: none for lossless codecs."""
         if not self._lossy():
             return Limits(None, None)
-        return Limits(self.guard.error, self.guard.residual if self._feedback() else None)
+        return Limits(self.guard.error, self.guard.residual if self.feeds_back else None)
 
     def _lossy(self) -> bool:
         codecs = [self.codec_of(direction) for direction in self.ways]
         return any(codec is not None and not codec.lossless for codec in codecs)
 
-    def _feedback(self) -> bool:
+    @property
+    def feeds_back(self) -> bool:
+        """Return whether residuals are kept."""
         return False
+
+    @property
+    def remark(self) -> str:
+        """Return what a line about the dimension says behind its codec; "" for nothing."""
+        return ""
+
+    def agreed(self) -> dict[str, Any]:
+        """Return the settings beside codecs, ramp and guard on which the ranks have to agree."""
+        return {}
 
     def _check_guard(self) -> None:
         written = self.guard.model_fields_set
         if not self._lossy() and (self.guard.error or self.guard.residual):
             todo = f"{self.codec or NONE} loses nothing, there is nothing to guard; remove it"
             raise problem("guard", self.guard.model_dump(exclude_unset=True), todo)
-        if "residual" in written and self.guard.residual and not self._feedback():
-            todo = "only dp with error_feedback keeps residuals; remove it"
+        if "residual" in written and self.guard.residual and not self.feeds_back:
+            todo = f"only {listed(FED_BACK)} with error_feedback keeps residuals; remove it"
             raise problem("guard.residual", self.guard.residual, todo)
 
     def _check_codecs(self) -> None:
@@ -137,8 +155,9 @@ class MeasuredConfig(DimensionConfig):
         None,
         description="always, or auto (default: the block's `when`): messages are timed natively "
         "and encoded, on all ranks, and where encoding is not faster (one machine, a fast network) "
-        "the dimension stays native for the run. dp and zero: at start-up. tp and pp: after the "
-        "first step, which is native, with messages as large as those that it sent. Takes a second "
+        "the dimension stays native for the run. "
+        f"{listed(MEASURED_EARLY)}: at start-up. {listed(_LATE)}: after the first step, which is "
+        "native, with messages as large as those that it sent. Takes a second "
         "or two a dimension. Where it was close, ten or eighteen steps of the run are then "
         "compared in both ways, and may change it once.",
     )
@@ -181,20 +200,25 @@ class GradientConfig(_Declared):
         f"gradient element of memory; makes 4 bits and fewer usable. {_ALWAYS}",
     )
 
-    def _feedback(self) -> bool:
+    @property
+    def feeds_back(self) -> bool:
         """Return whether residuals are kept."""
         return self.error_feedback or self._reduces
+
+    @property
+    def remark(self) -> str:
+        """Say that residuals are kept."""
+        return ", error feedback" if self.feeds_back else ""
+
+    def agreed(self) -> dict[str, Any]:
+        """Return whether residuals are kept, as each message carries them."""
+        return {"error_feedback": self.feeds_back}
 
     @property
     def _reduces(self) -> bool:
         """Return whether the codec reduces gradients itself instead of encoding messages."""
         codec = CODECS.get(self.codec) if self.codec is not None else None
         return codec is not None and codec.gradients_only
-
-    @property
-    def feeds_back(self) -> bool:
-        """Return whether residuals are kept."""
-        return self._feedback()
 
     def limits(self) -> Limits:
         """Return the guard's limits; a low rank's large residuals only if the user limits them."""
@@ -240,6 +264,18 @@ class ParameterConfig(MeasuredConfig):
         description="With delta: optimizer steps between gathers of exact parameters. 0 (default): "
         "only the first, after loading, on request, and where ranks differ.",
     )
+
+    @property
+    def remark(self) -> str:
+        """Say that deltas are sent, and how often exact parameters."""
+        if not self.delta:
+            return ""
+        every = self.resync_every
+        return ", of what changed" + (f", exact every {every} steps" if every else "")
+
+    def agreed(self) -> dict[str, Any]:
+        """Return what gathers send, and in which steps it is exact."""
+        return {"delta": self.delta, "resync_every": self.resync_every}
 
     def _check_codecs(self) -> None:
         codec = build_codec(self.given(), "")

@@ -9,7 +9,7 @@ from pydantic import Field
 from hybridcomp.config.codec_settings import CodecSettings, build_codec
 from hybridcomp.config.dimension import DimensionConfig, MeasuredConfig
 from hybridcomp.config.error_messages import problem
-from hybridcomp.policy import DIRECTIONS, KINDS, Direction
+from hybridcomp.dimensions import DIRECTIONS, KINDS, Direction
 
 
 class DirectionConfig(CodecSettings):
@@ -43,6 +43,8 @@ class SplitConfig(DimensionConfig):
 
 class ActivationConfig(SplitConfig):
     """Activations in the forward pass, their gradients in the backward pass."""
+
+    ways: ClassVar[tuple[Direction, ...]] = DIRECTIONS
 
     forward: DirectionConfig | None = Field(
         None, description="What differs for activations (forward pass)."
@@ -87,6 +89,15 @@ class PipelineConfig(TensorConfig):
         "so itself (pipe_partitioned): an error there.",
     )
 
+    @property
+    def remark(self) -> str:
+        """Say that tensor ranks share messages."""
+        return ", cut among tensor ranks" if self.scatter_gather else ""
+
+    def agreed(self) -> dict[str, Any]:
+        """Return whether tensor ranks share messages."""
+        return {"scatter_gather": self.scatter_gather}
+
 
 class OffloadConfig(ActivationConfig):
     """Copies between a device and its host (ZeRO-Offload)."""
@@ -110,6 +121,10 @@ class OffloadConfig(ActivationConfig):
     backward: DirectionConfig | None = Field(
         None, description="What differs for gradients, device to host."
     )
+
+    def agreed(self) -> dict[str, Any]:
+        """Return what decides when a copy is made, and whether it is encoded."""
+        return {"when": self.when, "sums": self.sums}
 
     def _check_codecs(self) -> None:
         super()._check_codecs()

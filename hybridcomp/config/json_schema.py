@@ -5,31 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from hybridcomp.config.block import BLOCK, CompressionConfig
-from hybridcomp.config.codec_settings import codec_names
-from hybridcomp.config.dimension import GradientConfig, ParameterConfig
-from hybridcomp.config.directional import (
-    ActivationConfig,
-    DirectionConfig,
-    MeshConfig,
-    OffloadConfig,
-    PipelineConfig,
-    TensorConfig,
-)
+from hybridcomp.config.codec_settings import CodecSettings, codec_names
+from hybridcomp.config.dimension import GradientConfig
+from hybridcomp.config.dimension_fields import MODELS
+from hybridcomp.config.directional import DirectionConfig
 
+_MODELS: tuple[type[CodecSettings], ...] = (*MODELS.values(), DirectionConfig)
 #: models that may be written as the bare name of a codec
-SHORTHAND = frozenset(
-    model.__name__
-    for model in (
-        GradientConfig,
-        ParameterConfig,
-        ActivationConfig,
-        TensorConfig,
-        PipelineConfig,
-        OffloadConfig,
-        MeshConfig,
-        DirectionConfig,
-    )
-)
+SHORTHAND = frozenset(model.__name__ for model in _MODELS)
 
 
 def schema() -> dict[str, Any]:

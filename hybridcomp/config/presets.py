@@ -3,9 +3,10 @@
 ``naive-zfp``, ``naive-mpc``, ``mzhybrid`` and ``zhybrid`` are the schemes of arXiv 2409.02423; its
 messages are fp32, so its rates 8 and 16 are a quarter and a half. ``recommended`` follows from a
 rate-distortion study of training tensors: a transform gains nothing on them, so plain integers, and
-4 bits only where error feedback sends the residual later. No preset names ``offload``, which takes
-time of the host, too, or ``tp2d``, whose layers a script chooses. ``none`` compresses nothing but
-counts the traffic, for a baseline. ``planned`` takes the block of a plan (``planned.py``).
+4 bits only where error feedback sends the residual later; its settings are in the rows of
+``hybridcomp.dimensions``. No preset names ``offload``, which takes time of the host, too, or
+``tp2d``, whose layers a script chooses. ``none`` compresses nothing but counts the traffic, for a
+baseline. ``planned`` takes the block of a plan (``planned.py``).
 """
 
 from __future__ import annotations
@@ -15,37 +16,25 @@ from typing import Any
 
 from hybridcomp.config.error_messages import near_key, problem
 from hybridcomp.config.planned import PLANNED, Planned
-from hybridcomp.policy import BETWEEN_RANKS, DIRECTIONS, OWN_LAYERS, Dimension
+from hybridcomp.dimensions import DIRECTIONS, IN_PRESETS, ROWS, Dimension
 
 #: the preset that compresses nothing: all messages are native, and counted
 NATIVE = "none"
 Settings = dict[str, Any]
-#: dimensions of the presets
-_NAMED = tuple(name for name in BETWEEN_RANKS if name not in OWN_LAYERS)
-_MODEL: tuple[Dimension, ...] = (
-    "zero",
-    "tp",
-    "pp",
-)  # "model parallel" in the paper, and ZeRO
+#: "model parallel" in the paper, and ZeRO
+_MODEL: tuple[Dimension, ...] = ("zero", "tp", "pp")
 
 
 def _zfp(rate: float) -> Settings:
     return {"codec": "zfp", "rate": rate}
 
 
-def _blockint(bits: int) -> Settings:
-    return {"codec": "blockint", "bits": bits}
-
-
 PRESETS: Mapping[str, Mapping[Dimension, Settings]] = {
-    "naive-zfp": {name: _zfp(8) for name in _NAMED},
-    "naive-mpc": {name: {"codec": "mpc"} for name in _NAMED},
+    "naive-zfp": {name: _zfp(8) for name in IN_PRESETS},
+    "naive-mpc": {name: {"codec": "mpc"} for name in IN_PRESETS},
     "mzhybrid": {"dp": _zfp(8), **{name: {"codec": "mpc"} for name in _MODEL}},
     "zhybrid": {"dp": _zfp(8), **{name: _zfp(16) for name in _MODEL}},
-    "recommended": {
-        "dp": {**_blockint(4), "error_feedback": True},
-        **{name: _blockint(8) for name in _NAMED if name != "dp"},
-    },
+    "recommended": {name: dict(ROWS[name].recommended or {}) for name in IN_PRESETS},
     NATIVE: {},
 }
 #: presets that measure each dimension and leave it native where that is faster, unless the block

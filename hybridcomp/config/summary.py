@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -10,7 +10,7 @@ from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 from hybridcomp.config.block import CompressionConfig
 from hybridcomp.config.codec_settings import NONE
 from hybridcomp.config.presets import NATIVE, PAPER
-from hybridcomp.policy import DIMENSIONS, ONE_WAY, OWN_LAYERS, SUMMED, Dimension, directions_of
+from hybridcomp.dimensions import DIMENSIONS, ROWS, Dimension
 
 #: bytes that few messages reach: gradients are reduced in buckets, by default of 5e8 values in
 #: DeepSpeed and 4e7 in megatron-core, and a small model has fewer values than a bucket
@@ -26,10 +26,10 @@ def describe(config: CompressionConfig, absent: Collection[Dimension] = ()) -> l
 
     ``absent``: dimensions without traffic in this job; they are only listed.
     """
-    known = [name for name in DIMENSIONS if name not in OWN_LAYERS or config.active(name)]
+    known = [name for name in DIMENSIONS if not ROWS[name].by_script or config.active(name)]
     here = [name for name in known if name not in absent]
     lines = [line for name in here for line in _encoded(config, name)]
-    native = [f"{name}{_shared(config, name)}" for name in here if not config.active(name)]
+    native = [f"{name}{getattr(config, name).remark}" for name in here if not config.active(name)]
     if native:
         lines.append(f"{'native':13} {', '.join(native)}")
     if absent:
@@ -47,52 +47,35 @@ def describe(config: CompressionConfig, absent: Collection[Dimension] = ()) -> l
 def _encoded(config: CompressionConfig, name: Dimension) -> Iterator[str]:
     """Yield the lines of one dimension; none where it is native."""
     codecs = config.codecs()
-    ways = {way: codecs[name, way] for way in directions_of(name) if (name, way) in codecs}
-    shared = _shared(config, name)
+    ways = {way: codecs[name, way] for way in ROWS[name].directions}
+    remark = getattr(config, name).remark
     if not any(ways.values()):
         return
     if len(set(ways.values())) > 1:
         for way, codec in ways.items():
-            yield f"{f'{name} {way}':13} {_figures(name, codec)}{shared}"
+            yield f"{f'{name} {way}':13} {_figures(name, codec)}{remark}"
         return
-    feedback = ", error feedback" if config.error_feedback(name) else ""
-    deltas = _deltas(config) if name == "zero" else ""
-    yield f"{name:13} {_figures(name, next(iter(ways.values())))}{feedback}{shared}{deltas}"
-
-
-def _shared(config: CompressionConfig, name: Dimension) -> str:
-    return ", cut among tensor ranks" if name == "pp" and config.pp.scatter_gather else ""
+    yield f"{name:13} {_figures(name, next(iter(ways.values())))}{remark}"
 
 
 def _ramps(config: CompressionConfig) -> Iterator[str]:
     for (name, way), rungs in config.ramps().items():
-        told = name if name in ONE_WAY else f"{name} {way}"
+        told = name if ROWS[name].one_way else f"{name} {way}"
         first, last = rungs[0].codec.spec, rungs[-1].stop + config.start_step
         levels = f"{len(rungs)} levels" if len(rungs) > 1 else "1 level"
         yield f"{'ramp':13} {told}: from {first} in {levels}, as written from step {last}"
 
 
-def _deltas(config: CompressionConfig) -> str:
-    if not config.zero.delta:
-        return ""
-    every = config.zero.resync_every
-    return ", of what changed" + (f", exact every {every} steps" if every else "")
-
-
 def _measured(config: CompressionConfig, absent: Collection[Dimension]) -> list[str]:
     here = [name for name in config.measured() if name not in absent]
-    early = [name for name in here if name in ONE_WAY]
-    late = [name for name in here if name not in ONE_WAY]
-    host = ["offload"] if config.offload.when == "auto" else []
-    told: dict[str, Sequence[str]] = {
-        "at start-up": early,
-        "after the first step": late,
-        "in real steps": host,
-    }
+    paced = [name for name, row in ROWS.items() if row.timed == "in real steps"]
+    here += [name for name in paced if getattr(config, name).when == "auto"]
+    told: dict[str | None, list[str]] = {}
+    for name in here:
+        told.setdefault(ROWS[name].timed, []).append(name)
     return [
         f"{'measured':13} {', '.join(names)}: native where that is faster, timed {when}"
         for when, names in told.items()
-        if names
     ]
 
 
@@ -158,4 +141,4 @@ def _saves_nothing(codec: Codec, dtype: torch.dtype) -> bool:
 
 
 def _figures(dimension: Dimension, codec: Codec | None) -> str:
-    return NONE if codec is None else codec.figures(summed=dimension in SUMMED)
+    return NONE if codec is None else codec.figures(summed=ROWS[dimension].summed)

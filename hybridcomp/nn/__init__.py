@@ -33,7 +33,8 @@ _NAMES = {
     "unshard": "hybridcomp.nn.context.layout",
 }
 
-#: modules that stand in the support matrix: their COVERS, REQUIREMENT and first sentence
+#: modules that stand in the support matrix, with COVERS, first sentence, and REQUIREMENT where they
+#: need more than torch
 _ROWS = ("context.attention", "huggingface", "slices", "tp2d")
 
 __all__ = [
@@ -54,10 +55,14 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def rows() -> Iterator[tuple[str, str, str]]:
-    """Yield the rows of the support matrix: dimension, first sentence of a module, versions."""
+def rows(torch: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the rows of the support matrix: dimension, first sentence of a module, versions.
+
+    ``torch``: the requirement of modules that need torch alone.
+    """
     for name in _ROWS:
         module = import_module(f"{__name__}.{name}")
         what = (module.__doc__ or "").partition("\n\n")[0].partition(", dimension ``")[0]
         for dimension in module.COVERS:
-            yield dimension, " ".join(what.split()).rstrip("."), module.REQUIREMENT
+            requirement = getattr(module, "REQUIREMENT", torch)
+            yield dimension, " ".join(what.split()).rstrip("."), requirement

@@ -15,20 +15,10 @@ import torch
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.config.codec_settings import build_codec
+from hybridcomp.dimensions import KEYS, ROWS, Key
 from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.pays import bits as typical_bits
-from hybridcomp.policy import DIMENSIONS, ONE_WAY, Dimension, Direction, directions_of
 
-Key = tuple[Dimension, Direction]
-
-
-def ways_of(dimension: Dimension) -> tuple[Direction, ...]:
-    """Return the directions, or kinds, of a dimension's messages that each have a choice."""
-    return directions_of(dimension)[: 1 if dimension in ONE_WAY else None]
-
-
-#: every (dimension, direction) that has its separate choice
-KEYS: tuple[Key, ...] = tuple((name, way) for name in DIMENSIONS for way in ways_of(name))
 #: keys that belong to a dimension, not to its codec
 OWN = ("error_feedback", "delta")
 
@@ -156,7 +146,7 @@ class Choices:
         """Return the ``"compression"`` block, by direction where those differ; else preset none."""
         found: dict[str, Any] = {}
         for name in dict.fromkeys(name for (name, _), _ in self.items):
-            ways = ways_of(name)
+            ways = ROWS[name].directions
             chosen = [self[name, way] for way in ways]
             if len(set(chosen)) == 1:
                 found[name] = chosen[0].written

@@ -24,8 +24,8 @@ import torch
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.config import CompressionConfig
+from hybridcomp.dimensions import BETWEEN_RANKS, ROWS, Dimension, Key
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import BETWEEN_RANKS, DIRECTIONS, ONE_WAY, OWN_LAYERS, Dimension, Direction
 
 #: share of the compute behind which messages hide (the fit of docs/results/projection.json)
 OVERLAP = 0.1
@@ -142,11 +142,12 @@ def cost(
     """
     other = (job.ranks - 1) / job.ranks
     # 1.
-    if dimension == "zero":
+    operation = ROWS[dimension].operation
+    if operation == "all_gather":
         native, sent, encoded, decoded, hops = other, other, 1 / job.ranks, other, 1
-    elif dimension == "pp":
+    elif operation == "send":
         native, sent, encoded, decoded, hops = 1.0, 1.0, 1.0, 1.0, 1
-    elif dimension in ("ep", "cp") or (dimension == "dp" and job.stage == 3):
+    elif operation == "all_to_all" or (dimension == "dp" and job.stage == 3):
         native, sent, encoded, decoded, hops = other, other, other, other, 1
     elif dimension == "dp" and job.stage in (1, 2):
         # DeepSpeed all-reduces a bucket of which each rank keeps its part: only that is sent
@@ -164,19 +165,18 @@ def cost(
     return Cost(native * nbytes, sent * nbytes * ratio, coding)
 
 
-def codecs_of(config: CompressionConfig) -> dict[tuple[Dimension, Direction], Codec]:
+def codecs_of(config: CompressionConfig) -> dict[Key, Codec]:
     """Return the codecs whose speed-up can be estimated, by dimension and direction.
 
     Left out: native dimensions, ``offload`` (its link is the bus), ``tp2d`` (its products hide
     transfers), low rank (its bytes depend on the matrices).
     """
-    left_out = config.policy().low_rank | set(OWN_LAYERS)
-    found = config.codecs()
+    names = [name for name in BETWEEN_RANKS if not ROWS[name].by_script]
+    low_rank = config.policy().low_rank
     return {
         (name, way): codec
-        for name in BETWEEN_RANKS
-        for way in (DIRECTIONS if name not in ONE_WAY else DIRECTIONS[:1])
-        if (codec := found.get((name, way))) is not None and name not in left_out
+        for (name, way), codec in config.codecs().items()
+        if codec is not None and name in names and name not in low_rank
     }
 
 
@@ -209,6 +209,6 @@ def step_cost(
 def native_cost(dimension: Dimension, numel: float, job: MessageGroup) -> Cost:
     """Return the cost of a dimension that is not compressed."""
     other = (job.ranks - 1) / job.ranks
-    twice = dimension == "dp" and job.stage != 3
+    twice = ROWS[dimension].summed and job.stage != 3
     nbytes = (2 if twice else 1) * other * numel * job.dtype.itemsize
     return Cost(nbytes, nbytes, 0.0)

@@ -11,9 +11,10 @@ from typing import Any
 
 from hybridcomp.config.error_messages import show
 from hybridcomp.config.planned import FORMAT, VERSION
+from hybridcomp.dimensions import Key
 from hybridcomp.errors import HybridcompError
 from hybridcomp.foreign import one_line, parsed_json
-from hybridcomp.plan.choices import Choice, Choices, Key
+from hybridcomp.plan.choices import Choice, Choices
 from hybridcomp.plan.layout import Layout
 
 #: kinds of a rank's memory

@@ -6,7 +6,7 @@ embeddings with sparse gradients, FPDT) is not decided here; ``ds_offload`` has 
 
 from __future__ import annotations
 
-from hybridcomp.policy import BETWEEN_RANKS
+from hybridcomp.dimensions import BETWEEN_RANKS
 from hybridcomp.rules.ds_job import Job
 from hybridcomp.rules.engine import Rule
 

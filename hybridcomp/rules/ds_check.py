@@ -10,14 +10,15 @@ from typing import Any
 
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.error_messages import idle
-from hybridcomp.policy import Dimension
+from hybridcomp.dimensions import DEEPSPEED, Dimension
 from hybridcomp.rules import ds, ds_offload, engine
 from hybridcomp.rules.ds_job import Job
 from hybridcomp.rules.engine import hold
 from hybridcomp.rules.neox import RULES as NEOX_RULES
 
+_KNOWN = (*ds.RULES, *ds_offload.RULES)
 #: rules of all dimensions
-TABLES = (*ds.RULES, *ds_offload.RULES)
+TABLES = (*_KNOWN, *engine.without_seam(DEEPSPEED, _KNOWN))
 
 
 def check(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.error_messages import Shown
+from hybridcomp.dimensions import DIMENSIONS, ROWS, Dimension, listed
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import DIMENSIONS, Dimension
 
 #: facts of the job that the rules of one upstream read
 J = TypeVar("J")
@@ -73,6 +73,29 @@ def apply(rule: Rule[J], names: Sequence[Dimension], block: CompressionConfig) -
         Shown(rule.found),
         f'{rule.reason}; {rule.todo}, or set "{names[0]}": "none"{native}',
     )
+
+
+def without_seam(engine: str, table: Sequence[Rule[Any]]) -> tuple[Rule[Any], ...]:
+    """Make a rule for each dimension that has no seam under ``engine``, by its row.
+
+    ``table``: the engine's rules; a dimension that one of them calls absent has its words there.
+    """
+    told = {name for rule in table if rule.verdict == "absent" for name in rule.dimensions}
+    return tuple(
+        Rule(
+            "absent", (name,), f"a job under {engine}",
+            f"its messages are encoded under {listed(row.engines)} only", "leave it out",
+            lambda job: True,
+        )
+        for name, row in ROWS.items()
+        if engine not in row.engines and name not in told
+    )  # fmt: skip
+
+
+def lossy(block: CompressionConfig) -> frozenset[Dimension]:
+    """Return the dimensions whose codec changes values, in one direction at least."""
+    codecs = block.codecs().items()
+    return frozenset(name for (name, _), codec in codecs if codec and not codec.lossless)
 
 
 def absent(rules: Iterable[tuple[Rule[J], J]]) -> frozenset[Dimension]:

@@ -10,7 +10,8 @@ import torch
 
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.error_messages import idle
-from hybridcomp.policy import DIMENSIONS, Dimension, directions_of
+from hybridcomp.dimensions import MEGATRON, ROWS, Dimension, DimensionRow
+from hybridcomp.rules import engine
 from hybridcomp.rules.engine import Rule
 
 
@@ -58,19 +59,17 @@ class Job:
         return "transformer_engine" in self.homes
 
 
-GROUPS: tuple[tuple[Dimension, str], ...] = (
-    ("tp", "tensor-parallel"),
-    ("pp", "pipeline"),
-    ("ep", "expert-parallel"),
-    ("cp", "context-parallel"),
-    ("dp", "data-parallel"),
-    ("zero", "data-parallel"),
-)
-
 #: reason against messages in a CUDA graph
 REPLAYED = "a graph that is played again sends without counting, checking or following the block"
 
-RULES: tuple[Rule[Job], ...] = (
+
+def _grouped() -> list[tuple[Dimension, DimensionRow]]:
+    """Return the dimensions that have process groups, those of cut models first."""
+    found = [(name, row) for name, row in ROWS.items() if row.group]
+    return sorted(found, key=lambda each: each[1].group == ROWS["dp"].group)
+
+
+_KNOWN: tuple[Rule[Job], ...] = (
     Rule(
         "absent", ("offload",), "a job without DeepSpeed",
         "only the copies of DeepSpeed's ZeRO-Offload are encoded", "leave offload out",
@@ -164,13 +163,15 @@ RULES: tuple[Rule[Job], ...] = (
     ),
     *(
         Rule(
-            "absent", (name,), f"one rank in each {words} group",
+            "absent", (name,), f"one rank in each {row.group} group",
             "nothing is sent", f"leave {name} out",
             lambda job, name=name: job.size(name) < 2,  # type: ignore[misc]
         )
-        for name, words in GROUPS
+        for name, row in _grouped()
     ),
 )  # fmt: skip
+#: rules over a ``Job``
+RULES: tuple[Rule[Job], ...] = (*_KNOWN, *engine.without_seam(MEGATRON, _KNOWN))
 
 
 #: layers of Transformer Engine whose seam is not in place
@@ -183,17 +184,6 @@ def out_of_reach(reason: str) -> Rule[Job]:
         "bypass", ("tp",), LAYERS_OUT_OF_REACH, reason, "use --transformer-impl local",
         lambda job: job.transformer_engine and job.size("tp") > 1,
     )  # fmt: skip
-
-
-def lossy(block: CompressionConfig) -> frozenset[Dimension]:
-    """Return the dimensions whose codec changes values, in one direction at least."""
-    codecs = block.policy().codecs
-    return frozenset(
-        name
-        for name in DIMENSIONS
-        for way in directions_of(name)
-        if (codec := codecs.get((name, way))) is not None and not codec.lossless
-    )
 
 
 def scatter_gather(block: CompressionConfig, job: Job) -> str | None:

@@ -14,8 +14,8 @@ from multiprocessing import util
 
 from hybridcomp.channels.gains import Gains
 from hybridcomp.channels.ledger import Entry, Key
+from hybridcomp.dimensions import Dimension
 from hybridcomp.log import say
-from hybridcomp.policy import Dimension
 
 #: text where none of a run's seconds were measured
 UNTIMED = 'seconds were not measured ("when": "auto" measures them)'

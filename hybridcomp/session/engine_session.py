@@ -33,10 +33,10 @@ from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.collectives import check_headers
 from hybridcomp.collectives.topology import Ranks, ranks_of
 from hybridcomp.config import BLOCK, CompressionConfig, describe, idle_notes, notes
+from hybridcomp.dimensions import MEASURED_EARLY, Dimension
 from hybridcomp.job import peer_liveness
 from hybridcomp.job.agreement import agree, versions
 from hybridcomp.log import Once
-from hybridcomp.policy import ONE_WAY, Dimension
 from hybridcomp.session import wandb_run
 from hybridcomp.session.reporter import Event, Reporter, describe_run
 
@@ -225,7 +225,7 @@ class EngineSession:
         dtype: torch.dtype,
         numel: int | None = None,
         sent: Mapping[Dimension, Sent] | None = None,
-        only: Collection[Dimension] = ONE_WAY,
+        only: Collection[Dimension] = MEASURED_EARLY,
     ) -> None:
         """Measure dimensions with ``when: auto``, after ``place``; a collective.
 

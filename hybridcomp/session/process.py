@@ -27,16 +27,14 @@ import torch.distributed.nn.functional  # noqa: F401
 from hybridcomp.channels import Channels
 from hybridcomp.config import BLOCK, SOURCE, CompressionConfig, load_config, read_source
 from hybridcomp.config.error_messages import NOTHING
+from hybridcomp.dimensions import ROWS
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import environment, last_messages
 from hybridcomp.log import say_once
-from hybridcomp.policy import Dimension, directions_of
 from hybridcomp.session.engine_session import EngineSession
 
 #: environment variable with the block of a process without a file of upstream
 ENVIRONMENT = environment.CONFIG
-#: dimensions whose layers have no engine
-ENGINELESS: tuple[Dimension, ...] = ("tp", "cp", "tp2d")
 #: package of an upstream -> the ranks in each of its groups; its patches put this here
 GROUP_SIZES: dict[str, Callable[[], Mapping[Any, int]]] = {}
 
@@ -145,8 +143,8 @@ def lend(engine: Any, session: EngineSession) -> None:
         say_once.forget()
         return
     asked = first.config.explicit | channels.config.explicit  # a preset names all dimensions
-    for name in (name for name in ENGINELESS if name in asked):
-        for way in directions_of(name):
+    for name in (name for name, row in ROWS.items() if row.in_layers and name in asked):
+        for way in ROWS[name].directions:
             mine = channels.policy.codecs.get((name, way))
             theirs = first.policy.codecs.get((name, way))
             if mine != theirs:

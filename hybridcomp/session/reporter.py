@@ -18,9 +18,9 @@ from hybridcomp.channels.ledger_file import JsonLines
 from hybridcomp.codecs import check_payloads
 from hybridcomp.collectives import check_headers
 from hybridcomp.config import CompressionConfig, LedgerConfig
+from hybridcomp.dimensions import ONE_WAY
 from hybridcomp.job import small_messages
 from hybridcomp.log import say
-from hybridcomp.policy import ONE_WAY
 from hybridcomp.session.closing import Account, before_the_end, open_account
 from hybridcomp.session.metric_names import (
     CONFIG_BLOCK,

@@ -24,6 +24,7 @@ from hybridcomp.job.devices import device_name
 from hybridcomp.patches.common import early_engines
 from hybridcomp.patches.ds import job_facts, layer_scope, record, step_messages
 from hybridcomp.patches.ds.job_facts import loss_scale
+from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import IN_PLACE, Seam
 from hybridcomp.policy import Dimension
 from hybridcomp.rules import ds_check, neox
@@ -33,7 +34,6 @@ from hybridcomp.session.engine_session import ATTRIBUTE as SESSION
 from hybridcomp.session.engine_session import WHEN_ATTACHED, EngineSession, agree_on, session_of
 from hybridcomp.session.reporter import Event, describe_run, report_interval
 
-REQUIREMENT = "deepspeed >= 0.19, < 0.20"
 MODULE = "deepspeed.runtime.engine"
 
 INIT = Seam(

@@ -26,7 +26,6 @@ from hybridcomp.patches.common.collective_wrappers import (
 from hybridcomp.patches.common.routes import make_stand_in
 from hybridcomp.patches.ds.job_facts import DOMINO
 from hybridcomp.patches.ds.layer_scope import (
-    REQUIREMENT,
     TENSOR,
     make_backward,
     make_call,
@@ -37,6 +36,7 @@ from hybridcomp.patches.ds.layer_scope import (
     upstream_has,
     whose,
 )
+from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
 
 LAYERS = "deepspeed.module_inject.layers"

@@ -18,10 +18,10 @@ from hybridcomp.channels import channels_of, checkpoint_note
 from hybridcomp.log import say
 from hybridcomp.patches.ds import exact_weights
 from hybridcomp.patches.ds.job_facts import loss_scale
+from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
 from hybridcomp.session.engine_session import session_of
 
-REQUIREMENT = "deepspeed >= 0.19, < 0.20"
 MODULE = "deepspeed.runtime.engine"
 
 SAVE = Seam(

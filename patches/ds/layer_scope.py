@@ -25,8 +25,6 @@ from hybridcomp.patching import has_module
 from hybridcomp.policy import Dimension, Direction
 from hybridcomp.session import process
 
-REQUIREMENT = "deepspeed >= 0.19, < 0.20"
-
 #: classes whose objects are tagged with the channels of their engine
 LAYERS = frozenset({"TensorParallel_Layer", "DistributedAttention"})
 #: attribute of an autograd context: the channels of the layer it served

@@ -1,7 +1,7 @@
 """Expert-parallel all-to-all of Mixture of Experts layers, dimension ``ep``.
 
 Seams: the classes ``sharded_moe._AllToAll`` (native MoE, even splits) and
-``auto_ep_layer._AllToAllV`` (AutoEP, uneven splits, deepspeed >= 0.19.5). Both are looked up as
+``auto_ep_layer._AllToAllV`` (AutoEP, uneven splits, since 0.19.5). Both are looked up as
 module globals where the layers apply them. ``dist.all_to_all_single`` is no seam: it also carries
 counts, and the payloads of other patches. An autograd Function knows no engine, so the forward
 passes of the layers are wrapped too: they publish the channels of the engine that owns the layer.
@@ -28,17 +28,16 @@ from torch import Tensor
 from hybridcomp.channels import ATTRIBUTE, AllToAll, Channel, Channels, channels_of
 from hybridcomp.errors import ConfigError
 from hybridcomp.log import say
-from hybridcomp.patching import Seam, has_module
+from hybridcomp.patches.ds.requirement import REQUIREMENT
+from hybridcomp.patching import Seam, has_module, since
 from hybridcomp.policy import Direction
 
 NATIVE_MOE = "deepspeed.moe.sharded_moe"
 AUTO_EP = "deepspeed.module_inject.auto_ep_layer"
-AUTO_EP_REQUIREMENT = "deepspeed >= 0.19.5, < 0.20"
+AUTO_EP_REQUIREMENT = since(REQUIREMENT, "0.19.5")
 
-ALL_TO_ALL = Seam("deepspeed >= 0.19, < 0.20", NATIVE_MOE, "_AllToAll", None)
-MOE_LAYER = Seam(
-    "deepspeed >= 0.19, < 0.20", NATIVE_MOE, "MOELayer.forward", ("self", "input", "kwargs")
-)
+ALL_TO_ALL = Seam(REQUIREMENT, NATIVE_MOE, "_AllToAll", None)
+MOE_LAYER = Seam(REQUIREMENT, NATIVE_MOE, "MOELayer.forward", ("self", "input", "kwargs"))
 ALL_TO_ALL_V = Seam(AUTO_EP_REQUIREMENT, AUTO_EP, "_AllToAllV", None)
 AUTO_EP_LAYER = Seam(
     AUTO_EP_REQUIREMENT, AUTO_EP, "AutoEPMoELayer.forward", ("self", "hidden_states")

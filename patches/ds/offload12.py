@@ -44,9 +44,9 @@ from hybridcomp.patches.ds.offload_sums import (
     settle,
     upload,
 )
+from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
 
-REQUIREMENT = "deepspeed >= 0.19, < 0.20"
 MODULE = "deepspeed.runtime.zero.stage_1_and_2"
 CLASS = "DeepSpeedZeroOptimizer"
 FRAGMENTS = "deepspeed.utils.tensor_fragment"

@@ -36,9 +36,8 @@ from torch import Tensor
 from hybridcomp.channels import ATTRIBUTE, AllGather, Channel, Channels, channels_of
 from hybridcomp.channels.parameter_deltas import GatherParameters
 from hybridcomp.codecs.base import Codec
+from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
-
-REQUIREMENT = "deepspeed >= 0.19, < 0.20"
 
 DP_GROUPS = Seam(
     REQUIREMENT,

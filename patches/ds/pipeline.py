@@ -36,9 +36,9 @@ from hybridcomp.log import say
 from hybridcomp.patches.ds.pipe import PIPE, RUNNING, Pipe
 from hybridcomp.patches.ds.pipeline_agreement import Agreed, set_marks, take_marks
 from hybridcomp.patches.ds.pipeline_values import carries_values
+from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
 
-REQUIREMENT = "deepspeed >= 0.19, < 0.20"
 ENGINE = "deepspeed.runtime.pipe.engine"
 P2P = "deepspeed.runtime.pipe.p2p"
 

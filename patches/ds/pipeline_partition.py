@@ -27,10 +27,9 @@ from torch import Tensor
 from hybridcomp.channels import AllGather, channels_of
 from hybridcomp.collectives import Handle
 from hybridcomp.patches.ds.pipe import running
+from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Direction
-
-REQUIREMENT = "deepspeed >= 0.19, < 0.20"
 
 FULL = Seam(REQUIREMENT, "deepspeed.runtime.utils", "PartitionedTensor.full", ("self", "device"))
 

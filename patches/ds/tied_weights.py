@@ -29,9 +29,9 @@ import torch.distributed as dist
 from hybridcomp.channels import NAME, Channel, Channels, channels_of
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.patches.common.collective_wrappers import AllReduceInPlace
+from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam, has_module
 
-REQUIREMENT = "deepspeed >= 0.19, < 0.20"
 PIPELINE = Seam(
     REQUIREMENT, "deepspeed.runtime.pipe.engine", "PipelineEngine._INSTRUCTION_MAP", None
 )

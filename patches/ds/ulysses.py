@@ -28,7 +28,6 @@ from hybridcomp.channels import Channels
 from hybridcomp.patches.common.collective_wrappers import make_all_to_all_single
 from hybridcomp.patches.common.routes import make_stand_in
 from hybridcomp.patches.ds.layer_scope import (
-    REQUIREMENT,
     SEQUENCE,
     Scope,
     inside,
@@ -39,6 +38,7 @@ from hybridcomp.patches.ds.layer_scope import (
     refuse,
     upstream_has,
 )
+from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Direction
 

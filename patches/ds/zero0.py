@@ -24,10 +24,11 @@ from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle
 from hybridcomp.errors import SeamError
+from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
 
 ALLREDUCE_BUCKET = Seam(
-    requirement="deepspeed >= 0.19, < 0.20",
+    requirement=REQUIREMENT,
     module="deepspeed.runtime.engine",
     qualname="DeepSpeedEngine.allreduce_bucket",
     parameters=("self", "bucket", "dp_group", "dp_world_size"),

@@ -35,9 +35,9 @@ from hybridcomp.channels import (
 from hybridcomp.channels.error_feedback import Piece, cut
 from hybridcomp.codecs.base import Codec
 from hybridcomp.errors import ConfigError
+from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
 
-REQUIREMENT = "deepspeed >= 0.19, < 0.20"
 MODULE = "deepspeed.runtime.zero.stage_1_and_2"
 CLASS = "DeepSpeedZeroOptimizer"
 

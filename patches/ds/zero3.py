@@ -27,9 +27,9 @@ from hybridcomp.channels import NAME, Channel, ReduceScatter, channels_of, nativ
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import ReduceScatterHandle
+from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
 
-REQUIREMENT = "deepspeed >= 0.19, < 0.20"
 MODULE = "deepspeed.runtime.zero.stage3"
 
 REDUCE_SCATTER = Seam(REQUIREMENT, MODULE, "reduce_scatter_coalesced", ("tensors", "group"))

@@ -19,11 +19,11 @@ import torch
 from hybridcomp.collectives.topology import machines
 from hybridcomp.job.devices import device_name
 from hybridcomp.patches.mcore import groups
+from hybridcomp.patches.mcore.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
 from hybridcomp.rules.planned import hold_to_machines, hold_to_plan
 from hybridcomp.session import process
 
-REQUIREMENT = groups.REQUIREMENT
 process.GROUP_SIZES["megatron.core"] = groups.sizes
 
 #: its signature is not checked: the arguments differ in every release and are passed through

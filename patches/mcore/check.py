@@ -15,9 +15,10 @@ from typing import Any
 from hybridcomp.config import CompressionConfig
 from hybridcomp.log import say_once
 from hybridcomp.patches.common import early_engines
-from hybridcomp.patches.mcore.groups import REQUIREMENT, sizes
+from hybridcomp.patches.mcore.groups import sizes
+from hybridcomp.patches.mcore.requirement import REQUIREMENT
 from hybridcomp.patching import Seam, missing
-from hybridcomp.rules import mcore
+from hybridcomp.rules import engine, mcore
 from hybridcomp.rules.engine import hold
 from hybridcomp.session.process import current
 
@@ -36,7 +37,7 @@ def check(block: CompressionConfig, wrapper: Any, config: Any, ddp: Any, model: 
     """
     job = mcore.Job(
         config, ddp, type(wrapper).__name__, sizes(), frozenset(_homes(model)),
-        frozenset(p.dtype for p in model.parameters()), mcore.lossy(block), block.zero.delta,
+        frozenset(p.dtype for p in model.parameters()), engine.lossy(block), block.zero.delta,
     )  # fmt: skip
     if (sentence := mcore.scatter_gather(block, job)) is not None:
         say_once(sentence)

@@ -25,7 +25,7 @@ from torch import Tensor
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.nn import ring_attention
-from hybridcomp.patches.mcore.groups import REQUIREMENT
+from hybridcomp.patches.mcore.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
 from hybridcomp.session.process import current
 

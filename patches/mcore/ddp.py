@@ -19,7 +19,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,9 @@ from torch import Tensor
 from hybridcomp.channels import native_nbytes
 from hybridcomp.patches.common.routes import make_torch, torch_seam
 from hybridcomp.patches.mcore import check
-from hybridcomp.patches.mcore.ddp_batch import BucketBatch, Call, Kind
-from hybridcomp.patches.mcore.groups import REQUIREMENT, coordinates, sizes
+from hybridcomp.patches.mcore.ddp_batch import BucketBatch, Call
+from hybridcomp.patches.mcore.groups import coordinates, sizes
+from hybridcomp.patches.mcore.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
 from hybridcomp.session import process
 from hybridcomp.session.process import current

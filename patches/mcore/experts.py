@@ -13,7 +13,8 @@ DeepEP, HybridEP and other dispatchers send tokens themselves; ``check`` refuses
 from __future__ import annotations
 
 from hybridcomp.patches.common.routes import Layers, make_backward
-from hybridcomp.patches.mcore.groups import REQUIREMENT, dimension_of
+from hybridcomp.patches.mcore.groups import dimension_of
+from hybridcomp.patches.mcore.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
 
 BACKWARD = Seam(

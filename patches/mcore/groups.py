@@ -6,9 +6,6 @@ import torch.distributed as dist
 
 from hybridcomp.policy import Dimension
 
-#: the releases that the seams fit
-REQUIREMENT = "megatron-core >= 0.13, < 0.20"
-
 #: getter in megatron.core.parallel_state -> dimension
 GETTERS: tuple[tuple[str, Dimension], ...] = (
     ("get_tensor_model_parallel_group", "tp"),

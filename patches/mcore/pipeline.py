@@ -37,8 +37,8 @@ from hybridcomp.channels import Posted
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.mcore.groups import REQUIREMENT
 from hybridcomp.patches.mcore.pipeline_message import post
+from hybridcomp.patches.mcore.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Direction
 from hybridcomp.session.process import current

@@ -29,7 +29,8 @@ from hybridcomp.patches.common.collective_wrappers import (
 )
 from hybridcomp.patches.common.routes import Layers, make_backward, make_torch, torch_seam
 from hybridcomp.patches.mcore.experts import TOKENS
-from hybridcomp.patches.mcore.groups import REQUIREMENT, dimension_of
+from hybridcomp.patches.mcore.groups import dimension_of
+from hybridcomp.patches.mcore.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Dimension, Direction
 

@@ -38,10 +38,10 @@ from hybridcomp.patches.common.collective_wrappers import (
 )
 from hybridcomp.patches.common.routes import Layers, make_torch, torch_seam
 from hybridcomp.patches.mcore.groups import dimension_of
+from hybridcomp.patches.mcore.requirement import TRANSFORMER_ENGINE as REQUIREMENT
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Dimension, Direction
 
-REQUIREMENT = "transformer-engine >= 2.0, < 2.19"
 PACKAGE = "transformer_engine.pytorch"
 DISTRIBUTED = f"{PACKAGE}.distributed"
 #: the functions of DISTRIBUTED that send unquantized values, and their parameters

@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hybridcomp import dimensions
 from hybridcomp.collectives.topology import Ranks
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.torch.rules import elsewhere, has_ring, lossy
-from hybridcomp.rules.engine import Rule
+from hybridcomp.patches.torch.rules import elsewhere, has_ring
+from hybridcomp.rules import engine
+from hybridcomp.rules.engine import Rule, lossy
 
 #: classes of comms that ``fill`` may replace; they still send the messages that stay native
 OWN_COMMS = (
@@ -106,8 +108,7 @@ def _foreign(job: Job) -> bool:
     return bool(job.comms - set(OWN_COMMS))
 
 
-#: rules over a ``Job``
-FSDP2: tuple[Rule[Job], ...] = (
+_FSDP2: tuple[Rule[Job], ...] = (
     *elsewhere("fully_shard", lambda job: job.ring),
     Rule(
         "refuse", ("dp", "zero"), "set_symm_mem_for_comm",
@@ -132,13 +133,13 @@ FSDP2: tuple[Rule[Job], ...] = (
         "refuse", ("zero",), "a lossy codec with layers that DTensor cuts (tensor parallel)",
         "norms that tensor ranks have in common would be decoded differently on each",
         "use a lossless codec",
-        lambda job: job.tensor_parallel, lambda block: lossy(block, "zero"),
+        lambda job: job.tensor_parallel, lambda block: "zero" in lossy(block),
     ),
     Rule(
         "refuse", ("dp",), "a lossy codec with layers that DTensor cuts (tensor parallel)",
         "norms that tensor ranks have in common would be updated differently on each",
         "use a lossless codec",
-        lambda job: job.tensor_parallel, lambda block: lossy(block, "dp"),
+        lambda job: job.tensor_parallel, lambda block: "dp" in lossy(block),
     ),
     Rule(
         "refuse", ("zero",), '"delta": true under fully_shard',
@@ -161,6 +162,8 @@ FSDP2: tuple[Rule[Job], ...] = (
         lambda job: job.shards * job.replicas < 2,
     ),
 )  # fmt: skip
+#: rules over a ``Job``
+FSDP2: tuple[Rule[Job], ...] = (*_FSDP2, *engine.without_seam(dimensions.FSDP2, _FSDP2))
 
 
 def check_hierarchy(block: CompressionConfig, job: Job) -> None:

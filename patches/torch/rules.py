@@ -10,17 +10,12 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch.distributed.tensor import DTensor
 
+from hybridcomp import dimensions
 from hybridcomp.config import CompressionConfig
+from hybridcomp.dimensions import Dimension
 from hybridcomp.patches.torch.session import say
-from hybridcomp.policy import Dimension, directions_of
 from hybridcomp.rules import engine
 from hybridcomp.rules.engine import Rule
-
-
-def lossy(block: CompressionConfig, name: Dimension) -> bool:
-    """Return whether any codec of dimension ``name`` is lossy."""
-    codecs = [block.codecs().get((name, way)) for way in directions_of(name)]
-    return any(codec is not None and not codec.lossless for codec in codecs)
 
 
 def elsewhere(name: str, has_ring: Callable[[Any], bool]) -> tuple[Rule[Any], ...]:
@@ -65,8 +60,7 @@ def _has_old_complex(model: Any) -> bool:
     return old and any(parameter.is_complex() for parameter in model.parameters())
 
 
-#: rules over a DistributedDataParallel
-DDP: tuple[Rule[Any], ...] = (
+_DDP: tuple[Rule[Any], ...] = (
     *elsewhere("DistributedDataParallel", has_ring),
     Rule(
         "bypass", ("tp",), "layers that DTensor cuts (tensor parallel)",
@@ -113,6 +107,8 @@ DDP: tuple[Rule[Any], ...] = (
         lambda model: dist.get_world_size(model.process_group) < 2,
     ),
 )  # fmt: skip
+#: rules over a DistributedDataParallel
+DDP: tuple[Rule[Any], ...] = (*_DDP, *engine.without_seam(dimensions.DDP, _DDP))
 
 
 def check(block: CompressionConfig, table: Sequence[Rule[Any]], job: Any) -> frozenset[Dimension]:

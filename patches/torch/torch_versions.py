@@ -23,16 +23,19 @@ from packaging.version import Version
 
 from hybridcomp.errors import SeamError
 from hybridcomp.log import say_once
+from hybridcomp.patching import since
 
 #: the newest minor that the tests of engines and nn have run on
 NEWEST = "2.15"
+#: what codecs, collectives and the layers of ``hybridcomp.nn`` run on
+TORCH = "torch >= 2.4"
 #: the first with ``register_comm_hook`` and ``GradBucket`` as they are used here
-DDP = "torch >= 2.6"
+DDP = since(TORCH, "2.6")
 #: 2.9 is the first with ``set_custom_all_gather`` and ``set_custom_reduce_scatter``
 #: (pytorch#155189)
-FSDP2 = "torch >= 2.9"
+FSDP2 = since(TORCH, "2.9")
 #: 2.13 is the first whose ring attention calls ``_create_rotater``
-RING = "torch >= 2.13"
+RING = since(TORCH, "2.13")
 
 _SHARD = "torch.distributed.fsdp._fully_shard."
 _RING = "torch.distributed.tensor.experimental._context_parallel._attention"

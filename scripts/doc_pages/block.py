@@ -7,7 +7,7 @@ from typing import Any
 
 from hybridcomp.config import schema
 from hybridcomp.config.block import BLOCK, CompressionConfig
-from hybridcomp.policy import DIMENSIONS, DIRECTIONS, KINDS
+from hybridcomp.dimensions import DIMENSIONS, DIRECTIONS, KINDS
 
 Schema = Mapping[str, Any]
 HEAD = f"""\

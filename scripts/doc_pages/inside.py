@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import hybridcomp
-from hybridcomp import codecs, errors, nn
+from hybridcomp import codecs, errors, nn, session
 
 FORMATS = Path(hybridcomp.__file__).resolve().parent / "kernels" / "formats"
-#: headers that hold a format, in the order of the page; the others are shared parts
-HEADERS = ("blockint.h", "casts.h", "zfp.h", "mpc.h", "expcode.h", "radix.h", "stepcode.h")
+#: the first words of a header that holds the format of a codec; the others are shared parts
+TITLE = re.compile(r"// (\w+): ")
 
-
-#: what users hold, what layers of a model need, what authors of codecs need
-PUBLIC = (("", hybridcomp), ("nn.", nn), ("codecs.", codecs))
+#: what users hold, what layers of a model need, what authors of codecs and of engines need
+PUBLIC = (("", hybridcomp), ("nn.", nn), ("codecs.", codecs), ("session.", session))
 
 
 def api() -> str:
@@ -94,13 +94,14 @@ def error_classes() -> str:
 def formats() -> str:
     """Return the comments at the top of the headers of the formats."""
     parts = []
-    for name in HEADERS:
-        lines = (FORMATS / name).read_text("utf-8").splitlines()
+    for path in sorted(FORMATS.glob("*.h")):
+        lines = path.read_text("utf-8").splitlines()
+        if (title := TITLE.match(lines[0])) is None:
+            continue
         top = []
         for line in lines:
             if not line.startswith("//"):
                 break
             top.append(line.removeprefix("//").removeprefix(" "))
-        title = top[0].partition(":")[0]
-        parts.append(f"## {title}\n\n```text\n" + "\n".join(top) + "\n```")
+        parts.append(f"## {title[1]}\n\n```text\n" + "\n".join(top) + "\n```")
     return "\n\n".join(parts)

@@ -8,8 +8,8 @@ from typing import Any
 
 from hybridcomp.config import CompressionConfig
 from hybridcomp.config.presets import PRESETS
+from hybridcomp.dimensions import IN_PRESETS, ROWS, Dimension, listed
 from hybridcomp.patches import registry
-from hybridcomp.policy import BETWEEN_RANKS, DIRECTIONS, ONE_WAY, OWN_LAYERS
 from hybridcomp.rules import ds_check, mcore, neox
 from hybridcomp.rules.engine import Rule
 
@@ -24,29 +24,44 @@ VERDICTS = {
 
 def presets() -> str:
     """Return one row for each preset, one column for each dimension that presets name."""
-    names = [name for name in BETWEEN_RANKS if name not in OWN_LAYERS]
     lines = [
-        f"| preset | {' | '.join(f'`{name}`' for name in names)} |",
-        "|---" * (len(names) + 1) + "|",
+        f"| preset | {' | '.join(f'`{name}`' for name in IN_PRESETS)} |",
+        "|---" * (len(IN_PRESETS) + 1) + "|",
     ]
     for preset in PRESETS:
         config = CompressionConfig.parse({"preset": preset})
-        cells = [_cell(config, name) for name in names]
+        cells = [_cell(config, name) for name in IN_PRESETS]
         lines.append(f"| `{preset}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _cell(config: CompressionConfig, name: str) -> str:
+def _cell(config: CompressionConfig, name: Dimension) -> str:
     """Return the codec of a dimension of a preset, in both directions where they differ."""
     found = config.codecs()
-    ways = [way for way in DIRECTIONS if way == "forward" or name not in ONE_WAY]
     specs = dict.fromkeys(
         codec.spec if codec else "native"
-        for way in ways
-        for codec in [found[name, way]]  # type: ignore[index]
+        for way in ROWS[name].directions
+        for codec in [found[name, way]]
     )
-    feedback = ", error feedback" if name == "dp" and config.error_feedback("dp") else ""
-    return " / ".join(specs) + feedback
+    return f"{' / '.join(specs)}{getattr(config, name).remark}"
+
+
+def dimensions() -> str:
+    """Return one row for each dimension, with what its row says."""
+    lines = [
+        "| dimension | what | codecs for | native messages | `auto` times it | engines |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, row in ROWS.items():
+        about, ways = (
+            row.about.rstrip("."),
+            "one direction" if row.one_way else listed(row.directions),
+        )
+        lines.append(
+            f"| `{name}` | {about} | {ways} | `{row.operation}` | {row.timed or 'never'} | "
+            f"{listed(row.engines)} |"
+        )
+    return "\n".join(lines)
 
 
 def support_matrix() -> str:

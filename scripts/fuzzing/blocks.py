@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-DIMENSIONS = ("dp", "zero", "tp", "pp", "ep", "cp", "offload")
-TWO_WAYS = ("tp", "pp", "ep", "cp", "offload")
+from hybridcomp.dimensions import DIMENSIONS, ROWS
+
 NAN, INF = float("nan"), float("inf")
 
 #: what no dimension takes, and the key behind its name that has to be named
@@ -100,9 +100,9 @@ def broken() -> list[tuple[Any, str]]:
     """Return all blocks, and the dotted key that the error begins with."""
     found = [({name: value}, f".{name}{key}") for name in DIMENSIONS for value, key in ANYWHERE]
     found += [({"dp": settings}, f".dp.{key}") for settings, key in SETTINGS]
-    for name in TWO_WAYS:
+    for name, way in ((name, row.directions[-1]) for name, row in ROWS.items() if not row.one_way):
         found += [
-            ({name: {"codec": "bf16", "backward": {"bits": 99}}}, f".{name}.backward.bits"),
+            ({name: {"codec": "bf16", way: {"bits": 99}}}, f".{name}.{way}.bits"),
             ({name: {"codec": "bf16", "sideways": {}}}, f".{name}.sideways"),
         ]
     return [(block, f"compression{key}") for block, key in [*found, *WHOLE]]

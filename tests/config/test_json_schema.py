@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from hybridcomp.config import schema
-from hybridcomp.policy import DIMENSIONS
+from hybridcomp.dimensions import DIMENSIONS
 from tests.paths import CONFIGS
 
 

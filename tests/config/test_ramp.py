@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from hybridcomp.config import describe
-from hybridcomp.policy import DIRECTIONS, Traffic
+from hybridcomp.dimensions import DIRECTIONS
+from hybridcomp.policy import Traffic
 from tests.config.common import parse
 
 

@@ -136,7 +136,7 @@ def test_launcher_lines_name_the_module() -> None:
     for fence, line in commands():
         if "baseline" in line or line.startswith("-"):
             continue
-        if re.match(r"(deepspeed|torchrun|srun torchrun|accelerate launch) ", line):
+        if re.match(r"(deepspeed(?! =)|torchrun|srun torchrun|accelerate launch) ", line):
             kept = "hybridcomp.run" in line or "compare --launch" in fence.body
             kept |= (
                 re.search(r"(-m|--module) hybridcomp.measure", line) is not None

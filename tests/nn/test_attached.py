@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
+from hybridcomp.dimensions import DIRECTIONS
 from hybridcomp.nn import RingAttention, gather, ring_attention, shard
 from hybridcomp.nn.context import blocks
-from hybridcomp.policy import DIRECTIONS
 from hybridcomp.session import process
 from tests.nn.dense import Case, inputs, whole
 from tests.nn.test_ring import errors, with_block

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from hybridcomp.channels import Channels
 from hybridcomp.codecs import make_codec
 from hybridcomp.config import CompressionConfig
+from hybridcomp.dimensions import KINDS
 from hybridcomp.errors import ConfigError
 from hybridcomp.nn import tp2d
 from hybridcomp.nn.tp2d.weights import cut_state
-from hybridcomp.policy import KINDS
 from tests.nn.small_gpt import batch, channels_of, gradients, pair
 from tests.ranks import RunRanks, run_ranks
 

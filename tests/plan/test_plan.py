@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from hybridcomp.config import CompressionConfig
+from hybridcomp.dimensions import KEYS, Key
 from hybridcomp.errors import ConfigError, HybridcompError
-from hybridcomp.plan.choices import KEYS, NATIVE, Choice, Choices, Key
+from hybridcomp.plan.choices import NATIVE, Choice, Choices
 from hybridcomp.plan.layout import Layout, even_cuts
 from hybridcomp.plan.plan import Plan, Prediction, Span
 from hybridcomp.plan.search.budget import Budget

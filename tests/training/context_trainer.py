@@ -96,8 +96,8 @@ def build(job: Job) -> Any:
 def train(job: Job) -> Outcome:
     """One training, and the whole model's on the samples of all replicas."""
     from hybridcomp.channels import channels_of
+    from hybridcomp.dimensions import DIRECTIONS
     from hybridcomp.patches.ds.job_facts import layout
-    from hybridcomp.policy import DIRECTIONS
 
     trainer = build(job)
     share, found = trainer.share, Outcome([], [])

@@ -100,7 +100,7 @@ def train(job: Job) -> Outcome:
 
     from gpt import loop, model, two_dimensional
     from hybridcomp.channels import NAME, channels_of
-    from hybridcomp.policy import KINDS
+    from hybridcomp.dimensions import KINDS
 
     topology, config = two_dimensional.start(job.tp2d), config_of(job)
     module = model.GPT(config)

@@ -117,8 +117,8 @@ def train(job: Job) -> Outcome:
     import train_gpt
     from gpt import layouts, token_slices
     from hybridcomp.channels import channels_of
+    from hybridcomp.dimensions import DIRECTIONS
     from hybridcomp.patches.ds.job_facts import layout
-    from hybridcomp.policy import DIRECTIONS
 
     arguments = train_gpt.parse([
         "--deepspeed_config", "x", "--pp", "2", "--cuts", "1,2", "--length", str(LENGTH),

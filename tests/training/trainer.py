@@ -156,7 +156,7 @@ def train_step(engine: Any, job: Job, step: int) -> float:
 def train(job: Job, each: Callable[[Any, int], None] | None = None) -> Outcome:
     """Train; ``each(engine, step)`` is called after every step."""
     from hybridcomp.channels import channels_of
-    from hybridcomp.policy import ONE_WAY
+    from hybridcomp.dimensions import ONE_WAY
 
     engine = make_engine(job)
     losses, skipped = [], []

@@ -21,7 +21,6 @@ from hybridcomp.nn.context.traffic import RingTraffic
 from hybridcomp.session import process
 
 COVERS = ("cp",)
-REQUIREMENT = "torch >= 2.4"
 
 
 def ring_attention(

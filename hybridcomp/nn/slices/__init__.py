@@ -22,11 +22,9 @@ from hybridcomp.nn.slices.trials import Tried, chosen_slices, tried_slices
 
 #: for the support matrix
 COVERS = ("pp",)
-REQUIREMENT = "torch >= 2.4"
 
 __all__ = [
     "COVERS",
-    "REQUIREMENT",
     "Past",
     "SlicePipeline",
     "SliceTimes",

@@ -25,9 +25,8 @@ from hybridcomp.nn.tp2d.weights import gather_state, join_states, layouts_of, lo
 
 #: for the support matrix
 COVERS = ("tp2d",)
-REQUIREMENT = "torch >= 2.4"
 
 __all__ = [
-    "COVERS", "REQUIREMENT", "Embedding", "LayerNorm", "Linear", "Mesh", "RMSNorm",
+    "COVERS", "Embedding", "LayerNorm", "Linear", "Mesh", "RMSNorm",
     "cross_entropy", "gather_state", "join_states", "layouts_of", "load_state", "project",
 ]  # fmt: skip

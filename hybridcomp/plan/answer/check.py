@@ -9,10 +9,10 @@ from typing import Any
 
 from hybridcomp.compare import json_lines
 from hybridcomp.compare.runs import CompareError
+from hybridcomp.dimensions import DIMENSIONS
 from hybridcomp.plan.answer.report import duration, size
 from hybridcomp.plan.answer.trial import LEDGER, LOG, seconds_a_step
 from hybridcomp.plan.plan import Plan
-from hybridcomp.policy import DIMENSIONS
 
 #: a step whose relative error is above this, and which is outside of its interval, is a miss
 STEP_MISS = 0.12

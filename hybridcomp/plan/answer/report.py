@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from hybridcomp.plan.choices import ways_of
+from hybridcomp.dimensions import DIMENSIONS, ROWS
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.plan import MEMORY_KINDS, Plan, Prediction
 from hybridcomp.plan.request import Found
-from hybridcomp.policy import DIMENSIONS
 
 #: two plans whose steps are nearer than this share are called equally fast
 SAME = 0.005
@@ -35,7 +34,7 @@ def codecs(plan: Plan) -> str:
     """Name the encoded dimensions and their codecs: ``dp blockint(bits=4) feedback; pp ...``."""
     parts = []
     for name in DIMENSIONS:
-        ways = {way: plan.choices[name, way] for way in ways_of(name)}
+        ways = {way: plan.choices[name, way] for way in ROWS[name].directions}
         if all(choice.native for choice in ways.values()):
             continue
         same = len(set(ways.values())) == 1

@@ -10,8 +10,9 @@ from functools import cached_property
 
 import torch
 
+from hybridcomp.dimensions import ROWS, Key
 from hybridcomp.errors import HybridcompError
-from hybridcomp.plan.choices import Choice, Choices, Key
+from hybridcomp.plan.choices import Choice, Choices
 from hybridcomp.plan.cost.copies import Copying, Whole, copyings
 from hybridcomp.plan.cost.host import Host, Hosts, Style, least, nearest, style_of
 from hybridcomp.plan.cost.prices import NOTHING, Call, Coded, Prices
@@ -83,7 +84,7 @@ class Job:
     def can_price(self, dimension: Dimension, choice: Choice) -> bool:
         """Return whether the cluster has coding speeds for ``choice`` on ``dimension``."""
         dtype = self.gradient_dtype if dimension == "dp" else self.dtype
-        return self.prices.knows(choice, dtype, copied=dimension == "offload")
+        return self.prices.knows(choice, dtype, copied=not ROWS[dimension].between_ranks)
 
     @property
     def on_cpu(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hybridcomp.dimensions import DIMENSIONS, Dimension
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost.job import Job
 from hybridcomp.plan.cost.memory import device_nbytes, memory_of
@@ -12,7 +13,6 @@ from hybridcomp.plan.cost.step import Step, simulated, step_of
 from hybridcomp.plan.cost.times import HIGH, LOW, View
 from hybridcomp.plan.cost.work import Stage, Work, by_dimension
 from hybridcomp.plan.plan import MEMORY_KINDS, Plan, Prediction, Span
-from hybridcomp.policy import DIMENSIONS, Dimension
 
 
 def plan_of(job: Job, work: Work, choices: Choices, budget: str) -> Plan:

@@ -21,6 +21,7 @@ from hybridcomp.collectives.native_nbytes import (
     all_to_all_nbytes,
     reduce_scatter_nbytes,
 )
+from hybridcomp.dimensions import Dimension
 from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.choices import Choice
 from hybridcomp.plan.cost.copies import Copying
@@ -28,7 +29,6 @@ from hybridcomp.plan.machines import rings
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.figures import Figure
 from hybridcomp.plan.machines.rows import Direction, Operation
-from hybridcomp.policy import Dimension
 
 NOTHING = Figure(0.0, 0.0, 0.0)
 #: messages of fewer bytes stay native: the block's default of ``min_bytes``

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Protocol
 
+from hybridcomp.dimensions import Dimension
 from hybridcomp.plan.choices import NATIVE, Choices
 from hybridcomp.plan.cost.copies import Whole, whole_of
 from hybridcomp.plan.cost.job import Item, Job
@@ -18,7 +19,6 @@ from hybridcomp.plan.cost.prices import FREE, NOTHING, Call, Price
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.machines.figures import Figure
 from hybridcomp.plan.models.model import Layer
-from hybridcomp.policy import Dimension
 
 Items = tuple[Item, ...]
 #: values that ZeRO 3 keeps gathered at most (``stage3_max_live_parameters``, DeepSpeed's default)

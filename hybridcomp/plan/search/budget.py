@@ -9,9 +9,9 @@ from typing import Any
 
 from hybridcomp.codecs.bounded import Bounded
 from hybridcomp.codecs.registry import AUTO
+from hybridcomp.dimensions import DIMENSIONS, ROWS, Dimension, Key
 from hybridcomp.errors import ConfigError
-from hybridcomp.plan.choices import NATIVE, Choice, Key
-from hybridcomp.policy import DIMENSIONS, Dimension
+from hybridcomp.plan.choices import NATIVE, Choice
 
 #: lossless settings, beside native
 LOSSLESS = (Choice.of("expcode"),)
@@ -51,7 +51,10 @@ class Budget:
         if isinstance(written, str):
             table: Mapping[str, Allowed] = dict.fromkeys(DIMENSIONS, written)
             if written == "recommended":  # whose preset sends offload copies natively
-                table = {**table, "offload": "lossless"}
+                table = {
+                    name: "lossless" if row.operation == "copy" else written
+                    for name, row in ROWS.items()
+                }
             label = written
         else:
             table = written
@@ -132,16 +135,18 @@ def _allowed(dimension: Dimension, value: Allowed) -> tuple[Choice, ...]:
 def _named(dimension: Dimension, name: str) -> tuple[Choice, ...]:
     if name == "native":
         return ()
-    lossless = LOSSLESS + (LOSSLESS_DELTA if dimension == "zero" else ())
+    lossless = LOSSLESS + (LOSSLESS_DELTA if ROWS[dimension].sends_deltas else ())
     if name == "lossless":
         return lossless
-    milder = {"dp": BITS_4_FEEDBACK, "zero": BITS_4_DELTA}.get(dimension, ())
-    return (*lossless, *BITS_8, *milder)
+    feedback = BITS_4_FEEDBACK if ROWS[dimension].keeps_residuals else ()
+    deltas = BITS_4_DELTA if ROWS[dimension].sends_deltas else ()
+    return (*lossless, *BITS_8, *feedback, *deltas)
 
 
 def _bounded(dimension: Dimension, bound: float) -> tuple[Choice, ...]:
     """Return the choices within ``bound``: the fewest bits, and a fixed size where possible."""
-    feedback = {"error_feedback": True} if dimension == "dp" and bound > FEEDBACK_FROM else {}
+    fed_back = ROWS[dimension].keeps_residuals and bound > FEEDBACK_FROM
+    feedback = {"error_feedback": True} if fed_back else {}
     found = [_usable(dimension, {"error_bound": bound, **feedback})]
     with contextlib.suppress(ConfigError):  # 8 bits cannot keep the bound: only the first choice
         found.append(_usable(dimension, {"codec": "blockint", "error_bound": bound, **feedback}))

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from hybridcomp.plan.choices import KEYS, NATIVE, Choice, Choices, Key
+from hybridcomp.dimensions import KEYS, ROWS, Key
+from hybridcomp.plan.choices import NATIVE, Choice, Choices
 from hybridcomp.plan.cost.job import Item, Job
 from hybridcomp.plan.cost.memory import device_nbytes, kept_by_codecs, memory_of
 from hybridcomp.plan.cost.prices import Price
@@ -196,7 +197,8 @@ class Evaluator:
 def options_of(job: Job, budget: Budget, key: Key, zero_stage: int) -> tuple[Choice, ...]:
     """Return the budget's options at ``key``; only native copies where host codecs are unknown."""
     found = budget.options(key, zero_stage)
-    return found[:1] if key[0] == "offload" and not job.cluster.codes_on_host else found
+    copied = not ROWS[key[0]].between_ranks
+    return found[:1] if copied and not job.cluster.codes_on_host else found
 
 
 def _keys_of(name: str) -> Iterator[Key]:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from hybridcomp.dimensions import DIRECTIONS
 from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.algorithms import cuts, ideals
 from hybridcomp.plan.algorithms.recompute import Stored
@@ -20,7 +21,6 @@ from hybridcomp.plan.layout import Layout, even_cuts
 from hybridcomp.plan.machines.figures import Figure
 from hybridcomp.plan.models.model import Layer
 from hybridcomp.plan.search.recomputing import cheapest, contiguous, need
-from hybridcomp.policy import DIRECTIONS
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridcomp.plan.choices import Choice, Choices, Key
+from hybridcomp.dimensions import Key
+from hybridcomp.plan.choices import Choice, Choices
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.rows import Rank

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from hybridcomp.config import CompressionConfig
+from hybridcomp.dimensions import KEYS
 from hybridcomp.errors import ConfigError
 from hybridcomp.plan.algorithms import ideals
-from hybridcomp.plan.choices import KEYS, Choices
+from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost.job import Job
 from hybridcomp.plan.cost.memory import device_nbytes, memory_of
 from hybridcomp.plan.cost.step import step_of

@@ -31,7 +31,7 @@ from bench.training_bench import (
     worker,
 )
 from hybridcomp.config import load_config
-from hybridcomp.policy import DIMENSIONS
+from hybridcomp.dimensions import DIMENSIONS
 from tests.paths import SCRIPTS
 
 SIZES = cells.Sizes(layers=2, width=64, length=32, divide_batch=4, warm=2, steps=3)

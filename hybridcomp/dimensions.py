@@ -1,0 +1,200 @@
+"""Describe each dimension of parallelism in one row: what it sends, which way, and who measures it.
+
+Policy, block, presets, rules, ledger, planner and pages read these rows. A new dimension is a name
+in ``Dimension``, a row in ``ROWS`` and the seams that send its messages;
+``docs/contributing/dimension.md`` adds one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+#: every dimension, in the order of tables, messages and counters
+Dimension = Literal[
+    "dp",
+    "zero",
+    "tp",
+    "pp",
+    "ep",
+    "cp",
+    "offload",
+    "tp2d",
+]
+#: ``forward`` moves activations or parameters, ``backward`` gradients of activations. Messages of
+#: tp2d have kinds in their place, which are sent in both passes.
+Direction = Literal["forward", "backward", "activations", "weights", "gradients"]
+#: how a message is sent natively: ``all_reduce`` adds values up, the others move them, ``copy``
+#: between a device and its host
+Operation = Literal["all_reduce", "all_gather", "broadcast", "send", "all_to_all", "copy"]
+#: when ``"when": "auto"`` times a dimension
+Timed = Literal["at start-up", "after the first step", "in real steps"]
+#: which keys the dimension has in the block beside the codec's: a model of ``hybridcomp.config``
+Settings = Literal[
+    "plain", "gradients", "parameters", "activations", "tensor", "pipeline", "offload", "mesh"
+]  # fmt: skip
+
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+#: kinds of messages of tp2d, in the place of directions
+KINDS: tuple[Direction, ...] = ("activations", "weights", "gradients")
+
+DEEPSPEED, MEGATRON, FSDP2, DDP = "DeepSpeed", "Megatron", "FSDP2", "DDP"
+ALL = (DEEPSPEED, MEGATRON, FSDP2, DDP)
+
+
+@dataclass(frozen=True)
+class DimensionRow:
+    """One dimension of parallelism.
+
+    Attributes:
+        about: what its messages are; a sentence of the block's schema and pages.
+        operation: how upstream sends them.
+        settings: which keys it has in the block.
+        directions: for which it has codecs and counters: directions, or kinds.
+        timed: when ``"when": "auto"`` compares its codec with native; None: it cannot.
+        recommended: its settings in the preset ``recommended``; None: no preset names it.
+        engines: whose seams encode its messages.
+        group: its process groups, in words.
+        two_levels: whether ``hierarchy`` sees its groups as nodes times local ranks.
+        in_layers: whether layers send it that do not know their engine and ask the process.
+        by_script: whether only a script that builds its layers from ``hybridcomp.nn`` has it: other
+            users get no message about it.
+    """
+
+    about: str
+    operation: Operation
+    settings: Settings = "activations"
+    directions: tuple[Direction, ...] = DIRECTIONS
+    timed: Timed | None = None
+    recommended: Mapping[str, Any] | None = None
+    engines: tuple[str, ...] = ALL
+    group: str = ""
+    two_levels: bool = False
+    in_layers: bool = False
+    by_script: bool = False
+
+    @property
+    def summed(self) -> bool:
+        """Return whether messages are added up, so that a value may be quantized twice."""
+        return self.operation == "all_reduce"
+
+    @property
+    def between_ranks(self) -> bool:
+        """Return whether messages go from rank to rank."""
+        return self.operation != "copy"
+
+    @property
+    def one_way(self) -> bool:
+        """Return whether messages have one direction, which names then leave out."""
+        return len(self.directions) == 1
+
+    @property
+    def keeps_residuals(self) -> bool:
+        """Return whether error feedback may keep what a message left out."""
+        return self.settings == "gradients"
+
+    @property
+    def sends_deltas(self) -> bool:
+        """Return whether messages may be differences from the last ones."""
+        return self.settings == "parameters"
+
+
+_INTS_8 = {"codec": "blockint", "bits": 8}
+
+ROWS: Mapping[Dimension, DimensionRow] = {
+    "dp": DimensionRow(
+        "Gradient reduction.",
+        "all_reduce",
+        "gradients",
+        directions=("forward",),
+        timed="at start-up",
+        recommended={"codec": "blockint", "bits": 4, "error_feedback": True},
+        group="data-parallel",
+        two_levels=True,
+    ),
+    "zero": DimensionRow(
+        "ZeRO parameter all-gather.",
+        "all_gather",
+        "parameters",
+        directions=("forward",),
+        timed="at start-up",
+        recommended=_INTS_8,
+        engines=(DEEPSPEED, MEGATRON, FSDP2),
+        group="data-parallel",
+        two_levels=True,
+    ),
+    "tp": DimensionRow(
+        "Tensor parallel.",
+        "all_reduce",
+        "tensor",
+        timed="after the first step",
+        recommended=_INTS_8,
+        engines=(DEEPSPEED, MEGATRON),
+        group="tensor-parallel",
+        in_layers=True,
+    ),
+    "pp": DimensionRow(
+        "Pipeline sends.",
+        "send",
+        "pipeline",
+        timed="after the first step",
+        recommended=_INTS_8,
+        engines=(DEEPSPEED, MEGATRON),
+        group="pipeline",
+    ),
+    "ep": DimensionRow(
+        "Expert (MoE) all-to-all.",
+        "all_to_all",
+        recommended=_INTS_8,
+        engines=(DEEPSPEED, MEGATRON),
+        group="expert-parallel",
+    ),
+    "cp": DimensionRow(
+        "Context or sequence parallel.",
+        "all_to_all",
+        recommended=_INTS_8,
+        group="context-parallel",
+        in_layers=True,
+    ),
+    "offload": DimensionRow(
+        "Copies between a GPU and its host with ZeRO-Offload (offload_optimizer.device cpu): "
+        "gradients to the host, updated parameters back.",
+        "copy",
+        "offload",
+        timed="in real steps",
+        engines=(DEEPSPEED,),
+    ),
+    "tp2d": DimensionRow(
+        "Two-dimensional tensor parallel: layers of hybridcomp.nn.tp2d.",
+        "broadcast",
+        "mesh",
+        directions=KINDS,
+        engines=(DEEPSPEED,),
+        in_layers=True,
+        by_script=True,
+    ),
+}
+
+DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
+Key = tuple[Dimension, Direction]
+#: every dimension and direction that has its codec and its counters
+KEYS: tuple[Key, ...] = tuple((name, way) for name, row in ROWS.items() for way in row.directions)
+#: dimensions whose messages have one direction
+ONE_WAY = tuple(name for name, row in ROWS.items() if row.one_way)
+#: dimensions whose codec is compared with native message by message
+MEASURED = tuple(name for name, row in ROWS.items() if row.timed not in (None, "in real steps"))
+#: of these, the dimensions that are compared before the first step
+MEASURED_EARLY = tuple(name for name, row in ROWS.items() if row.timed == "at start-up")
+#: dimensions whose messages go from rank to rank
+BETWEEN_RANKS = tuple(name for name, row in ROWS.items() if row.between_ranks)
+#: dimensions that presets name
+IN_PRESETS = tuple(name for name, row in ROWS.items() if row.recommended is not None)
+#: dimensions whose groups are seen as nodes times local ranks
+TWO_LEVELS = tuple(name for name, row in ROWS.items() if row.two_levels)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Join names as a sentence does: ``dp, zero and tp``."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last

@@ -1,0 +1,140 @@
+"""The pages on a codec, a dimension and a release, followed literally, one after the other.
+
+They share one copy of the repository, as making its pages takes longer than all the rest. What the
+codec's kernels encode is in ``tests/codecs/test_native.py``, which compiles them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.contributing.walk import MOST, Copy, distribution, files, put, steps
+from tests.paths import ROOT
+from tests.scripts_on_ranks import run_script
+
+#: pages that are followed -> those of their files that the walk writes, the others are of habit
+WRITES = {
+    "codec.md": {
+        "hybridcomp/kernels/formats/trim.h",
+        "hybridcomp/kernels/cpu/bind_trim.cpp",
+        "hybridcomp/codecs/trim.py",
+    },
+    "dimension.md": {
+        "hybridcomp/dimensions.py",
+        "patches/toytrain_gradients.py",
+        "patches/registry.py",
+    },
+    "release.md": {"patches/ds/requirement.py", "pyproject.toml"},
+}
+#: what the page on dimensions takes from the one on seams: the upstream that is patched
+TOYTRAIN = next(step.text for step in steps("seam.md") if "def average" in step.text)
+#: prints what every seam says of the installed DeepSpeed
+ASK = """
+import json
+from hybridcomp.patches.registry import patches_of
+print(json.dumps([patch.seam.found_version() for patch in patches_of("deepspeed")]))
+"""
+
+
+@dataclass(frozen=True)
+class Walked:
+    """The copy after the walk: its folder, the files that each page took, what ranks printed."""
+
+    home: Path
+    by_hand: Mapping[str, set[str]]
+    printed: str
+    versions: list[str]
+
+    def page(self, name: str) -> str:
+        """Return a page of the copy, below docs/."""
+        return (self.home / "docs" / name).read_text()
+
+
+def follow(page: str, copy: Copy) -> set[str]:
+    """Do what a page says, but for its scripts and its making of pages; return what it touched."""
+    before = copy.changed()
+    for step in steps(page):
+        if step.language == "diff":
+            put(step.text, copy.home / step.file)
+        elif step.file.startswith(("kernels/", "codecs/")):
+            path = copy.home / "hybridcomp" / step.file
+            assert not path.exists()
+            path.write_text(step.text)
+        elif step.text.startswith("sed "):
+            copy.run(step.text)
+    return copy.changed() - before
+
+
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory: pytest.TempPathFactory) -> Walked:
+    pytest.importorskip("deepspeed")
+    parts = ("docs", "scripts", "README.md", "pyproject.toml")
+    copy = Copy(tmp_path_factory.mktemp("repository"), *parts)
+    home, by_hand = copy.home, {page: follow(page, copy) for page in WRITES}
+    (made,) = {step.text for page in WRITES for step in steps(page) if "make_docs" in step.text}
+    copy.run(made)
+    distribution(home, "deepspeed", "0.20.3")
+    distribution(home, "toytrain", "1.3")
+    (home / "toytrain").mkdir()
+    (home / "toytrain" / "__init__.py").touch()
+    (home / "toytrain" / "gradients.py").write_text(TOYTRAIN)
+    script = next(step.text for step in steps("dimension.md") if step.language == "python")
+    (home / "try_dimension.py").write_text(script)
+    (home / "ask.py").write_text(ASK)
+    ended, asked = run_script(home, "try_dimension.py"), run_script(home, "ask.py", ranks=1)
+    assert (ended.returncode, asked.returncode) == (0, 0), ended.output + asked.output
+    return Walked(home, by_hand, ended.output, json.loads(asked.output.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("page", WRITES)
+def test_a_trip_takes_few_files(walked: Walked, page: str) -> None:
+    named = files(page)
+    assert walked.by_hand[page] == WRITES[page] <= set(named)
+    assert len(named) <= MOST
+    for name in named:
+        assert (walked.home / name).exists() or (ROOT / name).parent.is_dir(), name
+
+
+def test_messages_of_the_dimension_are_encoded_and_counted(walked: Walked) -> None:
+    errors = [float(value) for value in re.findall(r"largest error ([\d.e-]+)", walked.printed)]
+    assert len(errors) == 2 and errors[0] == errors[1] and 0 < errors[0] < 0.02
+    assert re.search(r"\[hybridcomp\] step 1: sync blockint\(bits=8\) 3\.\d+x", walked.printed)
+
+
+def test_the_pages_have_the_dimension(walked: Walked) -> None:
+    section = walked.page("block.md").partition("\n## sync\n")[2].partition("\n## ")[0]
+    assert "Averages of islands that meet every few steps. Default: native." in section
+    assert "| `guard` | [see below](#guard) |" in section and "`error_feedback`" not in section
+    assert "`sync`" in walked.page("presets.md")
+    seam = "| `sync` | Gradients that toytrain averages over its ranks | `toytrain >= 1.0, < 2.0` |"
+    assert seam in walked.page("support.md")
+    assert "| a job under DeepSpeed | `sync` |" in walked.page("unsupported.md")
+    row = "| `sync` | Averages of islands that meet every few steps | one direction |"
+    assert row in walked.page("contributing/dimension.md")
+
+
+def test_the_pages_have_the_codec(walked: Walked) -> None:
+    assert "trim: bytes of a value that are sent, 2 (default) or 3." in walked.page("block.md")
+    formats = walked.page("wire_formats.md")
+    assert "## trim\n\n```text\ntrim: the upper `keep` bytes (2 or 3) of every value" in formats
+    assert formats.index("## stepcode") < formats.index("## trim") < formats.index("## zfp")
+
+
+def test_the_pages_name_the_releases(walked: Walked) -> None:
+    window, old = "deepspeed >= 0.19, < 0.21", "deepspeed >= 0.19, < 0.20"
+    assert walked.page("support.md").count(f"`{window}`") >= 10
+    assert f"needs {window}, found" in walked.page("errors.md")
+    for page in ("../README.md", "getting_started.md", "engines/neox.md"):
+        assert "DeepSpeed 0.19 to 0.20" in walked.page(page), page
+    left = [path.name for path in walked.home.rglob("*.md") if old in path.read_text()]
+    assert left == ["release.md"], "which shows the step"
+
+
+def test_every_seam_accepts_the_release(walked: Walked) -> None:
+    assert len(walked.versions) > 20 and set(walked.versions) == {"deepspeed 0.20.3"}
