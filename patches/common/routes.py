@@ -8,7 +8,6 @@ call, keeps the overlap around it and copies no upstream code, which changes wit
 from __future__ import annotations
 
 import functools
-import threading
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,16 +17,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import Channel, Channels
+from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Dimension, Direction
 from hybridcomp.session.process import current
-
-_local = threading.local()  # autograd runs backward passes of several devices in threads
 
 
 def flat(tensor: Tensor) -> Tensor:
     """Return the values of ``tensor``, 1-D and contiguous: a view where that is possible."""
     return tensor.detach().contiguous().view(-1)
+
+
+@dataclass(frozen=True)
+class Sender:
+    """Whose collectives are called now, and which way their messages go.
+
+    ``channels``: of the layer's engine; None: it has no block, or the layer knows no engine.
+    """
+
+    channels: Channels | None
+    direction: Direction
+
+
+#: None outside of functions that a maker has wrapped
+SENDER: Scope[Sender | None] = Scope("sender", None)
+#: attribute of an autograd context: the channels of the layer that it served
+OWNER = "_hybridcomp_owner"
 
 
 def direction() -> Direction:
@@ -36,20 +51,18 @@ def direction() -> Direction:
     Recomputation runs forward methods inside the backward pass; they are not marked, so they use
     the same codec as the first time.
     """
-    return "backward" if getattr(_local, "backward", False) else "forward"
+    sender = SENDER.get()
+    return "forward" if sender is None else sender.direction
 
 
 def make_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark messages sent inside as backward."""
+    """Mark messages sent inside as backward, of the layer that the autograd context served."""
 
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> Any:
-        before = getattr(_local, "backward", False)
-        _local.backward = True
-        try:
+        channels = getattr(args[0], OWNER, None) if args else None
+        with SENDER.inside(Sender(channels, "backward")):
             return original(*args, **kwargs)
-        finally:
-            _local.backward = before
 
     return backward
 

@@ -23,11 +23,10 @@ from hybridcomp.patches.common.collective_wrappers import (
     make_all_gather_into_tensor,
     make_all_reduce,
 )
-from hybridcomp.patches.common.routes import make_stand_in
+from hybridcomp.patches.common.routes import make_backward, make_stand_in
 from hybridcomp.patches.ds.job_facts import DOMINO
 from hybridcomp.patches.ds.layer_scope import (
     TENSOR,
-    make_backward,
     make_call,
     make_forward,
     make_layer_forward,

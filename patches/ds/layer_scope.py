@@ -11,41 +11,23 @@ from __future__ import annotations
 
 import functools
 import importlib
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from hybridcomp.channels import ATTRIBUTE, Channels
 from hybridcomp.errors import ConfigError
 from hybridcomp.log import say_once
-from hybridcomp.patches.common.routes import Layers
+from hybridcomp.patches.common.routes import OWNER, SENDER, Layers, Sender
+from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patching import has_module
-from hybridcomp.policy import Dimension, Direction
+from hybridcomp.policy import Dimension
 from hybridcomp.session import process
 
 #: classes whose objects are tagged with the channels of their engine
 LAYERS = frozenset({"TensorParallel_Layer", "DistributedAttention"})
-#: attribute of an autograd context: the channels of the layer it served
-_CONTEXT = "_hybridcomp_owner"
 _NOBODY = object()
-
-
-@dataclass(frozen=True)
-class Scope:
-    """Channels and direction of the collectives that are called now."""
-
-    channels: Channels | None
-    direction: Direction
-
-
-class _Local(threading.local):
-    owner: Any = _NOBODY  # channels of the running layer; None: its engine has no block
-    scope: Scope | None = None
-
-
-_local = _Local()
+#: channels of the running layer; None: its engine has no block
+_OWNER: Scope[Any] = Scope("layer", _NOBODY)
 
 
 def tag(engine: Any, channels: Channels | None) -> None:
@@ -57,22 +39,11 @@ def tag(engine: Any, channels: Channels | None) -> None:
 
 def owner() -> Channels | None:
     """Return the channels of the running layer; those of the process for layers of no engine."""
-    found = _local.owner
+    found = _OWNER.get()
     if found is _NOBODY:
         return process.current()
     channels: Channels | None = found
     return channels
-
-
-@contextmanager
-def inside(scope: Scope) -> Iterator[None]:
-    """Set ``scope`` for the collectives called inside."""
-    before = _local.scope
-    _local.scope = scope
-    try:
-        yield
-    finally:
-        _local.scope = before
 
 
 def make_call(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,12 +51,8 @@ def make_call(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before = _local.owner
-        _local.owner = getattr(self, ATTRIBUTE, _NOBODY)
-        try:
+        with _OWNER.inside(getattr(self, ATTRIBUTE, _NOBODY)):
             return original(self, *args, **kwargs)
-        finally:
-            _local.owner = before
 
     return __call__
 
@@ -95,23 +62,12 @@ def make_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        scope = _local.scope or Scope(owner(), "forward")
-        setattr(ctx, _CONTEXT, scope.channels)
-        with inside(scope):
+        sender = SENDER.get() or Sender(owner(), "forward")
+        setattr(ctx, OWNER, sender.channels)
+        with SENDER.inside(sender):
             return original(ctx, *args, **kwargs)
 
     return forward
-
-
-def make_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``backward`` of an autograd function whose ``forward`` is wrapped."""
-
-    @functools.wraps(original)
-    def backward(ctx: Any, *grads: Any) -> Any:
-        with inside(Scope(getattr(ctx, _CONTEXT), "backward")):
-            return original(ctx, *grads)
-
-    return backward
 
 
 def make_layer_forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,24 +75,21 @@ def make_layer_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with inside(Scope(owner(), "forward")):
+        with SENDER.inside(Sender(owner(), "forward")):
             return original(self, *args, **kwargs)
 
     return forward
 
 
-def _direction() -> Direction:
-    return "forward" if _local.scope is None else _local.scope.direction
-
-
 def whose() -> Channels | None:
     """Return the channels of the collectives called now; None outside of a wrapped function."""
-    return None if _local.scope is None else _local.scope.channels
+    sender = SENDER.get()
+    return None if sender is None else sender.channels
 
 
 #: collectives inside a wrapped function: of tensor-parallel layers and of sequence-parallel ones
-TENSOR = Layers(lambda group: "tp", _direction, whose)
-SEQUENCE = Layers(lambda group: "cp", _direction, whose)
+TENSOR = Layers(lambda group: "tp", whose=whose)
+SEQUENCE = Layers(lambda group: "cp", whose=whose)
 
 
 def upstream_has(module: str, name: str) -> bool:

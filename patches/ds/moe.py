@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -28,6 +27,7 @@ from torch import Tensor
 from hybridcomp.channels import ATTRIBUTE, AllToAll, Channel, Channels, channels_of
 from hybridcomp.errors import ConfigError
 from hybridcomp.log import say
+from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam, has_module, since
 from hybridcomp.policy import Direction
@@ -47,7 +47,7 @@ AUTO_EP_LAYER = Seam(
 ANY_SIZE = 1 << 60
 
 #: the channel of the layer whose forward pass runs in this thread
-_running: ContextVar[Channel | None] = ContextVar("hybridcomp_moe", default=None)
+_RUNNING: Scope[Channel | None] = Scope("moe", None)
 
 
 def make_layer_forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,11 +56,8 @@ def make_layer_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         channels = channels_of(self)
-        token = _running.set(None if channels is None else channels["ep"])
-        try:
+        with _RUNNING.inside(None if channels is None else channels["ep"]):
             return original(self, *args, **kwargs)
-        finally:
-            _running.reset(token)
 
     return forward
 
@@ -142,7 +139,7 @@ def make_all_to_all_v(original: Any) -> type:
 
 def _switch(original: Any, ours: Any) -> type:
     def apply(group: Any, *args: Any) -> Any:
-        channel = _running.get()
+        channel = _RUNNING.get()
         if channel is None:
             return original.apply(group, *args)
         return ours.apply(original, channel, "forward", group, *args)

@@ -24,7 +24,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -36,6 +35,7 @@ from torch import Tensor
 from hybridcomp.channels import ATTRIBUTE, AllGather, Channel, Channels, channels_of
 from hybridcomp.channels.parameter_deltas import GatherParameters
 from hybridcomp.codecs.base import Codec
+from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
 
@@ -97,7 +97,7 @@ class _FetchMessage(AllGather):
         return self.fetch.cuts(self.shard.numel())
 
 
-_fetching: ContextVar[_Fetch | None] = ContextVar("hybridcomp_fetch", default=None)
+_FETCHING: Scope[_Fetch | None] = Scope("fetch", None)
 
 
 def make_all_gather_into_tensor_dp_groups(original: Callable[..., None]) -> Callable[..., None]:
@@ -220,12 +220,8 @@ def _zero_padding(coordinator: Any, params: Iterable[Any]) -> None:
 
 @contextmanager
 def _fetch(fetch: _Fetch, suspended: bool) -> Iterator[None]:
-    token = _fetching.set(fetch)
-    try:
-        with fetch.channel.suspended() if suspended else nullcontext():
-            yield
-    finally:
-        _fetching.reset(token)
+    with _FETCHING.inside(fetch), fetch.channel.suspended() if suspended else nullcontext():
+        yield
 
 
 def make_dist_allgather_fn(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -233,7 +229,7 @@ def make_dist_allgather_fn(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def _dist_allgather_fn(input_tensor: Tensor, output_tensor: Tensor, group: Any = None) -> Any:
-        fetch = _fetching.get()
+        fetch = _FETCHING.get()
         if fetch is None:
             return original(input_tensor, output_tensor, group)
         message = _FetchMessage(

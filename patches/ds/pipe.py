@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from hybridcomp.channels import Channel
+from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.ds.pipeline_agreement import Agreed, Agreement, Neighbour
 from hybridcomp.policy import Direction
 
@@ -87,7 +87,7 @@ class Pipe:
 
 
 #: the pipeline whose schedule runs in this thread
-RUNNING: ContextVar[Pipe | None] = ContextVar("hybridcomp_pipe", default=None)
+RUNNING: Scope[Pipe | None] = Scope("pipe", None)
 
 
 def running() -> Any:

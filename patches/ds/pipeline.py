@@ -59,11 +59,8 @@ def make_exec_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
         pipe: Pipe | None = getattr(self, PIPE, None)
         if pipe is not None:
             pipe.begin()
-        token = RUNNING.set(pipe)
-        try:
+        with RUNNING.inside(pipe):
             return original(self, pipe_schedule)
-        finally:
-            RUNNING.reset(token)
 
     return _exec_schedule
 

@@ -26,12 +26,9 @@ from torch import Tensor
 
 from hybridcomp.channels import Channels
 from hybridcomp.patches.common.collective_wrappers import make_all_to_all_single
-from hybridcomp.patches.common.routes import make_stand_in
+from hybridcomp.patches.common.routes import SENDER, Sender, make_backward, make_stand_in
 from hybridcomp.patches.ds.layer_scope import (
     SEQUENCE,
-    Scope,
-    inside,
-    make_backward,
     make_call,
     make_forward,
     owner,
@@ -80,7 +77,7 @@ def make_exchange_collective(original: Callable[..., Any]) -> Callable[..., Any]
         group = kwargs.get("group")
         if not isinstance(group, Directed):
             return exchange(output, tensor, *args, **kwargs)
-        with inside(Scope(owner(), group.direction)):
+        with SENDER.inside(Sender(owner(), group.direction)):
             return exchange(output, tensor, *args, **{**kwargs, "group": group.group})
 
     return all_to_all_single

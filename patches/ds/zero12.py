@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +34,7 @@ from hybridcomp.channels import (
 from hybridcomp.channels.error_feedback import Piece, cut
 from hybridcomp.codecs.base import Codec
 from hybridcomp.errors import ConfigError
+from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
 
@@ -67,9 +67,9 @@ PREDIVIDE = Seam(
 )
 
 #: storage offset of the bucket that is being averaged
-_start: ContextVar[int | None] = ContextVar("hybridcomp_bucket_start", default=None)
+_START: Scope[int | None] = Scope("bucket_start", None)
 #: whether upstream reduces the current bucket because it has no codec
-_declined: ContextVar[bool] = ContextVar("hybridcomp_bucket_declined", default=False)
+_DECLINED: Scope[bool] = Scope("bucket_declined", False)
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,8 @@ def make_average_tensor(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def average_tensor(self: Any, tensor: Tensor, communication_data_type: torch.dtype) -> None:
-        token = _start.set(int(tensor.storage_offset()))
-        try:
+        with _START.inside(int(tensor.storage_offset())):
             original(self, tensor, communication_data_type)
-        finally:
-            _start.reset(token)
 
     return average_tensor
 
@@ -114,14 +111,11 @@ def make_allreduce_and_scatter(original: Callable[..., None]) -> Callable[..., N
         process_group: Any = None,
     ) -> None:
         def native() -> None:
-            token = _declined.set(True)
-            try:
+            with _DECLINED.inside(True):
                 original(
                     self, bucket, communication_data_type, numel_per_bucket, log, divide,
                     process_group,
                 )  # fmt: skip
-            finally:
-                _declined.reset(token)
 
         channel = channel_of(self, "dp")
         if channel is None:
@@ -219,7 +213,7 @@ def same_storage(left: Tensor, right: Tensor) -> bool:
 
 def _pieces(optimizer: Any, bucket_dtype: torch.dtype, slices: Sequence[Slice]) -> list[Piece]:
     """Return the slices' parameters as pieces: the bucket holds whole parameters, in order."""
-    start = _start.get()
+    start = _START.get()
     assert start is not None, "a bucket outside average_tensor"
     params = [
         optimizer.bit16_groups[group][index]
@@ -283,7 +277,7 @@ def _count(
     if channels is None:
         return
     channel, strict = channels["dp"], channels.config.on_unsupported == "error"
-    if strict and not _declined.get() and channel.encodes(numel, dtype, group):
+    if strict and not _DECLINED.get() and channel.encodes(numel, dtype, group):
         raise ConfigError(
             "compression.dp",
             f"gradients in {seam.qualname}",

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +26,7 @@ from hybridcomp.channels import NAME, Channel, ReduceScatter, channels_of, nativ
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import ReduceScatterHandle
+from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
 
@@ -41,9 +41,7 @@ AVG_SCATTER = Seam(
 )
 
 #: the channel and the parameters whose gradients are being reduced
-_reducing: ContextVar[tuple[Channel, Sequence[Any]] | None] = ContextVar(
-    "hybridcomp_stage3", default=None
-)
+_REDUCING: Scope[tuple[Channel, Sequence[Any]] | None] = Scope("stage3", None)
 
 
 def make_avg_scatter_grads(original: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
@@ -54,11 +52,8 @@ def make_avg_scatter_grads(original: Callable[..., list[Tensor]]) -> Callable[..
         self: Any, params_to_reduce: list[Any], communication_data_type: torch.dtype
     ) -> list[Tensor]:
         channels = channels_of(self)
-        token = _reducing.set(None if channels is None else (channels["dp"], params_to_reduce))
-        try:
+        with _REDUCING.inside(None if channels is None else (channels["dp"], params_to_reduce)):
             return original(self, params_to_reduce, communication_data_type)
-        finally:
-            _reducing.reset(token)
 
     return __avg_scatter_grads
 
@@ -70,7 +65,7 @@ def make_reduce_scatter_coalesced(
 
     @functools.wraps(original)
     def reduce_scatter_coalesced(tensors: list[Tensor], group: Any = None) -> list[Tensor]:
-        reducing = _reducing.get()
+        reducing = _REDUCING.get()
         if reducing is None:
             return original(tensors, group)
         channel, params = reducing

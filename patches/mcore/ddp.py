@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from hybridcomp.channels import native_nbytes
 from hybridcomp.patches.common.routes import make_torch, torch_seam
+from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.mcore import check
 from hybridcomp.patches.mcore.ddp_batch import BucketBatch, Call
 from hybridcomp.patches.mcore.groups import coordinates, sizes
@@ -79,7 +79,10 @@ SCATTER = Seam(
     parameters=("output", "input", "op", "group", "async_op"),
 )
 
-_local = threading.local()
+#: the bucket group that reduces now, which knows the parameters in a buffer
+_GROUP: Scope[Any] = Scope("mcore_bucket_group", None)
+#: the collectives that are being collected
+_BATCH: Scope[BucketBatch | None] = Scope("mcore_batch", None)
 
 
 def make_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -132,12 +135,8 @@ def make_start_grad_sync(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-        before = getattr(_local, "bucket_group", None)
-        _local.bucket_group = self
-        try:
+        with _GROUP.inside(self):
             original(self, *args, **kwargs)
-        finally:
-            _local.bucket_group = before
 
     return start_grad_sync
 
@@ -154,13 +153,9 @@ def make_coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
             with original(group, device, async_ops) as coalesced:
                 yield coalesced
             return
-        batch = BucketBatch(group, async_ops, getattr(_local, "bucket_group", None))
-        before = getattr(_local, "batch", None)
-        _local.batch = batch
-        try:
+        batch = BucketBatch(group, async_ops, _GROUP.get())
+        with _BATCH.inside(batch):
             yield batch
-        finally:
-            _local.batch = before
         batch.launch(original, device)
 
     return _coalescing_manager
@@ -168,7 +163,7 @@ def make_coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _collect(call: Call) -> BucketBatch | None:
     """Add a call to the open batch, which is its handle; None: no batch is open."""
-    batch: BucketBatch | None = getattr(_local, "batch", None)
+    batch = _BATCH.get()
     if batch is not None:
         batch.calls.append(call)
     return batch

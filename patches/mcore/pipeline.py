@@ -23,7 +23,6 @@ over their tensor group. The ledger counts those bytes as native ones of ``tp``.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
@@ -37,6 +36,7 @@ from hybridcomp.channels import Posted
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
+from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.mcore.pipeline_message import post
 from hybridcomp.patches.mcore.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
@@ -64,7 +64,8 @@ SLOTS: tuple[tuple[str, str, Direction], ...] = (
     ("tensor_recv_next", "recv_next", "backward"),
 )
 
-_local = threading.local()
+#: upstream's configuration of the operations that are called now
+_CONFIG: Scope[Any] = Scope("mcore_pipeline", None)
 
 
 def communicate_seam() -> Seam:
@@ -89,12 +90,8 @@ def make_communicate(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def _communicate(*args: Any, **kwargs: Any) -> Any:
-        before = getattr(_local, "config", None)
-        _local.config = kwargs["config"] if "config" in kwargs else args[0].config
-        try:
+        with _CONFIG.inside(kwargs["config"] if "config" in kwargs else args[0].config):
             return original(*args, **kwargs)
-        finally:
-            _local.config = before
 
     return _communicate
 
@@ -109,7 +106,7 @@ def make_operations(original: Callable[..., Any]) -> Callable[..., Any]:
         if channels is None:
             return original(**kwargs)
         group = kwargs["group"]
-        config = getattr(_local, "config", None)
+        config = _CONFIG.get()
         if batched:
             _refuse_two_stages(config, group)
         posted: dict[str, Posted] = {}

@@ -21,7 +21,6 @@ import functools
 import importlib
 import inspect
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +36,7 @@ from hybridcomp.patches.common.collective_wrappers import (
     make_reduce_scatter_tensor,
 )
 from hybridcomp.patches.common.routes import Layers, make_torch, torch_seam
+from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.mcore.groups import dimension_of
 from hybridcomp.patches.mcore.requirement import TRANSFORMER_ENGINE as REQUIREMENT
 from hybridcomp.patching import Seam
@@ -67,22 +67,24 @@ LAYERS: tuple[tuple[str, str, tuple[tuple[str, ...], ...]], ...] = (
     ("layernorm_mlp", "_LayerNormMLP", (("ctx", "grad_outputs"),)),
 )
 
-_local = threading.local()  # way: of the running layer; gradient: whether gathers are of gradients
+#: direction of the running layer; None outside of one
+_WAY: Scope[Direction | None] = Scope("te_layer", None)
+#: whether gathers are of gradients
+_GRADIENT: Scope[bool] = Scope("te_gradient", False)
 
 
 def _dimension(group: dist.ProcessGroup | None) -> Dimension | None:
-    if getattr(_local, "way", None) is None:
+    if _WAY.get() is None:
         return None
     return dimension_of(group, "tp") if "megatron.core" in sys.modules else "tp"
 
 
 def _reduced() -> Direction:
-    way: Direction | None = getattr(_local, "way", None)
-    return way or "forward"
+    return _WAY.get() or "forward"
 
 
 def _gathered() -> Direction:
-    return "backward" if getattr(_local, "gradient", False) else "forward"
+    return "backward" if _GRADIENT.get() else "forward"
 
 
 REDUCED, GATHERED = Layers(_dimension, _reduced), Layers(_dimension, _gathered)
@@ -94,30 +96,16 @@ def _marked(way: Direction) -> Maker:
     def make(original: Collective) -> Collective:
         @functools.wraps(original)
         def method(*args: Any, **kwargs: Any) -> Any:
-            before = getattr(_local, "way", None), getattr(_local, "gradient", False)
-            _local.way, _local.gradient = way, False
-            try:
+            with _WAY.inside(way), _GRADIENT.inside(False):
                 return original(*args, **kwargs)
-            finally:
-                _local.way, _local.gradient = before
 
         return method
 
     return make
 
 
-def make_grad_output_preprocess(original: Collective) -> Collective:
-    """Mark tensors gathered inside as gradients."""
-
-    @functools.wraps(original)
-    def grad_output_preprocess(*args: Any, **kwargs: Any) -> Any:
-        before, _local.gradient = getattr(_local, "gradient", False), True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _local.gradient = before
-
-    return grad_output_preprocess
+#: marks tensors gathered inside ``grad_output_preprocess`` as gradients
+make_grad_output_preprocess = _GRADIENT.marks(True)
 
 
 def plain(make: Maker) -> Maker:

@@ -16,9 +16,10 @@ pytest.importorskip("deepspeed")
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
+from hybridcomp.patches.common.routes import SENDER, Sender, make_backward
 from hybridcomp.patches.ds import autotp, job_facts, layer_scope
 from hybridcomp.patches.ds import ulysses as ds_ulysses
-from hybridcomp.patches.ds.layer_scope import SEQUENCE, TENSOR, Scope, inside, owner
+from hybridcomp.patches.ds.layer_scope import SEQUENCE, TENSOR, owner
 from hybridcomp.patching import Patch, apply_all, revert_all
 from hybridcomp.session import process
 from tests.ranks import RankPool
@@ -79,7 +80,7 @@ class Function:
 
 def test_a_context_remembers_whose_it_is() -> None:
     forward = layer_scope.make_forward(Function.forward)
-    backward = layer_scope.make_backward(Function.backward)
+    backward = make_backward(Function.backward)
 
     class Layer(TensorParallel_Layer):
         def forward(self, ctx: Any) -> Any:
@@ -102,9 +103,9 @@ def test_a_backward_pass_that_applies_its_function_again_stays_backward() -> Non
     """As ``_SeqAllToAll.backward`` does."""
     mine, inner = channels(cp="mpc"), SimpleNamespace()
     forward = layer_scope.make_forward(Function.forward)
-    backward = layer_scope.make_backward(lambda ctx: forward(inner))
+    backward = make_backward(lambda ctx: forward(inner))
     assert backward(SimpleNamespace(_hybridcomp_owner=mine)) == (mine, "backward")
-    with inside(Scope(mine, "forward")):
+    with SENDER.inside(Sender(mine, "forward")):
         assert SEQUENCE.way() == "forward"
     assert SEQUENCE.whose is not None and SEQUENCE.whose() is None
 

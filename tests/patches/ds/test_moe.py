@@ -126,13 +126,13 @@ def test_outside_a_layer_upstream_does_it() -> None:
 
 def test_channel_is_published_during_forward_only() -> None:
     seen: list[Any] = []
-    forward = moe.make_layer_forward(lambda self, x: seen.append(moe._running.get()))
+    forward = moe.make_layer_forward(lambda self, x: seen.append(moe._RUNNING.get()))
     channels = Channels(CompressionConfig.parse({"ep": "mpc"}))
     tagged = SimpleNamespace(_hybridcomp_channels=channels)
     forward(tagged, 1)
     forward(SimpleNamespace(), 1)
     assert seen == [channels["ep"], None]
-    assert moe._running.get() is None
+    assert moe._RUNNING.get() is None
 
 
 class AutoEPMoELayer(torch.nn.Module):

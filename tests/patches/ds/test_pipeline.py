@@ -258,9 +258,8 @@ def wire() -> Iterator[Wire]:
     pipe = Pipe(engine, wire)  # type: ignore[arg-type]
     pipe.agree(pipe.outgoing, [A, Agreed(FLOAT, False), C])
     pipe.agree(pipe.incoming, [Agreed(torch.bfloat16, True)])
-    token = RUNNING.set(pipe)
-    yield wire
-    RUNNING.reset(token)
+    with RUNNING.inside(pipe):
+        yield wire
 
 
 def test_send_encodes_values_only(wire: Wire) -> None:
@@ -312,12 +311,9 @@ def test_gradients_use_the_dtype_of_the_activation(wire: Wire) -> None:
 
 
 def test_without_a_running_pipeline_upstream_does_it(wire: Wire) -> None:
-    token = RUNNING.set(None)
-    try:
+    with RUNNING.inside(None):
         assert pipeline.make_send(wire.upstream)(torch.ones(16), 2) == "upstream"
         assert pipeline.make_recv(wire.upstream)(torch.ones(16), 2) == "upstream"
-    finally:
-        RUNNING.reset(token)
     assert [call[0] for call in wire.calls] == ["upstream", "upstream"]
 
 

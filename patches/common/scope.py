@@ -1,0 +1,55 @@
+"""Hand a value from a seam to the seams that upstream calls inside it.
+
+Upstream passes no argument of ours along. Backward passes run in threads of autograd, so a value
+holds in the thread that set it and in no other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Scope(Generic[T]):
+    """A value that holds for the calls inside ``with scope.inside(value)``, and for nobody else."""
+
+    def __init__(self, name: str, default: T) -> None:
+        """Name the scope for debuggers; ``default`` holds outside of all calls."""
+        self._value: ContextVar[T] = ContextVar(f"hybridcomp_{name}", default=default)
+        self.get = self._value.get
+
+    def inside(self, value: T) -> _Inside[T]:
+        """Return a context manager inside of which ``get`` returns ``value``."""
+        return _Inside(self._value, value)
+
+    def marks(self, value: T) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Return a maker that wraps a function, so that ``value`` holds while it runs."""
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def marked(*args: Any, **kwargs: Any) -> Any:
+                with self.inside(value):
+                    return original(*args, **kwargs)
+
+            return marked
+
+        return make
+
+
+class _Inside(Generic[T]):
+    """Set a value on entering and put the one before back on leaving; once."""
+
+    def __init__(self, variable: ContextVar[T], value: T) -> None:
+        self._variable, self._value = variable, value
+        self._token: Token[T] | None = None
+
+    def __enter__(self) -> None:
+        self._token = self._variable.set(self._value)
+
+    def __exit__(self, *_: object) -> None:
+        assert self._token is not None, "entered"
+        self._variable.reset(self._token)
