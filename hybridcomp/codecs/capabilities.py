@@ -49,6 +49,9 @@ class Capabilities:
     #: reduces gradients instead of encoding: for dp only, always with error feedback, without a
     #: bound, and its time is not measured
     gradients_only: ClassVar[bool] = False
+    #: encodes what changed since the last gather of parameters, against what receivers hold: for
+    #: zero only, always with deltas
+    references: ClassVar[bool] = False
     #: the low-rank reduction of gradients that are matrices; None: they are encoded
     low_rank: LowRank | None = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hybridcomp.config.block import BLOCK, CompressionConfig
-from hybridcomp.config.codec_settings import codec_names
+from hybridcomp.config.codec_settings import Under, codec_names
 from hybridcomp.config.dimension import GradientConfig, ParameterConfig
 from hybridcomp.config.directional import (
     ActivationConfig,
@@ -30,6 +30,8 @@ SHORTHAND = frozenset(
         DirectionConfig,
     )
 )
+#: models of the dimensions that have codecs of their own
+HOMES: dict[str, Under] = {GradientConfig.__name__: "dp", ParameterConfig.__name__: "zero"}
 
 
 def schema() -> dict[str, Any]:
@@ -57,6 +59,6 @@ def _with_shorthand(node: Any) -> Any:
     name = str(found.get("$ref", "")).removeprefix("#/$defs/")
     if name in SHORTHAND:
         reference = {"$ref": found.pop("$ref")}
-        names = list(codec_names(gradients=name == GradientConfig.__name__))
+        names = list(codec_names(HOMES.get(name)))
         found["anyOf"] = [{"type": "string", "enum": names}, reference]
     return found

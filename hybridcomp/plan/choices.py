@@ -89,7 +89,7 @@ DELTA_BITS: Mapping[str, tuple[float, float]] = {"mpc": (23.1, 7.6)}
 
 @functools.lru_cache(maxsize=4096)
 def _codec(setting: tuple[tuple[str, Any], ...]) -> Codec | None:
-    return build_codec(dict(setting), "", gradients=True) if setting else None
+    return build_codec(dict(setting), "", under="any") if setting else None
 
 
 @functools.lru_cache(maxsize=4096)

@@ -144,7 +144,13 @@ FSDP2: tuple[Rule[Job], ...] = (
         "refuse", ("zero",), '"delta": true under fully_shard',
         "unsharded parameters are freed after use, and keeping what deltas are added to would take "
         "the memory that sharding saves", "remove delta",
-        lambda job: True, lambda block: block.zero.delta,
+        lambda job: True, lambda block: block.zero.delta and not block.zero.steps,
+    ),
+    Rule(
+        "refuse", ("zero",), "stepcode under fully_shard",
+        "unsharded parameters are freed after use, and keeping what steps are taken from would "
+        "take the memory that sharding saves", "use expcode",
+        lambda job: True, lambda block: block.zero.steps,
     ),
     Rule(
         "refuse", ("dp",), "powersgd under fully_shard",
