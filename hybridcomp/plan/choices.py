@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.registry import CODECS
 from hybridcomp.config.codec_settings import build_codec
 from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.pays import bits as typical_bits
@@ -52,6 +53,9 @@ class Choice:
         own = {name: bool(items.pop(name, False)) for name in OWN}
         if items.get("codec") == "none":
             items = {}
+        found = CODECS.get(items.get("codec", ""))
+        if found is not None and found.references:
+            own["delta"] = True
         return cls(tuple(sorted(items.items())), **own)
 
     @property
@@ -83,8 +87,9 @@ class Choice:
 
 
 NATIVE = Choice()
-#: bits of a lossless codec on deltas: of fp32 and bf16 (docs/deltas.md, late in a run)
-DELTA_BITS: Mapping[str, tuple[float, float]] = {"mpc": (23.1, 7.6)}
+#: bits of a lossless codec on deltas: of fp32 and bf16 (docs/deltas.md, late in a run); stepcode
+#: leaves fp32 native
+DELTA_BITS: Mapping[str, tuple[float, float]] = {"mpc": (23.1, 7.6), "stepcode": (32.0, 2.9)}
 
 
 @functools.lru_cache(maxsize=4096)

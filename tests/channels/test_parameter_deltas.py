@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import Channels, parameter_deltas
+from hybridcomp.codecs import StepCode
 from hybridcomp.config import CompressionConfig
 from tests.ranks import RankPool
 
@@ -100,7 +101,7 @@ def follow(
     return held, errors, deltas
 
 
-CODECS = [
+CODECS: list[dict[str, Any]] = [
     {"codec": "blockint", "bits": 4},
     {"codec": "zfp", "rate": 6.0},
     {"codec": "fp8"},
@@ -269,6 +270,37 @@ def test_ledger(pool: RankPool) -> None:
         assert wire > (RANKS - 1) * (SHARE * 4.25 / 8 + 16)
         assert wire < (RANKS - 1) * (SHARE * 4.5 / 8 + 64)
         assert error is not None and 1e-4 < error < 2e-3
+
+
+def steps_written_down() -> tuple[float, float, int]:
+    """Raw and wire bytes of a gather by stepcode, and the payload that this rank must have sent."""
+    replica = Replica({"codec": "stepcode"}, torch.bfloat16)
+    replica.step()
+    held = replica.own.clone()
+    replica.channels.ledger.restart()
+    assert replica.step()
+    room = torch.empty(3 * SHARE + 8192, dtype=torch.uint8)
+    used = StepCode().encode(replica.own.clone(), held, room)
+    entry = replica.channels.ledger.interval["zero", "forward"]
+    return entry.raw_nbytes, entry.wire_nbytes, used
+
+
+def test_ledger_of_steps(pool: RankPool) -> None:
+    """To each other rank the payload, its size in front, and the digest of what is held."""
+    for raw, wire, used in pool.run(steps_written_down):
+        assert raw == RANKS * SHARE * 2
+        assert wire == (RANKS - 1) * (used + 16 + 16)
+        assert used < SHARE * 2
+
+
+def test_steps_keep_what_is_not_finite(pool: RankPool) -> None:
+    """Gathers stay encoded, and the bits of a NaN that one rank wrote are everywhere."""
+    results = pool.run(exactly, {"codec": "stepcode"}, "not finite")
+    for deltas, exact, printed, held in results:
+        assert deltas == exact_but(0) and all(exact)
+        last = torch.frombuffer(bytearray(held[-1]), dtype=torch.bfloat16)
+        assert last.isnan().nonzero().tolist() == [[7]]
+        assert printed == "" and held == results[0][3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
