@@ -96,8 +96,20 @@ def agreed(channel: Channel, buffer: Tensor, codec: Codec, group: dist.ProcessGr
     """
     if channel.exact_step:
         return False
-    found = _state(channel, buffer, codec, group)
-    mine = torch.tensor(found, dtype=torch.int64, device=buffer.device)
+    return alike(channel, _state(channel, buffer, codec, group), buffer.device, group)
+
+
+def alike(
+    channel: Channel,
+    state: tuple[bool, int],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> bool:
+    """Return whether all ranks are ready and hold the same, the same on all ranks; a collective.
+
+    ``state``: whether this rank is ready, and the digest of what it holds.
+    """
+    mine = torch.tensor(state, dtype=torch.int64, device=device)
     states = channel.gather_words(mine, group)
     if not all(ready for ready, _ in states):
         return False
@@ -140,7 +152,7 @@ def gather(
     rows = _rows(buffer, group)[:, start:stop]
     own, held = rows[rank], reference.own[start:stop]
     if codec.references:
-        return _gather_steps(
+        return gather_steps(
             channel, rows, rank, held, codec, group, raw_nbytes=raw_nbytes, async_op=async_op
         )
     difference, taken = _difference(own, held, codec)
@@ -165,7 +177,7 @@ def gather(
     return handle.then(add)
 
 
-def _gather_steps(
+def gather_steps(
     channel: Channel,
     rows: Tensor,
     rank: int,

@@ -24,6 +24,7 @@ from hybridcomp.channels.resharing import Sends
 from hybridcomp.collectives import Handle, native_nbytes
 from hybridcomp.collectives.topology import ranks_of
 from hybridcomp.patches.torch.attached import Attached
+from hybridcomp.patches.torch.fsdp2_kept import KeptGather
 from hybridcomp.patches.torch.fsdp2_members import Members
 from hybridcomp.patches.torch.session import say
 from hybridcomp.patches.torch.stateful import BETWEEN
@@ -98,6 +99,7 @@ class EncodedAllGather(AllGather):
     def __init__(self, members: Members, attached: Attached, native: AllGather) -> None:
         self._members, self._attached, self.native = members, attached, native
         self._channel: Channel = attached.channels["zero"]
+        self._steps = KeptGather(members, self._channel)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate as the replaced all-gather does."""
@@ -117,6 +119,12 @@ class EncodedAllGather(AllGather):
         )
         codec = self._channel.codec(output_tensor.numel(), output_tensor.dtype, group)
         if codec is None or (not codec.lossless and self._stays_exact()):
+            self._channel.native(raw_nbytes)
+            return self.native(output_tensor, input_tensor, group, async_op)
+        if codec.references:
+            stepped = self._steps(output_tensor.detach(), codec, group, raw_nbytes)
+            if stepped is not None:
+                return GatherWork(stepped) if async_op else None
             self._channel.native(raw_nbytes)
             return self.native(output_tensor, input_tensor, group, async_op)
         cuts = () if codec.lossless else self._members.cuts(world_size)
