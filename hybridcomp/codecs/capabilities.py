@@ -44,8 +44,8 @@ class Capabilities:
     #: codecs of variable size: aligned ranges of this many values decode to the same wherever a
     #: message is cut between them
     segment: int = 1
-    #: how many times longer than others' its rounds are where long messages are cut into rounds: each
-    #: call has a constant cost
+    #: how many times longer than others' its rounds are, where long messages are cut into rounds:
+    #: above 1 if each call has a constant cost
     round_scale: ClassVar[int] = 1
     #: keeps a bound for whole collectives, whose messages are then cut at parameters' borders
     bounded: ClassVar[bool] = False

@@ -87,9 +87,8 @@ class Choice:
 
 
 NATIVE = Choice()
-#: bits of a lossless codec on deltas: of fp32 and bf16 (docs/deltas.md, late in a run); stepcode
-#: leaves fp32 native
-DELTA_BITS: Mapping[str, tuple[float, float]] = {"mpc": (23.1, 7.6), "stepcode": (32.0, 2.9)}
+#: bits of a lossless codec on deltas: of fp32 and bf16 (docs/deltas.md, late in a run)
+DELTA_BITS: Mapping[str, tuple[float, float]] = {"mpc": (23.1, 7.6)}
 
 
 @functools.lru_cache(maxsize=4096)
