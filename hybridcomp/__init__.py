@@ -219,13 +219,14 @@ def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
 
 
 def resync(engine: Any = None) -> None:
-    """Make the next gather of parameters exact, with ``"delta": true`` under ``"zero"``.
+    """Make the next gather of parameters exact, with deltas or stepcode under ``"zero"``.
 
     For master weights that were rewritten by hand: a large change takes several gathers to arrive
     by deltas. Loading a checkpoint does it by itself. One rank that calls it is enough, all may.
 
     Args:
-        engine: the DeepSpeed engine; None for megatron-core, and for a process with one engine.
+        engine: the DeepSpeed engine, or the model under FSDP2; None for megatron-core, and for a
+            process with one engine.
 
     Raises ConfigError where nothing is compressed, so that there is nothing to resynchronize.
     """
@@ -234,6 +235,10 @@ def resync(engine: Any = None) -> None:
     from hybridcomp.session import process
 
     channels = process.current() if engine is None else channels_of(engine)
+    if channels is None and engine is not None:
+        from hybridcomp.patches.torch.attach import channels_of_model
+
+        channels = channels_of_model(engine)
     if channels is None:
         whose = "this process" if engine is None else "this engine"
         raise ConfigError("compression", "nothing", f"{whose} has no block; do not call resync")

@@ -81,4 +81,6 @@ class Policy:
             return None
         taken = traffic.step - self.start_step
         codec = next((rung.codec for rung in self.ramps.get(key, ()) if taken < rung.stop), codec)
+        if not codec.takes(traffic.dtype):
+            return None
         return codec.for_message(traffic.numel, traffic.dtype, traffic.world_size)

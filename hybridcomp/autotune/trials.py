@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from hybridcomp import collectives
 from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.exact_steps import typical_steps
 from hybridcomp.collectives import Group, Meter, OwnedRange, Reduction, Transfer, chunk_ranges
 from hybridcomp.collectives.wire.transport import all_gather_single
 from hybridcomp.job import small_messages
@@ -184,6 +185,28 @@ def _cut_residuals(
     return kept[0][:sender], kept[1][:owner]
 
 
+class _Step:
+    """Values of a trial that stay, or go a typical step to and fro for a codec of steps."""
+
+    def __init__(self, values: torch.Tensor, codec: Codec) -> None:
+        self._codec, self._values = codec, values
+        moves = codec.references and codec.takes(values.dtype)
+        self._other = typical_steps(values) if moves else None
+        self._held = values
+
+    def next(self) -> tuple[torch.Tensor, Codec]:
+        """Return the values to send now, and the codec for them."""
+        if self._other is None:
+            return self._values, self._codec
+        held, codec = self._held, self._codec.against(self._held)
+        self._held = self._other if held is self._values else self._values
+        return self._held, codec
+
+    def restart(self) -> None:
+        """Note that all ranks get the first version."""
+        self._held = self._values
+
+
 def gathers(codec: Codec, where: TrialGroup) -> Callable[[Sent], tuple[Run, Run]]:
     """Build trials of all-gathers of parameters; ``numels`` are the gathered sizes."""
     group = where.group
@@ -192,8 +215,9 @@ def gathers(codec: Codec, where: TrialGroup) -> Callable[[Sent], tuple[Run, Run]
         world_size = group.size
         lengths = [-(-numel // world_size) for numel in sent.numels]
         values = where.values(max(lengths))
-        room = values.new_empty(world_size * (sum(lengths) if sent.together else max(lengths)))
-        starts = accumulate(lengths if sent.together else [0] * len(lengths), initial=0)
+        apart = sent.together or codec.references  # each message keeps what it decodes to
+        room = values.new_empty(world_size * (sum(lengths) if apart else max(lengths)))
+        starts = accumulate(lengths if apart else [0] * len(lengths), initial=0)
         messages = [
             (values[:length], room[world_size * start : world_size * (start + length)])
             for start, length in zip(starts, lengths, strict=False)
@@ -201,10 +225,12 @@ def gathers(codec: Codec, where: TrialGroup) -> Callable[[Sent], tuple[Run, Run]
         chosen = [
             codec.for_message(shard.numel(), where.dtype, world_size) for shard, _ in messages
         ]
+        steps = [_Step(shard, one) for (shard, _), one in zip(messages, chosen, strict=True)]
 
         def coded() -> None:
             handles: list[Any] = []
-            for (shard, out), one in zip(messages, chosen, strict=True):
+            for (_, out), step in zip(messages, steps, strict=True):
+                shard, one = step.next()
                 ahead = sent.together and group.levels is None and one.fixed_size
                 via = Transfer(one, group, Meter())
                 handles.append(collectives.all_gather(shard, out, via, async_op=ahead))
@@ -214,11 +240,14 @@ def gathers(codec: Codec, where: TrialGroup) -> Callable[[Sent], tuple[Run, Run]
         def native() -> None:
             works: list[Any] = []
             pg = group.process_group
-            for shard, out in messages:
+            for (shard, out), step in zip(messages, steps, strict=True):
+                step.restart()
                 works.append(all_gather_single(out, shard, group=pg, async_op=sent.together))
             for work in works if sent.together else ():
                 work.wait()
 
+        if codec.references:
+            native()  # the receivers hold an earlier version from now on
         return native, coded
 
     return trial

@@ -10,7 +10,8 @@ Lossy codecs carry ``new - reference`` in fp32; every rank, the owner included, 
 The new values have the buffer's dtype: for bf16 they track the fp32 master weights as well as
 differences from the masters do (measured: relative error 1.63e-3 and 1.66e-3 at 4 bits, of which
 1.59e-3 are the rounding to bf16), and elements that did not move are exact zeros. Lossless codecs
-carry the difference of the bit patterns as integers, which adds up exactly.
+carry the difference of the bit patterns as integers, which adds up exactly. ``stepcode`` takes both
+versions instead, and is decoded where the earlier one is, without a buffer for the difference.
 
 With deltas, references that differ between ranks would differ for ever. So before each gather the
 ranks compare a digest of the reference, 16 bytes a rank; where one differs (somebody wrote into
@@ -98,8 +99,20 @@ def agreed(channel: Channel, buffer: Tensor, codec: Codec, group: dist.ProcessGr
     """
     if channel.exact_step:
         return False
-    found = _state(channel, buffer, codec, group)
-    mine = torch.tensor(found, dtype=torch.int64, device=buffer.device)
+    return alike(channel, _state(channel, buffer, codec, group), buffer.device, group)
+
+
+def alike(
+    channel: Channel,
+    state: tuple[bool, int],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> bool:
+    """Return whether all ranks are ready and hold the same, the same on all ranks; a collective.
+
+    ``state``: whether this rank is ready, and the digest of what it holds.
+    """
+    mine = torch.tensor(state, dtype=torch.int64, device=device)
     states = channel.gather_words(mine, group)
     if not all(ready for ready, _ in states):
         return False
@@ -205,6 +218,8 @@ def gather(
     start, stop = columns or (0, reference.own.numel())
     rows = _rows(buffer, group)[:, start:stop]
     own, held = rows[rank], reference.own[start:stop]
+    if codec.references:
+        return gather_steps(channel, rows, held, codec, group, async_op)
     difference, taken = _difference(own, held, codec)
     out, filled = _room(rows.numel(), difference)
     message = AllGather(
@@ -221,6 +236,35 @@ def gather(
         POOL.give(taken, filled)
 
     return handle.then(add)
+
+
+def gather_steps(
+    channel: Channel,
+    rows: Tensor,
+    held: Tensor,
+    codec: Codec,
+    group: dist.ProcessGroup | None,
+    async_op: bool = False,
+) -> Handle:
+    """Gather by a codec that takes references: ``rows`` (W, n) are decoded where they are.
+
+    This rank's row has the new values, the others what the last gather left; ``held``: that of this
+    rank, which is renewed.
+    """
+    places, rank = rows.contiguous(), dist.get_rank(group)  # a copy of columns of the buffer
+    message = AllGather(
+        numel=rows.numel(), dtype=rows.dtype, group=group, shard=places[rank],
+        out=places.view(-1), async_op=async_op,
+    )  # fmt: skip
+    handle = message.send(channel, codec.against(held))
+
+    @torch.no_grad()
+    def renew() -> None:
+        if places.data_ptr() != rows.data_ptr():
+            rows.copy_(places)
+        held.copy_(rows[rank])
+
+    return handle.then(renew)
 
 
 def _room(numel: int, like: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -142,6 +142,22 @@ class Codec(Capabilities, ABC):
         """
         return self
 
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Return whether messages of ``dtype`` are encoded; others are sent natively."""
+        return dtype in VALUE_DTYPES
+
+    def against(self, held: Tensor) -> Codec:
+        """Return this codec for one message, of which every receiver has an earlier version.
+
+        Only codecs with ``references`` differ: they encode the change from ``held``, as many values
+        as the message has, and decode into tensors that hold the earlier version.
+        """
+        return self
+
+    def part(self, start: int, stop: int) -> Codec:
+        """Return this codec for the values from ``start`` to ``stop`` of its message."""
+        return self
+
     @property
     @abstractmethod
     def spec(self) -> str:

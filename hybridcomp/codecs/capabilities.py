@@ -44,11 +44,17 @@ class Capabilities:
     #: codecs of variable size: aligned ranges of this many values decode to the same wherever a
     #: message is cut between them
     segment: int = 1
+    #: how many times longer than others' its rounds are, where long messages are cut into rounds:
+    #: above 1 if each call has a constant cost
+    round_scale: ClassVar[int] = 1
     #: keeps a bound for whole collectives, whose messages are then cut at parameters' borders
     bounded: ClassVar[bool] = False
     #: reduces gradients instead of encoding: for dp only, always with error feedback, without a
     #: bound, and its time is not measured
     gradients_only: ClassVar[bool] = False
+    #: encodes what changed since the last gather of parameters, against what receivers hold: for
+    #: zero only, always with deltas
+    references: ClassVar[bool] = False
     #: the low-rank reduction of gradients that are matrices; None: they are encoded
     low_rank: LowRank | None = None
 

@@ -38,14 +38,15 @@ from hybridcomp.errors import CodecError
 def all_gather(shard: Tensor, out: Tensor, via: Transfer, async_op: bool = False) -> Handle:
     """Gather the shards of all ranks into ``out``, by group rank; the same bits on all ranks.
 
-    This rank also decodes its shard from the payload that the others get. In two levels ``wait()``
-    posts a second message, so handles must be waited for in one order on all ranks.
+    This rank also decodes its shard from the payload that the others get; a lossless codec would
+    give back the shard, which is copied. In two levels ``wait()`` posts a second message, so
+    handles must be waited for in one order on all ranks.
 
     Args:
         shard: 1-D contiguous fp32/bf16/fp16, equally long on all ranks; may be a view of its
             place in ``out``. Read before the call returns.
         out: same dtype, ``group.size * shard.numel()`` elements; not to be touched before
-            ``wait()``.
+            ``wait()``. With a codec ``against`` earlier values it holds those of the other ranks.
         via: codec, group, meter and cuts: positions in ``shard``, equal on all ranks, between which
             values are encoded as in separate messages.
         async_op: as for ``all_reduce``.
@@ -77,6 +78,9 @@ def _in_two_levels(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
         return
     # 1
     column = shard.new_empty(levels.nodes * numel)
+    if via.codec.references:  # decoding needs what this rank holds of the column
+        held = [row[levels.local] for row in levels.grid]
+        torch.index_select(out.view(-1, numel), 0, _indices(held, out), out=column.view(-1, numel))
     yield from _all_gather(shard, column, Transfer(via.codec, levels.outer, via.meter, via.cuts))
     # 2
     lengths = [column.numel()] * levels.width
@@ -113,19 +117,32 @@ def _gather_round(
 ) -> Steps[None]:
     """1 encode stretches ``row`` of the shard, 2 all-gather, 3 decode into ``places``, by rank."""
     # 1
+    codec, me = via.codec, via.group.rank
     dtype, lengths = shard.dtype, [stop - start for start, stop in row]
     numels = [lengths] * len(places)
     own = gather_room(numels, dtype, shard.device, via)
     with via.meter.coding():
-        encode_all(via.codec, [shard[start:stop] for start, stop in row], own, dtype)
+        encode_all(codec, [shard[start:stop] for start, stop in row], own, dtype, row)
+        if codec.lossless and places[me].data_ptr() != shard.data_ptr():
+            for start, stop in row:
+                places[me][start:stop].copy_(shard[start:stop])
     # 2
     payloads, gathered = yield from gather(own, numels, dtype, via)
     # 3
     with via.meter.coding():
         whole = lengths == [places[0].numel()]
-        out = [p if whole else p[start:stop] for p in places for start, stop in row]
-        decode_all(via.codec, list(chain(*payloads)), out)
+        missing = [rank for rank in range(len(places)) if rank != me or not codec.lossless]
+        out = [
+            places[rank] if whole else places[rank][start:stop]
+            for rank in missing
+            for start, stop in row
+        ]
+        decode_all(codec, list(chain(*(payloads[rank] for rank in missing))), out)
     POOL.give(own.buffer, gathered)
+
+
+def _indices(ranks: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(ranks, device=like.device)
 
 
 def gather_words(words: Tensor, group: Group, meter: Meter) -> list[list[int]]:

@@ -59,10 +59,22 @@ def _refuse_taken_keys() -> None:
 _refuse_taken_keys()
 
 
-@lru_cache(maxsize=2)
-def codec_names(*, gradients: bool = False) -> tuple[str, ...]:
-    """Return every value of the key ``codec``; ``gradients``: under dp."""
-    known = {name for name, codec in CODECS.items() if gradients or not codec.gradients_only}
+#: the dimension under which a codec is named, where it matters: dp and zero have codecs of their
+#: own. None: another dimension; any: all codecs may be named
+Under = Literal["dp", "zero", "any"] | None
+
+
+def _home(codec: type[Codec]) -> Under:
+    """Return the only dimension that can have ``codec``, None if all can."""
+    if codec.gradients_only:
+        return "dp"
+    return "zero" if codec.references else None
+
+
+@lru_cache(maxsize=4)
+def codec_names(under: Under = None) -> tuple[str, ...]:
+    """Return every value of the key ``codec`` under a dimension."""
+    known = {n for n, codec in CODECS.items() if under == "any" or _home(codec) in (None, under)}
     return (NONE, *sorted(known.union(families())))
 
 
@@ -111,20 +123,21 @@ def _explained(codecs: Iterable[type[Codec]]) -> str:
 
 _CODEC = (
     "How messages are encoded. none: native. "
-    f"{_explained(codec for codec in CODECS.values() if not codec.gradients_only)} {AUTO} (default "
+    f"{_explained(codec for codec in CODECS.values() if _home(codec) is None)} {AUTO} (default "
     "with an `error_bound`): the cheapest of them that keeps it."
 )
-GRADIENT_CODEC = (
-    f"{_CODEC} {_explained(codec for codec in CODECS.values() if codec.gradients_only)}"
+GRADIENT_CODEC, PARAMETER_CODEC = (
+    f"{_CODEC} {_explained(codec for codec in CODECS.values() if _home(codec) == under)}"
+    for under in ("dp", "zero")
 )
 
 
-def codec_schema(text: str, *, gradients: bool = False) -> Callable[[dict[str, Any]], None]:
+def codec_schema(text: str, under: Under = None) -> Callable[[dict[str, Any]], None]:
     """Return a function that makes the JSON schema of ``codec``, with the description ``text``."""
 
     def change(schema: dict[str, Any]) -> None:
         schema.clear()
-        names = list(codec_names(gradients=gradients))
+        names = list(codec_names(under))
         schema.update({"type": "string", "enum": names, "description": text})
 
     return change
@@ -187,7 +200,7 @@ def build_codec(
     prefix: str,
     own: set[str] | None = None,
     *,
-    gradients: bool = False,
+    under: Under = None,
 ) -> Codec | None:
     """Build the codec of the settings ``given``; None for "none".
 
@@ -199,7 +212,7 @@ def build_codec(
         return f"{prefix}.{key}" if own and key in own else key
 
     name = given.get("codec", AUTO if "error_bound" in given else None)
-    names = codec_names(gradients=gradients)
+    names = codec_names(under)
     if name is None:
         raise problem("codec", NOTHING, f"expected one of {', '.join(names)}; name one")
     settings = {key: value for key, value in given.items() if key != "codec"}
@@ -233,7 +246,12 @@ def _unusable_codec(name: str, names: Sequence[str]) -> str:
         return CODECS.refused[name]
     listed = ", ".join(names)
     if name in CODECS:
-        return f"{name} reduces the gradients of matrices; only dp can have it: use one of {listed}"
+        home = _home(CODECS[name])
+        does = {
+            "dp": "reduces the gradients of matrices",
+            "zero": "encodes what changed since the last gather of parameters",
+        }
+        return f"{name} {does[home or 'zero']}; only {home} can have it: use one of {listed}"
     near = difflib.get_close_matches(name.lower(), names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"no such codec; {hint}expected one of {listed}"

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from hybridcomp.config.block import BLOCK, CompressionConfig
-from hybridcomp.config.codec_settings import CodecSettings, codec_names
-from hybridcomp.config.dimension import GradientConfig
+from hybridcomp.config.codec_settings import CodecSettings, Under, codec_names
+from hybridcomp.config.dimension import GradientConfig, ParameterConfig
 from hybridcomp.config.dimension_fields import MODELS
 from hybridcomp.config.directional import DirectionConfig
 
 _MODELS: tuple[type[CodecSettings], ...] = (*MODELS.values(), DirectionConfig)
 #: models that may be written as the bare name of a codec
 SHORTHAND = frozenset(model.__name__ for model in _MODELS)
+#: models of the dimensions that have codecs of their own
+HOMES: dict[str, Under] = {GradientConfig.__name__: "dp", ParameterConfig.__name__: "zero"}
 
 
 def schema() -> dict[str, Any]:
@@ -40,6 +42,6 @@ def _with_shorthand(node: Any) -> Any:
     name = str(found.get("$ref", "")).removeprefix("#/$defs/")
     if name in SHORTHAND:
         reference = {"$ref": found.pop("$ref")}
-        names = list(codec_names(gradients=name == GradientConfig.__name__))
+        names = list(codec_names(HOMES.get(name)))
         found["anyOf"] = [{"type": "string", "enum": names}, reference]
     return found

@@ -97,12 +97,16 @@ def notes(config: CompressionConfig, dtype: torch.dtype) -> list[str]:
         kind = str(dtype).removeprefix("torch.")
         return [f"{active}: messages of {kind} stay native; codecs take {KINDS}"] if active else []
     useless: dict[Codec, list[str]] = {}
+    refused: list[str] = []
     for (name, _), codec in config.codecs().items():
-        if codec and _saves_nothing(codec, dtype):
+        if codec and not codec.takes(dtype):
+            kind = str(dtype).removeprefix("torch.")
+            refused.append(f"{name}: {codec.name} does not take {kind}; such messages stay native")
+        elif codec and _saves_nothing(codec, dtype):
             names = useless.setdefault(codec, [])
             names += [name] if name not in names else []
     advice = f"preset {config.preset} is made for fp32; " if config.preset in PAPER else ""
-    return [
+    return refused + [
         f"{', '.join(names)}: {codec.spec} takes {codec.bits_per_value(dtype):.4g} bits a value "
         f"and saves nothing on {str(dtype).removeprefix('torch.')} messages; {advice}"
         'use fewer bits, or preset "recommended"'

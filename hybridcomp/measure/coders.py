@@ -6,12 +6,14 @@ The host of a GPU codes as well where the optimizer is in its memory (``host_row
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 from itertools import product as every
 
 import torch
 
 from hybridcomp.channels.host_landing import fewer_threads
 from hybridcomp.codecs import CODECS, Codec
+from hybridcomp.codecs.exact_steps import typical_steps
 from hybridcomp.config import CompressionConfig
 from hybridcomp.config.presets import PRESETS
 from hybridcomp.errors import HybridcompError
@@ -109,6 +111,9 @@ def _runs(
     """Yield the calls of a codec to time; none where it cannot take the dtype or the device."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(numel, generator=generator).to(device, dtype)
+    if codec.references:
+        yield from _step_runs(codec, values) if codec.takes(dtype) else ()
+        return
     try:
         one = codec.for_message(numel, dtype, 1)
         payload = torch.zeros(one.wire_nbytes(numel, dtype), dtype=torch.uint8, device=device)
@@ -120,6 +125,28 @@ def _runs(
     yield "encode", lambda: one.encode_into(values, payload, size)
     yield "decode", lambda: one.decode(payload, out)
     yield "decode_add", lambda: one.decode_add(payload, total, dtype)
+
+
+def _step_runs(codec: Codec, values: torch.Tensor) -> Iterator[tuple[Direction, Run]]:
+    """Yield the calls of a codec of steps: a typical step of ``values``, to and fro."""
+    held, sizes = typical_steps(values), torch.zeros(2, dtype=torch.int64, device=values.device)
+    ways = [(values, codec.against(held)), (held, codec.against(values))]
+    payloads = [
+        torch.zeros(one.wire_nbytes(now.numel(), now.dtype), dtype=torch.uint8, device=now.device)
+        for now, one in ways
+    ]
+    for (now, one), payload, size in zip(ways, payloads, torch.split(sizes, 1), strict=True):
+        one.encode_into(now, payload, size)
+    used = [payload[:size] for payload, size in zip(payloads, sizes.tolist(), strict=True)]
+    out, turns = held.clone(), cycle(zip(ways, used, strict=True))
+    scratch = torch.zeros_like(payloads[0])
+
+    def decode() -> None:
+        (_, one), payload = next(turns)
+        one.decode(payload, out)
+
+    yield "encode", lambda: ways[0][1].encode_into(values, scratch, sizes[:1])
+    yield "decode", decode
 
 
 def copy_rows(team: Team, clock: Clock, part: Part) -> list[Copy]:

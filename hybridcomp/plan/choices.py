@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.registry import CODECS
 from hybridcomp.config.codec_settings import build_codec
 from hybridcomp.dimensions import KEYS, ROWS, Key
 from hybridcomp.errors import HybridcompError
@@ -42,6 +43,9 @@ class Choice:
         own = {name: bool(items.pop(name, False)) for name in OWN}
         if items.get("codec") == "none":
             items = {}
+        found = CODECS.get(items.get("codec", ""))
+        if found is not None and found.references:
+            own["delta"] = True
         return cls(tuple(sorted(items.items())), **own)
 
     @property
@@ -79,7 +83,7 @@ DELTA_BITS: Mapping[str, tuple[float, float]] = {"mpc": (23.1, 7.6)}
 
 @functools.lru_cache(maxsize=4096)
 def _codec(setting: tuple[tuple[str, Any], ...]) -> Codec | None:
-    return build_codec(dict(setting), "", gradients=True) if setting else None
+    return build_codec(dict(setting), "", under="any") if setting else None
 
 
 @functools.lru_cache(maxsize=4096)

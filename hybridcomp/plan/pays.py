@@ -31,8 +31,11 @@ from hybridcomp.errors import ConfigError
 OVERLAP = 0.1
 #: share of a codec's seconds that lengthens the step (the same fit)
 CODING = 0.7
-#: bits a value of lossless codecs, whose size varies, for fp32 and bf16: averages of trainings
-TYPICAL_BITS: Mapping[str, tuple[float, float]] = {"expcode": (27.2, 11.2), "mpc": (29.0, 12.4)}
+#: bits a value of lossless codecs, whose size varies, for fp32 and bf16: averages of trainings;
+#: stepcode leaves fp32 native, and its bits are those of a learning rate of 3e-4
+TYPICAL_BITS: Mapping[str, tuple[float, float]] = {
+    "expcode": (27.2, 11.2), "mpc": (29.0, 12.4), "stepcode": (32.0, 2.9),
+}  # fmt: skip
 #: bits a value of radix at an error bound of 0.01, and for each factor of ten below it
 RADIX_BITS, RADIX_SLOPE = 6.0, 3.3
 #: values of the message for which ratios are stated
@@ -57,12 +60,13 @@ class Coder:
 
 
 DEVICES: Mapping[str, Coder] = {
-    # seconds of the ledger in the trainings of docs/results/speed.json, bf16; expcode and the
-    # casts beside mpc and blockint as scripts/bench/bench_codecs.py has them; overhead: the fit
+    # seconds of the ledger in the trainings of docs/results/speed.json, bf16; expcode, stepcode
+    # and the casts beside mpc and blockint as bench_codecs.py and bench_deltas.py have them;
+    # overhead: the fit
     "cpu": Coder(
         "one core of a CPU",
         {"blockint": 1.1, "zfp": 0.22, "mpc": 0.36, "radix": 0.41, "expcode": 0.8, "fp8": 0.5,
-         "bf16": 1.3, "fp16": 1.3},
+         "stepcode": 0.25, "bf16": 1.3, "fp16": 1.3},
         0.83e-3,
     ),
     # seconds of the ledger in the training of docs/results/gpu.md, for blockint; the others in

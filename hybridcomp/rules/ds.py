@@ -44,7 +44,20 @@ RULES: tuple[Rule[Job], ...] = (
         "refuse", ("zero",), '"delta": true with ZeRO stage 3',
         "parameters are released after use, and keeping what deltas are added to would take the "
         "memory that stage 3 saves", "use stage 1 or 2, or remove delta",
-        lambda job: job.stage == 3, settings=lambda block: block.zero.delta,
+        lambda job: job.stage == 3,
+        settings=lambda block: block.zero.delta and not block.zero.steps,
+    ),
+    Rule(
+        "refuse", ("zero",), "stepcode with ZeRO stage 3",
+        "parameters are released after use, and keeping what steps are taken from would take the "
+        "memory that stage 3 saves", "use stage 1 or 2, or expcode",
+        lambda job: job.stage == 3, settings=lambda block: block.zero.steps,
+    ),
+    Rule(
+        "refuse", ("zero",), "stepcode with fp32 parameters",
+        "it encodes bf16 and fp16",
+        'train in bf16 or fp16, or use {"codec": "mpc", "delta": true}',
+        lambda job: job.fp32, settings=lambda block: block.zero.steps,
     ),
     Rule(
         "refuse", ("dp",), "powersgd with ZeRO stage 3",

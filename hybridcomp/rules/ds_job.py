@@ -55,6 +55,12 @@ class Job:
         return bool(self.get("bf16.enabled", self.get("bfloat16.enabled", False)))
 
     @property
+    def fp32(self) -> bool:
+        """Return whether parameters are fp32, and not in a dtype that is filled in later."""
+        parts = (self.ds_json.get(name) for name in ("bf16", "bfloat16", "fp16"))
+        return not any(isinstance(part, Mapping) and part.get("enabled", False) for part in parts)
+
+    @property
     def cpu_offload(self) -> bool:
         """Return whether the optimizer's state is offloaded."""
         device = self.zero("offload_optimizer.device", "none")

@@ -27,6 +27,7 @@ class Job:
     dtypes: frozenset[torch.dtype] = frozenset()
     lossy: frozenset[Dimension] = frozenset()
     delta: bool = False
+    steps: bool = False
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a setting of the model or of DDP, ``default`` where this version has none."""
@@ -143,7 +144,26 @@ _KNOWN: tuple[Rule[Job], ...] = (
         "refuse", ("zero",), '"delta": true with reuse_grad_buf_for_mxfp8_param_ag',
         "gradients overwrite the gathered parameters, so that ranks keep nothing to add deltas to",
         "remove delta",
-        lambda job: job.delta and bool(job.get("reuse_grad_buf_for_mxfp8_param_ag", False)),
+        lambda job: job.delta and not job.steps
+        and bool(job.get("reuse_grad_buf_for_mxfp8_param_ag", False)),
+    ),
+    Rule(
+        "refuse", ("zero",), "stepcode with reuse_grad_buf_for_mxfp8_param_ag",
+        "gradients overwrite the gathered parameters, so that ranks keep nothing to take steps "
+        "from", "use expcode",
+        lambda job: job.steps and bool(job.get("reuse_grad_buf_for_mxfp8_param_ag", False)),
+    ),
+    Rule(
+        "refuse", ("zero",), "stepcode with fp32 parameters",
+        "it encodes bf16 and fp16",
+        'train in bf16 or fp16, or use {"codec": "mpc", "delta": true}',
+        lambda job: job.steps and job.dtypes == {torch.float32}
+        and bool(job.get("use_distributed_optimizer", False)),
+    ),
+    Rule(
+        "note", ("zero",), "stepcode with some fp32 parameters",
+        "it encodes bf16 and fp16; the fp32 ones are gathered natively", "",
+        lambda job: job.steps and torch.float32 in job.dtypes and len(job.dtypes) > 1,
     ),
     Rule(
         "bypass", ("dp", "zero"), "a data-parallel wrapper that is not DistributedDataParallel",

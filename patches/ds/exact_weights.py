@@ -187,7 +187,9 @@ def _saves(engine: Any, channels: Channels) -> bool:
 
 
 def _encodes_weights(engine: Any, channels: Channels) -> bool:
-    """Return whether the module's weights come from an encoded gather (not stage 3) or copy."""
-    gathers = hasattr(engine.optimizer, "update_lp_params") and channels["zero"].active
+    """Return whether the module's weights come from a lossy gather (not stage 3) or a copy."""
+    codec = channels.policy.codecs.get(("zero", "forward"))
+    lossy = codec is not None and not codec.lossless
+    gathers = hasattr(engine.optimizer, "update_lp_params") and lossy
     copies = offload_sums.sends_to_device(engine.optimizer, channels)
     return (gathers or copies) and channels.step > 0

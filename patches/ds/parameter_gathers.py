@@ -10,8 +10,8 @@ Seams:
   coordinator is wrapped to know which parameters are fetched for training.
 
 Every rank, the owner included, decodes the same payloads. The optimizer's fp32 master weights are
-separate tensors at every stage and stay exact, so errors do not add up. With ``delta`` payloads
-carry differences from the last gather (``channels/parameter_deltas.py``).
+separate tensors at every stage and stay exact, so errors do not add up. With ``delta``, and with
+``stepcode``, payloads carry differences from the last gather (``channels/parameter_deltas.py``).
 
 Exact, because written back or saved: ``GatheredParameters``, checkpoint consolidation and the
 refresh of persistent parameters (they call other functions); the first fetch of persistent

@@ -38,6 +38,7 @@ def check(block: CompressionConfig, wrapper: Any, config: Any, ddp: Any, model: 
     job = mcore.Job(
         config, ddp, type(wrapper).__name__, sizes(), frozenset(_homes(model)),
         frozenset(p.dtype for p in model.parameters()), engine.lossy(block), block.zero.delta,
+        block.zero.steps,
     )  # fmt: skip
     if (sentence := mcore.scatter_gather(block, job)) is not None:
         say_once(sentence)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hybridcomp.channels import Channels
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import NOTHING, Shown
 from hybridcomp.errors import ConfigError, SeamError
@@ -72,6 +73,12 @@ def detach(model: nn.Module) -> None:
         raise ConfigError("hybridcomp.detach", Shown(type(model).__name__), todo)
     if isinstance(attached, Attached):
         attached.detach()
+
+
+def channels_of_model(model: object) -> Channels | None:
+    """Return the channels of an attached model, None where it is not attached."""
+    attached = getattr(model, "__dict__", {}).get(ATTRIBUTE)
+    return attached.channels if isinstance(attached, Attached) else None
 
 
 def look_again() -> None:

@@ -20,13 +20,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from hybridcomp import channels
-from hybridcomp.channels import Channel, ReduceScatterHandle
+from hybridcomp.channels import Channel, ReduceScatterHandle, parameter_deltas
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.channels.resharing import Sends
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle
 from hybridcomp.collectives.topology import ranks_of
 from hybridcomp.patches.torch.attached import Attached
+from hybridcomp.patches.torch.fsdp2_kept import KeptGather
 from hybridcomp.patches.torch.fsdp2_members import Members
 from hybridcomp.patches.torch.session import say
 from hybridcomp.patches.torch.stateful import BETWEEN
@@ -97,14 +98,32 @@ class GatherWork(dist.Work):
 
 @dataclass(eq=False, kw_only=True)
 class _ParameterGather(channels.AllGather):
-    """All-gather of a group's parameters; ``stays_exact``: whether it must not be lossy."""
+    """All-gather of a group's parameters.
+
+    Attributes:
+        stays_exact: returns whether it must not be lossy.
+        kept: gathers steps, where torch keeps what was gathered.
+        held: what this rank held after the last gather, where all ranks have steps to send.
+    """
 
     members: Members
     stays_exact: Callable[[], bool]
+    kept: KeptGather
+    held: Tensor | None = None
 
     def stays_native(self, channel: Channel, codec: Codec) -> bool:
-        """Return whether the gather must be exact and the codec is not."""
+        """Return whether the gather must be exact and the codec is not, or has no reference."""
+        if codec.references:
+            self.held = self.kept.prepare(self.out, self.group)
+            return self.held is None
         return not codec.lossless and self.stays_exact()
+
+    def send(self, channel: Channel, codec: Codec) -> Handle:
+        """Gather encoded shards, or steps from what was gathered last."""
+        if self.held is None:
+            return super().send(channel, codec)
+        rows = self.out.view(-1, self.shard.numel())
+        return parameter_deltas.gather_steps(channel, rows, self.held, codec, self.group)
 
     def cuts(self, codec: Codec) -> Sequence[int]:
         """Return the borders of parameters in the shard, which no lossy codec crosses."""
@@ -117,6 +136,7 @@ class EncodedAllGather(AllGather):
     def __init__(self, members: Members, attached: Attached, native: AllGather) -> None:
         self._members, self._attached, self.native = members, attached, native
         self._channel: Channel = attached.channels["zero"]
+        self._kept = KeptGather(members, self._channel)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate as the replaced all-gather does."""
@@ -134,6 +154,7 @@ class EncodedAllGather(AllGather):
             numel=output_tensor.numel(), dtype=output_tensor.dtype, group=group,
             shard=input_tensor.detach(), out=output_tensor.detach(), async_op=async_op,
             single_post=True, members=self._members, stays_exact=self._stays_exact,
+            kept=self._kept,
         )  # fmt: skip
         return self._channel.run(
             message,

@@ -13,6 +13,7 @@ from hybridcomp import dimensions
 from hybridcomp.collectives.topology import Ranks
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.errors import ConfigError
+from hybridcomp.patches.torch.fsdp2_kept import keeps
 from hybridcomp.patches.torch.rules import elsewhere, has_ring
 from hybridcomp.rules import engine
 from hybridcomp.rules.engine import Rule, lossy
@@ -39,6 +40,7 @@ class Job:
     comms: frozenset[str]  # classes in the slots
     ring: bool = False  # whether its layers cut sequences over ranks
     meshes: frozenset[tuple[int, int]] = frozenset()  # shards and replicas of every group
+    keeps: bool = False  # whether torch keeps what it gathered
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -79,6 +81,7 @@ def job_of(model: nn.Module, groups: list[Any]) -> Job:
         ),
         ring=has_ring(model),
         meshes=frozenset(sizes),
+        keeps=all(map(keeps, parameters)),
     )
 
 
@@ -145,7 +148,19 @@ _FSDP2: tuple[Rule[Job], ...] = (
         "refuse", ("zero",), '"delta": true under fully_shard',
         "unsharded parameters are freed after use, and keeping what deltas are added to would take "
         "the memory that sharding saves", "remove delta",
-        lambda job: True, lambda block: block.zero.delta,
+        lambda job: True, lambda block: block.zero.delta and not block.zero.steps,
+    ),
+    Rule(
+        "refuse", ("zero",), "stepcode without set_keep_unsharded_storage",
+        "unsharded parameters are freed after use, so that nothing is left that steps could be "
+        "taken from",
+        "call set_keep_unsharded_storage(True), of torch 2.15, before attaching, or use expcode",
+        lambda job: not job.keeps, lambda block: block.zero.steps,
+    ),
+    Rule(
+        "refuse", ("zero",), "stepcode with fp32 parameters", "it encodes bf16 and fp16",
+        "gather in bf16 or fp16 (MixedPrecisionPolicy), or use expcode",
+        lambda job: job.dtypes == {torch.float32}, lambda block: block.zero.steps,
     ),
     Rule(
         "refuse", ("dp",), "powersgd under fully_shard",

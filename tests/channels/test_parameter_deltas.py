@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import Channels, parameter_deltas
+from hybridcomp.codecs import StepCode
 from hybridcomp.config import CompressionConfig
 from tests.ranks import RankPool
 
@@ -100,19 +101,28 @@ def follow(
     return held, errors, deltas
 
 
-CODECS = [
+CODECS: list[dict[str, Any]] = [
     {"codec": "blockint", "bits": 4},
     {"codec": "zfp", "rate": 6.0},
     {"codec": "fp8"},
     {"codec": "mpc"},
     {"codec": "expcode"},
+    {"codec": "stepcode"},
     {"codec": "radix", "error_bound": 0.1},
     {"codec": "auto", "error_bound": 0.1},
 ]
+LOSSLESS = ("mpc", "expcode", "stepcode")
+#: what stepcode takes, and the others
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CASES = [
+    (zero, dtype)
+    for zero in CODECS
+    for dtype in DTYPES
+    if zero["codec"] != "stepcode" or dtype != torch.float32
+]
 
 
-@pytest.mark.parametrize("zero", CODECS, ids=lambda zero: zero["codec"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("zero", "dtype"), CASES, ids=lambda value: str(value))
 def test_all_ranks_hold_the_same(pool: RankPool, zero: dict[str, Any], dtype: torch.dtype) -> None:
     """Near the masters: a part of one step's change, and the rounding to the buffer's dtype."""
     results = pool.run(follow, zero, dtype, 1, False)
@@ -122,26 +132,27 @@ def test_all_ranks_hold_the_same(pool: RankPool, zero: dict[str, Any], dtype: to
     assert deltas == [False] + [True] * (STEPS - 1)
     rounding = torch.finfo(dtype).eps / 2
     assert max(errors) < 4e-3 + rounding
-    if zero["codec"] in ("mpc", "expcode"):
+    if zero["codec"] in LOSSLESS:
         assert max(errors) <= rounding
 
 
 @pytest.mark.parametrize(("cuts", "async_op"), [(4, False), (1, True)])
+@pytest.mark.parametrize("codec", ["blockint", "stepcode"])
 def test_cut_and_asynchronous_gathers_are_the_same(
-    pool: RankPool, cuts: int, async_op: bool
+    pool: RankPool, codec: str, cuts: int, async_op: bool
 ) -> None:
-    zero = {"codec": "blockint", "bits": 8}
-    whole = pool.run(follow, zero, torch.float32, 1, False)
+    zero = {"codec": "blockint", "bits": 8} if codec == "blockint" else {"codec": codec}
+    whole = pool.run(follow, zero, torch.bfloat16, 1, False)
     for mine, theirs in zip(
-        pool.run(follow, zero, torch.float32, cuts, async_op), whole, strict=True
+        pool.run(follow, zero, torch.bfloat16, cuts, async_op), whole, strict=True
     ):
-        if async_op:
+        if async_op or codec == "stepcode":
             assert mine == theirs
         # cut, a block of the codec may end elsewhere: the same on all ranks all the same
-        assert mine[2] == theirs[2] and max(mine[1]) < 1e-3
+        assert mine[2] == theirs[2] and max(mine[1]) < 3e-3
 
 
-@pytest.mark.parametrize("codec", ["blockint", "mpc"])
+@pytest.mark.parametrize("codec", ["blockint", "mpc", "stepcode"])
 def test_two_levels_hold_the_same(pool: RankPool, codec: str) -> None:
     """Nodes of two ranks: native inside, encoded between them."""
     flat, *_ = pool.run(follow, {"codec": codec}, torch.bfloat16, 1, False)
@@ -207,11 +218,14 @@ def happen(event: str, replica: Replica) -> None:
         ("native in between", ""),
     ],
 )
-def test_deltas_start_anew(pool: RankPool, event: str, said: str) -> None:
-    results = pool.run(exactly, {"codec": "blockint", "bits": 4}, event)
+@pytest.mark.parametrize(
+    "zero", [{"codec": "blockint", "bits": 4}, {"codec": "stepcode"}], ids=lambda z: z["codec"]
+)
+def test_deltas_start_anew(pool: RankPool, zero: dict[str, Any], event: str, said: str) -> None:
+    results = pool.run(exactly, zero, event)
     for deltas, exact, _, held in results:
         assert deltas == exact_but(0, 4)
-        assert exact == [not sent for sent in deltas]
+        assert exact == [zero["codec"] == "stepcode" or not sent for sent in deltas]
         assert held == results[0][3]
     assert said in results[0][2] and bool(said) == ("somebody wrote" in results[0][2])
 
@@ -256,6 +270,37 @@ def test_ledger(pool: RankPool) -> None:
         assert wire > (RANKS - 1) * (SHARE * 4.25 / 8 + 16)
         assert wire < (RANKS - 1) * (SHARE * 4.5 / 8 + 64)
         assert error is not None and 1e-4 < error < 2e-3
+
+
+def steps_written_down() -> tuple[float, float, int]:
+    """Raw and wire bytes of a gather by stepcode, and the payload that this rank must have sent."""
+    replica = Replica({"codec": "stepcode"}, torch.bfloat16)
+    replica.step()
+    held = replica.own.clone()
+    replica.channels.ledger.restart()
+    assert replica.step()
+    room = torch.empty(3 * SHARE + 8192, dtype=torch.uint8)
+    used = StepCode().encode(replica.own.clone(), held, room)
+    entry = replica.channels.ledger.interval["zero", "forward"]
+    return entry.raw_nbytes, entry.wire_nbytes, used
+
+
+def test_ledger_of_steps(pool: RankPool) -> None:
+    """To each other rank the payload, its size in front, and the digest of what is held."""
+    for raw, wire, used in pool.run(steps_written_down):
+        assert raw == RANKS * SHARE * 2
+        assert wire == (RANKS - 1) * (used + 16 + 16)
+        assert used < SHARE * 2
+
+
+def test_steps_keep_what_is_not_finite(pool: RankPool) -> None:
+    """Gathers stay encoded, and the bits of a NaN that one rank wrote are everywhere."""
+    results = pool.run(exactly, {"codec": "stepcode"}, "not finite")
+    for deltas, exact, printed, held in results:
+        assert deltas == exact_but(0) and all(exact)
+        last = torch.frombuffer(bytearray(held[-1]), dtype=torch.bfloat16)
+        assert last.isnan().nonzero().tolist() == [[7]]
+        assert printed == "" and held == results[0][3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

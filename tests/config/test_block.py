@@ -165,6 +165,19 @@ BROKEN: list[tuple[Any, str, tuple[str, ...]]] = [
         ("found 5", "add delta"),
     ),
     (
+        {"zero": {"codec": "stepcode", "delta": False}},
+        "compression.zero.delta",
+        ("found false", "stepcode always sends what changed", "remove it"),
+    ),
+    ({"zero": {"codec": "stepcode", "bits": 4}}, "compression.zero.bits", ("has no settings",)),
+    ({"dp": "stepcode"}, "compression.dp.codec", ("only zero can have it",)),
+    (
+        {"tp": {"codec": "expcode", "backward": {"codec": "stepcode"}}},
+        "compression.tp.backward.codec",
+        ("only zero can have it",),
+    ),
+    ({"zero": "powersgd"}, "compression.zero.codec", ("only dp can have it",)),
+    (
         {"zero": {**BLOCKINT, "delta": True, "resync_every": -1}},
         "compression.zero.resync_every",
         ("found -1",),
@@ -439,6 +452,22 @@ def test_ranks_agree_on_deltas() -> None:
         for line in describe(deltas)
     )
     assert not any("what changed" in line for line in describe(plain))
+
+
+@pytest.mark.parametrize("zero", ["stepcode", {"codec": "stepcode", "delta": True}])
+def test_stepcode_implies_deltas(zero: Any) -> None:
+    config = parse({"zero": zero})
+    assert config.zero.delta and config.zero.steps
+    assert config.digest() == parse({"preset": "none", "zero": {"codec": "stepcode"}}).digest()
+    assert any(
+        line.startswith("zero") and line.endswith(", size varies with the values, of what changed")
+        for line in describe(config)
+    )
+    (note,) = notes(config, torch.float32)
+    assert note == "zero: stepcode does not take float32; such messages stay native"
+    assert notes(config, torch.bfloat16) == []
+    assert not parse({"zero": {"codec": "mpc", "delta": True}}).zero.steps
+    assert not parse({"zero": {"error_bound": 0.1}}).zero.steps
 
 
 def test_block_is_frozen() -> None:

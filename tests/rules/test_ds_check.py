@@ -133,6 +133,20 @@ def test_deltas_need_parameters_that_stay(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["error", "native"])
+def test_steps_need_parameters_that_stay_and_have_16_bits(policy: str) -> None:
+    steps = block(zero="stepcode", on_unsupported=policy)
+    bf16, fp16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}
+    with pytest.raises(ConfigError, match=r"stepcode with ZeRO stage 3.*released.*or expcode"):
+        check(steps, {**zero(3), **bf16})
+    for stage in (1, 2):
+        for narrow in (bf16, fp16, {"bf16": {"enabled": "auto"}}):
+            assert check(steps, {**zero(stage), **narrow}) == []
+        for wide in ({}, {"fp16": {"enabled": False}}):
+            with pytest.raises(ConfigError, match=r"fp32 parameters.*bf16 or fp16.*mpc"):
+                check(steps, {**zero(stage), **wide})
+
+
+@pytest.mark.parametrize("policy", ["error", "native"])
 def test_low_rank_needs_whole_matrices(policy: str) -> None:
     low_rank = block(dp={"codec": "powersgd", "rank": 4}, on_unsupported=policy)
     with pytest.raises(ConfigError, match=r"a piece of a matrix.*stage 0, 1 or 2"):

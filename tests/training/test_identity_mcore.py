@@ -134,6 +134,9 @@ def every_job_of_two() -> dict[str, Job]:
     jobs["deltas lossless"] = replace(
         averaged, block=block("zero", {"codec": "mpc", "delta": True, "resync_every": 4})
     )
+    steps = block("zero", "stepcode")
+    jobs["steps"] = replace(averaged, overlap=False, block=steps)
+    jobs["steps overlapped"] = replace(averaged, block=steps)
     for name, dimensions in AUTO.items():
         auto = block(dimensions, {**B8, "when": "auto"})
         for way, link in {"fast": (0.01, 0.02), "slow": (0.09, 0.01)}.items():
@@ -168,6 +171,9 @@ def four(request: pytest.FixtureRequest) -> Results:
     jobs["shared/mpc"] = replace(
         shared, block=block("pp", {"codec": "mpc", "scatter_gather": True})
     )
+    four_copies = replace(OPTIMIZER, overlap=True, bf16=True, steps=4)
+    jobs["steps DP4/unpatched"] = four_copies
+    jobs["steps DP4"] = replace(four_copies, block=block("zero", "stepcode"))
     # all four neighbours in one batch: sends and receives of both directions at once
     deep = Job(layers=8, pp=4, virtual=2, micro_batches=4, steps=3)
     for name, pipeline in zip(DEEP, (replace(deep, virtual=None), deep), strict=True):
@@ -253,6 +259,21 @@ def test_lossless_deltas_are_identical(two: Results) -> None:
     assert same(two["DP2 averaged bf16/unpatched"], two["deltas lossless"])
     messages, native, raw, wire = entry(two["deltas lossless"], "zero", "forward")
     assert 0 < native < messages / 2 and wire < raw
+
+
+@pytest.mark.parametrize("name", ["steps", "steps overlapped"])
+def test_exact_steps_are_identical(two: Results, name: str) -> None:
+    assert same(two["DP2 averaged bf16/unpatched"], two[name])
+    messages, native, raw, wire = entry(two[name], "zero", "forward")
+    gathers = 7 if "overlapped" in name else 6
+    assert native * gathers == messages > 0
+    assert wire - raw / gathers < 0.7 * raw * (gathers - 1) / gathers
+
+
+def test_exact_steps_are_identical_on_four_ranks(four: Results) -> None:
+    assert same(four["steps DP4/unpatched"], four["steps DP4"])
+    messages, native, raw, wire = entry(four["steps DP4"], "zero", "forward")
+    assert native * 5 == messages and wire < raw
 
 
 @pytest.mark.parametrize("name", ["TP2", "TP2 SP", "TP2 recompute"])

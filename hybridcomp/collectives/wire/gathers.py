@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.wire import payload_sizes, transport
+from hybridcomp.collectives.wire.cuts import Range
 from hybridcomp.collectives.wire.encoding import POOL, encode_values, first
 from hybridcomp.collectives.wire.exchanges import cut_payloads
 from hybridcomp.collectives.wire.group import Transfer
@@ -30,8 +31,17 @@ class Slots:
     head: int = 0
 
 
-def encode_all(codec: Codec, stretches: Sequence[Tensor], room: Slots, dtype: torch.dtype) -> None:
-    """Encode ``stretches`` as ``dtype`` into the empty ``room``, one after the other."""
+def encode_all(
+    codec: Codec,
+    stretches: Sequence[Tensor],
+    room: Slots,
+    dtype: torch.dtype,
+    places: Sequence[Range] = (),
+) -> None:
+    """Encode ``stretches`` as ``dtype`` into the empty ``room``, one after the other.
+
+    ``places``: of the stretches in the message, for a codec ``against`` earlier values.
+    """
     each = codec.each(room.buffer.device) if len(stretches) > 1 else None
     if each is not None:
         room.nbytes = [codec.wire_nbytes(values.numel(), dtype) for values in stretches]
@@ -45,7 +55,8 @@ def encode_all(codec: Codec, stretches: Sequence[Tensor], room: Slots, dtype: to
         most = codec.wire_nbytes(values.numel(), dtype)
         word = None if room.words is None else room.words[index : index + 1]
         slot = room.buffer[position : position + most]
-        room.nbytes.append(encode_values(codec, values.to(dtype), slot, word))
+        one = codec.part(*places[index]) if places else codec
+        room.nbytes.append(encode_values(one, values.to(dtype), slot, word))
         position += room.nbytes[-1]
 
 

@@ -117,6 +117,15 @@ def test_deltas_need_parameters_that_stay(monkeypatch: pytest.MonkeyPatch) -> No
     assert check(monkeypatch, {"zero": B8}, **reused) == []
 
 
+def test_steps_need_parameters_that_stay_and_have_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    block: dict[str, Any] = {"zero": "stepcode", "on_unsupported": "native"}
+    with pytest.raises(ConfigError, match="gradients overwrite .* to take steps from"):
+        check(monkeypatch, block, reuse_grad_buf_for_mxfp8_param_ag=True)
+    with pytest.raises(ConfigError, match="stepcode with fp32 parameters"):
+        check(monkeypatch, block, dtype=torch.float32)
+    assert check(monkeypatch, block) == []
+
+
 def test_lossless_parameters_may_be_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check(monkeypatch, {"zero": "mpc"}, dtype=torch.float32) == []
 

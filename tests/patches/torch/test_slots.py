@@ -138,6 +138,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "zero under DDP": (ddp, {"dp": B8, "zero": B8}, "compression.zero"),
     "tp under DDP": (ddp, {"dp": B8, "tp": B8}, "compression.tp"),
     "deltas": (sharded, {"zero": {**B8, "delta": True}}, "delta"),
+    "steps": (sharded, {"zero": "stepcode"}, "stepcode"),
     "low rank": (sharded, {"dp": {"codec": "powersgd", "rank": 2}}, "powersgd"),
     "pp under FSDP2": (sharded, {"pp": B8}, "compression.pp"),
     "tp without cuts": (sharded, {"tp": B8}, "compression.tp"),

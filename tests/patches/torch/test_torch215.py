@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
@@ -118,6 +119,60 @@ def test_unsharded_parameters_that_are_kept_are_gathered_as_ever() -> None:
         assert found["lossy True"] == found["lossy False"]
         assert found["native True"] == found["native False"]
         assert found["lossless True"][0] == found["native True"][0] != found["lossy True"][0]
+
+
+def stepped(keep: bool, number: int, way: str) -> dict[str, Any]:
+    """Weights after training in bf16 with stepcode, natively, and what was gathered."""
+    found: dict[str, Any] = {}
+    steps = {"zero": {"codec": "stepcode", "resync_every": number}}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for name, block in (("native", None), ("steps", steps)):
+        given: dict[str, Any] = {"mp_policy": policy}
+        if way == "columns":
+            given["shard_placement_fn"] = lambda p: Shard(p.dim() - 1)
+        model = sharded(one_group=way == "one group", **given)
+        model.set_keep_unsharded_storage(keep)
+        attached = None if block is None else hybridcomp.attach(model, {**QUIET, **block})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        losses = []
+        for step in range(4):
+            if way == "resync" and step == 2 and attached is not None and dist.get_rank() == 0:
+                hybridcomp.resync(model)
+            if way == "written" and step == 2 and attached is not None and dist.get_rank() == 1:
+                (group,) = model.layers[1]._get_fsdp_state()._fsdp_param_groups
+                group.fsdp_params[0].all_gather_outputs[0].zero_()
+            loss = model(data(step)).float().square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        found[name] = (digest(model), losses)
+        if attached is not None:
+            entry = attached.channels.ledger.interval["zero", "forward"]
+            found["gathers"] = (entry.messages, entry.native)
+            found["bytes"] = (entry.raw_nbytes, entry.wire_nbytes)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("way", "native"),
+    # a forward and a backward gather of every layer and step; the first brings the reference
+    [("layers", 3), ("one group", 1), ("columns", 3), ("resync", 6), ("written", 4)],
+)
+def test_kept_parameters_are_what_steps_are_taken_from(way: str, native: int) -> None:
+    for found in run_ranks(2, stepped, True, 0, way):
+        assert found["steps"] == found["native"]
+        messages, left = found["gathers"]
+        assert left == native < messages
+        raw, wire = found["bytes"]
+        assert wire < raw
+
+
+def test_kept_parameters_are_gathered_exactly_every_so_often() -> None:
+    for found in run_ranks(2, stepped, True, 2, "layers"):
+        assert found["steps"] == found["native"]
+        messages, left = found["gathers"]
+        assert left == messages / 2
 
 
 # ---- FSDP2: messages in the order of their dtypes, sums that wait

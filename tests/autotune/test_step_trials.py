@@ -1,0 +1,54 @@
+"""Trials of gathers by steps send real steps, to and fro, and not one message again and again."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp import collectives
+from hybridcomp.autotune.trials import Sent, TrialGroup, gathers
+from hybridcomp.codecs import make_codec
+from hybridcomp.collectives import Group
+from tests.ranks import run_ranks
+
+NUMELS = (4000, 4000, 10000)
+
+
+def sent_in_trials(together: bool) -> list[tuple[float, bool, bool]]:
+    """By message: bits a value, whether all ranks got it, whether it differs from the last one."""
+    where = TrialGroup(Group.of(None), torch.bfloat16, torch.device("cpu"))
+    native, coded = gathers(make_codec("stepcode"), where)(Sent(NUMELS, "gather", together))
+    found: list[tuple[Tensor, Tensor, Any]] = []
+    plain = collectives.all_gather
+
+    def noted(shard: Tensor, out: Tensor, via: Any, async_op: bool = False) -> Any:
+        found.append((shard, out, via.meter))
+        return plain(shard, out, via, async_op)
+
+    results, before = [], dict[int, Tensor]()
+    with patch.object(collectives, "all_gather", noted):
+        for run in (coded, coded, native, coded, native, native, coded, coded):
+            run()
+            for index, (shard, out, meter) in enumerate(found):
+                bits = 8 * meter.wire_nbytes / shard.numel()
+                arrived = torch.empty_like(out)
+                dist.all_gather_into_tensor(arrived, shard)
+                moved = index not in before or not torch.equal(before[index], out)
+                results.append((bits, torch.equal(arrived, out), moved))
+                before[index] = out.clone()
+            found.clear()
+    return results
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_trials_send_steps(together: bool) -> None:
+    for results in run_ranks(2, sent_in_trials, together):
+        assert len(results) == 5 * len(NUMELS)
+        assert all(arrived for _, arrived, _ in results)
+        assert all(bits < 4 for bits, *_ in results), "a step of two values in five"
+        assert all(moved for *_, moved in results[: 2 * len(NUMELS)])

@@ -1,0 +1,189 @@
+"""stepcode under ``zero`` on DeepSpeed engines: trained, skipped, saved and resumed as natively."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from tests.ranks import RankPool
+from tests.selection import by_day
+
+if find_spec("deepspeed") is None:  # importing it here would take longer than the tests
+    pytest.skip("needs deepspeed", allow_module_level=True)
+
+from tests.training.trainer import (
+    Job,
+    Outcome,
+    digests,
+    make_engine,
+    parameters,
+    run,
+    train_step,
+)
+
+STEPS = 6
+STEPCODE: dict[str, Any] = {"zero": "stepcode", "min_bytes": 0}
+ZERO1, ZERO2 = Job(1, "bf16", steps=STEPS), Job(2, "bf16", steps=STEPS)
+#: a loss scale that overflows in the first steps, and a step whose gradients are not finite
+OVERFLOWS = {"fp16": {"enabled": True}}
+JOBS = {
+    "zero1": ZERO1,
+    "zero2": ZERO2,
+    "bf16_optimizer": replace(ZERO1, bf16_optimizer=True),
+    "accumulation": replace(ZERO2, accumulation=2),
+    "overflows": replace(ZERO1, dtype="fp16", ds_json=OVERFLOWS, nan_step=4, steps=10),
+    "overflows at zero2": replace(ZERO2, dtype="fp16", ds_json=OVERFLOWS, nan_step=4, steps=10),
+    "offload": replace(ZERO2, zero={"offload_optimizer": {"device": "cpu"}}),
+    "small learning rate": replace(ZERO1, lr=1e-5),
+}
+DAY = ("zero1", "bf16_optimizer", "accumulation", "overflows at zero2", "offload")
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[RankPool]:
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+def assert_as_native(pool: RankPool, job: Job, block: dict[str, Any]) -> list[Outcome]:
+    """Train unpatched and with ``block``; return the outcomes of the latter, by rank."""
+    results = pool.run(run, [job, replace(job, block=block)], timeout=280)
+    for native, coded in results:
+        assert repr(coded.losses) == repr(native.losses)  # NaN is not equal to itself
+        assert coded.digests == native.digests
+        assert coded.skipped == native.skipped
+    assert len({outcome.digests["middle.weight"] for _, outcome in results}) == 1
+    return [outcome for _, outcome in results]
+
+
+@pytest.mark.parametrize("name", by_day(JOBS, DAY))
+def test_two_ranks_train_as_natively(two: RankPool, name: str) -> None:
+    job = JOBS[name]
+    for outcome in assert_as_native(two, job, STEPCODE):
+        messages, native, raw, wire = outcome.ledger["zero"]
+        taken = job.steps - sum(outcome.skipped)
+        assert (messages, native) == (taken, 1), "only the first gather is native"
+        assert any(outcome.skipped) == ("overflows" in name)
+        first = raw // taken
+        saved = 0.8 if name == "small learning rate" else 0.25
+        assert wire - first < (1 - saved) * (raw - first)
+
+
+@pytest.mark.parametrize("job", [ZERO1, pytest.param(ZERO2, marks=pytest.mark.nightly)])
+def test_four_ranks_train_as_natively(four: RankPool, job: Job) -> None:
+    for outcome in assert_as_native(four, job, STEPCODE):
+        messages, native, raw, wire = outcome.ledger["zero"]
+        assert (messages, native) == (STEPS, 1) and wire < raw
+
+
+@pytest.mark.parametrize(
+    ("keys", "native"),
+    [
+        ({"start_step": 3}, 4),  # three before, and the first that leaves a reference
+        ({"min_bytes": 1 << 20}, STEPS),
+        ({"zero": {"codec": "stepcode", "resync_every": 2}}, STEPS // 2),
+    ],
+)
+def test_what_stays_native(two: RankPool, keys: dict[str, Any], native: int) -> None:
+    for outcome in assert_as_native(two, ZERO1, {**STEPCODE, **keys}):
+        assert outcome.ledger["zero"][:2] == (STEPS, native)
+
+
+def resumed(job: Job, folder: str, save: bool) -> tuple[list[float], dict[str, str], int]:
+    """Losses from step 3 on of a run that saved there, or that loaded what was saved."""
+    engine = make_engine(job)
+    if save:
+        for step in range(3):
+            train_step(engine, job, step)
+        engine.save_checkpoint(folder, tag="third")
+    else:
+        engine.load_checkpoint(folder, tag="third")
+    found = [train_step(engine, job, step) for step in range(3, STEPS)]
+    return found, digests(engine), gathers(engine)
+
+
+def gathers(engine: Any) -> int:
+    """Gathers that were encoded."""
+    from hybridcomp.channels import channels_of
+
+    channels = channels_of(engine)
+    if channels is None:
+        return 0
+    entry = channels.ledger.interval["zero", "forward"]
+    return int(entry.messages - entry.native)
+
+
+@pytest.mark.parametrize("job", [ZERO1, pytest.param(ZERO2, marks=pytest.mark.nightly)])
+def test_a_resumed_run_is_the_unbroken_one(two: RankPool, job: Job, tmp_path: Any) -> None:
+    """The first gather after loading is exact; nothing is written beside the checkpoint."""
+    coded, native, folder = replace(job, block=STEPCODE), str(tmp_path / "n"), str(tmp_path / "c")
+    unbroken = [found[:2] for found in two.run(resumed, job, native, True)]
+    for save, encoded in ((True, STEPS - 1), (False, STEPS - 4)):
+        results = two.run(resumed, coded, folder, save)
+        assert [found[:2] for found in results] == unbroken
+        assert {found[2] for found in results} == {encoded}
+    assert not list((tmp_path / "c").rglob("hybridcomp_parameters*"))
+    assert [found[:2] for found in two.run(resumed, job, folder, False)] == unbroken
+
+
+def weights_only(job: Job, folder: str) -> tuple[dict[str, str], int]:
+    """Train on with the weights of a checkpoint of another number of ranks."""
+    engine = make_engine(job)
+    for step in range(2):
+        train_step(engine, job, step)
+    engine.load_checkpoint(folder, tag="third", load_module_only=True)
+    for step in range(2, STEPS):
+        train_step(engine, job, step)
+    return digests(engine), gathers(engine)
+
+
+def test_weights_of_two_ranks_go_on_with_four(two: RankPool, four: RankPool, tmp_path: Any) -> None:
+    """Every rank had a reference before it loaded; none of them is used afterwards."""
+    folder = str(tmp_path)
+    two.run(resumed, replace(ZERO1, block=STEPCODE), folder, True)
+    native = four.run(weights_only, ZERO1, folder)
+    coded = four.run(weights_only, replace(ZERO1, block=STEPCODE), folder)
+    assert [found for found, _ in coded] == [found for found, _ in native]
+    assert {encoded for _, encoded in coded} == {STEPS - 2}
+
+
+def written(job: Job, how: str) -> tuple[dict[str, str], int]:
+    """Weights after a step before which somebody wrote into them on one rank or asked."""
+    import torch
+    import torch.distributed as dist
+
+    import hybridcomp
+
+    engine = make_engine(job)
+    for step in range(3):
+        train_step(engine, job, step)
+    with torch.no_grad():
+        if how == "one rank" and dist.get_rank() == 1:
+            engine.module.middle.weight[0, 0] += 1
+        elif how == "load_state_dict":
+            state = parameters(engine)
+            engine.module.load_state_dict({name: value * 0.9 for name, value in state.items()})
+            engine.optimizer.refresh_fp32_params()
+    if how == "resync" and job.block is not None:
+        hybridcomp.resync(engine)
+    train_step(engine, job, 3)
+    return digests(engine), gathers(engine)
+
+
+@pytest.mark.parametrize("how", ["one rank", "load_state_dict", "resync"])
+def test_written_weights_are_gathered_exactly(two: RankPool, how: str) -> None:
+    native = two.run(written, ZERO2, how)
+    coded = two.run(written, replace(ZERO2, block=STEPCODE), how)
+    assert [found for found, _ in coded] == [found for found, _ in native]
+    assert coded[0][0] == coded[1][0]
+    assert {encoded for _, encoded in coded} == {2}, "the gather after it was exact"
