@@ -17,7 +17,7 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common.parameter_names import named_once
 from hybridcomp.patches.ds.job_facts import tensor_ranks
-from hybridcomp.publishing import EngineWeights, Held, Stretch
+from hybridcomp.publishing import EngineWeights, Held, WeightRange
 
 KEY = "publish"
 
@@ -58,7 +58,7 @@ def _is_on_disk(parameter: Any) -> bool:
 
 
 def _whole(name: str, parameter: Any) -> Held:
-    return Held(Stretch(name, 0, parameter.numel()), lambda: parameter.data)
+    return Held(WeightRange(name, 0, parameter.numel()), lambda: parameter.data)
 
 
 def _range_of(name: str, parameter: Any) -> Held:
@@ -72,4 +72,4 @@ def _range_of(name: str, parameter: Any) -> Held:
         return values.reshape(-1)[:numel]
 
     known: Callable[[], Tensor] = read
-    return Held(Stretch(name, start, numel), known)
+    return Held(WeightRange(name, start, numel), known)
