@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from hybridcomp.errors import ConfigError, PublishError
-from hybridcomp.patches.published import destination_of
+from hybridcomp.patches.common.publishing_steps import destination_of
 from hybridcomp.publishing import Publisher, WeightReceiver
 from tests.publishing.made import Weights, copy_of, same
 from tests.ranks import RunRanks
