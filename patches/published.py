@@ -26,6 +26,11 @@ def weights_of(engine: Any) -> EngineWeights:
         from hybridcomp.patches.ds import weights as of_deepspeed
 
         return of_deepspeed.weights_of(engine)
+    if "megatron" in kinds or isinstance(engine, (list, tuple)):
+        from hybridcomp.patches.mcore import weights as of_megatron
+
+        if of_megatron.is_engine(engine):
+            return of_megatron.weights_of(engine)
     from hybridcomp.patches.torch import weights as of_torch
 
     if of_torch.is_engine(engine):
