@@ -8,6 +8,8 @@ stateful(model)      its part of a checkpoint of torch.distributed.checkpoint
 save_state(folder)   save residuals and step beside a checkpoint of megatron-core
 load_state(folder)   load them
 resync(engine)       make the next gather of parameters exact, where deltas are sent
+publish(engine, to)  send versions of an engine's weights, exact deltas, to inference engines
+WeightReceiver       the other side: a mirror of published weights
 load_config(source)  the block of a ds_config.json (path, dict or base64), or None
 CompressionConfig    the block as a model
 Attached             what attach returns: detach, count_step, its part of a checkpoint
@@ -27,6 +29,7 @@ from hybridcomp.errors import (
     ConfigError,
     HybridcompError,
     PeerError,
+    PublishError,
     SeamError,
 )
 
@@ -35,11 +38,13 @@ if TYPE_CHECKING:
 
     from hybridcomp.config import CompressionConfig, load_config
     from hybridcomp.patches.torch.attached import Attached
+    from hybridcomp.publishing import AppliedVersion, Publisher, VersionSummary, WeightReceiver
 
     __version__: str
 
 __all__ = [
     "AgreementError",
+    "AppliedVersion",
     "Attached",
     "CheckpointError",
     "CodecError",
@@ -47,13 +52,18 @@ __all__ = [
     "ConfigError",
     "HybridcompError",
     "PeerError",
+    "PublishError",
+    "Publisher",
     "SeamError",
+    "VersionSummary",
+    "WeightReceiver",
     "__version__",
     "attach",
     "detach",
     "install",
     "load_config",
     "load_state",
+    "publish",
     "resync",
     "save_state",
     "stateful",
@@ -245,6 +255,33 @@ def resync(engine: Any = None) -> None:
     channels.resync()
 
 
+def publish(
+    engine: Any, to: Any, *, every: int = 1, anchor_every: int = 100, dtype: str | None = None
+) -> Publisher:
+    """Publish the weights of an engine, version by version, to inference engines.
+
+    Every rank calls it, after a checkpoint was loaded; each compares, encodes and sends its own
+    part. ``Publisher.publish`` sends a version, ``Publisher.stepped`` one in every ``every`` calls.
+    Training is not changed by it.
+
+    Args:
+        engine: an engine of DeepSpeed (ZeRO 0 to 3), torch's DistributedDataParallel or the root of
+            fully_shard, or megatron-core's DistributedDataParallel (a list of them with virtual
+            pipeline stages).
+        to: a folder (``file:///...``), on the first rank a stream with ``write``, or a process
+            group of torch.distributed that the first rank shares with the receivers.
+        every: optimizer steps from one version to the next.
+        anchor_every: versions from one full version to the next.
+        dtype: "bf16" or "fp16" for weights that have no 16 bits; None: what the model computes
+            with.
+
+    Raises ConfigError where the engine's weights or the destination do not fit.
+    """
+    from hybridcomp.patches.published import publish
+
+    return publish(engine, to, every=every, anchor_every=anchor_every, dtype=dtype)
+
+
 def __getattr__(name: str) -> Any:
     # config needs pydantic and torch: `import hybridcomp` alone stays quick
     if name in ("CompressionConfig", "load_config"):
@@ -255,6 +292,10 @@ def __getattr__(name: str) -> Any:
         from hybridcomp.patches.torch.attached import Attached
 
         return Attached
+    if name in ("AppliedVersion", "Publisher", "VersionSummary", "WeightReceiver"):
+        from hybridcomp import publishing
+
+        return getattr(publishing, name)
     if name == "__version__":
         from importlib.metadata import version
 

@@ -7,6 +7,7 @@ HybridcompError
  +- AgreementError   ranks of one job disagree on block or versions
  +- CheckpointError  a file beside a checkpoint is damaged, missing or could not be written
  +- PeerError        a message to or from another rank failed; it says which ranks are gone
+ +- PublishError     a version of published weights cannot be written, read or applied
 """
 
 from __future__ import annotations
@@ -53,3 +54,10 @@ class CheckpointError(HybridcompError, RuntimeError):
 
 class PeerError(HybridcompError, RuntimeError):
     """Another rank of the job ended, was stopped or is silent; the message names it."""
+
+
+class PublishError(HybridcompError, RuntimeError):
+    """A version of published weights cannot be written, or does not fit the receiver's weights.
+
+    The message names the version, the tensor or file, and what to do.
+    """

@@ -43,12 +43,14 @@ ALLOWED: dict[str, set[str]] = {
         "channels", "codecs", "collectives", "config", "dimensions", "errors", "job", "log",
         "policy",
     },
+    # versions of weights, from what an engine's adapter says of them to a receiver's mirror
+    "publishing": {"codecs", "errors", "foreign", "job", "log"},
     # what upstream does with traffic that no seam covers: tables, without an upstream
     "rules": {"config", "dimensions", "errors", "policy"},
     # all that knows an upstream: seams, facts, checkpoints; layers of our own are named beside them
     "patches": {
         "autotune", "channels", "codecs", "collectives", "config", "dimensions", "errors", "job",
-        "log", "nn", "patching", "policy", "rules", "session",
+        "log", "nn", "patching", "policy", "publishing", "rules", "session",
     },
     # callbacks of the trainers that people use; each module imports its own
     "trainers": {"", "config", "errors", "log", "patches", "session"},
@@ -73,7 +75,7 @@ ALLOWED: dict[str, set[str]] = {
     # hybridcomp/__init__.py: the public names, imported late
     "": {
         "channels", "collectives", "config", "errors", "job", "log", "patches", "patching",
-        "session",
+        "publishing", "session",
     },
 }  # fmt: skip
 FREE = {"commands"}  # the command line may look into every room
@@ -208,6 +210,7 @@ ASKS: dict[str, set[str]] = {
     "neox": {"common"},
     # DeepSpeed trains models whose groups Megatron or GPT-NeoX has made
     "ds": {"common", "mcore", "neox"},
+    "published": {"common", "ds", "mcore", "torch"},
     "registry": {"common", "ds", "mcore", "neox", "torch"},
     "template": {"common"},
 }

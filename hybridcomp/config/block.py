@@ -24,6 +24,7 @@ from hybridcomp.config.dimension_fields import DimensionFields
 from hybridcomp.config.error_messages import NOTHING, problem, translate
 from hybridcomp.config.ledger import LedgerConfig
 from hybridcomp.config.presets import MEASURING, NATIVE, merged
+from hybridcomp.config.publish import PublishConfig
 from hybridcomp.dimensions import (
     DIMENSIONS,
     MEASURED,
@@ -72,6 +73,11 @@ class CompressionConfig(DimensionFields):
         "what stays uncompressed, and train.",
     )
     ledger: LedgerConfig = Field(LedgerConfig(), description="What is written down.")
+    publish: PublishConfig | None = Field(
+        None,
+        description="Versions of the weights for inference engines, exact deltas after optimizer "
+        "steps. Default: none.",
+    )
 
     _explicit: frozenset[Dimension] = PrivateAttr(frozenset())
     _planned: planned.Planned | None = PrivateAttr(None)
@@ -96,7 +102,8 @@ class CompressionConfig(DimensionFields):
         config = handler(merged(data, plan))
         config._planned = plan
         config._explicit = frozenset(name for name in DIMENSIONS if name in data)
-        if data.get("preset") is None and not config._explicit and config.enabled:
+        idle = not config._explicit and config.publish is None
+        if data.get("preset") is None and idle and config.enabled:
             todo = 'names no dimension, so nothing would be compressed; add "preset" or one of'
             meant = f'("preset": "{NATIVE}" where that is meant)'
             raise problem("", NOTHING, f"{todo} {', '.join(DIMENSIONS)} {meant}")
@@ -214,6 +221,8 @@ class CompressionConfig(DimensionFields):
         }
         settings.update({f"{BLOCK}.{name}.when": self._when(name) for name in MEASURED})
         settings[f"{BLOCK}.ledger.every"] = self.ledger.every  # a report is a collective
+        if self.publish is not None:
+            settings |= {f"{BLOCK}.publish.{key}": value for key, value in self.publish}
         for name in ("enabled", "min_bytes", "start_step", "on_unsupported", "hierarchy"):
             settings[f"{BLOCK}.{name}"] = getattr(self, name)
         if self._planned is not None:

@@ -82,14 +82,14 @@ def _replace(path: Path, fill: Callable[[BinaryIO], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
         raise _unwritten(path, error) from error
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Sync the names in ``folder`` to the disk, where its file system can do so."""
     with contextlib.suppress(OSError):
         found = os.open(folder, os.O_RDONLY)

@@ -16,23 +16,15 @@ from torch import nn
 
 from hybridcomp.errors import CheckpointError
 from hybridcomp.job.agreement import tell
-
-#: prefixes that torch.compile and activation checkpointing put into the names of parameters
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+from hybridcomp.patches.common.parameter_names import plain_name
 
 
 def identity_of(model: nn.Module) -> str:
     """Return a digest of the parameters' names and global shapes: 12 hexadecimal digits."""
     found = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters(), key=lambda pair: _plain(pair[0])):
-        found.update(f"{_plain(name)} {tuple(parameter.shape)}\n".encode())
+    for name, parameter in sorted(model.named_parameters(), key=lambda pair: plain_name(pair[0])):
+        found.update(f"{plain_name(name)} {tuple(parameter.shape)}\n".encode())
     return found.hexdigest()[:12]
-
-
-def _plain(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def names_of(models: Sequence[Any]) -> list[str]:

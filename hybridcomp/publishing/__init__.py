@@ -1,0 +1,29 @@
+"""Publishing weights: exact deltas, version by version, from a training job to inference engines.
+
+1. An engine's adapter (``patches/``) says which stretches of which parameters this rank holds
+   (``EngineWeights``).
+2. ``Publisher`` divides them among the ranks that hold the same, compares each with the version
+   before, encodes what changed and hands it to a destination: a folder, a stream, a process group.
+3. ``WeightReceiver`` checks a version and applies it to its mirror of the weights.
+
+The formats of manifest, part and stream are in ``docs/publishing.md``.
+"""
+
+from __future__ import annotations
+
+from hybridcomp.publishing.publisher import Publisher, VersionSummary
+from hybridcomp.publishing.receiver import AppliedVersion, WeightReceiver
+from hybridcomp.publishing.stretches import WeightRange, stretch_of_block
+from hybridcomp.publishing.weights import DTYPES, EngineWeights, Held
+
+__all__ = [
+    "DTYPES",
+    "AppliedVersion",
+    "EngineWeights",
+    "Held",
+    "Publisher",
+    "WeightRange",
+    "VersionSummary",
+    "WeightReceiver",
+    "stretch_of_block",
+]

@@ -1,0 +1,225 @@
+"""Where a version goes: what every destination can do, and a folder that object stores can sync.
+
+In a folder every file is immutable: it gets a temporary name, is synced to the disk, and renamed.
+Parts are in ``parts/``; the manifest comes last, once all ranks' parts are there, and no second
+file can take its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import unquote, urlsplit
+
+from hybridcomp.errors import ConfigError, PublishError
+from hybridcomp.foreign import one_line
+from hybridcomp.job.saved import NEW_FILE, sync_folder
+from hybridcomp.publishing.encoding import Sink
+from hybridcomp.publishing.records import Manifest, read_manifest
+
+PARTS = "parts"
+_MANIFEST = re.compile(r"v(\d{10})\.json")
+#: files by which receivers ask for a full version
+ASKS = "ask_full.*.json"
+TO = "publish.to"
+
+
+class Destination(ABC):
+    """Takes the parts of all ranks and the manifest of a version.
+
+    Attributes:
+        apply_s: seconds in which the slowest receiver applied the last version; None: not known.
+    """
+
+    apply_s: float | None = None
+
+    def latest(self) -> Manifest | None:
+        """Return the newest version that is there, on rank 0; None where none can be read back."""
+        return None
+
+    @abstractmethod
+    def wants_full(self) -> bool:
+        """Return whether a receiver needs a full version; called on rank 0 before each version."""
+
+    @abstractmethod
+    def begin(self, version: int, rank: int) -> Sink:
+        """Begin the part of this rank."""
+
+    @abstractmethod
+    def finish(self, problem: str | None) -> str:
+        """End the part of this rank, after an error too; returns its file's name."""
+
+    @abstractmethod
+    def commit(self, manifest: Manifest) -> None:
+        """Make a version readable, on rank 0, once all parts are there."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Take back this rank's part of a version that is not committed."""
+
+    def close(self) -> None:  # noqa: B027
+        """Free what is held."""
+
+
+def folder_of(to: str | Path) -> Path:
+    """Return the folder of a ``file://`` URL or a path. Raises ConfigError for other URLs."""
+    text = os.fspath(to)
+    parts = urlsplit(text)
+    if "://" not in text:
+        return Path(text)
+    if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
+        todo = (
+            "expected a folder of this machine, file:///folder; sync it with the tool of your "
+            "object store"
+        )
+        raise ConfigError(TO, text, todo)
+    return Path(unquote(parts.path))
+
+
+def manifests_in(folder: Path) -> dict[int, Path]:
+    """Return the manifests in ``folder`` by version, in order."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError):
+        for path in folder.iterdir():
+            if match := _MANIFEST.fullmatch(path.name):
+                found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def read_manifest_file(path: Path, version: int) -> Manifest:
+    """Read the manifest at ``path``, which is to be of ``version``. Raises PublishError."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise PublishError(
+            f"version {version}: {one_line(path)} cannot be read ({error.strerror}); make it "
+            "readable, or copy it again from the sender"
+        ) from None
+    found = read_manifest(text, str(path))
+    if found.version != version:
+        raise PublishError(
+            f"version {version}: {path.name} holds version {found.version}, a replay under another "
+            "name; copy the folder again from the sender"
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _told(version: int, path: Path) -> Iterator[None]:
+    """Turn an OSError into one line that names version and file."""
+    try:
+        yield
+    except OSError as error:
+        raise PublishError(
+            f"version {version}: {one_line(path)} cannot be written ({error.strerror}); make room "
+            "or name another folder; the next version is a full one"
+        ) from None
+
+
+class Folder(Destination):
+    """A folder of this machine, or one that all ranks see."""
+
+    def __init__(self, path: Path) -> None:
+        """Hold ``path``, which is made with the first version."""
+        self.path = path
+        self._token = secrets.token_hex(4)  # parts of a run that was cut off have another one
+        self._file: BinaryIO | None = None
+        self._version = 0
+        self._part = self._unfinished = path
+
+    def latest(self) -> Manifest | None:
+        """Return the newest version in the folder. Raises PublishError where it is damaged."""
+        for version, path in reversed(manifests_in(self.path).items()):
+            return read_manifest_file(path, version)
+        return None
+
+    def read(self, version: int) -> Manifest:
+        """Return the manifest of ``version``."""
+        return read_manifest_file(self._manifest(version), version)
+
+    def _manifest(self, version: int) -> Path:
+        return self.path / f"v{version:010d}.json"
+
+    def wants_full(self) -> bool:
+        """Return whether a receiver has left a file that asks for a full version."""
+        return any(self.path.glob(ASKS))
+
+    def begin(self, version: int, rank: int) -> Sink:
+        """Open this rank's part under a temporary name."""
+        self._version = version
+        name = f"v{version:010d}.{self._token}.r{rank:05d}.part"
+        self._part = self.path / PARTS / name
+        self._unfinished = self._part.with_name(f"{name}.unfinished")
+        with _told(version, self._unfinished):
+            self._part.parent.mkdir(parents=True, exist_ok=True)
+            self._unfinished.unlink(missing_ok=True)
+            self._file = os.fdopen(os.open(self._unfinished, NEW_FILE, 0o666), "wb")
+        return _Writer(self._file, version, self._unfinished)
+
+    def finish(self, problem: str | None) -> str:
+        """Wait for the disk and give the part its name."""
+        file, self._file = self._file, None
+        if file is not None:
+            with _told(self._version, self._unfinished), file:
+                file.flush()
+                os.fsync(file.fileno())
+        if file is not None and problem is None:
+            with _told(self._version, self._part):
+                os.replace(self._unfinished, self._part)
+                sync_folder(self._part.parent)
+        return self._part.name
+
+    def commit(self, manifest: Manifest) -> None:
+        """Write the manifest; a second one of its version is an error."""
+        target = self._manifest(manifest.version)
+        unfinished = target.with_name(f".{target.name}.{self._token}")
+        with _told(manifest.version, target):
+            unfinished.unlink(missing_ok=True)
+            with os.fdopen(os.open(unfinished, NEW_FILE, 0o666), "wb") as file:
+                file.write(manifest.to_json())
+                file.flush()
+                os.fsync(file.fileno())
+            _rename_new(unfinished, target)
+            sync_folder(self.path)
+        for ask in self.path.glob(ASKS) if manifest.full else ():
+            with contextlib.suppress(OSError):
+                ask.unlink(missing_ok=True)
+
+    def abandon(self) -> None:
+        """Remove this rank's part."""
+        self.finish("abandoned")
+        for path in (self._unfinished, self._part):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+class _Writer:
+    """A file whose errors name the version."""
+
+    def __init__(self, file: BinaryIO, version: int, path: Path) -> None:
+        self._file, self._version, self._path = file, version, path
+
+    def write(self, data: memoryview, /) -> None:
+        with _told(self._version, self._path):
+            self._file.write(data)
+
+
+def _rename_new(unfinished: Path, target: Path) -> None:
+    """Give ``unfinished`` the name ``target``, which nobody may have. Raises FileExistsError."""
+    try:
+        os.link(unfinished, target)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        if target.exists():
+            raise FileExistsError(17, "another job has written this version") from None
+        os.replace(unfinished, target)
+        return
+    with contextlib.suppress(OSError):  # the version is readable: from here on nothing may fail
+        unfinished.unlink()

@@ -1,0 +1,205 @@
+"""Compare this rank's weights with the last version, and encode what changed, piece by piece."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hybridcomp.codecs import StepCode
+from hybridcomp.errors import PublishError
+from hybridcomp.publishing.checksums import bytes_of, digest_of
+from hybridcomp.publishing.records import (
+    ALIGN,
+    ALONE,
+    RAW,
+    SAME,
+    STEPS,
+    PieceEntry,
+    part_end,
+    part_head,
+)
+from hybridcomp.publishing.stretches import WeightRange
+from hybridcomp.publishing.weights import DTYPES, DividedWeights, Owned
+
+#: values of a bucket: the most that are encoded at once
+BUCKET = 1 << 23
+#: values that are compared at once: the comparison makes a byte of each
+COMPARED = 1 << 20
+#: pieces of fewer values are sent as they are: a model of their steps would be larger
+LEAST = 512
+CODEC = StepCode()
+
+
+class Sink(Protocol):
+    """Where the bytes of one part go."""
+
+    def write(self, data: memoryview, /) -> object:
+        """Take bytes; they may be overwritten after the call."""
+
+
+@dataclass
+class PartSummary:
+    """What writing a part took, and what is in it."""
+
+    nbytes: int = 0
+    changed: int = 0
+    compare_s: float = 0.0
+    encode_s: float = 0.0
+    wire_s: float = 0.0
+    digest: str = ""
+
+
+@dataclass
+class Shard:
+    """One owned part with the copy of it that was published last, by pieces."""
+
+    owned: Owned
+    dtype: torch.dtype
+    stretch: WeightRange = field(init=False)
+    reference: Tensor | None = None
+    digests: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.stretch = self.owned.stretch
+
+    def pieces(self, bucket: int) -> Iterator[tuple[int, int]]:
+        """Yield the borders of its pieces."""
+        return self.stretch.pieces(bucket)
+
+    def values(self, low: int, high: int) -> Tensor:
+        """Return values ``low`` to ``high`` as they are now, on the host in the published dtype."""
+        held = self.owned.held
+        found = held.read().detach()
+        if found.numel() != held.stretch.numel:
+            raise PublishError(
+                f"{self.stretch.name}: expected {held.stretch.numel} values on this rank, found "
+                f"{found.numel()}; start a new Publisher where parameters change their sizes"
+            )
+        begin = self.owned.low
+        return found.reshape(-1)[begin + low : begin + high].to("cpu", self.dtype).contiguous()
+
+
+class PartEncoder:
+    """This rank's part of every version, and the 16-bit copy that it keeps on the host.
+
+    Attributes:
+        shards: what this rank publishes.
+        raw: whether changes are sent as they are, without a codec.
+    """
+
+    def __init__(self, weights: DividedWeights, bucket: int = BUCKET) -> None:
+        self.bucket = bucket
+        self.raw = False
+        dtypes = {name: DTYPES[dtype] for name, (_, dtype) in weights.table.items()}
+        self.shards = [Shard(one, dtypes[one.stretch.name]) for one in weights.owned]
+        largest = max((min(bucket, one.stretch.numel) for one in self.shards), default=0)
+        self._room = torch.empty(CODEC.wire_nbytes(largest, torch.bfloat16), dtype=torch.uint8)
+
+    @torch.no_grad()
+    def write(self, sink: Sink, head: dict[str, object], rank: int, full: bool) -> PartSummary:
+        """Write a part of the version that ``head`` names, and keep its values as reference.
+
+        1 compare a piece with the reference
+        2 encode it, and copy it over the reference
+        3 hand it to ``sink``
+
+        ``full``: encode without reference. After an error the references are of no version.
+        """
+        told, entries = PartSummary(), list[PieceEntry]()
+        found = hashlib.blake2b(digest_size=32)
+
+        def put(data: memoryview) -> None:
+            begun = time.perf_counter()
+            sink.write(data)
+            told.wire_s += time.perf_counter() - begun
+            found.update(data)
+            told.nbytes += len(data)
+
+        put(memoryview(part_head(rank)))
+        for shard in self.shards:
+            if shard.reference is None:
+                assert full, "only a full version needs no reference"
+                shard.reference = torch.empty(shard.stretch.numel, dtype=shard.dtype)
+            digests: list[str] = []
+            for number, (low, high) in enumerate(shard.pieces(self.bucket)):
+                before = "" if full else shard.digests[number]
+                entry, payload = self._piece(shard, low, high, before, told)
+                entries.append(entry)
+                put(payload)  # 3
+                digests.append(entry.after)
+            shard.digests = digests
+        rows = [entry.row() for entry in entries]
+        put(memoryview(part_end({**head, "rank": rank, "pieces": rows})))
+        told.digest = found.hexdigest()
+        return told
+
+    def _piece(
+        self, shard: Shard, low: int, high: int, before: str, told: PartSummary
+    ) -> tuple[PieceEntry, memoryview]:
+        """Encode values ``low`` to ``high`` of ``shard``; returns its entry and padded payload."""
+        assert shard.reference is not None
+        reference = shard.reference[low:high]
+        # 1
+        begun = time.perf_counter()
+        values = shard.values(low, high)
+        changed = count_changed(values, reference) if before else values.numel()
+        compared = time.perf_counter()
+        # 2
+        coding, nbytes = SAME, 0
+        if not before:
+            coding, nbytes = self._encode(values, None)
+        elif changed:
+            coding, nbytes = self._encode(values, reference)
+        after = before if coding == SAME else digest_of(values)
+        reference.copy_(values)
+        told.compare_s += compared - begun
+        told.encode_s += time.perf_counter() - compared
+        told.changed += changed
+        padded = -(-nbytes // ALIGN) * ALIGN
+        self._room[nbytes:padded] = 0
+        stretch = shard.stretch.cut(low, high)
+        entry = PieceEntry(stretch, coding, told.nbytes, nbytes, changed, before, after)
+        return entry, bytes_of(self._room[:padded])
+
+    def _encode(self, values: Tensor, reference: Tensor | None) -> tuple[str, int]:
+        """Encode into the room; as they are where that is no longer."""
+        if not self.raw and values.numel() >= LEAST:
+            nbytes = CODEC.encode(values, reference, self._room)
+            if nbytes < values.nbytes:
+                return (ALONE if reference is None else STEPS), nbytes
+        self._room[: values.nbytes] = values.view(torch.uint8)
+        return RAW, values.nbytes
+
+    @torch.no_grad()
+    def take(self) -> dict[WeightRange, str]:
+        """Copy the present weights as reference; returns the checksum of each piece."""
+        found = {}
+        for shard in self.shards:
+            reference = torch.empty(shard.stretch.numel, dtype=shard.dtype)
+            shard.digests = []
+            for low, high in shard.pieces(self.bucket):
+                reference[low:high].copy_(shard.values(low, high))
+                shard.digests.append(digest_of(reference[low:high]))
+                found[shard.stretch.cut(low, high)] = shard.digests[-1]
+            shard.reference = reference
+        return found
+
+    def forget(self) -> None:
+        """Free the references; the next version has to be a full one."""
+        for shard in self.shards:
+            shard.reference, shard.digests = None, []
+
+
+def count_changed(values: Tensor, reference: Tensor) -> int:
+    """Return how many 16-bit values differ in any bit."""
+    new, old = values.view(torch.int16), reference.view(torch.int16)
+    return sum(
+        int(torch.count_nonzero(new[low : low + COMPARED] != old[low : low + COMPARED]))
+        for low in range(0, new.numel(), COMPARED)
+    )

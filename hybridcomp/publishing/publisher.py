@@ -1,0 +1,284 @@
+"""Publish the weights of a training job, version by version; every rank sends its own part."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from hybridcomp.errors import CheckpointError, ConfigError, PublishError
+from hybridcomp.job import saved
+from hybridcomp.job.agreement import tell
+from hybridcomp.log import say
+from hybridcomp.publishing.destinations import Destination
+from hybridcomp.publishing.encoding import BUCKET, PartEncoder, PartSummary
+from hybridcomp.publishing.records import Manifest, PartEntry, table_digest
+from hybridcomp.publishing.resuming import Resumed, resume
+from hybridcomp.publishing.weights import DividedWeights, EngineWeights, agree_on_weights
+
+WHAT = "publishing weights"
+
+
+@dataclass(frozen=True)
+class VersionSummary:
+    """One published version, equal on all ranks.
+
+    Attributes:
+        version: its number, from 1 on.
+        full: whether it needs no version before it.
+        weights: weights of the model; ``changed``: those that differ from the version before, all
+            of them in a full version.
+        nbytes: bytes of all ranks' parts.
+        compare_s, encode_s, wire_s: seconds of the slowest rank in each.
+        apply_s: seconds in which the slowest receiver applied the version before; None where
+            receivers do not answer.
+        seconds: of the whole call.
+    """
+
+    version: int
+    full: bool
+    weights: int
+    changed: int
+    nbytes: int
+    compare_s: float
+    encode_s: float
+    wire_s: float
+    apply_s: float | None
+    seconds: float
+
+    @property
+    def changed_share(self) -> float:
+        """Return the changed share of the weights."""
+        return self.changed / max(1, self.weights)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Return the bits sent for each weight of the model."""
+        return 8 * self.nbytes / max(1, self.weights)
+
+
+class Publisher:
+    """Sends versions of an engine's weights to one destination; every rank has one.
+
+    All ranks of the job make the same calls together. The publisher reads weights and never
+    changes them. It keeps one 16-bit copy of what this rank sends, on the host.
+    """
+
+    def __init__(
+        self,
+        weights: EngineWeights,
+        destination: Destination,
+        *,
+        every: int = 1,
+        anchor_every: int = 100,
+        dtype: str | None = None,
+        bucket: int = BUCKET,
+    ) -> None:
+        """Divide the weights among the ranks, and look whether the destination's chain goes on.
+
+        Args:
+            weights: what this rank holds.
+            destination: where versions go.
+            every: ``stepped`` publishes in every so many calls.
+            anchor_every: versions from one full version to the next.
+            dtype: "bf16" or "fp16" for weights that have no 16 bits; None: the model's own.
+            bucket: most values that are encoded at once, the unit of checksums. A chain goes on
+                after a restart only with the same one.
+
+        Raises ConfigError and PublishError, on every rank.
+        """
+        for key, number in (("every", every), ("anchor_every", anchor_every)):
+            if number < 1:
+                raise ConfigError(f"publish.{key}", number, "expected a number of 1 or more")
+        self.every, self.anchor_every = every, anchor_every
+        self.summary: VersionSummary | None = None
+        self._weights, self._destination = weights, destination
+        self._divided: DividedWeights = agree_on_weights(weights, dtype)
+        self._encoder = PartEncoder(self._divided, bucket)
+        self._table_digest = table_digest(self._divided.table, self._divided.aliases)
+        self._rank = weights.ranks.index(dist.get_rank())
+        self._base, self._version, self._digest = "", 0, ""
+        self._since_full = 0
+        self._is_held = False  # whether the references are those of self._version
+        self._asked = self._is_closed = False
+        self._steps = 0
+        self._look()
+
+    @property
+    def version(self) -> int:
+        """Return the number of the last version; 0 before the first."""
+        return self._version
+
+    @property
+    def base(self) -> str:
+        """Return the identity of the chain; "" before it is known."""
+        return self._base
+
+    def resume(self) -> bool:
+        """Look again whether the weights are the destination's newest version; a collective.
+
+        To be called after a checkpoint was loaded, before training goes on. Does nothing once this
+        publisher has published. Returns whether the chain goes on without a full version.
+        """
+        if not self._is_held and self._steps == 0:
+            self._look()
+        return self._is_held
+
+    def _look(self) -> None:
+        found: Resumed = resume(
+            self._weights, self._divided, self._encoder, self._destination, self._table_digest
+        )
+        self._base, self._version = found.base, found.version
+        self._digest, self._since_full = found.digest, found.since_full
+        self._is_held = found.goes_on
+        if self._weights.ranks[0] == dist.get_rank():
+            say(found.text, anywhere=True)
+
+    def ask_full(self) -> None:
+        """Make the next version a full one; one rank that calls it is enough."""
+        self._asked = True
+
+    def stepped(self) -> VersionSummary | None:
+        """Count an optimizer step; publish where ``every`` of them have come."""
+        self._steps += 1
+        return self.publish() if self._steps % self.every == 0 else None
+
+    def publish(self, step: int | None = None) -> VersionSummary:
+        """Publish the weights as they are now; a collective over the job's ranks.
+
+        1 agree on whether the version is a full one
+        2 compare, encode and send this rank's part
+        3 rank 0 writes the manifest once all parts are there
+
+        Args:
+            step: number of the optimizer step, for the manifest; None: counted by ``stepped``.
+
+        Raises, on every rank: PublishError where one could not read or write; the version is not
+        readable then, and the next one is a full version. PeerError where a rank has ended.
+        """
+        begun = time.perf_counter()
+        if self._is_closed:
+            raise PublishError("this publisher is closed; make another one with hybridcomp.publish")
+        # 1
+        full, apply_s = self._begin()
+        version = self._version + 1
+        self._is_held = False  # until the version is there
+        # 2
+        head = {"base": self._base, "version": version, "parent": None if full else self._version}
+        part, file, problem = self._send(version, head, full)
+        statement = {"file": file, **vars(part)}
+        said = self._all_well(problem, version, statement)
+        # 3
+        manifest = self._manifest(version, full, said, step)
+        self._commit(manifest)
+        self._is_held, self._asked = True, False
+        self._version, self._digest = version, manifest.digest
+        self._since_full = 1 if full else self._since_full + 1
+        slowest = {
+            key: max(one[key] for one in said) for key in ("compare_s", "encode_s", "wire_s")
+        }
+        self.summary = VersionSummary(
+            version, full, manifest.weights, manifest.changed, manifest.nbytes,
+            apply_s=apply_s, seconds=time.perf_counter() - begun, **slowest,
+        )  # fmt: skip
+        return self.summary
+
+    def close(self) -> None:
+        """Free the copy of the weights and let go of the destination. No collective."""
+        self._is_closed = True
+        self._is_held = False
+        self._encoder.forget()
+        self._destination.close()
+
+    def _begin(self) -> tuple[bool, float | None]:
+        """Agree on whether the next version is full; returns that, and the receivers' seconds."""
+        wanted, problem = False, None
+        if self._rank == 0:
+            found, problem = saved.attempt(self._destination.wants_full)
+            wanted = bool(found)
+            self._base = self._base or secrets.token_hex(16)
+        mine = {
+            "full": wanted or self._asked or not self._is_held, "problem": problem,
+            "base": self._base, "apply_s": self._destination.apply_s,
+            "version": self._version,
+        }  # fmt: skip
+        said = tell(mine, what=WHAT, ranks=self._weights.ranks)
+        _check(said, self._weights.ranks, f"version {self._version + 1}")
+        self._base = said[0]["base"]
+        full = any(one["full"] for one in said) or self._since_full >= self.anchor_every
+        return full, said[0]["apply_s"]
+
+    def _send(
+        self, version: int, head: dict[str, Any], full: bool
+    ) -> tuple[PartSummary, str, str | None]:
+        """Write this rank's part; returns what it took, its file, and what went wrong."""
+
+        def write() -> PartSummary:
+            self._weights.ready()
+            return self._encoder.write(
+                self._destination.begin(version, self._rank), head, self._rank, full
+            )
+
+        part, problem = _attempt(write)
+        begun = time.perf_counter()
+        file, late = _attempt(lambda: self._destination.finish(problem))
+        found = part or PartSummary()
+        found.wire_s += time.perf_counter() - begun
+        return found, file or "", problem or late
+
+    def _all_well(
+        self, problem: str | None, version: int, statement: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Exchange what the ranks have written; take everything back where one has failed."""
+        said = tell({"problem": problem, **statement}, what=WHAT, ranks=self._weights.ranks)
+        if any(one["problem"] for one in said):
+            # not where ``tell`` raises: rank 0 may have heard all, and have written the manifest
+            self._destination.abandon()
+        _check(said, self._weights.ranks, f"version {version}")
+        return said
+
+    def _manifest(
+        self, version: int, full: bool, said: list[dict[str, Any]], step: int | None
+    ) -> Manifest:
+        parts = [
+            PartEntry(rank, one["file"], one["nbytes"], one["digest"])
+            for rank, one in enumerate(said)
+        ]
+        divided = self._divided
+        return Manifest(
+            self._base, version, None if full else self._version, "" if full else self._digest,
+            self._table_digest, divided.numel, sum(one["changed"] for one in said),
+            self._steps if step is None else step, parts,
+            divided.table if full else None, divided.aliases if full else {},
+        )  # fmt: skip
+
+    def _commit(self, manifest: Manifest) -> None:
+        """Have rank 0 write the manifest, and wait until it is there."""
+        problem = None
+        if self._rank == 0:
+            _, problem = _attempt(lambda: self._destination.commit(manifest))
+        self._all_well(problem, manifest.version, {})
+
+
+def _attempt(work: Any) -> tuple[Any, str | None]:
+    """As ``saved.attempt``, with the text of our own errors kept whole."""
+    try:
+        return work(), None
+    except (PublishError, CheckpointError) as error:
+        return None, str(error)
+    except Exception as error:
+        text = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        return None, f"{type(error).__name__}: {text}"
+
+
+def _check(said: list[dict[str, Any]], ranks: tuple[int, ...], what: str) -> None:
+    """Raise PublishError, on every rank, where one has stated a problem."""
+    bad = [(ranks[place], one["problem"]) for place, one in enumerate(said) if one["problem"]]
+    if bad:
+        rank, problem = bad[0]
+        more = f" (also rank(s) {', '.join(str(r) for r, _ in bad[1:5])})" if bad[1:] else ""
+        raise PublishError(f"{what} was not published: rank {rank}: {problem}{more}")

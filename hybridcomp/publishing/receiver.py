@@ -1,0 +1,238 @@
+"""Receive published weights: check a version as a whole, then apply it to a mirror on the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.errors import ConfigError, PublishError
+from hybridcomp.foreign import one_line
+from hybridcomp.publishing.destinations import folder_of
+from hybridcomp.publishing.groups import GroupSource
+from hybridcomp.publishing.mirror import Change, Mirror, stage
+from hybridcomp.publishing.records import ASK, Manifest, table_digest
+from hybridcomp.publishing.sources import FolderSource, Offer, Source, StreamSource
+from hybridcomp.publishing.weights import DTYPES, Table
+
+
+@dataclass(frozen=True)
+class AppliedVersion:
+    """What ``WeightReceiver.update`` has applied.
+
+    Attributes:
+        version: the version that the mirror holds now.
+        names: parameters of which a value changed, in order.
+        versions: how many versions were applied.
+        full: whether one of them was a full version.
+        changed: number of values that changed, those that changed twice counted twice.
+        check_s, apply_s, seconds: of checking and decoding, of writing the mirror, of the call.
+    """
+
+    version: int
+    names: tuple[str, ...]
+    versions: int
+    full: bool
+    changed: int
+    check_s: float
+    apply_s: float
+    seconds: float
+
+
+class WeightReceiver:
+    """A mirror of published weights, and the source that it is updated from.
+
+    A version is applied as a whole or not at all. Parameters have the names that they have in the
+    trained model, as Hugging Face writes them; a tied parameter comes once, and ``aliases`` has
+    its other names.
+    """
+
+    def __init__(self, source: Any, *, device: torch.device | str = "cpu") -> None:
+        """Hold the source; nothing is read before ``update``.
+
+        Args:
+            source: a folder (``file://`` URL or path), a stream with ``read``, or a process group
+                of torch.distributed that the sender's first rank belongs to.
+            device: of the tensors that ``tensors`` and ``changed_values`` return. The mirror
+                itself is on the host: on another device they are copies.
+        """
+        self._source = _source_of(source)
+        self._device = torch.device(device)
+        self._mirror: Mirror | None = None
+        self._held: Manifest | None = None
+        self._changes: dict[str, list[Change]] = {}
+        self._is_new = False  # whether the last update brought the first version
+
+    @property
+    def version(self) -> int:
+        """Return the version of the mirror; 0 before the first."""
+        return 0 if self._held is None else self._held.version
+
+    @property
+    def base(self) -> str:
+        """Return the identity of the chain; "" before the first version."""
+        return "" if self._held is None else self._held.base
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Return further names of tied parameters, with the name that ``tensors`` yields."""
+        return {} if self._mirror is None else dict(self._mirror.aliases)
+
+    def update(self) -> AppliedVersion | None:
+        """Apply all versions that are there; None where there is no new one.
+
+        A stream and a process group offer one version at a time: the call waits for it, and
+        returns None at the end of the stream.
+
+        Raises PublishError, in one line with version, tensor and what to do; the mirror then holds
+        ``version``, whole, and the call may be repeated.
+        """
+        begun = time.perf_counter()
+        changes: dict[str, list[Change]] = {}
+        is_new, count, full, check_s, apply_s = False, 0, False, 0.0, 0.0
+        for offer in self._source.offers(self._held):
+            checking = time.perf_counter()
+            try:
+                found, is_first = self._apply(offer)
+            except BaseException:
+                self._source.report(0.0, failed=True)
+                raise
+            applied = time.perf_counter()
+            for change in found[0]:
+                changes.setdefault(change.stretch.name, []).append(change)
+            is_new, count, full = is_new or is_first, count + 1, full or offer.manifest.full
+            apply_s += found[1]
+            check_s += applied - checking - found[1]
+            self._changes, self._is_new = changes, is_new
+            self._source.report(found[1], failed=False)
+        if not count or self._held is None or self._mirror is None:
+            return None
+        names = tuple(self._mirror.table) if is_new else tuple(sorted(changes))
+        changed = self._held.weights if is_new else sum(
+            one.changed for row in changes.values() for one in row
+        )  # fmt: skip
+        seconds = time.perf_counter() - begun
+        return AppliedVersion(self.version, names, count, full, changed, check_s, apply_s, seconds)
+
+    def _apply(self, offer: Offer) -> tuple[tuple[list[Change], float], bool]:
+        """Check an offer, then apply it; returns its changes, and the seconds of writing."""
+        manifest = offer.manifest
+        self._check(manifest)
+        staged = stage(manifest, offer.parts(), self._mirror)
+        begun = time.perf_counter()
+        if staged.fresh is not None:
+            self._mirror = staged.fresh
+        assert self._mirror is not None
+        for change in staged.changes:
+            change.apply(self._mirror.flats[change.stretch.name])
+        self._held = manifest
+        return (staged.changes, time.perf_counter() - begun), staged.fresh is not None
+
+    def _check(self, manifest: Manifest) -> None:
+        """Raise PublishError where a version does not follow the one that is held."""
+        held, at = self._held, f"version {manifest.version}"
+        if manifest.table is not None:
+            found = table_digest(manifest.table, manifest.aliases)
+            if found != manifest.table_digest:
+                raise PublishError(f"{at}: its table has another checksum; copy it again")
+        if held is None:
+            if not manifest.full:
+                raise PublishError(f"{at}: this receiver holds no version {manifest.parent}; {ASK}")
+            return
+        if manifest.base != held.base:
+            raise PublishError(
+                f"{at}: expected chain {held.base[:8]}, found {manifest.base[:8]}: another job "
+                "writes here; make a new WeightReceiver to follow it"
+            )
+        if manifest.version <= held.version:
+            raise PublishError(
+                f"{at}: this receiver holds version {held.version} already: a replay; let the "
+                "sender go on with newer versions"
+            )
+        parent = (manifest.parent, manifest.parent_digest)
+        if not manifest.full and parent != (held.version, held.digest):
+            raise PublishError(
+                f"{at}: it is made against version {manifest.parent}, this receiver holds version "
+                f"{held.version}: a version is missing or was replaced; {ASK}"
+            )
+        if manifest.table_digest != held.table_digest:
+            raise PublishError(f"{at}: {self._difference(manifest.table)}")
+
+    def _difference(self, table: Table | None) -> str:
+        """Name a parameter in which ``table`` differs from that of the mirror."""
+        assert self._mirror is not None
+        todo = "make a new WeightReceiver for the new model"
+        for name in sorted({*(table or {}), *self._mirror.table}) if table is not None else ():
+            mine, theirs = self._mirror.table.get(name), (table or {}).get(name)
+            if mine != theirs:
+                return f"{one_line(name)}: expected {mine or 'nothing'}, found {theirs}; {todo}"
+        return f"it has other parameters than version {self.version}; {todo}"
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and whole tensors of the held version: views of the mirror, for reading.
+
+        What is written into them is found, and refused, by the next update.
+        """
+        if self._mirror is None:
+            return
+        for name in self._mirror.table:
+            yield name, self._mirror.shaped(name).to(self._device)
+
+    def changed_values(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return what the last update changed of a parameter: flat offsets (int64), new values.
+
+        Both are empty where nothing changed; the first version changes all. Raises PublishError on
+        a name that is not published.
+        """
+        if self._mirror is None or name not in self._mirror.flats:
+            todo = "expected a name that tensors() yields"
+            raise PublishError(f"version {self.version}: {one_line(name)} is not published; {todo}")
+        flat = self._mirror.flats[name]
+        if self._is_new:
+            where = torch.arange(flat.numel())
+        else:
+            rows = [one.offsets() for one in self._changes.get(name, ())]
+            where = torch.unique(torch.cat(rows)) if rows else torch.empty(0, dtype=torch.int64)
+        return where.to(self._device), flat[where].to(self._device)
+
+    def check_engine(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise PublishError where an engine's tensors cannot take these weights as they are.
+
+        ``tensors``: of the inference engine, by the published names. Names that are not published
+        are refused, as are other shapes and other dtypes, such as those of quantized weights.
+        """
+        if self._mirror is None:
+            raise PublishError("version 0: nothing to compare with; call update before")
+        for name, tensor in tensors:
+            known = self._mirror.table.get(self._mirror.aliases.get(name, name))
+            at = f"version {self.version}: {one_line(name)}"
+            if known is None:
+                raise PublishError(f"{at} is in the engine and not published; leave it out")
+            shape, dtype = known
+            if tensor.dtype != DTYPES[dtype]:
+                raise PublishError(
+                    f"{at}: expected {dtype}, found {tensor.dtype} in the engine; load the engine "
+                    "with 16-bit weights, or quantize again what changed_values returns"
+                )
+            if tuple(tensor.shape) != shape:
+                raise PublishError(
+                    f"{at}: expected shape {shape}, found {tuple(tensor.shape)} in the engine; "
+                    "give its whole tensors, under the names of the checkpoint"
+                )
+
+
+def _source_of(source: Any) -> Source:
+    if isinstance(source, (str, Path)):
+        return FolderSource(folder_of(source))
+    if isinstance(source, dist.ProcessGroup):
+        return GroupSource(source)
+    if callable(getattr(source, "read", None)):
+        return StreamSource(source)
+    todo = "expected a folder (file:///...), a stream with read(), or a process group"
+    raise ConfigError("WeightReceiver.source", type(source).__name__, todo)

@@ -1,0 +1,179 @@
+"""Streams of versions: frames of bytes, which rank 0 writes for all ranks of the job.
+
+A frame: 16 bytes (``hcf``, its kind, the rank whose part it belongs to, the bytes that follow) and
+these bytes. Kinds: D bytes of a part, V the manifest, which ends a version, X a version that is
+given up. The other ranks hand their parts to rank 0 one after the other, a bucket at a time:
+nobody holds more than a bucket of another rank's part.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from hybridcomp.errors import PublishError
+from hybridcomp.publishing.checksums import bytes_of
+from hybridcomp.publishing.destinations import Destination
+from hybridcomp.publishing.encoding import Sink
+from hybridcomp.publishing.records import Manifest
+
+MARK = b"hcf"
+DATA, VERSION, ABORT = b"D", b"V", b"X"
+FRAME = struct.Struct("<3scIQ")
+#: sizes that end a part on its way to rank 0: whole, or given up after an error
+WHOLE, GIVEN_UP = 0, -1
+
+
+class Writable(Protocol):
+    """A stream to which versions are written."""
+
+    def write(self, data: memoryview | bytes, /) -> object:
+        """Take all of ``data``, or return how many bytes of it were taken."""
+
+
+class Readable(Protocol):
+    """A stream from which versions are read."""
+
+    def read(self, nbytes: int, /) -> bytes:
+        """Return up to ``nbytes`` bytes, at least one unless the stream has ended."""
+
+
+def read_frame(stream: Readable, begun: bool) -> tuple[bytes, int, int] | None:
+    """Read the head of a frame: kind, rank, bytes; None at the end of the stream.
+
+    ``begun``: whether a version has begun, so that the end would cut it. Raises PublishError.
+    """
+    head = bytearray()
+    while len(head) < FRAME.size:
+        data = stream.read(FRAME.size - len(head))
+        if not data:
+            if head or begun:
+                raise PublishError(
+                    "the stream ends inside a version, which is not applied; let the sender make a "
+                    "new stream, with a full version first"
+                )
+            return None
+        head += data
+    mark, kind, rank, nbytes = FRAME.unpack(head)
+    if mark != MARK or kind not in (DATA, VERSION, ABORT):
+        raise PublishError(
+            f"expected a frame of published weights, found bytes {bytes(head[:4])!r}; give the "
+            "receiver a stream that only a publisher writes to"
+        )
+    return kind, rank, nbytes
+
+
+def write_all(stream: Writable, data: memoryview | bytes) -> None:
+    """Write all of ``data``; sockets and pipes without a buffer may take less at once."""
+    left = memoryview(data)
+    while len(left):
+        taken = stream.write(left)
+        left = left[taken if isinstance(taken, int) else len(left) :]
+
+
+def device_of_messages() -> torch.device:
+    """Return the device whose tensors the default group sends."""
+    if "nccl" in str(dist.get_backend()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+class Stream(Destination):
+    """A stream that rank 0 writes; parts of other ranks come to it over torch.distributed."""
+
+    def __init__(self, stream: Writable | None, ranks: tuple[int, ...]) -> None:
+        """Hold the stream of rank 0.
+
+        ``stream``: any object with ``write`` on the first of ``ranks``; elsewhere it is not used.
+        """
+        self._stream, self._ranks = stream, ranks
+        self._rank = 0
+        self._lost: Exception | None = None  # what went wrong while others sent
+
+    def wants_full(self) -> bool:
+        """Return False: a stream has no way back."""
+        return False
+
+    def begin(self, version: int, rank: int) -> Sink:
+        """Return what writes this rank's part to the stream, or sends it to rank 0."""
+        self._rank, self._lost = rank, None
+        return _Frames(self._frame, rank) if rank == 0 else _Relay(self._ranks[0])
+
+    def finish(self, problem: str | None) -> str:
+        """End this rank's part; on rank 0 pass on those of all others."""
+        rank = self._ranks.index(dist.get_rank())
+        if rank:
+            _send_size(self._ranks[0], WHOLE if problem is None else GIVEN_UP)
+        else:
+            for place in range(1, len(self._ranks)):
+                self._pass_on(place)
+            if self._lost is not None:
+                raise self._lost
+        return f"r{rank:05d}"
+
+    def _pass_on(self, place: int) -> None:
+        """Copy the part of one rank to the stream; after an error of it still take the part."""
+        sender, device = self._ranks[place], device_of_messages()
+        while True:
+            size = torch.empty(1, dtype=torch.int64, device=device)
+            dist.recv(size, sender)
+            nbytes = int(size.item())
+            if nbytes in (WHOLE, GIVEN_UP):
+                return
+            data = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            dist.recv(data, sender)
+            try:
+                if self._lost is None:
+                    self._frame(DATA, place, bytes_of(data.cpu()))
+            except Exception as error:
+                self._lost = error
+
+    def _frame(self, kind: bytes, rank: int, data: memoryview) -> None:
+        if self._stream is None:
+            raise PublishError("expected a stream on the first rank of the job, found None")
+        write_all(self._stream, FRAME.pack(MARK, kind, rank, len(data)))
+        write_all(self._stream, data)
+        flush: Callable[[], object] | None = getattr(self._stream, "flush", None)
+        if flush is not None and kind != DATA:
+            flush()
+
+    def commit(self, manifest: Manifest) -> None:
+        """Write the manifest, which makes the version readable."""
+        self._frame(VERSION, 0, memoryview(manifest.to_json()))
+
+    def abandon(self) -> None:
+        """Tell the receiver that the version is given up."""
+        if self._ranks[0] == dist.get_rank() and self._stream is not None:
+            self._frame(ABORT, 0, memoryview(b""))
+
+
+class _Frames:
+    """Writes what it gets as frames of one part."""
+
+    def __init__(self, frame: Callable[[bytes, int, memoryview], None], rank: int) -> None:
+        self._frame, self._rank = frame, rank
+
+    def write(self, data: memoryview, /) -> None:
+        if len(data):
+            self._frame(DATA, self._rank, data)
+
+
+class _Relay:
+    """Sends what it gets to the rank that writes the stream."""
+
+    def __init__(self, writer: int) -> None:
+        self._writer, self._device = writer, device_of_messages()
+
+    def write(self, data: memoryview, /) -> None:
+        if len(data):
+            _send_size(self._writer, len(data))
+            values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            dist.send(values.to(self._device), self._writer)
+
+
+def _send_size(writer: int, size: int) -> None:
+    dist.send(torch.tensor([size], dtype=torch.int64, device=device_of_messages()), writer)

@@ -1,0 +1,173 @@
+"""What an adapter says of an engine's weights, and what the ranks together make of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.errors import ConfigError, PublishError
+from hybridcomp.job.agreement import tell
+from hybridcomp.publishing.stretches import WeightRange, divide
+
+#: dtypes that are published, by their names in a block and in a manifest
+DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+#: entries of a table: name of a parameter -> its shape and the name of its dtype
+Table = dict[str, tuple[tuple[int, ...], str]]
+KEY = "publish"
+
+
+@dataclass(frozen=True)
+class Held:
+    """A stretch that this rank holds; ``read`` returns its values now, in any shape and dtype."""
+
+    stretch: WeightRange
+    read: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class EngineWeights:
+    """Weights of an engine as this rank holds them.
+
+    Attributes:
+        shapes: whole shape of every parameter that this rank knows, by its Hugging Face name.
+        dtypes: the dtype in which the model computes with each of them.
+        held: what this rank holds of them.
+        aliases: further names of tied parameters, with the name under which each is published.
+        ranks: global ranks of the job, in order; all of them call the publisher together.
+        ready: called before weights are read, on all ranks: finishes gathers that are under way.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype]
+    held: Sequence[Held]
+    ranks: tuple[int, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    ready: Callable[[], object] = lambda: None
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A part of a ``Held`` that this rank publishes: positions ``low`` to ``high`` of it."""
+
+    held: Held
+    low: int
+    high: int
+
+    @property
+    def stretch(self) -> WeightRange:
+        """Return where these values are in their parameter."""
+        return self.held.stretch.cut(self.low, self.high)
+
+
+@dataclass(frozen=True)
+class DividedWeights:
+    """Weights of a job: one table for all ranks, and what this rank publishes of them."""
+
+    table: Table
+    aliases: dict[str, str]
+    owned: list[Owned]
+
+    @property
+    def numel(self) -> int:
+        """Return the number of weights of the job."""
+        return sum(math.prod(shape) for shape, _ in self.table.values())
+
+
+def published_dtype(weights: EngineWeights, asked: str | None) -> dict[str, str]:
+    """Return the name of the dtype in which each parameter is published.
+
+    Raises ConfigError where a parameter has no 16 bits and ``asked`` names no dtype, or where it
+    names another one than the model computes with.
+    """
+    if asked is not None and asked not in DTYPES:
+        raise ConfigError(f"{KEY}.dtype", asked, f"expected one of {', '.join(DTYPES)}, or nothing")
+    found = {}
+    for name, dtype in weights.dtypes.items():
+        own = NAMES.get(dtype)
+        if own is None and asked is None:
+            kind = str(dtype).removeprefix("torch.")
+            todo = f'{name} is {kind}, and 16-bit weights are published; write "dtype": "bf16"'
+            raise ConfigError(f"{KEY}.dtype", None, todo)
+        if own is not None and asked not in (None, own):
+            todo = f"{name} is {own}: what the model computes with is published; leave it out"
+            raise ConfigError(f"{KEY}.dtype", asked, todo)
+        found[name] = own or str(asked)
+    return found
+
+
+def agree_on_weights(weights: EngineWeights, asked: str | None) -> DividedWeights:
+    """Exchange what the ranks hold, and divide it among them; a collective.
+
+    Raises ConfigError as ``published_dtype``, PublishError where ranks state different shapes for
+    one name, or where values of a parameter are held by no rank or by two in different cuts.
+    """
+    dtypes = published_dtype(weights, asked)
+    mine = {
+        "table": {name: (list(shape), dtypes[name]) for name, shape in weights.shapes.items()},
+        "aliases": dict(weights.aliases),
+        "held": [_row(one.stretch) for one in weights.held],
+    }
+    said = _exchange(mine, weights.ranks)
+    table, aliases = _merged(said)
+    held = [[WeightRange(*row) for row in one["held"]] for one in said]
+    _check_cover(table, {stretch for row in held for stretch in row})
+    place = weights.ranks.index(dist.get_rank())
+    owned = [Owned(weights.held[n], low, high) for n, low, high in divide(held, place)]
+    return DividedWeights(table, aliases, owned)
+
+
+def _row(one: WeightRange) -> tuple[str, int, int, int, int]:
+    return one.name, one.start, one.length, one.runs, one.stride
+
+
+def _exchange(mine: dict[str, Any], ranks: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Return the statements of all ranks, by place in ``ranks``."""
+    if len(ranks) < dist.get_world_size():
+        return tell(mine, what="published weights", ranks=ranks)
+    said: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(said, mine)
+    return said
+
+
+def _merged(said: Iterable[Mapping[str, Any]]) -> tuple[Table, dict[str, str]]:
+    table: Table = {}
+    aliases: dict[str, str] = {}
+    for rank, one in enumerate(said):
+        for name, (shape, dtype) in one["table"].items():
+            entry = (tuple(shape), dtype)
+            if table.setdefault(name, entry) != entry:
+                raise PublishError(
+                    f"{name}: rank {rank} of the job has {entry}, another one {table[name]}; "
+                    "publish engines whose ranks hold parts of one model"
+                )
+        aliases.update(one["aliases"])
+    return dict(sorted(table.items())), dict(sorted(aliases.items()))
+
+
+def _check_cover(table: Table, stretches: Iterable[WeightRange]) -> None:
+    """Raise PublishError unless the stretches are all values of the table, each once."""
+    for name, want, found in uncovered(table, stretches):
+        raise PublishError(
+            f"{name}: its {want} values are held in parts of {found} values together; report this "
+            "with the engine's version and settings"
+        )
+
+
+def uncovered(table: Table, stretches: Iterable[WeightRange]) -> list[tuple[str, int, int]]:
+    """Return parameters whose stretches are not as many values as it has: name, want, found.
+
+    A stretch beyond the end of its parameter counts as -1, one of an unknown parameter as well.
+    """
+    found: dict[str, int] = dict.fromkeys(table, 0)
+    want = {name: math.prod(shape) for name, (shape, _) in table.items()}
+    for one in stretches:
+        fits = one.name in want and one.start >= 0 and one.end <= want[one.name]
+        found[one.name] = found.get(one.name, 0) + one.numel if fits else -(2**62)
+    return [(n, want.get(n, 0), max(k, -1)) for n, k in found.items() if k != want.get(n, 0)]

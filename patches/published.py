@@ -1,0 +1,42 @@
+"""Implement ``hybridcomp.publish``: find the engine's adapter and the destination."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError
+from hybridcomp.patches.common.publishing_steps import destination_of
+from hybridcomp.publishing import EngineWeights, Publisher
+
+
+def publish(
+    engine: Any, to: Any, *, every: int = 1, anchor_every: int = 100, dtype: str | None = None
+) -> Publisher:
+    """See ``hybridcomp.publish``."""
+    weights = weights_of(engine)
+    destination = destination_of(to, weights)
+    return Publisher(weights, destination, every=every, anchor_every=anchor_every, dtype=dtype)
+
+
+def weights_of(engine: Any) -> EngineWeights:
+    """Return what this rank holds of an engine's weights. Raises ConfigError."""
+    kinds = {cls.__module__.partition(".")[0] for cls in type(engine).__mro__}
+    if "deepspeed" in kinds:
+        from hybridcomp.patches.ds import weights as of_deepspeed
+
+        return of_deepspeed.weights_of(engine)
+    if "megatron" in kinds or isinstance(engine, (list, tuple)):
+        from hybridcomp.patches.mcore import weights as of_megatron
+
+        if of_megatron.is_engine(engine):
+            return of_megatron.weights_of(engine)
+    from hybridcomp.patches.torch import weights as of_torch
+
+    if of_torch.is_engine(engine):
+        return of_torch.weights_of(engine)
+    todo = (
+        "expected an engine of DeepSpeed, the DistributedDataParallel of torch or megatron-core (a "
+        "list of them with virtual pipeline stages), or the root of fully_shard"
+    )
+    raise ConfigError("publish.engine", Shown(type(engine).__name__), todo)

@@ -1,0 +1,98 @@
+"""A job of plain tensors that is published: each rank holds a part of every parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.publishing import EngineWeights, Held, Publisher, WeightRange, WeightReceiver
+from hybridcomp.publishing.destinations import Destination
+
+#: shapes with an odd number of values, a scalar, a matrix that is larger than a bucket
+SHAPES: dict[str, tuple[int, ...]] = {
+    "embed.weight": (37, 19), "layers.0.bias": (5,), "layers.0.weight": (64, 48), "scale": (),
+}  # fmt: skip
+
+
+@dataclass
+class Weights:
+    """Whole parameters, the same on every rank, of which each rank publishes ranges."""
+
+    dtype: torch.dtype = torch.bfloat16
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=lambda: dict(SHAPES))
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        for name, shape in self.shapes.items():
+            self.values[name] = torch.randn(shape, generator=generator).to(self.dtype)
+
+    def step(self, number: int, share: float = 0.1) -> None:
+        """Move about ``share`` of the values by a step in the last place, up or down."""
+        generator = torch.Generator().manual_seed(1000 + number)
+        for value in self.values.values():
+            bits = value.view(torch.int16)
+            moved = torch.rand(bits.shape, generator=generator) < share
+            sign = torch.randint(0, 2, bits.shape, generator=generator, dtype=torch.int16) * 2 - 1
+            bits.add_(moved.to(torch.int16) * sign)
+
+    def held(self, sharded: bool = True, count: int | None = None) -> EngineWeights:
+        """What this rank holds: a range of each parameter, or all of them as replicas.
+
+        ``count``: ranks of the job, from 0 on; None: all.
+        """
+        rank, count = dist.get_rank(), dist.get_world_size() if count is None else count
+        found = []
+        for name, value in self.values.items():
+            flat = value.view(-1)
+            low, high = (flat.numel() * (rank + n) // count for n in (0, 1))
+            low, high = (low, high) if sharded else (0, flat.numel())
+            found.append(Held(WeightRange(name, low, high - low), partial(_same, flat[low:high])))
+        return EngineWeights(
+            {name: tuple(value.shape) for name, value in self.values.items()},
+            dict.fromkeys(self.values, self.dtype),
+            found,
+            tuple(range(count)),
+            {"head.weight": "embed.weight"},
+        )
+
+    def publisher(self, to: Destination, sharded: bool = True, **given: Any) -> Publisher:
+        """A publisher whose buckets are smaller than the largest parameter."""
+        return Publisher(self.held(sharded), to, bucket=1000, **given)
+
+
+def _same(values: Tensor) -> Tensor:
+    return values
+
+
+def same(receiver: WeightReceiver, values: dict[str, Tensor]) -> bool:
+    """Whether the mirror has the names, shapes and bits of ``values``."""
+    found = dict(receiver.tensors())
+    return found.keys() == values.keys() and all(
+        found[n].shape == v.shape and torch.equal(found[n].view(torch.int16), v.view(torch.int16))
+        for n, v in values.items()
+    )
+
+
+def changed_rightly(
+    receiver: WeightReceiver, before: dict[str, Tensor], after: dict[str, Tensor]
+) -> bool:
+    """Whether ``changed_values`` are exactly the differences of two versions."""
+    for name, new in after.items():
+        where, values = receiver.changed_values(name)
+        bits, old = new.reshape(-1).view(torch.int16), before[name].reshape(-1).view(torch.int16)
+        if not torch.equal(where, (bits != old).nonzero().reshape(-1)):
+            return False
+        if not torch.equal(values.view(torch.int16), bits[where]):
+            return False
+    return True
+
+
+def copy_of(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of all values."""
+    return {name: value.clone() for name, value in values.items()}

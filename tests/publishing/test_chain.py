@@ -1,0 +1,158 @@
+"""A chain of versions in a folder: exact on ranks, with restarts, failures and odd receivers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridcomp.errors import PublishError
+from hybridcomp.publishing import WeightReceiver
+from hybridcomp.publishing.destinations import Folder
+from tests.publishing.made import Weights, changed_rightly, copy_of, same
+from tests.ranks import RunRanks
+
+NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
+VERSIONS = 1000 if NIGHTLY else 12
+
+
+def chain(folder: Path, versions: int, sharded: bool, dtype: torch.dtype) -> tuple[int, int]:
+    """Publish ``versions``, with a restart in the middle; rank 0 receives and compares all.
+
+    Returns the full versions, and the version of the last.
+    """
+    weights = Weights(dtype)
+    publisher = weights.publisher(Folder(folder), sharded, anchor_every=100)
+    receiver = WeightReceiver(folder)
+    full = 0
+    for number in range(versions):
+        if number == versions // 2:
+            publisher.close()
+            publisher = weights.publisher(Folder(folder), sharded, anchor_every=100)
+        before = copy_of(weights.values)
+        weights.step(number, share=(0.0, 0.01, 0.3, 0.9)[number % 4])
+        summary = publisher.publish(step=number)
+        full += summary.full
+        if dist.get_rank() == 0:
+            applied = receiver.update()
+            assert applied is not None and applied.version == summary.version == number + 1
+            assert same(receiver, weights.values)
+            assert applied.changed == summary.changed
+            if number:
+                assert changed_rightly(receiver, before, weights.values)
+            assert receiver.update() is None
+    return full, publisher.version
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "replicas"])
+def test_every_version_is_exact(
+    on_ranks: RunRanks, tmp_path: Path, world_size: int, sharded: bool
+) -> None:
+    dtype = torch.bfloat16 if sharded else torch.float16
+    for full, last in on_ranks(world_size, chain, tmp_path, VERSIONS, sharded, dtype):
+        assert last == VERSIONS
+        assert full == (VERSIONS + 99) // 100  # the restart goes on: no further full version
+
+
+def lost_steps(folder: Path) -> tuple[bool, bool, bool]:
+    """A job ends behind its checkpoint: the next version is a full one of the same chain."""
+    weights = Weights()
+    publisher = weights.publisher(Folder(folder))
+    publisher.publish()
+    checkpoint = copy_of(weights.values)
+    weights.step(1)
+    publisher.publish()
+    receiver = WeightReceiver(folder)
+    receiver.update()
+    base = publisher.base
+    for name, value in checkpoint.items():
+        weights.values[name].copy_(value)
+    again = weights.publisher(Folder(folder))
+    weights.step(7)
+    summary = again.publish()
+    dist.barrier()
+    receiver.update()
+    right = same(receiver, weights.values) and receiver.version == 3
+    weights.step(8)
+    delta = again.publish()
+    receiver.update()
+    dist.barrier()
+    return summary.full and again.base == base, right, not delta.full and receiver.version == 4
+
+
+def test_after_lost_steps_the_next_version_is_full(on_ranks: RunRanks, tmp_path: Path) -> None:
+    assert on_ranks(2, lost_steps, tmp_path) == [(True, True, True)] * 2
+
+
+def failing(folder: Path) -> list[str]:
+    """Rank 1 cannot read its weights in the middle of a version; afterwards all goes on."""
+    weights = Weights()
+    publisher = weights.publisher(Folder(folder))
+    publisher.publish()
+    receiver = WeightReceiver(folder)
+    receiver.update()
+    before = copy_of(weights.values)
+    weights.step(1)
+    held = publisher._encoder.shards[-1].owned.held
+    read = held.read
+    if dist.get_rank() == 1:
+        object.__setattr__(held, "read", lambda: 1 / 0)
+    told = []
+    try:
+        publisher.publish()
+    except PublishError as error:
+        told.append(str(error))
+    dist.barrier()
+    assert receiver.update() is None and same(receiver, before)
+    assert not list(folder.rglob("v0000000002*"))
+    dist.barrier()
+    object.__setattr__(held, "read", read)
+    summary = publisher.publish()
+    dist.barrier()
+    receiver.update()
+    assert summary.full and summary.version == 2 and same(receiver, weights.values)
+    return told
+
+
+def test_a_rank_that_fails_leaves_no_version(on_ranks: RunRanks, tmp_path: Path) -> None:
+    told = on_ranks(2, failing, tmp_path)
+    assert told[0] == told[1] and len(told[0]) == 1
+    assert told[0][0].startswith("version 2 was not published: rank 1: ZeroDivisionError")
+    assert "\n" not in told[0][0]
+
+
+def asked(folder: Path) -> tuple[bool, ...]:
+    """A receiver without the chain's begin asks for a full version, and gets one."""
+    weights = Weights()
+    publisher = weights.publisher(Folder(folder))
+    for number in range(3):
+        weights.step(number)
+        publisher.publish()
+    dist.barrier()
+    (folder / "v0000000001.json").unlink(missing_ok=True)
+    dist.barrier()
+    receiver, text = WeightReceiver(folder), ""
+    if dist.get_rank() == 0:
+        try:
+            receiver.update()
+        except PublishError as error:
+            text = str(error)
+    dist.barrier()
+    summary = publisher.publish()
+    dist.barrier()
+    applied = receiver.update()
+    assert applied is not None
+    right = applied.full and applied.versions == 1 and same(receiver, weights.values)
+    weights.step(9)
+    later = publisher.publish()
+    named = "version 1 is missing" in text if dist.get_rank() == 0 else True
+    return summary.full, right, named, not later.full
+
+
+def test_a_receiver_asks_for_a_full_version(on_ranks: RunRanks, tmp_path: Path) -> None:
+    assert on_ranks(2, asked, tmp_path) == [(True,) * 4] * 2
