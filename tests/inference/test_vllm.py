@@ -33,14 +33,13 @@ def factory(
         pytest.importorskip("vllm.distributed.weight_transfer")
     if not torch.accelerator.is_available():
         monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    found = importlib.import_module(FACTORY)
+    found: Any = importlib.import_module(FACTORY)
     for name in ("WeightTransferEngineFactory", "WeightTransferTrainerFactory"):
         kept = dict(getattr(found, name)._registry)
         monkeypatch.setattr(getattr(found, name), "_registry", kept)
     plugin = importlib.import_module("hybridcomp.inference.vllm_plugin")
     plugin.plugin()
     plugin.register()  # vLLM may load its plugins again
-    found.reload = importlib.import_module("vllm.model_executor.model_loader.reload")
     return found
 
 
