@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
+from hybridcomp.patches.common.publishing_steps import destination_of
 from hybridcomp.publishing import EngineWeights, Publisher
-from hybridcomp.publishing.destinations import Destination, Folder, folder_of
-from hybridcomp.publishing.streams import Stream
 
 
 def publish(
@@ -28,6 +26,11 @@ def weights_of(engine: Any) -> EngineWeights:
         from hybridcomp.patches.ds import weights as of_deepspeed
 
         return of_deepspeed.weights_of(engine)
+    if "megatron" in kinds or isinstance(engine, (list, tuple)):
+        from hybridcomp.patches.mcore import weights as of_megatron
+
+        if of_megatron.is_engine(engine):
+            return of_megatron.weights_of(engine)
     from hybridcomp.patches.torch import weights as of_torch
 
     if of_torch.is_engine(engine):
@@ -37,13 +40,3 @@ def weights_of(engine: Any) -> EngineWeights:
         "list of them with virtual pipeline stages), or the root of fully_shard"
     )
     raise ConfigError("publish.engine", Shown(type(engine).__name__), todo)
-
-
-def destination_of(to: Any, weights: EngineWeights) -> Destination:
-    """Return the destination that ``to`` names. Raises ConfigError."""
-    if isinstance(to, (str, Path)):
-        return Folder(folder_of(to))
-    if to is None or callable(getattr(to, "write", None)):
-        return Stream(to, weights.ranks)
-    todo = "expected a folder (file:///...), a stream with write(), or a process group"
-    raise ConfigError("publish.to", Shown(type(to).__name__), todo)

@@ -35,6 +35,7 @@ from hybridcomp.config.directional import (
 from hybridcomp.config.error_messages import NOTHING, problem, translate
 from hybridcomp.config.ledger import LedgerConfig
 from hybridcomp.config.presets import MEASURING, NAMES, NATIVE, merged
+from hybridcomp.config.publish import PublishConfig
 from hybridcomp.policy import (
     DIMENSIONS,
     MEASURED,
@@ -125,6 +126,11 @@ class CompressionConfig(Strict):
         "what stays uncompressed, and train.",
     )
     ledger: LedgerConfig = Field(LedgerConfig(), description="What is written down.")
+    publish: PublishConfig | None = Field(
+        None,
+        description="Versions of the weights for inference engines, exact deltas after optimizer "
+        "steps. Default: none.",
+    )
 
     _explicit: frozenset[Dimension] = PrivateAttr(frozenset())
     _planned: planned.Planned | None = PrivateAttr(None)
@@ -149,7 +155,8 @@ class CompressionConfig(Strict):
         config = handler(merged(data, plan))
         config._planned = plan
         config._explicit = frozenset(name for name in DIMENSIONS if name in data)
-        if data.get("preset") is None and not config._explicit and config.enabled:
+        idle = not config._explicit and config.publish is None
+        if data.get("preset") is None and idle and config.enabled:
             todo = 'names no dimension, so nothing would be compressed; add "preset" or one of'
             meant = f'("preset": "{NATIVE}" where that is meant)'
             raise problem("", NOTHING, f"{todo} {', '.join(DIMENSIONS)} {meant}")
@@ -267,6 +274,8 @@ class CompressionConfig(Strict):
         settings[f"{BLOCK}.zero.resync_every"] = self.zero.resync_every
         settings[f"{BLOCK}.pp.scatter_gather"] = self.pp.scatter_gather
         settings[f"{BLOCK}.ledger.every"] = self.ledger.every  # a report is a collective
+        if self.publish is not None:
+            settings |= {f"{BLOCK}.publish.{key}": value for key, value in self.publish}
         for name in ("enabled", "min_bytes", "start_step", "on_unsupported", "hierarchy"):
             settings[f"{BLOCK}.{name}"] = getattr(self, name)
         if self._planned is not None:

@@ -79,6 +79,8 @@ def _one(detail: ErrorDetails, model: type[BaseModel], root: str) -> tuple[str, 
     key = ".".join([root, *path])
     if kind == "extra_forbidden":
         return key, found, _unknown_key(path, model)
+    if kind == "missing":
+        return key, NOTHING, f"{path[-1]} is required; write it"
     if kind in _EXPECTED:
         if path == ["ledger"] and isinstance(found, str):
             return key, found, f"expected an object; write {json.dumps({'jsonl': found})}"

@@ -39,6 +39,11 @@ def describe(config: CompressionConfig, absent: Collection[Dimension] = ()) -> l
     lines += _guarded(config, absent)
     if isinstance(config.hierarchy, int):
         lines.append(f"{'nodes':13} every {config.hierarchy} consecutive ranks share one")
+    if config.publish is not None:
+        to, every, full = config.publish.to, config.publish.every, config.publish.anchor_every
+        lines.append(
+            f"{'publish':13} to {to}, every {every} step(s), in full every {full} versions"
+        )
     start = f"; all messages before step {config.start_step}" if config.start_step else ""
     lines.append(f"{'also native':13} messages under {config.min_bytes} bytes{start}")
     return lines
@@ -133,7 +138,7 @@ def idle_notes(config: CompressionConfig, largest_nbytes: int | None = None) -> 
     ``largest_nbytes``: size of the job's largest message, where that is known.
     """
     active = any(config.active(name) for name in DIMENSIONS)
-    if not active and config.preset == NATIVE:
+    if not active and (config.preset == NATIVE or config.publish is not None):
         return []
     if not active:
         meant = f'name a codec, or write "preset": "{NATIVE}" where that is meant'

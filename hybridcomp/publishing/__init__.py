@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from hybridcomp.publishing.publisher import Publisher, VersionSummary
 from hybridcomp.publishing.receiver import AppliedVersion, WeightReceiver
-from hybridcomp.publishing.stretches import Stretch, stretch_of_block
+from hybridcomp.publishing.stretches import WeightRange, stretch_of_block
 from hybridcomp.publishing.weights import DTYPES, EngineWeights, Held
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "EngineWeights",
     "Held",
     "Publisher",
-    "Stretch",
+    "WeightRange",
     "VersionSummary",
     "WeightReceiver",
     "stretch_of_block",

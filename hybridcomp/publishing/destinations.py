@@ -31,7 +31,13 @@ TO = "publish.to"
 
 
 class Destination(ABC):
-    """Takes the parts of all ranks and the manifest of a version."""
+    """Takes the parts of all ranks and the manifest of a version.
+
+    Attributes:
+        apply_s: seconds in which the slowest receiver applied the last version; None: not known.
+    """
+
+    apply_s: float | None = None
 
     def latest(self) -> Manifest | None:
         """Return the newest version that is there, on rank 0; None where none can be read back."""

@@ -25,7 +25,7 @@ from hybridcomp.publishing.records import (
     part_end,
     part_head,
 )
-from hybridcomp.publishing.stretches import Stretch
+from hybridcomp.publishing.stretches import WeightRange
 from hybridcomp.publishing.weights import DTYPES, DividedWeights, Owned
 
 #: values of a bucket: the most that are encoded at once
@@ -62,7 +62,7 @@ class Shard:
 
     owned: Owned
     dtype: torch.dtype
-    stretch: Stretch = field(init=False)
+    stretch: WeightRange = field(init=False)
     reference: Tensor | None = None
     digests: list[str] = field(default_factory=list)
 
@@ -178,7 +178,7 @@ class PartEncoder:
         return RAW, values.nbytes
 
     @torch.no_grad()
-    def take(self) -> dict[Stretch, str]:
+    def take(self) -> dict[WeightRange, str]:
         """Copy the present weights as reference; returns the checksum of each piece."""
         found = {}
         for shard in self.shards:

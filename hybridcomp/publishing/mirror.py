@@ -21,7 +21,7 @@ from hybridcomp.publishing.records import (
     ReadPart,
     digest_of,
 )
-from hybridcomp.publishing.stretches import Stretch
+from hybridcomp.publishing.stretches import WeightRange
 from hybridcomp.publishing.weights import DTYPES, Table, uncovered
 
 CODEC = StepCode()
@@ -34,7 +34,7 @@ DENSE = 2
 class Change:
     """New values of a piece: those at ``positions``, or all of them with a mask of the changed."""
 
-    stretch: Stretch
+    stretch: WeightRange
     values: Tensor
     positions: Tensor | None
     mask: Tensor | None
@@ -59,7 +59,7 @@ class Change:
 
 
 @dataclass
-class Staged:
+class CheckedVersion:
     """A version that was checked: nothing of the mirror has changed yet."""
 
     manifest: Manifest
@@ -90,7 +90,7 @@ class Mirror:
         return self.flats[name].view(self.table[name][0])
 
 
-def stage(manifest: Manifest, parts: Sequence[ReadPart], mirror: Mirror | None) -> Staged:
+def stage(manifest: Manifest, parts: Sequence[ReadPart], mirror: Mirror | None) -> CheckedVersion:
     """Check and decode all pieces of a version; changes nothing of ``mirror``.
 
     Raises PublishError where pieces are missing or double, a value of the mirror is not what the
@@ -102,7 +102,7 @@ def stage(manifest: Manifest, parts: Sequence[ReadPart], mirror: Mirror | None) 
     target = fresh if mirror is None else mirror
     pieces = [one for part in parts for one in part.pieces]
     _check_cover(manifest, target.table, pieces)
-    staged = Staged(manifest, fresh=fresh if mirror is None else None)
+    staged = CheckedVersion(manifest, fresh=fresh if mirror is None else None)
     for part in parts:
         for piece in part.pieces:
             flat = target.flats[piece.stretch.name]

@@ -203,7 +203,7 @@ class Publisher:
             self._base = self._base or secrets.token_hex(16)
         mine = {
             "full": wanted or self._asked or not self._is_held, "problem": problem,
-            "base": self._base, "apply_s": getattr(self._destination, "apply_s", None),
+            "base": self._base, "apply_s": self._destination.apply_s,
             "version": self._version,
         }  # fmt: skip
         said = tell(mine, what=WHAT, ranks=self._weights.ranks)

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.foreign import one_line
 from hybridcomp.publishing.destinations import folder_of
+from hybridcomp.publishing.groups import GroupSource
 from hybridcomp.publishing.mirror import Change, Mirror, stage
 from hybridcomp.publishing.records import ASK, Manifest, table_digest
 from hybridcomp.publishing.sources import FolderSource, Offer, Source, StreamSource
@@ -231,6 +233,8 @@ class WeightReceiver:
 def _source_of(source: Any) -> Source:
     if isinstance(source, (str, Path)):
         return FolderSource(folder_of(source))
+    if isinstance(source, dist.ProcessGroup):
+        return GroupSource(source)
     if callable(getattr(source, "read", None)):
         return StreamSource(source)
     todo = "expected a folder (file:///...), a stream with read(), or a process group"

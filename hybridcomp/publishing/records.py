@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hybridcomp.errors import PublishError
 from hybridcomp.foreign import one_line, parsed_json
-from hybridcomp.publishing.stretches import Stretch
+from hybridcomp.publishing.stretches import WeightRange
 from hybridcomp.publishing.weights import DTYPES, Table
 
 FORMAT, FORMAT_VERSION = "hybridcomp_weights", 1
@@ -64,7 +64,7 @@ class PieceEntry:
         before, after: checksums of the values of the parent and of this version; "" without one.
     """
 
-    stretch: Stretch
+    stretch: WeightRange
     coding: str
     offset: int
     nbytes: int
@@ -283,6 +283,6 @@ def _piece(row: list[Any], end: int, manifest: Manifest) -> PieceEntry:
     codings = (ALONE, RAW) if manifest.full else (STEPS, RAW, SAME)
     _need(coding in codings and offset >= HEAD_NBYTES and offset + nbytes <= end, "a payload")
     _need(_is_hex(after) and (manifest.full or _is_hex(before)), "a checksum")
-    stretch = Stretch(name, start, length, runs, stride)
+    stretch = WeightRange(name, start, length, runs, stride)
     _need(stretch.numel >= changed and stretch.numel > 0, "a number of values")
     return PieceEntry(stretch, coding, offset, nbytes, changed, before, after)

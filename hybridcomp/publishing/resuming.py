@@ -19,7 +19,7 @@ from hybridcomp.job.agreement import tell
 from hybridcomp.publishing.destinations import PARTS, TO, Destination, Folder
 from hybridcomp.publishing.encoding import PartEncoder
 from hybridcomp.publishing.records import Manifest, read_manifest, read_part
-from hybridcomp.publishing.stretches import Stretch
+from hybridcomp.publishing.stretches import WeightRange
 from hybridcomp.publishing.weights import DividedWeights, EngineWeights
 
 
@@ -82,7 +82,7 @@ def resume(
     return Resumed(found.base, found.version, found.digest, reasons[0]["since"], True, text)
 
 
-def _pieces(folder: Path, manifest: Manifest, rank: int) -> dict[Stretch, str]:
+def _pieces(folder: Path, manifest: Manifest, rank: int) -> dict[WeightRange, str]:
     """Return the checksums of the pieces in the part of ``rank``; {} where it has none."""
     for entry in manifest.parts:
         if entry.rank == rank:

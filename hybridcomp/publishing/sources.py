@@ -165,17 +165,21 @@ class StreamSource(Source):
 
     def __init__(self, stream: Readable) -> None:
         """Read from ``stream``."""
-        self._stream = stream
+        self._stream: Readable = stream
 
     def offers(self, held: Manifest | None, until: int | None = None) -> Iterator[Offer]:
         """Yield the next version of the stream; nothing at its end."""
         with ExitStack() as stack:
-            offer = self._receive(stack)
+            offer = self._receive(stack, after_abort=True)
             if offer is not None:
                 yield offer
 
-    def _receive(self, stack: ExitStack) -> Offer | None:
-        """Spool parts until their manifest comes. Raises PublishError where the stream is cut."""
+    def _receive(self, stack: ExitStack, after_abort: bool) -> Offer | None:
+        """Spool parts until their manifest comes; None at the end of the stream.
+
+        ``after_abort``: whether to wait for the next version where one is given up. Raises
+        PublishError where the stream is cut.
+        """
         files: dict[int, Any] = {}
         while True:
             frame = read_frame(self._stream, begun=bool(files))
@@ -190,6 +194,8 @@ class StreamSource(Source):
                 for file in files.values():
                     file.close()
                 files = {}
+                if not after_abort:
+                    return None
             elif kind == VERSION:
                 return self._offer(nbytes, files)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, order=True)
-class Stretch:
+class WeightRange:
     """A part of a parameter: ``runs`` rows of ``length`` values each, ``stride`` values apart.
 
     Row i holds the flat offsets ``start + i * stride`` to ``start + i * stride + length``. One row
@@ -35,17 +35,17 @@ class Stretch:
         """Return the flat offset behind the last value."""
         return self.start + (self.runs - 1) * self.stride + self.length
 
-    def cut(self, low: int, high: int) -> Stretch:
+    def cut(self, low: int, high: int) -> WeightRange:
         """Return values ``low`` to ``high`` of this stretch: whole rows, or a part of one row."""
         if self.runs == 1:
-            return Stretch(self.name, self.start + low, high - low)
+            return WeightRange(self.name, self.start + low, high - low)
         row = low // self.length
         start = self.start + row * self.stride + low % self.length
         if (high - 1) // self.length == row:
-            return Stretch(self.name, start, high - low)
+            return WeightRange(self.name, start, high - low)
         assert low % self.length == 0 == high % self.length, "rows are cut between each other"
         runs = (high - low) // self.length
-        return Stretch(self.name, start, self.length, runs, self.stride if runs > 1 else 0)
+        return WeightRange(self.name, start, self.length, runs, self.stride if runs > 1 else 0)
 
     def border(self, position: int) -> int:
         """Return the nearest position at or below ``position`` where this stretch may be cut."""
@@ -80,7 +80,7 @@ class Stretch:
 
 def stretch_of_block(
     name: str, shape: Sequence[int], offset: Sequence[int], local: Sequence[int]
-) -> Stretch | None:
+) -> WeightRange | None:
     """Return the stretch of a block of a tensor; None where its rows are not evenly spaced.
 
     ``shape``: of the tensor; ``offset``: where the block begins in each dimension; ``local``: its
@@ -91,19 +91,19 @@ def stretch_of_block(
     numel = math.prod(local)
     cut = [dim for dim in range(len(shape)) if local[dim] != shape[dim]]
     if numel == 0 or not cut:
-        return Stretch(name, start, numel)
+        return WeightRange(name, start, numel)
     last = cut[-1]
     length = local[last] * strides[last]
     outer = [dim for dim in range(last) if local[dim] > 1]
     if not outer:
-        return Stretch(name, start, length)
+        return WeightRange(name, start, length)
     # rows are evenly spaced where all outer dimensions but the first are whole
     if any(local[dim] != shape[dim] for dim in range(outer[0] + 1, last)):
         return None
-    return Stretch(name, start, length, numel // length, shape[last] * strides[last])
+    return WeightRange(name, start, length, numel // length, shape[last] * strides[last])
 
 
-def divide(held: Sequence[Sequence[Stretch]], place: int) -> list[tuple[int, int, int]]:
+def divide(held: Sequence[Sequence[WeightRange]], place: int) -> list[tuple[int, int, int]]:
     """Divide stretches evenly among the ranks that hold the same; a value has one owner.
 
     Args:
@@ -112,12 +112,12 @@ def divide(held: Sequence[Sequence[Stretch]], place: int) -> list[tuple[int, int
 
     Returns what this rank owns: the place of a stretch in its list, and the borders in it.
     """
-    holders: dict[Stretch, list[int]] = {}
+    holders: dict[WeightRange, list[int]] = {}
     for rank, stretches in enumerate(held):
         for stretch in stretches:
             if stretch.numel and rank not in (known := holders.setdefault(stretch, [])):
                 known.append(rank)
-    together: dict[tuple[int, ...], list[Stretch]] = {}
+    together: dict[tuple[int, ...], list[WeightRange]] = {}
     for stretch, known in sorted(holders.items()):
         together.setdefault(tuple(known), []).append(stretch)
     at = {stretch: number for number, stretch in enumerate(held[place])}

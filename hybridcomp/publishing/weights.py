@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.job.agreement import tell
-from hybridcomp.publishing.stretches import Stretch, divide
+from hybridcomp.publishing.stretches import WeightRange, divide
 
 #: dtypes that are published, by their names in a block and in a manifest
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -27,7 +27,7 @@ KEY = "publish"
 class Held:
     """A stretch that this rank holds; ``read`` returns its values now, in any shape and dtype."""
 
-    stretch: Stretch
+    stretch: WeightRange
     read: Callable[[], Tensor]
 
 
@@ -61,7 +61,7 @@ class Owned:
     high: int
 
     @property
-    def stretch(self) -> Stretch:
+    def stretch(self) -> WeightRange:
         """Return where these values are in their parameter."""
         return self.held.stretch.cut(self.low, self.high)
 
@@ -116,14 +116,14 @@ def agree_on_weights(weights: EngineWeights, asked: str | None) -> DividedWeight
     }
     said = _exchange(mine, weights.ranks)
     table, aliases = _merged(said)
-    held = [[Stretch(*row) for row in one["held"]] for one in said]
+    held = [[WeightRange(*row) for row in one["held"]] for one in said]
     _check_cover(table, {stretch for row in held for stretch in row})
     place = weights.ranks.index(dist.get_rank())
     owned = [Owned(weights.held[n], low, high) for n, low, high in divide(held, place)]
     return DividedWeights(table, aliases, owned)
 
 
-def _row(one: Stretch) -> tuple[str, int, int, int, int]:
+def _row(one: WeightRange) -> tuple[str, int, int, int, int]:
     return one.name, one.start, one.length, one.runs, one.stride
 
 
@@ -151,7 +151,7 @@ def _merged(said: Iterable[Mapping[str, Any]]) -> tuple[Table, dict[str, str]]:
     return dict(sorted(table.items())), dict(sorted(aliases.items()))
 
 
-def _check_cover(table: Table, stretches: Iterable[Stretch]) -> None:
+def _check_cover(table: Table, stretches: Iterable[WeightRange]) -> None:
     """Raise PublishError unless the stretches are all values of the table, each once."""
     for name, want, found in uncovered(table, stretches):
         raise PublishError(
@@ -160,7 +160,7 @@ def _check_cover(table: Table, stretches: Iterable[Stretch]) -> None:
         )
 
 
-def uncovered(table: Table, stretches: Iterable[Stretch]) -> list[tuple[str, int, int]]:
+def uncovered(table: Table, stretches: Iterable[WeightRange]) -> list[tuple[str, int, int]]:
     """Return parameters whose stretches are not as many values as it has: name, want, found.
 
     A stretch beyond the end of its parameter counts as -1, one of an unknown parameter as well.

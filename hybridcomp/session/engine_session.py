@@ -38,6 +38,7 @@ from hybridcomp.job.agreement import agree, versions
 from hybridcomp.log import Once
 from hybridcomp.policy import ONE_WAY, Dimension
 from hybridcomp.session import wandb_run
+from hybridcomp.session.followers import StepFollower
 from hybridcomp.session.reporter import Event, Reporter, describe_run
 
 #: attribute of an engine with its session
@@ -96,6 +97,7 @@ class EngineSession:
         models: number of models whose parameters were named.
         restored: whether the engine has loaded its checkpoint since ``begin``.
         loaded: whether ``load`` has run since.
+        followers: what else is done around steps.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class EngineSession:
         self.models = 0
         self.restored = self.loaded = False
         self.kept_in = kept_in
+        self.followers: list[StepFollower] = []
         self.say = Once()
         self._device = device
         self._interval = interval or (lambda: channels.config.ledger.interval)
@@ -240,6 +243,19 @@ class EngineSession:
 
     # steps
 
+    def follow(self, follower: StepFollower) -> None:
+        """Call ``follower`` around every optimizer step, and close it with the session."""
+        self.followers.append(follower)
+
+    def before_step(self) -> None:
+        """Call the followers while the weights are those before an optimizer step.
+
+        Where the engine's own step is about to begin, or at any moment before it at which all ranks
+        of the engine come by; calls after the first of a step are harmless.
+        """
+        for follower in self.followers:
+            follower.before_step()
+
     def begin_step(self) -> bool:
         """Begin a step, unless it has begun: before its first forward pass, or before any of them.
 
@@ -264,9 +280,12 @@ class EngineSession:
         self.loss_scale = loss_scale
         advice = "" if self.kept_in else ADVICE
         self.say(*(f"{text}{advice}" for text in channels.close_step(sampled, self.device)))
+        for follower in self.followers:
+            follower.after_step(channels.step)
         every = self._interval()
         if self.reporter is not None and every and channels.step % every == 0:
-            self._write(self.reporter.report(channels.step), channels.step)
+            events = self.reporter.report(channels.step, self.followers)
+            self._write(events, channels.step)
 
     def take_events(self) -> list[Event]:
         """Return the figures of the last report, once, for a trainer that logs at other moments."""
@@ -339,5 +358,7 @@ class EngineSession:
 
     def close(self) -> None:
         """Write the totals; the channels send no message afterwards."""
+        while self.followers:
+            self.followers.pop().close()
         if self.reporter is not None:
             self.reporter.close()

@@ -22,14 +22,22 @@ total_raw_MB        since the run began: bytes that native would have sent, all 
 total_wire_MB       since the run began: bytes sent, all ranks                           1e6 bytes
 saved_s             since the run began: seconds saved as far as "when": "auto" has      s
                     measured them, less those spent on measuring
+version             the last published version of the weights
+versions            versions published, full_versions of them whole
+changed_share       changed weights of a version's, on average
+bits_per_weight     bits of a version for each weight of the model, on average           bits
+compare_ms          time of publishing, of the slowest rank: comparing                   ms
+encode_ms           likewise: encoding, with checksums                                   ms
+wire_ms             likewise: handing to the folder, stream or group                     ms
+apply_ms            likewise: of the slowest receiver; where receivers answer            ms
 =================== ==================================================================== =========
 
 The first four keep their names, one record a step. The others are of one dimension and direction,
 since the previous report: in JSON lines ``dimensions.<dimension>.<direction>.<figure>``
-(``residual_norm`` and the last three beside ``dimensions``), elsewhere
+(``residual_norm``, the totals and the row ``publish`` beside ``dimensions``), elsewhere
 ``train/compression/<dimension>[/<direction>]/<figure>``, without the direction for dp and zero,
-which have one, and ``train/compression/<figure>``. Hugging Face's Trainer adds ``train/`` itself:
-in its log they are ``compression/...``.
+which have one, ``train/compression/publish/<figure>``, and ``train/compression/<figure>``. Hugging
+Face's Trainer adds ``train/`` itself: in its log they are ``compression/...``.
 
 Imports nothing: programs that only read figures need no torch.
 """

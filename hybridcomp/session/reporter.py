@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from hybridcomp.config import CompressionConfig, LedgerConfig
 from hybridcomp.log import say
 from hybridcomp.policy import ONE_WAY
 from hybridcomp.session.closing import Account, before_the_end, open_account
+from hybridcomp.session.followers import StepFollower
 from hybridcomp.session.metric_names import (
     CONFIG_BLOCK,
     CONFIG_CODECS,
@@ -59,8 +60,8 @@ class Reporter:
             self._account = open_account(channels.gains, "" if jsonl is None else str(jsonl))
             _open.add(self)
 
-    def report(self, step: int) -> list[Event]:
-        """Sum the interval over the job; rank 0 prints and writes.
+    def report(self, step: int, followers: Iterable[StepFollower] = ()) -> list[Event]:
+        """Sum the interval over the job; rank 0 prints and writes. ``followers``: further rows.
 
         Returns the events on every rank, as any may have the reader. Raises CodecError where a GPU
         has met a damaged payload or an unexpected header that was not reported yet: the device is
@@ -87,12 +88,19 @@ class Reporter:
             self._account.add(interval)
         rows = ledger.rows(interval, used)
         norm = float(vector[-1]) ** 0.5
-        say(line(step, rows, dist.get_world_size()))
+        more = {one.name: dict(row) for one in followers if (row := one.row()) is not None}
+        say("; ".join([line(step, rows, dist.get_world_size()), *map(follower_line, more.items())]))
         totals = self._sums()
         if self._jsonl is not None:
-            self._jsonl.write({"step": step, RESIDUAL_NORM: norm, **totals, "dimensions": rows})
+            record = {"step": step, RESIDUAL_NORM: norm, **totals, **more, "dimensions": rows}
+            self._jsonl.write(record)
         describe_run(self._channels.config)
         self._untaken = [*events_of(rows, norm), *((PREFIX + n, v) for n, v in totals.items())]
+        self._untaken += [
+            (event_name(name, "forward", figure, True), value)
+            for name, row in more.items()
+            for figure, value in row.items()
+        ]
         return self._untaken
 
     def _sums(self) -> dict[str, float]:
@@ -192,6 +200,12 @@ def line(
                 f"{_times(row, ranks)}{error}{native}{between})"
             )
     return f"step {step}: " + ("; ".join(parts) or "nothing was sent")
+
+
+def follower_line(named: tuple[str, Mapping[str, float]]) -> str:
+    """Format the row of a follower for the progress line."""
+    name, row = named
+    return f"{name} " + ", ".join(f"{figure} {value:.4g}" for figure, value in row.items())
 
 
 def _times(row: Mapping[str, Any], ranks: int | None) -> str:

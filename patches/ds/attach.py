@@ -21,8 +21,8 @@ from hybridcomp.channels import ATTRIBUTE, Channels
 from hybridcomp.collectives.topology import machines, ranks_of
 from hybridcomp.config import BLOCK, CompressionConfig, LedgerConfig, describe, load_config
 from hybridcomp.job.devices import device_name
-from hybridcomp.patches.common import early_engines
-from hybridcomp.patches.ds import job_facts, layer_scope, record, step_messages
+from hybridcomp.patches.common import early_engines, publishing_steps
+from hybridcomp.patches.ds import job_facts, layer_scope, record, step_messages, weights
 from hybridcomp.patches.ds.job_facts import loss_scale
 from hybridcomp.patching import IN_PLACE, Seam
 from hybridcomp.policy import Dimension
@@ -155,6 +155,11 @@ def _attach(
         step_messages.sent(engine),
     )
     step_messages.watch(engine, session)
+    if block.publish is not None:
+        # a proxy: the session must not keep the engine alive
+        publishing_steps.start(
+            session, functools.partial(weights.weights_of, weakref.proxy(engine))
+        )
     process.lend(engine, session)
     session.open_reporter()
     session.warn(dtypes)
@@ -178,6 +183,7 @@ def make_take_model_step(original: Callable[..., None]) -> Callable[..., None]:
             original(self, *args, **kwargs)
             return
         session.loss_scale = loss_scale(self)
+        session.before_step()
         original(self, *args, **kwargs)
         overflow = bool(getattr(self.optimizer, "overflow", False))
         session.end_step(overflow=overflow, loss_scale=loss_scale(self), step=self.global_steps)

@@ -7,7 +7,7 @@ and 2 are encoded with loss, these are the decoded weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common.parameter_names import named_once
 from hybridcomp.patches.ds.job_facts import tensor_ranks
-from hybridcomp.publishing import EngineWeights, Held, Stretch
+from hybridcomp.publishing import EngineWeights, Held, WeightRange
 
 KEY = "publish"
 
@@ -58,7 +58,7 @@ def _is_on_disk(parameter: Any) -> bool:
 
 
 def _whole(name: str, parameter: Any) -> Held:
-    return Held(Stretch(name, 0, parameter.numel()), lambda: parameter.data)
+    return Held(WeightRange(name, 0, parameter.numel()), _Living(parameter).whole)
 
 
 def _range_of(name: str, parameter: Any) -> Held:
@@ -66,10 +66,24 @@ def _range_of(name: str, parameter: Any) -> Held:
     size = int(parameter.ds_tensor.ds_numel)
     start = min(dist.get_rank(parameter.ds_process_group) * size, int(parameter.ds_numel))
     numel = min(size, int(parameter.ds_numel) - start)
+    return Held(WeightRange(name, start, numel), _Living(parameter, numel).part)
 
-    def read() -> Tensor:
-        values: Tensor = parameter.ds_tensor.data
-        return values.reshape(-1)[:numel]
 
-    known: Callable[[], Tensor] = read
-    return Held(Stretch(name, start, numel), known)
+class _Living:
+    """A parameter, held weakly: who publishes must not keep a dropped engine's weights alive."""
+
+    def __init__(self, parameter: Tensor, numel: int = 0) -> None:
+        self._known, self._numel = weakref.ref(parameter), numel
+
+    def _parameter(self) -> Any:
+        found = self._known()
+        assert found is not None, "the engine of a publisher is alive"
+        return found
+
+    def whole(self) -> Tensor:
+        found: Tensor = self._parameter().data
+        return found
+
+    def part(self) -> Tensor:
+        found: Tensor = self._parameter().ds_tensor.data
+        return found.reshape(-1)[: self._numel]

@@ -104,6 +104,7 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
         feedback = any(channel.error_feedback for channel in channels)
         if feedback:  # else no residual depends on it, and reading it may wait for a GPU
             session.loss_scale = float(self.get_loss_scale())
+        session.before_step()
         if session.forgetful and (feedback or channels.config.start_step):
             session.say(LACKS_STATE)
         _progress.stepping = True

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hybridcomp.channels import native_nbytes
 from hybridcomp.patches.common.routes import make_torch, route, torch_seam
-from hybridcomp.patches.mcore import check
+from hybridcomp.patches.mcore import check, weights
 from hybridcomp.patches.mcore.ddp_batch import BucketBatch, Call, Kind
 from hybridcomp.patches.mcore.groups import REQUIREMENT, coordinates, sizes
 from hybridcomp.patching import Seam
@@ -99,6 +99,7 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
         model, chunk = given["module"], session.models
         named = {_name(chunk, name, p): p for name, p in model.named_parameters()}
         session.name_parameters(named.items(), _common(named))
+        weights.note(session, self)
 
     return __init__
 

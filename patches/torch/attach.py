@@ -16,10 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import NOTHING, Shown
 from hybridcomp.errors import ConfigError, SeamError
-from hybridcomp.patches.torch import torch_versions
+from hybridcomp.patches.common import publishing_steps
+from hybridcomp.patches.torch import torch_versions, weights
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.session import Source, read, say
 from hybridcomp.patches.torch.stateful import AtCheckpoint
+from hybridcomp.publishing import EngineWeights
 from hybridcomp.session import process
 
 #: attribute of a model: its Attached, None where attach found no block
@@ -58,7 +60,14 @@ def attach(model: nn.Module, source: Source | None = None) -> Attached | None:
         without_block.add(model)
     else:
         attached.on_detach(functools.partial(_forget, model))
+        publishing_steps.start(attached.session, functools.partial(_weights, weakref.ref(model)))
     return attached
+
+
+def _weights(model: weakref.ref[nn.Module]) -> EngineWeights:
+    found = model()
+    assert found is not None, "a model that steps is alive"
+    return weights.weights_of(found)
 
 
 def detach(model: nn.Module) -> None:

@@ -128,8 +128,10 @@ class Attached:
             self._has_news = False
             if self._unseen.have_come():
                 self.stepped()
-        if not self._is_open and self.channels.config.measured():
-            self.session.begin_step()
+        if not self._is_open:
+            self.session.before_step()
+            if self.channels.config.measured():
+                self.session.begin_step()
         self._is_open = True
 
     def reduced(self) -> None:

@@ -19,7 +19,7 @@ from hybridcomp.collectives.topology import ranks_of
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common.parameter_names import named_once, plain_name
-from hybridcomp.publishing import EngineWeights, Held, Stretch, stretch_of_block
+from hybridcomp.publishing import EngineWeights, Held, WeightRange, stretch_of_block
 
 KEY = "publish"
 
@@ -43,7 +43,7 @@ def _replicated(module: nn.Module, ranks: tuple[int, ...]) -> EngineWeights:
 
 
 def _whole(name: str, parameter: Tensor) -> Held:
-    return Held(Stretch(name, 0, parameter.numel()), lambda: parameter.data)
+    return Held(WeightRange(name, 0, parameter.numel()), lambda: parameter.data)
 
 
 def _sharded(model: nn.Module) -> EngineWeights:
@@ -57,14 +57,14 @@ def _sharded(model: nn.Module) -> EngineWeights:
     ranks: set[int] = set()
     managed: set[int] = set()
     modules = names_of(model)
-    for one in (one for group in groups_of(model) for one in group.fsdp_params):
+    for group, one in ((g, one) for g in groups_of(model) for one in g.fsdp_params):
         name, *others = _names(one._module_info, modules)
         aliases |= dict.fromkeys(others, name)
         sharded: Any = one.sharded_param
         managed |= {id(sharded), id(getattr(one, "_unsharded_param", None))}
         ranks |= set(sharded.device_mesh.mesh.flatten().tolist())
         shapes[name] = tuple(sharded.shape)
-        dtypes[name] = one.param_dtype or sharded.dtype
+        dtypes[name] = group.mp_policy.param_dtype or sharded.dtype
         held.append(Held(_stretch(name, sharded), functools.partial(_local, one)))
     for name, parameter in named_once(model)[0].items():
         if id(parameter) not in managed and name not in shapes:  # fully_shard's ignored_params
@@ -85,10 +85,10 @@ def _names(info: Any, modules: dict[int, str]) -> list[str]:
 
 def _local(one: Any) -> Tensor:
     local: Tensor = one.sharded_param.to_local()
-    return local.to(one.param_dtype) if one.param_dtype is not None else local
+    return local
 
 
-def _stretch(name: str, sharded: Any) -> Stretch:
+def _stretch(name: str, sharded: Any) -> WeightRange:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     local, offset = compute_local_shape_and_global_offset(

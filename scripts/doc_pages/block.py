@@ -27,6 +27,9 @@ same holds for `forward` and `backward` inside a dimension.
 #: sections behind the block's own keys: title, model of the schema, what stands above the table
 PARTS = (
     ("ledger", "LedgerConfig", 'What is written down: `"ledger": {"jsonl": "ledger.jsonl"}`.'),
+    ("publish", "PublishConfig",
+     'Versions of the weights for inference engines: `"publish": {"to": "file:///weights"}` '
+     "([publishing](publishing.md))."),
     ("guard", "GuardConfig",
      'When a dimension gives up: `"guard": {"error": 0.5}`; `"none"` for no limits.'),
     ("ramp", "RampConfig",

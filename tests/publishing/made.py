@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.publishing import EngineWeights, Held, Publisher, Stretch, WeightReceiver
+from hybridcomp.publishing import EngineWeights, Held, Publisher, WeightRange, WeightReceiver
 from hybridcomp.publishing.destinations import Destination
 
 #: shapes with an odd number of values, a scalar, a matrix that is larger than a bucket
@@ -41,15 +41,18 @@ class Weights:
             sign = torch.randint(0, 2, bits.shape, generator=generator, dtype=torch.int16) * 2 - 1
             bits.add_(moved.to(torch.int16) * sign)
 
-    def held(self, sharded: bool = True) -> EngineWeights:
-        """What this rank holds: a range of each parameter, or all of them as replicas."""
-        rank, count = dist.get_rank(), dist.get_world_size()
+    def held(self, sharded: bool = True, count: int | None = None) -> EngineWeights:
+        """What this rank holds: a range of each parameter, or all of them as replicas.
+
+        ``count``: ranks of the job, from 0 on; None: all.
+        """
+        rank, count = dist.get_rank(), dist.get_world_size() if count is None else count
         found = []
         for name, value in self.values.items():
             flat = value.view(-1)
             low, high = (flat.numel() * (rank + n) // count for n in (0, 1))
             low, high = (low, high) if sharded else (0, flat.numel())
-            found.append(Held(Stretch(name, low, high - low), lambda v=flat[low:high]: v))
+            found.append(Held(WeightRange(name, low, high - low), partial(_same, flat[low:high])))
         return EngineWeights(
             {name: tuple(value.shape) for name, value in self.values.items()},
             dict.fromkeys(self.values, self.dtype),
@@ -61,6 +64,10 @@ class Weights:
     def publisher(self, to: Destination, sharded: bool = True, **given: Any) -> Publisher:
         """A publisher whose buckets are smaller than the largest parameter."""
         return Publisher(self.held(sharded), to, bucket=1000, **given)
+
+
+def _same(values: Tensor) -> Tensor:
+    return values
 
 
 def same(receiver: WeightReceiver, values: dict[str, Tensor]) -> bool:
@@ -89,5 +96,3 @@ def changed_rightly(
 def copy_of(values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copies of all values."""
     return {name: value.clone() for name, value in values.items()}
-
-

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridcomp.publishing.stretches import Stretch, divide, stretch_of_block
+from hybridcomp.publishing.stretches import WeightRange, divide, stretch_of_block
 
 
 @given(st.data())
@@ -34,7 +34,7 @@ def test_a_block_is_found_again_in_the_flat_tensor(data: st.DataObject) -> None:
 def test_pieces_are_all_values_in_order(
     length: int, runs: int, gap: int, limit: int, start: int
 ) -> None:
-    stretch = Stretch("w", start, length, runs, length + gap if runs > 1 else 0)
+    stretch = WeightRange("w", start, length, runs, length + gap if runs > 1 else 0)
     flat = torch.arange(stretch.end)
     pieces = list(stretch.pieces(limit))
     assert all(high - low <= limit for low, high in pieces)
@@ -46,10 +46,10 @@ def test_pieces_are_all_values_in_order(
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_every_value_has_one_owner_and_replicas_share_the_work(count: int) -> None:
-    rows = Stretch("rows", 2, 3, 7, 10)
-    common = [Stretch("a", 0, 11), Stretch("b", 0, 5), rows]
-    held = [[*common, Stretch(f"own{rank}", 0, 4)] for rank in range(count)]
-    held[0].append(Stretch("empty", 0, 0))
+    rows = WeightRange("rows", 2, 3, 7, 10)
+    common = [WeightRange("a", 0, 11), WeightRange("b", 0, 5), rows]
+    held = [[*common, WeightRange(f"own{rank}", 0, 4)] for rank in range(count)]
+    held[0].append(WeightRange("empty", 0, 0))
     seen = []
     for place in range(count):
         owned = divide(held, place)

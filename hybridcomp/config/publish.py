@@ -1,0 +1,43 @@
+"""The block's key ``publish``: versions of the weights for inference engines."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from hybridcomp.config.codec_settings import Strict
+from hybridcomp.config.error_messages import problem
+
+#: how a folder is written
+URL = "file://"
+
+
+class PublishConfig(Strict):
+    """Versions of the weights, written after optimizer steps: exact deltas, a full one at times."""
+
+    to: str = Field(
+        min_length=1,
+        description="Folder for the versions: `file:///folder`, or a path. All ranks write there; "
+        "synced to an object store, or seen by the receivers, it is what they read.",
+    )
+    every: int = Field(1, ge=1, description="Optimizer steps from one version to the next.")
+    anchor_every: int = Field(
+        100,
+        ge=1,
+        description="Versions from one full version to the next. A receiver that joins, or lacks "
+        "a version, begins with a full one. Less often: fewer bytes.",
+    )
+    dtype: Literal["bf16", "fp16"] | None = Field(
+        None,
+        description="The 16 bits in which weights that have more are published. Default: what the "
+        "model computes with, which has to be bf16 or fp16 then.",
+    )
+
+    @field_validator("to")
+    @classmethod
+    def _folder(cls, found: Any) -> Any:
+        if "://" in found and not found.startswith((f"{URL}/", f"{URL}localhost/")):
+            todo = "expected a folder, file:///folder; sync it with the tool of your object store"
+            raise problem("", found, todo)
+        return found

@@ -1,0 +1,69 @@
+"""Publish after the optimizer steps of a session, by the block's key ``publish``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hybridcomp.publishing.publisher import Publisher, VersionSummary
+
+#: seconds of a summary -> the figure in a report, in milliseconds
+TIMES = {
+    "compare_s": "compare_ms", "encode_s": "encode_ms", "wire_s": "wire_ms", "apply_s": "apply_ms",
+}  # fmt: skip
+
+
+class PublishedSteps:
+    """A ``StepFollower`` that publishes; the publisher is made before the first step.
+
+    Then a checkpoint has been loaded, and the weights are still those of it: the publisher sees
+    whether its chain goes on.
+    """
+
+    name = "publish"
+
+    def __init__(self, make: Callable[[], Publisher | None]) -> None:
+        """Hold ``make``, which is called once, on all ranks together; None: nothing to publish."""
+        self._make: Callable[[], Publisher | None] | None = make
+        self._publisher: Publisher | None = None
+        self._since: list[VersionSummary] = []
+
+    def before_step(self) -> None:
+        """Make the publisher. Raises ConfigError where the weights or the folder do not fit."""
+        if self._make is not None:
+            make, self._make = self._make, None
+            self._publisher = make()
+
+    def after_step(self, step: int) -> None:
+        """Publish where the step is due."""
+        if self._publisher is not None and step % self._publisher.every == 0:
+            self._since.append(self._publisher.publish(step))
+
+    def row(self) -> dict[str, float] | None:
+        """Return the figures of the versions since the last call; None where there were none.
+
+        Shares and bits are those of an average version, times are sums.
+        """
+        since, self._since = self._since, []
+        if not since:
+            return None
+        weights = sum(one.weights for one in since)
+        found = {
+            "version": float(since[-1].version),
+            "versions": float(len(since)),
+            "full_versions": float(sum(one.full for one in since)),
+            "changed_share": sum(one.changed for one in since) / max(1, weights),
+            "bits_per_weight": 8 * sum(one.nbytes for one in since) / max(1, weights),
+            "wire_MB": sum(one.nbytes for one in since) / 1e6,
+        }
+        for key, figure in TIMES.items():
+            known = [getattr(one, key) for one in since if getattr(one, key) is not None]
+            if known:
+                found[figure] = sum(known) * 1e3
+        return found
+
+    def close(self) -> None:
+        """Close the publisher."""
+        self._make = None
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None

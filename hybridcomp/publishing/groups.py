@@ -1,0 +1,122 @@
+"""Versions over a process group of torch.distributed: the sender's first rank and the receivers.
+
+Every version begins with an all-reduce in which receivers say whether they need a full version and
+how long they have applied the last one; then the frames of a stream (``streams``) are broadcast as
+uint8. The sender waits for receivers that have not called ``update`` yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import torch
+import torch.distributed as dist
+
+from hybridcomp.publishing.records import Manifest, bytes_of
+from hybridcomp.publishing.sources import Offer, StreamSource
+from hybridcomp.publishing.streams import Stream
+
+#: bytes of a write that wait for the next one: heads of frames travel with what follows
+SMALL = 64
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Return the device whose tensors ``group`` sends."""
+    if "nccl" in str(dist.get_backend(group)):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def greet(
+    group: dist.ProcessGroup, *, sends: bool, needs_full: bool, apply_s: float
+) -> tuple[int, bool, float]:
+    """Begin a version: return the sender's rank in the group, what is needed, the most seconds."""
+    mine = [dist.get_rank(group) + 1 if sends else 0, int(needs_full), int(apply_s * 1e6)]
+    vector = torch.tensor(mine, dtype=torch.int64, device=device_of(group))
+    dist.all_reduce(vector, dist.ReduceOp.MAX, group=group)
+    sender, needed, microseconds = vector.tolist()
+    return sender - 1, bool(needed), microseconds / 1e6
+
+
+class _Broadcasts:
+    """Writes bytes as broadcasts of this rank: a size, then the bytes."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._device = group, device_of(group)
+        self._waiting = bytearray()
+
+    def write(self, data: memoryview | bytes, /) -> None:
+        self._waiting += data
+        if len(data) > SMALL:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._waiting:
+            source = dist.get_rank()
+            size = torch.tensor([len(self._waiting)], dtype=torch.int64, device=self._device)
+            dist.broadcast(size, source, group=self._group)
+            values = torch.frombuffer(self._waiting, dtype=torch.uint8).to(self._device)
+            dist.broadcast(values, source, group=self._group)
+            self._waiting = bytearray()
+
+
+class _Heard:
+    """Reads what ``_Broadcasts`` of ``sender`` wrote."""
+
+    def __init__(self, group: dist.ProcessGroup, sender: int) -> None:
+        self._group, self._device = group, device_of(group)
+        self._source = dist.get_global_rank(group, sender)
+        self._left = memoryview(b"")
+
+    def read(self, nbytes: int, /) -> bytes:
+        if not len(self._left):
+            size = torch.empty(1, dtype=torch.int64, device=self._device)
+            dist.broadcast(size, self._source, group=self._group)
+            values = torch.empty(int(size.item()), dtype=torch.uint8, device=self._device)
+            dist.broadcast(values, self._source, group=self._group)
+            self._left = bytes_of(values.cpu())
+        found, self._left = bytes(self._left[:nbytes]), self._left[nbytes:]
+        return found
+
+
+class GroupDestination(Stream):
+    """A process group, on the first rank of the job; all other members receive."""
+
+    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
+        """Send to ``group``; ``ranks``: of the job, of which only the first is in it."""
+        super().__init__(_Broadcasts(group), ranks)
+        self._group = group
+
+    def wants_full(self) -> bool:
+        """Wait for the receivers; return whether one of them needs a full version."""
+        _, needed, seconds = greet(self._group, sends=True, needs_full=False, apply_s=0.0)
+        self.apply_s = seconds or None
+        return needed
+
+
+class GroupSource(StreamSource):
+    """A process group, on a receiver; an offer is one version."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Receive from ``group``."""
+        self._group = group
+        self._needs_full, self._apply_s = True, 0.0
+
+    def offers(self, held: Manifest | None) -> Iterator[Offer]:
+        """Yield the sender's next version; nothing where the sender gave it up."""
+        sender, _, _ = greet(
+            self._group, sends=False, needs_full=self._needs_full, apply_s=self._apply_s
+        )
+        self._needs_full = True  # until this version is applied
+        self._stream = _Heard(self._group, sender)
+        with ExitStack() as stack:
+            offer = self._receive(stack, after_abort=False)
+            if offer is not None:
+                yield offer
+            else:
+                self._needs_full = held is None
+
+    def report(self, apply_s: float, failed: bool) -> None:
+        """Keep what the next greeting says."""
+        self._needs_full, self._apply_s = failed, apply_s

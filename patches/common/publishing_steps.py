@@ -1,0 +1,78 @@
+"""Start what the block's key ``publish`` asks for, and find the destination that ``to`` names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hybridcomp.config import BLOCK
+from hybridcomp.config.error_messages import Shown, idle
+from hybridcomp.errors import ConfigError
+from hybridcomp.publishing import EngineWeights, Publisher
+from hybridcomp.publishing.destinations import Destination, Folder, folder_of
+from hybridcomp.publishing.following import PublishedSteps
+from hybridcomp.publishing.groups import GroupDestination
+from hybridcomp.publishing.streams import Stream
+from hybridcomp.session.engine_session import EngineSession
+
+#: key of errors about an engine whose weights cannot be published
+KEY = "publish"
+
+
+def start(session: EngineSession, weights: Callable[[], EngineWeights]) -> None:
+    """Publish after the steps of ``session``, where its block says so.
+
+    ``weights``: returns what this rank holds, before the first step. Where the engine's weights
+    cannot be published the first step raises ConfigError, or with ``on_unsupported: native`` the
+    job says so once and trains.
+    """
+    block = session.channels.config
+    settings = block.publish
+    if settings is None:
+        return
+
+    def make() -> Publisher | None:
+        try:
+            found = weights()
+            to = destination_of(settings.to, found)
+            given = {"every": settings.every, "anchor_every": settings.anchor_every}
+            return Publisher(found, to, **given, dtype=settings.dtype)
+        except ConfigError as error:
+            key = f"{BLOCK}.{error.key}"
+            if error.key != KEY:
+                raise ConfigError(key, error.found, error.todo) from None
+            session.say(idle(key, error.found, error.todo, block.on_unsupported))
+            return None
+
+    session.follow(PublishedSteps(make))
+
+
+def destination_of(to: Any, weights: EngineWeights) -> Destination:
+    """Return the destination that ``to`` names. Raises ConfigError."""
+    if isinstance(to, (str, Path)):
+        return Folder(folder_of(to))
+    first = weights.ranks[0] == dist.get_rank()
+    if isinstance(to, dist.ProcessGroup):
+        return _of_group(to, weights) if first else Stream(None, weights.ranks)
+    if not first and to in (None, dist.GroupMember.NON_GROUP_MEMBER):
+        return Stream(None, weights.ranks)
+    if callable(getattr(to, "write", None)):
+        return Stream(to, weights.ranks)
+    todo = "expected a folder (file:///...), a stream with write(), or a process group"
+    raise ConfigError("publish.to", Shown(type(to).__name__), todo)
+
+
+def _of_group(group: dist.ProcessGroup, weights: EngineWeights) -> Destination:
+    """Return ``group`` as destination. Raises ConfigError where other ranks of the job are in it.
+
+    Members other than the first rank of the job receive; one that sends as well would wait for
+    itself.
+    """
+    both = sorted(set(dist.get_process_group_ranks(group)) & set(weights.ranks[1:]))
+    if both:
+        todo = "of the job only its first rank may be in the group, beside the receivers"
+        raise ConfigError("publish.to", Shown(f"a group with rank(s) {both[:8]} of the job"), todo)
+    return GroupDestination(group, weights.ranks)

@@ -1,0 +1,130 @@
+"""State which stretches of the weights this rank holds under megatron-core, for publishing.
+
+Megatron's own ``sharded_state_dict`` says it: for every part its global name, shape and offset,
+with layers numbered over all pipeline stages. Only parameters are taken: buffers are no weights.
+
+Where gathers of the distributed optimizer overlap the next forward pass, the weights are gathered
+before they are read, as Megatron does before it saves.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError
+from hybridcomp.patches.common import publishing_steps
+from hybridcomp.publishing import EngineWeights, Held, WeightRange, stretch_of_block
+from hybridcomp.session import process
+from hybridcomp.session.engine_session import EngineSession
+
+KEY = "publish"
+#: asks for names with the number of the layer, one for each tensor
+METADATA = {"non_homogeneous_layers": True}
+#: the wrapped chunks of a session, in the order in which they were made
+_wrapped: weakref.WeakKeyDictionary[EngineSession, list[weakref.ref[Any]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def is_engine(engine: Any) -> bool:
+    """Return whether ``engine`` is megatron-core's DistributedDataParallel, or a list of them."""
+    chunks = engine if isinstance(engine, (list, tuple)) else [engine]
+    return bool(chunks) and all(
+        any(cls.__module__.startswith("megatron.core.distributed") for cls in type(chunk).__mro__)
+        for chunk in chunks
+    )
+
+
+def weights_of(engine: Any) -> EngineWeights:
+    """Return the weights of a wrapped model, or of the chunks of a virtual pipeline.
+
+    Raises ConfigError on a part whose rows are not evenly spaced.
+    """
+    chunks: Sequence[Any] = engine if isinstance(engine, (list, tuple)) else [engine]
+    _check(chunks)
+    shapes, dtypes, held = {}, {}, []
+    for name, shape, stretch, values in (part for chunk in chunks for part in _parts(chunk)):
+        shapes[name], dtypes[name] = shape, values.dtype
+        held.append(Held(stretch, functools.partial(_detached, values)))
+    ranks = tuple(range(dist.get_world_size()))
+    return EngineWeights(shapes, dtypes, held, ranks, ready=functools.partial(_gather, chunks))
+
+
+def note(session: EngineSession, wrapper: Any) -> None:
+    """Have ``wrapper``, whose parameters the session has named, published if its block says so."""
+    known = _wrapped.setdefault(session, [])
+    if not known:
+        publishing_steps.start(session, functools.partial(_of_living, known))
+    known.append(weakref.ref(wrapper))
+
+
+def _of_living(known: Sequence[weakref.ref[Any]]) -> EngineWeights:
+    return weights_of([found for one in known if (found := one()) is not None])
+
+
+def _detached(values: Tensor) -> Tensor:
+    return values.detach()
+
+
+def _parts(chunk: Any) -> Iterator[tuple[str, tuple[int, ...], WeightRange, Tensor]]:
+    """Yield name, whole shape, stretch and values of every part of a parameter on this rank."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    found = chunk.module.sharded_state_dict(metadata=dict(METADATA))
+    apply_factories(found)
+    memory = {p.untyped_storage().data_ptr() for p in chunk.module.parameters()}
+    for part in _leaves(found):
+        if not isinstance(part, ShardedTensor) or part.data is None:
+            continue
+        values = part.data.detach()
+        if values.untyped_storage().data_ptr() not in memory:
+            continue
+        local = (1,) * part.prepend_axis_num + tuple(part.local_shape)
+        stretch = stretch_of_block(part.key, part.global_shape, part.global_offset, local)
+        if stretch is None:
+            shown = Shown(f"{part.key} {tuple(part.global_shape)} of which {local} is here")
+            raise ConfigError(KEY, shown, "its values on a rank are no evenly spaced rows")
+        yield part.key, tuple(part.global_shape), stretch, values
+
+
+def _leaves(found: Any) -> Iterator[Any]:
+    if isinstance(found, dict):
+        for value in found.values():
+            yield from _leaves(value)
+    elif isinstance(found, list):
+        for value in found:
+            yield from _leaves(value)
+    else:
+        yield found
+
+
+def _overlaps(chunk: Any) -> bool:
+    config = chunk.ddp_config
+    return bool(config.use_distributed_optimizer and config.overlap_param_gather)
+
+
+def _check(chunks: Sequence[Any]) -> None:
+    """Refuse deltas that another gather would add to once more, which changes the training."""
+    channels = process.known()
+    if channels is not None and channels["zero"].delta and any(map(_overlaps, chunks)):
+        todo = (
+            "weights are gathered before they are read, and deltas would be added twice; turn off "
+            'overlap_param_gather or "delta"'
+        )
+        raise ConfigError(KEY, Shown('overlap_param_gather beside "zero": {"delta": true}'), todo)
+
+
+@torch.no_grad()
+def _gather(chunks: Sequence[Any]) -> None:
+    """Finish the gathers of parameters that would otherwise come with the next forward pass."""
+    for chunk in chunks:
+        if _overlaps(chunk):
+            chunk.start_param_sync(force_sync=True)

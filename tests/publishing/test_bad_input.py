@@ -1,0 +1,272 @@
+"""What a receiver may meet: one line with version, tensor and remedy, and nothing changes."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridcomp.errors import ConfigError, PublishError
+from hybridcomp.publishing import WeightReceiver
+from hybridcomp.publishing.destinations import PARTS, Folder
+from hybridcomp.publishing.records import Manifest, _digest, read_manifest
+from hybridcomp.publishing.streams import Stream
+from tests.publishing.made import SHAPES, Weights, copy_of, same
+from tests.ranks import RunRanks
+
+Folders = dict[str, Path]
+
+
+def chains(folder: Path) -> None:
+    """Two chains of four versions, one of another job; one of a model with another parameter."""
+    for name in ("one", "other", "more"):
+        shapes = {**SHAPES, "new.weight": (3,)} if name == "more" else SHAPES
+        weights = Weights(shapes=dict(shapes))
+        publisher = weights.publisher(Folder(folder / name), anchor_every=3)
+        for number in range(4):
+            weights.step(number)
+            publisher.publish()
+
+
+@pytest.fixture(scope="module")
+def made(on_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chains")
+    on_ranks(2, chains, folder)
+    return folder
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    """Versions 1 and 2 of a chain; ``bring`` copies later ones."""
+    for version in (1, 2):
+        bring(made / "one", tmp_path / "here", version)
+    return tmp_path / "here"
+
+
+def bring(source: Path, target: Path, version: int) -> None:
+    """Copy a version as a tool of an object store would."""
+    (target / PARTS).mkdir(parents=True, exist_ok=True)
+    for path in source.rglob(f"v{version:010d}*"):
+        shutil.copy(path, target / path.relative_to(source))
+
+
+def manifest_of(folder: Path, version: int) -> Path:
+    return folder / f"v{version:010d}.json"
+
+
+def rewrite(folder: Path, version: int, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a manifest and make its checksum right again."""
+    path = manifest_of(folder, version)
+    found = json.loads(path.read_text())
+    del found["digest"]
+    change(found)
+    path.write_text(json.dumps({**found, "digest": _digest(found)}))
+
+
+def refused(receiver: WeightReceiver, *words: str) -> None:
+    """The update is refused in one line with ``words``, and the mirror is as before."""
+    version, before = receiver.version, copy_of(dict(receiver.tensors()))
+    with pytest.raises(PublishError) as caught:
+        receiver.update()
+    text = str(caught.value)
+    assert "\n" not in text and all(word in text for word in words), text
+    assert receiver.version == version and same(receiver, before)
+
+
+@pytest.fixture
+def receiver(folder: Path) -> WeightReceiver:
+    found = WeightReceiver(folder)
+    applied = found.update()
+    assert applied is not None and applied.version == 2 and applied.versions == 2
+    return found
+
+
+def part(folder: Path, version: int, rank: int = 1) -> Path:
+    (found,) = (folder / PARTS).glob(f"v{version:010d}.*.r{rank:05d}.part")
+    return found
+
+
+def test_a_part_that_is_half_written(receiver: WeightReceiver, folder: Path, made: Path) -> None:
+    bring(made / "one", folder, 3)
+    whole = part(folder, 3).read_bytes()
+    part(folder, 3).write_bytes(whole[:-40])
+    refused(receiver, "version 3", "r00001.part", "half-written", "copy it again")
+    part(folder, 3).write_bytes(whole)
+    applied = receiver.update()
+    assert applied is not None and applied.version == 3
+
+
+def test_a_part_that_is_not_there_yet(receiver: WeightReceiver, folder: Path, made: Path) -> None:
+    bring(made / "one", folder, 3)
+    away = part(folder, 3).rename(folder / "away")
+    assert receiver.update() is None
+    away.rename(part(made / "one", 3).parent.parent.parent / "unused")
+    bring(made / "one", folder, 3)
+    assert receiver.update() is not None
+
+
+def test_bytes_that_were_damaged(receiver: WeightReceiver, folder: Path, made: Path) -> None:
+    bring(made / "one", folder, 3)
+    path = part(folder, 3)
+    for place in (0, 20, path.stat().st_size // 2, path.stat().st_size - 30):
+        data = bytearray(part(made / "one", 3).read_bytes())
+        data[place] ^= 1
+        path.write_bytes(data)
+        refused(receiver, "version 3", "checksum", "copy it again")
+
+
+def test_a_manifest_that_was_damaged(receiver: WeightReceiver, folder: Path, made: Path) -> None:
+    bring(made / "one", folder, 3)
+    text = manifest_of(folder, 3).read_text()
+    for broken in (text[:50], "", "[]", text.replace('"changed": ', '"changed": 1')):
+        manifest_of(folder, 3).write_text(broken)
+        refused(receiver, "v0000000003.json", "manifest", "copy it again")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda found: found["parts"][0].update(file="../../secret"),
+        lambda found: found.update(parent=-1),
+        lambda found: found.update(version=True),
+        lambda found: found.update(parts=3),
+        lambda found: found.update(base="x"),
+        lambda found: found.pop("weights"),
+    ],
+)
+def test_a_manifest_with_odd_values(
+    receiver: WeightReceiver, folder: Path, made: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
+    bring(made / "one", folder, 3)
+    rewrite(folder, 3, change)
+    refused(receiver, "manifest", "copy it again")
+
+
+def test_a_version_of_another_chain(receiver: WeightReceiver, folder: Path, made: Path) -> None:
+    bring(made / "other", folder, 3)
+    refused(receiver, "version 3", "expected chain", "make a new WeightReceiver")
+
+
+def test_a_missing_version(receiver: WeightReceiver, folder: Path, made: Path) -> None:
+    """Version 4 is the full one: it is taken without version 3; a later delta would not be."""
+    bring(made / "one", folder, 4)
+    applied = receiver.update()
+    assert applied is not None and (applied.version, applied.full) == (4, True)
+
+
+def test_a_missing_version_before_a_delta(tmp_path: Path, made: Path) -> None:
+    for version in (1, 3):
+        bring(made / "one", tmp_path / "gap", version)
+    receiver = WeightReceiver(tmp_path / "gap")
+    with pytest.raises(PublishError, match="version 2 is missing.*newest: 3.*asked for"):
+        receiver.update()
+    assert receiver.version == 1 and len(list((tmp_path / "gap").glob("ask_full.*"))) == 1
+
+
+def test_a_replay_under_a_new_name(receiver: WeightReceiver, folder: Path) -> None:
+    shutil.copy(manifest_of(folder, 2), manifest_of(folder, 3))
+    refused(receiver, "version 3", "holds version 2", "replay")
+
+
+def test_a_folder_that_was_turned_back(receiver: WeightReceiver, folder: Path) -> None:
+    manifest_of(folder, 2).unlink()
+    refused(receiver, "version 1", "holds version 2", "replay")
+
+
+def test_a_version_made_against_another_one(
+    receiver: WeightReceiver, folder: Path, made: Path
+) -> None:
+    bring(made / "one", folder, 3)
+    rewrite(folder, 3, lambda found: found.update(parent_digest="0" * 32))
+    refused(receiver, "version 3", "does not follow", "full version")
+
+
+def test_a_parameter_more(receiver: WeightReceiver, folder: Path, made: Path) -> None:
+    bring(made / "more", folder, 4)
+    base = receiver.base
+    rewrite(folder, 4, lambda found: found.update(base=base))
+    refused(receiver, "version 4", "new.weight", "expected nothing", "new WeightReceiver")
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_weights_that_were_rewritten_by_hand(
+    receiver: WeightReceiver, folder: Path, made: Path, name: str
+) -> None:
+    """Found even where the version changes nothing of them; a full version puts it right."""
+    tensor = dict(receiver.tensors())[name]
+    tensor.view(torch.int16).view(-1)[-1] += 1
+    bring(made / "one", folder, 3)
+    refused(receiver, "version 3", name, "written to the mirror", "full version")
+    bring(made / "one", folder, 4)
+    manifest_of(folder, 3).unlink()
+    assert receiver.update() is not None
+    fresh = WeightReceiver(folder)
+    fresh.update()
+    assert same(receiver, dict(fresh.tensors()))
+
+
+def test_an_engine_with_quantized_weights(receiver: WeightReceiver) -> None:
+    tensors = dict(receiver.tensors())
+    receiver.check_engine({**tensors, "head.weight": tensors["embed.weight"]}.items())
+    cases = [
+        ({"scale": torch.zeros((), dtype=torch.int8)}, "expected bf16, found torch.int8"),
+        ({"scale": torch.zeros(2, dtype=torch.bfloat16)}, "expected shape ()"),
+        ({"what": torch.zeros(2)}, "what is in the engine and not published"),
+    ]
+    for engine, text in cases:
+        with pytest.raises(PublishError) as caught:
+            receiver.check_engine(engine.items())
+        assert text in str(caught.value) and "version 2" in str(caught.value)
+    with pytest.raises(PublishError, match="what is not published"):
+        receiver.changed_values("what")
+
+
+def test_sources_and_destinations_of_other_kinds() -> None:
+    with pytest.raises(ConfigError, match="s3://bucket/weights.*expected a folder of this machine"):
+        WeightReceiver("s3://bucket/weights")
+    with pytest.raises(ConfigError, match="expected a folder"):
+        WeightReceiver(3)
+    assert WeightReceiver("/nowhere/at/all").update() is None
+
+
+def streamed(versions: int) -> bytes:
+    """All versions as one stream, which rank 0 writes."""
+    weights, stream = Weights(), io.BytesIO()
+    publisher = weights.publisher(Stream(stream, (0, 1)), anchor_every=100)
+    for number in range(versions):
+        weights.step(number)
+        publisher.publish()
+    return stream.getvalue()
+
+
+def test_streams_that_end_early_or_hold_something_else(on_ranks: RunRanks) -> None:
+    data = on_ranks(2, streamed, 3)[0]
+    whole = WeightReceiver(io.BytesIO(data))
+    seen = [applied.version for applied in iter(whole.update, None)]
+    assert seen == [1, 2, 3]
+    for end in (10, 40, len(data) // 2, len(data) - 1):
+        receiver = WeightReceiver(io.BytesIO(data[:end]))
+        with pytest.raises(PublishError, match="the stream ends inside a version"):
+            for _ in range(4):
+                receiver.update()
+    with pytest.raises(PublishError, match="expected a frame of published weights"):
+        WeightReceiver(io.BytesIO(b"GET / HTTP/1.1\r\n\r\n")).update()
+    again = WeightReceiver(io.BytesIO(data + data))
+    for _ in range(3):
+        again.update()
+    with pytest.raises(PublishError, match="version 1: this receiver holds version 3.*replay"):
+        again.update()
+
+
+def test_a_manifest_is_read_as_it_was_written(folder: Path) -> None:
+    text = manifest_of(folder, 1).read_bytes()
+    found: Manifest = read_manifest(text, "here")
+    assert (
+        found.to_json() == text and found.full and found.aliases == {"head.weight": "embed.weight"}
+    )

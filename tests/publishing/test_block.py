@@ -1,0 +1,126 @@
+"""The block's key ``publish``: what it takes, and that attached engines publish by themselves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import hybridcomp
+from hybridcomp.config import CompressionConfig, describe, idle_notes
+from hybridcomp.errors import ConfigError
+from tests.patches.torch.trainer import Job as TorchJob
+from tests.patches.torch.trainer import build, optimizer_of
+from tests.patches.torch.trainer import train as train_torch
+from tests.publishing.made import same
+from tests.publishing.test_torch import whole
+from tests.ranks import RunRanks, run_ranks
+from tests.training.trainer import Job, make_engine, parameters, train, train_step
+
+STEPS = 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({}, "compression.publish.to: found nothing"),
+        ({"to": "s3://bucket/x"}, 'compression.publish.to: found "s3://bucket/x"; expected a fold'),
+        ({"to": "file://host/x"}, "expected a folder, file:///folder"),
+        ({"to": "/x", "every": 0}, "compression.publish.every: found 0"),
+        ({"to": "/x", "anchor": 3}, "did you mean 'anchor_every'?"),
+        ({"to": "/x", "dtype": "fp32"}, "compression.publish.dtype: found"),
+    ],
+)
+def test_mistakes_are_one_line_with_the_key(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        CompressionConfig.parse({"publish": settings})
+    assert text in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_block_may_only_publish() -> None:
+    block = CompressionConfig.parse({"publish": {"to": "file:///weights", "every": 2}})
+    assert any(line.startswith("publish") and "every 2 step(s)" in line for line in describe(block))
+    assert idle_notes(block) == []
+    other = CompressionConfig.parse({"publish": {"to": "file:///weights"}})
+    assert block.digest() != other.digest()
+
+
+def in_deepspeed(folder: Path) -> list[Any]:
+    """Stages 1 and 3 with a block that publishes every 2 steps; a checkpoint in the middle."""
+    found: list[Any] = []
+    for stage in (1, 3):
+        to, log = folder / f"to{stage}", folder / f"ledger{stage}.jsonl"
+        publish = {"to": to.as_uri(), "every": 2, "anchor_every": 50}
+        block = {"publish": publish, "ledger": {"every": 2, "jsonl": str(log)}}
+        native = train(Job(stage=stage, dtype="bf16", steps=STEPS, lr=1e-3))
+        job = Job(stage=stage, dtype="bf16", lr=1e-3, block=block)
+        engine = make_engine(job)
+        losses = [train_step(engine, job, step) for step in range(4)]
+        engine.save_checkpoint(str(folder / f"checkpoint{stage}"))
+        engine.destroy()
+        engine = make_engine(job)
+        engine.load_checkpoint(str(folder / f"checkpoint{stage}"))
+        losses += [train_step(engine, job, step) for step in range(4, STEPS)]
+        receiver = hybridcomp.WeightReceiver(to)
+        applied = receiver.update()
+        assert applied is not None
+        found.append(
+            (losses == native.losses, same(receiver, parameters(engine)), applied.versions,
+             [json.loads(path.read_text())["parent"] for path in sorted(to.glob("v*.json"))],
+             [json.loads(path.read_text())["step"] for path in sorted(to.glob("v*.json"))])
+        )  # fmt: skip
+        engine.destroy()
+    return found
+
+
+def test_deepspeed_publishes_by_itself_and_a_resumed_job_goes_on(tmp_path: Path) -> None:
+    """Losses are those of a job without a block, to the last bit."""
+    expected = (True, True, 3, [None, 1, 2], [2, 4, 6])
+    assert run_ranks(2, in_deepspeed, tmp_path, timeout=600.0) == [[expected] * 2] * 2
+    rows = [json.loads(line) for line in (tmp_path / "ledger1.1.jsonl").read_text().splitlines()]
+    first = rows[0]["publish"]
+    assert (first["version"], first["versions"], first["full_versions"]) == (1, 1, 1)
+    assert first["changed_share"] == 1.0 and 8 < first["bits_per_weight"] < 30
+    rows = [json.loads(line) for line in (tmp_path / "ledger1.jsonl").read_text().splitlines()]
+    last = rows[0]["publish"]
+    assert (last["version"], last["full_versions"]) == (3, 0)
+    assert 0 < last["changed_share"] < 1 and min(last[f"{n}_ms"] for n in ("encode", "wire")) > 0
+
+
+def under_torch(job: TorchJob, folder: Path) -> list[Any]:
+    """An attached model publishes after its steps; two runs of it, and native losses."""
+    native = build(job)
+    expected = train_torch(job, native, optimizer_of(job, native), 0, STEPS)
+    model = build(job)
+    optimizer = optimizer_of(job, model)
+    hybridcomp.attach(model, {"publish": {"to": str(folder)}, "ledger": {"every": 3}})
+    losses = train_torch(job, model, optimizer, 0, 3)
+    hybridcomp.detach(model)
+    attached = hybridcomp.attach(model, {"publish": {"to": str(folder)}, "ledger": {"every": 3}})
+    losses += train_torch(job, model, optimizer, 3, STEPS)
+    assert attached is not None
+    events = dict(attached.take_events())
+    receiver = hybridcomp.WeightReceiver(folder)
+    receiver.update()
+    dist.barrier()
+    right = same(receiver, whole(model))
+    hybridcomp.detach(model)
+    return [
+        losses == expected,
+        right,
+        receiver.version,
+        events["train/compression/publish/version"],
+    ]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_attached_models_publish_by_themselves(
+    on_ranks: RunRanks, tmp_path: Path, engine: Any
+) -> None:
+    job = TorchJob(engine, bf16=True)
+    assert on_ranks(2, under_torch, job, tmp_path) == [[True, True, STEPS, float(STEPS)]] * 2
+    full = [json.loads(path.read_text())["parent"] is None for path in tmp_path.glob("v*.json")]
+    assert sum(full) == 1  # the model that is attached again goes on with the chain

@@ -1,0 +1,97 @@
+"""Engines of DeepSpeed, ZeRO 0 to 3: exact versions of what the model computes with."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hybridcomp
+from hybridcomp.errors import ConfigError
+from tests.publishing.made import same
+from tests.ranks import run_ranks
+from tests.training.trainer import Job, make_engine, parameters, train, train_step
+
+NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
+STEPS = 1000 if NIGHTLY else 6
+STAGES = (0, 1, 2, 3)
+
+
+def published(folder: Path, stages: tuple[int, ...], dtype: str) -> list[str]:
+    """Train at each stage with and without a publisher; what is not as it should be."""
+    wrong = []
+    for stage in stages:
+        job = Job(stage=stage, dtype=dtype, steps=STEPS, lr=1e-3)
+        native = train(job)
+        engine = make_engine(job)
+        to = folder / f"{dtype}{stage}"
+        publisher = hybridcomp.publish(engine, to.as_uri())
+        receiver = hybridcomp.WeightReceiver(to.as_uri())
+        losses = []
+        for step in range(STEPS):
+            if step == STEPS // 2:
+                publisher.close()
+                publisher = hybridcomp.publish(engine, to.as_uri())
+            losses.append(train_step(engine, job, step))
+            summary = publisher.stepped()
+            receiver.update()
+            right = same(receiver, parameters(engine))
+            # the restart finds the weights of the step before, and goes on
+            if not right or summary is None or summary.full != (step % 100 == 0):
+                wrong.append(f"stage {stage} step {step} {summary}")
+            dist.barrier()
+        if losses != native.losses:
+            wrong.append(f"stage {stage}: {losses} {native.losses}")
+        engine.destroy()
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_versions_are_what_the_model_computes_with(tmp_path: Path, world_size: int) -> None:
+    found = run_ranks(world_size, published, tmp_path, STAGES, "bf16", timeout=3600.0)
+    assert found == [[]] * world_size
+
+
+def refused(folder: Path) -> list[str]:
+    """An fp32 engine: without a dtype, with one, and a bf16 engine with another one."""
+    told: list[str] = []
+
+    def attempt(engine: Any, **given: Any) -> None:
+        try:
+            hybridcomp.publish(engine, folder / str(len(told)), **given).publish()
+            told.append("")
+        except ConfigError as error:
+            told.append(str(error))
+
+    engine = make_engine(Job(stage=2, dtype="fp32"))
+    attempt(engine)
+    attempt(engine, dtype="bf16")
+    receiver = hybridcomp.WeightReceiver(folder / "1")
+    receiver.update()
+    rounded = {name: value.to(torch.bfloat16) for name, value in parameters(engine).items()}
+    assert same(receiver, rounded)
+    engine.destroy()
+    engine = make_engine(Job(stage=1, dtype="bf16"))
+    attempt(engine, dtype="fp16")
+    attempt(engine, every=0)
+    attempt(engine.module)
+    engine.destroy()
+    return told
+
+
+def test_what_cannot_be_published_is_refused_in_one_line(tmp_path: Path) -> None:
+    told = run_ranks(2, refused, tmp_path)
+    assert told[0] == told[1]
+    fp32, cast, other, every, module = told[0]
+    assert fp32 == (
+        "publish.dtype: found None; scale is float32, and 16-bit weights are published; "
+        'write "dtype": "bf16"'
+    )
+    assert cast == ""
+    assert "publish.dtype: found 'fp16'; scale is bf16" in other
+    assert every == "publish.every: found 0; expected a number of 1 or more"
+    assert module.startswith("publish.engine: found Tiny; expected an engine of DeepSpeed")

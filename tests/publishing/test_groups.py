@@ -1,0 +1,95 @@
+"""Versions over a process group: two ranks train, one receives; a failed one is given up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from hybridcomp.errors import ConfigError, PublishError
+from hybridcomp.patches.common.publishing_steps import destination_of
+from hybridcomp.publishing import Publisher, WeightReceiver
+from tests.publishing.made import Weights, copy_of, same
+from tests.ranks import RunRanks
+
+VERSIONS = 5
+FAILS = 3
+
+
+def over_a_group() -> list[Any]:
+    """Ranks 0 and 1 publish, rank 2 receives; rank 1 fails in one version.
+
+    Rank 2 returns the versions and what of them was full; the others the seconds of applying.
+    """
+    group: Any = dist.new_group([0, 2])
+    weights = Weights()
+    if dist.get_rank() == 2:
+        return received(group, weights)
+    held = weights.held(count=2)
+    publisher = Publisher(held, destination_of(group, held), bucket=1000)
+    found: list[Any] = []
+    reads = held.held[0].read
+    for number in range(VERSIONS):
+        weights.step(number)
+        if number == FAILS and dist.get_rank() == 1:
+            object.__setattr__(held.held[0], "read", lambda: 1 / 0)
+        try:
+            found.append(publisher.publish().apply_s)
+        except PublishError:
+            found.append("failed")
+            object.__setattr__(held.held[0], "read", reads)
+    return found
+
+
+def received(group: Any, weights: Weights) -> list[Any]:
+    receiver = WeightReceiver(group)
+    found: list[Any] = []
+    for number in range(VERSIONS):
+        before = copy_of(weights.values)
+        weights.step(number)
+        applied = receiver.update()
+        if applied is None:
+            assert same(receiver, before)
+            found.append(None)
+            continue
+        found.append((applied.version, applied.full))
+        assert same(receiver, weights.values)
+        if number == 1:  # somebody writes: the next version is refused, the one after it is full
+            dict(receiver.tensors())["scale"].add_(1.0)
+            weights.step(2)
+            with pytest.raises(PublishError, match="version 3: scale"):
+                receiver.update()
+            found.append("refused")
+            return found + rest(receiver, weights)
+    return found
+
+
+def rest(receiver: WeightReceiver, weights: Weights) -> list[Any]:
+    """The version that a rank gives up, then a full one."""
+    weights.step(3)
+    assert receiver.update() is None
+    weights.step(4)
+    applied = receiver.update()
+    assert applied is not None and same(receiver, weights.values)
+    return [None, (applied.version, applied.full)]
+
+
+def test_two_ranks_send_and_a_third_receives(on_ranks: RunRanks) -> None:
+    first, second, receiver = on_ranks(3, over_a_group)
+    assert receiver == [(1, True), (2, False), "refused", None, (4, True)]
+    assert first == second and first[0] is None and first[3] == "failed"
+    assert first[1] > 0.0
+
+
+def wrong_group() -> str:
+    try:
+        destination_of(dist.group.WORLD, Weights().held())
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_other_ranks_of_the_job_may_not_receive(on_ranks: RunRanks) -> None:
+    told = on_ranks(2, wrong_group)
+    assert told[0].startswith("publish.to: found a group with rank(s) [1] of the job")

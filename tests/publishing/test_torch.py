@@ -1,0 +1,108 @@
+"""FSDP2, HSDP and DDP: exact versions of the shards, rounded where a policy rounds them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+import hybridcomp
+from tests.patches.torch.trainer import Job, build, optimizer_of, train
+from tests.publishing.made import same
+from tests.ranks import RunRanks
+
+NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
+STEPS = 1000 if NIGHTLY else 6
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    """The whole parameters, rounded to bf16."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        local: Any = parameter.detach()
+        value = local.full_tensor() if isinstance(local, DTensor) else local
+        found[name.removeprefix("module.")] = value.to(torch.bfloat16).clone()
+    return found
+
+
+def published(job: Job, folder: Path) -> list[str]:
+    """Train with and without a publisher; what is not as it should be."""
+    native = build(job)
+    expected = train(job, native, optimizer_of(job, native), 0, STEPS)
+    model = build(job)
+    optimizer = optimizer_of(job, model)
+    publisher = hybridcomp.publish(model, folder)
+    receiver = hybridcomp.WeightReceiver(folder)
+    wrong, losses = [], []
+    for step in range(STEPS):
+        if step == STEPS // 2:
+            publisher.close()
+            publisher = hybridcomp.publish(model, folder)
+        losses += train(job, model, optimizer, step, step + 1)
+        summary = publisher.publish()
+        receiver.update()
+        if not same(receiver, whole(model)) or summary.full != (step % 100 == 0):
+            wrong.append(f"step {step}: {summary}")
+        dist.barrier()
+    publisher.close()
+    return wrong if losses == expected else [*wrong, f"{losses} {expected}"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "job"),
+    [
+        (2, Job("ddp", bf16=True)),
+        (2, Job("fsdp2", bf16=True)),
+        (2, Job("fsdp2", bf16=True, reshard=False)),
+        pytest.param(4, Job("fsdp2", bf16=True, replicas=2), marks=pytest.mark.nightly),
+        pytest.param(4, Job("fsdp2", bf16=True), marks=pytest.mark.nightly),
+    ],
+    ids=["ddp", "fsdp2", "unsharded", "hsdp", "four"],
+)
+def test_versions_are_what_the_model_computes_with(
+    on_ranks: RunRanks, tmp_path: Path, world_size: int, job: Job
+) -> None:
+    assert on_ranks(world_size, published, job, tmp_path) == [[]] * world_size
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.middle = nn.Linear(6, 7, bias=False)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def tied(folder: Path) -> list[Any]:
+    """A bf16 model with tied weights, cut at its second dimension, wrapped and not."""
+    torch.manual_seed(3)
+    model = Tied().to(torch.bfloat16)
+    fully_shard(model, shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1))
+    publisher = hybridcomp.publish(model, folder)
+    publisher.publish()
+    for parameter in model.parameters():
+        with torch.no_grad():
+            local: Any = parameter
+            local.to_local().view(torch.int16).add_(1)
+    summary = publisher.publish()
+    receiver = hybridcomp.WeightReceiver(folder)
+    receiver.update()
+    dist.barrier()
+    return [summary.full, dict(receiver.aliases), same(receiver, whole(model))]
+
+
+def test_tied_weights_come_once_and_columns_are_rows_of_a_stretch(
+    on_ranks: RunRanks, tmp_path: Path
+) -> None:
+    expected = [False, {"head.weight": "embedding.weight"}, True]
+    assert on_ranks(2, tied, tmp_path) == [expected] * 2
