@@ -64,3 +64,13 @@ def test_the_example_trains_what_it_generates_with(tmp_path: Path, stage: str) -
     assert ended.returncode == 0, ended.output
     assert "version 7, weights equal bit by bit: yes" in ended.output
     assert ended.output.count("bits a weight") == 6
+
+
+@pytest.mark.slow
+def test_the_example_of_trl_trains(tmp_path: Path) -> None:
+    for package in ("trl", "datasets", "accelerate"):
+        pytest.importorskip(package, reason="the example is one of TRL")
+    script = str(SCRIPTS / "examples" / "rollouts_grpo.py")
+    ended = run_script(tmp_path, script, "--steps", "3", ranks=2, TRL_EXPERIMENTAL_SILENCE="1")
+    assert ended.returncode == 0, ended.output
+    assert ended.output.count("bits a weight") == 3 and "rewards 0." in ended.output
