@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridcomp.codecs import StepCode
 from hybridcomp.errors import PublishError
+from hybridcomp.publishing.checksums import bytes_of, digest_of
 from hybridcomp.publishing.records import (
     ALIGN,
     ALONE,
@@ -20,8 +21,6 @@ from hybridcomp.publishing.records import (
     SAME,
     STEPS,
     PieceEntry,
-    bytes_of,
-    digest_of,
     part_end,
     part_head,
 )

@@ -13,7 +13,8 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 
-from hybridcomp.publishing.records import Manifest, bytes_of
+from hybridcomp.publishing.checksums import bytes_of
+from hybridcomp.publishing.records import Manifest
 from hybridcomp.publishing.sources import Offer, StreamSource
 from hybridcomp.publishing.streams import Stream
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from hybridcomp.codecs import StepCode
 from hybridcomp.errors import CodecError, PublishError
 from hybridcomp.foreign import one_line
+from hybridcomp.publishing.checksums import digest_of
 from hybridcomp.publishing.records import (
     ASK,
     RAW,
@@ -19,7 +20,6 @@ from hybridcomp.publishing.records import (
     Manifest,
     PieceEntry,
     ReadPart,
-    digest_of,
 )
 from hybridcomp.publishing.stretches import WeightRange
 from hybridcomp.publishing.weights import DTYPES, Table, uncovered

@@ -40,18 +40,6 @@ ASK = "ask for a full version: Publisher.ask_full() on the sender, or a new Weig
 _HEX = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
 
 
-def bytes_of(values: Tensor) -> memoryview:
-    """Return a view of the bytes of a tensor on the host: 1-D and contiguous."""
-    found: memoryview = values.detach().view(torch.uint8).numpy().data
-    return found
-
-
-def digest_of(values: Tensor) -> str:
-    """Return the checksum of 16-bit ``values`` on the host: BLAKE2b, 32 hexadecimal digits."""
-    flat = bytes_of(values.contiguous().reshape(-1))
-    return hashlib.blake2b(flat, digest_size=16).hexdigest()
-
-
 @dataclass(frozen=True)
 class PieceEntry:
     """One piece of a parameter in a part.

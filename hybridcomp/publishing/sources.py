@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hybridcomp.errors import PublishError
+from hybridcomp.publishing.checksums import in_threads
 from hybridcomp.publishing.destinations import PARTS, manifests_in, read_manifest_file
 from hybridcomp.publishing.records import (
     ASK,
@@ -38,11 +39,8 @@ class Offer:
 
     def parts(self) -> list[ReadPart]:
         """Check and return the parts."""
-        entries = self.manifest.parts
-        return [
-            read_part(file, entry, self.manifest)
-            for file, entry in zip(self.files, entries, strict=True)
-        ]
+        found = zip(self.files, self.manifest.parts, strict=True)
+        return in_threads(lambda one: read_part(one[0], one[1], self.manifest), found)
 
 
 class Source(ABC):

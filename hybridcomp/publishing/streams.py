@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.errors import PublishError
+from hybridcomp.publishing.checksums import bytes_of
 from hybridcomp.publishing.destinations import Destination
 from hybridcomp.publishing.encoding import Sink
-from hybridcomp.publishing.records import Manifest, bytes_of
+from hybridcomp.publishing.records import Manifest
 
 MARK = b"hcf"
 DATA, VERSION, ABORT = b"D", b"V", b"X"

@@ -47,6 +47,7 @@ def chain(folder: Path, versions: int, sharded: bool, dtype: torch.dtype) -> tup
     return full, publisher.version
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "replicas"])
 def test_every_version_is_exact(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +15,22 @@ from tests.publishing.made import same
 from tests.ranks import run_ranks
 from tests.training.trainer import Job, make_engine, parameters, train, train_step
 
-NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
-STEPS = 1000 if NIGHTLY else 6
 STAGES = (0, 1, 2, 3)
 
 
-def published(folder: Path, stages: tuple[int, ...], dtype: str) -> list[str]:
+def published(folder: Path, stages: tuple[int, ...], steps: int) -> list[str]:
     """Train at each stage with and without a publisher; what is not as it should be."""
     wrong = []
     for stage in stages:
-        job = Job(stage=stage, dtype=dtype, steps=STEPS, lr=1e-3)
+        job = Job(stage=stage, dtype="bf16", steps=steps, lr=1e-3)
         native = train(job)
         engine = make_engine(job)
-        to = folder / f"{dtype}{stage}"
+        to = folder / f"stage{stage}"
         publisher = hybridcomp.publish(engine, to.as_uri())
         receiver = hybridcomp.WeightReceiver(to.as_uri())
         losses = []
-        for step in range(STEPS):
-            if step == STEPS // 2:
+        for step in range(steps):
+            if step == steps // 2:
                 publisher.close()
                 publisher = hybridcomp.publish(engine, to.as_uri())
             losses.append(train_step(engine, job, step))
@@ -50,9 +47,16 @@ def published(folder: Path, stages: tuple[int, ...], dtype: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_versions_are_what_the_model_computes_with(tmp_path: Path, world_size: int) -> None:
-    found = run_ranks(world_size, published, tmp_path, STAGES, "bf16", timeout=3600.0)
+def test_versions_are_what_the_model_computes_with(tmp_path: Path) -> None:
+    assert run_ranks(2, published, tmp_path, STAGES, 6, timeout=600.0) == [[], []]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_thousand_versions(tmp_path: Path, world_size: int, stage: int) -> None:
+    found = run_ranks(world_size, published, tmp_path, (stage,), 1000, timeout=3500.0)
     assert found == [[]] * world_size
 
 

@@ -55,6 +55,7 @@ def published(job: Job, folder: Path) -> list[str]:
     return wrong if losses == expected else [*wrong, f"{losses} {expected}"]
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("world_size", "job"),
     [

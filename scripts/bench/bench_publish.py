@@ -1,0 +1,141 @@
+#!/usr/bin/env python3
+"""Measure a version of published weights: compare, encode, wire, check, apply, bits a weight.
+
+    python scripts/bench/bench_publish.py                         # tables
+    python scripts/bench/bench_publish.py --width 128 --layers 2  # a small model, in seconds
+    python scripts/bench/bench_publish.py --json out.json
+
+The traces are those of bench_deltas.py: weights in bf16 before and after a step at each learning
+rate, repeated to `--mbytes`. One rank publishes them to a folder of this machine, a receiver in the
+same process applies them; every version is compared bit for bit. A time is the smallest of
+`--repeats` versions that go there and back. `wire` is this machine's disk cache.
+
+The second table is what a receiver waits for a version over a link, in seconds: dense is two bytes
+a weight with nothing else; a version is compared, encoded, sent, checked and applied, one after the
+other, all on as many threads as torch has. Beyond the link in the last column a version takes
+longer than dense weights: coding does not pay there, on so many cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
+
+from bench.bench_deltas import RATES, table
+from bench.deltas_bench.traces import Size, Trace, traces
+from hybridcomp.publishing import EngineWeights, Held, Publisher, WeightRange, WeightReceiver
+from hybridcomp.publishing.destinations import Folder
+
+#: Gb/s of the links that are looked at
+LINKS = (0.1, 1.0, 10.0, 100.0)
+#: values of a parameter of the published model
+PARAMETER = 1 << 22
+TIMES = ("compare_s", "encode_s", "wire_s", "check_s", "apply_s")
+
+Row = dict[str, float]
+
+
+def weights_of(values: Tensor) -> EngineWeights:
+    """Return ``values`` as a model of one rank whose parameters have ``PARAMETER`` values."""
+    parts = {f"layers.{n}.weight": part for n, part in enumerate(torch.split(values, PARAMETER))}
+    held = [
+        Held(WeightRange(name, 0, part.numel()), functools.partial(_same, part))
+        for name, part in parts.items()
+    ]
+    shapes = {name: tuple(part.shape) for name, part in parts.items()}
+    return EngineWeights(shapes, dict.fromkeys(parts, values.dtype), held, (0,))
+
+
+def _same(values: Tensor) -> Tensor:
+    return values
+
+
+def measured(trace: Trace, mbytes: int, repeats: int, folder: Path) -> Row:
+    """Publish a trace there and back; return sizes, the best times, and the weights."""
+    copies = -(-mbytes * 2**20 // (2 * trace.values.numel()))
+    there, back = trace.values.repeat(copies), trace.reference.repeat(copies)
+    held = back.clone()
+    publisher = Publisher(weights_of(held), Folder(folder), anchor_every=10**9)
+    receiver = WeightReceiver(folder)
+    full = publisher.publish()
+    _received(receiver, held)
+    rows: list[Row] = []
+    for number in range(repeats):
+        held.copy_(back if number % 2 else there)
+        summary = publisher.publish()
+        rows.append({**vars(summary), **_received(receiver, held)})
+    publisher.close()
+    found = {key: min(row[key] for row in rows) for key in TIMES}
+    sizes = {"weights": float(summary.weights), "full bits": full.bits_per_weight}
+    sizes |= {"changed": rows[0]["changed"] / summary.weights}
+    return {**sizes, "bits": 8 * rows[0]["nbytes"] / summary.weights, **found}
+
+
+def _received(receiver: WeightReceiver, values: Tensor) -> Row:
+    applied = receiver.update()
+    assert applied is not None
+    parts = {int(name.split(".")[1]): tensor for name, tensor in receiver.tensors()}
+    whole = torch.cat([parts[number] for number in sorted(parts)])
+    if not torch.equal(whole.view(torch.int16), values.view(torch.int16)):
+        raise AssertionError("the receiver has other values")
+    return {"check_s": applied.check_s, "apply_s": applied.apply_s}
+
+
+def waits(row: Row) -> Row:
+    """Return the seconds that a version and dense weights take over each link.
+
+    ``pays below``: the link in Gb/s from which on dense weights arrive earlier.
+    """
+    work = sum(row[key] for key in TIMES if key != "wire_s")
+    found: Row = {}
+    for link in LINKS:
+        found[f"{link:g} Gb/s, version"] = work + row["bits"] * row["weights"] / link / 1e9
+        found[f"{link:g} Gb/s, dense"] = 16 * row["weights"] / link / 1e9
+    found["pays below, Gb/s"] = (16 - row["bits"]) * row["weights"] / work / 1e9
+    return found
+
+
+def main() -> int:
+    """Parse arguments, train, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--width", type=int, default=384, help="a multiple of 64 (default 384)")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--warmup", type=int, default=60, help="steps at 1e-3 before all traces")
+    parser.add_argument("--settle", type=int, default=4, help="steps at a rate before its trace")
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES)
+    parser.add_argument("--mbytes", type=int, default=256, help="size of the published weights")
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    arguments = parser.parse_args()
+    rows: dict[float, Row] = {}
+    size = Size(arguments.width, arguments.layers)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            for trace in traces(size, arguments.rates, arguments.warmup, arguments.settle):
+                place = Path(folder, f"{trace.rate:g}")
+                rows[trace.rate] = measured(trace, arguments.mbytes, arguments.repeats, place)
+        finally:
+            dist.destroy_process_group()
+    print(f"One version, on {torch.get_num_threads()} thread(s), by learning rate:")
+    print(table(rows, list(next(iter(rows.values()))), 4))
+    links = {rate: waits(row) for rate, row in rows.items()}
+    print("\nSeconds until a receiver has it:")
+    print(table(links, list(next(iter(links.values()))), 3))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

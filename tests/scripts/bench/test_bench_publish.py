@@ -1,0 +1,42 @@
+"""What ``bench_publish.py`` makes of its times, and a run of seconds."""
+
+from __future__ import annotations
+
+import sys
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from bench import bench_publish
+from tests.ranks import run_ranks
+
+
+def test_beyond_the_break_even_link_dense_weights_arrive_earlier() -> None:
+    times = {"compare_s": 0.1, "encode_s": 0.2, "wire_s": 9.0, "check_s": 0.15, "apply_s": 0.05}
+    found = bench_publish.waits({"weights": 1e9, "bits": 4.0, **times})
+    assert found["1 Gb/s, version"] == pytest.approx(4.5)
+    assert found["1 Gb/s, dense"] == pytest.approx(16.0)
+    link = found["pays below, Gb/s"]
+    assert link == pytest.approx(24.0)
+    assert 0.5 + 4.0 / link == pytest.approx(16.0 / link)
+
+
+def run(arguments: list[str]) -> int:
+    """The script in a rank, whose process group is its own."""
+    dist.destroy_process_group()
+    with mock.patch.object(sys, "argv", ["bench_publish.py", *arguments]):
+        try:
+            status: int = bench_publish.main()
+            return status
+        finally:
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+def test_a_run_of_seconds(capfd: pytest.CaptureFixture[str]) -> None:
+
+    small = ["--width", "64", "--layers", "1", "--warmup", "2", "--settle", "1", "--mbytes", "1"]
+    assert run_ranks(1, run, [*small, "--rates", "1e-3", "--repeats", "2"]) == [0]
+    shown = capfd.readouterr().out
+    assert "| bits | " in shown and "pays below, Gb/s" in shown
