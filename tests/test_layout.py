@@ -52,6 +52,8 @@ ALLOWED: dict[str, set[str]] = {
         "autotune", "channels", "codecs", "collectives", "config", "dimensions", "errors", "job",
         "log", "nn", "patching", "policy", "publishing", "rules", "session",
     },
+    # adapters to inference engines; each module imports its own
+    "inference": {"errors", "foreign", "log", "patching", "publishing"},
     # callbacks of the trainers that people use; each module imports its own
     "trainers": {"", "config", "errors", "log", "patches", "session"},
     # layers whose own traffic goes through the channels of a session, or natively without one

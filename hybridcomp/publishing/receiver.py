@@ -84,8 +84,11 @@ class WeightReceiver:
         """Return further names of tied parameters, with the name that ``tensors`` yields."""
         return {} if self._mirror is None else dict(self._mirror.aliases)
 
-    def update(self) -> AppliedVersion | None:
+    def update(self, until: int | None = None) -> AppliedVersion | None:
         """Apply all versions that are there; None where there is no new one.
+
+        ``until``: the last version to apply from a folder, for receivers of one engine that must
+        all hold the same version while newer ones arrive.
 
         A stream and a process group offer one version at a time: the call waits for it, and
         returns None at the end of the stream.
@@ -96,7 +99,7 @@ class WeightReceiver:
         begun = time.perf_counter()
         changes: dict[str, list[Change]] = {}
         is_new, count, full, check_s, apply_s = False, 0, False, 0.0, 0.0
-        for offer in self._source.offers(self._held):
+        for offer in self._source.offers(self._held, until):
             checking = time.perf_counter()
             try:
                 found, is_first = self._apply(offer)

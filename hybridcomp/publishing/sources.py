@@ -47,8 +47,11 @@ class Source(ABC):
     """Offers versions in the order in which they can be applied."""
 
     @abstractmethod
-    def offers(self, held: Manifest | None) -> Iterator[Offer]:
-        """Yield versions after ``held``; each is applied before the next is asked for."""
+    def offers(self, held: Manifest | None, until: int | None = None) -> Iterator[Offer]:
+        """Yield versions after ``held``; each is applied before the next is asked for.
+
+        ``until``: the last version to yield; a stream yields its next one, whichever it is.
+        """
 
     def report(self, apply_s: float, failed: bool) -> None:  # noqa: B027
         """Tell the sender, where it listens, what applying took, and whether it failed."""
@@ -62,14 +65,14 @@ class FolderSource(Source):
         self.path = path
         self._has_asked: set[int] = set()
 
-    def offers(self, held: Manifest | None) -> Iterator[Offer]:
-        """Yield the versions that lead to the newest one.
+    def offers(self, held: Manifest | None, until: int | None = None) -> Iterator[Offer]:
+        """Yield the versions that lead to the newest one, or to ``until``.
 
         Ends before a version whose parts are not all there. Raises PublishError where a link of
         the chain is missing and no full version comes after it.
         """
         while True:
-            manifest = self._next(held)
+            manifest = self._next(held, until)
             if manifest is None:
                 return
             with ExitStack() as stack:
@@ -79,9 +82,11 @@ class FolderSource(Source):
                 yield Offer(manifest, files)
             held = manifest
 
-    def _next(self, held: Manifest | None) -> Manifest | None:
+    def _next(self, held: Manifest | None, until: int | None) -> Manifest | None:
         """Return the version to apply after ``held``; None where there is none."""
         paths = manifests_in(self.path)
+        if until is not None:
+            paths = {version: path for version, path in paths.items() if version <= until}
         newer = {v: path for v, path in paths.items() if held is None or v > held.version}
         if not newer:
             self._check_newest(paths, held)
@@ -160,7 +165,7 @@ class StreamSource(Source):
         """Read from ``stream``."""
         self._stream: Readable = stream
 
-    def offers(self, held: Manifest | None) -> Iterator[Offer]:
+    def offers(self, held: Manifest | None, until: int | None = None) -> Iterator[Offer]:
         """Yield the next version of the stream; nothing at its end."""
         with ExitStack() as stack:
             offer = self._receive(stack, after_abort=True)

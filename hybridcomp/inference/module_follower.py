@@ -1,0 +1,100 @@
+"""Update a plain torch module, such as a model of transformers, with published weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from hybridcomp.errors import PublishError
+from hybridcomp.foreign import one_line
+from hybridcomp.inference.checks import refuse_quantized
+from hybridcomp.inference.follower import Follower, Patched
+from hybridcomp.publishing import WeightReceiver
+
+
+class ModuleFollower:
+    """Keeps the parameters of a module at a published version: ``update()`` before generating.
+
+    The module has the parameters of the trained one, by the same names, in the published dtype. Its
+    buffers are its own. ``close`` is not needed: mirror and fingerprints go with this object.
+    """
+
+    def __init__(
+        self, module: Module, source: Any, *, wait_s: float = 60.0, verify: bool = True
+    ) -> None:
+        """Hold the module; nothing is read before ``update``.
+
+        Args:
+            module: takes the weights, in place, on its own device.
+            source: as for ``hybridcomp.WeightReceiver``.
+            wait_s: seconds to wait for a version that is announced and not there yet.
+            verify: whether to look for weights that somebody else has written since.
+        """
+        self.receiver = WeightReceiver(source)
+        self._follower = Follower(
+            self.receiver, _ModuleWeights(module, self.receiver), wait_s=wait_s, verify=verify
+        )
+
+    @property
+    def version(self) -> int | None:
+        """Return the version that the module holds; None where it holds none as a whole."""
+        return self._follower.version
+
+    def update(self, version: int | None = None) -> tuple[str, ...]:
+        """Bring the module to ``version``, None: to the newest one.
+
+        Returns the names of parameters that were written. Raises PublishError, in one line; the
+        module then holds the version that it held.
+        """
+        return self._follower.follow(version)
+
+
+class _ModuleWeights:
+    """The parameters of a module as a ``Follower`` writes them."""
+
+    def __init__(self, module: Module, receiver: WeightReceiver) -> None:
+        self._module, self._receiver = module, receiver
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Return the module's parameters, tied ones once."""
+        return self._module.named_parameters()
+
+    def check(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise PublishError where names, shapes or dtypes differ, or weights are quantized."""
+        config = getattr(self._module, "config", None)
+        refuse_quantized(getattr(config, "quantization_config", None), self.weights())
+        mine = self._by_name()
+        self._receiver.check_engine(mine.items())
+        for name, _ in weights:
+            if name not in mine:
+                raise PublishError(
+                    f"version {self._receiver.version}: {one_line(name)} is published and not in "
+                    "the engine; build the engine from the configuration of the trained model"
+                )
+
+    @torch.no_grad()
+    def load_whole(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy all weights into the module."""
+        mine = self._by_name()
+        for name, value in weights:
+            mine[name].copy_(value)
+
+    @torch.no_grad()
+    def load_changes(self, patches: list[Patched]) -> None:
+        """Write the changed values at their places."""
+        mine = self._by_name()
+        for patch in patches:
+            target = mine[patch.name]
+            offsets, values = patch.offsets.to(target.device), patch.values.to(target.device)
+            if target.is_contiguous():
+                target.view(-1)[offsets] = values
+            else:
+                target[torch.unravel_index(offsets, target.shape)] = values
+
+    def _by_name(self) -> dict[str, Tensor]:
+        """Return the parameters by all their names."""
+        return dict(self._module.named_parameters(remove_duplicate=False))

@@ -1,0 +1,138 @@
+"""Load published weights in SGLang's workers: a custom weight loader.
+
+A server is started with ``--custom-weight-loader hybridcomp.inference.sglang_loader.load``. An
+update is a small message, one for all workers, that names folder and version; each worker has a
+receiver of its own and loads the parameters that changed as SGLang loads a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridcomp.errors import PublishError
+from hybridcomp.foreign import one_line, parsed_json
+from hybridcomp.inference.checks import refuse_quantized
+from hybridcomp.inference.follower import Follower, Patched
+from hybridcomp.inference.sglang_seams import SEAMS, WORKER_SEAMS
+from hybridcomp.inference.upstream import check
+from hybridcomp.publishing import WeightReceiver
+
+#: what the server's option and the ``load_format`` of an update name
+LOADER = "hybridcomp.inference.sglang_loader.load"
+#: name of the one tensor of a message
+MESSAGE = "__hybridcomp__"
+#: where a model keeps its follower: it is freed with the model
+KEPT = "_hybridcomp_follower"
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What a worker is told: the folder as it names it, the version, and how to follow it."""
+
+    source: str
+    version: int
+    wait_s: float = 60.0
+    verify: bool = True
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Return the message as ``update_weights_from_tensor`` takes it."""
+        return [(MESSAGE, torch.tensor(list(json.dumps(asdict(self)).encode()), dtype=torch.uint8))]
+
+
+def update(
+    engine: Any, source: str, version: int, *, wait_s: float = 60.0, verify: bool = True
+) -> None:
+    """Have all workers of an ``sglang.Engine`` load a version of the folder ``source``.
+
+    A worker that cannot load it ends with the error of its loader, and with it the server: SGLang
+    has no answer for a loader that fails. Raises PublishError where the engine reports a failure.
+    """
+    check(SEAMS)
+    said = Announcement(source, version, wait_s, verify)
+    engine.begin_weight_update()
+    try:
+        result = engine.update_weights_from_tensor(said.tensors(), load_format=LOADER)
+    finally:
+        engine.end_weight_update()
+    if isinstance(result, Sequence) and not result[0]:
+        raise PublishError(f"version {version} was not loaded: {one_line(result[1])}")
+
+
+def load(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Bring ``model`` to the version of a message; SGLang calls it in each worker.
+
+    Raises PublishError, in one line and before anything is written, where the version cannot be
+    loaded as a whole.
+    """
+    said = _announced(named_tensors)
+    kept = vars(model).get(KEPT)
+    if kept is None or kept[0] != said.source:
+        check(WORKER_SEAMS)
+        refuse_quantized(_quantization(model), model.named_parameters())
+        receiver = WeightReceiver(said.source)
+        follower = Follower(receiver, _ModelWeights(model), wait_s=said.wait_s, verify=said.verify)
+        kept = vars(model)[KEPT] = (said.source, follower)
+    kept[1].follow(said.version)
+
+
+def _announced(named_tensors: Iterable[tuple[str, Tensor]]) -> Announcement:
+    """Parse and check a message."""
+    found = dict(named_tensors)
+    try:
+        text = bytes(found[MESSAGE].cpu().tolist()).decode()
+        fields = parsed_json(text)
+        said = Announcement(**fields)
+        kinds = (isinstance(said.source, str), type(said.version) is int, said.version > 0,
+                 isinstance(said.wait_s, int | float), isinstance(said.verify, bool))  # fmt: skip
+        if len(found) != 1 or not all(kinds):
+            raise ValueError(f"it has {one_line(fields)}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise PublishError(
+            f"expected one tensor {MESSAGE} with source and version, found another message "
+            f"({one_line(error)}); send it with hybridcomp.inference.sglang_loader.update"
+        ) from None
+    return said
+
+
+def _quantization(model: Any) -> object:
+    """Return the name of SGLang's quantization of a model; nothing where it has none."""
+    found = getattr(model, "quant_config", None)
+    name = getattr(found, "get_name", None)
+    return name() if callable(name) else found
+
+
+class _ModelWeights:
+    """The model of one worker as a ``Follower`` writes it."""
+
+    def __init__(self, model: Any) -> None:
+        self._named, self._load = model.named_parameters, model.load_weights
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Return the parameters of this worker, by SGLang's own names."""
+        found: Iterable[tuple[str, Tensor]] = self._named()
+        return found
+
+    def check(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise PublishError where the model has no parameter of the published dtype."""
+        wanted = {tensor.dtype for _, tensor in weights}
+        mine = {tensor.dtype for _, tensor in self._named()}
+        if not wanted <= mine:
+            odd = sorted(str(dtype).removeprefix("torch.") for dtype in wanted - mine)
+            raise PublishError(
+                f"weights are published in {', '.join(odd)}, in which the engine has none: values "
+                f"would be rounded; start the server with --dtype as published"
+            )
+
+    def load_whole(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load tensors as from a checkpoint: copies, as a loader may write to what it is given."""
+        self._load((name, tensor.clone()) for name, tensor in weights)
+
+    def load_changes(self, patches: list[Patched]) -> None:
+        """Load the parameters of which a value changed, as a whole."""
+        self.load_whole((one.name, one.whole) for one in patches)

@@ -1,0 +1,70 @@
+"""An even share of whole tensors that pass by on every rank: of an export without an engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from hybridcomp.errors import ConfigError, PublishError
+from hybridcomp.foreign import one_line
+from hybridcomp.publishing import DTYPES, EngineWeights, Held, Stretch
+
+
+class Shares:
+    """This rank's share of each tensor of an export, on the host, in the published dtype.
+
+    The names, shapes and their order are those of the first export.
+    """
+
+    def __init__(self, dtype: str, rank: int, count: int) -> None:
+        """Take share ``rank`` of ``count``. Raises ConfigError on a dtype that is not published."""
+        if dtype not in DTYPES:
+            raise ConfigError("publish.dtype", dtype, f"expected one of {', '.join(DTYPES)}")
+        self._dtype, self._rank, self._count = DTYPES[dtype], rank, count
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._values: dict[str, Tensor] = {}
+
+    def take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy this rank's share of every tensor; all ranks run through the same export.
+
+        Raises PublishError, once the export has ended, so that no other rank waits in one of its
+        gathers: where a name comes twice, or names or shapes are not those of the first export.
+        """
+        shapes: dict[str, tuple[int, ...]] = {}
+        problem = ""
+        for name, tensor in weights:
+            if name in shapes:
+                problem = problem or f"{one_line(name)}: it is in the export twice"
+            shapes[name] = tuple(tensor.shape)
+            low, high = self._borders(tensor.numel())
+            share = tensor.detach().reshape(-1)[low:high]
+            self._values[name] = share.to("cpu", self._dtype, copy=True)
+        if self._shapes and shapes != self._shapes:
+            odd = sorted(dict(shapes.items() ^ self._shapes.items()))[0]
+            problem = problem or (
+                f"{one_line(odd)}: expected the names and shapes of the first export, found a "
+                f"parameter more, less or of another shape {shapes.get(odd, 'missing')}"
+            )
+        if problem:
+            raise PublishError(f"{problem}; publish one model to one folder")
+        self._shapes = shapes
+
+    def weights(self) -> EngineWeights:
+        """Return what this rank holds, for a ``Publisher``; read when it publishes."""
+        held = []
+        for name, shape in self._shapes.items():
+            low, high = self._borders(torch.Size(shape).numel())
+            read = functools.partial(self._values.__getitem__, name)
+            held.append(Held(Stretch(name, low, high - low), read))
+        dtypes = dict.fromkeys(self._shapes, self._dtype)
+        return EngineWeights(self._shapes, dtypes, held, tuple(range(self._count)))
+
+    def drop_values(self) -> None:
+        """Free the copy of this export; the publisher has its own."""
+        self._values.clear()
+
+    def _borders(self, numel: int) -> tuple[int, int]:
+        return numel * self._rank // self._count, numel * (self._rank + 1) // self._count

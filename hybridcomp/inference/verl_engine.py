@@ -1,0 +1,154 @@
+"""Publish weights of verl's actors and load them in its rollouts: a checkpoint engine of verl.
+
+verl imports this module in every worker, as ``checkpoint_engine.custom_backend_module``, which
+registers the backend "hybridcomp". Actors publish to a folder that the rollouts can read: every
+actor rank keeps and compares an even share of each tensor that verl's export passes by.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+
+from hybridcomp.errors import ConfigError, PublishError
+from hybridcomp.foreign import one_line
+from hybridcomp.inference.follower import PAUSE_S
+from hybridcomp.inference.shares import Shares
+from hybridcomp.inference.upstream import check
+from hybridcomp.inference.verl_seams import SEAMS
+from hybridcomp.publishing import Publisher, WeightReceiver
+from hybridcomp.publishing.destinations import Folder, folder_of
+
+BACKEND = "hybridcomp"
+SETTINGS = f"checkpoint_engine.engine_kwargs.{BACKEND}"
+
+check(SEAMS)
+
+
+@CheckpointEngineRegistry.register(BACKEND)
+class HybridcompCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
+    """Exact deltas by way of a folder; an engine is on the side of an actor or of a rollout.
+
+    An actor keeps a 16-bit copy of its share, twice during a sync; a rollout worker keeps a mirror
+    of the whole model on its host. Both go with the object.
+    """
+
+    wire_format = "named_tensors"
+
+    def __init__(
+        self,
+        bucket_size: int,
+        is_master: bool = False,
+        *,
+        to: str = "",
+        anchor_every: int = 100,
+        dtype: str = "bf16",
+        wait_s: float = 600.0,
+    ) -> None:
+        """Keep the settings; files are touched at the first sync.
+
+        Args:
+            bucket_size: verl's, for its own buckets; not used.
+            is_master: whether this is the actor's rank 0; not used.
+            to: the folder, ``file:///...``, as this worker names it.
+            anchor_every: versions from one full version to the next.
+            dtype: "bf16" or "fp16": what rollouts compute with.
+            wait_s: seconds a rollout waits for the version of a sync.
+
+        Raises ConfigError without a folder.
+        """
+        if not to:
+            todo = f"expected a folder that actors and rollouts can read; set {SETTINGS}.to"
+            raise ConfigError(f"{SETTINGS}.to", to, todo)
+        self._to, self._anchor_every, self._dtype = to, anchor_every, dtype
+        self._wait_s = wait_s
+        self._shares: Shares | None = None
+        self._publisher: Publisher | None = None
+        self._receiver: WeightReceiver | None = None
+        self._before = 0
+
+    def prepare(self) -> dict[str, Any]:
+        """Do nothing: a folder needs no rendezvous."""
+        return {}
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Tell every worker on which side it is."""
+        actors = {"is_rollout": [False] * actor_wg_world_size}
+        return actors, {"is_rollout": [True] * rollout_world_size}
+
+    def init_process_group(self, is_rollout: bool) -> None:
+        """Bring a rollout's mirror to what is there before this sync; the actor waits for it.
+
+        verl begins to send once this has returned everywhere, so the next version of the folder is
+        that of this sync.
+        """
+        if is_rollout:
+            if self._receiver is None:
+                self._receiver = WeightReceiver(self._to)
+            self._receiver.update()
+            self._before = self._receiver.version
+
+    def finalize(self) -> None:
+        """Do nothing: mirror and copies are those of the next sync."""
+
+    @torch.no_grad()
+    async def send_weights(
+        self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None
+    ) -> dict[str, float]:
+        """Publish a version of the weights that verl's export yields, on every actor rank.
+
+        Returns figures for verl's log. Raises PublishError on all ranks.
+        """
+        if self._shares is None:
+            self._shares = Shares(self._dtype, dist.get_rank(), dist.get_world_size())
+        self._shares.take(weights)
+        if self._publisher is None:
+            self._publisher = Publisher(
+                self._shares.weights(), Folder(folder_of(self._to)), anchor_every=self._anchor_every
+            )
+        told = self._publisher.publish(step=global_steps)
+        self._shares.drop_values()
+        return {
+            "checkpoint_engine/changed_ratio": told.changed_share,
+            "checkpoint_engine/bits_per_weight": told.bits_per_weight,
+            "checkpoint_engine/payload_mbytes": told.nbytes / (1 << 20),
+        }
+
+    async def receive_weights(
+        self, global_steps: int | None = None
+    ) -> AsyncGenerator[tuple[str, Tensor], None]:
+        """Wait for the version of this sync, apply it to the mirror, and yield all its tensors.
+
+        They are views of the mirror: verl copies them to the engine of the same machine, and does
+        so for all, as it does under its other backends. Raises PublishError before the first one.
+        """
+        receiver = await self._next_version()
+        for name, tensor in receiver.tensors():
+            yield name, tensor
+
+    async def _next_version(self) -> WeightReceiver:
+        receiver = self._receiver
+        if receiver is None:
+            raise PublishError("receive_weights was called before init_process_group; report this")
+        end, wanted = time.monotonic() + self._wait_s, self._before + 1
+        while receiver.version <= self._before:
+            receiver.update(wanted if self._before else None)
+            if receiver.version > self._before:
+                break
+            if time.monotonic() > end:
+                raise PublishError(
+                    f"version {wanted} was not in {one_line(self._to)} after {self._wait_s:g} s; "
+                    f"look why the actors did not publish it, or raise {SETTINGS}.wait_s"
+                )
+            await asyncio.sleep(PAUSE_S)
+        return receiver

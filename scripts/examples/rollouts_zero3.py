@@ -1,0 +1,202 @@
+#!/usr/bin/env python3
+"""An outer loop of generation and training: DeepSpeed trains, another model generates.
+
+torchrun --standalone --nproc-per-node 2 scripts/examples/rollouts_zero3.py
+torchrun --standalone --nproc-per-node 2 scripts/examples/rollouts_zero3.py --stage 1
+torchrun --standalone --nproc-per-node 1 scripts/examples/rollouts_zero3.py --engine vllm
+
+Each round publishes the weights, loads them into the model that generates, rewards what it wrote,
+and trains one step. ``--engine vllm`` needs a GPU that both fit on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, Protocol
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from on_cpu import deepspeed_on_cpu
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hybridcomp
+
+WORDS, LENGTH, PROMPTS = 64, 12, 32
+
+
+class Rollout(Protocol):
+    """A model that generates with published weights; only rank 0 has one."""
+
+    def update(self) -> int:
+        """Load the version that ``publish`` has just written; returns its number."""
+
+    def generate(self, prompts: Tensor) -> Tensor:
+        """Return prompts and what follows them, 1 + LENGTH tokens a row."""
+
+
+class Transformers:
+    """A model of transformers on this host."""
+
+    def __init__(self, config: LlamaConfig, source: str) -> None:
+        from hybridcomp.inference.module_follower import ModuleFollower
+
+        self.model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        self.follower = ModuleFollower(self.model, source)
+
+    def update(self) -> int:
+        self.follower.update()
+        assert self.follower.version is not None
+        return self.follower.version
+
+    @torch.no_grad()
+    def generate(self, prompts: Tensor) -> Tensor:
+        found: Tensor = self.model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0,
+            min_new_tokens=LENGTH, max_new_tokens=LENGTH, pad_token_id=0,
+        )  # fmt: skip
+        return found
+
+
+class VLLM:
+    """An engine of vLLM in this process, told of each version by way of its own requests."""
+
+    def __init__(self, config: LlamaConfig, source: str, folder: Path) -> None:
+        from vllm import LLM
+        from vllm.config import WeightTransferConfig
+
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+        self.llm = LLM(
+            str(folder), dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True,
+            gpu_memory_utilization=0.3,
+            weight_transfer_config=WeightTransferConfig(backend="hybridcomp"),
+        )  # fmt: skip
+        self.llm.init_weight_transfer_engine({"init_info": {"source": source}})
+        self.version = 0
+
+    def update(self) -> int:
+        self.version += 1
+        self.llm.start_weight_update()
+        self.llm.update_weights({"update_info": {"version": self.version}})
+        self.llm.finish_weight_update(weight_version=str(self.version))
+        return self.version
+
+    def generate(self, prompts: Tensor) -> Tensor:
+        from vllm import SamplingParams
+
+        wanted = SamplingParams(
+            min_tokens=LENGTH, max_tokens=LENGTH, ignore_eos=True, detokenize=False
+        )
+        asked = [{"prompt_token_ids": row} for row in prompts.tolist()]
+        found = self.llm.generate(asked, wanted, use_tqdm=False)
+        return torch.tensor([[*one.prompt_token_ids, *one.outputs[0].token_ids] for one in found])
+
+
+def rewards(tokens: Tensor) -> Tensor:
+    """Return 1 for each generated token that is an even number, else 0."""
+    return 1.0 - (tokens[:, 1:] % 2).float()
+
+
+def train_step(engine: Any, tokens: Tensor, advantages: Tensor) -> None:
+    """Make tokens of a high advantage likelier: one step of REINFORCE."""
+    logits = engine(input_ids=tokens).logits[:, :-1].float()
+    chosen = logits.log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
+    engine.backward(-(advantages * chosen).mean())
+    engine.step()
+
+
+def same_bits(rollout: Transformers, engine: Any) -> bool:
+    """Return whether the generating model has the bits of the trained one; a collective."""
+    found = dict(rollout.model.named_parameters()) if rollout else {}
+    equal = True
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            if found:
+                here = found[name].detach().view(torch.int16)
+                equal &= torch.equal(here, parameter.detach().cpu().view(torch.int16))
+    return equal
+
+
+def engine_of(config: LlamaConfig, stage: int) -> Any:
+    """Return the engine that trains, in bf16."""
+    settings = {
+        "train_micro_batch_size_per_gpu": PROMPTS,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
+        "zero_allow_untested_optimizer": True,
+    }
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=settings
+    )
+    return engine
+
+
+def rollout_of(arguments: argparse.Namespace, config: LlamaConfig, source: str) -> Rollout | None:
+    """Return what generates, on rank 0."""
+    if dist.get_rank():
+        return None
+    if arguments.engine == "vllm":
+        return VLLM(config, source, Path(arguments.output, "model").absolute())
+    return Transformers(config, source)
+
+
+def one_round(engine: Any, publisher: Any, rollout: Rollout | None) -> tuple[float, Any]:
+    """Publish, load, generate on rank 0, train on all; returns the mean reward and a summary."""
+    told = publisher.publish()
+    tokens = torch.zeros(PROMPTS, 1 + LENGTH, dtype=torch.int64)
+    if rollout is not None:
+        assert rollout.update() == told.version
+        tokens = rollout.generate(torch.randint(1, WORDS // 2, (PROMPTS, 1))).cpu()
+    tokens = tokens.to(engine.device)
+    dist.broadcast(tokens, 0)
+    gained = rewards(tokens)
+    train_step(engine, tokens, (gained - gained.mean()) / (gained.std() + 1e-6))
+    return gained.mean().item(), told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    parser.add_argument("--stage", type=int, default=3, help="of ZeRO")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--output", default="runs/rollouts", help="a folder that is not there yet")
+    parser.add_argument("--local_rank", type=int, help="as launchers of DeepSpeed say it")
+    arguments = parser.parse_args()
+    deepspeed_on_cpu()
+    deepspeed.init_distributed()
+    config = LlamaConfig(
+        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    source = Path(arguments.output, "weights").absolute().as_uri()
+    engine = engine_of(config, arguments.stage)
+    publisher = hybridcomp.publish(engine, source)
+    rollout = rollout_of(arguments, config, source)
+    gained = []
+    for _ in range(arguments.rounds):
+        reward, told = one_round(engine, publisher, rollout)
+        gained.append(reward)
+        if dist.get_rank() == 0:
+            print(
+                f"version {told.version}: reward {reward:.3f}, {told.changed_share:.1%} of the "
+                f"weights changed, {told.bits_per_weight:.2f} bits a weight"
+            )
+    told = publisher.publish()
+    if rollout is not None:
+        rollout.update()
+    equal = arguments.engine != "transformers" or same_bits(rollout, engine)  # type: ignore[arg-type]
+    if dist.get_rank() == 0:
+        print(f"rewards {gained[0]:.3f} to {gained[-1]:.3f}, version {told.version}, "
+              f"weights equal bit by bit: {'yes' if equal else 'no'}")  # fmt: skip
+    publisher.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

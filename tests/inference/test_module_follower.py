@@ -1,0 +1,129 @@
+"""A plain module at a published version: exact, whole versions or none, mistakes in one line."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridcomp.errors import PublishError
+from hybridcomp.inference.fingerprints import CHUNK, differing, fingerprints
+from hybridcomp.inference.module_follower import ModuleFollower
+from tests.inference.made import SHAPES, VERSIONS, Plain, bits, values_of
+
+
+def holds(model: Plain, version: int) -> bool:
+    return bits(model.named_parameters()) == bits(values_of(version).items())
+
+
+def test_every_version_is_exact(chain: Path) -> None:
+    model = Plain()
+    follower = ModuleFollower(model, f"file://{chain}")
+    assert follower.version is None
+    assert follower.update(1) == tuple(sorted(SHAPES)) and holds(model, 1)
+    changed = follower.update(2)
+    assert "model.norm.weight" not in changed and len(changed) == len(SHAPES) - 1
+    assert holds(model, 2)
+    follower.update(4)  # two versions at once
+    assert holds(model, 4) and follower.version == 4
+    follower.update()
+    assert holds(model, VERSIONS) and follower.version == VERSIONS
+    assert follower.update() == ()
+
+
+def test_a_parameter_may_lie_otherwise_in_memory(chain: Path) -> None:
+    model = Plain()
+    name = "model.embed_tokens.weight"
+    with torch.no_grad():
+        owner = model.get_submodule("model.embed_tokens")
+        owner.weight = torch.nn.Parameter(torch.zeros(8, 11, dtype=torch.bfloat16).t())
+    assert not model.get_parameter(name).is_contiguous()
+    follower = ModuleFollower(model, chain)
+    for version in (1, 2, VERSIONS):
+        follower.update(version)
+        assert holds(model, version)
+
+
+def test_a_missing_version_leaves_the_one_before(chain: Path) -> None:
+    model = Plain()
+    follower = ModuleFollower(model, chain, wait_s=0)
+    follower.update(2)
+    with pytest.raises(PublishError, match=f"^version 9 was not there.*version {VERSIONS}"):
+        follower.update(9)
+    assert follower.version == 2 and holds(model, 2)
+    follower.update(VERSIONS)  # what the mirror had already is not lost
+    assert holds(model, VERSIONS)
+    with pytest.raises(PublishError, match="version 1 was not there"):
+        ModuleFollower(Plain(), chain / "nothing", wait_s=0).update()
+
+
+def test_a_damaged_version_loads_nothing_and_is_made_up_for(chain: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(chain, folder)
+    part = next((folder / "parts").glob("*0000000004*"))
+    whole = part.read_bytes()
+    part.write_bytes(whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
+    model = Plain()
+    follower = ModuleFollower(model, folder)
+    follower.update(2)
+    with pytest.raises(PublishError, match="version 4") as told:
+        follower.update(VERSIONS)
+    assert "\n" not in str(told.value)
+    assert follower.version == 2 and holds(model, 2) and follower.receiver.version == 3
+    part.write_bytes(whole)
+    follower.update(4)  # with what version 3 had changed
+    assert holds(model, 4)
+
+
+def test_weights_written_by_hand_are_told_and_then_replaced(chain: Path) -> None:
+    model = Plain()
+    follower = ModuleFollower(model, chain)
+    follower.update(1)
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight")[2] += 1
+    with pytest.raises(PublishError, match="version 1: model.norm.weight of the engine .of 1"):
+        follower.update(2)
+    assert follower.version is None
+    assert len(follower.update(2)) == len(SHAPES)
+    assert holds(model, 2)
+    careless = ModuleFollower(model, chain, verify=False)
+    careless.update(3)
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight")[2] += 1
+    careless.update(4)
+    assert not holds(model, 4)
+
+
+def test_engines_that_cannot_take_the_weights_are_refused(chain: Path) -> None:
+    def refused(model: Plain, pattern: str) -> None:
+        before = bits(model.named_parameters()) if pattern != "torch.int8" else {}
+        with pytest.raises(PublishError, match=pattern) as told:
+            ModuleFollower(model, chain).update()
+        assert "\n" not in str(told.value)
+        assert not before or bits(model.named_parameters()) == before
+
+    refused(Plain(torch.float16), "expected bf16, found torch.float16 in the engine")
+    refused(Plain(extra="model.bias"), "model.bias is in the engine and not published")
+    less = Plain()
+    del less.get_submodule("model")._modules["norm"]
+    refused(less, "model.norm.weight is published and not in the engine")
+    quantized = Plain()
+    held = torch.nn.Parameter(torch.zeros(8, dtype=torch.int8), requires_grad=False)
+    quantized.get_submodule("model.norm").weight = held
+    refused(quantized, "torch.int8")
+    configured = Plain()
+    configured.config = type("Config", (), {"quantization_config": "gptq"})()
+    refused(configured, "quantized .gptq.")
+
+
+def test_fingerprints_see_what_changed() -> None:
+    value = torch.arange(3 * CHUNK // 2, dtype=torch.int32).view(torch.bfloat16)
+    odd = torch.arange(7, dtype=torch.float16)
+    first = fingerprints([("a", value), ("b", odd), ("c", torch.empty(0))])
+    assert first == fingerprints([("a", value.clone()), ("b", odd), ("c", torch.empty(0))])
+    words = value.view(torch.int32)
+    words[[1, -1]] = words[[-1, 1]].clone()  # exchanged, with the same sum
+    odd[6] = 1.0
+    assert differing(first, fingerprints([("a", value), ("b", odd), ("d", odd)])) == list("abcd")

@@ -1,0 +1,95 @@
+"""SGLang's custom weight loader: two workers with packed, sharded weights."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hybridcomp.errors import PublishError, SeamError
+from tests.inference.made import SHAPES, VERSIONS, Packed
+from tests.stand_ins import sglang as stand_in_for_sglang
+
+LOADER = "hybridcomp.inference.sglang_loader.load"
+
+
+@pytest.fixture
+def loader(stand_in: Callable[[Any], None]) -> Any:
+    """The module, with the stand-in around it."""
+    stand_in(stand_in_for_sglang)
+    return importlib.import_module("hybridcomp.inference.sglang_loader")
+
+
+def test_workers_hold_every_version_bit_by_bit(loader: Any, chain: Path) -> None:
+    assert loader.LOADER == LOADER
+    models = [Packed(0), Packed(1)]
+    engine = stand_in_for_sglang.Engine(models, [LOADER])
+    for version in range(1, VERSIONS + 1):
+        loader.update(engine, f"file://{chain}", version)
+        assert all(model.holds(version) for model in models)
+    assert len(models[0].loaded) < VERSIONS * len(SHAPES)  # of later versions what changed
+    first = models[0].loaded[: len(SHAPES)]
+    assert sorted(first) == sorted(SHAPES) and "model.norm.weight" not in models[0].loaded[5:]
+
+
+def test_a_mistake_is_one_line_and_loads_nothing(loader: Any, chain: Path) -> None:
+    model = Packed()
+    engine = stand_in_for_sglang.Engine([model], [LOADER])
+    loader.update(engine, str(chain), 2)
+    with pytest.raises(PublishError, match="version 44 was not there"):
+        loader.update(engine, str(chain), 44)
+    loader.update(engine, str(chain), VERSIONS)
+    assert not engine.session and model.holds(VERSIONS)
+    with torch.no_grad():
+        model.qkv[1, 2] = 3
+    with pytest.raises(PublishError, match="qkv of the engine"):
+        loader.update(engine, str(chain), VERSIONS)
+    loader.update(engine, str(chain), VERSIONS)
+    assert model.holds(VERSIONS)
+    engine.failure = "no memory"
+    with pytest.raises(PublishError, match=f"version {VERSIONS} was not loaded: no memory"):
+        loader.update(engine, str(chain), VERSIONS)
+    assert not engine.session
+
+
+def test_models_that_cannot_take_the_weights_are_refused(loader: Any, chain: Path) -> None:
+    def refused(model: Packed, pattern: str) -> None:
+        with pytest.raises(PublishError, match=pattern) as told:
+            loader.update(stand_in_for_sglang.Engine([model], [LOADER]), str(chain), 1)
+        assert "\n" not in str(told.value) and not model.loaded
+
+    quantized: Any = Packed()
+    quantized.quant_config = SimpleNamespace(get_name=lambda: "awq")
+    refused(quantized, "quantized .awq.")
+    eights = Packed()
+    eights.qkv = torch.nn.Parameter(torch.zeros(8, 8, dtype=torch.int8), requires_grad=False)
+    refused(eights, "qkv: expected a weight of 16 bits in the engine, found torch.int8")
+    refused(Packed(dtype=torch.float16), "published in bfloat16, in which the engine has none")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1]", '{"source": "x"}', '{"source": "x", "version": "1"}',
+             '{"source": "x", "version": 1, "run": "rm"}', '{"source": "x", "version": -1}'],
+)  # fmt: skip
+def test_a_message_of_somebody_else_is_refused(loader: Any, text: str) -> None:
+    message = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    with pytest.raises(PublishError, match="expected one tensor __hybridcomp__") as told:
+        loader.load(Packed(), [(loader.MESSAGE, message)])
+    assert "\n" not in str(told.value)
+    with pytest.raises(PublishError, match="expected one tensor"):
+        loader.load(Packed(), [("model.norm.weight", torch.zeros(8))])
+
+
+def test_another_version_of_sglang_is_refused(
+    stand_in: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch, chain: Path
+) -> None:
+    monkeypatch.setattr(stand_in_for_sglang, "VERSION", "0.4.9")
+    stand_in(stand_in_for_sglang)
+    loader = importlib.import_module("hybridcomp.inference.sglang_loader")
+    with pytest.raises(SeamError, match=r"needs sglang >= 0.5.23, < 0.6, found sglang 0.4.9"):
+        loader.load(Packed(), loader.Announcement(str(chain), 1).tensors())

@@ -1,0 +1,82 @@
+"""Signatures of engines: those that are written down fit stand-ins, and engines where installed."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hybridcomp.inference import sglang_seams, upstream, verl_seams, vllm_plugin, vllm_seams
+from hybridcomp.patching import Seam
+from tests.stand_ins import sglang, verl, vllm
+
+SEAMS: dict[str, tuple[Seam, ...]] = {
+    "vllm": (*vllm_plugin.SEAMS, *vllm_seams.WORKER_SEAMS, *vllm_seams.TRAINER_SEAMS),
+    "verl": verl_seams.SEAMS,
+    "sglang": (*sglang_seams.SEAMS, *sglang_seams.WORKER_SEAMS),
+}
+STAND_INS = {"vllm": vllm, "verl": verl, "sglang": sglang}
+
+
+@pytest.mark.parametrize("package", SEAMS)
+def test_stand_ins_have_the_signatures(stand_in: Callable[[Any], None], package: str) -> None:
+    stand_in(STAND_INS[package])
+    upstream.check(SEAMS[package])
+    seam = SEAMS[package][-1]
+    owner, name = seam.owner_and_name()
+    kept = inspect.getattr_static(owner, name)
+    try:
+        setattr(owner, name, lambda self, more: None)
+        upstream.check.cache_clear()
+        with pytest.raises(Exception, match="expected parameters"):
+            upstream.check(SEAMS[package])
+    finally:
+        setattr(owner, name, kept)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("package", SEAMS)
+def test_engines_have_the_signatures(package: str) -> None:
+    """The engine itself, where one is installed: importing it takes a minute."""
+    pytest.importorskip(package, exc_type=ImportError)
+    for module in dict.fromkeys(seam.module for seam in SEAMS[package]):
+        pytest.importorskip(module, exc_type=ImportError)  # what it needs may not be installed
+    upstream.check.cache_clear()
+    upstream.check(SEAMS[package])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("package", SEAMS)
+def test_stand_ins_take_what_engines_take(package: str) -> None:
+    """Every function of a stand-in has the parameters of its original, by name and default."""
+    pytest.importorskip(package, exc_type=ImportError)
+    for name, values in STAND_INS[package].MODULES.items():
+        real = pytest.importorskip(name, exc_type=ImportError)
+        for value in values:
+            original = getattr(real, value.__name__)
+            if inspect.isclass(value):
+                for method, mine in vars(value).items():
+                    theirs = inspect.getattr_static(original, method, None)
+                    if callable(mine) and not method.startswith("__") and theirs is not None:
+                        _same(mine, theirs)
+            else:
+                _same(value, original)
+
+
+def _same(mine: Any, theirs: Any) -> None:
+    found, wanted = (
+        [(one.name, one.default) for one in inspect.signature(function).parameters.values()]
+        for function in (mine, theirs)
+    )
+    assert found == wanted, (mine, theirs)
+
+
+def test_nothing_of_an_engine_is_imported_with_the_package() -> None:
+    names = ("vllm", "verl", "sglang")
+    for module in ("hybridcomp.inference", "hybridcomp.inference.module_follower"):
+        source = inspect.getsource(importlib.import_module(module))
+        assert not any(f"import {name}" in source or f"from {name}" in source for name in names)
+    assert [one.split()[0] for one in (upstream.VLLM, upstream.VERL, upstream.SGLANG)] == [*names]

@@ -1,0 +1,139 @@
+"""verl's checkpoint engine: actors on ranks, a rollout worker, one sync after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridcomp import patching
+from hybridcomp.errors import ConfigError, PublishError, SeamError
+from hybridcomp.inference.shares import Shares
+from tests.inference.made import VERSIONS, bits, sent, values_of
+from tests.ranks import RunRanks
+from tests.stand_ins import verl as stand_in_for_verl
+
+BACKEND = "hybridcomp"
+
+
+@contextlib.contextmanager
+def verl_on_this_rank() -> Iterator[None]:
+    """The stand-in, and our module around it, on a rank that other tests use as well."""
+    known, before = patching.version, set(sys.modules)
+
+    def put(modules: dict[str, Any], package: str, version: str) -> None:
+        sys.modules.update(modules)
+        patching.version = lambda name: version if name == package else known(name)  # type: ignore[assignment]
+
+    stand_in_for_verl.install(put)
+    try:
+        importlib.import_module("hybridcomp.inference.verl_engine")
+        yield
+    finally:
+        patching.version = known
+        for name in set(sys.modules) - before:
+            if name.startswith("verl") or name.endswith("verl_engine"):
+                del sys.modules[name]
+
+
+def engine_of(to: str, **settings: Any) -> Any:
+    """An engine as a worker of verl makes it."""
+    registry = stand_in_for_verl.CheckpointEngineRegistry
+    return registry.new(BACKEND, bucket_size=1 << 20, to=to, **settings)
+
+
+def send(to: str, first: int, last: int) -> list[dict[str, float]]:
+    """Sync versions from the ranks of a new actor; returns what verl logs."""
+    with verl_on_this_rank():
+        engine = engine_of(to, is_master=dist.get_rank() == 0)
+        engine.prepare()
+        engine.init_process_group(is_rollout=False)
+        found = []
+        for version in range(first, last + 1):
+            found.append(asyncio.run(engine.send_weights(sent(version), global_steps=version)))
+            engine.finalize()
+        return found
+
+
+def received(engine: Any) -> dict[str, list[int]]:
+    """The bits that a rollout worker hands to its inference engine."""
+
+    async def take() -> dict[str, torch.Tensor]:
+        return {name: one.clone() async for name, one in engine.receive_weights(global_steps=3)}
+
+    return bits(asyncio.run(take()).items())
+
+
+def test_a_rollout_gets_the_version_of_each_sync(
+    on_ranks: RunRanks, tmp_path: Path, stand_in: Callable[[Any], None]
+) -> None:
+    stand_in(stand_in_for_verl)
+    module = importlib.import_module("hybridcomp.inference.verl_engine")
+    actors, rollouts = module.HybridcompCheckpointEngine.build_topology(2, 1, [{}] * 3)
+    assert actors == {"is_rollout": [False, False]} and rollouts == {"is_rollout": [True]}
+    to = f"file://{tmp_path}/weights"
+    rollout = engine_of(to, wait_s=0)
+    for first, last in ((1, 1), (2, 2), (3, VERSIONS)):
+        rollout.init_process_group(is_rollout=True)
+        told = on_ranks(2, send, to, first, last)
+        assert told[0] == told[1]
+        for version in range(first, last + 1):
+            assert received(rollout) == bits(values_of(version).items())
+            ratio = told[0][version - first]["checkpoint_engine/changed_ratio"]
+            assert (ratio == 1) == (version == first)  # a new actor begins with a full version
+            rollout._before = version  # as init_process_group, which saw the others already
+    with pytest.raises(PublishError, match=f"version {VERSIONS + 1} was not in .*weights after 0"):
+        received(rollout)
+
+
+def test_what_the_engine_refuses(stand_in: Callable[[Any], None], tmp_path: Path) -> None:
+    stand_in(stand_in_for_verl)
+    importlib.import_module("hybridcomp.inference.verl_engine")
+    with pytest.raises(ConfigError, match=r"engine_kwargs.hybridcomp.to: found ''"):
+        engine_of("")
+    with pytest.raises(PublishError, match="before init_process_group"):
+        received(engine_of(str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"publish.dtype: found 'fp8'"):
+        Shares("fp8", 0, 1)
+
+
+def test_an_export_is_the_same_model_each_time() -> None:
+    shares = Shares("bf16", 1, 3)
+    shares.take(sent(1))
+    held = {one.stretch.name: one for one in shares.weights().held}
+    name = "model.embed_tokens.weight"
+    assert held[name].stretch.start == 29 and held[name].stretch.numel == 29  # of 88 values
+    whole = values_of(1)[name].reshape(-1)
+    assert torch.equal(held[name].read(), whole[29:58])
+    shares.take(sent(2))
+    assert torch.equal(held[name].read(), values_of(2)[name].reshape(-1)[29:58])
+    passed = []
+
+    def twice() -> Any:
+        yield from sent(3)
+        yield next(sent(3))
+        passed.append("to the end, where other ranks wait in gathers")
+
+    with pytest.raises(PublishError, match="is in the export twice"):
+        shares.take(twice())
+    assert passed
+    with pytest.raises(PublishError, match="of another shape missing"):
+        shares.take(list(sent(3))[1:])
+
+
+def test_another_version_of_verl_is_refused(
+    stand_in: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stand_in_for_verl, "VERSION", "0.8.0")
+    stand_in(stand_in_for_verl)
+    with pytest.raises(SeamError, match=r"needs verl >= 0.9.1, < 0.10, found verl 0.8.0"):
+        importlib.import_module("hybridcomp.inference.verl_engine")
+    assert BACKEND not in stand_in_for_verl.CheckpointEngineRegistry._registry

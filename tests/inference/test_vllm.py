@@ -1,0 +1,187 @@
+"""The weight-transfer engine of vLLM: two workers with packed, sharded weights, and a trainer."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridcomp.errors import ConfigError, PublishError, SeamError
+from tests.inference.made import SHAPES, VERSIONS, Packed, step
+from tests.publishing.made import Weights
+from tests.stand_ins import vllm as stand_in_for_vllm
+
+FACTORY = "vllm.distributed.weight_transfer.factory"
+
+
+@pytest.fixture(params=["stand-in", "vllm"])
+def factory(
+    request: pytest.FixtureRequest,
+    stand_in: Callable[[Any], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Any:
+    """vLLM's factories with our engines: of the stand-in, and of vLLM where it is installed."""
+    if request.param == "stand-in":
+        stand_in(stand_in_for_vllm)
+    else:
+        pytest.importorskip("vllm.distributed.weight_transfer")
+    if not torch.accelerator.is_available():
+        monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    found: Any = importlib.import_module(FACTORY)
+    for name in ("WeightTransferEngineFactory", "WeightTransferTrainerFactory"):
+        kept = dict(getattr(found, name)._registry)
+        monkeypatch.setattr(getattr(found, name), "_registry", kept)
+    plugin = importlib.import_module("hybridcomp.inference.vllm_plugin")
+    plugin.plugin()
+    plugin.register()  # vLLM may load its plugins again
+    return found
+
+
+class Workers:
+    """Workers of vLLM, each with its shard: a client for the trainer's engine."""
+
+    def __init__(self, factory: Any, models: list[Packed], **config: Any) -> None:
+        model_config = SimpleNamespace(**{"quantization": None, "dtype": torch.bfloat16, **config})
+        vllm_config = SimpleNamespace(model_config=model_config, parallel_config=None)
+        self.models, self.weight_version = models, ""
+        self.engines = [
+            factory.WeightTransferEngineFactory.create_engine(
+                SimpleNamespace(backend="hybridcomp"), vllm_config, torch.device("cpu"), model
+            )
+            for model in models
+        ]
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        for engine in self.engines:
+            engine.init_transfer_engine(engine.parse_init_info(init_info))
+
+    def start_weight_update(self) -> None:
+        for engine in self.engines:
+            engine.start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        for engine in self.engines:
+            engine.update_weights(update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        for engine in self.engines:
+            engine.finish_weight_update()
+        self.weight_version = weight_version or ""
+
+    def load(self, version: int) -> None:
+        self.start_weight_update()
+        self.update_weights({"version": version})
+        self.finish_weight_update(str(version))
+
+
+@pytest.fixture
+def workers(factory: Any, monkeypatch: pytest.MonkeyPatch) -> Workers:
+    """Two workers; a reload of vLLM's, which knows layers of vLLM alone, is noted."""
+    made = Workers(factory, [Packed(0), Packed(1)])
+    worker = importlib.import_module("hybridcomp.inference.vllm_worker")
+    for model in made.models:
+        model.loaded.clear()
+    reloads: list[str] = []
+    monkeypatch.setattr(worker, "initialize_layerwise_reload", lambda _: reloads.append("begin"))
+    monkeypatch.setattr(worker, "finalize_layerwise_reload", lambda *_: reloads.append("end"))
+    made.reloads = reloads  # type: ignore[attr-defined]
+    return made
+
+
+def test_workers_hold_every_version_bit_by_bit(workers: Any, chain: Path) -> None:
+    workers.init_weight_transfer_engine({"source": f"file://{chain}"})
+    workers.load(1)
+    assert workers.reloads == ["begin", "end"] * 2  # the first version is loaded as a whole
+    for version in range(1, VERSIONS + 1):
+        workers.load(version)  # the folder has newer ones, which no worker may take before another
+        assert all(model.holds(version) for model in workers.models)
+    assert workers.reloads == ["begin", "end"] * 2  # the others in place, one of them with a NaN
+    assert "model.norm.weight" not in workers.models[0].loaded[len(SHAPES) :]
+
+
+def test_a_loader_that_fails_is_followed_by_everything(workers: Any, chain: Path) -> None:
+    workers.init_weight_transfer_engine({"source": str(chain)})
+    workers.load(2)
+    workers.models[1].fail_at = "k_proj"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        workers.load(3)
+    workers.models[1].fail_at = ""
+    workers.load(3)
+    assert all(model.holds(3) for model in workers.models)
+    assert len(workers.reloads) == 2 * 3  # two first versions, and the worker that had failed
+
+
+def test_what_workers_refuse(workers: Any, factory: Any, chain: Path) -> None:
+    with pytest.raises(PublishError, match="told no source"):
+        workers.load(1)
+    with pytest.raises(ValueError, match="Invalid init_info"):
+        workers.init_weight_transfer_engine({"folder": "x"})
+    workers.init_weight_transfer_engine({"source": str(chain), "wait_s": 0})
+    workers.load(1)
+    with pytest.raises(PublishError, match="version 77 was not there"):
+        workers.load(77)
+    workers.load(VERSIONS)
+    with torch.no_grad():
+        workers.models[0].norm[0] = 7
+    with pytest.raises(PublishError, match=f"version {VERSIONS}: norm of the engine"):
+        workers.load(VERSIONS)
+    workers.load(VERSIONS)
+    assert all(model.holds(VERSIONS) for model in workers.models)
+    with pytest.raises(PublishError, match="the engine's weights are quantized .fp8."):
+        Workers(factory, [Packed()], quantization="fp8")
+    halves = Workers(factory, [Packed(dtype=torch.float16)], dtype=torch.float16)
+    halves.init_weight_transfer_engine({"source": str(chain)})
+    with pytest.raises(PublishError, match=r"published in torch.bfloat16, the engine computes in"):
+        halves.load(1)
+    workers.engines[0].shutdown()
+    with pytest.raises(PublishError, match="told no source"):
+        workers.load(1)
+
+
+def test_a_trainer_publishes_and_its_workers_load(
+    workers: Any, factory: Any, tmp_path: Path
+) -> None:
+    trainer = importlib.import_module("hybridcomp.inference.vllm_trainer")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        weights = Weights(shapes=dict(SHAPES))
+        import hybridcomp.publishing.destinations as to
+
+        publisher = weights.publisher(to.Folder(tmp_path / "to"))
+        told = trainer.HybridcompTrainerInfo(
+            publisher=publisher, source=str(tmp_path / "to"), rank=0
+        )
+        make = factory.WeightTransferTrainerFactory.trainer_init
+        with pytest.raises(ConfigError, match="source"):
+            make(told, client=workers, source=object())
+        engine = make(told, client=workers)
+        for number in range(1, 4):
+            assert engine.send_weights().version == number
+            assert workers.weight_version == str(number)
+            assert all(model.holds(number) for model in workers.models)
+            step(weights, number)
+        engine.shutdown()
+        publisher.close()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_another_version_of_vllm_is_refused(
+    stand_in: Callable[[Any], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(stand_in_for_vllm, "VERSION", "0.34.0")
+    stand_in(stand_in_for_vllm)
+    plugin = importlib.import_module("hybridcomp.inference.vllm_plugin")
+    with pytest.raises(SeamError, match=r"needs vllm >= 0.33, < 0.34, found vllm 0.34.0"):
+        plugin.register()
+    plugin.plugin()  # a server that takes no weights from hybridcomp starts all the same
+    assert "vLLM will not know" in capsys.readouterr().err
+    assert not stand_in_for_vllm.WeightTransferEngineFactory._registry
