@@ -13,6 +13,7 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 
+from hybridcomp.job import small_messages
 from hybridcomp.publishing.checksums import bytes_of
 from hybridcomp.publishing.records import Manifest
 from hybridcomp.publishing.sources import Offer, StreamSource
@@ -35,8 +36,7 @@ def greet(
     """Begin a version: return the sender's rank in the group, what is needed, the most seconds."""
     mine = [dist.get_rank(group) + 1 if sends else 0, int(needs_full), int(apply_s * 1e6)]
     vector = torch.tensor(mine, dtype=torch.int64, device=device_of(group))
-    dist.all_reduce(vector, dist.ReduceOp.MAX, group=group)
-    sender, needed, microseconds = vector.tolist()
+    sender, needed, microseconds = small_messages.most(vector, group).tolist()
     return sender - 1, bool(needed), microseconds / 1e6
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.errors import ConfigError, PublishError
+from hybridcomp.job import small_messages
 from hybridcomp.job.agreement import tell
 from hybridcomp.publishing.stretches import WeightRange, divide
 
@@ -131,9 +132,7 @@ def _exchange(mine: dict[str, Any], ranks: tuple[int, ...]) -> list[dict[str, An
     """Return the statements of all ranks, by place in ``ranks``."""
     if len(ranks) < dist.get_world_size():
         return tell(mine, what="published weights", ranks=ranks)
-    said: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(said, mine)
-    return said
+    return small_messages.gather_objects(mine)
 
 
 def _merged(said: Iterable[Mapping[str, Any]]) -> tuple[Table, dict[str, str]]:

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all
 
 from bench.deltas_bench.traces import Size, traces
 from hybridcomp.channels import Channels, parameter_deltas
+from hybridcomp.channels.parameter_deltas import GatherParameters
 from hybridcomp.config import CompressionConfig
 from lab.cluster import Lab
 from lab.layout import Layout, Rates, parse_rate
@@ -75,19 +76,17 @@ class Gather:
         return float(found[0]), float(found[1])
 
     def _gather(self) -> None:
-        nbytes = self.own.nbytes * (dist.get_world_size() - 1)
-        if self.codec is None:
-            dist.all_gather_into_tensor(self.buffer, self.own)
-        elif not self.channel.delta:
-            self.channel.all_gather(
-                self.own, self.buffer, self.codec, None, raw_nbytes=nbytes
-            ).wait()
-        else:
-            if not parameter_deltas.agreed(self.channel, self.buffer, self.codec, None):
+        message = GatherParameters(
+            numel=self.buffer.numel(), dtype=self.buffer.dtype, group=None, shard=self.own,
+            out=self.buffer, buffer=self.buffer,
+        )  # fmt: skip
+
+        def native() -> None:
+            if self.codec is not None:
                 raise AssertionError("ranks hold different weights")
-            parameter_deltas.gather(
-                self.channel, self.buffer, self.codec, None, raw_nbytes=nbytes
-            ).wait()
+            dist.all_gather_into_tensor(self.buffer, self.own)
+
+        self.channel.run(message, native=native, encoded=lambda handle: handle.wait())
 
     def bits(self) -> float:
         """Return bits for a value that this rank sent, over all runs; 16 natively."""

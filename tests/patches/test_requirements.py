@@ -42,10 +42,13 @@ def test_each_upstream_has_its_requirement_in_one_place() -> None:
     assert spelled() == {
         "deepspeed": ["patches/ds/requirement.py"],
         "megatron-core": ["patches/mcore/requirement.py"],
+        "sglang": ["hybridcomp/inference/upstream.py"],
         "torch": ["patches/torch/torch_versions.py"],
         "toytrain": ["patches/template.py"],
         "transformer-engine": ["patches/mcore/requirement.py"],
         "transformers": ["hybridcomp/nn/huggingface.py"],
+        "verl": ["hybridcomp/inference/upstream.py"],
+        "vllm": ["hybridcomp/inference/upstream.py"],
     }
 
 

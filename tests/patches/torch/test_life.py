@@ -78,10 +78,10 @@ def destroyed() -> list[int]:
     for _ in range(3):
         group = dist.new_group([0, 1])
         channel.group(group)
-        counts.append(len(channel._groups))
+        counts.append(len(channel.groups._groups))
         dist.destroy_process_group(group)
     channel.group(None)
-    return [*counts, len(channel._groups)]
+    return [*counts, len(channel.groups._groups)]
 
 
 def test_destroyed_groups_are_let_go() -> None:
