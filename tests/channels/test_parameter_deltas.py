@@ -7,6 +7,7 @@ import io
 import math
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from hybridcomp.channels import Channels, parameter_deltas
 from hybridcomp.codecs import StepCode
 from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import CodecError
 from tests.ranks import RankPool
 
 RANKS, SHARE = 4, 1000
@@ -228,6 +230,33 @@ def test_deltas_start_anew(pool: RankPool, zero: dict[str, Any], event: str, sai
         assert exact == [zero["codec"] == "stepcode" or not sent for sent in deltas]
         assert held == results[0][3]
     assert said in results[0][2] and bool(said) == ("somebody wrote" in results[0][2])
+
+
+def broken(rank: int) -> tuple[list[str], bytes, list[bool]]:
+    """Steps of which the third cannot be decoded on one rank; what it raised, what is held."""
+    replica, raised, deltas = Replica({"codec": "stepcode"}, torch.bfloat16), [], []
+    for step in range(STEPS):
+        with contextlib.ExitStack() as stack:
+            if step == 3 and dist.get_rank() == rank:
+                damaged = CodecError("damaged")
+                stack.enter_context(mock.patch.object(StepCode, "decode", side_effect=damaged))
+            try:
+                deltas.append(replica.step())
+            except CodecError as error:
+                raised.append(str(error))
+                replica.channels.step += 1
+    assert torch.equal(replica.buffer, replica.target().bfloat16())
+    return raised, bits(replica.buffer), deltas
+
+
+def test_the_gather_after_a_failed_one_is_exact(pool: RankPool) -> None:
+    """The rank that failed holds what it had, or parts of both."""
+    results = pool.run(broken, 2)
+    for rank, (raised, held, deltas) in enumerate(results):
+        assert raised == ([] if rank != 2 else ["damaged"])
+        assert held == results[0][1]
+        left = exact_but(0, 4)
+        assert deltas == (left if rank != 2 else left[:3] + left[4:])
 
 
 def exact_but(*steps: int) -> list[bool]:
