@@ -1,4 +1,4 @@
-"""Describe each dimension of parallelism in one row: what it sends, which way, and who measures it.
+"""Describe each dimension of parallelism in one row: what it sends, when it is timed, and for whom.
 
 Policy, block, presets, rules, ledger, planner and pages read these rows. A new dimension is a name
 in ``Dimension``, a row in ``ROWS`` and the seams that send its messages;
@@ -22,8 +22,10 @@ Dimension = Literal[
     "offload",
     "tp2d",
 ]
-#: ``forward`` moves activations or parameters, ``backward`` gradients of activations. Messages of
-#: tp2d have kinds in their place, which are sent in both passes.
+#: ``forward`` moves activations or parameters, ``backward`` gradients of activations. Reductions of
+#: gradients and gathers of parameters are ``forward``; in offload that moves parameters to the
+#: device, and ``backward`` gradients to the host. Messages of tp2d have kinds in the place of
+#: directions, which are sent in both passes.
 Direction = Literal["forward", "backward", "activations", "weights", "gradients"]
 #: how a message is sent natively: ``all_reduce`` adds values up, the others move them, ``copy``
 #: between a device and its host

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Write what in docs/ is made from the code, or build the site.
 
-make_docs.py                    write docs/block.md, the tables inside other pages, and the releases
-                                that they name
+make_docs.py                    write docs/block.md, the schema for editors, the tables inside other
+                                pages, and the releases that they name
 make_docs.py --check            say what is not current; the exit status is 1 then
 make_docs.py --build FOLDER     build the site there, strictly (pip install 'hybridcomp[docs]')
 """
@@ -22,8 +22,11 @@ from doc_pages import block, inside, parts, releases
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 CONFIG = DOCS / "mkdocs" / "mkdocs.yml"
-#: pages that are made as a whole
-PAGES: Mapping[str, Callable[[], str]] = {"block.md": block.page}
+#: files that are made as a whole, below docs/
+PAGES: Mapping[str, Callable[[], str]] = {
+    "block.md": block.page,
+    "../configs/compression.schema.json": block.editors,
+}
 #: page, name of the part between `<!-- NAME -->` and `<!-- /NAME -->`, what makes it
 PARTS: Sequence[tuple[str, str, Callable[[], str]]] = (
     ("presets.md", "presets", parts.presets),
@@ -39,7 +42,7 @@ PARTS: Sequence[tuple[str, str, Callable[[], str]]] = (
 
 def made() -> dict[Path, str]:
     """Return the text of every page made from the code. Raises ValueError without a mark."""
-    pages = {DOCS / name: make() for name, make in PAGES.items()}
+    pages = {(DOCS / name).resolve(): make() for name, make in PAGES.items()}
     for name, mark, make in PARTS:
         path = DOCS / name
         text = pages.get(path) or path.read_text("utf-8")

@@ -145,13 +145,13 @@ def test_every_engine_says_which_dimensions_it_has_not(name: str) -> None:
 
 
 def test_an_engine_without_a_seam_for_a_dimension_refuses_it() -> None:
-    made = engine.without_seam("toytrain", ())
+    made = engine.without_seam("another", ())
     assert [rule.dimensions for rule in made] == [(name,) for name in ROWS]
     block = CompressionConfig.parse({"ep": "mpc"})
     with pytest.raises(ConfigError) as caught:
         list(engine.hold(block, [(rule, None) for rule in made]))
     assert str(caught.value) == (
-        "compression.ep: found a job under toytrain; its messages are encoded under DeepSpeed and "
+        "compression.ep: found a job under another; its messages are encoded under DeepSpeed and "
         'Megatron only; leave it out, or set "ep": "none", or set "on_unsupported": "native"'
     )
     preset = CompressionConfig.parse({"preset": "recommended"})

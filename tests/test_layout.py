@@ -227,7 +227,8 @@ def test_folders_of_patches_ask_few_others() -> None:
             for found in imported(path)
             if found.startswith("hybridcomp.patches.") and found.split(".")[2] in ASKS
         }
-        assert asked - {folder} <= ASKS[folder], f"{name} asks {asked}"
+        allowed = ASKS.get(folder, {"common"})  # an upstream of a single module
+        assert asked - {folder} <= allowed, f"{name} asks {asked}"
 
 
 #: rooms beside the way of a message, which have words of their own

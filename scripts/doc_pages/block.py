@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -35,6 +36,11 @@ PARTS = (
     ("ramp", "RampConfig",
      'A mild beginning: `"ramp": {"from": 8, "steps": 1000}`. Both keys are needed.'),
 )  # fmt: skip
+
+
+def editors() -> str:
+    """Return the JSON schema, as ``hybridcomp schema`` prints it."""
+    return json.dumps(schema(), indent=2) + "\n"
 
 
 def page() -> str:

@@ -11,7 +11,7 @@ from tests.paths import CONFIGS
 
 def test_schema_is_current() -> None:
     committed = json.loads((CONFIGS / "compression.schema.json").read_text())
-    assert committed == schema(), "run: hybridcomp schema > configs/compression.schema.json"
+    assert committed == schema(), "run scripts/make_docs.py"
 
 
 def test_schema_describes_every_field() -> None:

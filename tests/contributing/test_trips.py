@@ -74,7 +74,7 @@ def follow(page: str, copy: Copy) -> set[str]:
 @pytest.fixture(scope="module")
 def walked(tmp_path_factory: pytest.TempPathFactory) -> Walked:
     pytest.importorskip("deepspeed")
-    parts = ("docs", "scripts", "README.md", "pyproject.toml")
+    parts = ("docs", "configs", "scripts", "README.md", "pyproject.toml")
     copy = Copy(tmp_path_factory.mktemp("repository"), *parts)
     home, by_hand = copy.home, {page: follow(page, copy) for page in WRITES}
     (made,) = {step.text for page in WRITES for step in steps(page) if "make_docs" in step.text}
@@ -115,6 +115,8 @@ def test_the_pages_have_the_dimension(walked: Walked) -> None:
     seam = "| `sync` | Gradients that toytrain averages over its ranks | `toytrain >= 1.0, < 2.0` |"
     assert seam in walked.page("support.md")
     assert "| a job under DeepSpeed | `sync` |" in walked.page("unsupported.md")
+    schema = json.loads((walked.home / "configs" / "compression.schema.json").read_text())
+    assert "sync" in schema["$defs"]["CompressionConfig"]["properties"]
     row = "| `sync` | Averages of islands that meet every few steps | one direction |"
     assert row in walked.page("contributing/dimension.md")
 

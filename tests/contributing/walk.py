@@ -83,9 +83,10 @@ class Copy:
                 yield str(path.relative_to(self.home)), path.read_bytes()
 
     def changed(self) -> set[str]:
-        """Return the paths of files that are new or differ, without those of the link."""
+        """Return the paths of files that are new or differ, without those behind links."""
         now = {name: text for name, text in self._contents() if self._before.get(name) != text}
-        return {name for name in now if not name.startswith("hybridcomp/patches/")}
+        links = ("hybridcomp/patches/", "hybridcomp/configs/")
+        return {name for name in now if not name.startswith(links)}
 
     def run(self, command: str) -> str:
         """Run a line of the page where the page says; return what it printed."""

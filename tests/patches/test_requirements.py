@@ -39,17 +39,20 @@ def spelled() -> dict[str, list[str]]:
 
 
 def test_each_upstream_has_its_requirement_in_one_place() -> None:
-    assert spelled() == {
+    found = spelled()
+    del found["toytrain"]  # of the template, which is there to be copied
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
+    known = {
         "deepspeed": ["patches/ds/requirement.py"],
         "megatron-core": ["patches/mcore/requirement.py"],
         "sglang": ["hybridcomp/inference/upstream.py"],
         "torch": ["patches/torch/torch_versions.py"],
-        "toytrain": ["patches/template.py"],
         "transformer-engine": ["patches/mcore/requirement.py"],
         "transformers": ["hybridcomp/nn/huggingface.py"],
         "verl": ["hybridcomp/inference/upstream.py"],
         "vllm": ["hybridcomp/inference/upstream.py"],
     }
+    assert found.items() >= known.items()
 
 
 def test_the_build_installs_what_the_seams_fit() -> None:
