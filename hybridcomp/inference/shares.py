@@ -10,7 +10,8 @@ from torch import Tensor
 
 from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.foreign import one_line
-from hybridcomp.publishing import DTYPES, EngineWeights, Held, Stretch
+from hybridcomp.publishing import DTYPES, EngineWeights, Held
+from hybridcomp.publishing.stretches import WeightRange
 
 
 class Shares:
@@ -58,7 +59,7 @@ class Shares:
         for name, shape in self._shapes.items():
             low, high = self._borders(torch.Size(shape).numel())
             read = functools.partial(self._values.__getitem__, name)
-            held.append(Held(Stretch(name, low, high - low), read))
+            held.append(Held(WeightRange(name, low, high - low), read))
         dtypes = dict.fromkeys(self._shapes, self._dtype)
         return EngineWeights(self._shapes, dtypes, held, tuple(range(self._count)))
 

@@ -104,7 +104,7 @@ class GroupSource(StreamSource):
         self._group = group
         self._needs_full, self._apply_s = True, 0.0
 
-    def offers(self, held: Manifest | None) -> Iterator[Offer]:
+    def offers(self, held: Manifest | None, until: int | None = None) -> Iterator[Offer]:
         """Yield the sender's next version; nothing where the sender gave it up."""
         sender, _, _ = greet(
             self._group, sends=False, needs_full=self._needs_full, apply_s=self._apply_s
