@@ -251,7 +251,13 @@ def resync(engine: Any = None) -> None:
 
 
 def publish(
-    engine: Any, to: Any, *, every: int = 1, anchor_every: int = 100, dtype: str | None = None
+    engine: Any,
+    to: Any,
+    *,
+    every: int = 1,
+    anchor_every: int = 100,
+    dtype: str | None = None,
+    codec: str = "auto",
 ) -> Publisher:
     """Publish the weights of an engine, version by version, to inference engines.
 
@@ -269,12 +275,15 @@ def publish(
         anchor_every: versions from one full version to the next.
         dtype: "bf16" or "fp16" for weights that have no 16 bits; None: what the model computes
             with.
+        codec: "stepcode" for exact steps, "raw" for values as they are, or "auto": stepcode, and on
+            streams and groups raw where coding takes longer than it saves.
 
     Raises ConfigError where the engine's weights or the destination do not fit.
     """
     from hybridcomp.patches.published import publish
 
-    return publish(engine, to, every=every, anchor_every=anchor_every, dtype=dtype)
+    given = {"every": every, "anchor_every": anchor_every}
+    return publish(engine, to, **given, dtype=dtype, codec=codec)
 
 
 def __getattr__(name: str) -> Any:

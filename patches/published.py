@@ -11,12 +11,19 @@ from hybridcomp.publishing import EngineWeights, Publisher
 
 
 def publish(
-    engine: Any, to: Any, *, every: int = 1, anchor_every: int = 100, dtype: str | None = None
+    engine: Any,
+    to: Any,
+    *,
+    every: int = 1,
+    anchor_every: int = 100,
+    dtype: str | None = None,
+    codec: str = "auto",
 ) -> Publisher:
     """See ``hybridcomp.publish``."""
     weights = weights_of(engine)
     destination = destination_of(to, weights)
-    return Publisher(weights, destination, every=every, anchor_every=anchor_every, dtype=dtype)
+    given = {"every": every, "anchor_every": anchor_every}
+    return Publisher(weights, destination, **given, dtype=dtype, codec=codec)
 
 
 def weights_of(engine: Any) -> EngineWeights:

@@ -21,6 +21,7 @@ VARIABLE = "HYBRIDCOMP_NIGHTLY"
 #: files and folders of ``--quick``: two minutes on two cores, with what each of them holds
 QUICK: dict[str, str] = {
     "config": "the block, its presets and mistakes",
+    "publishing/test_bad_input.py": "published weights, and what a receiver refuses",
     "rules": "what does not go together",
     "autotune/test_verdicts.py": "whether a dimension pays, on ranks",
     "codecs/test_blockint.py": "a codec of fixed size: bytes, bounds, its reference",

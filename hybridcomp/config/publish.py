@@ -28,6 +28,12 @@ class PublishConfig(Strict):
         description="Versions from one full version to the next. A receiver that joins, or lacks "
         "a version, begins with a full one. Less often: fewer bytes.",
     )
+    codec: Literal["auto", "stepcode", "raw"] = Field(
+        "auto",
+        description="How changes are encoded. stepcode: exact steps. raw: as they are. auto: "
+        "stepcode to a folder; over links that the job itself feels, raw where coding takes longer "
+        "than it saves.",
+    )
     dtype: Literal["bf16", "fp16"] | None = Field(
         None,
         description="The 16 bits in which weights that have more are published. Default: what the "

@@ -35,9 +35,11 @@ class Destination(ABC):
 
     Attributes:
         apply_s: seconds in which the slowest receiver applied the last version; None: not known.
+        feels_link: whether writing takes as long as the link to the receivers.
     """
 
     apply_s: float | None = None
+    feels_link: bool = False
 
     def latest(self) -> Manifest | None:
         """Return the newest version that is there, on rank 0; None where none can be read back."""

@@ -52,6 +52,9 @@ class PartSummary:
     compare_s: float = 0.0
     encode_s: float = 0.0
     wire_s: float = 0.0
+    codec_s: float = 0.0  # of encode_s, those of the codec
+    link_s: float = 0.0  # of wire_s, those of writing
+    raw_nbytes: int = 0  # of pieces that changed, as they are
     digest: str = ""
 
 
@@ -117,7 +120,7 @@ class PartEncoder:
         def put(data: memoryview) -> None:
             begun = time.perf_counter()
             sink.write(data)
-            told.wire_s += time.perf_counter() - begun
+            told.link_s += time.perf_counter() - begun
             found.update(data)
             told.nbytes += len(data)
 
@@ -136,7 +139,7 @@ class PartEncoder:
             shard.digests = digests
         rows = [entry.row() for entry in entries]
         put(memoryview(part_end({**head, "rank": rank, "pieces": rows})))
-        told.digest = found.hexdigest()
+        told.digest, told.wire_s = found.hexdigest(), told.link_s
         return told
 
     def _piece(
@@ -156,6 +159,8 @@ class PartEncoder:
             coding, nbytes = self._encode(values, None)
         elif changed:
             coding, nbytes = self._encode(values, reference)
+        told.codec_s += time.perf_counter() - compared
+        told.raw_nbytes += values.nbytes if changed else 0
         after = before if coding == SAME else digest_of(values)
         reference.copy_(values)
         told.compare_s += compared - begun

@@ -14,6 +14,7 @@ from hybridcomp.errors import CheckpointError, ConfigError, PublishError
 from hybridcomp.job import saved
 from hybridcomp.job.agreement import tell
 from hybridcomp.log import say
+from hybridcomp.publishing.choosing import AUTO, CHOICES, PublishedCodec
 from hybridcomp.publishing.destinations import Destination
 from hybridcomp.publishing.encoding import BUCKET, PartEncoder, PartSummary
 from hybridcomp.publishing.records import Manifest, PartEntry, table_digest
@@ -76,6 +77,7 @@ class Publisher:
         every: int = 1,
         anchor_every: int = 100,
         dtype: str | None = None,
+        codec: str = AUTO,
         bucket: int = BUCKET,
     ) -> None:
         """Divide the weights among the ranks, and look whether the destination's chain goes on.
@@ -86,6 +88,8 @@ class Publisher:
             every: ``stepped`` publishes in every so many calls.
             anchor_every: versions from one full version to the next.
             dtype: "bf16" or "fp16" for weights that have no 16 bits; None: the model's own.
+            codec: "stepcode", "raw" for values as they are, or "auto": stepcode, and on streams and
+                groups raw where coding takes longer than it saves.
             bucket: most values that are encoded at once, the unit of checksums. A chain goes on
                 after a restart only with the same one.
 
@@ -94,10 +98,13 @@ class Publisher:
         for key, number in (("every", every), ("anchor_every", anchor_every)):
             if number < 1:
                 raise ConfigError(f"publish.{key}", number, "expected a number of 1 or more")
+        if codec not in CHOICES:
+            raise ConfigError("publish.codec", codec, f"expected one of {', '.join(CHOICES)}")
         self.every, self.anchor_every = every, anchor_every
         self.summary: VersionSummary | None = None
         self._weights, self._destination = weights, destination
         self._divided: DividedWeights = agree_on_weights(weights, dtype)
+        self._choice = PublishedCodec(codec, destination.feels_link)
         self._encoder = PartEncoder(self._divided, bucket)
         self._table_digest = table_digest(self._divided.table, self._divided.aliases)
         self._rank = weights.ranks.index(dist.get_rank())
@@ -178,6 +185,9 @@ class Publisher:
         self._is_held, self._asked = True, False
         self._version, self._digest = version, manifest.digest
         self._since_full = 1 if full else self._since_full + 1
+        text = self._choice.note(said)
+        if text is not None and self._rank == 0:
+            say(text, anywhere=True)
         slowest = {
             key: max(one[key] for one in said) for key in ("compare_s", "encode_s", "wire_s")
         }
@@ -219,6 +229,7 @@ class Publisher:
 
         def write() -> PartSummary:
             self._weights.ready()
+            self._encoder.raw = self._choice.is_raw
             return self._encoder.write(
                 self._destination.begin(version, self._rank), head, self._rank, full
             )

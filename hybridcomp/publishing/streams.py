@@ -85,6 +85,8 @@ def device_of_messages() -> torch.device:
 class Stream(Destination):
     """A stream that rank 0 writes; parts of other ranks come to it over torch.distributed."""
 
+    feels_link = True
+
     def __init__(self, stream: Writable | None, ranks: tuple[int, ...]) -> None:
         """Hold the stream of rank 0.
 

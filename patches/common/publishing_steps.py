@@ -39,7 +39,7 @@ def start(session: EngineSession, weights: Callable[[], EngineWeights]) -> None:
             found = weights()
             to = destination_of(settings.to, found)
             given = {"every": settings.every, "anchor_every": settings.anchor_every}
-            return Publisher(found, to, **given, dtype=settings.dtype)
+            return Publisher(found, to, **given, dtype=settings.dtype, codec=settings.codec)
         except ConfigError as error:
             key = f"{BLOCK}.{error.key}"
             if error.key != KEY:

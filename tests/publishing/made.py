@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,7 +14,9 @@ from torch import Tensor
 
 from hybridcomp.publishing import EngineWeights, Held, Publisher, WeightRange, WeightReceiver
 from hybridcomp.publishing.destinations import Destination
+from tests.ranks import RunRanks, run_ranks
 
+NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 #: shapes with an odd number of values, a scalar, a matrix that is larger than a bucket
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed.weight": (37, 19), "layers.0.bias": (5,), "layers.0.weight": (64, 48), "scale": (),
@@ -68,6 +72,13 @@ class Weights:
 
 def _same(values: Tensor) -> Tensor:
     return values
+
+
+def launch(on_ranks: RunRanks, world_size: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Run on ranks that stay, or at night, when a thousand versions take minutes, on fresh ones."""
+    if NIGHTLY:
+        return run_ranks(world_size, function, *args, timeout=3500.0)
+    return on_ranks(world_size, function, *args)
 
 
 def same(receiver: WeightReceiver, values: dict[str, Tensor]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,9 @@ import torch.distributed as dist
 from hybridcomp.errors import PublishError
 from hybridcomp.publishing import WeightReceiver
 from hybridcomp.publishing.destinations import Folder
-from tests.publishing.made import Weights, changed_rightly, copy_of, same
+from tests.publishing.made import NIGHTLY, Weights, changed_rightly, copy_of, launch, same
 from tests.ranks import RunRanks
 
-NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 VERSIONS = 1000 if NIGHTLY else 12
 
 
@@ -54,7 +52,7 @@ def test_every_version_is_exact(
     on_ranks: RunRanks, tmp_path: Path, world_size: int, sharded: bool
 ) -> None:
     dtype = torch.bfloat16 if sharded else torch.float16
-    for full, last in on_ranks(world_size, chain, tmp_path, VERSIONS, sharded, dtype):
+    for full, last in launch(on_ranks, world_size, chain, tmp_path, VERSIONS, sharded, dtype):
         assert last == VERSIONS
         assert full == (VERSIONS + 99) // 100  # the restart goes on: no further full version
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 import hybridcomp
 from tests.patches.torch.trainer import Job, build, optimizer_of, train
-from tests.publishing.made import same
+from tests.publishing.made import NIGHTLY, launch, same
 from tests.ranks import RunRanks
 
-NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 STEPS = 1000 if NIGHTLY else 6
 
 
@@ -70,7 +68,7 @@ def published(job: Job, folder: Path) -> list[str]:
 def test_versions_are_what_the_model_computes_with(
     on_ranks: RunRanks, tmp_path: Path, world_size: int, job: Job
 ) -> None:
-    assert on_ranks(world_size, published, job, tmp_path) == [[]] * world_size
+    assert launch(on_ranks, world_size, published, job, tmp_path) == [[]] * world_size
 
 
 class Tied(nn.Module):
