@@ -18,7 +18,7 @@ from hybridcomp import patching
 from hybridcomp.errors import ConfigError, PublishError, SeamError
 from hybridcomp.inference.shares import Shares
 from tests.inference.made import VERSIONS, bits, sent, values_of
-from tests.ranks import RunRanks
+from tests.ranks import RunRanks, run_ranks
 from tests.stand_ins import verl as stand_in_for_verl
 
 BACKEND = "hybridcomp"
@@ -137,3 +137,33 @@ def test_another_version_of_verl_is_refused(
     with pytest.raises(SeamError, match=r"needs verl >= 0.9.1, < 0.10, found verl 0.8.0"):
         importlib.import_module("hybridcomp.inference.verl_engine")
     assert BACKEND not in stand_in_for_verl.CheckpointEngineRegistry._registry
+
+
+def synced(folder: str) -> list[int]:
+    """Three syncs through verl's own registry and base; the versions that came back otherwise."""
+    from verl.checkpoint_engine.base import CheckpointEngineRegistry
+
+    importlib.import_module("hybridcomp.inference.verl_engine")
+    new = CheckpointEngineRegistry.new
+    actor = new(BACKEND, is_master=dist.get_rank() == 0, bucket_size=1 << 20, to=folder)
+    rollout = new(BACKEND, bucket_size=1 << 20, to=folder)
+    wrong = []
+    for version in range(1, 4):
+        assert actor.prepare() == rollout.prepare() == {}
+        actors, rollouts = type(actor).build_topology(2, 2, [{}] * 4)
+        actor.init_process_group(**{key: row[0] for key, row in actors.items()})
+        rollout.init_process_group(**{key: row[0] for key, row in rollouts.items()})
+        dist.barrier()  # verl sends once all workers are here
+        asyncio.run(actor.send_weights(sent(version), global_steps=version))
+        if received(rollout) != bits(values_of(version).items()):
+            wrong.append(version)
+        actor.finalize()
+        rollout.finalize()
+        dist.barrier()
+    return wrong
+
+
+@pytest.mark.nightly
+def test_verl_itself_makes_and_calls_the_engine(tmp_path: Path) -> None:
+    pytest.importorskip("verl.checkpoint_engine.base", exc_type=ImportError)
+    assert run_ranks(2, synced, str(tmp_path / "weights")) == [[], []]
