@@ -1,7 +1,7 @@
 """Messages as the patches send them: a codec is chosen, values are encoded, the ledger is written.
 
-In a group of RANKS of which only this rank is there, whose messages arrive at once: what is left is
-the work of this rank, on a GPU the host's to submit it.
+In a group of RANKS, or as many as are asked for, of which only this rank is there, whose messages
+arrive at once: what is left is the work of this rank, on a GPU the host's to submit it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from hybridcomp.channels import (
     Channels,
     Message,
     ReduceScatter,
+    ReduceToOwners,
 )
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.codecs import Codec
-from hybridcomp.collectives.wire import transport
+from hybridcomp.collectives.wire import OwnedRange, chunk_ranges, transport
 from hybridcomp.config import CompressionConfig
 
 #: ranks of the group; this one is in their middle
 RANKS, ME = 8, 3
+#: parameters of a bucket
+PIECES = 64
 #: dp keeps what it leaves out, tp does not; nothing is sampled, as in most steps
 BLOCK = {
     "tp": {"codec": "blockint"},
@@ -50,8 +53,8 @@ class _Done(dist.Work):
 
 
 @contextmanager
-def group_without_wire() -> Iterator[None]:
-    """Yield a default group of RANKS, and calls of torch.distributed that do nothing.
+def group_without_wire(ranks: int = RANKS) -> Iterator[None]:
+    """Yield a default group of ``ranks``, and calls of torch.distributed that do nothing.
 
     The group is torch's stand-in for tests, which would copy what is gathered.
     """
@@ -64,7 +67,7 @@ def group_without_wire() -> Iterator[None]:
 
     # torch puts "[rank3]: " before every line of an error, once for each group that was ever made
     before = sys.excepthook
-    dist.init_process_group("fake", rank=ME, world_size=RANKS, store=FakeStore())
+    dist.init_process_group("fake", rank=ME, world_size=ranks, store=FakeStore())
     sys.excepthook = before
     try:
         with (
@@ -79,24 +82,36 @@ def group_without_wire() -> Iterator[None]:
 class Messages:
     """A message of every kind with ``codec``; ``values`` (1-D) is what this rank holds.
 
-    Only inside of ``group_without_wire``. Buffers hold what was there before, which decodes as
-    fast.
+    Only inside of ``group_without_wire`` of as many ``ranks``. Buffers hold what was there before,
+    which decodes as fast.
     """
 
-    def __init__(self, codec: Codec, values: Tensor) -> None:
-        self.codec, self.values = codec, values
+    def __init__(self, codec: Codec, values: Tensor, ranks: int = RANKS) -> None:
+        self.codec, self.values, numel = codec, values, values.numel()
         channels = Channels(CompressionConfig.parse(BLOCK))
         self.tp, self.dp = channels["tp"], channels["dp"]
-        self.out, self.shard = torch.empty_like(values), values[: values.numel() // RANKS].clone()
-        each = values.numel() // RANKS // 64 * 64
-        self.splits = [each, each - 64, each + 64] + [each] * (RANKS - 4)
-        self.splits.append(values.numel() - sum(self.splits))
-        self.pieces = [Piece("weight", 0, values.numel())]
+        self.out, self.shard = torch.empty_like(values), values[: numel // ranks].clone()
+        self.shards = values.chunk(ranks)
+        each = numel // ranks // 64 * 64
+        self.splits = [each, each - 64, each + 64] + [each] * (ranks - 4)
+        self.splits.append(numel - sum(self.splits))
+        self.pieces = [Piece("weight", 0, numel)]
+        edges = chunk_ranges(numel, PIECES)
+        self.bucket = [Piece(f"weight {i}", 0, stop - low) for i, (low, stop) in enumerate(edges)]
+        step = max(1, ranks // PIECES)
+        self.owners = tuple(
+            OwnedRange(*edge, ((ME + i * step) % ranks,)) for i, edge in enumerate(edges)
+        )
+        self.even = tuple(
+            OwnedRange(*edge, (rank,)) for rank, edge in enumerate(chunk_ranges(numel, ranks))
+        )
 
     def _run(self, channel: Channel, message: Message[Any]) -> None:
         """Send ``message`` with the one codec that all messages use, after the policy was asked."""
         channel.codec(message.numel, message.dtype, None)
-        message.send(channel, self.codec).wait()
+        sent = message.send(channel, self.codec)
+        if not isinstance(sent, list):
+            sent.wait()
 
     def _fields(self) -> dict[str, Any]:
         return {"numel": self.values.numel(), "dtype": self.values.dtype, "group": None}
@@ -115,7 +130,7 @@ class Messages:
 
     def reduce_scatter(self) -> None:
         """Reduce-scatter an activation whose sequence is cut behind it."""
-        self._run(self.tp, ReduceScatter(shards=self.values.chunk(RANKS), **self._fields()))
+        self._run(self.tp, ReduceScatter(shards=self.shards, **self._fields()))
 
     def all_to_all(self) -> None:
         """Exchange heads against tokens, all-to-all."""
@@ -129,6 +144,13 @@ class Messages:
         )  # fmt: skip
         self._run(self.tp, message)
 
+    def to_owners(self, channel: Channel, ranges: tuple[OwnedRange, ...]) -> None:
+        """Reduce a bucket of ZeRO 1 or 2 to the owners of its ranges."""
+        message = ReduceToOwners(
+            values=self.values, parameters=self.bucket, ranges=ranges, **self._fields()
+        )
+        self._run(channel, message)
+
     def kinds(self) -> dict[str, Callable[[], None]]:
         """Return all kinds of messages by name."""
         return {
@@ -138,4 +160,12 @@ class Messages:
             "reduce_scatter": self.reduce_scatter,
             "all_to_all": self.all_to_all,
             "all_to_all uneven": self.experts,
+        }
+
+    def buckets(self) -> dict[str, Callable[[], None]]:
+        """Return buckets whose PIECES have owners, and one of which all ranks own a part."""
+        return {
+            "to owners": lambda: self.to_owners(self.tp, self.owners),
+            "to owners feedback": lambda: self.to_owners(self.dp, self.owners),
+            "to all as owners": lambda: self.to_owners(self.tp, self.even),
         }

@@ -52,3 +52,17 @@ def test_messages_take_as_many_launches_as_on_a_gpu(bench: Any) -> None:
 def test_a_profile(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--megabytes", "0.01", "--profile", "all_gather"]) == 0
     assert "fused_all_gather" in capsys.readouterr().out
+
+
+def test_growth_with_ranks(bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--ranks", "8", "16", "--megabytes", "0.25", "--json", str(tmp_path / "ranks.json")]
+    assert bench.main(asked) == 0
+    found = json.loads((tmp_path / "ranks.json").read_text())
+    assert list(found) == ["8", "16"]
+    for kinds in found.values():
+        assert list(kinds) == [*KINDS, "to owners", "to owners feedback", "to all as owners"]
+        assert all(us > 0 and launches > 1 for us, _, launches in kinds.values())
+    assert "to owners" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        bench.main(["--ranks", "4"])
+    assert "expected 8 or more" in capsys.readouterr().err
