@@ -274,10 +274,10 @@ def _count(
 ) -> None:
     """Count a native reduction; ConfigError where the block asks for a compressed one."""
     channels = channels_of(optimizer)
-    if channels is None:
+    if channels is None or _DECLINED.get():  # the channel has counted that bucket
         return
     channel, strict = channels["dp"], channels.config.on_unsupported == "error"
-    if strict and not _DECLINED.get() and channel.encodes(numel, dtype, group):
+    if strict and channel.encodes(numel, dtype, group):
         raise ConfigError(
             "compression.dp",
             f"gradients in {seam.qualname}",

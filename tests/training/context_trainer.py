@@ -96,7 +96,7 @@ def build(job: Job) -> Any:
 def train(job: Job) -> Outcome:
     """One training, and the whole model's on the samples of all replicas."""
     from hybridcomp.channels import channels_of
-    from hybridcomp.dimensions import DIRECTIONS
+    from hybridcomp.dimensions import ROWS
     from hybridcomp.patches.ds.job_facts import layout
 
     trainer = build(job)
@@ -111,7 +111,7 @@ def train(job: Job) -> Outcome:
     channels = channels_of(trainer.engine)
     if channels is not None:
         for name in ("cp", "dp", "tp", "pp"):
-            for way in DIRECTIONS:
+            for way in ROWS[name].directions:
                 e = channels.ledger.interval[name, way]
                 found.ledger[name, way] = int(e.messages), int(e.native), int(e.wire_nbytes)
     trainer.engine.destroy()

@@ -122,7 +122,7 @@ def test_steps_count_once_and_residuals_follow(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         "hybridcomp.session.engine_session.default_device", lambda: torch.device("cpu")
     )
-    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: None)  # of the guard
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, **how: None)  # of the guard
     monkeypatch.setattr(Optimizer, "inner", attach.make_step(Optimizer.inner))
     monkeypatch.setattr(Optimizer, "outer", attach.make_step(Optimizer.outer))
     optimizer = Optimizer()
