@@ -109,13 +109,21 @@ def agree_on_weights(weights: EngineWeights, asked: str | None) -> DividedWeight
     Raises ConfigError as ``published_dtype``, PublishError where ranks state different shapes for
     one name, or where values of a parameter are held by no rank or by two in different cuts.
     """
-    dtypes = published_dtype(weights, asked)
+    problem, dtypes = None, dict.fromkeys(weights.shapes, "")
+    try:
+        dtypes = published_dtype(weights, asked)
+    except ConfigError as error:  # told below, on all ranks: stages may have different dtypes
+        problem = (error.key, error.found, error.todo)
     mine = {
+        "problem": problem,
         "table": {name: (list(shape), dtypes[name]) for name, shape in weights.shapes.items()},
         "aliases": dict(weights.aliases),
         "held": [_row(one.stretch) for one in weights.held],
     }
     said = _exchange(mine, weights.ranks)
+    for one in said:
+        if one["problem"] is not None:
+            raise ConfigError(*one["problem"])
     table, aliases = _merged(said)
     held = [[WeightRange(*row) for row in one["held"]] for one in said]
     _check_cover(table, {stretch for row in held for stretch in row})
