@@ -49,6 +49,7 @@ OWN_WORDS = {
     "channels/engine_channels.py": "the residuals of gradients",
     "channels/host_pace.py": "the settings that offload alone has",
     "commands/job_files.py": "what a DeepSpeed file shows of a job",
+    "config/codec_settings.py": "which codecs one dimension alone may name",
     "config/presets.py": "what the paper calls model parallel",
     "measure/channels.py": "what is timed, and how",
     "measure/trainings.py": "what is timed, and how",
