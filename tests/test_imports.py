@@ -102,6 +102,8 @@ for name in sys.argv[1:]:
 #: modules that need a package which hybridcomp does not bring -> that package
 NEEDS = {
     "hybridcomp.inference.verl_engine": "verl",
+    "hybridcomp.inference.vllm_trainer": "vllm",
+    "hybridcomp.inference.vllm_worker": "vllm",
     "hybridcomp.kernels.build": "pybind11",  # brought by pip while it builds
     "hybridcomp.trainers.hugging_face": "transformers",
     "hybridcomp.trainers.lightning": "lightning",
