@@ -45,7 +45,7 @@ class Kind:
         return json.dumps([*how, self.codec.spec])
 
 
-class Seen:
+class TrafficProfile:
     """Messages of dimensions that have no verdict yet."""
 
     def __init__(self, dimensions: Iterable[Dimension]) -> None:

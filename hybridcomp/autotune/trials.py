@@ -54,7 +54,7 @@ class TrialGroup:
 
 
 @dataclass(frozen=True)
-class Sent:
+class StepTraffic:
     """Messages of a dimension in a step, equal on all ranks of a group.
 
     Attributes:
@@ -73,7 +73,7 @@ class Sent:
         """Number of values of all messages."""
         return sum(self.numels)
 
-    def cut(self, most: int) -> Sent:
+    def cut(self, most: int) -> StepTraffic:
         """Keep the first messages up to ``most`` values in all, but at least one."""
         kept: list[int] = []
         total = 0
@@ -87,10 +87,10 @@ class Sent:
 
 def reductions(
     codec: Codec, feedback: bool, where: TrialGroup
-) -> Callable[[Sent], tuple[Run, Run]]:
+) -> Callable[[StepTraffic], tuple[Run, Run]]:
     """Build trials of gradient sums; with ``feedback`` also residuals are updated."""
 
-    def trial(sent: Sent) -> tuple[Run, Run]:
+    def trial(sent: StepTraffic) -> tuple[Run, Run]:
         longest, world_size = max(sent.numels), where.group.size
         values = where.values(longest)
         kept = _residuals(sent, where) if feedback else None
@@ -117,7 +117,7 @@ def reductions(
 class _Reduce:
     """Reduction of one message of ``sent``, natively and by a codec."""
 
-    sent: Sent
+    sent: StepTraffic
     where: TrialGroup
 
     def native(self, values: torch.Tensor) -> None:
@@ -159,7 +159,7 @@ class _Reduce:
         ]
 
 
-def _residual_lengths(numel: int, sent: Sent, where: TrialGroup) -> tuple[int, int]:
+def _residual_lengths(numel: int, sent: StepTraffic, where: TrialGroup) -> tuple[int, int]:
     """Return the lengths of this rank's residuals of a message: as sender, and as owner."""
     group = where.group
     if sent.how == "scatter":
@@ -170,7 +170,7 @@ def _residual_lengths(numel: int, sent: Sent, where: TrialGroup) -> tuple[int, i
     return high - low, stop - start
 
 
-def _residuals(sent: Sent, where: TrialGroup) -> tuple[torch.Tensor, torch.Tensor]:
+def _residuals(sent: StepTraffic, where: TrialGroup) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate zeros as long as the longest residuals of the messages."""
     sender, owner = map(
         max, zip(*(_residual_lengths(n, sent, where) for n in set(sent.numels)), strict=True)
@@ -179,7 +179,7 @@ def _residuals(sent: Sent, where: TrialGroup) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _cut_residuals(
-    kept: tuple[torch.Tensor, torch.Tensor], numel: int, sent: Sent, where: TrialGroup
+    kept: tuple[torch.Tensor, torch.Tensor], numel: int, sent: StepTraffic, where: TrialGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
     sender, owner = _residual_lengths(numel, sent, where)
     return kept[0][:sender], kept[1][:owner]
@@ -207,11 +207,11 @@ class _Step:
         self._held = self._values
 
 
-def gathers(codec: Codec, where: TrialGroup) -> Callable[[Sent], tuple[Run, Run]]:
+def gathers(codec: Codec, where: TrialGroup) -> Callable[[StepTraffic], tuple[Run, Run]]:
     """Build trials of all-gathers of parameters; ``numels`` are the gathered sizes."""
     group = where.group
 
-    def trial(sent: Sent) -> tuple[Run, Run]:
+    def trial(sent: StepTraffic) -> tuple[Run, Run]:
         world_size = group.size
         lengths = [-(-numel // world_size) for numel in sent.numels]
         values = where.values(max(lengths))
@@ -253,7 +253,7 @@ def gathers(codec: Codec, where: TrialGroup) -> Callable[[Sent], tuple[Run, Run]
     return trial
 
 
-def agree_on(sent: Sent | None, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+def agree_on(sent: StepTraffic | None, group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Return whether all ranks of the job know their messages, equal within each ``group``.
 
     A collective over the job: ranks with different messages would wait for each other forever.

@@ -28,7 +28,7 @@ WARM = 3
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Decision:
     """Result of the (largest) trial of a dimension; equal on all ranks.
 
     The later fields are those of a comparison of steps, see ``recheck``.
@@ -73,7 +73,7 @@ class Verdicts:
     """The verdicts of one engine, and its comparison of steps."""
 
     def __init__(self) -> None:
-        self.by_dimension: dict[Dimension, Verdict] = {}
+        self.by_dimension: dict[Dimension, Decision] = {}
         self.recheck: Recheck | None = None
         self._is_planned = False
 
@@ -170,7 +170,7 @@ class Verdicts:
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Return what a resumed run has to know, as plain dicts."""
-        usual = {f.name: f.default for f in fields(Verdict)}
+        usual = {f.name: f.default for f in fields(Decision)}
         return {
             name: {key: value for key, value in asdict(verdict).items() if value != usual[key]}
             for name, verdict in self.by_dimension.items()
@@ -185,7 +185,7 @@ class Verdicts:
         """
         told = []
         for name, verdict in self.by_dimension.items():
-            stored = Verdict(**state[name]) if name in state else verdict
+            stored = Decision(**state[name]) if name in state else verdict
             if stored.pays != verdict.pays:
                 was = "compressed" if stored.pays else "native"
                 change = '"codec": "none"' if stored.pays else '"when": "always"'
@@ -197,7 +197,7 @@ class Verdicts:
             self.by_dimension[name] = stored
         for name in waiting:
             if name in state:
-                self.by_dimension[name] = Verdict(**state[name])
+                self.by_dimension[name] = Decision(**state[name])
                 was = "compressed" if self.by_dimension[name].pays else "native"
                 told.append(f"{name}: {was}, as measured in the run that is continued")
         self._go_on()

@@ -47,7 +47,7 @@ class Broadcast(Message[tuple[Handle, Tensor]]):
         sends = known.rank == self.root
         out = values.new_empty(self.numel) if sends else values
         if sends:
-            channel.sample(values, codec.hops(1, 1, result=self.dtype)[0], self.direction)
+            channel.sample(values, codec.split_error_budget(1, 1, result=self.dtype)[0], self.direction)
         via = Transfer(codec, known, meter)
         handle = collectives.broadcast(
             values if sends else None, out, self.root, via, async_op=True
@@ -84,7 +84,7 @@ class Reduce(Message[Handle]):
         """Encode the values for the root, which adds them in fp32; returns under way."""
         known, meter = channel.group(self.group), channel.meter(self.values.device)
         if known.rank != self.root:
-            first = codec.hops(1, known.size, exact=1)[0]
+            first = codec.split_error_budget(1, known.size, exact=1)[0]
             channel.sample(self.values, first, self.direction)
         via = Transfer(codec, known, meter)
         handle = collectives.reduce(self.values, self.out, self.root, via, async_op=True)

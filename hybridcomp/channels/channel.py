@@ -232,11 +232,11 @@ class Channel:
     def ring(self, codec: Codec | None, group: ProcessGroup | None, device: torch.device) -> Ring:
         """Return the ``Ring`` that sends ring attention's messages round ``group``.
 
-        Call ``record_ring`` once it has finished.
+        Call ``record_ring_traffic`` once it has finished.
         """
         return Ring(codec, self.group(group), self.meter(device), device)
 
-    def record_ring(self, ring: Ring, raw_nbytes: int, direction: Direction) -> None:
+    def record_ring_traffic(self, ring: Ring, raw_nbytes: int, direction: Direction) -> None:
         """Record the messages of a finished ring; ``raw_nbytes``: bytes native would have sent.
 
         Without a codec the ring sends just these, plus headers.

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridcomp.autotune.judging import judge, judge_seen
-from hybridcomp.autotune.room import has_room
-from hybridcomp.autotune.trials import Sent, TrialGroup, agree_on, gathers, messages, reductions
+from hybridcomp.autotune.timing import judge, judge_seen
+from hybridcomp.autotune.memory_limits import has_room
+from hybridcomp.autotune.trials import StepTraffic, TrialGroup, agree_on, gathers, messages, reductions
 from hybridcomp.autotune.verdicts import WARM
 from hybridcomp.channels.channel import Channel
 from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState, specs_of, waiting_for
@@ -97,13 +97,13 @@ class Channels(EngineState):
         notes = self.nodes.prepare(groups)
         return [f"{', '.join(names)}: {note}" for note in notes]
 
-    def weigh(
+    def run_autotune(
         self,
         group: dist.ProcessGroup | None,
         dtype: torch.dtype,
         device: torch.device,
         numel: int = UNKNOWN,
-        sent: Mapping[Dimension, Sent] | None = None,
+        sent: Mapping[Dimension, StepTraffic] | None = None,
         only: Collection[Dimension] = MEASURED_EARLY,
     ) -> list[str]:
         """Time dp and zero, as far as they have ``when: auto``, encoded and native; a collective.
@@ -137,7 +137,7 @@ class Channels(EngineState):
         names: Iterable[Dimension],
         group: dist.ProcessGroup | None,
         numel: int,
-        sent: Mapping[Dimension, Sent],
+        sent: Mapping[Dimension, StepTraffic],
         place: TrialGroup,
     ) -> None:
         """Run the trials of each of ``names`` (dp, zero) and keep its verdict; a collective."""
@@ -147,7 +147,7 @@ class Channels(EngineState):
             whole = agree_on(known, group, device)
             summed = ROWS[name].summed
             if known is None or not whole:
-                known = Sent((numel,), "sum" if summed else "gather")
+                known = StepTraffic((numel,), "sum" if summed else "gather")
             codec = self.policy.codecs[name, "forward"]
             assert codec is not None, "the block was checked"
             trials = gathers(codec, place)

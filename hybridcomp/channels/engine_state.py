@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hybridcomp.autotune.observed import Seen
+from hybridcomp.autotune.observed import TrafficProfile
 from hybridcomp.autotune.verdicts import Verdicts
 from hybridcomp.channels.error_feedback import Residuals
 from hybridcomp.channels.gains import Gains
@@ -56,7 +56,7 @@ class EngineState:
     policy: Policy
     ledger: Ledger
     guard: Guard
-    seen: Seen
+    seen: TrafficProfile
     pace: Pace
     residuals: Residuals = field(default_factory=Residuals)
     factors: Factors = field(default_factory=Factors)
@@ -98,6 +98,6 @@ def specs_of(policy: Policy) -> Mapping[tuple[Dimension, Direction], str]:
     return {key: codec.spec for key, codec in policy.codecs.items() if codec}
 
 
-def waiting_for(config: CompressionConfig) -> Seen:
+def waiting_for(config: CompressionConfig) -> TrafficProfile:
     """Return the collector of messages of dimensions that are measured during the run (tp, pp)."""
-    return Seen(name for name in config.measured() if name not in MEASURED_EARLY)
+    return TrafficProfile(name for name in config.measured() if name not in MEASURED_EARLY)

@@ -143,7 +143,7 @@ class HostMoves:
 
     def _ship(self, values: Tensor, codec: Codec, raw_nbytes: int, size: int) -> list[Payload]:
         values = values.detach()
-        (only,) = codec.hops(1, 1, result=values.dtype)
+        (only,) = codec.split_error_budget(1, 1, result=values.dtype)
         self._channel.sample(values, only, "backward")
         meter = Meter()
         meter.use(only.spec)
@@ -210,7 +210,7 @@ class HostMoves:
             codec, raw_nbytes: as for ``to_host``.
         """
         values, out = values.detach(), out.detach()
-        (only,) = codec.hops(1, 1, result=out.dtype)
+        (only,) = codec.split_error_budget(1, 1, result=out.dtype)
         self._channel.sample(values[:SAMPLE_NUMEL].to(out.dtype), only, "forward")
         meter = Meter()
         meter.use(only.spec)

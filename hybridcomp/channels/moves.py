@@ -46,7 +46,7 @@ class AllGather(Message[Handle]):
     def send(self, channel: Channel, codec: Codec) -> Handle:
         """Gather encoded shards; see ``collectives.all_gather``."""
         shard, cuts = self.shard, self.cuts(codec)
-        (only,) = codec.hops(1, 1, result=shard.dtype)
+        (only,) = codec.split_error_budget(1, 1, result=shard.dtype)
         channel.sample(shard, only, self.direction, cuts, self.relative_to)
         known, meter = channel.group(self.group), channel.meter(shard.device)
         via = Transfer(codec, known, meter, cuts)
@@ -89,7 +89,7 @@ class AllToAll(Message[Handle]):
         if self.out is None:
             takes = values.numel() if self.out_splits is None else sum(self.out_splits)
             self.out = values.new_empty(takes)
-        channel.sample(values, codec.hops(1, 1, result=values.dtype)[0], self.direction)
+        channel.sample(values, codec.split_error_budget(1, 1, result=values.dtype)[0], self.direction)
         known, meter = channel.group(self.group), channel.meter(values.device)
         handle = collectives.all_to_all(
             self.out, values, Transfer(codec, known, meter), self.out_splits, self.in_splits,
@@ -123,7 +123,7 @@ class Send(Message[None]):
         """Encode and send the values."""
         assert self.between is not None, "a message between two ranks"
         (source, target), values = self.between, self.load()
-        channel.sample(values, codec.hops(1, 1, result=self.dtype)[0], self.direction)
+        channel.sample(values, codec.split_error_budget(1, 1, result=self.dtype)[0], self.direction)
         meter = channel.meter(values.device)
         collectives.send(values, target, Transfer(codec, channel.group(self.group), meter))
         nodes = channel.state.nodes

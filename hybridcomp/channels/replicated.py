@@ -44,7 +44,7 @@ def stretches_of(pieces: Sequence[Sequence[Piece]], names: Collection[str]) -> l
     return found
 
 
-class Exact:
+class UncompressedParams:
     """Sum over ``group``, in fp32, of stretches of a message whose other values are encoded.
 
     Takes them out of ``tensors`` (1-D), where it leaves zeros; ``meter`` counts their bytes. Every

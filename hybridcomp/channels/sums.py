@@ -20,7 +20,7 @@ from hybridcomp.channels import low_rank
 from hybridcomp.channels.channel import Channel, Message, R
 from hybridcomp.channels.error_feedback import Piece, Withheld, borders, cut
 from hybridcomp.channels.low_rank import Factored
-from hybridcomp.channels.replicated import Exact, stretches_of
+from hybridcomp.channels.replicated import UncompressedParams, stretches_of
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import (
     Group,
@@ -181,7 +181,7 @@ class ReduceScatter(Message[ReduceScatterHandle]):
             held = channel.state.residuals.get("sender", flat, shards[0], last=True, message=whole)
             residuals = torch.split(held, [shards[rank].numel() for rank in encoded])
         if channel.sampling:
-            (first,) = how.codec.hops(1, group.encoders, exact=1)
+            (first,) = how.codec.split_error_budget(1, group.encoders, exact=1)
             how.probe = _probe(channel, first, self.direction)
         return collectives.reduce_scatter(shards, how, residuals, cuts, self.async_op)
 
@@ -215,7 +215,7 @@ class ReduceToOwners(Sum[list[Tensor]]):
             left = _residuals(channel, pieces, known, tensor, hops)
             probe = None
             if channel.sampling:
-                first = codec.hops(hops, known.encoders, exact=1)[0]
+                first = codec.split_error_budget(hops, known.encoders, exact=1)[0]
                 probe = _probe(channel, first, "forward")
             flush = _flushes(channel, codec)
             how = Reduction(codec, known, meter, cuts, *left, probe, flush=flush)
@@ -251,13 +251,13 @@ def _take(
     codec: Codec,
     group: Group,
     meter: Meter,
-) -> Exact | None:
+) -> UncompressedParams | None:
     """Take parameters common to tensor-parallel ranks out of a message; sum them exactly."""
     names = channel.state.common
     if pieces is None or codec.lossless or not names:
         return None
     stretches = stretches_of(pieces, names)
-    return Exact(tensors, stretches, group, meter) if stretches else None
+    return UncompressedParams(tensors, stretches, group, meter) if stretches else None
 
 
 def _flushes(channel: Channel, codec: Codec) -> bool:

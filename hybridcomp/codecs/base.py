@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.capabilities import Capabilities
-from hybridcomp.codecs.launches import Each, Fused
+from hybridcomp.codecs.launches import MultiTensorKernel, CollectiveKernel
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import DTYPE_CODES, FixedKernels, KernelSet
 
 __all__ = [
-    "PAYLOAD_ALIGN", "VALUE_DTYPES", "Codec", "Each", "FixedCodec", "Fused", "align", "check_add",
+    "PAYLOAD_ALIGN", "VALUE_DTYPES", "Codec", "MultiTensorKernel", "FixedCodec", "CollectiveKernel", "align", "check_add",
     "check_decode", "check_dtype", "check_encode", "check_payload", "check_size",
 ]  # fmt: skip
 
@@ -94,11 +94,11 @@ class Codec(Capabilities, ABC):
         ``dtype`` is the dtype that was encoded.
         """
 
-    def fused(self, device: torch.device) -> Fused | None:
+    def fused(self, device: torch.device) -> CollectiveKernel | None:
         """Return kernels for all chunks of a collective, if the back end of ``device`` has them."""
         return None
 
-    def each(self, device: torch.device) -> Each | None:
+    def each(self, device: torch.device) -> MultiTensorKernel | None:
         """Return kernels for several tensors, where the back end of ``device`` has them."""
         return None
 
@@ -110,7 +110,7 @@ class Codec(Capabilities, ABC):
         lossless.
         """
 
-    def hops(
+    def split_error_budget(
         self,
         count: int,
         world_size: int,
@@ -128,7 +128,7 @@ class Codec(Capabilities, ABC):
         """
         return (self,) * count
 
-    def summing(self, ranks: int, result: torch.dtype = torch.float32) -> Codec:
+    def for_presummed(self, ranks: int, result: torch.dtype = torch.float32) -> Codec:
         """Return this codec for values that already are fp32 sums of ``ranks`` ranks.
 
         ``result``: dtype to which the collective's fp32 result is rounded afterwards.
@@ -167,7 +167,7 @@ class Codec(Capabilities, ABC):
         """Return bits a value of a typical message of ``dtype``; the worst case if sizes vary."""
         return self.wire_nbytes(TYPICAL_NUMEL, dtype) * 8 / TYPICAL_NUMEL
 
-    def figures(self, *, summed: bool) -> str:
+    def cost_summary(self, *, summed: bool) -> str:
         """Describe the cost, for the line at start-up; ``summed``: messages are sums."""
         if not self.fixed_size:
             lossless = ", lossless" if self.lossless else ""

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from hybridcomp.codecs.base import Each, FixedCodec, Fused, align, check_dtype
+from hybridcomp.codecs.base import MultiTensorKernel, FixedCodec, CollectiveKernel, align, check_dtype
 from hybridcomp.codecs.setting import Setting
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import FixedKernels, KernelSet
@@ -113,14 +113,14 @@ class BlockInt(FixedCodec):
         blocks, tiles = -(-numel // BLOCK), -(-numel // TILE)
         return align(blocks * (4 * self.bits + 1) + tiles)
 
-    def fused(self, device: torch.device) -> Fused | None:
+    def fused(self, device: torch.device) -> CollectiveKernel | None:
         make = getattr(self.kernels.on(device), "fused", None)
-        fused: Fused | None = None if make is None else make(self._setting)
+        fused: CollectiveKernel | None = None if make is None else make(self._setting)
         return fused
 
-    def each(self, device: torch.device) -> Each | None:
+    def each(self, device: torch.device) -> MultiTensorKernel | None:
         make = getattr(self.kernels.on(device), "each", None)
-        each: Each | None = None if make is None else make(self._setting)
+        each: MultiTensorKernel | None = None if make is None else make(self._setting)
         return each
 
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:

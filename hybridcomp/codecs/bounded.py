@@ -144,7 +144,7 @@ class Bounded(Codec):
     def spec(self) -> str:
         return self._spec
 
-    def hops(
+    def split_error_budget(
         self,
         count: int,
         world_size: int,
@@ -167,11 +167,11 @@ class Bounded(Codec):
             error_bound, self.mode, self.segment, self.family, self.fixed, self.inner, self.rounding
         )
 
-    def summing(self, ranks: int, result: torch.dtype = torch.float32) -> Bounded:
+    def for_presummed(self, ranks: int, result: torch.dtype = torch.float32) -> Bounded:
         """See ``Codec.summing``."""
         return _summing(self, ranks - 1, ROUNDING[result])
 
-    def figures(self, *, summed: bool) -> str:
+    def cost_summary(self, *, summed: bool) -> str:
         """Describe the codecs for messages of each dtype, for the line at start-up."""
         kinds: dict[str, list[str]] = {}
         for dtype in ROUNDING:
@@ -204,7 +204,7 @@ class Bounded(Codec):
         return Shortfall(self.error_bound, todo)
 
     def _moved(self, dtype: torch.dtype) -> Codec:
-        return self.hops(1, 1, result=dtype)[0]
+        return self.split_error_budget(1, 1, result=dtype)[0]
 
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
         return self._moved(dtype).wire_nbytes(numel, dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 NO_CHUNK = -1
 
 
-class Fused(Protocol):
+class CollectiveKernel(Protocol):
     """Kernels that take all chunks of a reduction at once; payloads are those of the codec.
 
     Chunk c holds elements ``[c * chunk, (c + 1) * chunk)``; the payloads of the chunks, without
@@ -68,7 +68,7 @@ class Fused(Protocol):
         """Decode all chunks but ``skip`` into ``out``."""
 
 
-class Each(Protocol):
+class MultiTensorKernel(Protocol):
     """Kernels that take several tensors of one dtype in one launch; payloads are the codec's.
 
     Arguments must satisfy the codec's ``encode`` and ``decode``; they are not checked again.

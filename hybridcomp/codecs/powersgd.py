@@ -56,7 +56,7 @@ class PowerSgd(Cast):
     def spec(self) -> str:
         return f"powersgd(rank={self.rank})"
 
-    def figures(self, *, summed: bool) -> str:
+    def cost_summary(self, *, summed: bool) -> str:
         return (
             f"{self.spec}, r(n+m)/nm of the fp32 bytes of an n x m gradient, no bound on the "
             "error, vectors and small matrices exact"

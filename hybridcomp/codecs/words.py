@@ -12,10 +12,10 @@ DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 def used_for(codec: Codec, summed: bool, dtype: torch.dtype) -> str:
     """Return the codecs of a message of ``dtype``, in words."""
     if not summed:
-        (only,) = codec.hops(1, 1, result=dtype)
+        (only,) = codec.split_error_budget(1, 1, result=dtype)
         return _short(only)
-    hops = codec.hops(2, 2, result=dtype, exact=1)
-    (once,) = codec.hops(1, 2, exact=1)
+    hops = codec.split_error_budget(2, 2, result=dtype, exact=1)
+    (once,) = codec.split_error_budget(1, 2, exact=1)
     if once == hops[0]:
         return _short(once)
     twice = " and ".join(_short(hop) for hop in dict.fromkeys(hops))

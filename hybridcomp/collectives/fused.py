@@ -15,7 +15,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import Codec, Each, Fused
+from hybridcomp.codecs.base import Codec, MultiTensorKernel, CollectiveKernel
 from hybridcomp.codecs.launches import NO_CHUNK
 from hybridcomp.collectives.wire import (
     POOL,
@@ -81,7 +81,7 @@ def _places(*nbytes: int) -> tuple[int, ...]:
     return tuple(chain.from_iterable((size, -size % PLACE) for size in nbytes))
 
 
-def fused_all_reduce(tensor: Tensor, codec: Codec, fused: Fused, how: Reduction) -> Steps[None]:
+def fused_all_reduce(tensor: Tensor, codec: Codec, fused: CollectiveKernel, how: Reduction) -> Steps[None]:
     """Sum ``tensor`` over ``group`` in place: the bytes and bits of ``reductions.all_reduce``.
 
     1 encode all chunks but this rank's, 2 all-to-all, 3 sum in rank order and encode in one kernel,
@@ -109,7 +109,7 @@ def fused_all_reduce(tensor: Tensor, codec: Codec, fused: Fused, how: Reduction)
 
 
 def fused_reduce_scatter(
-    flat: Tensor, lengths: tuple[int, ...], total: Tensor, fused: Fused, how: Reduction
+    flat: Tensor, lengths: tuple[int, ...], total: Tensor, fused: CollectiveKernel, how: Reduction
 ) -> Steps[Tensor]:
     """Sum this rank's shard over ``group`` into ``total``: bytes and bits of ``reduce_scatter``.
 
@@ -134,7 +134,7 @@ def fused_reduce_scatter(
     return total
 
 
-def fused_all_gather(shard: Tensor, out: Tensor, fused: Fused, via: Transfer) -> Steps[None]:
+def fused_all_gather(shard: Tensor, out: Tensor, fused: CollectiveKernel, via: Transfer) -> Steps[None]:
     """Gather equally long shards into ``out``: bytes and bits of ``moves.all_gather``.
 
     1 encode this rank's shard, 2 all-gather, 3 decode all shards.
@@ -153,7 +153,7 @@ def fused_all_gather(shard: Tensor, out: Tensor, fused: Fused, via: Transfer) ->
     POOL.give(room)
 
 
-def fused_all_to_all(out: Tensor, values: Tensor, fused: Fused, via: Transfer) -> Steps[None]:
+def fused_all_to_all(out: Tensor, values: Tensor, fused: CollectiveKernel, via: Transfer) -> Steps[None]:
     """Exchange equally long parts: bytes and bits of ``moves.all_to_all``.
 
     1 encode all parts but this rank's, which is copied, 2 all-to-all, 3 decode.
@@ -176,7 +176,7 @@ def fused_all_to_all(out: Tensor, values: Tensor, fused: Fused, via: Transfer) -
 
 
 def each_to_all(
-    places: Sequence[Tensor], sources: Sequence[Tensor], each: Each, via: Transfer
+    places: Sequence[Tensor], sources: Sequence[Tensor], each: MultiTensorKernel, via: Transfer
 ) -> Steps[None]:
     """Exchange parts of any lengths, by rank: bytes and bits of ``moves.all_to_all``.
 

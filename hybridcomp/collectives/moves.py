@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from hybridcomp.collectives.fused import each_to_all, fused_all_gather, fused_all_to_all
-from hybridcomp.collectives.hierarchical.inside import gather_inside
+from hybridcomp.collectives.hierarchical.intra_node import gather_inside
 from hybridcomp.collectives.wire import (
     POOL,
     Group,
     Handle,
-    Job,
+    EncodeRequest,
     Meter,
     Range,
     Steps,
@@ -101,7 +101,7 @@ def _all_gather(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
     if group.size == 1 or numel == 0:
         out.copy_(shard)
         return given(None)
-    (codec,) = via.codec.hops(1, 1, result=shard.dtype)
+    (codec,) = via.codec.split_error_budget(1, 1, result=shard.dtype)
     via.meter.use(codec.spec)
     only = Transfer(codec, group, via.meter)
     fused = None if via.cuts else codec.fused(shard.device)
@@ -206,7 +206,7 @@ def _all_to_all(
     out: Tensor, values: Tensor, takes: list[int], gives: list[int], via: Transfer
 ) -> Steps[None]:
     """Exchange in two launches where the codec has such kernels; else encode part by part."""
-    (codec,) = via.codec.hops(1, 1, result=values.dtype)
+    (codec,) = via.codec.split_error_budget(1, 1, result=values.dtype)
     only, even = Transfer(codec, via.group, via.meter), [gives[0]] * len(gives)
     if len(gives) == 1:
         out.copy_(values)
@@ -230,7 +230,7 @@ def _parts_to_all(
     places[me].copy_(own)
     # 1
     payloads = yield from exchange(
-        [[Job(s)] if s.numel() and rank != me else [] for rank, s in enumerate(sources)],
+        [[EncodeRequest(s)] if s.numel() and rank != me else [] for rank, s in enumerate(sources)],
         [[p.numel()] if p.numel() and rank != me else [] for rank, p in enumerate(places)],
         own.dtype,
         own.device,

@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from hybridcomp.collectives.hierarchical.inside import hand_on, node_sum, ranges_of_nodes
+from hybridcomp.collectives.hierarchical.intra_node import scatter_intra_node, node_sum, ranges_of_nodes
 from hybridcomp.collectives.owner_plan import (
     OwnedPart,
     OwnerPlan,
@@ -21,7 +21,7 @@ from hybridcomp.collectives.reduce_parts import Part, sum_parts
 from hybridcomp.collectives.wire import (
     POOL,
     Group,
-    Job,
+    EncodeRequest,
     OwnedRange,
     Pending,
     Reduction,
@@ -77,7 +77,7 @@ def _in_two_levels(
     """1 sum this rank's stretch over the node, 2 reduce to the owners' nodes, 3 then to owners."""
     levels = how.group.levels
     assert levels is not None
-    codec = how.codec.summing(levels.width)
+    codec = how.codec.for_presummed(levels.width)
     edges = chunk_ranges(tensor.numel(), levels.width)
     # 1
     lengths = [stop - start for start, stop in edges]
@@ -86,7 +86,7 @@ def _in_two_levels(
     needed = ranges_of_nodes(ranges, edges[levels.local], levels)
     sums = yield from _flat(work, needed, how.between_nodes(codec))
     # 3
-    results = yield from hand_on(ranges, tensor, sums, levels, how.meter)
+    results = yield from scatter_intra_node(ranges, tensor, sums, levels, how.meter)
     POOL.give(buffer)
     return results
 
@@ -126,7 +126,7 @@ def _direct(tensor: Tensor, plan: OwnerPlan, sums: Sums, how: Reduction) -> Step
     """Send every range to its owners, who sum it, in rounds that overlap."""
     me, group, device = how.group.rank, how.group, tensor.device
     sole = all(len(run.ranks) == 1 for run in plan.runs)
-    (codec,) = how.codec.hops(1, group.size, exact=int(sole))
+    (codec,) = how.codec.split_error_budget(1, group.size, exact=int(sole))
     how.meter.use(codec.spec)
     hop = Transfer(codec, group, how.meter, flush=how.flush)
     count = round_count(plan.longest[0], (codec,), device, group)
@@ -151,7 +151,7 @@ def _balanced(tensor: Tensor, plan: OwnerPlan, sums: Sums, how: Reduction) -> St
     A bounded codec must encode the same stretches in both, so both are cut where owners change.
     """
     me, group, device = how.group.rank, how.group, tensor.device
-    first, second = how.codec.hops(2, group.size, exact=1)
+    first, second = how.codec.split_error_budget(2, group.size, exact=1)
     how.meter.use(first.spec, second.spec)
     cuts = tuple(how.cuts)
     if how.codec.bounded:
@@ -227,7 +227,7 @@ def _send_on(
     via, feedback, dtype = scatter.via, scatter.feedback, scatter.dtype
     me, ranks = via.group.rank, range(via.group.size)
     # 1
-    jobs = {p: Job(v, v if feedback else None) for p, v in mine.items() if not p.stays}
+    jobs = {p: EncodeRequest(v, v if feedback else None) for p, v in mine.items() if not p.stays}
     outgoing = [
         [job for part, job in jobs.items() if rank in part.ranks and rank != me] for rank in ranks
     ]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import Codec, Each
+from hybridcomp.codecs.base import Codec, MultiTensorKernel
 from hybridcomp.collectives.wire import (
-    Job,
+    EncodeRequest,
     Steps,
     Transfer,
     add_values,
@@ -54,7 +54,7 @@ def sum_parts(parts: Sequence[Part], via: Transfer) -> Steps[None]:
     dtype = sent_dtype(via.codec, parts[0].values.dtype, wide, via.flush)
     filled = [part for part in parts if part.values.numel()]
     # 1, 2
-    jobs = [None if p.exact_on(me) else Job(p.values, p.residual) for p in filled]
+    jobs = [None if p.exact_on(me) else EncodeRequest(p.values, p.residual) for p in filled]
     outgoing = [
         [job for part, job in zip(filled, jobs, strict=True) if job and rank in part.owners]
         if rank != me
@@ -149,7 +149,7 @@ def _add_rows(
             total.fresh = False
 
 
-def _add_row(sums: Sequence[_PartSum], row: Sequence[Tensor | None], each: Each) -> None:
+def _add_row(sums: Sequence[_PartSum], row: Sequence[Tensor | None], each: MultiTensorKernel) -> None:
     """Add one rank's payloads to their sums, in one launch for fresh and one for begun sums."""
     for begun in (False, True):
         chosen = [

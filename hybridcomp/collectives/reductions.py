@@ -9,14 +9,14 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import Codec, Fused
+from hybridcomp.codecs.base import Codec, CollectiveKernel
 from hybridcomp.collectives.fused import fused_all_reduce
-from hybridcomp.collectives.hierarchical.inside import gather_inside, node_sum
+from hybridcomp.collectives.hierarchical.intra_node import gather_inside, node_sum
 from hybridcomp.collectives.reduce_parts import Part, sum_parts
 from hybridcomp.collectives.wire import (
     POOL,
     Handle,
-    Job,
+    EncodeRequest,
     Range,
     Reduction,
     Steps,
@@ -53,15 +53,15 @@ def all_reduce_codecs(
 
 def _codecs(
     codec: Codec, dtype: torch.dtype, world_size: int, device: torch.device, cuts: Sequence[int]
-) -> tuple[tuple[Codec, ...], Fused | None]:
+) -> tuple[tuple[Codec, ...], CollectiveKernel | None]:
     """Return ``all_reduce_codecs`` and the kernels for both hops in three launches, if any."""
-    twice = codec.hops(2, world_size, result=dtype, exact=1)
+    twice = codec.split_error_budget(2, world_size, result=dtype, exact=1)
     first, second = twice
     together = not cuts and (first is second or first == second)
     fused = first.fused(device) if together else None
     if world_size != 2 or fused is not None:
         return twice, fused
-    return codec.hops(1, world_size, result=dtype), None
+    return codec.split_error_budget(1, world_size, result=dtype), None
 
 
 def all_reduce(tensor: Tensor, how: Reduction, async_op: bool = False) -> Handle:
@@ -102,7 +102,7 @@ def _in_two_levels(tensor: Tensor, how: Reduction) -> Steps[None]:
     assert levels is not None
     if not tensor.numel():
         return
-    codec = how.codec.summing(levels.width, dtype)
+    codec = how.codec.for_presummed(levels.width, dtype)
     first = all_reduce_codecs(codec, torch.float32, levels.nodes, tensor.device, how.cuts)[0]
     codec = first if first.lossless else codec  # a bound too tight for 16 bits
     lengths = [stop - start for start, stop in chunk_ranges(tensor.numel(), levels.width)]
@@ -247,7 +247,7 @@ def _pair(
     sums = [total[low - start : high - start] for low, high in row]
     left = [None if residual is None else residual[low:high] for low, high in row]
     values = [tensor[low:high] for low, high in row]
-    jobs = [Job(*each) for each in zip(values, left, sums, strict=True)]
+    jobs = [EncodeRequest(*each) for each in zip(values, left, sums, strict=True)]
     # 2
     numels = [high - low for low, high in row]
     to = [jobs if rank != me else [] for rank in range(2)]

@@ -1,6 +1,6 @@
 """Send ring attention's tensors round a group: encode them once, forward the same bytes.
 
-A ``Parcel`` is the message of some tensors of one dtype. Its owner packs it; every other rank
+A ``PackedMessage`` is the message of some tensors of one dtype. Its owner packs it; every other rank
 receives it, decodes the tensors that it needs, and forwards the same bytes. In host memory a header
 stands in front (``headers.Header``): a rank whose neighbour has other shapes or another block
 raises an error instead of computing with wrong values. On a GPU there is none, as reading it would
@@ -55,7 +55,7 @@ class Contents:
 
 
 @dataclass(eq=False)
-class Parcel:
+class PackedMessage:
     """Message of several tensors: uint8, with payloads of ``nbytes`` bytes behind ``head`` bytes.
 
     ``buffer``: goes back to the pool once the message is no longer read.
@@ -90,7 +90,7 @@ class Ring:
     meter: Meter
     device: torch.device
 
-    def pack(self, tensors: Sequence[Tensor]) -> Parcel:
+    def pack(self, tensors: Sequence[Tensor]) -> PackedMessage:
         """Encode ``tensors`` (1-D, contiguous, one dtype) into one message, a payload for each."""
         contents = Contents(tuple(t.numel() for t in tensors), tensors[0].dtype)
         head, most = self._head(contents), self._most(contents)
@@ -108,9 +108,9 @@ class Ring:
             message[:HEADER_NBYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
             if self._varies:
                 payload_sizes.write_head(message[HEADER_NBYTES:], nbytes)
-        return Parcel(contents, message, nbytes, head)
+        return PackedMessage(contents, message, nbytes, head)
 
-    def open(self, parcel: Parcel, index: int, out: Tensor) -> None:
+    def open(self, parcel: PackedMessage, index: int, out: Tensor) -> None:
         """Decode tensor ``index`` into ``out`` (1-D, contiguous, of its dtype)."""
         with self.meter.coding():
             if self.codec is None:
@@ -118,7 +118,7 @@ class Ring:
             elif out.numel():
                 self.codec.decode(parcel.payload(index), out)
 
-    def add(self, parcel: Parcel, index: int, total: Tensor) -> None:
+    def add(self, parcel: PackedMessage, index: int, total: Tensor) -> None:
         """Add tensor ``index`` to ``total`` (1-D, contiguous, fp32 or fp64)."""
         dtype = parcel.contents.dtype
         with self.meter.coding():
@@ -130,8 +130,8 @@ class Ring:
                 total.add_(parcel.payload(index).view(dtype))
 
     def shift(
-        self, parcel: Parcel | None, by: int, expected: Contents | None
-    ) -> Pending[Parcel | None]:
+        self, parcel: PackedMessage | None, by: int, expected: Contents | None
+    ) -> Pending[PackedMessage | None]:
         """Send to group rank ``rank + by`` and receive from ``rank - by``, modulo the size.
 
         The messages are under way when this returns; ``wait()`` gives the received parcel. None for
@@ -140,8 +140,8 @@ class Ring:
         return Pending(self._shift(parcel, by, expected), self.meter, async_op=True)
 
     def _shift(
-        self, parcel: Parcel | None, by: int, expected: Contents | None
-    ) -> Steps[Parcel | None]:
+        self, parcel: PackedMessage | None, by: int, expected: Contents | None
+    ) -> Steps[PackedMessage | None]:
         """1 exchange sizes that are in no header, 2 exchange messages, 3 check the header."""
         group = self.group
         dst, src = (group.rank + by) % group.size, (group.rank - by) % group.size
@@ -160,7 +160,7 @@ class Ring:
         return room
 
     def _tell_sizes(
-        self, parcel: Parcel | None, expected: Contents | None, src: int, dst: int
+        self, parcel: PackedMessage | None, expected: Contents | None, src: int, dst: int
     ) -> list[int]:
         """Exchange the sizes of payloads; the host waits for those that it receives."""
         mine = out = None
@@ -171,11 +171,11 @@ class Ring:
         transport.shift(out, mine, src, dst, self.group, self.meter).wait()
         return [] if out is None else [int(size) for size in out.tolist()]
 
-    def _room(self, expected: Contents, told: list[int] | None) -> Parcel:
+    def _room(self, expected: Contents, told: list[int] | None) -> PackedMessage:
         """Allocate a parcel to receive into, of the sizes ``told`` or else the largest possible."""
         head, nbytes = self._head(expected), self._most(expected) if told is None else told
         buffer = POOL.take(head + sum(nbytes), self.device)
-        return Parcel(expected, first(buffer, head + sum(nbytes)), nbytes, head, buffer)
+        return PackedMessage(expected, first(buffer, head + sum(nbytes)), nbytes, head, buffer)
 
     def _encode(self, tensor: Tensor, slot: Tensor) -> int:
         if self.codec is None:
@@ -204,7 +204,7 @@ class Ring:
         sizes = payload_sizes.head_nbytes(len(contents.numels)) if self._varies else 0
         return HEADER_NBYTES + sizes
 
-    def _check(self, arrived: Parcel, src: int) -> None:
+    def _check(self, arrived: PackedMessage, src: int) -> None:
         """Compare the header with the expected contents, and cut the message to its length.
 
         Raises CodecError that names both sides.

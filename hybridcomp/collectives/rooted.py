@@ -17,7 +17,7 @@ from hybridcomp.collectives.wire import (
     POOL,
     Group,
     Handle,
-    Job,
+    EncodeRequest,
     Meter,
     Steps,
     Transfer,
@@ -67,7 +67,7 @@ def _broadcast(values: Tensor | None, out: Tensor, root: int, via: Transfer) -> 
         out.copy_(values)
     if group.size == 1 or not numel:
         return
-    (codec,) = via.codec.hops(1, 1, result=out.dtype)
+    (codec,) = via.codec.split_error_budget(1, 1, result=out.dtype)
     via.meter.use(codec.spec)
     only = Transfer(codec, group, via.meter)
     cut = rounds([[(0, numel)]], (codec,), out.device, group)
@@ -87,7 +87,7 @@ def _broadcast_round(values: Tensor | None, out: Tensor, root: int, via: Transfe
     """1 the root encodes and sends to the others, 2 all ranks decode."""
     me, ranks = via.group.rank, range(via.group.size)
     # 1
-    job = None if values is None else Job(values)
+    job = None if values is None else EncodeRequest(values)
     to = [[job] if job is not None and rank != me else [] for rank in ranks]
     come = [[out.numel()] if job is None and rank == root else [] for rank in ranks]
     payloads = yield from exchange(to, come, out.dtype, out.device, via)
@@ -128,7 +128,7 @@ def _reduce(values: Tensor, out: Tensor | None, root: int, via: Transfer) -> Ste
         out.copy_(values)
     if group.size == 1 or not numel:
         return
-    (codec,) = via.codec.hops(1, group.size, exact=1)
+    (codec,) = via.codec.split_error_budget(1, group.size, exact=1)
     via.meter.use(codec.spec)
     hop = Transfer(codec, group, via.meter)
     cut = rounds([[(0, numel)]], (codec,), values.device, group)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.collectives.fused import adjacent, fused_reduce_scatter
-from hybridcomp.collectives.hierarchical.inside import node_sum
+from hybridcomp.collectives.hierarchical.intra_node import node_sum
 from hybridcomp.collectives.reduce_parts import Part, sum_parts
 from hybridcomp.collectives.wire import (
     POOL,
@@ -75,7 +75,7 @@ def _in_two_levels(
     """1 sum the shards of this rank's grid column over the node, 2 reduce-scatter between nodes."""
     levels = how.group.levels
     assert levels is not None
-    codec = how.codec.summing(levels.width)
+    codec = how.codec.for_presummed(levels.width)
     columns = [[row[column] for row in levels.grid] for column in range(levels.width)]
     lengths = [sum(shards[rank].numel() for rank in column) for column in columns]
     # 1
@@ -113,7 +113,7 @@ def _flat(
     total = shards[me].new_empty(lengths[me], dtype=torch.float32)
     if not any(lengths):
         return given(total)
-    (codec,) = how.codec.hops(1, len(shards), exact=1)
+    (codec,) = how.codec.split_error_budget(1, len(shards), exact=1)
     how.meter.use(codec.spec)
     fused = None if cuts and any(cuts) else codec.fused(total.device)
     flat = None if fused is None else adjacent(shards)

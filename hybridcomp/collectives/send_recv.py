@@ -59,7 +59,7 @@ def send(tensor: Tensor, dst: int, via: Transfer) -> None:
 
 def _send(tensor: Tensor, dst: int, via: Transfer) -> Steps[None]:
     group, meter = via.group, via.meter
-    (codec,) = via.codec.hops(1, 1, result=tensor.dtype)
+    (codec,) = via.codec.split_error_budget(1, 1, result=tensor.dtype)
     meter.use(codec.spec)
     payload = POOL.take(codec.wire_nbytes(tensor.numel(), tensor.dtype), tensor.device)
     with meter.coding():
@@ -112,7 +112,7 @@ def _recv(tensor: Tensor, src: int, via: Transfer) -> Steps[None]:
     if not later:
         header = Header.unpack(bytes(packed.tolist()))
         _check_length(header, expected, src, codec)
-    (codec,) = codec.hops(1, 1, result=header.dtype)
+    (codec,) = codec.split_error_budget(1, 1, result=header.dtype)
     meter.use(codec.spec)
     payload = POOL.take(header.nbytes, tensor.device)
     if header.nbytes:
@@ -136,7 +136,7 @@ def _recv(tensor: Tensor, src: int, via: Transfer) -> Steps[None]:
 
 def _expected(codec: Codec, tensor: Tensor) -> Header:
     """Return the header of a payload of fixed size that fills ``tensor``."""
-    (codec,) = codec.hops(1, 1, result=tensor.dtype)
+    (codec,) = codec.split_error_budget(1, 1, result=tensor.dtype)
     nbytes = codec.wire_nbytes(tensor.numel(), tensor.dtype)
     return Header(spec_digest(codec.spec), tensor.dtype, tensor.numel(), nbytes)
 

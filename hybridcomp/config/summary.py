@@ -150,4 +150,4 @@ def _saves_nothing(codec: Codec, dtype: torch.dtype) -> bool:
 
 
 def _figures(dimension: Dimension, codec: Codec | None) -> str:
-    return NONE if codec is None else codec.figures(summed=ROWS[dimension].summed)
+    return NONE if codec is None else codec.cost_summary(summed=ROWS[dimension].summed)

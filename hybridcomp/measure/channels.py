@@ -40,7 +40,7 @@ from hybridcomp.patches.common.collective_wrappers import (
     make_reduce_scatter_tensor,
 )
 from hybridcomp.patches.common.routes import Layers
-from hybridcomp.plan.machines.figures import Figure, summary
+from hybridcomp.plan.machines.estimates import Estimate, summary
 from hybridcomp.plan.machines.rows import NATIVE, Carried, LeftOut, Operation
 from hybridcomp.policy import Direction
 
@@ -150,7 +150,7 @@ def _values(case: _Case, dtype: torch.dtype, team: Team) -> Tensor:
 
 def in_turns(
     team: Team, clock: Clock, names: list[str], runs: Mapping[str, Run], allowance_s: float
-) -> dict[str, Figure]:
+) -> dict[str, Estimate]:
     """Time every run in turns, round by round; a collective over the job.
 
     ``runs``: of this rank, by name; empty where it only waits for others. Returns the slowest
@@ -269,13 +269,13 @@ def _hop(shape: Shape, values: Tensor, channels: Channels | None, team: Team) ->
     def hop() -> None:
         codec = channel.codec(values.numel(), values.dtype, group, "forward")
         if codec is not None:
-            (codec,) = codec.hops(1, 1, result=values.dtype)
+            (codec,) = codec.split_error_budget(1, 1, result=values.dtype)
         ring = channel.ring(codec, group, values.device)
         parcel = ring.pack([values])
         came = ring.shift(parcel, 1, parcel.contents).wait()
         assert came is not None
         ring.open(came, 0, out)
         came.release()
-        channel.record_ring(ring, values.nbytes, "forward")
+        channel.record_ring_traffic(ring, values.nbytes, "forward")
 
     return hop

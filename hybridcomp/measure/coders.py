@@ -20,7 +20,7 @@ from hybridcomp.errors import HybridcompError
 from hybridcomp.measure.clock import LEAST, Clock, HostClock, Run, samples
 from hybridcomp.measure.kernels import DTYPES, dtypes_of
 from hybridcomp.measure.team import Part, Team
-from hybridcomp.plan.machines.figures import Figure, median, summary
+from hybridcomp.plan.machines.estimates import Estimate, median, summary
 from hybridcomp.plan.machines.rows import Beside, Coding, Copy, Direction
 
 #: values of one call; the first gives the constant seconds of a call
@@ -164,9 +164,9 @@ def copy_rows(team: Team, clock: Clock, part: Part) -> list[Copy]:
     return rows
 
 
-def merged(figures: Sequence[Figure]) -> Figure:
+def merged(figures: Sequence[Estimate]) -> Estimate:
     """Merge figures of all ranks: the median of values, from the least low to the largest high."""
-    return Figure(
+    return Estimate(
         median([figure.value for figure in figures]),
         min(figure.low for figure in figures),
         max(figure.high for figure in figures),

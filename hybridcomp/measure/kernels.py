@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridcomp.measure.block import Block, BlockSize, kept_nbytes
 from hybridcomp.measure.clock import LEAST, Clock, HostClock, Run, samples
 from hybridcomp.measure.team import Part, Team
-from hybridcomp.plan.machines.figures import median, summary
+from hybridcomp.plan.machines.estimates import median, summary
 from hybridcomp.plan.machines.rows import Kernel, Kind
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from hybridcomp.autotune.room import NBYTES, room_for
+from hybridcomp.autotune.memory_limits import NBYTES, room_for
 from hybridcomp.collectives.wire.transport import all_gather_single
 from hybridcomp.measure.clock import LEAST, MOST, MOST_INNER, SHORT_S, Clock, Run
 from hybridcomp.measure.coders import product_beside
 from hybridcomp.measure.team import Part, Shape, Team
-from hybridcomp.plan.machines.figures import Curve, Figure, summary
+from hybridcomp.plan.machines.estimates import Curve, Estimate, summary
 from hybridcomp.plan.machines.rows import Beside, Operation, Timing
 
 #: bytes of messages in the order in which they are timed; the first gives the constant seconds of a
@@ -63,8 +63,8 @@ class Key:
 class Timed:
     """Seconds of a case, and the compute speed left beside it; the same on all ranks."""
 
-    seconds: Figure
-    left: Figure | None = None
+    seconds: Estimate
+    left: Estimate | None = None
 
 
 def link_rows(
@@ -75,7 +75,7 @@ def link_rows(
     cases = [(size, key) for size in SIZES for key in keys if _wanted(size, key)]
     most = room_for(team.device) * NBYTES // 3
     product = product_beside(clock, team.device)
-    points: dict[Key, list[tuple[float, Figure]]] = {}
+    points: dict[Key, list[tuple[float, Estimate]]] = {}
     limits = dict.fromkeys(keys, most)
     for index, (nbytes, key) in enumerate(cases):
         if nbytes > limits[key]:
@@ -157,10 +157,10 @@ def timed(
     if not beside:
         return Timed(slowest)
     most = summary(team.most(lost))
-    return Timed(slowest, Figure(1 - most.value, 1 - most.high, 1 - most.low))
+    return Timed(slowest, Estimate(1 - most.value, 1 - most.high, 1 - most.low))
 
 
-def returned(team: Team, nbytes: int, dtype: torch.dtype, key: Key) -> Figure | None:
+def returned(team: Team, nbytes: int, dtype: torch.dtype, key: Key) -> Estimate | None:
     """Time sends to a waiting receiver until the call returns; a collective over the job.
 
     None on GPUs, where a call returns at once and its stream waits for all of the message.

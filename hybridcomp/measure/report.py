@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from hybridcomp.plan.machines.cluster import Cluster
-from hybridcomp.plan.machines.figures import Figure
+from hybridcomp.plan.machines.estimates import Estimate
 from hybridcomp.plan.machines.rows import Operation
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -72,7 +72,7 @@ def _reach(longest: int) -> str:
     return f" (from messages of up to {longest} bytes; longer ones would have taken too long)"
 
 
-def milliseconds(figure: Figure) -> str:
+def milliseconds(figure: Estimate) -> str:
     """Format a figure in milliseconds: the value and half its range."""
     half = (figure.high - figure.low) / 2
     return f"{1e3 * figure.value:.3g}±{1e3 * half:.2g}"

@@ -26,7 +26,7 @@ from hybridcomp.measure.block import Block, BlockSize
 from hybridcomp.measure.clock import PERIODS, Clock, Run, times_over
 from hybridcomp.measure.team import Part, Team
 from hybridcomp.patches.ds.engine_of import engine_of
-from hybridcomp.plan.machines.figures import summary
+from hybridcomp.plan.machines.estimates import summary
 from hybridcomp.plan.machines.rows import Kernel, Training
 
 ENGINE = "deepspeed"

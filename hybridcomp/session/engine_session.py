@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import NAME, Channels, Sent, checkpoint
+from hybridcomp.channels import NAME, Channels, StepTraffic, checkpoint
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.channels.ledger_file import make_together
 from hybridcomp.codecs import check_payloads
@@ -227,7 +227,7 @@ class EngineSession:
         group: dist.ProcessGroup | None,
         dtype: torch.dtype,
         numel: int | None = None,
-        sent: Mapping[Dimension, Sent] | None = None,
+        sent: Mapping[Dimension, StepTraffic] | None = None,
         only: Collection[Dimension] = MEASURED_EARLY,
     ) -> None:
         """Measure dimensions with ``when: auto``, after ``place``; a collective.
@@ -239,7 +239,7 @@ class EngineSession:
         if dtype not in VALUE_DTYPES:
             return
         known = {} if numel is None else {"numel": numel}
-        self.say(*self.channels.weigh(group, dtype, self.device, sent=sent, only=only, **known))
+        self.say(*self.channels.run_autotune(group, dtype, self.device, sent=sent, only=only, **known))
 
     # steps
 

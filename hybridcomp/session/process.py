@@ -1,7 +1,7 @@
 """Hold the block and the session of this process, for seams without an engine.
 
 Tensor-parallel layers, megatron-core and GPT-NeoX's mpu know no engine, so the process has one
-``EngineSession``: that of the first engine that attaches (``lend``), or without an engine one that
+``EngineSession``: that of the first engine that attaches (``share_session``), or without an engine one that
 begins with the block of ``hybridcomp.install(config)`` or of the file named by
 ``HYBRIDCOMP_CONFIG``.
 """
@@ -125,16 +125,16 @@ def use(channels: Channels | None) -> None:
     say_once.forget()
 
 
-def lend(engine: Any, session: EngineSession) -> None:
+def share_session(engine: Any, session: EngineSession) -> None:
     """Let the layers of this process send through ``engine``'s session, while it lives.
 
     The first living engine lends, as layers do not know their engine. Raises ConfigError when the
     block of a second engine has other codecs in their dimensions.
     """
     channels = session.channels
-    if borrowed() is not None:
+    if shared_channels() is not None:
         gc.collect()  # engines hang in reference cycles: one that was deleted must not count
-    first = borrowed()
+    first = shared_channels()
     if first is None:
         if _holder.session is not None:
             _holder.session.close()  # from now on the engine reports, maybe into the same file
@@ -156,7 +156,7 @@ def lend(engine: Any, session: EngineSession) -> None:
                 )
 
 
-def decline() -> None:
+def mark_no_block() -> None:
     """Record that the ranks agreed, at an engine's construction, on no block for its messages.
 
     So no layer has to ask: in a pipeline the first message of a stage comes only after those of
@@ -171,7 +171,7 @@ def release(engine: Any) -> None:
         configure(_holder.config)
 
 
-def borrowed() -> Channels | None:
+def shared_channels() -> Channels | None:
     """Return the channels that a living engine lent, else None."""
     if _holder.lender is None or _holder.lender() is None or _holder.session is None:
         return None

@@ -1,6 +1,6 @@
 """Find engines that were built before ``hybridcomp.install()`` and would send uncompressed.
 
-A patched constructor calls ``saw``. Objects of these classes that exist when ``install`` is called,
+A patched constructor calls ``register``. Objects of these classes that exist when ``install`` is called,
 and were not seen, were built too early. Only the garbage collector has a list of them.
 """
 
@@ -19,7 +19,7 @@ from hybridcomp.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Built:
+class TrackedClass:
     """Class whose objects have to be built after ``install``.
 
     Attributes:
@@ -37,11 +37,11 @@ class Built:
     instead: str
 
 
-ENGINE = Built(
+ENGINE = TrackedClass(
     "deepspeed", "deepspeed.runtime.engine", "DeepSpeedEngine", "deepspeed.initialize(...)",
     "start the script by `deepspeed --module hybridcomp.run`",
 )  # fmt: skip
-WRAPPER = Built(
+WRAPPER = TrackedClass(
     "megatron.core", "megatron.core.distributed.data_parallel_base", "_BaseDataParallel",
     "Megatron's DistributedDataParallel (`get_model(...)` in Megatron-LM)",
     "start the script by `torchrun -m hybridcomp.run`",
@@ -52,7 +52,7 @@ CLASSES = (ENGINE, WRAPPER)
 _seen: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
-def saw(built: Any, *, attached: bool) -> None:
+def register(built: Any, *, attached: bool) -> None:
     """Note that a patched constructor builds ``built``; ``attached``: there is a block for it."""
     _seen[built] = attached
 
@@ -74,7 +74,7 @@ def check(armed: frozenset[str], block: CompressionConfig | None, *, new: bool) 
                 raise too_late(kind, type(built).__name__)
 
 
-def too_late(kind: Built, name: str) -> ConfigError:
+def too_late(kind: TrackedClass, name: str) -> ConfigError:
     """Return the error for an object of ``kind``, of class ``name``, that was built too early."""
     return ConfigError(
         "hybridcomp.install",
@@ -84,7 +84,7 @@ def too_late(kind: Built, name: str) -> ConfigError:
     )
 
 
-def _alive(kind: Built) -> Iterator[Any]:
+def _alive(kind: TrackedClass) -> Iterator[Any]:
     """Yield the existing objects of an imported class, after a garbage collection."""
     cls = getattr(sys.modules.get(kind.module), kind.name, None)
     if cls is None:

@@ -80,11 +80,11 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
         absent: frozenset[Dimension] = frozenset()
         if block is not None:
             notes, absent = _plan(block, ds_json, bound.arguments)
-        early_engines.saw(self, attached=block is not None)
+        early_engines.register(self, attached=block is not None)
         original(self, *args, **kwargs)
         if block is None:
             process.say_native("DeepSpeed's engine", _lacking(ds_json))
-            process.decline()
+            process.mark_no_block()
             layer_scope.tag(self, None)
             describe_run(None)
         else:
@@ -160,7 +160,7 @@ def _attach(
         publishing_steps.start(
             session, functools.partial(weights.weights_of, weakref.proxy(engine))
         )
-    process.lend(engine, session)
+    process.share_session(engine, session)
     session.open_reporter()
     session.warn(dtypes)
 

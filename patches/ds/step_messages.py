@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from hybridcomp.channels import Sent
+from hybridcomp.channels import StepTraffic
 from hybridcomp.patches.ds.exact_weights import flat_groups
 from hybridcomp.policy import Dimension
 from hybridcomp.session.engine_session import EngineSession
@@ -18,7 +18,7 @@ from hybridcomp.session.engine_session import EngineSession
 STAGE0_BUCKET = 500_000_000
 
 
-def sent(engine: Any) -> dict[Dimension, Sent]:
+def sent(engine: Any) -> dict[Dimension, StepTraffic]:
     """Return the messages of ``dp`` and ``zero`` in a step of one micro-batch, as far as known.
 
     Experts count as if they were reduced with everything else.
@@ -34,14 +34,14 @@ def sent(engine: Any) -> dict[Dimension, Sent]:
         if sum(numels) > engine.zero_max_reuse_distance():
             passes *= 2  # parameters do not stay from the forward to the backward pass
         reduced = buckets(reversed(numels), int(engine.zero_reduce_bucket_size()))
-        found: dict[Dimension, Sent] = {"dp": Sent(reduced, "scatter")}
-        return {**found, "zero": Sent(passes, "gather", together=True)} if passes else found
+        found: dict[Dimension, StepTraffic] = {"dp": StepTraffic(reduced, "scatter")}
+        return {**found, "zero": StepTraffic(passes, "gather", together=True)} if passes else found
     groups = tuple(flat.numel() for flat, *_ in flat_groups(engine.optimizer))
-    gathers: dict[Dimension, Sent] = {"zero": Sent(groups, "gather")} if groups else {}
+    gathers: dict[Dimension, StepTraffic] = {"zero": StepTraffic(groups, "gather")} if groups else {}
     if stage:
         reduced = buckets(reversed(numels), int(engine.zero_reduce_bucket_size()))
-        return {**gathers, "dp": Sent(reduced, "own")}
-    return {**gathers, "dp": Sent(groups or buckets(numels, STAGE0_BUCKET), "sum")}
+        return {**gathers, "dp": StepTraffic(reduced, "own")}
+    return {**gathers, "dp": StepTraffic(groups or buckets(numels, STAGE0_BUCKET), "sum")}
 
 
 def watch(engine: Any, session: EngineSession) -> None:

@@ -62,7 +62,7 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         channels = current()
-        early_engines.saw(self, attached=channels is not None)
+        early_engines.register(self, attached=channels is not None)
         if channels is not None and type(self).__name__ != "DistributedDataParallel":
             given = signature.bind(self, *args, **kwargs).arguments
             check(channels.config, self, given["config"], None, given["module"])

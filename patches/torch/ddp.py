@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hybridcomp.autotune.trials import Sent
+from hybridcomp.autotune.trials import StepTraffic
 from hybridcomp.channels import NAME, AllReduce
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.channels.resharing import Sends
@@ -59,7 +59,7 @@ def attach(model: DistributedDataParallel, source: Source | None) -> Attached | 
     session.name_parameters(model.module.named_parameters())
     session.place([group], of_user=True)
     numels = _buckets(parameters, model)
-    sent: dict[Dimension, Sent] = {"dp": Sent(numels, "sum", together=True)}
+    sent: dict[Dimension, StepTraffic] = {"dp": StepTraffic(numels, "sum", together=True)}
     dtypes = [parameter.dtype.to_real() for parameter in parameters]  # the dtypes of buckets
     encoded = next((dtype for dtype in dtypes if dtype in VALUE_DTYPES), dtypes[0])
     session.measure(group, encoded, sum(numels), sent)

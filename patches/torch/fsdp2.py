@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from hybridcomp.autotune.trials import Sent
+from hybridcomp.autotune.trials import StepTraffic
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.torch import fsdp2_comms, fsdp2_rules, rules, steps
@@ -165,13 +165,13 @@ def _measure(session: EngineSession, job: fsdp2_rules.Job, members: list[Members
     whole = tuple(one.numel(range(len(one.members)), size) for one in members)
     total = sum(numels)
     if size > 1:
-        gathers: dict[Dimension, Sent] = {"zero": Sent(whole, "gather")}
+        gathers: dict[Dimension, StepTraffic] = {"zero": StepTraffic(whole, "gather")}
         dtype = next(iter(job.dtypes))
         session.measure(job.shard_group, dtype, total, gathers, only=ZERO)
-    sums: dict[Dimension, Sent] = {"dp": Sent(numels, "scatter")}
+    sums: dict[Dimension, StepTraffic] = {"dp": StepTraffic(numels, "scatter")}
     group = job.shard_group
     if job.replicas > 1:
-        sums["dp"] = Sent(tuple(-(-numel // size) for numel in numels), "sum")
+        sums["dp"] = StepTraffic(tuple(-(-numel // size) for numel in numels), "sum")
         group = job.replica_group
     dtype = fsdp2_comms.reduce_dtype(members[0].group)
     session.measure(group, dtype, total, sums, only=DP)

@@ -120,7 +120,7 @@ def try_moved(values: Tensor, choose: random.Random) -> Turn:
     promise = _promise(choose, ("auto", "auto", "auto", "radix", "radix", *FIXED), values.dtype)
     numel, dtype = choose.choice(NUMELS), values.dtype
     values = values[: NUMEL // numel * numel]
-    (codec,) = promise.for_message(numel, dtype, 1).hops(1, 1, result=dtype)
+    (codec,) = promise.for_message(numel, dtype, 1).split_error_budget(1, 1, result=dtype)
     decoded = through(codec, values, dtype, numel)
     absmax = absmax_of(values, numel, promise.segment)
     if promise.fixed_size:
@@ -165,21 +165,21 @@ def _added(codec: Codec, encoded: list[Tensor], own: Tensor, numel: int) -> Tens
 def _two_hops(codec: Codec, parts: list[Tensor], numel: int) -> tuple[Tensor, tuple[Codec, ...]]:
     """All-reduce over three ranks and more; the first owns the values that are checked."""
     dtype = parts[0].dtype
-    used = codec.hops(2, len(parts), result=dtype, exact=1)
+    used = codec.split_error_budget(2, len(parts), result=dtype, exact=1)
     total = _added(used[0], parts[1:], parts[0], numel)
     return through(used[1], total, dtype, numel), used
 
 
 def _pair(codec: Codec, parts: list[Tensor], numel: int) -> tuple[Tensor, tuple[Codec, ...]]:
     """All-reduce over two ranks, which both encode all they have."""
-    used = codec.hops(1, 2, result=parts[0].dtype)
+    used = codec.split_error_budget(1, 2, result=parts[0].dtype)
     total = _added(used[0], parts, torch.zeros(len(parts[0])), numel)
     return total.to(parts[0].dtype), used
 
 
 def _owner(codec: Codec, parts: list[Tensor], numel: int) -> tuple[Tensor, tuple[Codec, ...]]:
     """Reduce-scatter; the sums stay fp32."""
-    used = codec.hops(1, len(parts), exact=1)
+    used = codec.split_error_budget(1, len(parts), exact=1)
     return _added(used[0], parts[1:], parts[0], numel), used
 
 
@@ -187,8 +187,8 @@ def _two_levels(codec: Codec, parts: list[Tensor], numel: int) -> tuple[Tensor, 
     """All-reduce between nodes of two ranks, whose sums are exact but for fp32."""
     dtype = parts[0].dtype
     nodes = [one.float() + two.float() for one, two in zip(parts[::2], parts[1::2], strict=True)]
-    between = codec.summing(2, dtype)
-    if between.hops(2, len(nodes), result=torch.float32, exact=1)[0].lossless:
+    between = codec.for_presummed(2, dtype)
+    if between.split_error_budget(2, len(nodes), result=torch.float32, exact=1)[0].lossless:
         nodes = [node.to(dtype).float() for node in nodes] if dtype != torch.float32 else nodes
     decoded, used = _two_hops(between, nodes, numel)
     return decoded.to(dtype), used

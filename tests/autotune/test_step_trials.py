@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp import collectives
-from hybridcomp.autotune.trials import Sent, TrialGroup, gathers
+from hybridcomp.autotune.trials import StepTraffic, TrialGroup, gathers
 from hybridcomp.codecs import make_codec
 from hybridcomp.collectives import Group
 from tests.ranks import run_ranks
@@ -22,7 +22,7 @@ NUMELS = (4000, 4000, 10000)
 def sent_in_trials(together: bool) -> list[tuple[float, bool, bool]]:
     """By message: bits a value, whether all ranks got it, whether it differs from the last one."""
     where = TrialGroup(Group.of(None), torch.bfloat16, torch.device("cpu"))
-    native, coded = gathers(make_codec("stepcode"), where)(Sent(NUMELS, "gather", together))
+    native, coded = gathers(make_codec("stepcode"), where)(StepTraffic(NUMELS, "gather", together))
     found: list[tuple[Tensor, Tensor, Any]] = []
     plain = collectives.all_gather
 

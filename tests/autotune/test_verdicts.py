@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.autotune import trials
-from hybridcomp.autotune.verdicts import Verdict, Verdicts
-from hybridcomp.channels import Channel, Channels, Sent, channels_of
+from hybridcomp.autotune.verdicts import Decision, Verdicts
+from hybridcomp.channels import Channel, Channels, StepTraffic, channels_of
 from hybridcomp.codecs import make_codec
 from hybridcomp.collectives import Group
 from hybridcomp.config import CompressionConfig
@@ -48,7 +48,7 @@ def weighed(
     channels = Channels(CompressionConfig.parse({**BLOCK, "hierarchy": hierarchy}))
     channels.place([tuple(range(dist.get_world_size()))])
     with clock(*times[dist.get_rank()]) as sizes:
-        told = channels.weigh(None, torch.bfloat16, CPU, numel + dist.get_rank())
+        told = channels.run_autotune(None, torch.bfloat16, CPU, numel + dist.get_rank())
     assert not channels.ledger.interval["dp", "forward"].messages, "trials are no traffic"
     native = [channels[name].codec(1000, torch.bfloat16, None) is None for name in ("dp", "zero")]
     return channels.verdicts.state(), told, sizes, native
@@ -176,8 +176,8 @@ def test_residuals_that_nobody_will_send_are_dropped(pool: RankPool, tmp_path: P
 
 def test_what_changed_is_told() -> None:
     one = Verdicts()
-    one.by_dimension["dp"] = Verdict(False, 16 << 20, 0.01, 0.02)
-    stored = Verdict(True, 16 << 20, 0.3, 0.1)
+    one.by_dimension["dp"] = Decision(False, 16 << 20, 0.01, 0.02)
+    stored = Decision(True, 16 << 20, 0.3, 0.1)
     assert one.restore({}) == [] and one.native("dp", 0)
     (told,) = one.restore({"dp": vars(stored)})
     assert told.startswith("dp: stays compressed, as in the run that is continued")
@@ -234,10 +234,10 @@ def weighed_whole(times: tuple[float, float], odd_rank: int | None) -> tuple[Any
     """Of messages that are known; ``odd_rank`` knows others."""
     channels = Channels(CompressionConfig.parse({**BLOCK, "hierarchy": "none"}))
     numels = (2000, 900) if dist.get_rank() == odd_rank else (2000, 901)
-    sent: dict[Any, Sent] = {"dp": Sent(numels, "own"), "zero": Sent(numels, "gather", True)}
+    sent: dict[Any, StepTraffic] = {"dp": StepTraffic(numels, "own"), "zero": StepTraffic(numels, "gather", True)}
     with clock(*times) as sizes:
-        told = channels.weigh(None, torch.bfloat16, CPU, 5000, sent)
-    scattered = Sent((2000, 7, 1), "scatter")
+        told = channels.run_autotune(None, torch.bfloat16, CPU, 5000, sent)
+    scattered = StepTraffic((2000, 7, 1), "scatter")
     with clock(*times):
         runs = trials.reductions(
             make_codec("blockint", bits=8),
@@ -286,7 +286,7 @@ def left_out() -> tuple[Any, ...]:
     channels = Channels(CompressionConfig.parse({"preset": "recommended", "min_bytes": 0}))
     channels.leave_out({"zero", "tp", "pp"})
     with clock(*FAST):
-        told = channels.weigh(None, torch.bfloat16, CPU, 5000)
+        told = channels.run_autotune(None, torch.bfloat16, CPU, 5000)
     codec = channels["dp"].codec(1000, torch.bfloat16, None)
     return told, codec, channels.seen.waiting, list(channels.verdicts.by_dimension)
 
@@ -311,7 +311,7 @@ def test_a_preset_that_cannot_be_measured_compresses_and_says_so(pool: RankPool)
 
 
 def test_a_part_of_what_is_sent() -> None:
-    whole = Sent((5, 6, 7), "sum")
+    whole = StepTraffic((5, 6, 7), "sum")
     assert [whole.cut(most).numels for most in (100, 18, 17, 11, 5, 2)] == [
         (5, 6, 7), (5, 6, 7), (5, 6), (5, 6), (5,), (2,),
     ]  # fmt: skip

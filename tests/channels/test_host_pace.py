@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridcomp.autotune.verdicts import Verdict
+from hybridcomp.autotune.verdicts import Decision
 from hybridcomp.channels import Channels
 from hybridcomp.channels.host_pace import TIMED, TURNS, WARM_UP, Pace
 from hybridcomp.config import CompressionConfig
@@ -141,7 +141,7 @@ def test_other_dimensions_compare_their_steps_afterwards(
     """Meanwhile steps differ in what offload does."""
     block = {"offload": BOTH, "dp": {"codec": "blockint", "when": "auto"}}
     channels, asked = Channels(CompressionConfig.model_validate(block)), []
-    channels.verdicts.by_dimension["dp"] = Verdict(True, 1, 1.0, 0.9)
+    channels.verdicts.by_dimension["dp"] = Decision(True, 1, 1.0, 0.9)
 
     def compare(step: int, *rest: object) -> list[str]:
         asked.append(step)

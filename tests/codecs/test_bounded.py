@@ -77,7 +77,7 @@ def test_ladders_start_with_what_is_cheapest() -> None:
 
 
 def hops(bound: Bounded, count: int, dtype: torch.dtype = torch.float32) -> tuple[Codec, ...]:
-    return bound.hops(count, 2, result=dtype, exact=1)
+    return bound.split_error_budget(count, 2, result=dtype, exact=1)
 
 
 def test_two_hops_share_and_one_hop_has_it_all() -> None:
@@ -86,7 +86,7 @@ def test_two_hops_share_and_one_hop_has_it_all() -> None:
     assert isinstance(first, Radix) and first == second
     assert first.error_bound == pytest.approx(1e-2 / 2, rel=0.01)
     (once,) = hops(bound, 1)
-    (moved,) = bound.hops(1, 1)
+    (moved,) = bound.split_error_budget(1, 1)
     assert isinstance(once, Radix) and isinstance(moved, Radix)
     assert 0.00999 < once.error_bound < moved.error_bound <= 1e-2
     narrow, _ = hops(bound, 2, torch.bfloat16)
@@ -99,7 +99,7 @@ def test_codecs_are_made_once() -> None:
     assert hops(bound, 2)[0] is hops(same, 2)[0]
     small = bound.for_message(100, torch.float16, 2)
     assert small is same.for_message(100, torch.float16, 2)
-    assert bound.summing(4) is same.summing(4)
+    assert bound.for_presummed(4) is same.for_presummed(4)
 
 
 def test_what_no_quantization_keeps_is_lossless() -> None:
@@ -107,7 +107,7 @@ def test_what_no_quantization_keeps_is_lossless() -> None:
     assert hops(tight, 2, torch.bfloat16) == (ExpCode(), ExpCode())
     assert isinstance(hops(tight, 2, torch.float16)[0], Radix)
     assert isinstance(hops(tight, 1)[0], Radix), "a sum in fp32 has no such rounding"
-    assert isinstance(tight.hops(1, 1, result=torch.bfloat16)[0], Radix)
+    assert isinstance(tight.split_error_budget(1, 1, result=torch.bfloat16)[0], Radix)
 
 
 @pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
@@ -123,7 +123,7 @@ def test_auto_takes_the_cheaper_codec(dtype: torch.dtype) -> None:
     assert nbytes(Radix(edge * 1.5)) < nbytes(ExpCode()) < nbytes(Radix(edge / 2))
     assert Bounded(edge * 0.9).for_message(BIG, dtype, 2) == ExpCode()
     above = Bounded(edge * 1.1).for_message(BIG, dtype, 2)
-    assert isinstance(above, Bounded) and isinstance(above.hops(1, 1, result=dtype)[0], Radix)
+    assert isinstance(above, Bounded) and isinstance(above.split_error_budget(1, 1, result=dtype)[0], Radix)
 
 
 def test_auto_is_fixed_size_only_where_every_value_is_safe() -> None:
@@ -131,7 +131,7 @@ def test_auto_is_fixed_size_only_where_every_value_is_safe() -> None:
         assert Bounded(0.1).for_message(100, dtype, 2) == Bounded(0.1)
     small = Bounded(0.1).for_message(100, torch.float16, 2)
     assert small.fixed_size and small.bounded
-    assert small.hops(2, 8, result=torch.float16)[0] == BlockInt(5)
+    assert small.split_error_budget(2, 8, result=torch.float16)[0] == BlockInt(5)
     assert worst_ratio(BlockInt(5), torch.float16, 2.0**-24) < 0.05
     assert not Bounded(0.1).for_message(SMALL_NUMEL, torch.float16, 2).fixed_size
     assert not Bounded(0.1, segment=512).for_message(100, torch.float16, 2).fixed_size
@@ -143,7 +143,7 @@ def test_families_take_their_smallest_setting() -> None:
     assert hops(Bounded(0.1, family="blockint"), 2) == (BlockInt(5),) * 2
     assert hops(Bounded(0.1, family="fp8"), 2) == (Fp8(),) * 2
     assert hops(Bounded(0.01, family="bf16"), 2) == (Bf16(),) * 2
-    (zfp,) = Bounded(1e-3, family="zfp").hops(1, 1)
+    (zfp,) = Bounded(1e-3, family="zfp").split_error_budget(1, 1)
     assert isinstance(zfp, Zfp) and worst_ratio(zfp, torch.float32, FLOOR) <= 1e-3
     assert worst_ratio(Zfp(zfp.rate - 0.25), torch.float32, FLOOR) > 1e-3
     six = make_bounded("blockint", {"bits": 6}, {"error_bound": 0.03})
@@ -164,9 +164,9 @@ def test_best_bound_is_kept() -> None:
         for count in (1, 2):
             least = best_bound(ladder, count)
             if least < 1:
-                kept = Bounded(least * (1 + 1e-9), family=name).hops(count, 8)
+                kept = Bounded(least * (1 + 1e-9), family=name).split_error_budget(count, 8)
                 assert not kept[0].lossless
-                less = Bounded(least * 0.6, family=name).hops(count, 8)
+                less = Bounded(least * 0.6, family=name).split_error_budget(count, 8)
                 assert less[0].lossless
 
 
@@ -188,11 +188,11 @@ def test_a_bound_is_a_codec_for_what_is_moved() -> None:
 
 def test_sums_of_sums_leave_room() -> None:
     bound = Bounded(1e-4)
-    deep = bound.summing(512, torch.float16)
+    deep = bound.for_presummed(512, torch.float16)
     assert deep != bound and deep.spec != bound.spec
-    outer, inner = deep.hops(1, 2)[0], bound.hops(1, 2)[0]
+    outer, inner = deep.split_error_budget(1, 2)[0], bound.split_error_budget(1, 2)[0]
     assert outer.lossless, "fp16 rounds the result by more than 1e-4"
-    wide = bound.summing(512).hops(1, 2)[0]
+    wide = bound.for_presummed(512).split_error_budget(1, 2)[0]
     assert isinstance(wide, Radix) and isinstance(inner, Radix)
     assert wide.error_bound < inner.error_bound - 500 * 2.0**-24
 

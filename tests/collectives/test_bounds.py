@@ -116,7 +116,7 @@ def chunk_edges(numel: int, encoders: int) -> list[int]:
 
 def keeps(codec: Bounded, dtype: torch.dtype, count: int) -> bool:
     """Whether a quantization is left at all: native has no better sums than these."""
-    hops = codec.for_message(1 << 20, dtype, 2).hops(count, 8, result=dtype)
+    hops = codec.for_message(1 << 20, dtype, 2).split_error_budget(count, 8, result=dtype)
     return dtype == torch.float32 or count == 1 or not hops[0].lossless
 
 

@@ -13,7 +13,7 @@ from hybridcomp.measure import channels, command, links, messages, report
 from hybridcomp.measure.team import Budget, Team
 from hybridcomp.plan.machines import cluster_file
 from hybridcomp.plan.machines.cluster import Cluster
-from hybridcomp.plan.machines.figures import Figure
+from hybridcomp.plan.machines.estimates import Estimate
 from hybridcomp.plan.machines.missing import missing
 from hybridcomp.plan.machines.rows import Timing
 from tests.measure.test_run import cluster_ranks, little
@@ -26,12 +26,12 @@ def on_slow_links(seconds: float) -> tuple[Cluster, list[str]]:
     No part of it is over before it began, however slow the machine is.
     """
     said: list[str] = []
-    slow = Figure(seconds, seconds, seconds)
+    slow = Estimate(seconds, seconds, seconds)
 
     def timed(team: Team, clock: Any, run: Any, key: Any, *_: Any) -> links.Timed:
         return links.Timed(slow, slow if key.beside == "compute" else None)
 
-    def in_turns(team: Team, clock: Any, names: list[str], *_: Any) -> dict[str, Figure]:
+    def in_turns(team: Team, clock: Any, names: list[str], *_: Any) -> dict[str, Estimate]:
         return dict.fromkeys(names, slow)
 
     with (
@@ -75,7 +75,7 @@ def test_what_links_were_too_slow_for_is_said(on_ranks: RunRanks, slow: bool) ->
 
 def test_sizes_that_links_were_too_slow_for_are_said() -> None:
     """What is printed for 4 MiB follows from shorter messages, where those were left out."""
-    seconds = Figure(1.0, 1.0, 1.0)
+    seconds = Estimate(1.0, 1.0, 1.0)
     for longest in (1 << 20, 1 << 22):
         rows = tuple(Timing("send", 2, 1, nbytes, seconds) for nbytes in (1 << 12, longest))
         (line,) = list(report._links(Cluster(cluster_ranks(2), rows)))

@@ -25,8 +25,8 @@ BEGIN = """
         dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank,
                                 world_size=2)
         if times is not None:
-            from hybridcomp.autotune import judging
-            judging.seconds = lambda run, device: (run(), times[run.__name__])[1]
+            from hybridcomp.autotune import timing
+            timing.seconds = lambda run, device: (run(), times[run.__name__])[1]
         torch.manual_seed(0)
         model = DistributedDataParallel(torch.nn.Linear(64, 64))
         hybridcomp.attach(model, block or BLOCK)

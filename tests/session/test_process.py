@@ -39,19 +39,19 @@ def _forget() -> Iterator[None]:
 
 def test_an_engine_lends_while_it_lives() -> None:
     engine, lent = Engine(), session({"tp": "bf16"})
-    process.lend(engine, lent)
+    process.share_session(engine, lent)
     assert process.current() is lent.channels
-    assert process.borrowed() is lent.channels
+    assert process.shared_channels() is lent.channels
     del engine
     gc.collect()
-    assert process.borrowed() is None
+    assert process.shared_channels() is None
     assert process.current() is None
 
 
 def test_a_configured_block_comes_back_after_the_engine() -> None:
     process.configure({"tp": "fp16"})
     engine = Engine()
-    process.lend(engine, session({"tp": "bf16"}))
+    process.share_session(engine, session({"tp": "bf16"}))
     del engine
     gc.collect()
     assert process.current() is None  # torch.distributed is not up
@@ -63,14 +63,14 @@ def test_a_configured_block_comes_back_after_the_engine() -> None:
 def test_the_first_living_engine_lends() -> None:
     first, second = Engine(), Engine()
     lent = session({"preset": "recommended"})
-    process.lend(first, lent)
-    process.lend(second, session({"preset": "zhybrid"}))  # names tp only by its preset
+    process.share_session(first, lent)
+    process.share_session(second, session({"preset": "zhybrid"}))  # names tp only by its preset
     assert process.current() is lent.channels
     with pytest.raises(ConfigError, match=r"compression\.tp.*another engine of this process"):
-        process.lend(second, session({"tp": "bf16"}))
+        process.share_session(second, session({"tp": "bf16"}))
     del first
     later = session({"tp": "bf16"})
-    process.lend(second, later)  # the first is gone, though a cycle holds it
+    process.share_session(second, later)  # the first is gone, though a cycle holds it
     assert process.current() is later.channels
 
 

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import torch
 
-from hybridcomp.autotune import judging
-from hybridcomp.autotune.trials import Sent
+from hybridcomp.autotune import timing
+from hybridcomp.autotune.trials import StepTraffic
 
 
 @contextmanager
@@ -22,20 +22,20 @@ def clock(native_s: float, coded_s: float) -> Iterator[list[int]]:
         run()
         return {"native": native_s, "coded": coded_s}[run.__name__]
 
-    def sized(trial: Callable[[Sent], Any]) -> Callable[[Sent], Any]:
-        def of(sent: Sent) -> Any:
+    def sized(trial: Callable[[StepTraffic], Any]) -> Callable[[StepTraffic], Any]:
+        def of(sent: StepTraffic) -> Any:
             sizes.append(sent.numel)
             return trial(sent)
 
         return of
 
-    real = judging.judge
+    real = timing.judge
     with (
-        patch.object(judging, "SIZES", (1 << 10, 1 << 11, 1 << 12)),
-        patch.object(judging, "REPEATS", (2, 3)),
-        patch.object(judging, "REPEATS_SEEN", (2, 3)),
-        patch.object(judging, "WORK_NUMEL", 1 << 10),
-        patch.object(judging, "seconds", seconds),
+        patch.object(timing, "SIZES", (1 << 10, 1 << 11, 1 << 12)),
+        patch.object(timing, "REPEATS", (2, 3)),
+        patch.object(timing, "REPEATS_SEEN", (2, 3)),
+        patch.object(timing, "WORK_NUMEL", 1 << 10),
+        patch.object(timing, "seconds", seconds),
         patch(
             "hybridcomp.channels.engine_channels.judge",
             lambda trial, *rest: real(sized(trial), *rest),

@@ -19,7 +19,7 @@ from hybridcomp.collectives.wire import payload_sizes, transport
 from hybridcomp.collectives.wire.cuts import OwnedRange, Range, chunk_ranges, cut_rows, stretches
 from hybridcomp.collectives.wire.encoding import (
     POOL,
-    Job,
+    EncodeRequest,
     add_alone,
     add_values,
     check_residual,
@@ -62,7 +62,7 @@ __all__ = [
     "HOST",
     "Handle",
     "Header",
-    "Job",
+    "EncodeRequest",
     "Levels",
     "Meter",
     "OwnedRange",

@@ -95,7 +95,7 @@ POOL = Pool()
 
 
 @dataclass(eq=False)
-class Job:
+class EncodeRequest:
     """One stretch of values to encode; the same job may go to several ranks, as the same bytes.
 
     With a ``residual`` (fp32) ``values + residual`` is sent and the residual becomes the error of
@@ -201,7 +201,7 @@ def _settle(residual: Tensor, delivered: Tensor) -> None:
 
 
 def encode_job(
-    codec: Codec, job: Job, out: Tensor, dtype: torch.dtype, word: Tensor | None = None
+    codec: Codec, job: EncodeRequest, out: Tensor, dtype: torch.dtype, word: Tensor | None = None
 ) -> int:
     """Encode ``job`` as ``dtype`` into ``out``, fill in its ``decoded``, update its residual.
 
@@ -214,7 +214,7 @@ def encode_job(
 
 
 def encode_sum(
-    codec: Codec, job: Job, out: Tensor, dtype: torch.dtype, word: Tensor | None = None
+    codec: Codec, job: EncodeRequest, out: Tensor, dtype: torch.dtype, word: Tensor | None = None
 ) -> int:
     """Do the first half of ``encode_job``: encode the values, plus the residual if there is one.
 
@@ -227,7 +227,7 @@ def encode_sum(
     return encode_values(codec, values.to(dtype), out, word)
 
 
-def settle_job(codec: Codec, job: Job, payload: Tensor, dtype: torch.dtype) -> None:
+def settle_job(codec: Codec, job: EncodeRequest, payload: Tensor, dtype: torch.dtype) -> None:
     """Do the second half: decode the ``payload`` of ``job``, subtract it from the residual."""
     residual, decoded, buffer = job.residual, job.decoded, None
     if residual is not None and decoded is None:
@@ -247,7 +247,7 @@ def encode_values(codec: Codec, values: Tensor, out: Tensor, word: Tensor | None
 
 
 def encode_jobs(
-    codec: Codec, jobs: Sequence[Job], slots: Sequence[Tensor], dtype: torch.dtype
+    codec: Codec, jobs: Sequence[EncodeRequest], slots: Sequence[Tensor], dtype: torch.dtype
 ) -> bool:
     """Encode all ``jobs`` as ``dtype`` in one launch if possible; return whether it was.
 

@@ -21,7 +21,7 @@ from hybridcomp.collectives.wire import payload_sizes, transport
 from hybridcomp.collectives.wire.cuts import SEGMENT_ALIGN, Range, cut_rows
 from hybridcomp.collectives.wire.encoding import (
     POOL,
-    Job,
+    EncodeRequest,
     encode_job,
     encode_jobs,
     encode_sum,
@@ -79,7 +79,7 @@ class Payloads:
     """Views into the wire buffers of one exchange, valid until ``release``."""
 
     received: list[list[Tensor]]  # by group rank, then in the order of that rank's jobs
-    encoded: dict[Job, Tensor]  # this rank's payloads
+    encoded: dict[EncodeRequest, Tensor]  # this rank's payloads
     buffers: list[Tensor] = field(default_factory=list)
 
     def release(self) -> None:
@@ -88,7 +88,7 @@ class Payloads:
 
 
 def exchange(
-    jobs: Sequence[Sequence[Job]],
+    jobs: Sequence[Sequence[EncodeRequest]],
     numels: Sequence[Sequence[int]],
     dtype: torch.dtype,
     device: torch.device,
@@ -148,14 +148,14 @@ class _Outgoing:
     """
 
     def __init__(
-        self, jobs: Sequence[Sequence[Job]], heads: Sequence[int], counts: list[int]
+        self, jobs: Sequence[Sequence[EncodeRequest]], heads: Sequence[int], counts: list[int]
     ) -> None:
         self.jobs, self.heads, self.counts = jobs, heads, counts
-        self.encoded: dict[Job, Tensor] = {}
+        self.encoded: dict[EncodeRequest, Tensor] = {}
         self.sizes: list[list[int]] = []  # by destination
         self.buffers: list[Tensor] = []  # in use; the message is at the start of the last one
         self.words: Tensor | None = None  # sizes of ``encoded``, then of incoming payloads
-        self._unsettled: list[Job] = []  # of ``encoded``, until ``settle``
+        self._unsettled: list[EncodeRequest] = []  # of ``encoded``, until ``settle``
 
     def encode(self, codec: Codec, dtype: torch.dtype, device: torch.device) -> None:
         """Encode each job, and copy its payload for further destinations.

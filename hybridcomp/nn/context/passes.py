@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hybridcomp.collectives.ring import Contents, Parcel, Ring
+from hybridcomp.collectives.ring import Contents, PackedMessage, Ring
 from hybridcomp.nn.context import kernels
 from hybridcomp.nn.context.blocks import Mask, accumulator, merge
 from hybridcomp.nn.context.layout import BlockPart, Layout, part
-from hybridcomp.nn.context.traffic import Gradients, Keys, RingTraffic
+from hybridcomp.nn.context.traffic import Gradients, RingKV, RingTraffic
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class _Backward:
         # gradients of keys and values, the sequence first: as they travel
         self._totals = [torch.zeros(s, dtype=wide, device=q.device) for s in shapes]
 
-    def run(self, keys: Keys | None) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, keys: RingKV | None) -> tuple[Tensor, Tensor, Tensor]:
         """1 send gradients to their owner, 2 compute a block, 3 add the last gradients.
 
         Gradients of a block are sent after the next keys were received and passed on: other ranks
@@ -131,7 +131,7 @@ class _Backward:
             k.device,
             lambda step: self._expected((rank + step) % ranks),
         )
-        packed: Parcel | None = None
+        packed: PackedMessage | None = None
         for step, (owner, parcel, ring) in enumerate(_around(keys, call)):
             # 1
             if step > 1:
@@ -194,7 +194,7 @@ def _first(values: Tensor) -> Tensor:
     return values.permute(2, 0, 1, 3)
 
 
-def _packed(k: Tensor, v: Tensor, call: RingCall) -> Keys | None:
+def _packed(k: Tensor, v: Tensor, call: RingCall) -> RingKV | None:
     """Pack keys and values for the ring; None where there is one rank."""
     return None if call.traffic.ranks == 1 else call.traffic.keys(_stretches(k, v, call))
 
@@ -205,14 +205,14 @@ def _stretches(k: Tensor, v: Tensor, call: RingCall) -> list[Tensor]:
     return [values.reshape(-1) for pair in pairs for values in pair]
 
 
-def _around(keys: Keys | None, call: RingCall) -> Any:
+def _around(keys: RingKV | None, call: RingCall) -> Any:
     """Iterate ``keys.around()``, or over this rank alone where nothing travels."""
     return iter([(call.traffic.rank, None, None)]) if keys is None else keys.around()
 
 
 def _opened(
     ring: Ring,
-    parcel: Parcel,
+    parcel: PackedMessage,
     what: BlockPart,
     shapes: tuple[torch.Size, torch.Size],
     dtype: torch.dtype,

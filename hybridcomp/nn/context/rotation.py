@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridcomp.collectives.ring import Parcel, Ring
+from hybridcomp.collectives.ring import PackedMessage, Ring
 from hybridcomp.collectives.wire import Pending
 from hybridcomp.nn.context.traffic import RingTraffic
 from hybridcomp.policy import Direction
@@ -36,8 +36,8 @@ class Rotater:
         self._make_native = make_native
         self._native: Any = None
         self._ring: Ring | None = None
-        self._held: Parcel | None = None
-        self._coming: Pending[Parcel | None] | None = None
+        self._held: PackedMessage | None = None
+        self._coming: Pending[PackedMessage | None] | None = None
         self._shape, self._dtype = torch.Size(), torch.float32
 
     def exchange_buffers(self, curr_buffer: Tensor) -> None:
@@ -68,7 +68,7 @@ class Rotater:
         out = torch.empty(self._shape, dtype=self._dtype, device=ring.device)
         ring.open(came, 0, out.view(-1))
         self._held = came
-        self._traffic.record_ring(ring, out.nbytes, self._direction)
+        self._traffic.record_ring_traffic(ring, out.nbytes, self._direction)
         ring.meter = self._traffic.ring(ring.codec, ring.device).meter  # for the next message
         return out
 

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from hybridcomp.channels import Channel, Channels
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Group, Meter
-from hybridcomp.collectives.ring import Contents, Parcel, Ring
+from hybridcomp.collectives.ring import Contents, PackedMessage, Ring
 from hybridcomp.collectives.wire import Pending
 from hybridcomp.collectives.wire.transport import over_gloo
 from hybridcomp.policy import Direction
@@ -45,25 +45,25 @@ class RingTraffic:
     rank: int
     ranks: int
 
-    def keys(self, tensors: Sequence[Tensor]) -> Keys:
+    def keys(self, tensors: Sequence[Tensor]) -> RingKV:
         """Pack keys and values, flat tensors of one dtype, each of which is decoded on its own."""
         numel = sum(tensor.numel() for tensor in tensors)
         codec = self.codec(numel, tensors[0].dtype, "forward")
         for tensor in tensors[:2]:
             self.sample(tensor, codec, "forward")
         ring = self.ring(codec, tensors[0].device)
-        return Keys(self, codec, ring.pack(tensors), ring.meter)
+        return RingKV(self, codec, ring.pack(tensors), ring.meter)
 
     def again(
-        self, sealed: Sealed, message: Tensor | None, pack: Callable[[], Sequence[Tensor]]
-    ) -> Keys:
+        self, sealed: SavedKV, message: Tensor | None, pack: Callable[[], Sequence[Tensor]]
+    ) -> RingKV:
         """Return the keys and values for the backward pass, from ``pack`` if none were saved."""
         if message is not None:
-            own = Parcel(sealed.contents, message, sealed.nbytes, sealed.head)
-            return Keys(self, sealed.codec, own, None)
+            own = PackedMessage(sealed.contents, message, sealed.nbytes, sealed.head)
+            return RingKV(self, sealed.codec, own, None)
         tensors = pack()
         ring = self.ring(None, tensors[0].device)
-        return Keys(self, None, ring.pack(tensors), ring.meter)
+        return RingKV(self, None, ring.pack(tensors), ring.meter)
 
     def gradients(
         self,
@@ -92,8 +92,8 @@ class RingTraffic:
         if codec is None:
             return None
         if direction == "forward":  # passed on unchanged
-            return codec.hops(1, 1, result=dtype)[0]
-        return codec.hops(1, self.ranks, result=dtype, exact=1)[0]
+            return codec.split_error_budget(1, 1, result=dtype)[0]
+        return codec.split_error_budget(1, self.ranks, result=dtype, exact=1)[0]
 
     def ring(self, codec: Codec | None, device: torch.device) -> Ring:
         """Return a ring for messages of ``codec``, with a new meter."""
@@ -111,14 +111,14 @@ class RingTraffic:
         if self._channel is not None:
             self._channel.count_native(raw_nbytes, direction)
 
-    def record_ring(self, ring: Ring, raw_nbytes: int, direction: Direction) -> None:
+    def record_ring_traffic(self, ring: Ring, raw_nbytes: int, direction: Direction) -> None:
         """Record the messages that went through ``ring``."""
         if self._channel is not None:
-            self._channel.record_ring(ring, raw_nbytes, direction)
+            self._channel.record_ring_traffic(ring, raw_nbytes, direction)
 
 
 @dataclass(frozen=True)
-class Sealed:
+class SavedKV:
     """Metadata of a parcel whose message is saved for the backward pass."""
 
     codec: Codec | None
@@ -128,7 +128,7 @@ class Sealed:
 
 
 @dataclass(eq=False)
-class Keys:
+class RingKV:
     """Packed keys and values of this rank, which go round once in each pass.
 
     ``meter``: the costs of packing them, counted with their first time round.
@@ -136,16 +136,16 @@ class Keys:
 
     traffic: RingTraffic
     codec: Codec | None
-    own: Parcel
+    own: PackedMessage
     meter: Meter | None
 
-    def seal(self) -> tuple[Sealed, Tensor | None]:
+    def seal(self) -> tuple[SavedKV, Tensor | None]:
         """Return what the backward pass needs; no message where packing again costs nothing."""
         own = self.own
-        sealed = Sealed(self.codec, own.contents, own.nbytes, own.head)
+        sealed = SavedKV(self.codec, own.contents, own.nbytes, own.head)
         return sealed, None if self.codec is None else own.message
 
-    def around(self) -> Iterator[tuple[int, Parcel, Ring]]:
+    def around(self) -> Iterator[tuple[int, PackedMessage, Ring]]:
         """Yield the keys and values of every rank with their owner, this rank's first.
 
         1 send the held parcel to the next rank while that of the previous rank arrives, 2 let the
@@ -172,7 +172,7 @@ class Keys:
                 held = came
         held.release()
         raw_nbytes = hops * contents.numel * contents.dtype.itemsize
-        traffic.record_ring(ring, raw_nbytes, "forward")
+        traffic.record_ring_traffic(ring, raw_nbytes, "forward")
 
 
 class _Moving:
@@ -186,7 +186,7 @@ class _Moving:
     def __init__(self, ring: Ring, contents: Contents, hops: int) -> None:
         self._ring, self._contents = ring, contents
         self._to_send = self._to_expect = hops
-        self._coming: deque[Pending[Parcel | None]] = deque()
+        self._coming: deque[Pending[PackedMessage | None]] = deque()
         self._ahead = over_gloo(ring.device, ring.group)
         for _ in range(AHEAD):
             self.expect()
@@ -197,7 +197,7 @@ class _Moving:
             self._to_expect -= 1
             self._coming.append(self._ring.shift(None, 1, self._contents))
 
-    def send(self, held: Parcel) -> Pending[Parcel | None] | None:
+    def send(self, held: PackedMessage) -> Pending[PackedMessage | None] | None:
         """Send ``held`` to the next rank; None: it has been at every rank."""
         if not self._to_send:
             return None
@@ -208,7 +208,7 @@ class _Moving:
         self._coming.append(both)
         return both
 
-    def next(self) -> Parcel:
+    def next(self) -> PackedMessage:
         """Wait for the next parcel and return it."""
         came = self._coming.popleft().wait()
         assert came is not None
@@ -235,8 +235,8 @@ class Gradients:
         self._traffic, self._codec, self._ring = traffic, codec, ring
         self._expected, self._raw_nbytes = expected, 0
         self._ahead = traffic.ranks > 2 and over_gloo(ring.device, ring.group)
-        self._coming: deque[Pending[Parcel | None]] = deque()
-        self._sent: deque[Pending[Parcel | None]] = deque()
+        self._coming: deque[Pending[PackedMessage | None]] = deque()
+        self._sent: deque[Pending[PackedMessage | None]] = deque()
         if self._ahead:
             self._expect(1)
 
@@ -244,7 +244,7 @@ class Gradients:
         if step < self._traffic.ranks:
             self._coming.append(self._ring.shift(None, -step, self._expected(step)))
 
-    def pack(self, parts: Sequence[Tensor] | None) -> Parcel | None:
+    def pack(self, parts: Sequence[Tensor] | None) -> PackedMessage | None:
         """Encode the gradients for one owner; None: this rank has not used its keys."""
         if parts is None:
             return None
@@ -253,7 +253,7 @@ class Gradients:
         self._raw_nbytes += parcel.contents.numel * parcel.contents.dtype.itemsize
         return parcel
 
-    def send(self, step: int, parcel: Parcel | None) -> None:
+    def send(self, step: int, parcel: PackedMessage | None) -> None:
         """Send ``parcel`` to the rank ``step`` behind; receive one from the rank ``step`` ahead."""
         if self._ahead:
             self._sent.append(self._ring.shift(parcel, -step, None))
@@ -262,7 +262,7 @@ class Gradients:
             self._sent.append(self._ring.shift(parcel, -step, self._expected(step)))
             self._coming.append(self._sent[-1])
 
-    def arrived(self, under_way: int) -> Iterator[Parcel]:
+    def arrived(self, under_way: int) -> Iterator[PackedMessage]:
         """Wait for the parcels of all steps but the last ``under_way``, and yield them in order.
 
         A step in which the other rank has not used this rank's keys has no parcel.
@@ -273,7 +273,7 @@ class Gradients:
             if came is not None:
                 yield came
 
-    def add(self, parcel: Parcel, totals: Sequence[Tensor]) -> None:
+    def add(self, parcel: PackedMessage, totals: Sequence[Tensor]) -> None:
         """Add each tensor of ``parcel`` to its flat total."""
         for index in range(len(parcel.contents.numels)):
             self._ring.add(parcel, index, totals[index])
@@ -281,4 +281,4 @@ class Gradients:
 
     def record(self) -> None:
         """Record the bytes sent, once the last parcel was added."""
-        self._traffic.record_ring(self._ring, self._raw_nbytes, "backward")
+        self._traffic.record_ring_traffic(self._ring, self._raw_nbytes, "backward")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridcomp.nn.tp2d.lines import Blocks, Sums
+from hybridcomp.nn.tp2d.mesh_axis_collectives import Blocks, Sums
 from hybridcomp.nn.tp2d.mesh import Mesh
 
 #: product of two blocks

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from hybridcomp.plan.choices import Choices
-from hybridcomp.plan.machines.figures import Figure
+from hybridcomp.plan.machines.estimates import Estimate
 from hybridcomp.plan.machines.rows import Training
 from hybridcomp.plan.models.model import Layer, Shape
 
@@ -136,10 +136,10 @@ def _evened(taken: Iterable[Taken]) -> list[Taken]:
     and their mean has a smaller error than each.
     """
     every = list(taken)
-    groups: dict[tuple[int, int], list[Figure]] = {}
+    groups: dict[tuple[int, int], list[Estimate]] = {}
     for one in every:
         groups.setdefault((one.row.zero_stage, one.row.blocks), []).append(one.row.micro)
-    means = {key: Figure.total(own).times(1 / len(own)) for key, own in groups.items()}
+    means = {key: Estimate.total(own).times(1 / len(own)) for key, own in groups.items()}
     return [
         one._replace(row=replace(one.row, micro=means[one.row.zero_stage, one.row.blocks]))
         if one.row.zero_stage < FIRST_IN_PARTS else one

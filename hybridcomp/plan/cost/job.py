@@ -18,7 +18,7 @@ from hybridcomp.plan.cost.host import Host, Hosts, Style, least, nearest, style_
 from hybridcomp.plan.cost.prices import NOTHING, Call, Coded, Prices
 from hybridcomp.plan.layout import Group, Layout
 from hybridcomp.plan.machines.cluster import Cluster
-from hybridcomp.plan.machines.figures import Figure
+from hybridcomp.plan.machines.estimates import Estimate
 from hybridcomp.plan.machines.rows import Kind, Operation
 from hybridcomp.plan.models.model import Layer, Messages, Model, Shape
 from hybridcomp.plan.request import Batch, Limits
@@ -62,7 +62,7 @@ class Job:
     limits: Limits
     overlap: float = 0.1
     hosts: Hosts = field(default_factory=dict)
-    _seconds: dict[tuple[object, ...], tuple[Figure, Figure]] = field(
+    _seconds: dict[tuple[object, ...], tuple[Estimate, Estimate]] = field(
         default_factory=dict, repr=False
     )
 
@@ -134,14 +134,14 @@ class Job:
         return min(range(first, first + layout.ranks_per_stage),
                    key=lambda rank: (self.cluster.speeds[rank], rank))  # fmt: skip
 
-    def compute(self, layer: Layer, rank: int) -> tuple[Figure, Figure]:
+    def compute(self, layer: Layer, rank: int) -> tuple[Estimate, Estimate]:
         """Return the seconds of forward and of backward of one layer on ``rank``."""
         key = layer.kind, layer.flops, layer.backward_flops, layer.moved_nbytes, rank
         if key not in self._seconds:
             self._seconds[key] = self._compute(layer, rank)
         return self._seconds[key]
 
-    def _compute(self, layer: Layer, rank: int) -> tuple[Figure, Figure]:
+    def _compute(self, layer: Layer, rank: int) -> tuple[Estimate, Estimate]:
         dtype = self.limits.dtype
         if layer.kind in ("block", "module"):
             # measured blocks count their backward pass as twice the forward pass
@@ -155,14 +155,14 @@ class Job:
         two = self.cluster.kernel("product", dtype, layer.backward_flops, rank)
         return one.plus(moved), two.plus(moved)
 
-    def _elementwise(self, nbytes: float, rank: int) -> Figure:
+    def _elementwise(self, nbytes: float, rank: int) -> Estimate:
         """Return the seconds to read and write ``nbytes``; zero where they are not known."""
         try:
             return self.cluster.kernel("elementwise", self.limits.dtype, nbytes, rank)
         except HybridcompError:
             return NOTHING
 
-    def adam(self, values: float, rank: int, on_host: bool = False) -> Figure:
+    def adam(self, values: float, rank: int, on_host: bool = False) -> Estimate:
         """Return the seconds of the optimizer for ``values``, estimated where not measured.
 
         on_host: Adam on the host where its speed is known, else on the device.

@@ -27,10 +27,10 @@ from hybridcomp.plan.choices import Choice
 from hybridcomp.plan.cost.copies import Copying
 from hybridcomp.plan.machines import rings
 from hybridcomp.plan.machines.cluster import Cluster
-from hybridcomp.plan.machines.figures import Figure
+from hybridcomp.plan.machines.estimates import Estimate
 from hybridcomp.plan.machines.rows import Direction, Operation
 
-NOTHING = Figure(0.0, 0.0, 0.0)
+NOTHING = Estimate(0.0, 0.0, 0.0)
 #: messages of fewer bytes stay native: the block's default of ``min_bytes``
 MIN_BYTES = 65536
 #: directions of a codec on the sender and on the receiver
@@ -49,9 +49,9 @@ class Price:
     would be. between_nbytes, between_native_nbytes: the part of both that goes to other nodes.
     """
 
-    coding: Figure = NOTHING
-    wire: Figure = NOTHING
-    inside: Figure = NOTHING
+    coding: Estimate = NOTHING
+    wire: Estimate = NOTHING
+    inside: Estimate = NOTHING
     nbytes: float = 0.0
     native_nbytes: float = 0.0
     between_nbytes: float = 0.0
@@ -76,7 +76,7 @@ class Price:
         )  # fmt: skip
 
     @property
-    def seconds(self) -> Figure:
+    def seconds(self) -> Estimate:
         """Seconds of coding, wire and messages inside the node, in series."""
         return self.coding.plus(self.wire).plus(self.inside)
 
@@ -184,7 +184,7 @@ class Prices:
             between_native_nbytes=crossing, **where,
         )  # fmt: skip
 
-    def _seconds(self, operation: Operation, nbytes: float, ranks: int, nodes: int) -> Figure:
+    def _seconds(self, operation: Operation, nbytes: float, ranks: int, nodes: int) -> Estimate:
         """A native message beside those of all other groups, where there are others."""
         return self.cluster.seconds(operation, nbytes, ranks, nodes, busy=self._busy(ranks))
 
@@ -199,12 +199,12 @@ class Prices:
         coded = call.coded or tuple(Coded(way, 1.0, share) for way, share in shape.coded)
         # 1.
         timed, name = _timed(codec, dtype), NAMES[dtype]
-        coding = Figure.total(
+        coding = Estimate.total(
             self.cluster.coding(timed, name, one.share * call.numel, one.direction)
             .times(one.calls) for one in coded
         )  # fmt: skip
         # 2.
-        wire = Figure.total(
+        wire = Estimate.total(
             self._seconds(part, share * payload, call.ranks, call.nodes)
             for part, share in shape.sent
         )
@@ -276,7 +276,7 @@ class Prices:
 @functools.lru_cache(maxsize=4096)
 def _timed(codec: Codec, dtype: torch.dtype) -> str:
     """Return the setting whose speed is that of ``codec``: an error bound runs another codec."""
-    return codec.hops(1, 2, result=dtype)[0].spec if codec.bounded else codec.spec
+    return codec.split_error_budget(1, 2, result=dtype)[0].spec if codec.bounded else codec.spec
 
 
 def _crossing(call: Call, dtype: torch.dtype) -> float:

@@ -6,7 +6,7 @@ compares the result with the event simulation. A search calls this some thousand
 
 from __future__ import annotations
 
-from hybridcomp.plan.cost import meetings
+from hybridcomp.plan.cost import blocking_pipeline
 from hybridcomp.plan.cost.schedule import Op, order
 from hybridcomp.plan.cost.times import StageTimes, meet
 from hybridcomp.plan.layout import Layout
@@ -15,7 +15,7 @@ from hybridcomp.plan.layout import Layout
 def step_seconds(layout: Layout, times: tuple[StageTimes, ...], micro_batches: int) -> float:
     """Return the seconds of a step of ``micro_batches``."""
     if meet(times):
-        return meetings.step_seconds(layout, times, micro_batches)
+        return blocking_pipeline.step_seconds(layout, times, micro_batches)
     stages = layout.stages
     slices = layout.slice_count
     orders = [

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from hybridcomp.plan.algorithms.timeline import Task, Timeline, simulate
 from hybridcomp.plan.choices import Choices
-from hybridcomp.plan.cost import meetings
+from hybridcomp.plan.cost import blocking_pipeline
 from hybridcomp.plan.cost.job import Job
 from hybridcomp.plan.cost.recurrence import step_seconds
 from hybridcomp.plan.cost.schedule import Name, Op, order
@@ -120,7 +120,7 @@ def tasks_of(
 ) -> tuple[dict[int, Task], dict[int, Name]]:
     """Return the tasks of a step of ``micro_batches``, and their names."""
     if meet(times):
-        return meetings.tasks_of(work.layout, times, micro_batches)
+        return blocking_pipeline.tasks_of(work.layout, times, micro_batches)
     builder = _Builder(work, times, micro_batches)
     builder.build()
     return builder.tasks, builder.names

@@ -9,9 +9,9 @@ from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost.job import Job
 from hybridcomp.plan.cost.prices import Call, Price
 from hybridcomp.plan.cost.work import Items, Stage, Wish, Work, lands_behind, price
-from hybridcomp.plan.machines.figures import Figure
+from hybridcomp.plan.machines.estimates import Estimate
 
-#: index into a ``Figure``: its value, its low end, its high end
+#: index into a ``Estimate``: its value, its low end, its high end
 VALUE, LOW, HIGH = 0, 1, 2
 
 
@@ -34,7 +34,7 @@ class View:
     pick: int = VALUE
     without: frozenset[str] = frozenset()
 
-    def of(self, figure: Figure) -> float:
+    def of(self, figure: Estimate) -> float:
         """Return the picked number of ``figure``."""
         return float(figure[self.pick])
 

@@ -17,7 +17,7 @@ from hybridcomp.plan.cost.copies import Whole, whole_of
 from hybridcomp.plan.cost.job import Item, Job
 from hybridcomp.plan.cost.prices import FREE, NOTHING, Call, Price
 from hybridcomp.plan.layout import Layout
-from hybridcomp.plan.machines.figures import Figure
+from hybridcomp.plan.machines.estimates import Estimate
 from hybridcomp.plan.models.model import Layer
 
 Items = tuple[Item, ...]
@@ -32,7 +32,7 @@ class Pass:
     compute: seconds. items: messages that compute waits for. sent: messages to the next stage.
     """
 
-    compute: Figure
+    compute: Estimate
     items: Items
     sent: Items
 
@@ -53,7 +53,7 @@ class Stage:
     micro: Items
     reduce: Items
     gather: Items
-    adam: Figure
+    adam: Estimate
     dense: float
     experts: float
     layers: tuple[tuple[int, Layer], ...]
@@ -108,7 +108,7 @@ def _ahead(
     sent: list[Item] = []
     if number + 1 < layout.stages * layout.virtual:
         sent = job.sends(layout, stage, crossing(layout, layers, number), "forward")
-    compute = Figure.total(job.compute(layers[one], rank)[0] for one in chunk)
+    compute = Estimate.total(job.compute(layers[one], rank)[0] for one in chunk)
     return Pass(compute, merged(items), merged(sent))
 
 
@@ -118,7 +118,7 @@ def _behind(
 ) -> Pass:  # fmt: skip
     """Build the backward pass of one chunk; recomputed layers add forward and its messages."""
     items: list[Item] = []
-    compute = Figure.total(job.compute(layers[one], rank)[1] for one in chunk)
+    compute = Estimate.total(job.compute(layers[one], rank)[1] for one in chunk)
     for one in chunk:
         items += job.layer_items(layout, stage, layers[one].backward, "backward")
         if one in layout.recomputed:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.machines import rings
-from hybridcomp.plan.machines.figures import Curve, Figure, curves
+from hybridcomp.plan.machines.estimates import Curve, Estimate, curves
 from hybridcomp.plan.machines.links import NOTHING, Links
 from hybridcomp.plan.machines.overheads import MessageCosts, Overhead
 from hybridcomp.plan.machines.rows import (
@@ -100,7 +100,7 @@ class Cluster:
     def seconds(
         self, operation: Operation, nbytes: float, ranks: int, nodes: int,
         busy: bool = False, computing: bool = False,
-    ) -> Figure:  # fmt: skip
+    ) -> Estimate:  # fmt: skip
         """Return the seconds of one native collective (``Links.seconds``)."""
         return self._links.seconds(operation, nbytes, ranks, nodes, busy, computing)
 
@@ -115,7 +115,7 @@ class Cluster:
     def coding(
         self, setting: str, dtype: str, numel: float, direction: Direction, busy: bool = False,
         on_host: bool = False,
-    ) -> Figure:  # fmt: skip
+    ) -> Estimate:  # fmt: skip
         """Return the seconds in which a device codes ``numel`` values of ``dtype`` in one call.
 
         Args:
@@ -139,14 +139,14 @@ class Cluster:
     def encoded_parts(
         self, operation: Operation, setting: str, dtype: str, numel: float, nbytes: float,
         ranks: int, nodes: int, busy: bool = False, computing: bool = False,
-    ) -> tuple[Figure, Figure]:  # fmt: skip
+    ) -> tuple[Estimate, Estimate]:  # fmt: skip
         """Return seconds of coding and of wire of one encoded collective, without overhead."""
         shape = rings.encoded_shape(operation, ranks)
-        coding = Figure.total(
+        coding = Estimate.total(
             self.coding(setting, dtype, share * numel, direction, computing)
             for direction, share in shape.coded
         )
-        wire = Figure.total(
+        wire = Estimate.total(
             self.seconds(part, share * nbytes, ranks, nodes, busy, computing)
             for part, share in shape.sent
         )
@@ -169,11 +169,11 @@ class Cluster:
 
     def channel_seconds(
         self, operation: Operation, ranks: int, nodes: int, dimension: str, busy: bool = False
-    ) -> Figure:
+    ) -> Estimate:
         """Return the seconds that a channel adds to a message that it leaves native."""
         return self._costs.native(operation, ranks, nodes, dimension, busy)
 
-    def copy(self, direction: Literal["to_host", "to_device"], nbytes: float) -> Figure:
+    def copy(self, direction: Literal["to_host", "to_device"], nbytes: float) -> Estimate:
         """Return seconds of a copy between device and host. Raises HybridcompError if not known."""
         rows = [(row.nbytes, row.seconds) for row in self.copies if row.direction == direction]
         if not rows:
@@ -183,7 +183,7 @@ class Cluster:
             )
         return Curve.through(rows).at(nbytes)
 
-    def kernel(self, kind: Kind, dtype: str, size: float, rank: int = 0) -> Figure:
+    def kernel(self, kind: Kind, dtype: str, size: float, rank: int = 0) -> Estimate:
         """Return the seconds of a kernel of ``size`` on ``rank`` (see ``Kernel``).
 
         Matrix products stand for blocks that were not measured, and the rank's FLOP/s for products
@@ -255,7 +255,7 @@ class Cluster:
             row.operation, row.setting, row.dtype, row.numel, row.nbytes, row.ranks, row.nodes,
             row.beside != "alone", row.beside == "compute",
         )  # fmt: skip
-        return Figure.total(parts).value
+        return Estimate.total(parts).value
 
 
 def _coded(rows: Iterable[Coding]) -> dict[tuple[Any, ...], Curve]:

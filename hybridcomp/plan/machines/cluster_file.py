@@ -19,7 +19,7 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.foreign import parsed_json
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.described import Description
-from hybridcomp.plan.machines.figures import Figure
+from hybridcomp.plan.machines.estimates import Estimate
 
 #: version of the file; other versions are refused
 VERSION = 1
@@ -126,7 +126,7 @@ def schema() -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """Convert to JSON types: figures with five digits, without empty fields."""
-    if isinstance(value, Figure):
+    if isinstance(value, Estimate):
         digits = [float(f"{one:.5g}") for one in value[:3]]
         return [*digits, True] if value.assumed else digits
     if isinstance(value, Mapping):

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from hybridcomp.plan.machines.cluster import Cluster
-from hybridcomp.plan.machines.figures import Figure
+from hybridcomp.plan.machines.estimates import Estimate
 from hybridcomp.plan.machines.rows import (
     STRICT,
     Coding,
@@ -53,7 +53,7 @@ class Link:
         return [
             Timing(
                 "send", 2, nodes, nbytes,
-                Figure.exact(
+                Estimate.exact(
                     1e-6 * self.latency_us + nbytes / (1e9 * self.gbytes_per_second),
                     assumed=True, spread=spread,
                 ),
@@ -82,7 +82,7 @@ class CodecSpeed:
                     speed = self.decode_gbytes_per_second
                 for numel in (SMALL, LARGE):
                     seconds = 1e-6 * self.launch_us + width * numel / (1e9 * speed)
-                    figure = Figure.exact(seconds, assumed=True, spread=spread)
+                    figure = Estimate.exact(seconds, assumed=True, spread=spread)
                     rows.append(Coding(setting, dtype, direction, numel, figure))
         return rows
 
@@ -142,7 +142,7 @@ class Description:
         for index in range(self.nodes * self.ranks_per_node):
             speed = self.speeds.get(index, 1.0)
             flops = {
-                dtype: Figure.exact(1e12 * speed * rate, assumed=True, spread=self.spread)
+                dtype: Estimate.exact(1e12 * speed * rate, assumed=True, spread=self.spread)
                 for dtype, rate in self.tflops.items()
             }
             node, nbytes = index // self.ranks_per_node, round(1e9 * self.memory_gb)
@@ -172,7 +172,7 @@ class Description:
         return [
             Kernel(
                 rank, kind, dtype, size,
-                Figure.exact(size * each, assumed=True, spread=self.spread),
+                Estimate.exact(size * each, assumed=True, spread=self.spread),
             )
             for kind, each in kinds
             for dtype in ("fp32", "bf16", "fp16")

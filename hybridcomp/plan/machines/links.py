@@ -11,11 +11,11 @@ from typing import Any
 
 from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.machines import rings
-from hybridcomp.plan.machines.figures import Curve, Figure, curves
+from hybridcomp.plan.machines.estimates import Curve, Estimate, curves
 from hybridcomp.plan.machines.overheads import closest
 from hybridcomp.plan.machines.rows import Beside, Operation, Timing
 
-NOTHING = Figure(0.0, 0.0, 0.0)
+NOTHING = Estimate(0.0, 0.0, 0.0)
 
 
 class Links:
@@ -36,7 +36,7 @@ class Links:
     def seconds(
         self, operation: Operation, nbytes: float, ranks: int, nodes: int,
         busy: bool = False, computing: bool = False,
-    ) -> Figure:  # fmt: skip
+    ) -> Estimate:  # fmt: skip
         """Return the seconds of one native collective of ``ranks`` ranks on ``nodes`` nodes.
 
         Args:
@@ -89,7 +89,7 @@ class Links:
 
     def _ring(
         self, operation: Operation, nbytes: float, ranks: int, nodes: int, sharing: float
-    ) -> Figure:
+    ) -> Estimate:
         sends = {
             span: None if curve is None else curve.at
             for span in (1, 2)

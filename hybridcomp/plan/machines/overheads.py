@@ -13,10 +13,10 @@ import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from hybridcomp.plan.machines.figures import Figure, median
+from hybridcomp.plan.machines.estimates import Estimate, median
 from hybridcomp.plan.machines.rows import NATIVE, Carried, Encoded, Operation
 
-NOTHING = Figure(0.0, 0.0, 0.0)
+NOTHING = Estimate(0.0, 0.0, 0.0)
 Kind = TypeVar("Kind", bound=Hashable)
 Row = TypeVar("Row", Encoded, Carried)
 #: ranks and nodes of a group
@@ -30,7 +30,7 @@ Channel = tuple[str, Operation, bool, bool]
 class Overhead(NamedTuple):
     """Seconds of the host for each message, and the factor of coding and wire."""
 
-    host: Figure
+    host: Estimate
     factor: float
 
 
@@ -78,7 +78,7 @@ class MessageCosts:
 
     def native(
         self, operation: Operation, ranks: int, nodes: int, dimension: str, busy: bool
-    ) -> Figure:
+    ) -> Estimate:
         """Return the seconds a channel adds to a message it leaves native; 0 if none was timed."""
         keys = _channels(dimension, operation, True, busy)
         known = next(filter(None, map(self._native.get, keys)), None)
@@ -112,7 +112,7 @@ def overheads(
 
 def left_native(
     rows: Iterable[Carried], kind: Callable[[Carried], Kind]
-) -> dict[Kind, dict[Size, Figure]]:
+) -> dict[Kind, dict[Size, Estimate]]:
     """Return the seconds that channels add to native messages, by ``kind`` and by group.
 
     It is the least over messages of any length: a channel does the same work for each, and larger
@@ -133,14 +133,14 @@ def _grouped(
     return found
 
 
-def _more(row: Carried) -> Figure:
+def _more(row: Carried) -> Estimate:
     more = row.seconds.minus(row.direct)
     return more if more.value else NOTHING
 
 
 def _overhead(rows: Sequence[Row], parts: Callable[[Row], float]) -> Overhead:
     """Fit ``seconds = host + factor * parts`` to two sizes of each setting; return the medians."""
-    hosts: list[Figure] = []
+    hosts: list[Estimate] = []
     factors: list[float] = []
     by_setting: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
@@ -154,10 +154,10 @@ def _overhead(rows: Sequence[Row], parts: Callable[[Row], float]) -> Overhead:
         if host < 0:  # no constant: all seconds grow with the message
             host, factor = 0.0, large.seconds.value / more if more else 1.0
         below, above = (abs(small.seconds.value - end) for end in small.seconds[1:3])
-        hosts.append(Figure(host, max(0.0, host - below), host + above))
+        hosts.append(Estimate(host, max(0.0, host - below), host + above))
         factors.append(factor)
     low, high = min(one.low for one in hosts), max(one.high for one in hosts)
-    return Overhead(Figure(median([one.value for one in hosts]), low, high), median(factors))
+    return Overhead(Estimate(median([one.value for one in hosts]), low, high), median(factors))
 
 
 def closest(known: Collection[Size], ranks: int, nodes: int) -> Size:

@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hybridcomp.plan.machines.figures import Figure
+from hybridcomp.plan.machines.estimates import Estimate
 from hybridcomp.plan.machines.rows import Direction, Operation
 
 #: seconds of a send of so many bytes
-Send = Callable[[float], Figure]
+Send = Callable[[float], Estimate]
 
 
 def ring(
     operation: Operation, nbytes: float, ranks: int, nodes: int, inside: Send | None,
     between: Send | None, sharing: float = 1.0,
-) -> Figure:  # fmt: skip
+) -> Estimate:  # fmt: skip
     """Return the seconds of one collective of ``ranks`` ranks on ``nodes`` nodes.
 
     Args:

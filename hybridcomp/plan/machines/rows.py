@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from hybridcomp.plan.machines.figures import Stored
+from hybridcomp.plan.machines.estimates import Stored
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 #: load during a timing: none; all other groups of that shape send as well; they do, and every rank

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hybridcomp.plan.machines.figures import median
+from hybridcomp.plan.machines.estimates import median
 from hybridcomp.plan.machines.rows import Kernel, Rank
 
 

@@ -18,7 +18,7 @@ from hybridcomp.plan.cost.schedule import in_flight
 from hybridcomp.plan.cost.work import Stage, Work, price, work_of
 from hybridcomp.plan.engines import RECOMPUTE_REASONS, can_recompute, recomputations
 from hybridcomp.plan.layout import Layout, even_cuts
-from hybridcomp.plan.machines.figures import Figure
+from hybridcomp.plan.machines.estimates import Estimate
 from hybridcomp.plan.models.model import Layer
 from hybridcomp.plan.search.recomputing import cheapest, contiguous, need
 
@@ -180,7 +180,7 @@ class Placer:
         if reserve is None:
             return 0.0
         alone = Stage(
-            0, (), (), (), (), (), Figure(0.0, 0.0, 0.0), layer.parameters,
+            0, (), (), (), (), (), Estimate(0.0, 0.0, 0.0), layer.parameters,
             layer.expert_parameters, ((0, layer),),
         )  # fmt: skip
         values = layer.parameters + layer.expert_parameters

@@ -10,7 +10,7 @@ from torch import Tensor
 from bench.gpu_bench.measure import Work, cuda
 from bench.gpu_bench.messages import ME, RANKS, Messages, group_without_wire
 from hybridcomp.codecs import Codec, make_codec
-from hybridcomp.codecs.base import Fused
+from hybridcomp.codecs.base import CollectiveKernel
 
 #: of a message that consists of the parameters of a group
 TENSORS = 64
@@ -95,7 +95,7 @@ class AllReduce:
     """
 
     def __init__(
-        self, name: str, codec: Codec, fused: Fused, values: Tensor, *, feedback: bool
+        self, name: str, codec: Codec, fused: CollectiveKernel, values: Tensor, *, feedback: bool
     ) -> None:
         self.name, self.codec, self.fused, self.values = name, codec, fused, values
         self.chunk = -(-values.numel() // RANKS // 32) * 32

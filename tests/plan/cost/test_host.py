@@ -16,7 +16,7 @@ from hybridcomp.plan.cost.step import simulated, step_of
 from hybridcomp.plan.cost.work import work_of
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.machines.cluster import Cluster
-from hybridcomp.plan.machines.figures import Figure
+from hybridcomp.plan.machines.estimates import Estimate
 from hybridcomp.plan.machines.rows import Training
 from hybridcomp.plan.request import Batch, Limits
 from tests.plan.clusters import cluster, small
@@ -29,13 +29,13 @@ PARAMETERS = 1_000_000
 
 def taken(stage: int, blocks: int, block: Mapping[str, Any], machines: Cluster) -> Training:
     """A training of that engine on ``machines``: its price, and what the engine takes on top."""
-    zero = Figure.exact(0.0)
+    zero = Estimate.exact(0.0)
     row = Training("deepspeed", stage, "fp32", blocks, 1e8, PARAMETERS, 2, 64, zero, zero, block)
     price = calibrate._taken(machines, row)
     values, more = blocks * PARAMETERS, MORE if block else 0.0
     micro = price.micro + MICRO.at(values)
     last = price.last + MICRO.at(values) + STEP.at(values) + more * values
-    return replace(row, micro=Figure.exact(micro), last=Figure.exact(last))
+    return replace(row, micro=Estimate.exact(micro), last=Estimate.exact(last))
 
 
 def measured(stage: int = 0, factor: float = 1.0) -> Cluster:

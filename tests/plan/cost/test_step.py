@@ -11,7 +11,7 @@ import torch
 from hybridcomp.plan.algorithms.timeline import simulate
 from hybridcomp.plan.choices import Choice, Choices
 from hybridcomp.plan.cost.job import Job
-from hybridcomp.plan.cost.meetings import moves
+from hybridcomp.plan.cost.blocking_pipeline import moves
 from hybridcomp.plan.cost.predict import predicted
 from hybridcomp.plan.cost.prices import Call, Prices, native_nbytes
 from hybridcomp.plan.cost.recurrence import step_seconds

@@ -8,7 +8,7 @@ import pytest
 
 from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.machines.cluster import Cluster
-from hybridcomp.plan.machines.figures import Curve, Figure, summary
+from hybridcomp.plan.machines.estimates import Curve, Estimate, summary
 from hybridcomp.plan.machines.rings import encoded_shape, ring
 from hybridcomp.plan.machines.rows import (
     Beside,
@@ -26,8 +26,8 @@ LATENCY, PER_BYTE = 1e-4, 1e-8
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
 
 
-def figure(value: float) -> Figure:
-    return Figure(value, 0.9 * value, 1.2 * value)
+def figure(value: float) -> Estimate:
+    return Estimate(value, 0.9 * value, 1.2 * value)
 
 
 def rows(
@@ -71,15 +71,15 @@ def test_noise_never_makes_a_larger_message_free() -> None:
 
 
 def test_summaries_are_medians_and_quartiles() -> None:
-    assert summary([5, 1, 3, 2, 4]) == Figure(3, 2, 4)
-    assert summary([7.0]) == Figure(7, 7, 7)
+    assert summary([5, 1, 3, 2, 4]) == Estimate(3, 2, 4)
+    assert summary([7.0]) == Estimate(7, 7, 7)
 
 
 def test_figures_add_up_and_keep_what_is_assumed() -> None:
-    total = Figure.exact(1.0, spread=0.5).plus(Figure.exact(2.0, assumed=True)).times(2)
-    assert total == Figure(6.0, 5.0, 7.0, True)
-    assert Figure(3, 2, 5).minus(Figure(5, 5, 5)).value == 0
-    assert Figure(4, 2, 8).inverse(8) == Figure(2, 1, 4)
+    total = Estimate.exact(1.0, spread=0.5).plus(Estimate.exact(2.0, assumed=True)).times(2)
+    assert total == Estimate(6.0, 5.0, 7.0, True)
+    assert Estimate(3, 2, 5).minus(Estimate(5, 5, 5)).value == 0
+    assert Estimate(4, 2, 8).inverse(8) == Estimate(2, 1, 4)
 
 
 def test_groups_that_were_not_measured_follow_the_ring() -> None:
@@ -102,11 +102,11 @@ def test_busy_groups_share_the_link_of_a_node() -> None:
 
 
 def test_an_all_to_all_is_as_slow_as_what_leaves_the_node() -> None:
-    def send(nbytes: float) -> Figure:
-        return Figure.exact(nbytes)
+    def send(nbytes: float) -> Estimate:
+        return Estimate.exact(nbytes)
 
-    def near(nbytes: float) -> Figure:
-        return Figure.exact(nbytes / 100)
+    def near(nbytes: float) -> Estimate:
+        return Estimate.exact(nbytes / 100)
 
     # 4 ranks of a node send half of their 8 bytes through one link
     assert ring("all_to_all", 8, 8, 2, near, send).value == pytest.approx(16)
@@ -136,7 +136,7 @@ def test_what_was_measured_with_others_at_work_counts_there() -> None:
 
 
 def test_compute_that_is_left_beside_a_message() -> None:
-    row = Timing("send", 2, 2, 1 << 20, figure(1.0), "compute", Figure(0.4, 0.3, 0.5))
+    row = Timing("send", 2, 2, 1 << 20, figure(1.0), "compute", Estimate(0.4, 0.3, 0.5))
     cluster = machine(*SENDS, row)
     assert cluster.compute_left("send", 1 << 10, 2, 2) == 0.4
     assert cluster.compute_left("all_reduce", 1 << 10, 2, 2) == 1.0
@@ -189,7 +189,7 @@ def test_the_overhead_of_messages_is_found_again(operation: Operation, ranks: in
 
     def row(numel: int, host: float, setting: str) -> Encoded:
         parts = bare.encoded_parts(operation, setting, "bf16", numel, numel, ranks, 2)
-        seconds = Figure.total(parts).times(1.5).plus(Figure.exact(host))
+        seconds = Estimate.total(parts).times(1.5).plus(Estimate.exact(host))
         return Encoded(operation, setting, "bf16", ranks, 2, numel, numel, seconds)
 
     timed = tuple(
@@ -203,7 +203,7 @@ def test_the_overhead_of_messages_is_found_again(operation: Operation, ranks: in
         assert extra.host.value == pytest.approx(host)
         assert extra.factor == pytest.approx(1.5)
     parts = cluster.encoded_parts(operation, "expcode()", "bf16", 1 << 22, 1 << 22, ranks, 2)
-    found = Figure.total(parts).times(extra.factor).plus(extra.host)
+    found = Estimate.total(parts).times(extra.factor).plus(extra.host)
     assert found.value == pytest.approx(row(1 << 22, 7e-3, "expcode()").seconds.value)
 
 
@@ -235,12 +235,12 @@ def test_speeds_by_blocks_else_by_flops() -> None:
 
 
 def test_kernels_by_their_curve_else_by_products_else_by_flops() -> None:
-    ranks = (Rank(0, "CPU", 0, {"bf16": Figure(10.0, 5.0, 20.0)}),)
+    ranks = (Rank(0, "CPU", 0, {"bf16": Estimate(10.0, 5.0, 20.0)}),)
     rows = (Kernel(0, "product", "fp32", 1e6, figure(1.0)),
             Kernel(0, "product", "fp32", 2e6, figure(2.0)))  # fmt: skip
     cluster = Cluster(ranks, kernels=rows)
     assert cluster.kernel("block_backward", "fp32", 3e6).value == pytest.approx(3.0)
-    assert cluster.kernel("product", "bf16", 40.0) == Figure(4.0, 2.0, 8.0)
+    assert cluster.kernel("product", "bf16", 40.0) == Estimate(4.0, 2.0, 8.0)
     with pytest.raises(HybridcompError, match="no figure for adam in fp32 on rank 0"):
         cluster.kernel("adam", "fp32", 1e6)
     with pytest.raises(HybridcompError, match="copies between device and host"):

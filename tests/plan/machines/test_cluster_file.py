@@ -11,13 +11,13 @@ import pytest
 from hybridcomp.errors import ConfigError
 from hybridcomp.plan.machines import cluster_file
 from hybridcomp.plan.machines.cluster import Cluster
-from hybridcomp.plan.machines.figures import Figure
+from hybridcomp.plan.machines.estimates import Estimate
 from hybridcomp.plan.machines.rows import Coding, Copy, Encoded, Kernel, Rank, Timing
 
-SECONDS = Figure(0.2, 0.1, 0.3)
+SECONDS = Estimate(0.2, 0.1, 0.3)
 WHOLE = Cluster(
-    (Rank(0, "CPU", 1 << 30, {"fp32": Figure(1e9, 9e8, 2e9)}),),
-    (Timing("send", 2, 1, 4096, SECONDS, "compute", Figure(0.5, 0.4, 0.6)),),
+    (Rank(0, "CPU", 1 << 30, {"fp32": Estimate(1e9, 9e8, 2e9)}),),
+    (Timing("send", 2, 1, 4096, SECONDS, "compute", Estimate(0.5, 0.4, 0.6)),),
     (Encoded("all_reduce", "expcode()", "bf16", 2, 1, 100, 80, SECONDS),),
     (Coding("expcode()", "bf16", "decode_add", 100, SECONDS, "alone", False),),
     (Copy("to_host", 100, SECONDS),),

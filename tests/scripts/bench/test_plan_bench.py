@@ -17,7 +17,7 @@ from hybridcomp.plan.cost.step import step_of
 from hybridcomp.plan.cost.work import work_of
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.machines.cluster import Cluster
-from hybridcomp.plan.machines.figures import Figure
+from hybridcomp.plan.machines.estimates import Estimate
 from hybridcomp.plan.machines.rows import Kernel, Kind
 from hybridcomp.plan.request import Batch, Limits
 from lab.layout import LabError
@@ -28,7 +28,7 @@ def timed_blocks(forward: float, backward: float) -> Cluster:
     """Two ranks whose block took so many seconds each."""
     took: dict[Kind, float] = {"block_forward": forward, "block_backward": backward}
     rows = [
-        Kernel(rank, kind, "fp32", 1e6, Figure.exact(seconds), "")
+        Kernel(rank, kind, "fp32", 1e6, Estimate.exact(seconds), "")
         for rank in (0, 1)
         for kind, seconds in took.items()
     ]
@@ -49,7 +49,7 @@ def test_slower_blocks_make_compute_slower_and_no_message() -> None:
     )  # fmt: skip
     machines = job.cluster
     blocks = [
-        Kernel(rank, kind, "fp32", size, Figure.exact(0.5), "")
+        Kernel(rank, kind, "fp32", size, Estimate.exact(0.5), "")
         for rank in (0, 1) for kind in ("block_forward", "block_backward") for size in (1e6, 1e9)
     ]  # fmt: skip
     job = replace(job, cluster=replace(machines, kernels=(*machines.kernels, *blocks)))

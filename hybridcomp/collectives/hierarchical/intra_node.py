@@ -102,7 +102,7 @@ def _within(ranges: Sequence[OwnedRange], edges: Range) -> list[tuple[int, int, 
     return [part for part in cut if part[0] < part[1]]
 
 
-def hand_on(
+def scatter_intra_node(
     ranges: Sequence[OwnedRange],
     tensor: Tensor,
     sums: Sequence[Tensor],

@@ -17,7 +17,7 @@ Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 LARGEST = 1e30
 
 
-class Figure(NamedTuple):
+class Estimate(NamedTuple):
     """A measured or assumed number, with the range in which half of the measurements lie.
 
     value: the median, in the unit that the field with this figure states.
@@ -31,38 +31,38 @@ class Figure(NamedTuple):
     assumed: bool = False
 
     @classmethod
-    def exact(cls, value: float, *, assumed: bool = False, spread: float = 0.0) -> Figure:
+    def exact(cls, value: float, *, assumed: bool = False, spread: float = 0.0) -> Estimate:
         """Return ``value``, with a range of the share ``spread`` of it on both sides."""
         return cls(value, value * (1 - spread), value * (1 + spread), assumed)
 
-    def plus(self, other: Figure) -> Figure:
+    def plus(self, other: Estimate) -> Estimate:
         """Return the sum; its ends are the sums of both low and of both high ends."""
-        return Figure(
+        return Estimate(
             self.value + other.value, self.low + other.low, self.high + other.high,
             self.assumed or other.assumed,
         )  # fmt: skip
 
-    def times(self, factor: float) -> Figure:
+    def times(self, factor: float) -> Estimate:
         """Return the product with a factor of at least 0."""
-        return Figure(self.value * factor, self.low * factor, self.high * factor, self.assumed)
+        return Estimate(self.value * factor, self.low * factor, self.high * factor, self.assumed)
 
-    def minus(self, other: Figure) -> Figure:
+    def minus(self, other: Estimate) -> Estimate:
         """Return the difference, at least 0, with the width of this figure's range."""
         left = max(0.0, self.value - other.value)
-        return Figure(
+        return Estimate(
             left, max(0.0, left - (self.value - self.low)), left + (self.high - self.value),
             self.assumed or other.assumed,
         )  # fmt: skip
 
-    def inverse(self, size: float) -> Figure:
+    def inverse(self, size: float) -> Estimate:
         """Return ``size`` over this rate (above 0, units a second), in seconds."""
-        return Figure(
+        return Estimate(
             size / self.value, size / self.high, size / self.low if self.low else size / self.value,
             self.assumed,
         )  # fmt: skip
 
     @classmethod
-    def total(cls, figures: Iterable[Figure]) -> Figure:
+    def total(cls, figures: Iterable[Estimate]) -> Estimate:
         """Return the sum of all ``figures``; 0 of none."""
         found = cls(0.0, 0.0, 0.0)
         for figure in figures:
@@ -70,7 +70,7 @@ class Figure(NamedTuple):
         return found
 
 
-def _ordered(figure: Figure) -> Figure:
+def _ordered(figure: Estimate) -> Estimate:
     if figure.high > LARGEST:
         raise ValueError(f"a figure above {LARGEST:g}")
     if not figure.low <= figure.value <= figure.high:
@@ -79,7 +79,7 @@ def _ordered(figure: Figure) -> Figure:
 
 
 #: a figure in a file: ``[value, low, high]``, each at least 0
-Stored = Annotated[Figure, AfterValidator(_ordered)]
+Stored = Annotated[Estimate, AfterValidator(_ordered)]
 
 
 @dataclass(frozen=True)
@@ -92,22 +92,22 @@ class Curve:
     """
 
     sizes: tuple[float, ...]
-    points: tuple[Figure, ...]
+    points: tuple[Estimate, ...]
 
     @classmethod
-    def through(cls, points: Iterable[tuple[float, Figure]]) -> Curve:
+    def through(cls, points: Iterable[tuple[float, Estimate]]) -> Curve:
         """Build the curve through ``(size, seconds)``; of equal sizes the last one counts."""
         by_size = dict(sorted(points))
         return cls(tuple(by_size), tuple(by_size.values()))
 
-    def at(self, size: float) -> Figure:
+    def at(self, size: float) -> Estimate:
         """Interpolate or extrapolate the figure at ``size``."""
         sizes = self.sizes
         if len(sizes) == 1:
             # with one point the size is all that is known: no latency, all bandwidth
             return self.points[0].times(size / sizes[0] if sizes[0] else 1.0)
         if size > sizes[-1] and self.points[-1].value <= self.points[-2].value:
-            return self.points[-1].plus(Figure.exact(self._slope() * (size - sizes[-1])))
+            return self.points[-1].plus(Estimate.exact(self._slope() * (size - sizes[-1])))
         right = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
         x0, x1 = sizes[right - 1], sizes[right]
         one, two = self.points[right - 1], self.points[right]
@@ -115,7 +115,7 @@ class Curve:
         ends = [_line(a, b, share) for a, b in zip(one[:3], two[:3], strict=True)]
         value = ends[0]
         assumed = one.assumed or two.assumed
-        return Figure(value, min(ends[1], value), max(ends[2], value), assumed)
+        return Estimate(value, min(ends[1], value), max(ends[2], value), assumed)
 
     def _slope(self) -> float:
         """Return seconds a unit over all sizes, for a last segment whose slope is noise."""
@@ -123,9 +123,9 @@ class Curve:
         return max(0.0, rise / (self.sizes[-1] - self.sizes[0]))
 
 
-def curves(rows: Iterable[tuple[Key, float, Figure]]) -> dict[Key, Curve]:
+def curves(rows: Iterable[tuple[Key, float, Estimate]]) -> dict[Key, Curve]:
     """Build curves by key, from rows of key, size and seconds."""
-    points: dict[Key, list[tuple[float, Figure]]] = {}
+    points: dict[Key, list[tuple[float, Estimate]]] = {}
     for key, size, seconds in rows:
         points.setdefault(key, []).append((float(size), seconds))
     return {key: Curve.through(found) for key, found in points.items()}
@@ -149,9 +149,9 @@ def median(values: Sequence[float]) -> float:
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
-def summary(values: Sequence[float]) -> Figure:
+def summary(values: Sequence[float]) -> Estimate:
     """Return median and quartiles of measured values (at least one), nearest ranks."""
     ordered = sorted(values)
     last = len(ordered) - 1
     value = median(ordered)
-    return Figure(value, ordered[round(last / 4)], ordered[round(3 * last / 4)])
+    return Estimate(value, ordered[round(last / 4)], ordered[round(3 * last / 4)])

@@ -14,9 +14,9 @@ from dataclasses import replace
 
 import torch
 
-from hybridcomp.autotune.room import room_for
-from hybridcomp.autotune.trials import Run, Sent
-from hybridcomp.autotune.verdicts import Verdict
+from hybridcomp.autotune.memory_limits import room_for
+from hybridcomp.autotune.trials import Run, StepTraffic
+from hybridcomp.autotune.verdicts import Decision
 from hybridcomp.job import small_messages
 
 #: values of the messages of the trials, in order
@@ -42,12 +42,12 @@ SURE = 3.0
 
 
 def judge(
-    trials: Callable[[Sent], tuple[Run, Run]],
-    sent: Sent,
+    trials: Callable[[StepTraffic], tuple[Run, Run]],
+    sent: StepTraffic,
     itemsize: int,
     device: torch.device,
     whole: bool,
-) -> Verdict:
+) -> Decision:
     """Time trials of growing size, while there is time; a collective over the whole job.
 
     ``trials``: returns functions that send messages natively and encoded. ``sent``: the messages of
@@ -75,7 +75,7 @@ def judge(
         values = _largest(part.numel, device)
     native_s, coded_s = rows.amin(dim=0).tolist()
     pays = coded_s * MARGIN <= native_s
-    return Verdict(
+    return Decision(
         pays,
         values * itemsize,
         native_s,
@@ -102,7 +102,7 @@ def _timed(runs: tuple[Run, Run], budget_s: float, device: torch.device) -> torc
     return _race(runs, _repeats(REPEATS, budget_s / once - 1), device)
 
 
-def judge_seen(runs: tuple[Run, Run], nbytes: int, device: torch.device) -> Verdict:
+def judge_seen(runs: tuple[Run, Run], nbytes: int, device: torch.device) -> Decision:
     """Time this rank's messages natively and encoded; a collective over the job.
 
     ``nbytes``: size of the largest of these messages in the job, 0 where they could not be planned.
@@ -111,7 +111,7 @@ def judge_seen(runs: tuple[Run, Run], nbytes: int, device: torch.device) -> Verd
     disturbances are the normal case.
     """
     if not nbytes:
-        return Verdict(True, 0, 0.0, 0.0)
+        return Decision(True, 0, 0.0, 0.0)
     work = torch.zeros(WORK_NUMEL, device=device)
 
     def compute() -> None:
@@ -124,7 +124,7 @@ def judge_seen(runs: tuple[Run, Run], nbytes: int, device: torch.device) -> Verd
     small_messages.most(once)
     repeats = _repeats(REPEATS_SEEN, BUDGET_S / float(once))
     native_s, coded_s = _race(runs, repeats, device, compute).median(dim=0).values.tolist()
-    return Verdict(coded_s * MARGIN <= native_s, nbytes, native_s, coded_s)
+    return Decision(coded_s * MARGIN <= native_s, nbytes, native_s, coded_s)
 
 
 def _repeats(limits: tuple[int, int], wanted: float) -> int:
