@@ -231,23 +231,11 @@ def test_folders_of_patches_ask_few_others() -> None:
         assert asked - {folder} <= allowed, f"{name} asks {asked}"
 
 
-#: rooms beside the way of a message, which have words of their own
-BESIDE = {"measure", "nn", "plan", "trainers"}
-#: classes that have the name of another one, and why they may
-NAMESAKES = {
-    "Attached": "what hybridcomp.attach hands back, and the Protocol of it that its state needs",
-    "Job": "a training job as the rules of each upstream see it; what is to be encoded",
-}
-
-
 def test_a_class_has_a_name_of_its_own() -> None:
     """Two things of one name are told apart by nobody; ``docs/contributing/index.md`` has words."""
     defined: dict[str, list[str]] = {}
     for path in sources():
-        if room_of(path) in BESIDE:
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 defined.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
-    twice = {name: files for name, files in defined.items() if len(files) > 1}
-    assert {name: files for name, files in twice.items() if name not in NAMESAKES} == {}
+    assert {name: files for name, files in defined.items() if len(files) > 1} == {}

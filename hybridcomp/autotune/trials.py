@@ -253,7 +253,9 @@ def gathers(codec: Codec, where: TrialGroup) -> Callable[[StepTraffic], tuple[Ru
     return trial
 
 
-def agree_on(sent: StepTraffic | None, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+def agree_on(
+    sent: StepTraffic | None, group: dist.ProcessGroup | None, device: torch.device
+) -> bool:
     """Return whether all ranks of the job know their messages, equal within each ``group``.
 
     A collective over the job: ranks with different messages would wait for each other forever.

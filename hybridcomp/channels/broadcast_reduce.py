@@ -47,7 +47,9 @@ class Broadcast(Message[tuple[Handle, Tensor]]):
         sends = known.rank == self.root
         out = values.new_empty(self.numel) if sends else values
         if sends:
-            channel.sample(values, codec.split_error_budget(1, 1, result=self.dtype)[0], self.direction)
+            channel.sample(
+                values, codec.split_error_budget(1, 1, result=self.dtype)[0], self.direction
+            )
         via = Transfer(codec, known, meter)
         handle = collectives.broadcast(
             values if sends else None, out, self.root, via, async_op=True

@@ -8,9 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridcomp.autotune.timing import judge, judge_seen
 from hybridcomp.autotune.memory_limits import has_room
-from hybridcomp.autotune.trials import StepTraffic, TrialGroup, agree_on, gathers, messages, reductions
+from hybridcomp.autotune.timing import judge, judge_seen
+from hybridcomp.autotune.trials import (
+    StepTraffic,
+    TrialGroup,
+    agree_on,
+    gathers,
+    messages,
+    reductions,
+)
 from hybridcomp.autotune.verdicts import WARM
 from hybridcomp.channels.channel import Channel
 from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState, specs_of, waiting_for

@@ -89,7 +89,9 @@ class AllToAll(Message[Handle]):
         if self.out is None:
             takes = values.numel() if self.out_splits is None else sum(self.out_splits)
             self.out = values.new_empty(takes)
-        channel.sample(values, codec.split_error_budget(1, 1, result=values.dtype)[0], self.direction)
+        channel.sample(
+            values, codec.split_error_budget(1, 1, result=values.dtype)[0], self.direction
+        )
         known, meter = channel.group(self.group), channel.meter(values.device)
         handle = collectives.all_to_all(
             self.out, values, Transfer(codec, known, meter), self.out_splits, self.in_splits,

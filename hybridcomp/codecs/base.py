@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.capabilities import Capabilities
-from hybridcomp.codecs.launches import MultiTensorKernel, CollectiveKernel
+from hybridcomp.codecs.launches import CollectiveKernel, MultiTensorKernel
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import DTYPE_CODES, FixedKernels, KernelSet
 
 __all__ = [
-    "PAYLOAD_ALIGN", "VALUE_DTYPES", "Codec", "MultiTensorKernel", "FixedCodec", "CollectiveKernel", "align", "check_add",
-    "check_decode", "check_dtype", "check_encode", "check_payload", "check_size",
+    "Codec", "CollectiveKernel", "FixedCodec", "MultiTensorKernel", "PAYLOAD_ALIGN", "VALUE_DTYPES",
+    "align", "check_add", "check_decode", "check_dtype", "check_encode", "check_payload",
+    "check_size",
 ]  # fmt: skip
 
 #: dtypes that a codec accepts as values; tensors of other dtypes are sent natively

@@ -11,7 +11,13 @@ from typing import ClassVar, Literal
 
 import torch
 
-from hybridcomp.codecs.base import MultiTensorKernel, FixedCodec, CollectiveKernel, align, check_dtype
+from hybridcomp.codecs.base import (
+    CollectiveKernel,
+    FixedCodec,
+    MultiTensorKernel,
+    align,
+    check_dtype,
+)
 from hybridcomp.codecs.setting import Setting
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import FixedKernels, KernelSet

@@ -15,7 +15,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import Codec, MultiTensorKernel, CollectiveKernel
+from hybridcomp.codecs.base import Codec, CollectiveKernel, MultiTensorKernel
 from hybridcomp.codecs.launches import NO_CHUNK
 from hybridcomp.collectives.wire import (
     POOL,
@@ -81,7 +81,9 @@ def _places(*nbytes: int) -> tuple[int, ...]:
     return tuple(chain.from_iterable((size, -size % PLACE) for size in nbytes))
 
 
-def fused_all_reduce(tensor: Tensor, codec: Codec, fused: CollectiveKernel, how: Reduction) -> Steps[None]:
+def fused_all_reduce(
+    tensor: Tensor, codec: Codec, fused: CollectiveKernel, how: Reduction
+) -> Steps[None]:
     """Sum ``tensor`` over ``group`` in place: the bytes and bits of ``reductions.all_reduce``.
 
     1 encode all chunks but this rank's, 2 all-to-all, 3 sum in rank order and encode in one kernel,
@@ -134,7 +136,9 @@ def fused_reduce_scatter(
     return total
 
 
-def fused_all_gather(shard: Tensor, out: Tensor, fused: CollectiveKernel, via: Transfer) -> Steps[None]:
+def fused_all_gather(
+    shard: Tensor, out: Tensor, fused: CollectiveKernel, via: Transfer
+) -> Steps[None]:
     """Gather equally long shards into ``out``: bytes and bits of ``moves.all_gather``.
 
     1 encode this rank's shard, 2 all-gather, 3 decode all shards.
@@ -153,7 +157,9 @@ def fused_all_gather(shard: Tensor, out: Tensor, fused: CollectiveKernel, via: T
     POOL.give(room)
 
 
-def fused_all_to_all(out: Tensor, values: Tensor, fused: CollectiveKernel, via: Transfer) -> Steps[None]:
+def fused_all_to_all(
+    out: Tensor, values: Tensor, fused: CollectiveKernel, via: Transfer
+) -> Steps[None]:
     """Exchange equally long parts: bytes and bits of ``moves.all_to_all``.
 
     1 encode all parts but this rank's, which is copied, 2 all-to-all, 3 decode.

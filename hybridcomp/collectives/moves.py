@@ -12,9 +12,9 @@ from hybridcomp.collectives.fused import each_to_all, fused_all_gather, fused_al
 from hybridcomp.collectives.hierarchical.intra_node import gather_inside
 from hybridcomp.collectives.wire import (
     POOL,
+    EncodeRequest,
     Group,
     Handle,
-    EncodeRequest,
     Meter,
     Range,
     Steps,

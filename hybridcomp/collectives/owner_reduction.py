@@ -9,7 +9,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from hybridcomp.collectives.hierarchical.intra_node import scatter_intra_node, node_sum, ranges_of_nodes
+from hybridcomp.collectives.hierarchical.intra_node import (
+    node_sum,
+    ranges_of_nodes,
+    scatter_intra_node,
+)
 from hybridcomp.collectives.owner_plan import (
     OwnedPart,
     OwnerPlan,
@@ -17,11 +21,11 @@ from hybridcomp.collectives.owner_plan import (
     plan_of,
     range_rounds,
 )
-from hybridcomp.collectives.reduce_parts import Part, sum_parts
+from hybridcomp.collectives.reduce_parts import ReducedPart, sum_parts
 from hybridcomp.collectives.wire import (
     POOL,
-    Group,
     EncodeRequest,
+    Group,
     OwnedRange,
     Pending,
     Reduction,
@@ -133,7 +137,7 @@ def _direct(tensor: Tensor, plan: OwnerPlan, sums: Sums, how: Reduction) -> Step
     yield from overlapped(
         sum_parts(
             [
-                Part(
+                ReducedPart(
                     *_of(tensor, owned, how.residual),
                     _place(sums, owned.start, owned.stop) if me in owned.ranks else None,
                 )
@@ -184,16 +188,16 @@ def _balanced(tensor: Tensor, plan: OwnerPlan, sums: Sums, how: Reduction) -> St
 def _of(
     tensor: Tensor, owned: OwnedRange, residual: Tensor | None
 ) -> tuple[Tensor, tuple[int, ...], Tensor | None]:
-    """Return the first arguments of a ``Part``: values, owners and residual of ``owned``."""
+    """Return the first arguments of a ``ReducedPart``: values, owners and residual of ``owned``."""
     here = slice(owned.start, owned.stop)
     return tensor[here], owned.ranks, None if residual is None else residual[here]
 
 
 def _even_part(
     tensor: Tensor, owned: OwnedRange, total: Tensor, start: int, how: Reduction
-) -> Part:
+) -> ReducedPart:
     """Return a part of the even split; this rank's is summed in ``total``, which has ``start``."""
-    part = Part(*_of(tensor, owned, how.residual))
+    part = ReducedPart(*_of(tensor, owned, how.residual))
     if part.owners == (how.group.rank,):
         part.out = total[owned.start - start : owned.stop - start]
         part.fresh = how.owner_residual is None

@@ -21,7 +21,7 @@ from hybridcomp.collectives.wire import (
 
 
 @dataclass
-class Part:
+class ReducedPart:
     """A stretch of the tensor to reduce.
 
     ``out`` receives the sum on the owners (fp32) and is None elsewhere. It may be ``values`` itself
@@ -44,7 +44,7 @@ class Part:
         return self.owners == (rank,)
 
 
-def sum_parts(parts: Sequence[Part], via: Transfer) -> Steps[None]:
+def sum_parts(parts: Sequence[ReducedPart], via: Transfer) -> Steps[None]:
     """Fill in ``out`` of the parts that this rank owns; update the residuals.
 
     1 encode each part for its owners, 2 exchange, 3 sum in fp32 in rank order.
@@ -95,7 +95,7 @@ class _PartSum:
     fresh: bool
 
     @classmethod
-    def of(cls, part: Part, exact: bool) -> _PartSum:
+    def of(cls, part: ReducedPart, exact: bool) -> _PartSum:
         """Begin the sum; ``exact``: this rank adds its values and residual unquantized."""
         assert part.out is not None, "this rank does not own the part"
         in_place, residual = part.out is part.values, part.residual if exact else None
@@ -149,7 +149,9 @@ def _add_rows(
             total.fresh = False
 
 
-def _add_row(sums: Sequence[_PartSum], row: Sequence[Tensor | None], each: MultiTensorKernel) -> None:
+def _add_row(
+    sums: Sequence[_PartSum], row: Sequence[Tensor | None], each: MultiTensorKernel
+) -> None:
     """Add one rank's payloads to their sums, in one launch for fresh and one for begun sums."""
     for begun in (False, True):
         chosen = [

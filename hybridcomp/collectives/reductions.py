@@ -12,11 +12,11 @@ from torch import Tensor
 from hybridcomp.codecs.base import Codec, CollectiveKernel
 from hybridcomp.collectives.fused import fused_all_reduce
 from hybridcomp.collectives.hierarchical.intra_node import gather_inside, node_sum
-from hybridcomp.collectives.reduce_parts import Part, sum_parts
+from hybridcomp.collectives.reduce_parts import ReducedPart, sum_parts
 from hybridcomp.collectives.wire import (
     POOL,
-    Handle,
     EncodeRequest,
+    Handle,
     Range,
     Reduction,
     Steps,
@@ -162,7 +162,7 @@ def _accumulator(own: Tensor, how: Reduction) -> tuple[Tensor | None, Tensor]:
     """Return ``(buffer to give back, fp32 tensor that will hold the sum)``.
 
     The sum is made where it takes no further pass over memory: on top of the owner's residual, or
-    of this rank's values where that keeps the bits of the rank order (see ``Part``).
+    of this rank's values where that keeps the bits of the rank order (see ``ReducedPart``).
     """
     if how.owner_residual is not None:
         return None, how.owner_residual
@@ -181,11 +181,11 @@ class _WholeSum:
     start: int  # of the chunk in ``tensor``
     how: Reduction
 
-    def parts(self, rows: Sequence[Sequence[Range]], sums: Sequence[Tensor]) -> list[Part]:
+    def parts(self, rows: Sequence[Sequence[Range]], sums: Sequence[Tensor]) -> list[ReducedPart]:
         """Return the stretches ``rows`` of all ranks as parts; this rank's have ``sums`` as out."""
         residual, me = self.how.residual, self.how.group.rank
         found = [
-            Part(self.tensor[a:b], (rank,), None if residual is None else residual[a:b])
+            ReducedPart(self.tensor[a:b], (rank,), None if residual is None else residual[a:b])
             for rank, row in enumerate(rows)
             for a, b in row
         ]

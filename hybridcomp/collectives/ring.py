@@ -1,7 +1,7 @@
 """Send ring attention's tensors round a group: encode them once, forward the same bytes.
 
-A ``PackedMessage`` is the message of some tensors of one dtype. Its owner packs it; every other rank
-receives it, decodes the tensors that it needs, and forwards the same bytes. In host memory a header
+A ``PackedMessage`` has some tensors of one dtype. Its owner packs it; every other rank receives it,
+decodes the tensors that it needs, and forwards the same bytes. In host memory a header
 stands in front (``headers.Header``): a rank whose neighbour has other shapes or another block
 raises an error instead of computing with wrong values. On a GPU there is none, as reading it would
 make the host wait.

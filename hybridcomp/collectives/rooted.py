@@ -12,12 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridcomp.collectives.reduce_parts import Part, sum_parts
+from hybridcomp.collectives.reduce_parts import ReducedPart, sum_parts
 from hybridcomp.collectives.wire import (
     POOL,
+    EncodeRequest,
     Group,
     Handle,
-    EncodeRequest,
     Meter,
     Steps,
     Transfer,
@@ -135,7 +135,9 @@ def _reduce(values: Tensor, out: Tensor | None, root: int, via: Transfer) -> Ste
     yield from overlapped(
         sum_parts(
             [
-                Part(values[start:stop], (root,), None, None if out is None else out[start:stop])
+                ReducedPart(
+                    values[start:stop], (root,), None, None if out is None else out[start:stop]
+                )
                 for start, stop in row
             ],
             hop,

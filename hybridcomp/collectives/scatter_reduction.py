@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridcomp.collectives.fused import adjacent, fused_reduce_scatter
 from hybridcomp.collectives.hierarchical.intra_node import node_sum
-from hybridcomp.collectives.reduce_parts import Part, sum_parts
+from hybridcomp.collectives.reduce_parts import ReducedPart, sum_parts
 from hybridcomp.collectives.wire import (
     POOL,
     Range,
@@ -153,10 +153,10 @@ def _parts(
     residuals: Residuals,
     total: Tensor,
     me: int,
-) -> list[Part]:
+) -> list[ReducedPart]:
     """Cut the ``shards`` of all ranks into parts at ``rows``; ``me`` sums its own in ``total``."""
     return [
-        Part(
+        ReducedPart(
             shards[rank][low:high],
             (rank,),
             None if residuals is None else residuals[rank][low:high],

@@ -16,7 +16,7 @@ from hybridcomp.config.error_messages import Shown, near_key, show
 from hybridcomp.dimensions import BETWEEN_RANKS, Dimension
 from hybridcomp.errors import ConfigError
 from hybridcomp.rules import neox
-from hybridcomp.rules.ds_job import Job
+from hybridcomp.rules.ds_job import DeepSpeedJob
 
 Whose = Literal["block", "deepspeed", "neox"]
 #: DeepSpeed's top-level keys that decide what is compressed; it ignores unknown keys
@@ -43,9 +43,9 @@ class JobFile:
     settings: Mapping[str, Any]
 
     @property
-    def job(self) -> Job:
+    def job(self) -> DeepSpeedJob:
         """Settings in the form that rules read."""
-        return Job(self.settings)
+        return DeepSpeedJob(self.settings)
 
     @property
     def dtype(self) -> str | None:

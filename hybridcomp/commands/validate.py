@@ -18,7 +18,7 @@ from hybridcomp.config import notes as dtype_notes
 from hybridcomp.errors import ConfigError
 from hybridcomp.rules import ds_check as check
 from hybridcomp.rules import neox as rules
-from hybridcomp.rules.ds_job import Job
+from hybridcomp.rules.ds_job import DeepSpeedJob
 from hybridcomp.rules.planned import hold_to_plan
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -100,7 +100,7 @@ def _ledger_notes(block: CompressionConfig) -> Iterator[str]:
 
 def _written_layout(source: Mapping[str, Any], world_size: int | None) -> dict[str, int | None]:
     """Return the layout in a ds_config, by the names of a plan; None where it is not given."""
-    job = Job(source, world_size=world_size)
+    job = DeepSpeedJob(source, world_size=world_size)
     return {
         "ranks": world_size,
         "zero_stage": job.stage,

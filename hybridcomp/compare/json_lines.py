@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridcomp.compare.runs import CompareError, Curve, Rows, Training, check_curve
+from hybridcomp.compare.runs import CompareError, Curve, LoggedTraining, Rows, check_curve
 from hybridcomp.foreign import parsed_json
 from hybridcomp.session.metric_names import LOSS, SPEED, TOKENS, VALID_LOSS
 
@@ -26,7 +26,7 @@ EVALUATIONS = (VALID_LOSS, "eval_loss", "eval/loss", "validation_loss")
 CLOSING = "train_runtime"
 
 
-def read_training(path: Path, ledger: str) -> Training:
+def read_training(path: Path, ledger: str) -> LoggedTraining:
     """Read a log, and the file ``ledger`` beside it where there is one. Raises CompareError."""
     header: dict[str, Any] = {}
     valid_loss = None
@@ -52,7 +52,7 @@ def read_training(path: Path, ledger: str) -> Training:
     check_curve(path, steps, losses)
     seconds = _column(records, "seconds")
     beside = path.with_name(ledger)
-    return Training(
+    return LoggedTraining(
         source=path,
         steps=steps,
         losses=losses,

@@ -33,7 +33,7 @@ LAST_NBYTES = 4096
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchedTraining:
     """One training: a process that is not started again after it has finished."""
 
     name: str  # for messages
@@ -125,7 +125,7 @@ class RunPlan:
     project: str | None = None  # of W&B: switched on in the DeepSpeed file
     group: str = ""
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[LaunchedTraining]:
         """List the jobs seed by seed, so that a cut launch has whole seeds. Raises CompareError."""
         if len(self.seeds) > 1 and not any("{seed}" in word for word in self.command):
             raise CompareError(
@@ -138,7 +138,7 @@ class RunPlan:
         """Return the folder with the files of one training."""
         return self.out / name / f"seed{seed}"
 
-    def job(self, name: str, seed: int) -> Job:
+    def job(self, name: str, seed: int) -> LaunchedTraining:
         """Write the files of one training and return its job. Raises CompareError."""
         folder = self.folder(name, seed).resolve()
         folder.mkdir(parents=True, exist_ok=True)
@@ -168,7 +168,9 @@ class RunPlan:
         values = {"{seed}": str(seed), "{folder}": str(folder), "{port}": str(free_port())}
         words = list(self.command)
         done = {"command": words, "seed": seed, "block": block, "settings": settings}
-        return Job(f"{name} seed {seed}", folder, fill(command, values), done, environment)
+        return LaunchedTraining(
+            f"{name} seed {seed}", folder, fill(command, values), done, environment
+        )
 
     def _settings(self, source: Path, block: dict[str, Any] | None) -> dict[str, Any]:
         """Read the DeepSpeed file, set or drop its block, and add W&B. Raises CompareError."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridcomp.compare import json_lines, trainer_state, wandb_files
-from hybridcomp.compare.runs import CompareError, Run, Training
+from hybridcomp.compare.runs import CompareError, LoggedTraining, Run
 from hybridcomp.foreign import one_line
 
 #: sections of DeepSpeed's settings in which runs of one comparison differ by design
@@ -120,7 +120,7 @@ def _folders(path: Path) -> list[Path]:
     return sorted(place for place in path.iterdir() if place.is_dir())
 
 
-def _read(path: Path, ledger: str) -> Training:
+def _read(path: Path, ledger: str) -> LoggedTraining:
     """Read one training. Raises CompareError, also for files that are damaged or no log."""
     try:
         return _read_as_named(path, ledger)
@@ -131,7 +131,7 @@ def _read(path: Path, ledger: str) -> Training:
         raise CompareError(f"{path}: damaged, or no log ({said}); expected {EXPECTED}") from None
 
 
-def _read_as_named(path: Path, ledger: str) -> Training:
+def _read_as_named(path: Path, ledger: str) -> LoggedTraining:
     if path.is_dir():
         return wandb_files.read_training(path)
     if path.suffix == ".wandb":

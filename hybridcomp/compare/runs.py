@@ -29,7 +29,7 @@ class CompareError(HybridcompError, ValueError):
 
 
 @dataclass(frozen=True)
-class Training:
+class LoggedTraining:
     """One training, of one seed. Curves have one element for each step that was logged."""
 
     source: Path
@@ -59,7 +59,7 @@ class Run:
     """One way of training, once for each seed."""
 
     label: str
-    trainings: Sequence[Training]
+    trainings: Sequence[LoggedTraining]
 
     @property
     def seeds(self) -> list[int | None]:

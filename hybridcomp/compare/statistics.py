@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybridcomp.compare.reading import pair
-from hybridcomp.compare.runs import CompareError, Curve, Run, Training
+from hybridcomp.compare.runs import CompareError, Curve, LoggedTraining, Run
 
 #: two-sided 95% quantiles of Student's t, by degrees of freedom; 1.96 beyond
 STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -89,13 +89,13 @@ def align(runs: Sequence[Run], last: int) -> Aligned:
     )
 
 
-def _axis(training: Training, unit: str) -> Curve:
+def _axis(training: LoggedTraining, unit: str) -> Curve:
     found = training.tokens if unit == "tokens" else training.steps
     assert found is not None
     return found
 
 
-def _clock(training: Training) -> Curve:
+def _clock(training: LoggedTraining) -> Curve:
     assert training.seconds is not None
     return training.seconds
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from hybridcomp.compare.figures import ledger_of
 from hybridcomp.compare.json_lines import read_ledger
-from hybridcomp.compare.runs import CompareError, Curve, Training, check_curve
+from hybridcomp.compare.runs import CompareError, Curve, LoggedTraining, check_curve
 from hybridcomp.foreign import parsed_json
 from hybridcomp.session.metric_names import TRAINER_PREFIX
 
@@ -38,7 +38,7 @@ def place_in(folder: Path) -> Path | None:
     return found[max(found)] if found else None
 
 
-def read_training(path: Path, ledger: str) -> Training:
+def read_training(path: Path, ledger: str) -> LoggedTraining:
     """Read one run, with the file ``ledger`` beside it or beside its checkpoints.
 
     Raises CompareError.
@@ -59,7 +59,7 @@ def read_training(path: Path, ledger: str) -> Training:
         None,
     )
     batch = state.get("train_batch_size")
-    return Training(
+    return LoggedTraining(
         source=path,
         steps=steps,
         losses=losses,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hybridcomp.compare.figures import ledger_of
-from hybridcomp.compare.runs import CompareError, Curve, Training, check_curve
+from hybridcomp.compare.runs import CompareError, Curve, LoggedTraining, check_curve
 from hybridcomp.session.metric_names import (
     CONFIG_CODECS,
     CONFIG_RUN,
@@ -51,7 +51,7 @@ DATA_KEYS = (
 BATCHES = ("train_batch_size", "global_batch_size")
 
 
-def read_training(folder: Path) -> Training:
+def read_training(folder: Path) -> LoggedTraining:
     """Read one offline run. Raises CompareError."""
     files = sorted(folder.glob("*.wandb"))
     if len(files) != 1:
@@ -74,7 +74,7 @@ def read_training(folder: Path) -> Training:
     steps = np.arange(1, len(at) + 1) if TOKENS in _names(history) else np.array(sorted(last))
     seconds = _at(history, "_runtime", at)
     check_curve(folder, steps.astype(np.float64), losses)
-    return Training(
+    return LoggedTraining(
         source=folder,
         steps=steps.astype(np.float64),
         losses=losses,

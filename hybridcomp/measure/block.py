@@ -54,7 +54,7 @@ class BlockSize:
         return f"batch {self.batch}, length {self.length}, width {self.width}"
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """A transformer block: maps (B, T, C) to (B, T, C)."""
 
     cos: Tensor  # (T, D / 2) of every position and frequency, of the weights' dtype

@@ -28,11 +28,11 @@ from hybridcomp.channels import Channels, Message, Receive, Send
 from hybridcomp.codecs import make_codec
 from hybridcomp.collectives.wire.transport import all_gather_single
 from hybridcomp.config import CompressionConfig
-from hybridcomp.measure.clock import LEAST, MOST, MOST_INNER, SHORT_S, Clock, Run
+from hybridcomp.measure.clock import LEAST, MOST, MOST_INNER, SHORT_S, CallClock, Run
 from hybridcomp.measure.kernels import DTYPES
 from hybridcomp.measure.links import Key, reduce_scatter_single
 from hybridcomp.measure.messages import CODECS, payload_nbytes
-from hybridcomp.measure.team import Part, Shape, Team
+from hybridcomp.measure.team import GroupShape, MeasuredPart, Team
 from hybridcomp.patches.common.collective_wrappers import (
     make_all_gather_into_tensor,
     make_all_reduce,
@@ -73,7 +73,7 @@ class _Case:
 
 
 def channel_rows(
-    team: Team, clock: Clock, part: Part, shapes: list[Shape], dtype: str
+    team: Team, clock: CallClock, part: MeasuredPart, shapes: list[GroupShape], dtype: str
 ) -> tuple[list[Carried], list[LeftOut]]:
     """Time all messages; return equal rows on all ranks, and messages not timed; a collective."""
     codecs = {make_codec(name, **more).spec: (name, more) for name, more in CODECS}
@@ -113,7 +113,7 @@ def channel_rows(
     return rows, left_out
 
 
-def _cases(shapes: list[Shape], numels: tuple[int, int]) -> Iterator[_Case]:
+def _cases(shapes: list[GroupShape], numels: tuple[int, int]) -> Iterator[_Case]:
     """Yield shorter messages first, since their seconds predict those of longer ones."""
     for numel, (name, operation), shape in every(numels, MESSAGES, shapes):
         if operation == "send" and shape.ranks > 2:
@@ -149,7 +149,7 @@ def _values(case: _Case, dtype: torch.dtype, team: Team) -> Tensor:
 
 
 def in_turns(
-    team: Team, clock: Clock, names: list[str], runs: Mapping[str, Run], allowance_s: float
+    team: Team, clock: CallClock, names: list[str], runs: Mapping[str, Run], allowance_s: float
 ) -> dict[str, Estimate]:
     """Time every run in turns, round by round; a collective over the job.
 
@@ -212,7 +212,9 @@ def _collective(name: Name, key: Key, values: Tensor, channels: Channels | None)
     return lambda: exchange(out, values, group=group)
 
 
-def _there_and_back(shape: Shape, values: Tensor, channels: Channels | None, team: Team) -> Run:
+def _there_and_back(
+    shape: GroupShape, values: Tensor, channels: Channels | None, team: Team
+) -> Run:
     """Build a call that sends an activation to the other rank of a pair, and a gradient back."""
     one, two = shape.own
     first, other = team.rank == one, two if team.rank == one else one
@@ -248,7 +250,7 @@ def _move(
     return Send(values=values, **fields) if sends else Receive(out=out, **fields)
 
 
-def _hop(shape: Shape, values: Tensor, channels: Channels | None, team: Team) -> Run:
+def _hop(shape: GroupShape, values: Tensor, channels: Channels | None, team: Team) -> Run:
     """Build a hop of a ring of two: both ranks send keys and values and receive the other's."""
     out, group = torch.zeros_like(values), shape.group
     one, two = shape.own

@@ -24,7 +24,7 @@ LEAST, MOST = 3, 25
 PERIODS = 6
 
 
-class Clock(Protocol):
+class CallClock(Protocol):
     """Times calls on one device. period_s: of a limit of its CPU time (``throttle``), or 0.0."""
 
     period_s: float
@@ -47,7 +47,7 @@ class Clock(Protocol):
         ...
 
 
-class HostClock:
+class HostCallClock:
     """Clock of a CPU: calls return when done; products run in this thread, calls in another."""
 
     period_s = 0.0
@@ -74,7 +74,7 @@ class HostClock:
         return future.result(), min(1.0, done * product_s / elapsed)
 
 
-class DeviceClock:
+class DeviceCallClock:
     """Clock of a GPU: events on streams; beside products, calls run on a separate stream."""
 
     period_s = 0.0
@@ -121,9 +121,9 @@ def _event() -> Any:
     return cuda.Event(enable_timing=True)
 
 
-def clock_for(device: torch.device) -> Clock:
+def clock_for(device: torch.device) -> CallClock:
     """Return the clock of a device."""
-    return DeviceClock(device) if device.type == "cuda" else HostClock()
+    return DeviceCallClock(device) if device.type == "cuda" else HostCallClock()
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -131,7 +131,7 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def samples(clock: Clock, run: Run, allowance_s: float) -> list[float]:
+def samples(clock: CallClock, run: Run, allowance_s: float) -> list[float]:
     """Time ``run``, without other ranks, after a first call that does not count.
 
     Under a limit of CPU time each timing lasts some periods of it, or as long as ``allowance_s``
@@ -147,7 +147,7 @@ def samples(clock: Clock, run: Run, allowance_s: float) -> list[float]:
     return [clock.seconds(run, inner) for _ in range(count)]
 
 
-def times_over(clock: Clock, run: Run, seconds: float) -> int:
+def times_over(clock: CallClock, run: Run, seconds: float) -> int:
     """Return how many calls of ``run`` last for ``seconds``, at least 1."""
     count = 1
     while (took := clock.seconds(run, count) * count) < seconds:

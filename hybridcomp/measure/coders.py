@@ -17,9 +17,9 @@ from hybridcomp.codecs.exact_steps import typical_steps
 from hybridcomp.config import CompressionConfig
 from hybridcomp.config.presets import PRESETS
 from hybridcomp.errors import HybridcompError
-from hybridcomp.measure.clock import LEAST, Clock, HostClock, Run, samples
+from hybridcomp.measure.clock import LEAST, CallClock, HostCallClock, Run, samples
 from hybridcomp.measure.kernels import DTYPES, dtypes_of
-from hybridcomp.measure.team import Part, Team
+from hybridcomp.measure.team import MeasuredPart, Team
 from hybridcomp.plan.machines.estimates import Estimate, median, summary
 from hybridcomp.plan.machines.rows import Beside, Coding, Copy, Direction
 
@@ -50,7 +50,7 @@ def settings() -> list[Codec]:
     return list(found.values())
 
 
-def coding_rows(team: Team, clock: Clock, part: Part) -> list[Coding]:
+def coding_rows(team: Team, clock: CallClock, part: MeasuredPart) -> list[Coding]:
     """Time this rank's codecs; a collective over the job, as all begin every case together."""
     numels = NUMELS[team.device.type]
     # the two shorter lengths give the seconds of a call and of a value beside products, too
@@ -79,9 +79,9 @@ def coding_rows(team: Team, clock: Clock, part: Part) -> list[Coding]:
     return rows
 
 
-def host_rows(team: Team, part: Part) -> list[Coding]:
+def host_rows(team: Team, part: MeasuredPart) -> list[Coding]:
     """Time codecs on this rank's host, on the cores that copies use; a collective."""
-    rows, clock = [], HostClock()
+    rows, clock = [], HostCallClock()
     cases = list(every(HOST_NUMELS, HOST_DTYPES, settings()))
     with fewer_threads():
         for (numel, name, codec), allowance in zip(cases, part.allowances(len(cases)), strict=True):
@@ -92,7 +92,7 @@ def host_rows(team: Team, part: Part) -> list[Coding]:
     return rows
 
 
-def product_beside(clock: Clock, device: torch.device) -> tuple[Run, float]:
+def product_beside(clock: CallClock, device: torch.device) -> tuple[Run, float]:
     """Build the matrix product that runs beside other work; return it and its seconds alone."""
     side = SIDE[device.type]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -149,7 +149,7 @@ def _step_runs(codec: Codec, values: torch.Tensor) -> Iterator[tuple[Direction, 
     yield "decode", decode
 
 
-def copy_rows(team: Team, clock: Clock, part: Part) -> list[Copy]:
+def copy_rows(team: Team, clock: CallClock, part: MeasuredPart) -> list[Copy]:
     """Time copies between this rank's device and pinned host memory; on a CPU inside memory."""
     rows: list[Copy] = []
     sizes = COPIES[team.device.type]

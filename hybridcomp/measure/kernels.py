@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridcomp.measure.block import Block, BlockSize, kept_nbytes
-from hybridcomp.measure.clock import LEAST, Clock, HostClock, Run, samples
-from hybridcomp.measure.team import Part, Team
+from hybridcomp.measure.block import BlockSize, TransformerBlock, kept_nbytes
+from hybridcomp.measure.clock import LEAST, CallClock, HostCallClock, Run, samples
+from hybridcomp.measure.team import MeasuredPart, Team
 from hybridcomp.plan.machines.estimates import median, summary
 from hybridcomp.plan.machines.rows import Kernel, Kind
 
@@ -24,7 +24,7 @@ PATIENCE = 3.0
 
 
 @dataclass(frozen=True)
-class Sizes:
+class TimedSizes:
     """Sizes to time on one type of device."""
 
     products: tuple[int, ...]  # rows, columns and depth
@@ -33,7 +33,7 @@ class Sizes:
     parameters: tuple[int, ...]
 
 
-CPU = Sizes(
+CPU = TimedSizes(
     (64, 128, 256, 512, 1024),
     tuple(
         BlockSize(batch, 128, width)
@@ -42,7 +42,7 @@ CPU = Sizes(
     (1 << 12, 1 << 16, 1 << 20, 1 << 23),
     (1 << 14, 1 << 18, 1 << 21),
 )
-GPU = Sizes(
+GPU = TimedSizes(
     (256, 1024, 2048, 4096, 8192),
     tuple(BlockSize(batch, 2048, width, 128) for batch, width in ((1, 1024), (1, 4096), (4, 4096))),
     (1 << 12, 1 << 20, 1 << 24, 1 << 27),
@@ -83,7 +83,7 @@ def dtypes_of(device: torch.device) -> dict[str, torch.dtype]:
 
 
 def kernel_rows(
-    team: Team, clock: Clock, part: Part, blocks: Sequence[BlockSize] = ()
+    team: Team, clock: CallClock, part: MeasuredPart, blocks: Sequence[BlockSize] = ()
 ) -> list[Kernel]:
     """Time this rank's kernels; a collective over the job, as all begin every case together.
 
@@ -96,7 +96,7 @@ def kernel_rows(
         expected = rates.get(case.family, 0.0) * case.size
         if expected * (2 + LEAST) > PATIENCE * allowance:
             continue
-        own = HostClock() if case.kind == "host_adam" else clock
+        own = HostCallClock() if case.kind == "host_adam" else clock
         seconds = samples(own, case.prepare(), allowance)
         rates[case.family] = team.most([median(seconds)])[0] / case.size
         rows.append(
@@ -176,8 +176,8 @@ class _Prepared:
     def kept_nbytes(self) -> int:
         return kept_nbytes(*self._made())
 
-    def _made(self) -> tuple[Block, Tensor]:
+    def _made(self) -> tuple[TransformerBlock, Tensor]:
         size = self._size
-        block = Block(size).to(self._device, self._dtype)
+        block = TransformerBlock(size).to(self._device, self._dtype)
         hidden = torch.randn(size.batch, size.length, size.width, device=self._device)
         return block, hidden.to(self._dtype).requires_grad_()

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from hybridcomp.autotune.memory_limits import NBYTES, room_for
 from hybridcomp.collectives.wire.transport import all_gather_single
-from hybridcomp.measure.clock import LEAST, MOST, MOST_INNER, SHORT_S, Clock, Run
+from hybridcomp.measure.clock import LEAST, MOST, MOST_INNER, SHORT_S, CallClock, Run
 from hybridcomp.measure.coders import product_beside
-from hybridcomp.measure.team import Part, Shape, Team
+from hybridcomp.measure.team import GroupShape, MeasuredPart, Team
 from hybridcomp.plan.machines.estimates import Curve, Estimate, summary
 from hybridcomp.plan.machines.rows import Beside, Operation, Timing
 
@@ -49,7 +49,7 @@ class Key:
     """Messages of one operation, shape and load, of any size."""
 
     operation: Operation
-    shape: Shape
+    shape: GroupShape
     beside: Beside
 
     @property
@@ -60,7 +60,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedCase:
     """Seconds of a case, and the compute speed left beside it; the same on all ranks."""
 
     seconds: Estimate
@@ -68,7 +68,7 @@ class Timed:
 
 
 def link_rows(
-    team: Team, clock: Clock, part: Part, shapes: list[Shape], dtype: torch.dtype
+    team: Team, clock: CallClock, part: MeasuredPart, shapes: list[GroupShape], dtype: torch.dtype
 ) -> list[Timing]:
     """Time all cases; return equal rows on all ranks; a collective over the job."""
     keys, rows = _keys(shapes), []
@@ -102,7 +102,7 @@ def link_rows(
     return sorted(rows, key=lambda row: (row.ranks, row.nodes, row.operation, row.beside))
 
 
-def _keys(shapes: list[Shape]) -> list[Key]:
+def _keys(shapes: list[GroupShape]) -> list[Key]:
     """Return the keys to time; those beside other groups only where there are any."""
     found = []
     for shape in shapes:
@@ -115,7 +115,7 @@ def _keys(shapes: list[Shape]) -> list[Key]:
     return found
 
 
-def _patience(nbytes: int, key: Key, allowance_s: float, part: Part) -> float:
+def _patience(nbytes: int, key: Key, allowance_s: float, part: MeasuredPart) -> float:
     """Return the seconds that a case may take."""
     own = PATIENCE * allowance_s
     if key.operation in LONG and key.beside != "compute" and nbytes <= LONG_NBYTES:
@@ -128,9 +128,9 @@ def _wanted(nbytes: int, key: Key) -> bool:
 
 
 def timed(
-    team: Team, clock: Clock, run: Run | None, key: Key, allowance_s: float,
+    team: Team, clock: CallClock, run: Run | None, key: Key, allowance_s: float,
     product: tuple[Run, float],
-) -> Timed:  # fmt: skip
+) -> TimedCase:  # fmt: skip
     """Time ``run`` on the ranks that have one, all at once; a collective over the job.
 
     All ranks begin each timing together, so that no timing includes a wait for a late rank.
@@ -155,9 +155,9 @@ def timed(
             seconds[index] = clock.seconds(run, inner)
     slowest = summary(team.most(seconds))
     if not beside:
-        return Timed(slowest)
+        return TimedCase(slowest)
     most = summary(team.most(lost))
-    return Timed(slowest, Estimate(1 - most.value, 1 - most.high, 1 - most.low))
+    return TimedCase(slowest, Estimate(1 - most.value, 1 - most.high, 1 - most.low))
 
 
 def returned(team: Team, nbytes: int, dtype: torch.dtype, key: Key) -> Estimate | None:
@@ -184,7 +184,9 @@ def returned(team: Team, nbytes: int, dtype: torch.dtype, key: Key) -> Estimate 
     return summary(team.most(seconds))
 
 
-def runner(operation: Operation, shape: Shape, nbytes: int, dtype: torch.dtype, team: Team) -> Run:
+def runner(
+    operation: Operation, shape: GroupShape, nbytes: int, dtype: torch.dtype, team: Team
+) -> Run:
     """Build one call of ``operation`` on this rank's group; a send goes there and back.
 
     Messages hold zeros, so that repeated sums do not grow.
@@ -207,7 +209,7 @@ def runner(operation: Operation, shape: Shape, nbytes: int, dtype: torch.dtype, 
     return lambda: dist.all_to_all_single(room, values, group=group)
 
 
-def _there_and_back(values: torch.Tensor, shape: Shape, team: Team) -> Run:
+def _there_and_back(values: torch.Tensor, shape: GroupShape, team: Team) -> Run:
     one, two = shape.own
     group = shape.group
 

@@ -14,11 +14,11 @@ from hybridcomp import collectives
 from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.collectives import Group, Meter, Reduction, Transfer
 from hybridcomp.errors import HybridcompError
-from hybridcomp.measure.clock import LEAST, Clock, Run
+from hybridcomp.measure.clock import LEAST, CallClock, Run
 from hybridcomp.measure.coders import product_beside
 from hybridcomp.measure.kernels import DTYPES
 from hybridcomp.measure.links import Key, timed
-from hybridcomp.measure.team import Part, Shape, Team
+from hybridcomp.measure.team import GroupShape, MeasuredPart, Team
 from hybridcomp.plan.machines.rows import Encoded, LeftOut, Operation
 
 #: one of fixed and one of variable size, which exchanges sizes first
@@ -32,7 +32,7 @@ OPERATIONS: tuple[Operation, ...] = ("all_reduce", "reduce_scatter", "all_gather
 
 
 def message_rows(
-    team: Team, clock: Clock, part: Part, shapes: list[Shape], dtype: str
+    team: Team, clock: CallClock, part: MeasuredPart, shapes: list[GroupShape], dtype: str
 ) -> tuple[list[Encoded], list[LeftOut]]:
     """Time all messages; return equal rows on all ranks, and messages not timed; a collective."""
     codecs = [make_codec(name, **settings) for name, settings in CODECS]
@@ -76,7 +76,12 @@ def payload_nbytes(codec: Codec, numel: int, dtype: torch.dtype) -> int:
 
 
 def runner(
-    operation: Operation, codec: Codec, shape: Shape, numel: int, dtype: torch.dtype, team: Team
+    operation: Operation,
+    codec: Codec,
+    shape: GroupShape,
+    numel: int,
+    dtype: torch.dtype,
+    team: Team,
 ) -> Run:
     """Build one call of an encoded collective on this rank's group; a send goes there and back.
 

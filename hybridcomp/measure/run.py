@@ -14,13 +14,13 @@ from hybridcomp.job.devices import device_name
 from hybridcomp.log import say
 from hybridcomp.measure.block import BlockSize
 from hybridcomp.measure.channels import channel_rows
-from hybridcomp.measure.clock import Clock, clock_for, on_device
+from hybridcomp.measure.clock import CallClock, clock_for, on_device
 from hybridcomp.measure.coders import coding_rows, copy_rows, host_rows, merged
 from hybridcomp.measure.kernels import DTYPES, kernel_rows, trained_size
 from hybridcomp.measure.links import link_rows
 from hybridcomp.measure.machine import made, memory_nbytes
 from hybridcomp.measure.messages import message_rows
-from hybridcomp.measure.team import Budget, Team, connected, shapes_of
+from hybridcomp.measure.team import Team, TimeBudget, connected, shapes_of
 from hybridcomp.measure.trainings import training_rows
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.rows import Coding, Copy, Kernel, Rank
@@ -55,7 +55,7 @@ def measure(
     with on_device(device):
         team = Team(device, discover(hierarchy))
         _check_room(team, blocks)
-        clock, budget = clock_for(device), Budget(seconds, team)
+        clock, budget = clock_for(device), TimeBudget(seconds, team)
         kernels = kernel_rows(
             team, clock, budget.part(UNTIL["kernels"], "what each rank computes"), blocks
         )
@@ -89,7 +89,9 @@ def _check_room(team: Team, blocks: Sequence[BlockSize]) -> None:
             raise ConfigError("--block", block.told(), todo)
 
 
-def _linked(team: Team, clock: Clock, budget: Budget, cluster: Cluster, dtype: str) -> Cluster:
+def _linked(
+    team: Team, clock: CallClock, budget: TimeBudget, cluster: Cluster, dtype: str
+) -> Cluster:
     """Return the cluster with timings of messages and links; a collective over the job."""
     shapes = connected(shapes_of(team.nodes.of_rank), team)
     groups = ", ".join(shape.told() for shape in shapes)
@@ -112,7 +114,7 @@ def _linked(team: Team, clock: Clock, budget: Budget, cluster: Cluster, dtype: s
 
 
 def _trained(
-    team: Team, clock: Clock, budget: Budget, cluster: Cluster, blocks: Sequence[BlockSize]
+    team: Team, clock: CallClock, budget: TimeBudget, cluster: Cluster, blocks: Sequence[BlockSize]
 ) -> Cluster:
     """Return the cluster with small trainings, and the timings of their block beside them."""
     part = budget.part(UNTIL["trainings"], "small trainings by the engine")

@@ -53,7 +53,7 @@ class Team:
 
 
 @dataclass(frozen=True)
-class Shape:
+class GroupShape:
     """Groups of one size that span equally many nodes, and torch's group of this rank."""
 
     ranks: int
@@ -73,7 +73,7 @@ class Shape:
         return f"{self.ranks} ranks {place}"
 
 
-def shapes_of(nodes: Sequence[int], most: int = MOST_SHAPES) -> list[Shape]:
+def shapes_of(nodes: Sequence[int], most: int = MOST_SHAPES) -> list[GroupShape]:
     """Return the shapes that tensor, pipeline and data parallelism of these ranks can have.
 
     ``nodes``: of every rank. Pairs inside a node and between nodes come first, then the whole job,
@@ -81,7 +81,7 @@ def shapes_of(nodes: Sequence[int], most: int = MOST_SHAPES) -> list[Shape]:
     the pairs.
     """
     world = len(nodes)
-    found: dict[tuple[int, int], Shape] = {}
+    found: dict[tuple[int, int], GroupShape] = {}
     candidates = [_pairs(nodes, across=False), _pairs(nodes, across=True)]
     sizes = [world, *(size for size in range(2, world) if world % size == 0)]
     for size in sorted(sizes, key=lambda size: (size != world, size)):
@@ -92,7 +92,7 @@ def shapes_of(nodes: Sequence[int], most: int = MOST_SHAPES) -> list[Shape]:
     for groups in candidates:
         spans = {len({nodes[rank] for rank in group}) for group in groups}
         if len(spans) == 1:
-            shape = Shape(len(groups[0]), spans.pop(), tuple(groups))
+            shape = GroupShape(len(groups[0]), spans.pop(), tuple(groups))
             found.setdefault((shape.ranks, shape.nodes), shape)
     pairs = [shape for shape in found.values() if shape.ranks == 2]
     return pairs + [shape for shape in found.values() if shape.ranks > 2][:most]
@@ -124,7 +124,7 @@ def _strided(world: int, size: int, stride: int) -> list[Ranks]:
     ]
 
 
-def connected(shapes: Sequence[Shape], team: Team) -> list[Shape]:
+def connected(shapes: Sequence[GroupShape], team: Team) -> list[GroupShape]:
     """Return the shapes, each with this rank's process group; a collective over each of them.
 
     A rank creates only the groups that it is in: all groups of a large job would take minutes.
@@ -136,11 +136,11 @@ def connected(shapes: Sequence[Shape], team: Team) -> list[Shape]:
         if len(own) != team.world_size:
             members = list(own)
             group = dist.new_group(members, use_local_synchronization=True) if members else None
-        found.append(Shape(shape.ranks, shape.nodes, shape.groups, own, group))
+        found.append(GroupShape(shape.ranks, shape.nodes, shape.groups, own, group))
     return found
 
 
-class Budget:
+class TimeBudget:
     """Seconds that a measurement may take, the same on all ranks; prints the start of each part."""
 
     def __init__(self, seconds: float, team: Team) -> None:
@@ -151,17 +151,17 @@ class Budget:
         """Return the seconds since the start, of the slowest rank; a collective."""
         return self.team.most([time.monotonic() - self._start])[0]
 
-    def part(self, until: float, told: str) -> Part:
+    def part(self, until: float, told: str) -> MeasuredPart:
         """Start a part that may last until the share ``until`` of all seconds; a collective."""
         spent = self.spent()
         say(f"{spent:5.1f} s of {self.seconds:g}: {told}")
-        return Part(self, max(0.0, until * self.seconds - spent) + spent)
+        return MeasuredPart(self, max(0.0, until * self.seconds - spent) + spent)
 
 
-class Part:
+class MeasuredPart:
     """A part of a measurement, whose cases share its remaining time."""
 
-    def __init__(self, budget: Budget, stop: float) -> None:
+    def __init__(self, budget: TimeBudget, stop: float) -> None:
         self._budget, self._stop = budget, stop
 
     @property

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 import hybridcomp
 from hybridcomp.job import small_messages
 from hybridcomp.log import say
-from hybridcomp.measure.block import Block, BlockSize
-from hybridcomp.measure.clock import PERIODS, Clock, Run, times_over
-from hybridcomp.measure.team import Part, Team
+from hybridcomp.measure.block import BlockSize, TransformerBlock
+from hybridcomp.measure.clock import PERIODS, CallClock, Run, times_over
+from hybridcomp.measure.team import MeasuredPart, Team
 from hybridcomp.patches.ds.engine_of import engine_of
 from hybridcomp.plan.machines.estimates import summary
-from hybridcomp.plan.machines.rows import Kernel, Training
+from hybridcomp.plan.machines.rows import Kernel, TrainedSmall
 
 ENGINE = "deepspeed"
 ZERO_STAGES = (0, 1, 2)
@@ -79,15 +79,15 @@ class _Job:
 
 
 def training_rows(
-    team: Team, clock: Clock, part: Part, size: BlockSize, memory_nbytes: int
-) -> tuple[list[Training], list[Kernel]]:
+    team: Team, clock: CallClock, part: MeasuredPart, size: BlockSize, memory_nbytes: int
+) -> tuple[list[TrainedSmall], list[Kernel]]:
     """Time trainings of blocks of ``size``, and in turns with them one block alone.
 
     Returns rows of the trainings, the same on all ranks, and this rank's rows of the block. A
     collective over the job. Returns nothing, and prints why, where a rank has no DeepSpeed or too
     little memory.
     """
-    parameters = sum(one.numel() for one in Block(size).parameters())
+    parameters = sum(one.numel() for one in TransformerBlock(size).parameters())
     trainings: list[tuple[int, Mapping[str, Any], int]] = [
         (stage, {}, count) for stage in ZERO_STAGES for count in (FEW, MANY)
     ]
@@ -134,7 +134,9 @@ def _acting(style: Mapping[str, Any], zero_stage: int) -> Mapping[str, Any]:
     return {name: one for name, one in style.items() if name != "zero" or zero_stage}
 
 
-def _rounds(team: Team, clock: Clock, part: Part, jobs: list[_Job], alone: Alone) -> None:
+def _rounds(
+    team: Team, clock: CallClock, part: MeasuredPart, jobs: list[_Job], alone: Alone
+) -> None:
     """Run rounds, a step of each training and some passes of the block, until time is over."""
     for number in range(WARM + MOST):
         for job in jobs if number % 2 == 0 else reversed(jobs):
@@ -151,7 +153,7 @@ def _started(
     blocks: int,
 ) -> _Job:  # fmt: skip
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(size) for _ in range(blocks))).to(team.device)
+    model = nn.Sequential(*(TransformerBlock(size) for _ in range(blocks))).to(team.device)
     numel = sum(one.numel() for one in model.parameters())
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": size.batch,
@@ -176,7 +178,7 @@ class Alone:
 
     def __init__(self, size: BlockSize, device: torch.device, dtype: torch.dtype) -> None:
         self._size = size
-        block = Block(size).to(device, dtype)
+        block = TransformerBlock(size).to(device, dtype)
         hidden = torch.randn(size.batch, size.length, size.width, device=device, dtype=dtype)
         out = block(hidden.requires_grad_())
         gradient, wanted = torch.randn_like(out), [hidden, *block.parameters()]
@@ -187,7 +189,7 @@ class Alone:
         self._seconds: tuple[list[float], list[float]] = ([], [])
         self._counts: list[int] = []
 
-    def time(self, clock: Clock) -> float:
+    def time(self, clock: CallClock) -> float:
         """Time both directions some times; return mean seconds of forward and backward together."""
         least = PERIODS * clock.period_s
         if not self._counts:
@@ -207,12 +209,12 @@ class Alone:
         ]
 
 
-def _row(team: Team, job: _Job, size: BlockSize, parameters: int, dtype: str) -> Training:
+def _row(team: Team, job: _Job, size: BlockSize, parameters: int, dtype: str) -> TrainedSmall:
     """Return the row of a training, with the slowest rank's seconds; a collective."""
     first, middle, ends = (team.most(own) for own in zip(*job.steps[WARM:], strict=True))
     micro = [end - begin for begin, end in zip(first, middle, strict=True)]
     last = [end - begin for begin, end in zip(middle, ends, strict=True)]
-    return Training(
+    return TrainedSmall(
         ENGINE, job.zero_stage, dtype, job.blocks, size.flops, parameters, size.batch,
         size.length, summary(micro), summary(last), job.block,
     )  # fmt: skip

@@ -40,7 +40,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Limits:
+class SearchLimits:
     """Limits of the search: the engine, its options, and the fields that are fixed.
 
     engine: the one that runs the plan; only its layouts are searched. dtype: of weights, messages.

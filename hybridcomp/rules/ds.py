@@ -7,10 +7,10 @@ embeddings with sparse gradients, FPDT) is not decided here; ``ds_offload`` has 
 from __future__ import annotations
 
 from hybridcomp.dimensions import BETWEEN_RANKS
-from hybridcomp.rules.ds_job import Job
+from hybridcomp.rules.ds_job import DeepSpeedJob
 from hybridcomp.rules.engine import Rule
 
-RULES: tuple[Rule[Job], ...] = (
+RULES: tuple[Rule[DeepSpeedJob], ...] = (
     Rule(
         "refuse", ("pp", "dp", "zero"), "a PipelineModule with ZeRO stage 2 or 3",
         "DeepSpeed itself refuses the two together", "use stage 0 or 1",

@@ -12,7 +12,7 @@ from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.error_messages import idle
 from hybridcomp.dimensions import DEEPSPEED, Dimension
 from hybridcomp.rules import ds, ds_offload, engine
-from hybridcomp.rules.ds_job import Job
+from hybridcomp.rules.ds_job import DeepSpeedJob
 from hybridcomp.rules.engine import hold
 from hybridcomp.rules.neox import RULES as NEOX_RULES
 
@@ -45,10 +45,12 @@ def check(
     known. Raises ConfigError for the first dimension that cannot act, unless the block says
     ``"on_unsupported": "native"``; then the sentences say what stays native and why.
     """
-    job = Job(ds_config, pipeline, moe, world_size, tensor, sequence, replicas, mesh, slices)
+    job = DeepSpeedJob(
+        ds_config, pipeline, moe, world_size, tensor, sequence, replicas, mesh, slices
+    )
     rules = [(rule, job) for rule in TABLES]
     if neox is not None:
-        rules += [(rule, Job(neox)) for rule in NEOX_RULES]
+        rules += [(rule, DeepSpeedJob(neox)) for rule in NEOX_RULES]
     return [*_idle_keys(block), *hold(block, rules)]
 
 
@@ -77,5 +79,7 @@ def absent(
     slices: bool = False,
 ) -> frozenset[Dimension]:
     """Return the dimensions of which such a job has no traffic."""
-    job = Job(ds_config, pipeline, moe, world_size, tensor, sequence, replicas, mesh, slices)
+    job = DeepSpeedJob(
+        ds_config, pipeline, moe, world_size, tensor, sequence, replicas, mesh, slices
+    )
     return engine.absent((rule, job) for rule in TABLES)

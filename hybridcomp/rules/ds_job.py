@@ -10,7 +10,7 @@ from hybridcomp.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Job:
+class DeepSpeedJob:
     """A ds_config, read with DeepSpeed's defaults, and facts of the model. None: not known."""
 
     ds_json: Mapping[str, Any]

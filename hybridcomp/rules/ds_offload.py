@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from hybridcomp.config import CompressionConfig
-from hybridcomp.rules.ds_job import Job
+from hybridcomp.rules.ds_job import DeepSpeedJob
 from hybridcomp.rules.engine import Rule
 
 
-def _offload(job: Job, key: str, default: Any = None) -> Any:
+def _offload(job: DeepSpeedJob, key: str, default: Any = None) -> Any:
     """Return a key of zero_optimization.offload_optimizer."""
     return job.zero(f"offload_optimizer.{key}", default)
 
@@ -18,7 +18,7 @@ def _to_device(block: CompressionConfig) -> bool:
     return block.codecs()["offload", "forward"] is not None
 
 
-RULES: tuple[Rule[Job], ...] = (
+RULES: tuple[Rule[DeepSpeedJob], ...] = (
     Rule(
         "refuse", ("offload",), '"zero_optimization.zenflow"',
         "ZenFlow copies selected gradients and parameters on paths of its own", "remove zenflow",

@@ -16,7 +16,7 @@ from hybridcomp.rules.engine import Rule
 
 
 @dataclass(frozen=True)
-class Job:
+class MegatronJob:
     """One model chunk and its parallel layout."""
 
     config: Any
@@ -70,7 +70,7 @@ def _grouped() -> list[tuple[Dimension, DimensionRow]]:
     return sorted(found, key=lambda each: each[1].group == ROWS["dp"].group)
 
 
-_KNOWN: tuple[Rule[Job], ...] = (
+_KNOWN: tuple[Rule[MegatronJob], ...] = (
     Rule(
         "absent", ("offload",), "a job without DeepSpeed",
         "only the copies of DeepSpeed's ZeRO-Offload are encoded", "leave offload out",
@@ -190,15 +190,15 @@ _KNOWN: tuple[Rule[Job], ...] = (
         for name, row in _grouped()
     ),
 )  # fmt: skip
-#: rules over a ``Job``
-RULES: tuple[Rule[Job], ...] = (*_KNOWN, *engine.without_seam(MEGATRON, _KNOWN))
+#: rules over a ``MegatronJob``
+RULES: tuple[Rule[MegatronJob], ...] = (*_KNOWN, *engine.without_seam(MEGATRON, _KNOWN))
 
 
 #: layers of Transformer Engine whose seam is not in place
 LAYERS_OUT_OF_REACH = "layers of Transformer Engine"
 
 
-def out_of_reach(reason: str) -> Rule[Job]:
+def out_of_reach(reason: str) -> Rule[MegatronJob]:
     """Make the rule for layers of Transformer Engine whose seam is not in place."""
     return Rule(
         "bypass", ("tp",), LAYERS_OUT_OF_REACH, reason, "use --transformer-impl local",
@@ -206,7 +206,7 @@ def out_of_reach(reason: str) -> Rule[Job]:
     )  # fmt: skip
 
 
-def scatter_gather(block: CompressionConfig, job: Job) -> str | None:
+def scatter_gather(block: CompressionConfig, job: MegatronJob) -> str | None:
     """Return a sentence where no tensor ranks share pipeline messages. Raises ConfigError."""
     if not block.pp.scatter_gather:
         return None

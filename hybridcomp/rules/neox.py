@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridcomp.errors import ConfigError
-from hybridcomp.rules.ds_job import Job
+from hybridcomp.rules.ds_job import DeepSpeedJob
 from hybridcomp.rules.engine import Rule
 
 #: key with settings that GPT-NeoX passes on to DeepSpeed unread
@@ -66,11 +66,11 @@ def _count(whole: Mapping[str, Any], key: str, default: int) -> int:
     return found
 
 
-def _tensor_parallel(job: Job) -> bool:
+def _tensor_parallel(job: DeepSpeedJob) -> bool:
     return _count(job.ds_json, "model_parallel_size", 1) > 1
 
 
-RULES: tuple[Rule[Job], ...] = (
+RULES: tuple[Rule[DeepSpeedJob], ...] = (
     Rule(
         "bypass", ("tp",), "layers of Transformer Engine (te_mha, te_columnparallel, ...)",
         "they communicate inside Transformer Engine, where no seam reaches",

@@ -239,7 +239,9 @@ class EngineSession:
         if dtype not in VALUE_DTYPES:
             return
         known = {} if numel is None else {"numel": numel}
-        self.say(*self.channels.run_autotune(group, dtype, self.device, sent=sent, only=only, **known))
+        self.say(
+            *self.channels.run_autotune(group, dtype, self.device, sent=sent, only=only, **known)
+        )
 
     # steps
 

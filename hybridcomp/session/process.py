@@ -1,8 +1,8 @@
 """Hold the block and the session of this process, for seams without an engine.
 
 Tensor-parallel layers, megatron-core and GPT-NeoX's mpu know no engine, so the process has one
-``EngineSession``: that of the first engine that attaches (``share_session``), or without an engine one that
-begins with the block of ``hybridcomp.install(config)`` or of the file named by
+``EngineSession``: that of the first engine that attaches (``share_session``), or without an engine
+one that begins with the block of ``hybridcomp.install(config)`` or of the file named by
 ``HYBRIDCOMP_CONFIG``.
 """
 

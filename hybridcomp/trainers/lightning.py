@@ -13,8 +13,8 @@ import lightning
 from hybridcomp.trainers.figures import take
 
 
-class HybridcompCallback(lightning.Callback):  # type: ignore[misc]
-    """Log the ledger's figures: ``lightning.Trainer(callbacks=[HybridcompCallback()], ...)``."""
+class LedgerCallback(lightning.Callback):  # type: ignore[misc]
+    """Log the ledger's figures: ``lightning.Trainer(callbacks=[LedgerCallback()], ...)``."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         """Log the report of this batch, if any, under its step, which Lightning counts from 0."""

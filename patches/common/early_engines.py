@@ -1,7 +1,7 @@
 """Find engines that were built before ``hybridcomp.install()`` and would send uncompressed.
 
-A patched constructor calls ``register``. Objects of these classes that exist when ``install`` is called,
-and were not seen, were built too early. Only the garbage collector has a list of them.
+A patched constructor calls ``register``. Objects of these classes that exist when ``install`` is
+called, and were not seen, were built too early. Only the garbage collector has a list of them.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ ATTRIBUTE = "_hybridcomp_sums"
 
 
 @dataclass
-class Sums:
+class MicroBatchSums:
     """Sums of the gradients of one optimizer's micro-batches, with norms of those on the host."""
 
     #: whether the device adds up; None: not decided yet
@@ -136,11 +136,11 @@ def _room(channels: Channels, device: torch.device, nbytes: int) -> tuple[bool, 
     return False, f"offload: micro-batches are added up on the host{why} {key}"
 
 
-def sums_of(optimizer: Any) -> Sums:
+def sums_of(optimizer: Any) -> MicroBatchSums:
     """Return the sums of an optimizer."""
-    found: Sums | None = getattr(optimizer, ATTRIBUTE, None)
+    found: MicroBatchSums | None = getattr(optimizer, ATTRIBUTE, None)
     if found is None:
-        found = Sums()
+        found = MicroBatchSums()
         setattr(optimizer, ATTRIBUTE, found)
     return found
 

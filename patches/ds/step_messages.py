@@ -37,7 +37,9 @@ def sent(engine: Any) -> dict[Dimension, StepTraffic]:
         found: dict[Dimension, StepTraffic] = {"dp": StepTraffic(reduced, "scatter")}
         return {**found, "zero": StepTraffic(passes, "gather", together=True)} if passes else found
     groups = tuple(flat.numel() for flat, *_ in flat_groups(engine.optimizer))
-    gathers: dict[Dimension, StepTraffic] = {"zero": StepTraffic(groups, "gather")} if groups else {}
+    gathers: dict[Dimension, StepTraffic] = (
+        {"zero": StepTraffic(groups, "gather")} if groups else {}
+    )
     if stage:
         reduced = buckets(reversed(numels), int(engine.zero_reduce_bucket_size()))
         return {**gathers, "dp": StepTraffic(reduced, "own")}

@@ -35,7 +35,7 @@ def check(block: CompressionConfig, wrapper: Any, config: Any, ddp: Any, model: 
 
     Raises ConfigError for the first dimension that cannot act.
     """
-    job = mcore.Job(
+    job = mcore.MegatronJob(
         config, ddp, type(wrapper).__name__, sizes(), frozenset(_homes(model)),
         frozenset(p.dtype for p in model.parameters()), engine.lossy(block), block.zero.delta,
         block.zero.steps,

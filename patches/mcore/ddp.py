@@ -28,7 +28,7 @@ from hybridcomp.channels import native_nbytes
 from hybridcomp.patches.common.routes import make_torch, torch_seam
 from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.mcore import check, weights
-from hybridcomp.patches.mcore.ddp_batch import BucketBatch, Call
+from hybridcomp.patches.mcore.ddp_batch import BucketBatch, CollectedCall
 from hybridcomp.patches.mcore.groups import coordinates, sizes
 from hybridcomp.patches.mcore.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
@@ -162,7 +162,7 @@ def make_coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
     return _coalescing_manager
 
 
-def _collect(call: Call) -> BucketBatch | None:
+def _collect(call: CollectedCall) -> BucketBatch | None:
     """Add a call to the open batch, which is its handle; None: no batch is open."""
     batch = _BATCH.get()
     if batch is not None:
@@ -178,7 +178,7 @@ def make_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
         tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
         native = functools.partial(original, tensor, op=op, group=group, async_op=async_op)
-        batch = _collect(Call("all_reduce", native, tensor, tensor, op))
+        batch = _collect(CollectedCall("all_reduce", native, tensor, tensor, op))
         return native() if batch is None else batch
 
     return all_reduce
@@ -196,7 +196,7 @@ def make_reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., An
         async_op: bool = False,
     ) -> Any:
         native = functools.partial(original, output, input, op=op, group=group, async_op=async_op)
-        batch = _collect(Call("reduce_scatter", native, output, input, op))
+        batch = _collect(CollectedCall("reduce_scatter", native, output, input, op))
         return native() if batch is None else batch
 
     return reduce_scatter_tensor
@@ -213,7 +213,7 @@ def make_all_gather_into_tensor(original: Callable[..., Any]) -> Callable[..., A
             original, output_tensor, input_tensor, group=group, async_op=async_op
         )
         sum_op = dist.ReduceOp.SUM  # a gather has none
-        batch = _collect(Call("all_gather", native, output_tensor, input_tensor, sum_op))
+        batch = _collect(CollectedCall("all_gather", native, output_tensor, input_tensor, sum_op))
         return native() if batch is None else batch
 
     return all_gather_into_tensor

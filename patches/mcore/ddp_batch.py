@@ -25,7 +25,7 @@ Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
 
 @dataclass
-class Call:
+class CollectedCall:
     """One collective that upstream has called; ``op``: its sum, average or other reduction."""
 
     kind: Kind
@@ -45,7 +45,7 @@ class BucketBatch:
     group: dist.ProcessGroup
     async_ops: bool
     bucket_group: Any = None
-    calls: list[Call] = field(default_factory=list)
+    calls: list[CollectedCall] = field(default_factory=list)
     waits: list[Callable[[], Any]] = field(default_factory=list)
 
     def launch(self, manager: Callable[..., Any], device: torch.device | None) -> None:
@@ -63,7 +63,7 @@ class BucketBatch:
             if self.async_ops:
                 self.waits.append(coalesced.wait)
 
-    def _start(self, call: Call, native: list[Callable[[], Any]]) -> None:
+    def _start(self, call: CollectedCall, native: list[Callable[[], Any]]) -> None:
         """Start ``call`` encoded, or add what starts it to ``native``."""
         channels = current()
         assert channels is not None, "calls are collected for a block"
@@ -93,7 +93,7 @@ class BucketBatch:
             later = partial(native.append, call.native)
             channels["dp"].run(scatter, native=later, encoded=scatter.deliver)
 
-    def _gather(self, call: Call) -> GatherParameters:
+    def _gather(self, call: CollectedCall) -> GatherParameters:
         return GatherParameters(
             numel=call.values.numel(), dtype=call.values.dtype, group=self.group,
             shard=flat(call.values), out=call.out.view(-1), buffer=call.out,
@@ -114,7 +114,7 @@ class BucketBatch:
 class _Reduce(AllReduce):
     """All-reduce of a stretch of a gradient buffer."""
 
-    call: Call
+    call: CollectedCall
     batch: BucketBatch
 
     def pieces(self) -> list[Piece] | None:
@@ -132,7 +132,7 @@ class _Reduce(AllReduce):
 class _Scatter(ReduceScatter):
     """Reduce-scatter of a gradient buffer."""
 
-    call: Call
+    call: CollectedCall
     batch: BucketBatch
 
     def pieces(self) -> list[list[Piece]] | None:

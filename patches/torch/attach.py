@@ -54,7 +54,9 @@ def attach(model: nn.Module, source: Source | None = None) -> Attached | None:
         raise ConfigError(BLOCK, NOTHING, todo)
     attached = _attach(model, source)
     if attached is not None and attached.channels["cp"].active:
-        process.share_session(model, attached.session)  # ring attention has no reference to an engine
+        process.share_session(
+            model, attached.session
+        )  # ring attention has no reference to an engine
     object.__setattr__(model, ATTRIBUTE, attached)
     detached.discard(model)
     if attached is None:

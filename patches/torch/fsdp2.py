@@ -152,7 +152,7 @@ def _parameters(groups: list[Any]) -> Iterator[Tensor]:
             yield parameter.sharded_param
 
 
-def _measure(session: EngineSession, job: fsdp2_rules.Job, members: list[Members]) -> None:
+def _measure(session: EngineSession, job: fsdp2_rules.ShardedJob, members: list[Members]) -> None:
     """Measure zero and dp with messages like those of a step, each over its process group.
 
     Parameters are gathered inside a shard group; an HSDP mesh sums gradients between its replicas,

@@ -26,7 +26,7 @@ OWN_COMMS = (
 
 
 @dataclass(frozen=True)
-class Job:
+class ShardedJob:
     """One model under FSDP2."""
 
     ranks: Ranks  # of its largest mesh
@@ -51,7 +51,7 @@ class Job:
         return found
 
 
-def job_of(model: nn.Module, groups: list[Any]) -> Job:
+def job_of(model: nn.Module, groups: list[Any]) -> ShardedJob:
     """Collect the facts of a model; no collective."""
     sizes = [(_size(group, "shard"), _size(group, "replicate")) for group in groups]
     first = max(range(len(groups)), key=lambda place: sizes[place][0] * sizes[place][1])
@@ -65,7 +65,7 @@ def job_of(model: nn.Module, groups: list[Any]) -> Job:
                 every[id(found)] = found
         ranks |= set(_ranks(group))
     parameters = [p for group in groups for p in group.fsdp_params]
-    return Job(
+    return ShardedJob(
         ranks=tuple(sorted(ranks)),
         shards=sizes[first][0],
         replicas=sizes[first][1],
@@ -90,7 +90,7 @@ def _ranks(group: Any) -> list[int]:
     return found
 
 
-def whereabouts(group: Any, job: Job) -> str:
+def whereabouts(group: Any, job: ShardedJob) -> str:
     """Return a suffix for names of ``group``'s parameters: its ranks, "" on the whole mesh."""
     ranks = sorted(_ranks(group))
     return "" if tuple(ranks) == job.ranks else f" on ranks {', '.join(map(str, ranks))}"
@@ -107,11 +107,11 @@ def _size(group: Any, role: str) -> int:
     return 1 if found is None else found.size()
 
 
-def _foreign(job: Job) -> bool:
+def _foreign(job: ShardedJob) -> bool:
     return bool(job.comms - set(OWN_COMMS))
 
 
-_FSDP2: tuple[Rule[Job], ...] = (
+_FSDP2: tuple[Rule[ShardedJob], ...] = (
     *elsewhere("fully_shard", lambda job: job.ring),
     Rule(
         "refuse", ("dp", "zero"), "set_symm_mem_for_comm",
@@ -177,11 +177,11 @@ _FSDP2: tuple[Rule[Job], ...] = (
         lambda job: job.shards * job.replicas < 2,
     ),
 )  # fmt: skip
-#: rules over a ``Job``
-FSDP2: tuple[Rule[Job], ...] = (*_FSDP2, *engine.without_seam(dimensions.FSDP2, _FSDP2))
+#: rules over a ``ShardedJob``
+FSDP2: tuple[Rule[ShardedJob], ...] = (*_FSDP2, *engine.without_seam(dimensions.FSDP2, _FSDP2))
 
 
-def check_hierarchy(block: CompressionConfig, job: Job) -> None:
+def check_hierarchy(block: CompressionConfig, job: ShardedJob) -> None:
     """Raise ConfigError where ``hierarchy`` and an HSDP mesh disagree about the nodes."""
     if job.replicas > 1 and isinstance(block.hierarchy, int) and block.hierarchy != job.shards:
         todo = (

@@ -21,7 +21,7 @@ from hybridcomp.patches.torch.identity import names_of
 from hybridcomp.patches.torch.session import say
 from hybridcomp.patches.torch.stateful import (
     WHAT,
-    Attached,
+    WithState,
     checked,
     entry,
     state_dict_of,
@@ -32,7 +32,7 @@ from hybridcomp.patches.torch.stateful import (
 FILE = "hybridcomp_model_{model}_rank_{rank:05d}.pt"
 
 
-def save_files(folder: Path, every: Iterable[Attached]) -> None:
+def save_files(folder: Path, every: Iterable[WithState]) -> None:
     """Write one file for each rank and model into ``folder``; every rank calls it.
 
     Every file is written completely or not at all. Raises CheckpointError, on every rank, where one
@@ -46,7 +46,7 @@ def save_files(folder: Path, every: Iterable[Attached]) -> None:
     saved.all_well(problem, "saving the state of hybridcomp")  # returns once all files are complete
 
 
-def load_files(folder: Path, every: Iterable[Attached]) -> None:
+def load_files(folder: Path, every: Iterable[WithState]) -> None:
     """Load the files of ``save_files``; every rank calls it.
 
     Raises CheckpointError, on every rank, where a file is damaged, one of a rank is missing, or the

@@ -53,7 +53,7 @@ _SCHEMA: dict[str, Callable[[Any], bool]] = {
 }  # fmt: skip
 
 
-class Attached(Protocol):
+class WithState(Protocol):
     """Interface of an attached model (``attached.Attached``) that its state needs."""
 
     @property
@@ -90,7 +90,7 @@ class Attached(Protocol):
 
 @dataclass(frozen=True)
 class SavedState:
-    """State of an attached model in a pickle; ``Attached.load_state_dict`` takes it."""
+    """State of an attached model in a pickle; ``WithState.load_state_dict`` takes it."""
 
     state: dict[str, Any]
 
@@ -100,19 +100,19 @@ def entry(rank: int) -> str:
     return f"rank_{rank:05d}"
 
 
-def state_of(attached: Attached) -> dict[str, Any]:
+def state_of(attached: WithState) -> dict[str, Any]:
     """Return this rank's state: ``{"rank_00003": bytes}``."""
     return {entry(dist.get_rank()): pack(attached)}
 
 
-def pack(attached: Attached) -> bytes:
+def pack(attached: WithState) -> bytes:
     """Return this rank's state as bytes of ``torch.save`` that ``weights_only`` can read."""
     file = io.BytesIO()
     torch.save(state_dict_of(attached), file)
     return file.getvalue()
 
 
-def state_dict_of(attached: Attached) -> dict[str, Any]:
+def state_dict_of(attached: WithState) -> dict[str, Any]:
     """Return this rank's state, of plain types and CPU tensors."""
     channels = attached.channels
     return {
@@ -130,7 +130,7 @@ def state_dict_of(attached: Attached) -> dict[str, Any]:
     }
 
 
-def load(attached: Attached, entries: Mapping[str, Any]) -> None:
+def load(attached: WithState, entries: Mapping[str, Any]) -> None:
     """Load the entries of a checkpoint: this rank's, or its share of those of all old ranks.
 
     Every rank calls it. Raises on every rank, with nothing changed: ConfigError where the entries
@@ -153,7 +153,7 @@ def checked(name: Path | str, state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def take_over(attached: Attached, entries: Mapping[str, dict[str, Any]]) -> None:
+def take_over(attached: WithState, entries: Mapping[str, dict[str, Any]]) -> None:
     """Load entries that have been read and checked; see ``load``."""
     channels = attached.channels
     states = [found for _, found in sorted(entries.items())]
@@ -219,7 +219,7 @@ def _told(own: dict[str, Any] | None) -> dict[str, Any]:
     return told
 
 
-def _check(attached: Attached, stated: Sequence[Mapping[str, Any]]) -> None:
+def _check(attached: WithState, stated: Sequence[Mapping[str, Any]]) -> None:
     """Compare the states that the ranks have read; raises ConfigError on all of them alike."""
     known = {rank: found["of"] for rank, found in enumerate(stated) if found["of"] is not None}
     told = known[min(known)]
@@ -249,7 +249,7 @@ def _check(attached: Attached, stated: Sequence[Mapping[str, Any]]) -> None:
             raise ConfigError(CALL, f"{told} and {of}", f"{todo}; load one checkpoint")
 
 
-def _check_ends(attached: Attached, state: Mapping[str, Any]) -> None:
+def _check_ends(attached: WithState, state: Mapping[str, Any]) -> None:
     """Raise CheckpointError where a residual ends behind the ranges that this rank encodes."""
     sends = attached.sends()
     for name, (offset, values) in held_in(state["residuals"]):
@@ -277,7 +277,7 @@ def _read_into(
 class AtCheckpoint:
     """``Stateful`` that loads a model's state from ``folder``, written by any number of ranks."""
 
-    def __init__(self, attached: Attached, folder: str | Path, prefix: str = "hybridcomp") -> None:
+    def __init__(self, attached: WithState, folder: str | Path, prefix: str = "hybridcomp") -> None:
         """Read the list of entries; every rank calls it, as collectives follow.
 
         ``prefix``: the key of the state in the checkpoint. Raises CheckpointError on every rank

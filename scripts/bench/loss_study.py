@@ -131,7 +131,7 @@ def train(case: Case, options: argparse.Namespace) -> float | None:
         variables["HYBRIDCOMP_CONFIG"] = str(config)  # torch's engines know no such file
     config.write_text(json.dumps(settings, indent=1))
     name = f"{case.layout} {case.name} seed {case.seed}"
-    return launch.Job(name, folder, command, settings, variables).run()
+    return launch.LaunchedTraining(name, folder, command, settings, variables).run()
 
 
 def launcher(layout: Layout, patched: bool) -> list[str]:

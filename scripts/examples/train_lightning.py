@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from hybridcomp.trainers.lightning import HybridcompCallback
+from hybridcomp.trainers.lightning import LedgerCallback
 
 ZERO = Path(__file__).with_name("lightning_zero.json")
 
@@ -79,7 +79,7 @@ def main() -> None:
     trainer = lightning.Trainer(
         accelerator=lightning_accelerator(), devices=2, strategy=strategy_of(arguments.strategy),
         max_steps=arguments.steps, logger=logger, log_every_n_steps=5, enable_checkpointing=False,
-        enable_progress_bar=False, callbacks=[HybridcompCallback()],
+        enable_progress_bar=False, callbacks=[LedgerCallback()],
     )  # fmt: skip
     module = Classifier(fsdp2=arguments.strategy == "fsdp2")
     trainer.fit(module, DataLoader(TensorDataset(points, labels), batch_size=32))

@@ -234,7 +234,10 @@ def weighed_whole(times: tuple[float, float], odd_rank: int | None) -> tuple[Any
     """Of messages that are known; ``odd_rank`` knows others."""
     channels = Channels(CompressionConfig.parse({**BLOCK, "hierarchy": "none"}))
     numels = (2000, 900) if dist.get_rank() == odd_rank else (2000, 901)
-    sent: dict[Any, StepTraffic] = {"dp": StepTraffic(numels, "own"), "zero": StepTraffic(numels, "gather", True)}
+    sent: dict[Any, StepTraffic] = {
+        "dp": StepTraffic(numels, "own"),
+        "zero": StepTraffic(numels, "gather", True),
+    }
     with clock(*times) as sizes:
         told = channels.run_autotune(None, torch.bfloat16, CPU, 5000, sent)
     scattered = StepTraffic((2000, 7, 1), "scatter")

@@ -123,7 +123,9 @@ def test_auto_takes_the_cheaper_codec(dtype: torch.dtype) -> None:
     assert nbytes(Radix(edge * 1.5)) < nbytes(ExpCode()) < nbytes(Radix(edge / 2))
     assert Bounded(edge * 0.9).for_message(BIG, dtype, 2) == ExpCode()
     above = Bounded(edge * 1.1).for_message(BIG, dtype, 2)
-    assert isinstance(above, Bounded) and isinstance(above.split_error_budget(1, 1, result=dtype)[0], Radix)
+    assert isinstance(above, Bounded) and isinstance(
+        above.split_error_budget(1, 1, result=dtype)[0], Radix
+    )
 
 
 def test_auto_is_fixed_size_only_where_every_value_is_safe() -> None:

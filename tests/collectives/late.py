@@ -34,7 +34,7 @@ NUMEL = 9001
 Outcome = tuple[str, tuple[object, ...]]
 
 
-class Late(payload_sizes.Sizes):
+class Late(payload_sizes.SizeReader):
     """Takes the CPU for a device; words reach the host when somebody waits for them."""
 
     def __init__(self) -> None:

@@ -133,7 +133,7 @@ def test_who_watches_may_end_the_training(tmp_path: Path, monkeypatch: pytest.Mo
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        launch.Job("a", tmp_path / "a", words, {}).run(stop)
+        launch.LaunchedTraining("a", tmp_path / "a", words, {}).run(stop)
     assert not (tmp_path / "a" / "done.json").exists()
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hybridcomp.errors import ConfigError
-from hybridcomp.measure.block import Block, BlockSize, kept_nbytes
+from hybridcomp.measure.block import BlockSize, TransformerBlock, kept_nbytes
 
 
 def test_sizes_as_text() -> None:
@@ -21,7 +21,7 @@ def test_sizes_as_text() -> None:
 @pytest.mark.parametrize("size", [BlockSize(2, 16, 64), BlockSize(1, 32, 96)])
 def test_flops_are_those_of_the_counter(size: BlockSize) -> None:
     with torch.device("meta"):
-        block, hidden = Block(size), torch.empty(size.batch, size.length, size.width)
+        block, hidden = TransformerBlock(size), torch.empty(size.batch, size.length, size.width)
         with FlopCounterMode(display=False) as counter:
             block(hidden)
     linear = 24 * size.batch * size.length * size.width**2
@@ -32,7 +32,7 @@ def test_flops_are_those_of_the_counter(size: BlockSize) -> None:
 
 def test_kept_bytes_are_those_of_activations_alone() -> None:
     size = BlockSize(2, 16, 64)
-    block = Block(size)
+    block = TransformerBlock(size)
     hidden = torch.randn(size.batch, size.length, size.width, requires_grad=True)
     values = hidden.nbytes
     found = kept_nbytes(block, hidden)

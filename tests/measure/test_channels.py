@@ -9,7 +9,7 @@ import torch
 
 from hybridcomp.collectives.topology import Nodes
 from hybridcomp.measure.channels import MESSAGES, Name, channels_of, in_turns, runner
-from hybridcomp.measure.clock import HostClock
+from hybridcomp.measure.clock import HostCallClock
 from hybridcomp.measure.links import Key
 from hybridcomp.measure.team import Team, connected, shapes_of
 from hybridcomp.plan.machines.rows import Operation
@@ -66,7 +66,7 @@ def turned(names: list[str]) -> tuple[list[str], list[str]]:
         return lambda: made.append(name)
 
     runs = {name: run(name) for name in names}
-    clock = HostClock()
+    clock = HostCallClock()
     once = 0.01
     clock.seconds = lambda run, times=1: (run(), once)[1]  # type: ignore[method-assign]
     in_turns(team, clock, names, runs if team.rank == 0 else {}, 0.0)

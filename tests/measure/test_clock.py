@@ -8,10 +8,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hybridcomp.measure.clock import LEAST, MOST, MOST_INNER, DeviceClock, HostClock, samples
+from hybridcomp.measure.clock import (
+    LEAST,
+    MOST,
+    MOST_INNER,
+    DeviceCallClock,
+    HostCallClock,
+    samples,
+)
 
 
-class Told(HostClock):
+class Told(HostCallClock):
     """A clock on which every call takes as long as it was told."""
 
     def __init__(self, each_s: float) -> None:
@@ -43,12 +50,12 @@ def test_a_call_beside_products() -> None:
         time.sleep(0.002)
         done.append(None)
 
-    seconds, left = HostClock().beside(lambda: time.sleep(0.05), product, 0.002, 0.05)
+    seconds, left = HostCallClock().beside(lambda: time.sleep(0.05), product, 0.002, 0.05)
     assert seconds >= 0.05
     assert len(done) >= 2
     assert 0 < left <= 1
     # products that take ten times as long as alone leave a tenth of the compute
-    _, left = HostClock().beside(lambda: time.sleep(0.05), product, 0.0002, 0.05)
+    _, left = HostCallClock().beside(lambda: time.sleep(0.05), product, 0.0002, 0.05)
     assert left <= 0.11
 
 
@@ -56,7 +63,7 @@ def test_a_call_beside_products() -> None:
 def test_events_time_what_the_device_does() -> None:
     device = torch.device("cuda", 0)
     values = torch.randn(4096, 4096, device=device)
-    clock = DeviceClock(device)
+    clock = DeviceCallClock(device)
     clock.seconds(lambda: values @ values)  # loads cuBLAS, for longer than a product takes
     one, ten = clock.seconds(lambda: values @ values), clock.seconds(lambda: values @ values, 10)
     assert 0.2 < one / ten < 5

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from hybridcomp.measure.links import LONG_NBYTES, LONG_SHARE, PATIENCE, Key, _patience
-from hybridcomp.measure.team import Shape
+from hybridcomp.measure.team import GroupShape
 from hybridcomp.plan.machines.rows import Beside, Operation
 
-ALL = Shape(4, 4, ((0, 1, 2, 3),))
+ALL = GroupShape(4, 4, ((0, 1, 2, 3),))
 
 
 @pytest.mark.parametrize(

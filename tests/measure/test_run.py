@@ -28,16 +28,16 @@ from hybridcomp.measure import (
     report,
     trainings,
 )
-from hybridcomp.measure.block import Block, BlockSize
-from hybridcomp.measure.clock import HostClock, Run
+from hybridcomp.measure.block import BlockSize, TransformerBlock
+from hybridcomp.measure.clock import HostCallClock, Run
 from hybridcomp.measure.run import measure
-from hybridcomp.measure.team import Budget, Team
+from hybridcomp.measure.team import Team, TimeBudget
 from hybridcomp.plan.machines import cluster_file
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.rows import Coding, Rank
 from tests.ranks import RunRanks
 
-SMALL = kernels.Sizes((32,), (BlockSize(1, 32, 64),), (1 << 12,), (1 << 12,))
+SMALL = kernels.TimedSizes((32,), (BlockSize(1, 32, 64),), (1 << 12,), (1 << 12,))
 
 
 @contextlib.contextmanager
@@ -121,7 +121,7 @@ def of_hosts() -> list[Coding]:
     """What a rank of a GPU adds; here the host is all there is."""
     team = Team(torch.device("cpu"), Nodes([0, 0], "the test"))
     with little(), mock.patch.object(coders, "HOST_NUMELS", (1 << 10, 1 << 12)):
-        return coders.host_rows(team, Budget(0.2, team).part(1.0, "hosts"))
+        return coders.host_rows(team, TimeBudget(0.2, team).part(1.0, "hosts"))
 
 
 def test_hosts_of_gpus_code_and_step(on_ranks: RunRanks) -> None:
@@ -137,7 +137,7 @@ def test_hosts_of_gpus_code_and_step(on_ranks: RunRanks) -> None:
     assert kinds[1] - kinds[0] == {"host_adam"}
 
 
-class Worked(HostClock):
+class Worked(HostCallClock):
     """Counts what this thread worked, which other programs on the machine do not change."""
 
     def seconds(self, run: Run, times: int = 1) -> float:
@@ -150,17 +150,20 @@ class Worked(HostClock):
 def slow_last() -> tuple[float, ...]:
     """Speeds where the block of the last rank does everything five times."""
     team = Team(torch.device("cpu"), Nodes([0, 0], "the test"))
-    forward = Block.forward
+    forward = TransformerBlock.forward
     times = 5 if team.rank == 1 else 1
 
-    def repeated(self: Block, hidden: torch.Tensor) -> torch.Tensor:
+    def repeated(self: TransformerBlock, hidden: torch.Tensor) -> torch.Tensor:
         for _ in range(times):
             out = forward(self, hidden)
         return out
 
-    sizes = kernels.Sizes((), (BlockSize(2, 64, 128),), (), ())
-    with mock.patch.object(Block, "forward", repeated), mock.patch.object(kernels, "CPU", sizes):
-        part = Budget(2.0, team).part(1.0, "blocks")
+    sizes = kernels.TimedSizes((), (BlockSize(2, 64, 128),), (), ())
+    with (
+        mock.patch.object(TransformerBlock, "forward", repeated),
+        mock.patch.object(kernels, "CPU", sizes),
+    ):
+        part = TimeBudget(2.0, team).part(1.0, "blocks")
         own = kernels.kernel_rows(team, Worked(), part)
     rows = [row for rows in team.gather(own) for row in rows if row.kind == "block_forward"]
     return Cluster(cluster_ranks(2), kernels=tuple(rows)).speeds

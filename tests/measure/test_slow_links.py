@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from hybridcomp.measure import channels, command, links, messages, report
-from hybridcomp.measure.team import Budget, Team
+from hybridcomp.measure.team import Team, TimeBudget
 from hybridcomp.plan.machines import cluster_file
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.estimates import Estimate
@@ -28,8 +28,8 @@ def on_slow_links(seconds: float) -> tuple[Cluster, list[str]]:
     said: list[str] = []
     slow = Estimate(seconds, seconds, seconds)
 
-    def timed(team: Team, clock: Any, run: Any, key: Any, *_: Any) -> links.Timed:
-        return links.Timed(slow, slow if key.beside == "compute" else None)
+    def timed(team: Team, clock: Any, run: Any, key: Any, *_: Any) -> links.TimedCase:
+        return links.TimedCase(slow, slow if key.beside == "compute" else None)
 
     def in_turns(team: Team, clock: Any, names: list[str], *_: Any) -> dict[str, Estimate]:
         return dict.fromkeys(names, slow)
@@ -37,7 +37,7 @@ def on_slow_links(seconds: float) -> tuple[Cluster, list[str]]:
     with (
         mock.patch.object(channels, "in_turns", in_turns),
         mock.patch.object(messages, "timed", timed),
-        mock.patch.object(Budget, "spent", lambda self: 0.0),
+        mock.patch.object(TimeBudget, "spent", lambda self: 0.0),
         mock.patch.object(command, "say", lambda *lines: said.extend(lines)),
         tempfile.TemporaryDirectory() as folder,
         little(),

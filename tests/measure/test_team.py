@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.collectives.topology import Nodes
-from hybridcomp.measure.team import Budget, Team, connected, shapes_of
+from hybridcomp.measure.team import Team, TimeBudget, connected, shapes_of
 from tests.ranks import RunRanks
 
 
@@ -43,7 +43,7 @@ def agree() -> tuple[list[tuple[tuple[int, ...], bool]], list[float], list[int]]
         dist.all_reduce(total, group=shape.group)
         assert total.item() == sum(shape.own)
         groups.append((shape.own, shape.first))
-    part = Budget(60.0, team).part(0.5, "a part")
+    part = TimeBudget(60.0, team).part(0.5, "a part")
     return groups, list(part.allowances(3)), team.gather(team.rank)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridcomp.measure.clock import LEAST, PERIODS, HostClock, Run, samples, times_over
+from hybridcomp.measure.clock import LEAST, PERIODS, HostCallClock, Run, samples, times_over
 from hybridcomp.measure.throttle import period_s
 
 
@@ -36,7 +36,7 @@ def test_limits_of_the_first_version(tmp_path: Path) -> None:
     assert period_s(groups, tmp_path / "missing") == 0.0
 
 
-class Granted(HostClock):
+class Granted(HostCallClock):
     """Calls of 1 ms on a device that is stopped for 3 ms behind every 2 ms of work."""
 
     period_s = 0.005

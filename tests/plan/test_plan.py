@@ -14,7 +14,7 @@ from hybridcomp.errors import ConfigError, HybridcompError
 from hybridcomp.plan.choices import NATIVE, Choice, Choices
 from hybridcomp.plan.layout import Layout, even_cuts
 from hybridcomp.plan.plan import Plan, Prediction, Span
-from hybridcomp.plan.search.budget import Budget
+from hybridcomp.plan.search.budget import AllowedChoices
 
 LAYOUT = Layout(
     tensor=2, sequence=True, stages=2, virtual=2, cuts=(3, 2, 2, 1), data=4, expert=2,
@@ -86,27 +86,27 @@ def test_choices_are_the_block() -> None:
 
 
 def test_budgets() -> None:
-    def settings(budget: Budget, key: Key, stage: int = 1) -> list[str]:
+    def settings(budget: AllowedChoices, key: Key, stage: int = 1) -> list[str]:
         return [str(choice) for choice in budget.options(key, stage)]
 
-    recommended = Budget.parse("recommended")
+    recommended = AllowedChoices.parse("recommended")
     assert settings(recommended, ("dp", "forward")) == [
         "native", "expcode()", "blockint(bits=8)", "blockint(bits=4) feedback",
     ]  # fmt: skip
     assert "blockint(bits=4) delta" in settings(recommended, ("zero", "forward"))
     assert not any("delta" in one for one in settings(recommended, ("zero", "forward"), 3))
     assert settings(recommended, ("offload", "forward")) == ["native", "expcode()"]
-    lossless = Budget.parse("lossless")
+    lossless = AllowedChoices.parse("lossless")
     for key in KEYS:
         assert all(choice.native or choice.codec.lossless  # type: ignore[union-attr]
                    for choice in lossless.options(key))  # fmt: skip
-    own = Budget.parse({"dp": 0.02, "tp": "native", "pp": {"codec": "blockint", "bits": 6}})
+    own = AllowedChoices.parse({"dp": 0.02, "tp": "native", "pp": {"codec": "blockint", "bits": 6}})
     assert all(one.native or one.error_feedback or one.codec.lossless  # type: ignore[union-attr]
                for one in own.options(("dp", "forward")))  # fmt: skip
     assert settings(own, ("tp", "forward")) == settings(own, ("zero", "forward")) == ["native"]
     assert settings(own, ("pp", "backward")) == ["native", "blockint(bits=6)"]
     # 8 bits do not keep a bound this small
-    tight = Budget.parse({"zero": 1e-4})
+    tight = AllowedChoices.parse({"zero": 1e-4})
     assert not any("blockint" in one for one in settings(tight, ("zero", "forward")))
 
 
@@ -120,7 +120,7 @@ def test_budgets() -> None:
 )
 def test_budgets_that_mean_nothing(written: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        Budget.parse(written)  # type: ignore[arg-type]
+        AllowedChoices.parse(written)  # type: ignore[arg-type]
 
 
 def test_plans_come_back_from_their_file(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hybridcomp.config import PRESETS, CompressionConfig, load_config
 from hybridcomp.errors import ConfigError
 from hybridcomp.rules.ds_check import TABLES, check
-from hybridcomp.rules.ds_job import Job
+from hybridcomp.rules.ds_job import DeepSpeedJob
 from tests.paths import CONFIGS
 
 FILES = sorted(CONFIGS.glob("ds_*.json"))
@@ -116,7 +116,7 @@ def test_on_unsupported_native_says_so_instead(
         sentences = check(lenient, ds_json, **facts)
     except ConfigError as error:
         assert "on_unsupported" not in str(error), "what does not help must not be offered"
-        job = Job(ds_json, **facts)
+        job = DeepSpeedJob(ds_json, **facts)
         rules = [rule for rule in TABLES if rule.settings(lenient) and rule.applies(job)]
         assert any(rule.verdict == "refuse" for rule in rules)
     else:
@@ -166,7 +166,7 @@ def test_note(
 
 
 def test_every_rule_is_met_by_a_row() -> None:
-    jobs = [Job(ds_json, **facts) for _, ds_json, facts, _ in CANNOT + NOTES]
+    jobs = [DeepSpeedJob(ds_json, **facts) for _, ds_json, facts, _ in CANNOT + NOTES]
     assert [rule.reason for rule in TABLES if not any(rule.applies(job) for job in jobs)] == []
     assert [rule.reason for rule in TABLES if all(map(rule.applies, jobs))] == []
 
@@ -309,8 +309,8 @@ def test_zero_acts_at_stage_0_where_bf16_optimizer_partitions() -> None:
 
 
 def test_old_spellings_of_zero() -> None:
-    assert Job({"zero_optimization": True}).stage == 1
-    assert Job({"zero_optimization": {"stage": 2, "cpu_offload": True}}).cpu_offload
+    assert DeepSpeedJob({"zero_optimization": True}).stage == 1
+    assert DeepSpeedJob({"zero_optimization": {"stage": 2, "cpu_offload": True}}).cpu_offload
     with pytest.raises(ConfigError, match=r"zero_optimization\.stage: found 'two'"):
         check(block(zero="blockint"), zero("two"))  # type: ignore[arg-type]
 

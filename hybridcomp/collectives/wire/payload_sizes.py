@@ -46,7 +46,7 @@ class Arrival(Work):
         return found
 
 
-class Sizes:
+class SizeReader:
     """Reader of sizes on a device: which encoders leave them there, and copies to the host."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Sizes:
 
 
 #: of this process; tests replace it
-SIZES = Sizes()
+SIZES = SizeReader()
 
 
 def in_front(codec: Codec, device: torch.device, group: Group) -> bool:

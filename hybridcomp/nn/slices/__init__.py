@@ -16,9 +16,9 @@ from __future__ import annotations
 from hybridcomp.nn.slices.past import Past, attend
 from hybridcomp.nn.slices.pipeline import SlicePipeline
 from hybridcomp.nn.slices.stage import SlicedStage
-from hybridcomp.nn.slices.times import SliceTimes, StageTimes
+from hybridcomp.nn.slices.times import FittedTimes, SliceTimes
 from hybridcomp.nn.slices.timing import slice_times
-from hybridcomp.nn.slices.trials import Tried, chosen_slices, tried_slices
+from hybridcomp.nn.slices.trials import TriedSlices, chosen_slices, tried_slices
 
 #: for the support matrix
 COVERS = ("pp",)
@@ -29,8 +29,8 @@ __all__ = [
     "SlicePipeline",
     "SliceTimes",
     "SlicedStage",
-    "StageTimes",
-    "Tried",
+    "FittedTimes",
+    "TriedSlices",
     "attend",
     "chosen_slices",
     "slice_times",

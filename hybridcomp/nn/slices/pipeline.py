@@ -29,14 +29,14 @@ from hybridcomp.policy import Direction
 from hybridcomp.session import process
 
 
-class Stage(Protocol):
+class StageLayers(Protocol):
     """Layers of a stage: map tokens or hidden states of a slice, (B, T, ...), to its outputs."""
 
     def __call__(self, values: Tensor, past: Past) -> Tensor: ...
 
 
 @dataclass
-class Message:
+class SliceUnderWay:
     """A send or receive under way; ``done`` is called once it has completed."""
 
     work: Any
@@ -73,7 +73,7 @@ class SlicePipeline:
 
     def __init__(
         self,
-        stage: Stage,
+        stage: StageLayers,
         slices: Sequence[int],
         width: int,
         loss: Callable[[Tensor, Tensor], Tensor],
@@ -144,7 +144,7 @@ class SlicePipeline:
             todo = f"the slices have {sum(self.slices)}; make both the same"
             raise ConfigError("pp", Shown(f"sequences of {tokens.shape[1]} tokens"), todo)
 
-    def forward(self, tokens: Tensor, labels: Tensor, stage: Stage | None = None) -> Passed:
+    def forward(self, tokens: Tensor, labels: Tensor, stage: StageLayers | None = None) -> Passed:
         """Run the forward passes of all slices of a batch as in ``step``, before ``backward``.
 
         ``stage`` replaces the pipeline's stage, for example with other parameters. Only without
@@ -223,14 +223,14 @@ class SlicePipeline:
         ahead = sends is (direction == "forward")
         return int(self._ranks[self.number + (1 if ahead else -1)])
 
-    def _send(self, values: Tensor, direction: Direction) -> Message:
+    def _send(self, values: Tensor, direction: Direction) -> SliceUnderWay:
         """Post the send of a slice to the neighbour."""
         flat, to = values.detach().contiguous().view(-1), self.neighbour(True, direction)
         hop = (dist.get_rank(), to)
         posted = self._posted(PostSend, flat, direction, hop)
         message = flat if posted is None else posted.message
         done = None if posted is None else posted.done
-        return Message(transport.send(message, to, self._known, Meter()), message, done)
+        return SliceUnderWay(transport.send(message, to, self._known, Meter()), message, done)
 
     def _posted(
         self, kind: type[PostSend | PostReceive], flat: Tensor, direction: Direction,
@@ -246,7 +246,7 @@ class SlicePipeline:
         )  # fmt: skip
         return channel.run(message, native=lambda: None, encoded=lambda posted: posted)
 
-    def _receive(self, index: int, batch: int, direction: Direction) -> Message:
+    def _receive(self, index: int, batch: int, direction: Direction) -> SliceUnderWay:
         """Post the receive of slice ``index`` from the neighbour."""
         shape, source = (batch, self.slices[index], self.width), self.neighbour(False, direction)
         values = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -254,4 +254,4 @@ class SlicePipeline:
         posted = self._posted(PostReceive, flat, direction, (source, dist.get_rank()))
         message = flat if posted is None else posted.message
         done = None if posted is None else posted.done
-        return Message(transport.recv(message, source, self._known), values, done)
+        return SliceUnderWay(transport.recv(message, source, self._known), values, done)

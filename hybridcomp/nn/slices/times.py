@@ -14,7 +14,7 @@ Line = Sequence[float]
 
 
 @dataclass(frozen=True)
-class StageTimes:
+class FittedTimes:
     """Fitted times of slices on one stage.
 
     first: computing and coding of a slice that begins the sequence: none of its tokens attends to
@@ -51,7 +51,7 @@ class SliceTimes:
     granule: tokens of which slices are multiples. count: granules of the sequence.
     """
 
-    each: Sequence[StageTimes]
+    each: Sequence[FittedTimes]
     stages: int
     granule: int
     count: int

@@ -21,9 +21,9 @@ from hybridcomp.codecs import Codec
 from hybridcomp.dimensions import DIRECTIONS, Direction
 from hybridcomp.job import small_messages
 from hybridcomp.nn.slices.past import Past
-from hybridcomp.nn.slices.pipeline import SlicePipeline, Stage
+from hybridcomp.nn.slices.pipeline import SlicePipeline, StageLayers
 from hybridcomp.nn.slices.stage import OnLeaves, SlicedStage, leaves_of
-from hybridcomp.nn.slices.times import Line, SliceTimes, StageTimes, fitted, of_computing
+from hybridcomp.nn.slices.times import FittedTimes, Line, SliceTimes, fitted, of_computing
 from hybridcomp.policy import Traffic
 
 #: most granules of a sequence: the dynamic program takes time of the square of their number
@@ -63,7 +63,7 @@ def slice_times(
     size, pipeline = granule or granule_of(length), stage.pipeline
     with undisturbed(pipeline):
         lines = _Timer(pipeline, length, batch, repeats).lines(size)
-        own = StageTimes(*lines, *_messages(pipeline, length, size, batch, repeats))
+        own = FittedTimes(*lines, *_messages(pipeline, length, size, batch, repeats))
     every = small_messages.gather_objects(own, agree)
     return SliceTimes(every, pipeline.count, size, length // size)
 
@@ -105,7 +105,7 @@ class _Timer:
         module = pipeline.stage
         assert isinstance(module, nn.Module)
         # new leaves, so that the stage's gradients stay unchanged and no hook of an engine runs
-        self._run: Stage = OnLeaves(module, leaves_of(module.parameters()))
+        self._run: StageLayers = OnLeaves(module, leaves_of(module.parameters()))
 
     def lines(self, granule: int) -> tuple[Line, Line]:
         """Fit the times of slices that begin the sequence, and of later ones."""

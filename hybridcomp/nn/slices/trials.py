@@ -40,7 +40,7 @@ LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Tried:
+class TriedSlices:
     """A way of slicing and the seconds of its steps on the slowest rank, the median of its turns.
 
     seconds: None where there was only one candidate, which is taken without a trial.
@@ -76,7 +76,7 @@ def chosen_slices(
     return tried[0].slices, times.granule
 
 
-def told(tried: Sequence[Tried], times: SliceTimes) -> str:
+def told(tried: Sequence[TriedSlices], times: SliceTimes) -> str:
     """Describe the measured and predicted seconds of each way, in a line."""
     texts = []
     for each in tried:
@@ -114,7 +114,7 @@ def tried_slices(
     turns: int = TURNS,
     limit: float = LIMIT_S,
     agree: ProcessGroup | None = None,
-) -> list[Tried]:
+) -> list[TriedSlices]:
     """Time the ``candidates`` in real steps; returns them with the one to take first.
 
     That is the predicted fastest, unless another one was faster in most turns. Every rank of
@@ -132,7 +132,7 @@ def tried_slices(
     """
     ways = candidates(times)
     if len(ways) == 1:
-        return [Tried(ways[0], None)]
+        return [TriedSlices(ways[0], None)]
     runs = [_Steps(stage, way.lengths(times.granule), batch) for way in ways]
     took: list[list[float]] = [[] for _ in ways]
     spent = 0.0
@@ -145,12 +145,14 @@ def tried_slices(
             if spent >= limit:  # the same number on all ranks
                 break
     counted = [each[1:] or each for each in took]
-    found = [Tried(way, statistics.median(each)) for way, each in zip(ways, counted, strict=True)]
+    found = [
+        TriedSlices(way, statistics.median(each)) for way, each in zip(ways, counted, strict=True)
+    ]
     first = found[_taken(counted)]
     return [first, *sorted((each for each in found if each is not first), key=_seconds)]
 
 
-def _seconds(tried: Tried) -> float:
+def _seconds(tried: TriedSlices) -> float:
     return tried.seconds or 0.0
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
-from hybridcomp.nn.tp2d.layouts import Layout, Matrix, Output, Table, Vector
+from hybridcomp.nn.tp2d.layouts import MatrixCut, Output, Table, Vector, WeightCut
 from hybridcomp.nn.tp2d.mesh import Mesh
 from hybridcomp.nn.tp2d.norms import normed
 from hybridcomp.nn.tp2d.products import linear, looked_up, projected, spread
@@ -31,7 +31,7 @@ class Cut(nn.Module):
 
     centred: ClassVar[bool] = True
 
-    def __init__(self, mesh: Mesh, layouts: Mapping[str, Layout]) -> None:
+    def __init__(self, mesh: Mesh, layouts: Mapping[str, WeightCut]) -> None:
         super().__init__()
         self.mesh, self.layouts = mesh, dict(layouts)
 
@@ -71,7 +71,7 @@ class Linear(Cut):
 
         Raises ConfigError where the sizes cannot be cut.
         """
-        matrix: Layout = Matrix(parts) if vocabulary is None else Output(vocabulary)
+        matrix: WeightCut = MatrixCut(parts) if vocabulary is None else Output(vocabulary)
         super().__init__(mesh, {"weight": matrix, "bias": Vector(parts)})
         self._keep("weight", whole.weight)
         self._keep("bias", whole.bias)

@@ -13,7 +13,7 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 
 
-class Layout(Protocol):
+class WeightCut(Protocol):
     """Cut of a weight over a mesh."""
 
     def cut(self, whole: Tensor, q: int, row: int, column: int) -> Tensor:
@@ -38,7 +38,7 @@ def _line(parts: Sequence[Tensor], q: int, column: int) -> Sequence[Tensor]:
 
 
 @dataclass(frozen=True)
-class Matrix:
+class MatrixCut:
     """(outputs, inputs): outputs are cut over the columns, inputs over the rows.
 
     Each of ``parts`` stacked matrices is cut on its own, so that query, key and value of a rank
@@ -91,7 +91,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Output:
-    """(vocabulary, features) of an output layer: a ``Matrix`` with a padded vocabulary."""
+    """(vocabulary, features) of an output layer: a ``MatrixCut`` with a padded vocabulary."""
 
     vocabulary: int
 
@@ -99,18 +99,18 @@ class Output:
         """Return the part (vocabulary / q, features / q), rounded up."""
         missing = -self.vocabulary % q
         filled = torch.cat([whole, whole.new_zeros(missing, whole.shape[1])])
-        return Matrix().cut(filled, q, row, column)
+        return MatrixCut().cut(filled, q, row, column)
 
     def join(self, parts: Sequence[Tensor], q: int) -> Tensor:
         """Return the whole (vocabulary, features), without padding."""
-        return Matrix().join(parts, q)[: self.vocabulary].clone()
+        return MatrixCut().join(parts, q)[: self.vocabulary].clone()
 
 
 @dataclass(frozen=True)
 class Vector:
     """(features,): cut over the columns, then each part over the rows, so that no two ranks share.
 
-    ``parts``: as of ``Matrix``.
+    ``parts``: as of ``MatrixCut``.
     """
 
     parts: int = 1

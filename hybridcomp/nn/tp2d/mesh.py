@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 
 @dataclass
-class Sent:
+class BroadcastUnderWay:
     """A broadcast under way; ``wait`` returns its tensor."""
 
     handle: Handle
@@ -107,13 +107,17 @@ class Mesh:
             raise ConfigError("tp2d", Shown(f"a batch of {whole.shape[0]} samples"), todo)
         return whole.chunk(self.q)[self.row]
 
-    def broadcast(self, values: Tensor, root: int, axis: Axis, kind: Direction) -> Sent:
+    def broadcast(
+        self, values: Tensor, root: int, axis: Axis, kind: Direction
+    ) -> BroadcastUnderWay:
         """Broadcast ``values`` (1-D, contiguous) of place ``root`` to its line (``Broadcast``)."""
         message = Broadcast(
             numel=values.numel(), dtype=values.dtype, group=self._groups[axis], direction=kind,
             values=values, root=root,
         )  # fmt: skip
-        return Sent(*self._run(message, lambda: message.native(self._group(axis), Meter())))
+        return BroadcastUnderWay(
+            *self._run(message, lambda: message.native(self._group(axis), Meter()))
+        )
 
     def reduce(
         self, values: Tensor, out: Tensor | None, root: int, axis: Axis, kind: Direction

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from hybridcomp.collectives import Handle
-from hybridcomp.nn.tp2d.mesh import Axis, Mesh, Sent
+from hybridcomp.nn.tp2d.mesh import Axis, BroadcastUnderWay, Mesh
 from hybridcomp.policy import Direction
 
 
-class Blocks:
+class LineBlocks:
     """Iterator over the blocks of the ranks of a line, broadcast to all of them; used once.
 
     The first broadcast starts on construction. At most two blocks are in memory.
@@ -28,7 +28,7 @@ class Blocks:
         self._mesh, self._axis, self._kind = mesh, axis, kind
         self._own = block.detach().contiguous()
         self._posted = 0
-        self._under_way: deque[Sent] = deque()
+        self._under_way: deque[BroadcastUnderWay] = deque()
         self._post()
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -48,7 +48,7 @@ class Blocks:
         self._under_way.append(mesh.broadcast(flat, root, self._axis, self._kind))
 
 
-class Sums:
+class LineSums:
     """Reductions of one sum to each rank of a line, from the addends of all its ranks."""
 
     def __init__(self, mesh: Mesh, axis: Axis, kind: Direction) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridcomp.nn.tp2d.mesh_axis_collectives import Blocks, Sums
 from hybridcomp.nn.tp2d.mesh import Mesh
+from hybridcomp.nn.tp2d.mesh_axis_collectives import LineBlocks, LineSums
 
 #: product of two blocks
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -42,7 +42,7 @@ def _multiplied(product: Product, left: Tensor, right: Tensor) -> Tensor:
         return product(left, right)
 
 
-def add_up(lefts: Blocks, rights: Blocks, product: Product) -> Tensor:
+def add_up(lefts: LineBlocks, rights: LineBlocks, product: Product) -> Tensor:
     """Form AB: sum the products of the blocks broadcast along the row and along the column.
 
     16-bit products are added in fp32 and rounded once.
@@ -58,7 +58,7 @@ def add_up(lefts: Blocks, rights: Blocks, product: Product) -> Tensor:
     return total.to(dtype)
 
 
-def hand_out(rights: Blocks, own: Tensor, sums: Sums, product: Product) -> Tensor:
+def hand_out(rights: LineBlocks, own: Tensor, sums: LineSums, product: Product) -> Tensor:
     """Forms AB^T and A^T B: multiply each block and reduce the product to the block's place."""
     for place, block in enumerate(rights):
         part = _multiplied(product, own, block)
@@ -78,8 +78,8 @@ class LinearFunction(torch.autograd.Function):
         """Map (..., inputs / q) and (outputs / q, inputs / q) to (..., outputs / q)."""
         ctx.mesh = mesh
         ctx.save_for_backward(values, weight)
-        rows = Blocks(mesh, "row", _flat(values), "activations")
-        columns = Blocks(mesh, "column", weight, "weights")
+        rows = LineBlocks(mesh, "row", _flat(values), "activations")
+        columns = LineBlocks(mesh, "column", weight, "weights")
         out = add_up(rows, columns, times_transposed)
         return out.view(*values.shape[:-1], weight.shape[0])
 
@@ -89,14 +89,14 @@ class LinearFunction(torch.autograd.Function):
         values, weight = ctx.saved_tensors
         mesh, own = ctx.mesh, _flat(grad).contiguous()
         of_values, of_weight = ctx.needs_input_grad[:2]
-        columns = Blocks(mesh, "column", weight, "weights") if of_values else None
-        rows = Blocks(mesh, "row", _flat(values), "activations") if of_weight else None
+        columns = LineBlocks(mesh, "column", weight, "weights") if of_values else None
+        rows = LineBlocks(mesh, "row", _flat(values), "activations") if of_weight else None
         to_values = to_weight = None
         if columns is not None:
-            sums = Sums(mesh, "row", "gradients")
+            sums = LineSums(mesh, "row", "gradients")
             to_values = hand_out(columns, own, sums, times).view(values.shape)
         if rows is not None:
-            sums = Sums(mesh, "column", "gradients")
+            sums = LineSums(mesh, "column", "gradients")
             to_weight = hand_out(rows, own, sums, transposed_times)
         return to_values, to_weight, None
 
@@ -112,8 +112,8 @@ class ProjectFunction(torch.autograd.Function):
         """
         ctx.mesh = mesh
         ctx.save_for_backward(values, table)
-        columns = Blocks(mesh, "column", table, "weights")
-        sums = Sums(mesh, "row", "activations")
+        columns = LineBlocks(mesh, "column", table, "weights")
+        sums = LineSums(mesh, "row", "activations")
         out = hand_out(columns, _flat(values), sums, times_transposed)
         return out.view(*values.shape[:-1], table.shape[0])
 
@@ -125,11 +125,14 @@ class ProjectFunction(torch.autograd.Function):
         of_values, of_table = ctx.needs_input_grad[:2]
         to_values = to_table = None
         if of_values:
-            rows = Blocks(mesh, "row", own, "gradients")
-            columns = Blocks(mesh, "column", table, "weights")
+            rows = LineBlocks(mesh, "row", own, "gradients")
+            columns = LineBlocks(mesh, "column", table, "weights")
             to_values = add_up(rows, columns, times).view(values.shape)
         if of_table:
-            rows, sums = Blocks(mesh, "row", own, "gradients"), Sums(mesh, "column", "gradients")
+            rows, sums = (
+                LineBlocks(mesh, "row", own, "gradients"),
+                LineSums(mesh, "column", "gradients"),
+            )
             to_table = hand_out(rows, _flat(values), sums, _second_transposed_times_first)
         return to_values, to_table, None
 
@@ -154,7 +157,7 @@ class LookUpFunction(torch.autograd.Function):
         flat = tokens.reshape(-1)
         out = table.new_zeros(flat.numel(), table.shape[1])
         local = flat.remainder(ctx.rows)
-        for place, block in enumerate(Blocks(mesh, "column", table, "weights")):
+        for place, block in enumerate(LineBlocks(mesh, "column", table, "weights")):
             out = torch.where(_is_here(flat, place, len(block)), block[local], out)
         return out.view(*tokens.shape, table.shape[1])
 
@@ -166,7 +169,7 @@ class LookUpFunction(torch.autograd.Function):
         if scales is not None:
             scales = scales.reshape(-1, 1).to(own.dtype)
             own = torch.where(scales > 0, own * scales, 0.0)  # gradients of padding may be NaN
-        sums, local = Sums(ctx.mesh, "column", "gradients"), flat.remainder(ctx.rows)
+        sums, local = LineSums(ctx.mesh, "column", "gradients"), flat.remainder(ctx.rows)
         for place in range(ctx.mesh.q):
             part = own.new_zeros(ctx.rows, own.shape[1])
             here = torch.where(_is_here(flat, place, ctx.rows), own, 0.0)

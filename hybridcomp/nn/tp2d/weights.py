@@ -14,13 +14,13 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import small_messages
 from hybridcomp.nn.tp2d.layers import Cut
-from hybridcomp.nn.tp2d.layouts import Layout
+from hybridcomp.nn.tp2d.layouts import WeightCut
 from hybridcomp.nn.tp2d.mesh import Mesh
 
 State = Mapping[str, Tensor]
 
 
-def layouts_of(model: nn.Module) -> dict[str, Layout]:
+def layouts_of(model: nn.Module) -> dict[str, WeightCut]:
     """Return the layouts of the cut parameters of ``model``, by name."""
     return {
         f"{path}.{name}" if path else name: layout
@@ -32,7 +32,7 @@ def layouts_of(model: nn.Module) -> dict[str, Layout]:
 
 
 def join_states(
-    states: Sequence[State], layouts: Mapping[str, Layout], q: int
+    states: Sequence[State], layouts: Mapping[str, WeightCut], q: int
 ) -> dict[str, Tensor]:
     """Join the states of all q * q ranks, ordered by mesh rank, to that of the plain model."""
     joined = {}
@@ -44,7 +44,7 @@ def join_states(
 
 
 def cut_state(
-    plain: State, layouts: Mapping[str, Layout], q: int, row: int, column: int
+    plain: State, layouts: Mapping[str, WeightCut], q: int, row: int, column: int
 ) -> dict[str, Tensor]:
     """Cut the state of the plain model to that of rank (``row``, ``column``)."""
     return {

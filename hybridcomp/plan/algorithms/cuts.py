@@ -18,7 +18,7 @@ from hybridcomp.plan.algorithms.frontier import Linked, Point, frontier, link
 
 
 @dataclass(frozen=True)
-class Layer:
+class ChainLayer:
     """One layer of a chain.
 
     seconds: forward and backward of one micro-batch on a device of speed 1.
@@ -66,7 +66,7 @@ class _Sums:
     activations: list[float]
 
     @classmethod
-    def of(cls, layers: Sequence[Layer]) -> _Sums:
+    def of(cls, layers: Sequence[ChainLayer]) -> _Sums:
         return cls(
             [0.0, *accumulate(layer.seconds for layer in layers)],
             [0.0, *accumulate(layer.nbytes for layer in layers)],
@@ -75,7 +75,7 @@ class _Sums:
 
 
 def stage_cuts(
-    layers: Sequence[Layer],
+    layers: Sequence[ChainLayer],
     devices: Sequence[Device],
     micro_batches: int,
     *,
@@ -143,7 +143,7 @@ def _next(
 
 
 def _stage_costs(
-    layers: Sequence[Layer],
+    layers: Sequence[ChainLayer],
     sums: _Sums,
     first: int,
     stages_left: int,

@@ -18,8 +18,8 @@ from hybridcomp.plan.machines.missing import missing
 from hybridcomp.plan.models.model import Model
 from hybridcomp.plan.models.reading import read_model
 from hybridcomp.plan.plan import Plan
-from hybridcomp.plan.request import DTYPES, Batch, Found, Limits, Nearest
-from hybridcomp.plan.search.budget import Budget
+from hybridcomp.plan.request import DTYPES, Batch, Found, Nearest, SearchLimits
+from hybridcomp.plan.search.budget import AllowedChoices
 from hybridcomp.plan.search.search import search
 
 #: plans in the table and the picture
@@ -124,7 +124,7 @@ def dtype_of(wanted: str | None, cluster: Cluster) -> str:
 
 
 def _search(options: argparse.Namespace, model: Model, cluster: Cluster) -> Found:
-    limits = Limits(
+    limits = SearchLimits(
         engine=options.engine,
         dtype=options.dtype,
         fixed=fixed_of(options.fix),
@@ -203,15 +203,15 @@ def own_cuts(names: str, command: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*named, *(n for n, place in asked.items() if place in text)]))
 
 
-def budget_of(text: str) -> Budget:
+def budget_of(text: str) -> AllowedChoices:
     """Read a budget from a name, or from JSON. Raises ConfigError."""
     if not text.lstrip().startswith("{"):
-        return Budget.parse(text)
+        return AllowedChoices.parse(text)
     try:
         written: Mapping[str, Any] = parsed_json(text)
     except ValueError as error:
         raise ConfigError("--budget", text, f"expected JSON ({error})") from None
-    return Budget.parse(written)
+    return AllowedChoices.parse(written)
 
 
 def fixed_of(texts: list[str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridcomp.compare.launch import Job, fill, free_port
+from hybridcomp.compare.launch import LaunchedTraining, fill, free_port
 from hybridcomp.compare.reading import read_runs
 from hybridcomp.compare.runs import WARM_UP, CompareError
 from hybridcomp.errors import ConfigError
@@ -35,7 +35,7 @@ LOG, LEDGER = "loss.jsonl", "ledger.jsonl"
 
 
 @dataclass(frozen=True)
-class Tried:
+class TriedPlan:
     """One plan that ran: its median seconds a step, and the folder of its files."""
 
     plan: Plan
@@ -82,14 +82,14 @@ def tried(
     out: Path,
     base: Base,
     say: Callable[[str], object] = print,
-) -> list[Tried]:
+) -> list[TriedPlan]:
     """Run ``command`` for each plan, one after the other; return them, the fastest first.
 
     Plans that have run before are not run again. Raises CompareError where none of them ran,
     ConfigError for a command that cannot run these plans.
     """
     check_command(command, plans)
-    found: list[Tried] = []
+    found: list[TriedPlan] = []
     failed: list[str] = []
     for number, plan in enumerate(plans, 1):
         folder = (out / f"try{number}").resolve()
@@ -100,7 +100,7 @@ def tried(
             failed.append(f"plan {number} ({plan.layout}): {error}")
             say(f"  failed: {str(error).splitlines()[-1]}")
             continue
-        found.append(Tried(plan, folder, seconds))
+        found.append(TriedPlan(plan, folder, seconds))
         say(f"  {seconds:.4g} s a step, predicted {plan.prediction.seconds:.4g} "
             f"({found[-1].miss:+.1%})")  # fmt: skip
     if not found:
@@ -120,7 +120,7 @@ def _run(plan: Plan, cluster: Cluster, command: Sequence[str], folder: Path, bas
         environment["HYBRIDCOMP_CONFIG"] = str(folder / files.BLOCK_FILE)
     settings = {"command": list(command), "plan": plan.to_json()["layout"], "block": plan.block}
     log_lines = json.loads(json.dumps(settings))  # tuples become lists, as in the file
-    Job(f"{plan.layout}", folder, words, log_lines, environment).run()
+    LaunchedTraining(f"{plan.layout}", folder, words, log_lines, environment).run()
     return seconds_a_step(log, plan)
 
 

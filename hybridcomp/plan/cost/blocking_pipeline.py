@@ -33,7 +33,7 @@ class Move(NamedTuple):
     pass_: Op
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """The result of a pass, sent by the stage ``sender`` to a neighbour."""
 
     sender: int
@@ -77,11 +77,11 @@ def _is_next_slot(before: Op, own: Op, stage: int, stages: int) -> bool:
     return not before.backward and before.micro_batch == own.micro_batch + stages - 1 - stage
 
 
-def message_of(move: Move, stage: int) -> Message:
+def message_of(move: Move, stage: int) -> StageMessage:
     """Return the message of a send or a receive of ``stage``."""
     if move.what == "send":
-        return Message(stage, move.pass_)
-    return Message(stage + 1 if move.pass_.backward else stage - 1, move.pass_)
+        return StageMessage(stage, move.pass_)
+    return StageMessage(stage + 1 if move.pass_.backward else stage - 1, move.pass_)
 
 
 def step_seconds(layout: Layout, times: tuple[StageTimes, ...], micro_batches: int) -> float:
@@ -89,7 +89,7 @@ def step_seconds(layout: Layout, times: tuple[StageTimes, ...], micro_batches: i
     stages = layout.stages
     rows = [moves(stage, stages, micro_batches) for stage in range(stages)]
     places, ready = [0] * stages, [0.0] * stages
-    here: dict[tuple[str, Message], float] = {}  # when each end of a message has called
+    here: dict[tuple[str, StageMessage], float] = {}  # when each end of a message has called
     links: dict[tuple[int, bool], float] = {}  # when each link becomes free
     left = sum(map(len, rows))
     while left:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hybridcomp.plan.cost.host import Blocks, Taken, choices_of, hosts_of
-from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.host import SmallModel, Taken, choices_of, hosts_of
+from hybridcomp.plan.cost.job import PlannedJob
 from hybridcomp.plan.cost.step import step_of
 from hybridcomp.plan.cost.work import work_of
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.machines.cluster import Cluster
-from hybridcomp.plan.machines.rows import Training
-from hybridcomp.plan.request import Batch, Limits
+from hybridcomp.plan.machines.rows import TrainedSmall
+from hybridcomp.plan.request import Batch, SearchLimits
 
 
-def calibrated(job: Job) -> Job:
+def calibrated(job: PlannedJob) -> PlannedJob:
     """Return ``job`` with overheads of its engine's small trainings; unchanged without any."""
     rows = [row for row in job.cluster.trainings if row.engine == job.limits.engine]
     if not rows:
@@ -22,15 +22,15 @@ def calibrated(job: Job) -> Job:
     return replace(job, hosts=hosts_of(_taken(job.cluster, row) for row in rows))
 
 
-def _taken(cluster: Cluster, row: Training) -> Taken:
+def _taken(cluster: Cluster, row: TrainedSmall) -> Taken:
     """Price a small training by layers and messages alone, with nothing hidden by compute."""
     values = float(row.blocks * row.parameters)
-    limits = Limits(dtype=row.dtype, engine="deepspeed", bucket_numel=values)
+    limits = SearchLimits(dtype=row.dtype, engine="deepspeed", bucket_numel=values)
     data = cluster.world_size
     seconds = []
     for count in (1, 2):
         batch = Batch(data * row.samples * count, row.length)
-        job = Job(Blocks(row), cluster, batch, limits, overlap=0.0)
+        job = PlannedJob(SmallModel(row), cluster, batch, limits, overlap=0.0)
         layout = Layout(
             data=data, zero_stage=row.zero_stage, micro_batch=row.samples, accumulation=count,
             cuts=(row.blocks,),

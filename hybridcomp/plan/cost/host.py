@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple
 
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.machines.estimates import Estimate
-from hybridcomp.plan.machines.rows import Training
-from hybridcomp.plan.models.model import Layer, Shape
+from hybridcomp.plan.machines.rows import TrainedSmall
+from hybridcomp.plan.models.model import BatchShape, ModelLayer
 
 #: gradients: native, encoded, encoded with error feedback
 Style = Literal["native", "plain", "feedback"]
@@ -57,10 +57,10 @@ Hosts = Mapping[tuple[int, Style], Host]
 
 
 @dataclass(frozen=True)
-class Blocks:
+class SmallModel:
     """The model of a small training, as a ``Model``."""
 
-    row: Training
+    row: TrainedSmall
 
     name = "blocks"
     is_chain = True
@@ -80,17 +80,19 @@ class Blocks:
         """The layers that are blocks: all of them."""
         return range(self.row.blocks)
 
-    def layers(self, shape: Shape) -> tuple[Layer, ...]:
+    def layers(self, shape: BatchShape) -> tuple[ModelLayer, ...]:
         """Return equal blocks without bytes: the memory of a small training is never estimated."""
         row, one = self.row, float(self.row.parameters)
-        block = Layer("block", "block", row.flops, 2 * row.flops, 0.0, one, 0.0, 0.0, 0.0, 0.0, 0.0)
+        block = ModelLayer(
+            "block", "block", row.flops, 2 * row.flops, 0.0, one, 0.0, 0.0, 0.0, 0.0, 0.0
+        )
         return (block,) * row.blocks
 
-    def shared(self, shape: Shape) -> float:
+    def shared(self, shape: BatchShape) -> float:
         """Return 0.0: no stage shares weights with another one."""
         return 0.0
 
-    def refuses(self, shape: Shape) -> str | None:
+    def refuses(self, shape: BatchShape) -> str | None:
         """Return None: every shape can be built."""
         return None
 
@@ -98,7 +100,7 @@ class Blocks:
 class Taken(NamedTuple):
     """A training and its predicted seconds: of a micro-batch, of the last one, of its compute."""
 
-    row: Training
+    row: TrainedSmall
     micro: float
     last: float
     compute: float
@@ -112,7 +114,7 @@ def style_of(choices: Choices) -> Style:
     return "feedback" if choice.error_feedback else "plain"
 
 
-def choices_of(row: Training) -> Choices:
+def choices_of(row: TrainedSmall) -> Choices:
     """Return the choices of a training's block; native ones where it has none."""
     return Choices.of_block(dict(row.block)) if row.block else Choices()
 

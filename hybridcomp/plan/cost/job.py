@@ -15,13 +15,13 @@ from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.choices import Choice, Choices
 from hybridcomp.plan.cost.copies import Copying, Whole, copyings
 from hybridcomp.plan.cost.host import Host, Hosts, Style, least, nearest, style_of
-from hybridcomp.plan.cost.prices import NOTHING, Call, Coded, Prices
+from hybridcomp.plan.cost.prices import NOTHING, Coded, EngineCall, Prices
 from hybridcomp.plan.layout import Group, Layout
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.estimates import Estimate
 from hybridcomp.plan.machines.rows import Kind, Operation
-from hybridcomp.plan.models.model import Layer, Messages, Model, Shape
-from hybridcomp.plan.request import Batch, Limits
+from hybridcomp.plan.models.model import BatchShape, Messages, Model, ModelLayer
+from hybridcomp.plan.request import Batch, SearchLimits
 from hybridcomp.policy import Dimension, Direction
 
 #: mean share of another rank's keys and values that a rank decodes, and has gradients of, under a
@@ -41,14 +41,14 @@ class Item:
     """
 
     key: Key
-    call: Call | Copying
+    call: EngineCall | Copying
     dtype: torch.dtype
     count: float = 1.0
     fixed: bool = False
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class PlannedJob:
     """A model to train on a cluster. Caches the prices and seconds that a search needs again.
 
     overlap: share of a step's compute behind which gradients and parameters travel, where the
@@ -59,7 +59,7 @@ class Job:
     model: Model
     cluster: Cluster
     batch: Batch
-    limits: Limits
+    limits: SearchLimits
     overlap: float = 0.1
     hosts: Hosts = field(default_factory=dict)
     _seconds: dict[tuple[object, ...], tuple[Estimate, Estimate]] = field(
@@ -103,15 +103,15 @@ class Job:
         devices = dict.fromkeys(rank.device for rank in self.cluster.ranks)
         return f"{self.cluster.world_size} x {', '.join(devices)} on {self.cluster.nodes} nodes"
 
-    def shape(self, layout: Layout) -> Shape:
+    def shape(self, layout: Layout) -> BatchShape:
         """Return the shape of the part of a micro-batch that one rank of ``layout`` computes."""
-        return Shape(
+        return BatchShape(
             layout.micro_batch, self.batch.length, self.dtype.itemsize, layout.tensor,
             layout.sequence, layout.context, layout.expert, layout.mesh,
             layout.slice_count, layout.context > 1 and layout.context_way == "ring",
         )  # fmt: skip
 
-    def layers(self, layout: Layout) -> tuple[Layer, ...]:
+    def layers(self, layout: Layout) -> tuple[ModelLayer, ...]:
         """Return the model's layers as one rank of ``layout`` holds them."""
         return self.model.layers(self.shape(layout))
 
@@ -134,14 +134,14 @@ class Job:
         return min(range(first, first + layout.ranks_per_stage),
                    key=lambda rank: (self.cluster.speeds[rank], rank))  # fmt: skip
 
-    def compute(self, layer: Layer, rank: int) -> tuple[Estimate, Estimate]:
+    def compute(self, layer: ModelLayer, rank: int) -> tuple[Estimate, Estimate]:
         """Return the seconds of forward and of backward of one layer on ``rank``."""
         key = layer.kind, layer.flops, layer.backward_flops, layer.moved_nbytes, rank
         if key not in self._seconds:
             self._seconds[key] = self._compute(layer, rank)
         return self._seconds[key]
 
-    def _compute(self, layer: Layer, rank: int) -> tuple[Estimate, Estimate]:
+    def _compute(self, layer: ModelLayer, rank: int) -> tuple[Estimate, Estimate]:
         dtype = self.limits.dtype
         if layer.kind in ("block", "module"):
             # measured blocks count their backward pass as twice the forward pass
@@ -210,23 +210,25 @@ class Job:
         for numel in messages.tensor:
             if layout.sequence:
                 for operation in GATHER_AND_SCATTER:
-                    call = Call(operation, numel, *sizes)
+                    call = EngineCall(operation, numel, *sizes)
                     yield Item(("tp", way), call, self.dtype)
             else:
-                yield Item(("tp", way), Call("all_reduce", numel, *sizes), self.dtype)
+                yield Item(("tp", way), EngineCall("all_reduce", numel, *sizes), self.dtype)
         if layout.context_way == "ring":
             yield from self._ring_items(layout, stage, messages.ring, way)
         else:
             count = self.nodes(layout, "context", stage)
             for numel in messages.context:
-                call = Call("all_to_all", numel, layout.context, count)
+                call = EngineCall("all_to_all", numel, layout.context, count)
                 yield Item(("cp", way), call, self.dtype)
         for block in messages.mesh:
             count = min(2, self.nodes(layout, block.line, stage))
-            call = Call("send", block.numel, 2, count)
+            call = EngineCall("send", block.numel, 2, count)
             yield Item(("tp2d", block.kind), call, self.dtype, layout.mesh - 1)
         for numel in messages.expert:
-            call = Call("all_to_all", numel, layout.expert, self.nodes(layout, "expert", stage))
+            call = EngineCall(
+                "all_to_all", numel, layout.expert, self.nodes(layout, "expert", stage)
+            )
             yield Item(("ep", way), call, self.dtype)
 
     def _ring_items(
@@ -244,12 +246,12 @@ class Job:
         opened = Coded("decode", SEEN * KEYS_PARTS, 1 / KEYS_PARTS)
         packed = Coded("encode", KEYS_PARTS / hops, 1 / KEYS_PARTS)
         coded = (packed, opened) if way == "forward" else (opened,)
-        call = Call("send", sum(keys), 2, nodes, coded=coded)
+        call = EngineCall("send", sum(keys), 2, nodes, coded=coded)
         yield Item(("cp", "forward"), call, self.dtype, hops)
         if way == "backward":
             one = 1 / GRADIENTS_PARTS
             sums = Coded("encode", GRADIENTS_PARTS, one), Coded("decode_add", GRADIENTS_PARTS, one)
-            call = Call("send", SEEN * sum(keys), 2, nodes, coded=sums)
+            call = EngineCall("send", SEEN * sum(keys), 2, nodes, coded=sums)
             yield Item(("cp", "backward"), call, self.dtype, hops)
 
     def sends(self, layout: Layout, stage: int, values: float, way: Direction) -> list[Item]:
@@ -266,9 +268,9 @@ class Job:
         if self.limits.engine != "megatron" and not layout.sequence:
             parts = layout.tensor
         nodes = self.cluster.nodes_of((rank, other))
-        found = [Item(("pp", way), Call("send", values / parts, 2, nodes), self.dtype)]
+        found = [Item(("pp", way), EngineCall("send", values / parts, 2, nodes), self.dtype)]
         if parts > 1:
-            gather = Call("all_gather", values, parts, self.nodes(layout, "tensor", stage))
+            gather = EngineCall("all_gather", values, parts, self.nodes(layout, "tensor", stage))
             found.append(Item(("pp", way), gather, self.dtype, fixed=True))
         return found
 
@@ -282,7 +284,7 @@ class Job:
             operation = encoded = "reduce_scatter"
         elif layout.zero_stage:  # DeepSpeed all-reduces whole buckets, of which a part is kept
             encoded = "reduce_scatter"
-        call = Call(operation, values / buckets, ranks, nodes, encoded, layout.hierarchy)
+        call = EngineCall(operation, values / buckets, ranks, nodes, encoded, layout.hierarchy)
         return [Item(("dp", "forward"), call, self.gradient_dtype, buckets)]
 
     def copy_items(self, layout: Layout, values: float, layers: int, whole: Whole) -> list[Item]:
@@ -300,5 +302,5 @@ class Job:
         """Return one all-gather of ``values`` parameters over ``group``, in buckets."""
         ranks, nodes = layout.size(group), self.nodes(layout, group, stage)
         buckets = max(1, math.ceil(values / self.limits.bucket_numel))
-        call = Call("all_gather", values / buckets, ranks, nodes, None, layout.hierarchy)
+        call = EngineCall("all_gather", values / buckets, ranks, nodes, None, layout.hierarchy)
         return [Item(("zero", "forward"), call, self.dtype, buckets)]

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost.copies import MOST_NUMEL, Copying
-from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.job import PlannedJob
 from hybridcomp.plan.cost.prices import MIN_BYTES
 from hybridcomp.plan.cost.schedule import in_flight
-from hybridcomp.plan.cost.work import LIVE, Stage, Work
+from hybridcomp.plan.cost.work import LIVE, StageWork, Work
 from hybridcomp.plan.layout import Layout
-from hybridcomp.plan.models.model import Layer
+from hybridcomp.plan.models.model import ModelLayer
 
 #: bytes of a value of an error feedback residual, of a main gradient, of a moment
 FP32 = 4.0
@@ -31,7 +31,7 @@ class Moment:
     gradients: float
 
 
-def memory_of(job: Job, work: Work, stage: int, choices: Choices) -> dict[str, float]:
+def memory_of(job: PlannedJob, work: Work, stage: int, choices: Choices) -> dict[str, float]:
     """Return the bytes of a rank of ``stage`` by kind (``plan.MEMORY_KINDS``)."""
     layout, own = work.layout, work.stages[stage]
     found = states(job, layout, own)
@@ -49,7 +49,7 @@ def memory_of(job: Job, work: Work, stage: int, choices: Choices) -> dict[str, f
     return {**found, **kept_by_codecs(job, layout, own, choices), **kept}
 
 
-def states(job: Job, layout: Layout, stage: Stage) -> dict[str, float]:
+def states(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float]:
     """Return the bytes of weights, gradients and optimizer states, and those on the host."""
     width, values = job.dtype.itemsize, stage.dense + stage.experts
     # experts are sharded only over the replicas of these experts
@@ -68,14 +68,16 @@ def states(job: Job, layout: Layout, stage: Stage) -> dict[str, float]:
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "host": host}
 
 
-def _kept(job: Job, layout: Layout, stage: Stage) -> dict[str, float]:
+def _kept(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float]:
     """Return the bytes of the gathered parameters that DeepSpeed keeps at ZeRO 3."""
     if layout.zero_stage == 3:
         return {"gathered": job.dtype.itemsize * min(stage.dense + stage.experts, LIVE)}
     return {}
 
 
-def kept_by_codecs(job: Job, layout: Layout, stage: Stage, choices: Choices) -> dict[str, float]:
+def kept_by_codecs(
+    job: PlannedJob, layout: Layout, stage: StageWork, choices: Choices
+) -> dict[str, float]:
     """Return the bytes of residuals, references of deltas, payload buffers and keys of a ring."""
     values = stage.dense + stage.experts
     found = {"residuals": 0.0, "references": 0.0, "keys": _sealed(job, layout, stage, choices)}
@@ -101,7 +103,7 @@ def kept_by_codecs(job: Job, layout: Layout, stage: Stage, choices: Choices) -> 
     return found
 
 
-def _sealed(job: Job, layout: Layout, stage: Stage, choices: Choices) -> float:
+def _sealed(job: PlannedJob, layout: Layout, stage: StageWork, choices: Choices) -> float:
     """Return the bytes of encoded keys and values that their owner keeps for a ring's backward.
 
     Native ones count as activations; layers that run forward twice encode theirs again.
@@ -121,7 +123,7 @@ def _sealed(job: Job, layout: Layout, stage: Stage, choices: Choices) -> float:
     return values * choice.bits(job.dtype) / 8 * flying / layout.virtual
 
 
-def _grows(job: Job, layout: Layout) -> bool:
+def _grows(job: PlannedJob, layout: Layout) -> bool:
     """Return whether gradients are allocated one by one as backward makes them."""
     return (
         job.limits.engine != "megatron" and layout.accumulation == 1 and layout.stages == 1
@@ -129,7 +131,7 @@ def _grows(job: Job, layout: Layout) -> bool:
     )  # fmt: skip
 
 
-def _moment(job: Job, layout: Layout, stage: int, own: Stage) -> Moment:
+def _moment(job: PlannedJob, layout: Layout, stage: int, own: StageWork) -> Moment:
     """Return the peak of the backward pass while all other micro-batches are in flight."""
     flying = in_flight(
         stage, layout.stages, layout.virtual, layout.accumulation, layout.slice_count
@@ -143,7 +145,7 @@ def _moment(job: Job, layout: Layout, stage: int, own: Stage) -> Moment:
     return Moment(max(0.0, before) + made.activations, made.gradients)
 
 
-def local_segments(layout: Layout, stage: Stage) -> list[tuple[int, int]]:
+def local_segments(layout: Layout, stage: StageWork) -> list[tuple[int, int]]:
     """Return the recomputed segments, as indices into the stage's layers."""
     place = {number: index for index, (number, _) in enumerate(stage.layers)}
     found = []
@@ -159,7 +161,7 @@ def local_segments(layout: Layout, stage: Stage) -> list[tuple[int, int]]:
     return sorted(found)
 
 
-def _kept_nbytes(layers: Sequence[Layer], segments: Sequence[tuple[int, int]]) -> float:
+def _kept_nbytes(layers: Sequence[ModelLayer], segments: Sequence[tuple[int, int]]) -> float:
     """Return the bytes that one micro-batch keeps between forward and backward."""
     starts, kept, position = dict(segments), 0.0, 0
     while position < len(layers):
@@ -170,7 +172,7 @@ def _kept_nbytes(layers: Sequence[Layer], segments: Sequence[tuple[int, int]]) -
 
 
 def worst_moment(
-    layers: Sequence[Layer], segments: Sequence[tuple[int, int]], width: int, *, grows: bool
+    layers: Sequence[ModelLayer], segments: Sequence[tuple[int, int]], width: int, *, grows: bool
 ) -> Moment:
     """Return the peak of one backward pass. grows: gradients are allocated as it goes."""
     total = width * sum(layer.parameters + layer.expert_parameters for layer in layers)

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 from hybridcomp.dimensions import DIMENSIONS, Dimension
 from hybridcomp.plan.choices import Choices
-from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.job import PlannedJob
 from hybridcomp.plan.cost.memory import device_nbytes, memory_of
 from hybridcomp.plan.cost.prices import FREE, Price
 from hybridcomp.plan.cost.step import Step, simulated, step_of
 from hybridcomp.plan.cost.times import HIGH, LOW, View
-from hybridcomp.plan.cost.work import Stage, Work, by_dimension
+from hybridcomp.plan.cost.work import StageWork, Work, by_dimension
 from hybridcomp.plan.plan import MEMORY_KINDS, Plan, Prediction, Span
 
 
-def plan_of(job: Job, work: Work, choices: Choices, budget: str) -> Plan:
+def plan_of(job: PlannedJob, work: Work, choices: Choices, budget: str) -> Plan:
     """Build the plan of a layout and its choices, with its prediction."""
     return Plan(
         work.layout, choices, predicted(job, work, choices), job.model.name,
@@ -25,7 +25,7 @@ def plan_of(job: Job, work: Work, choices: Choices, budget: str) -> Plan:
     )  # fmt: skip
 
 
-def predicted(job: Job, work: Work, choices: Choices) -> Prediction:
+def predicted(job: PlannedJob, work: Work, choices: Choices) -> Prediction:
     """Predict seconds, memory and bytes of a step."""
     step = simulated(job, work, choices)
     sent = [_messages(job, work, stage, choices) for stage in work.stages]
@@ -72,11 +72,13 @@ def predicted(job: Job, work: Work, choices: Choices) -> Prediction:
     )  # fmt: skip
 
 
-def _compute(work: Work, stage: Stage) -> float:
+def _compute(work: Work, stage: StageWork) -> float:
     return work.layout.passes * stage.compute + stage.adam.value
 
 
-def _messages(job: Job, work: Work, stage: Stage, choices: Choices) -> dict[Dimension, Price]:
+def _messages(
+    job: PlannedJob, work: Work, stage: StageWork, choices: Choices
+) -> dict[Dimension, Price]:
     """Price the messages that a rank of ``stage`` sends in a step, by dimension."""
     found: dict[Dimension, Price] = {}
     count = work.layout.passes

@@ -93,7 +93,7 @@ class Coded(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Call:
+class EngineCall:
     """A collective or a send as the engine calls it.
 
     operation: the engine's. encoded_as: the collective that replaces it where it is encoded (a
@@ -119,7 +119,7 @@ class Prices:
     _known: dict[tuple[object, ...], Price] = field(default_factory=dict, repr=False)
 
     def of(
-        self, call: Call | Copying, choice: Choice, dtype: torch.dtype,
+        self, call: EngineCall | Copying, choice: Choice, dtype: torch.dtype,
         dimension: Dimension | None = None,
     ) -> Price:  # fmt: skip
         """Price ``call`` on one rank. Raises HybridcompError where a measurement is missing.
@@ -152,7 +152,7 @@ class Prices:
             return False
         return True
 
-    def _price(self, call: Call, choice: Choice, dtype: torch.dtype, dimension: str) -> Price:
+    def _price(self, call: EngineCall, choice: Choice, dtype: torch.dtype, dimension: str) -> Price:
         if call.ranks < 2 or not call.numel:
             return FREE
         native = native_nbytes(call.operation, call.numel, dtype, call.ranks)
@@ -164,7 +164,7 @@ class Prices:
             return self._two_levels(call, choice, dtype, native)
         return self._encoded(call, choice, dtype, native, dimension)
 
-    def _channel(self, call: Call, dimension: str) -> Price:
+    def _channel(self, call: EngineCall, dimension: str) -> Price:
         """Price the overhead of a channel for a message that stays native."""
         busy = self._busy(call.ranks)
         more = self.cluster.channel_seconds(call.operation, call.ranks, call.nodes, dimension, busy)
@@ -174,7 +174,9 @@ class Prices:
         """Return whether there are other groups beside one of ``ranks``."""
         return self.cluster.world_size > ranks
 
-    def _native(self, call: Call, operation: Operation, dtype: torch.dtype, native: float) -> Price:
+    def _native(
+        self, call: EngineCall, operation: Operation, dtype: torch.dtype, native: float
+    ) -> Price:
         nbytes = call.numel * dtype.itemsize
         seconds = self._seconds(operation, nbytes, call.ranks, call.nodes)
         where = {"wire": seconds} if call.nodes > 1 else {"inside": seconds}
@@ -189,7 +191,12 @@ class Prices:
         return self.cluster.seconds(operation, nbytes, ranks, nodes, busy=self._busy(ranks))
 
     def _encoded(
-        self, call: Call, choice: Choice, dtype: torch.dtype, native: float, dimension: str = ""
+        self,
+        call: EngineCall,
+        choice: Choice,
+        dtype: torch.dtype,
+        native: float,
+        dimension: str = "",
     ) -> Price:
         """Price an encoded message: (1) coding, (2) payloads, (3) overhead of a call, (4) bytes."""
         codec, operation = choice.codec, call.encoded_as or call.operation
@@ -249,11 +256,13 @@ class Prices:
         bus = cluster.copy(call.direction, payload)
         return Price(device, inside=bus.plus(host), nbytes=payload, native_nbytes=native)
 
-    def _two_levels(self, call: Call, choice: Choice, dtype: torch.dtype, native: float) -> Price:
+    def _two_levels(
+        self, call: EngineCall, choice: Choice, dtype: torch.dtype, native: float
+    ) -> Price:
         """Price a two-level message: native inside a node, encoded stretches between nodes."""
         local = round(call.ranks / call.nodes)
         operation = call.encoded_as or call.operation
-        stretch = Call(operation, call.numel / local, call.nodes, call.nodes)
+        stretch = EngineCall(operation, call.numel / local, call.nodes, call.nodes)
         between = self._encoded(stretch, choice, dtype, 0.0)
         parts: tuple[Operation, ...] = ("all_to_all", "all_gather")
         if operation == "reduce_scatter":
@@ -265,7 +274,7 @@ class Prices:
             _crossing(call, dtype),
         )  # fmt: skip
         for part in parts:
-            inner = Call(part, call.numel, local, 1)
+            inner = EngineCall(part, call.numel, local, 1)
             own = native_nbytes(part, call.numel, dtype, local)
             found = found.plus(Price(
                 inside=self._native(inner, part, dtype, own).inside, nbytes=own
@@ -279,7 +288,7 @@ def _timed(codec: Codec, dtype: torch.dtype) -> str:
     return codec.split_error_budget(1, 2, result=dtype)[0].spec if codec.bounded else codec.spec
 
 
-def _crossing(call: Call, dtype: torch.dtype) -> float:
+def _crossing(call: EngineCall, dtype: torch.dtype) -> float:
     """Return the bytes that a rank sends to other nodes where ``call`` stays native."""
     nbytes = call.numel * dtype.itemsize
     return rings.crossing_nbytes(call.operation, nbytes, call.ranks, call.nodes)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hybridcomp.plan.algorithms.timeline import Task, Timeline, simulate
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost import blocking_pipeline
-from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.job import PlannedJob
 from hybridcomp.plan.cost.recurrence import step_seconds
 from hybridcomp.plan.cost.schedule import Name, Op, order
 from hybridcomp.plan.cost.times import VIEW, StageTimes, View, meet, stage_times
@@ -151,12 +151,12 @@ def seconds_of(layout: Layout, times: tuple[StageTimes, ...]) -> float:
     return first + slope * (layout.accumulation - some)
 
 
-def step_of(job: Job, work: Work, choices: Choices, view: View = VIEW) -> float:
+def step_of(job: PlannedJob, work: Work, choices: Choices, view: View = VIEW) -> float:
     """Return the seconds of a step with the numbers and dimensions that ``view`` selects."""
     return seconds_of(work.layout, stage_times(job, work, choices, view))
 
 
-def simulated(job: Job, work: Work, choices: Choices, view: View = VIEW) -> Step:
+def simulated(job: PlannedJob, work: Work, choices: Choices, view: View = VIEW) -> Step:
     """Simulate the step with its timeline, which shows fewer micro-batches of a long step."""
     times = stage_times(job, work, choices, view)
     tasks, names = tasks_of(work, times, sample(work.layout)[0])

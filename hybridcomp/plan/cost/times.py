@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridcomp.plan.choices import Choices
-from hybridcomp.plan.cost.job import Job
-from hybridcomp.plan.cost.prices import Call, Price
-from hybridcomp.plan.cost.work import Items, Stage, Wish, Work, lands_behind, price
+from hybridcomp.plan.cost.job import PlannedJob
+from hybridcomp.plan.cost.prices import EngineCall, Price
+from hybridcomp.plan.cost.work import Items, StageWork, Wish, Work, lands_behind, price
 from hybridcomp.plan.machines.estimates import Estimate
 
 #: index into a ``Estimate``: its value, its low end, its high end
@@ -42,7 +42,7 @@ class View:
 VIEW = View()
 
 
-def seconds(job: Job, items: Items, choices: Choices | Wish, view: View) -> Seconds:
+def seconds(job: PlannedJob, items: Items, choices: Choices | Wish, view: View) -> Seconds:
     """Add up the seconds of ``items``, without the dimensions that ``view`` drops."""
     coding = link = 0.0
     for item in items:
@@ -111,13 +111,15 @@ class StageTimes:
 
 
 def stage_times(
-    job: Job, work: Work, choices: Choices | Wish, view: View = VIEW
+    job: PlannedJob, work: Work, choices: Choices | Wish, view: View = VIEW
 ) -> tuple[StageTimes, ...]:
     """Return the seconds of the parts of every stage."""
     return tuple(_times(job, work, stage, choices, view) for stage in work.stages)
 
 
-def _times(job: Job, work: Work, stage: Stage, choices: Choices | Wish, view: View) -> StageTimes:
+def _times(
+    job: PlannedJob, work: Work, stage: StageWork, choices: Choices | Wish, view: View
+) -> StageTimes:
     host = job.host(work.layout, stage.rank, choices if isinstance(choices, Choices) else None)
     values = stage.dense + stage.experts
 
@@ -151,7 +153,7 @@ def _times(job: Job, work: Work, stage: Stage, choices: Choices | Wish, view: Vi
 
 
 def _copied(
-    job: Job, stage: Stage, way: str, choices: Choices | Wish, view: View, compute: float
+    job: PlannedJob, stage: StageWork, way: str, choices: Choices | Wish, view: View, compute: float
 ) -> float:
     """Return seconds of copies to or from the host that the last pass's ``compute`` cannot hide."""
     total = 0.0
@@ -163,11 +165,11 @@ def _copied(
     return total
 
 
-def _returned(job: Job, sent: Items, choices: Choices | Wish) -> float:
+def _returned(job: PlannedJob, sent: Items, choices: Choices | Wish) -> float:
     """Return the share of a message's seconds until its blocking send returns."""
     shares = [
         job.cluster.returned(price(job, item, choices).nbytes / item.count, item.call.nodes)
-        for item in sent if isinstance(item.call, Call) and item.call.operation == "send"
+        for item in sent if isinstance(item.call, EngineCall) and item.call.operation == "send"
     ]  # fmt: skip
     return max(shares, default=1.0)
 

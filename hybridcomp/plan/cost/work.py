@@ -14,11 +14,11 @@ from typing import Protocol
 from hybridcomp.dimensions import Dimension
 from hybridcomp.plan.choices import NATIVE, Choices
 from hybridcomp.plan.cost.copies import Whole, whole_of
-from hybridcomp.plan.cost.job import Item, Job
-from hybridcomp.plan.cost.prices import FREE, NOTHING, Call, Price
+from hybridcomp.plan.cost.job import Item, PlannedJob
+from hybridcomp.plan.cost.prices import FREE, NOTHING, EngineCall, Price
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.machines.estimates import Estimate
-from hybridcomp.plan.models.model import Layer
+from hybridcomp.plan.models.model import ModelLayer
 
 Items = tuple[Item, ...]
 #: values that ZeRO 3 keeps gathered at most (``stage3_max_live_parameters``, DeepSpeed's default)
@@ -38,7 +38,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageWork:
     """Compute and messages of the slowest rank of a stage.
 
     forward, backward: by virtual stage. micro: reductions and gathers of every micro-batch (ZeRO 2
@@ -56,7 +56,7 @@ class Stage:
     adam: Estimate
     dense: float
     experts: float
-    layers: tuple[tuple[int, Layer], ...]
+    layers: tuple[tuple[int, ModelLayer], ...]
     copies: Items = ()
 
     @property
@@ -70,16 +70,16 @@ class Work:
     """All stages of a layout."""
 
     layout: Layout
-    stages: tuple[Stage, ...]
+    stages: tuple[StageWork, ...]
 
 
-def work_of(job: Job, layout: Layout) -> Work:
+def work_of(job: PlannedJob, layout: Layout) -> Work:
     """Build the stages of ``layout``, whose cuts must be known."""
     layers = job.layers(layout)
     return Work(layout, tuple(_stage(job, layout, index, layers) for index in range(layout.stages)))
 
 
-def _stage(job: Job, layout: Layout, index: int, layers: Sequence[Layer]) -> Stage:
+def _stage(job: PlannedJob, layout: Layout, index: int, layers: Sequence[ModelLayer]) -> StageWork:
     rank = job.slowest_rank(layout, index)
     own = layout.chunks(index)
     forward, backward = [], []
@@ -92,13 +92,13 @@ def _stage(job: Job, layout: Layout, index: int, layers: Sequence[Layer]) -> Sta
     experts = sum(layer.expert_parameters for _, layer in held)
     if layout.stages == 1:
         dense -= job.model.shared(job.shape(layout))
-    return _with_step(job, layout, index, Stage(
+    return _with_step(job, layout, index, StageWork(
         rank, tuple(forward), tuple(backward), (), (), (), NOTHING, dense, experts, held,
     ))  # fmt: skip
 
 
 def _ahead(
-    job: Job, layout: Layout, stage: int, rank: int, layers: Sequence[Layer],
+    job: PlannedJob, layout: Layout, stage: int, rank: int, layers: Sequence[ModelLayer],
     chunk: Sequence[int], number: int,
 ) -> Pass:  # fmt: skip
     """Build the forward pass of one chunk."""
@@ -113,7 +113,7 @@ def _ahead(
 
 
 def _behind(
-    job: Job, layout: Layout, stage: int, rank: int, layers: Sequence[Layer],
+    job: PlannedJob, layout: Layout, stage: int, rank: int, layers: Sequence[ModelLayer],
     chunk: Sequence[int], number: int,
 ) -> Pass:  # fmt: skip
     """Build the backward pass of one chunk; recomputed layers add forward and its messages."""
@@ -130,7 +130,7 @@ def _behind(
     return Pass(compute, merged(items), merged(sent))
 
 
-def crossing(layout: Layout, layers: Sequence[Layer], number: int) -> float:
+def crossing(layout: Layout, layers: Sequence[ModelLayer], number: int) -> float:
     """Return the values that chunk ``number`` sends to the chunk behind it.
 
     Of a chain it is the last output; of a graph every output that a later stage reads, since stages
@@ -144,7 +144,7 @@ def crossing(layout: Layout, layers: Sequence[Layer], number: int) -> float:
     return sum(layers[node].output for node in early & read)
 
 
-def _with_step(job: Job, layout: Layout, index: int, stage: Stage) -> Stage:
+def _with_step(job: PlannedJob, layout: Layout, index: int, stage: StageWork) -> StageWork:
     """Return ``stage`` with the reductions, gathers, optimizer and copies of a step."""
     dense, experts = stage.dense, stage.experts
     reduce = job.gradient_items(layout, index, dense, "replicas")
@@ -162,7 +162,7 @@ def _with_step(job: Job, layout: Layout, index: int, stage: Stage) -> Stage:
         and (index in (0, layout.stages - 1))
     ):  # both ends hold the weight and sum its gradient
         nodes = min(2, job.nodes(layout, "pipeline"))
-        call = Call("all_reduce", job.model.shared(job.shape(layout)), 2, nodes)
+        call = EngineCall("all_reduce", job.model.shared(job.shape(layout)), 2, nodes)
         reduce.append(Item(("dp", "forward"), call, job.gradient_dtype, fixed=True))
     micro: list[Item] = []
     if layout.zero_stage == 3:
@@ -184,7 +184,7 @@ def _with_step(job: Job, layout: Layout, index: int, stage: Stage) -> Stage:
     )  # fmt: skip
 
 
-def _whole(job: Job, layout: Layout, stage: Stage) -> Whole:
+def _whole(job: PlannedJob, layout: Layout, stage: StageWork) -> Whole:
     """Return sizes of parameters a rank owns parts of, all in one group of the optimizer."""
     if layout.zero_stage != 2 or layout.accumulation == 1:
         return Whole()
@@ -215,7 +215,7 @@ def merged(items: Iterable[Item]) -> Items:
     return tuple(replace(item, count=count) for item, count in counts.items())
 
 
-def priced(job: Job, items: Items, choices: Choices) -> Price:
+def priced(job: PlannedJob, items: Items, choices: Choices) -> Price:
     """Add up the prices of ``items`` with these choices."""
     found = FREE
     for item in items:
@@ -226,11 +226,11 @@ def priced(job: Job, items: Items, choices: Choices) -> Price:
 class Wish(Protocol):
     """Prices from which lower bounds are made, such as the cheapest of a budget's choices."""
 
-    def price(self, job: Job, item: Item) -> Price:
+    def price(self, job: PlannedJob, item: Item) -> Price:
         """Price all messages of one item."""
 
 
-def price(job: Job, item: Item, choices: Choices | Wish) -> Price:
+def price(job: PlannedJob, item: Item, choices: Choices | Wish) -> Price:
     """Price all messages of one item."""
     if not isinstance(choices, Choices):
         return choices.price(job, item)
@@ -239,14 +239,14 @@ def price(job: Job, item: Item, choices: Choices | Wish) -> Price:
     return found.times(item.count)
 
 
-def lands_behind(job: Job, item: Item, choices: Choices | Wish) -> bool:
+def lands_behind(job: PlannedJob, item: Item, choices: Choices | Wish) -> bool:
     """Return whether a copy overlaps with the last pass: encoded gradients, but not on a CPU."""
     encoded = not isinstance(choices, Choices) or not choices[item.key].native
     return encoded and item.key == ("offload", "backward") and not job.on_cpu
 
 
 def by_dimension(
-    job: Job, items: Items, choices: Choices, count: float = 1.0
+    job: PlannedJob, items: Items, choices: Choices, count: float = 1.0
 ) -> dict[Dimension, Price]:
     """Price ``items``, times ``count``, by dimension."""
     found: dict[Dimension, Price] = {}

@@ -31,7 +31,7 @@ from hybridcomp.plan.machines.rows import (
     Operation,
     Rank,
     Timing,
-    Training,
+    TrainedSmall,
 )
 from hybridcomp.plan.machines.speeds import dtypes_of, speeds_of
 
@@ -54,7 +54,7 @@ class Cluster:
     codecs: tuple[Coding, ...] = ()
     copies: tuple[Copy, ...] = ()
     kernels: tuple[Kernel, ...] = ()
-    trainings: tuple[Training, ...] = ()
+    trainings: tuple[TrainedSmall, ...] = ()
     channels: tuple[Carried, ...] = ()
     host_codecs: tuple[Coding, ...] = ()
     left_out: tuple[LeftOut, ...] = ()

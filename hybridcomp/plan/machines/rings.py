@@ -63,14 +63,14 @@ def crossing_nbytes(operation: Operation, nbytes: float, ranks: int, nodes: int)
 
 
 @dataclass(frozen=True)
-class Shape:
+class RingShape:
     """Codec calls of an encoded collective, as shares of its values, and messages, as of bytes."""
 
     coded: tuple[tuple[Direction, float], ...]
     sent: tuple[tuple[Operation, float], ...]
 
 
-def encoded_shape(operation: Operation, ranks: int) -> Shape:
+def encoded_shape(operation: Operation, ranks: int) -> RingShape:
     """Return the codec calls of one rank, and the messages that carry the payloads.
 
     Shares refer to the message's values and to the payload of all of them: an all-reduce between
@@ -79,16 +79,16 @@ def encoded_shape(operation: Operation, ranks: int) -> Shape:
     """
     others = (ranks - 1) / ranks
     if operation == "send":
-        return Shape((("encode", 1.0), ("decode", 1.0)), (("send", 1.0),))
+        return RingShape((("encode", 1.0), ("decode", 1.0)), (("send", 1.0),))
     if operation == "all_gather":
-        return Shape((("encode", 1 / ranks), ("decode", 1.0)), (("all_gather", 1.0),))
+        return RingShape((("encode", 1 / ranks), ("decode", 1.0)), (("all_gather", 1.0),))
     if operation == "all_to_all":
-        return Shape((("encode", others), ("decode", others)), (("all_to_all", 1.0),))
+        return RingShape((("encode", others), ("decode", others)), (("all_to_all", 1.0),))
     if operation == "reduce_scatter":
-        return Shape((("encode", others), ("decode_add", others)), (("all_to_all", 1.0),))
+        return RingShape((("encode", others), ("decode_add", others)), (("all_to_all", 1.0),))
     if ranks == 2:
-        return Shape((("encode", 1.0), ("decode_add", 2.0)), (("all_to_all", 2.0),))
-    return Shape(
+        return RingShape((("encode", 1.0), ("decode_add", 2.0)), (("all_to_all", 2.0),))
+    return RingShape(
         (("encode", others + 1 / ranks), ("decode_add", others), ("decode", 1.0)),
         (("all_to_all", 1.0), ("all_gather", 1.0)),
     )

@@ -69,7 +69,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentMessage:
     """Seconds of a message of hybridcomp, from the call to the result.
 
     setting: of its codec. numel: values of ``dtype`` of the message; nbytes: of their payload.
@@ -88,14 +88,14 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Encoded(Sent):
+class Encoded(SentMessage):
     """One encoded collective."""
 
     beside: Beside = "alone"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Carried(Sent):
+class Carried(SentMessage):
     """A message through the channel of its dimension.
 
     Its seconds include the channel's work beside codec and wire: the choice of the codec, records,
@@ -186,7 +186,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainedSmall:
     """Seconds of an engine's steps on a small model that every rank replicates.
 
     Only these seconds include the host's work for a step, a micro-batch and a bucket, and the

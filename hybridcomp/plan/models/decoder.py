@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hybridcomp.plan.models import decoder_layers
-from hybridcomp.plan.models.model import Layer, Shape
-from hybridcomp.plan.models.sizes import Sizes
+from hybridcomp.plan.models.model import BatchShape, ModelLayer
+from hybridcomp.plan.models.sizes import DecoderSizes
 
 
 @dataclass(frozen=True)
-class Decoder(Sizes):
+class Decoder(DecoderSizes):
     """A decoder of these sizes, as the planner cuts it."""
 
     @property
@@ -32,11 +32,11 @@ class Decoder(Sizes):
     @cached_property
     def parameters(self) -> float:
         """Parameters of the whole model; a tied weight counts once."""
-        whole = self.layers(Shape(1, 1))
+        whole = self.layers(BatchShape(1, 1))
         total = sum(layer.parameters + layer.expert_parameters for layer in whole)
-        return total - self.shared(Shape(1, 1))
+        return total - self.shared(BatchShape(1, 1))
 
-    def refuses(self, shape: Shape) -> str | None:
+    def refuses(self, shape: BatchShape) -> str | None:
         """Say why the model cannot be cut into ``shape``; None where it can."""
         if self.heads % shape.tensor or (self.kv_heads % shape.tensor and
                                          shape.tensor % self.kv_heads):  # fmt: skip
@@ -62,7 +62,7 @@ class Decoder(Sizes):
             return "sequence parallelism needs tensor ranks that divide the length"
         return None
 
-    def _refuses_mesh(self, shape: Shape) -> str | None:
+    def _refuses_mesh(self, shape: BatchShape) -> str | None:
         """Say why a mesh of this side cannot cut the layers; None where it can."""
         q = shape.mesh
         if self.experts or self.parallel:
@@ -72,6 +72,6 @@ class Decoder(Sizes):
         wrong = [name for name, size in sizes.items() if size % q]
         return f"mesh {q} does not divide {wrong[0]}" if wrong else None
 
-    def layers(self, shape: Shape) -> tuple[Layer, ...]:
+    def layers(self, shape: BatchShape) -> tuple[ModelLayer, ...]:
         """Return the chain: embedding, blocks, head."""
         return decoder_layers.layers(self, shape)

@@ -10,15 +10,15 @@ from __future__ import annotations
 from functools import lru_cache
 
 from hybridcomp.plan.models import mesh, weights
-from hybridcomp.plan.models.model import Layer, Messages, Shape
-from hybridcomp.plan.models.sizes import Sizes, padded
+from hybridcomp.plan.models.model import BatchShape, Messages, ModelLayer
+from hybridcomp.plan.models.sizes import DecoderSizes, padded
 
 #: backward of a fused attention: five products where forward has two
 ATTENTION_BACKWARD = 2.5
 
 
 @lru_cache(maxsize=512)
-def layers(model: Sizes, shape: Shape) -> tuple[Layer, ...]:
+def layers(model: DecoderSizes, shape: BatchShape) -> tuple[ModelLayer, ...]:
     """Return the chain: embedding, blocks, head."""
     dense, sparse = _block(model, shape, False), None
     if model.experts:
@@ -28,12 +28,12 @@ def layers(model: Sizes, shape: Shape) -> tuple[Layer, ...]:
     return (_embedding(model, shape), *blocks, _head(model, shape))
 
 
-def _stream(model: Sizes, shape: Shape) -> float:
+def _stream(model: DecoderSizes, shape: BatchShape) -> float:
     """Return the values of the residual stream that a rank holds."""
     return shape.tokens * model.hidden / (shape.tensor if shape.sequence else shape.mesh)
 
 
-def _norm_kept(model: Sizes, shape: Shape) -> float:
+def _norm_kept(model: DecoderSizes, shape: BatchShape) -> float:
     """Return bytes that a norm keeps: its input, in fp32 where it is composed, and statistics.
 
     The output counts for the layer that reads it.
@@ -47,7 +47,7 @@ def _norm_kept(model: Sizes, shape: Shape) -> float:
     return stream * shape.width + 4 * rows
 
 
-def _attention(model: Sizes, shape: Shape) -> tuple[float, float, float, float, float]:
+def _attention(model: DecoderSizes, shape: BatchShape) -> tuple[float, float, float, float, float]:
     """Return attention's cut and whole weights, FLOPs of forward and of backward, kept bytes.
 
     Kept are normed input, q, k and v, output, and the log-sum-exp of each row in fp32.
@@ -66,7 +66,7 @@ def _attention(model: Sizes, shape: Shape) -> tuple[float, float, float, float, 
     return cut, whole, flops, backward, kept
 
 
-def _looked_at(model: Sizes, shape: Shape) -> float:
+def _looked_at(model: DecoderSizes, shape: BatchShape) -> float:
     """Return bytes that a slice keeps of earlier tokens: their keys and values, and its mask."""
     if shape.slices == 1:
         return 0.0
@@ -76,7 +76,7 @@ def _looked_at(model: Sizes, shape: Shape) -> float:
 
 
 def _mlp(
-    model: Sizes, shape: Shape, width: float, tokens: float
+    model: DecoderSizes, shape: BatchShape, width: float, tokens: float
 ) -> tuple[float, float, float, float]:
     """Return a feed-forward layer's cut weights, whole weights, FLOPs of forward, kept bytes.
 
@@ -93,7 +93,7 @@ def _mlp(
     return cut, whole, 2 * tokens * matrices * model.hidden * width / t, kept
 
 
-def _block(model: Sizes, shape: Shape, sparse: bool) -> Layer:
+def _block(model: DecoderSizes, shape: BatchShape, sparse: bool) -> ModelLayer:
     cut, whole, flops, backward, kept = _attention(model, shape)
     stream = _stream(model, shape)
     n, experts, always = shape.tokens, 0.0, model.intermediate
@@ -122,7 +122,7 @@ def _block(model: Sizes, shape: Shape, sparse: bool) -> Layer:
         flops, backward, kept = flops + more, backward + 2 * more, kept + held
     kept += 2 * _norm_kept(model, shape) + shape.width * stream  # second normed input
     forward, back = _messages(model, shape, sparse)
-    return Layer(
+    return ModelLayer(
         "block with experts" if sparse else "block", "block", flops, backward,
         moved_nbytes=2 * kept, parameters=parameters, expert_parameters=experts, kept_nbytes=kept,
         input_nbytes=shape.width * stream, work_nbytes=_block_work(model, shape),
@@ -131,13 +131,13 @@ def _block(model: Sizes, shape: Shape, sparse: bool) -> Layer:
     )  # fmt: skip
 
 
-def _block_work(model: Sizes, shape: Shape) -> float:
+def _block_work(model: DecoderSizes, shape: BatchShape) -> float:
     """Return bytes of the gradients that backward of the widest part holds beside kept ones."""
     widest = max(2 * model.intermediate, model.query + 2 * model.keys) / shape.cut
     return shape.width * (shape.tokens * widest + 2 * _stream(model, shape))
 
 
-def _messages(model: Sizes, shape: Shape, sparse: bool) -> tuple[Messages, Messages]:
+def _messages(model: DecoderSizes, shape: BatchShape, sparse: bool) -> tuple[Messages, Messages]:
     """Return messages of forward and backward: sums behind attention and MLP, then before both."""
     if shape.mesh > 1:
         between = [model.intermediate] * (2 if model.gated else 1)
@@ -158,7 +158,7 @@ def _messages(model: Sizes, shape: Shape, sparse: bool) -> tuple[Messages, Messa
     return Messages(sums, context, expert, ring), Messages(back, context, expert, ring)
 
 
-def _embedding(model: Sizes, shape: Shape) -> Layer:
+def _embedding(model: DecoderSizes, shape: BatchShape) -> ModelLayer:
     stream = _stream(model, shape)
     table = _table(model, shape)
     places = model.positions * model.hidden / shape.mesh**2
@@ -168,7 +168,7 @@ def _embedding(model: Sizes, shape: Shape) -> Layer:
     forward, backward = Messages(sums), Messages()
     if shape.mesh > 1:
         forward, backward = mesh.look_up(table)
-    return Layer(
+    return ModelLayer(
         "embedding", "embedding", 0.0, 0.0, moved_nbytes=2 * shape.width * stream,
         parameters=parameters, expert_parameters=0.0, kept_nbytes=tokens, input_nbytes=tokens,
         work_nbytes=shape.width * stream, output=stream, forward=forward, backward=backward,
@@ -176,13 +176,13 @@ def _embedding(model: Sizes, shape: Shape) -> Layer:
     )  # fmt: skip
 
 
-def _table(model: Sizes, shape: Shape) -> float:
+def _table(model: DecoderSizes, shape: BatchShape) -> float:
     """Return values of a rank's part of the vocabulary's weights; a mesh pads the vocabulary."""
     words = padded(model.vocabulary, shape.mesh) if shape.mesh > 1 else model.vocabulary
     return words * model.hidden / (shape.cut * shape.mesh)
 
 
-def _head(model: Sizes, shape: Shape) -> Layer:
+def _head(model: DecoderSizes, shape: BatchShape) -> ModelLayer:
     """Return the final norm, the output and the loss, whose logarithms are kept in fp32."""
     stream = _stream(model, shape)
     logits = shape.tokens * model.vocabulary / shape.cut
@@ -196,7 +196,7 @@ def _head(model: Sizes, shape: Shape) -> Layer:
     if shape.mesh > 1:
         words = padded(model.vocabulary, shape.mesh)
         forward, backward = mesh.output(shape, model.hidden, words, model.tied)
-    return Layer(
+    return ModelLayer(
         "head", "head", flops, 2 * flops, moved_nbytes=(12 + 2 * shape.width) * logits,
         parameters=table + norm, expert_parameters=0.0, kept_nbytes=kept,
         input_nbytes=shape.width * stream, work_nbytes=8 * logits + held, output=1.0,

@@ -16,7 +16,7 @@ Kind = Literal["embedding", "block", "head", "module"]
 
 
 @dataclass(frozen=True)
-class Shape:
+class BatchShape:
     """Sizes of one micro-batch, and the degrees that cut it for one rank of a stage.
 
     micro_batch: samples. length: tokens of a whole sample. width: bytes of a value. tensor,
@@ -47,7 +47,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Block:
+class MeshBlock:
     """One block sent along a line of a mesh: to every other rank of it, or from each.
 
     kind: the direction of ``tp2d``. line: ``"row"`` or ``"column"``. numel: values of this rank's
@@ -72,11 +72,11 @@ class Messages:
     context: tuple[float, ...] = ()
     expert: tuple[float, ...] = ()
     ring: tuple[float, ...] = ()
-    mesh: tuple[Block, ...] = ()
+    mesh: tuple[MeshBlock, ...] = ()
 
 
 @dataclass(frozen=True)
-class Layer:
+class ModelLayer:
     """One layer on one rank, for one micro-batch.
 
     flops: forward, of matrix products and attention. backward_flops: of its backward pass.
@@ -129,16 +129,16 @@ class Model(Protocol):
     def repeated(self) -> range:
         """The layers that are blocks, without embedding and head."""
 
-    def layers(self, shape: Shape) -> tuple[Layer, ...]:
+    def layers(self, shape: BatchShape) -> tuple[ModelLayer, ...]:
         """Return the layers as one rank holds them."""
 
-    def shared(self, shape: Shape) -> float:
+    def shared(self, shape: BatchShape) -> float:
         """Return values on a rank that the first and the last layer share (tied embeddings)."""
 
-    def refuses(self, shape: Shape) -> str | None:
+    def refuses(self, shape: BatchShape) -> str | None:
         """Say why the model cannot be cut into ``shape``; None where it can."""
 
 
-def flops_of(layers: Sequence[Layer]) -> float:
+def flops_of(layers: Sequence[ModelLayer]) -> float:
     """Return the FLOPs of forward and backward of one micro-batch on one rank."""
     return sum(layer.flops + layer.backward_flops for layer in layers)

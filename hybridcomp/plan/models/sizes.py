@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from hybridcomp.plan.models.model import Shape
+from hybridcomp.plan.models.model import BatchShape
 
 
 @dataclass(frozen=True)
-class Sizes:
+class DecoderSizes:
     """Sizes of a decoder.
 
     hidden, blocks, heads, kv_heads, head_width, intermediate, vocabulary: as in config.json.
@@ -68,7 +68,7 @@ class Sizes:
         """Parameters of one norm."""
         return self.hidden * (2 if self.norm == "layernorm" else 1)
 
-    def shared(self, shape: Shape) -> float:
+    def shared(self, shape: BatchShape) -> float:
         """Return the values on a rank that embedding and output share."""
         return self.vocabulary * self.hidden / (shape.cut * shape.mesh) if self.tied else 0.0
 

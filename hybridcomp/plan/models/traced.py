@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridcomp.errors import HybridcompError
-from hybridcomp.plan.models.model import Layer, Shape
+from hybridcomp.plan.models.model import BatchShape, ModelLayer
 from hybridcomp.plan.models.torch_tools import Traced, fake_mode, trace
 
 #: builds the module's arguments of one micro-batch from (samples, tokens of a sample)
@@ -102,18 +102,18 @@ class TracedModel:
         """True where every unit reads only the output of the unit before it."""
         return all(set(unit.inputs) <= {index - 1} for index, unit in enumerate(self._any()))
 
-    def shared(self, shape: Shape) -> float:
+    def shared(self, shape: BatchShape) -> float:
         """Return 0.0: a shared weight counts for the first unit that has it."""
         return 0.0
 
-    def refuses(self, shape: Shape) -> str | None:
+    def refuses(self, shape: BatchShape) -> str | None:
         """Say why the model cannot be cut into ``shape``: traced layers cannot be cut; or None."""
         for name in ("tensor", "context", "expert", "mesh", "slices"):
             if getattr(shape, name) > 1:
                 return f"{name} {getattr(shape, name)}: only models of known layers are cut so"
         return None
 
-    def layers(self, shape: Shape) -> tuple[Layer, ...]:
+    def layers(self, shape: BatchShape) -> tuple[ModelLayer, ...]:
         """Return the units for any micro-batch, extrapolated from traces of 1 and 2 samples."""
         one, two = (self.traced(n, shape.length, shape.width) for n in (1, 2))
         return tuple(
@@ -130,13 +130,13 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
-def _layer(one: Traced, two: Traced, index: int, shape: Shape) -> Layer:
+def _layer(one: Traced, two: Traced, index: int, shape: BatchShape) -> ModelLayer:
     def at(name: str) -> float:
         first, second = getattr(one, name), getattr(two, name)
         return float(first + (shape.micro_batch - 1) * (second - first))
 
     kept = at("kept_nbytes")
-    return Layer(
+    return ModelLayer(
         one.name, "module", at("flops"), at("backward_flops"), moved_nbytes=2 * kept,
         parameters=one.parameters, expert_parameters=0.0, kept_nbytes=kept,
         input_nbytes=at("input_nbytes"), work_nbytes=2 * at("widest_nbytes"),

@@ -6,11 +6,13 @@ as they are small. A model that fuses some has larger tensors.
 
 from __future__ import annotations
 
-from hybridcomp.plan.models.model import Shape
-from hybridcomp.plan.models.sizes import Sizes
+from hybridcomp.plan.models.model import BatchShape
+from hybridcomp.plan.models.sizes import DecoderSizes
 
 
-def block(model: Sizes, shape: Shape, feed_forward: int, parameters: float) -> tuple[float, ...]:
+def block(
+    model: DecoderSizes, shape: BatchShape, feed_forward: int, parameters: float
+) -> tuple[float, ...]:
     """Return the tensors of a block whose dense feed-forward layer has this width (0: none)."""
     cut = shape.cut * shape.mesh
     keys = max(model.keys, shape.cut * model.head_width if shape.cut > model.kv_heads else 0)
@@ -19,7 +21,9 @@ def block(model: Sizes, shape: Shape, feed_forward: int, parameters: float) -> t
                        *feed_forwards(model, shape, feed_forward, 1)), parameters)  # fmt: skip
 
 
-def feed_forwards(model: Sizes, shape: Shape, width: int, count: float) -> tuple[float, ...]:
+def feed_forwards(
+    model: DecoderSizes, shape: BatchShape, width: int, count: float
+) -> tuple[float, ...]:
     """Return the matrices of ``count`` feed-forward layers, or experts."""
     if not width:
         return ()
@@ -28,7 +32,7 @@ def feed_forwards(model: Sizes, shape: Shape, width: int, count: float) -> tuple
 
 
 def experts(
-    model: Sizes, shape: Shape, width: int, count: float, parameters: float
+    model: DecoderSizes, shape: BatchShape, width: int, count: float, parameters: float
 ) -> tuple[float, ...]:
     """Return the tensors of a block's experts on one rank."""
     return _with_rest(feed_forwards(model, shape, width, count), parameters)

@@ -29,7 +29,7 @@ Allowed = float | str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Budget:
+class AllowedChoices:
     """The choices that each dimension may use.
 
     allowed: the choices of every dimension beside native, in order; the same for both directions.
@@ -42,7 +42,7 @@ class Budget:
     insisted: frozenset[Dimension] = frozenset()
 
     @classmethod
-    def parse(cls, written: str | Mapping[str, Allowed]) -> Budget:
+    def parse(cls, written: str | Mapping[str, Allowed]) -> AllowedChoices:
         """Read a budget: ``"recommended"``, ``"lossless"``, ``"native"``, or one for a dimension.
 
         A dimension takes one of the three names, an error bound (a number), a setting as the block
@@ -75,7 +75,9 @@ class Budget:
         fitting = [choice for choice in choices if not (choice.delta and zero_stage == 3)]
         return (NATIVE, *fitting)
 
-    def priced(self, is_known: Callable[[Dimension, Choice], bool]) -> tuple[Budget, list[str]]:
+    def priced(
+        self, is_known: Callable[[Dimension, Choice], bool]
+    ) -> tuple[AllowedChoices, list[str]]:
         """Return this budget without choices of unknown cost, and the names of their codecs.
 
         Raises ConfigError where an insisted dimension would lose all its choices.

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 from hybridcomp.dimensions import KEYS, ROWS, Key
 from hybridcomp.plan.choices import NATIVE, Choice, Choices
-from hybridcomp.plan.cost.job import Item, Job
+from hybridcomp.plan.cost.job import Item, PlannedJob
 from hybridcomp.plan.cost.memory import device_nbytes, kept_by_codecs, memory_of
 from hybridcomp.plan.cost.prices import Price
 from hybridcomp.plan.cost.step import seconds_of
 from hybridcomp.plan.cost.times import least_seconds, stage_times
-from hybridcomp.plan.cost.work import Items, Stage, Work, lands_behind, price
+from hybridcomp.plan.cost.work import Items, StageWork, Work, lands_behind, price
 from hybridcomp.plan.layout import Layout
-from hybridcomp.plan.search.budget import Budget
+from hybridcomp.plan.search.budget import AllowedChoices
 
 #: seconds of an option by stage (serial, coding, link), then the bytes that it keeps
 Costs = tuple[float, ...]
@@ -32,7 +32,7 @@ class Ideal:
 
     options: tuple[tuple[Key, tuple[Choice, ...]], ...]
 
-    def price(self, job: Job, item: Item) -> Price:
+    def price(self, job: PlannedJob, item: Item) -> Price:
         """Price an item with the least of each part over its options."""
         table = dict(self.options)
         found = [
@@ -60,8 +60,8 @@ class Best:
 class Evaluator:
     """Evaluates and ranks choices for placed layouts."""
 
-    job: Job
-    budget: Budget
+    job: PlannedJob
+    budget: AllowedChoices
     _ideals: dict[int, Ideal] = field(default_factory=dict)
     _bases: dict[Layout, list[float]] = field(default_factory=dict)
 
@@ -194,7 +194,9 @@ class Evaluator:
         return self.need(work, Choices()) + sum(most.values()) <= self.job.capacity
 
 
-def options_of(job: Job, budget: Budget, key: Key, zero_stage: int) -> tuple[Choice, ...]:
+def options_of(
+    job: PlannedJob, budget: AllowedChoices, key: Key, zero_stage: int
+) -> tuple[Choice, ...]:
     """Return the budget's options at ``key``; only native copies where host codecs are unknown."""
     found = budget.options(key, zero_stage)
     copied = not ROWS[key[0]].between_ranks
@@ -205,7 +207,7 @@ def _keys_of(name: str) -> Iterator[Key]:
     return (key for key in KEYS if key[0] == name)
 
 
-def _all(stage: Stage) -> Iterator[Items]:
+def _all(stage: StageWork) -> Iterator[Items]:
     for one in (*stage.forward, *stage.backward):
         yield one.items
         yield one.sent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.job import PlannedJob
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.request import Found, Nearest
 from hybridcomp.plan.search.placing import Placer
@@ -14,7 +14,7 @@ from hybridcomp.plan.search.space import world
 NO_ROOM = "the memory of a rank is too small"
 
 
-def nothing(job: Job, placer: Placer, every: list[Layout], found: Found) -> Found:
+def nothing(job: PlannedJob, placer: Placer, every: list[Layout], found: Found) -> Found:
     """Return ``found`` without plans, with a reason in one sentence, and the nearest plan."""
     if not every or NO_ROOM not in found.refused:  # the reason is not memory
         reasons = Counter(found.refused).most_common(1)

@@ -11,15 +11,15 @@ from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.algorithms import cuts, ideals
 from hybridcomp.plan.algorithms.recompute import Stored
 from hybridcomp.plan.choices import Choices
-from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.job import PlannedJob
 from hybridcomp.plan.cost.memory import FP32, device_nbytes, memory_of, states
-from hybridcomp.plan.cost.prices import Call
+from hybridcomp.plan.cost.prices import EngineCall
 from hybridcomp.plan.cost.schedule import in_flight
-from hybridcomp.plan.cost.work import Stage, Work, price, work_of
+from hybridcomp.plan.cost.work import StageWork, Work, price, work_of
 from hybridcomp.plan.engines import RECOMPUTE_REASONS, can_recompute, recomputations
 from hybridcomp.plan.layout import Layout, even_cuts
 from hybridcomp.plan.machines.estimates import Estimate
-from hybridcomp.plan.models.model import Layer
+from hybridcomp.plan.models.model import ModelLayer
 from hybridcomp.plan.search.recomputing import cheapest, contiguous, need
 
 
@@ -34,7 +34,7 @@ class Reserve:
 class Placer:
     """Places layouts, with a cache of cuts and of recomputed segments."""
 
-    job: Job
+    job: PlannedJob
     #: layouts that cannot be placed with any memory, and the reasons
     unable: dict[Layout, str] = field(default_factory=dict)
     _cuts: dict[tuple[object, ...], cuts.Cuts | None] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class Placer:
             fastest = max(range(layout.ranks), key=self.job.cluster.speeds.__getitem__)
             lean_ones = self.job.model.repeated if lean else range(0)
             layers = [
-                cuts.Layer(
+                cuts.ChainLayer(
                     self._layer_seconds(layout, layer, fastest),
                     self._layer_nbytes(layout, layer, reserve),
                     _kept(layer, number in lean_ones) if reserve else 0.0,
@@ -168,7 +168,7 @@ class Placer:
             for stage in range(layout.stages)
         ]
 
-    def _layer_seconds(self, layout: Layout, layer: Layer, rank: int) -> float:
+    def _layer_seconds(self, layout: Layout, layer: ModelLayer, rank: int) -> float:
         """Return seconds of forward and backward of ``layer`` on ``rank``, native messages incl."""
         seconds = sum(figure.value for figure in self.job.compute(layer, rank))
         for messages, way in ((layer.forward, "forward"), (layer.backward, "backward")):
@@ -176,17 +176,17 @@ class Placer:
                 seconds += price(self.job, item, Choices()).seconds.value
         return seconds
 
-    def _layer_nbytes(self, layout: Layout, layer: Layer, reserve: Reserve | None) -> float:
+    def _layer_nbytes(self, layout: Layout, layer: ModelLayer, reserve: Reserve | None) -> float:
         if reserve is None:
             return 0.0
-        alone = Stage(
+        alone = StageWork(
             0, (), (), (), (), (), Estimate(0.0, 0.0, 0.0), layer.parameters,
             layer.expert_parameters, ((0, layer),),
         )  # fmt: skip
         values = layer.parameters + layer.expert_parameters
         return device_nbytes(states(self.job, layout, alone)) + reserve.of_parameter * values
 
-    def _cut_seconds(self, layout: Layout, layer: Layer) -> tuple[float, float]:
+    def _cut_seconds(self, layout: Layout, layer: ModelLayer) -> tuple[float, float]:
         """Return seconds of messages across a cut behind ``layer``, of the stages on both sides.
 
         A stage waits for the messages that it sends. Where messages block (``meetings``), the stage
@@ -196,11 +196,11 @@ class Placer:
         if not self.job.meets(layout):
             return ahead, back
         call = self.job.sends(layout, 0, layer.output, "forward")[0].call
-        assert isinstance(call, Call)
+        assert isinstance(call, EngineCall)
         share = self.job.cluster.returned(call.numel * self.job.dtype.itemsize, call.nodes)
         return back + share * ahead, ahead + back
 
-    def _message_seconds(self, layout: Layout, layer: Layer) -> tuple[float, float]:
+    def _message_seconds(self, layout: Layout, layer: ModelLayer) -> tuple[float, float]:
         """Return link seconds of ``layer``'s messages to the next stage and back."""
         ahead, back = (
             sum(
@@ -263,7 +263,7 @@ class Placer:
         return done if self._fits(done, reserve) else None
 
     def _segments_of(
-        self, layout: Layout, stage: int, own: Stage, room: float
+        self, layout: Layout, stage: int, own: StageWork, room: float
     ) -> tuple[tuple[int, int], ...] | None:
         """Return segments of a stage, as indices in it, that save ``-room`` bytes fastest."""
         blocks = self.job.model.repeated
@@ -290,7 +290,7 @@ class Placer:
         return self._segments[key]
 
 
-def _kept(layer: Layer, lean: bool) -> float:
+def _kept(layer: ModelLayer, lean: bool) -> float:
     """Return bytes that a layer keeps of a pass: its input alone if recomputed (``lean``)."""
     return layer.input_nbytes if lean else layer.kept_nbytes
 

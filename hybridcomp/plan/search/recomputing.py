@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hybridcomp.plan.algorithms.recompute import Stored, cheapest_recomputation
 from hybridcomp.plan.cost.memory import worst_moment
-from hybridcomp.plan.models.model import Layer
+from hybridcomp.plan.models.model import ModelLayer
 
 #: number of memory limits of one pass to try, where several passes are in flight
 LIMITS = 8
@@ -24,7 +24,7 @@ def contiguous(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def need(
-    layers: Sequence[Layer], segments: Sequence[tuple[int, int]], others: float, width: int
+    layers: Sequence[ModelLayer], segments: Sequence[tuple[int, int]], others: float, width: int
 ) -> float:
     """Return the peak bytes of activations with ``others`` more micro-batches in flight."""
     starts, kept, position = dict(segments), 0.0, 0
@@ -36,7 +36,7 @@ def need(
 
 
 def cheapest(
-    stored: Sequence[Stored], layers: Sequence[Layer], others: float, width: int, limit: float
+    stored: Sequence[Stored], layers: Sequence[ModelLayer], others: float, width: int, limit: float
 ) -> tuple[tuple[int, int], ...] | None:
     """Find the segments with the fewest extra seconds whose need is within ``limit``; or None.
 

@@ -14,20 +14,20 @@ from dataclasses import dataclass, field, replace
 
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost.calibrate import calibrated
-from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.job import PlannedJob
 from hybridcomp.plan.cost.predict import plan_of
 from hybridcomp.plan.cost.work import Work
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.models.model import Model
-from hybridcomp.plan.request import Batch, Found, Limits, Nearest
-from hybridcomp.plan.search.budget import Budget
+from hybridcomp.plan.request import Batch, Found, Nearest, SearchLimits
+from hybridcomp.plan.search.budget import AllowedChoices
 from hybridcomp.plan.search.evaluate import Evaluator
 from hybridcomp.plan.search.nearest import NO_ROOM, nothing
 from hybridcomp.plan.search.placing import Placer
 from hybridcomp.plan.search.space import layouts, world
 
-DEFAULT = Limits()
+DEFAULT = SearchLimits()
 #: what waits in the heap: not placed, placed, and judged with its best choices
 Waiting = Layout | Work | tuple[Work, Choices]
 
@@ -35,9 +35,9 @@ Waiting = Layout | Work | tuple[Work, Choices]
 def search(
     model: Model,
     cluster: Cluster,
-    budget: Budget,
+    budget: AllowedChoices,
     batch: Batch,
-    limits: Limits = DEFAULT,
+    limits: SearchLimits = DEFAULT,
 ) -> Found:
     """Find the fastest plans of ``model`` on ``cluster`` within ``budget``, the best first.
 
@@ -45,7 +45,7 @@ def search(
     feasible. Codecs that the cluster has no measurement of are not used, and named in ``unpriced``.
     Raises HybridcompError where the cluster lacks another figure that is needed.
     """
-    job = calibrated(Job(model, cluster, batch, limits))
+    job = calibrated(PlannedJob(model, cluster, batch, limits))
     budget, unpriced = budget.priced(job.can_price)
     ranks = world(job)
     if ranks > cluster.world_size:
@@ -59,8 +59,8 @@ def search(
 class _Search:
     """State of one search."""
 
-    job: Job
-    budget: Budget
+    job: PlannedJob
+    budget: AllowedChoices
     refused: Counter[str] = field(default_factory=Counter)
     considered: int = 0
     simulated: int = 0
@@ -120,7 +120,7 @@ def _family(layout: Layout) -> Layout:
     return layout.replace(cuts=(), recompute=(), nodes=(), hierarchy=True, slices=slices)
 
 
-def balanced_seconds(job: Job, evaluator: Evaluator, layout: Layout) -> float:
+def balanced_seconds(job: PlannedJob, evaluator: Evaluator, layout: Layout) -> float:
     """Bound a step from below over all cuts: perfectly balanced stages, ideal messages."""
     speeds = job.cluster.speeds
     fastest = max(range(layout.ranks), key=speeds.__getitem__)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.job import PlannedJob
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.models.model import flops_of
 
@@ -20,14 +20,14 @@ from hybridcomp.plan.models.model import flops_of
 COUNTS, LEAST = (2, 4, 8, 16, 32, 64), 16
 
 
-def sliced(job: Job, layout: Layout) -> Iterator[tuple[int, ...]]:
+def sliced(job: PlannedJob, layout: Layout) -> Iterator[tuple[int, ...]]:
     """Yield the lengths of the slices of a sequence, for every number of slices to try."""
     for count in COUNTS:
         if count * LEAST <= job.batch.length:
             yield slice_lengths(job, layout, count)
 
 
-def slice_lengths(job: Job, layout: Layout, count: int) -> tuple[int, ...]:
+def slice_lengths(job: PlannedJob, layout: Layout, count: int) -> tuple[int, ...]:
     """Return the lengths of ``count`` slices of equal FLOPs.
 
     FLOPs of a sequence of L tokens are ``a L + b L^2``, attention counted without a mask; a slice

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.job import PlannedJob
 from hybridcomp.plan.layout import ContextWay, Layout
 from hybridcomp.plan.search.slicing import sliced
 
@@ -23,12 +23,12 @@ def divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def world(job: Job) -> int:
+def world(job: PlannedJob) -> int:
     """Return the number of ranks that a plan uses."""
     return job.limits.ranks or job.cluster.world_size
 
 
-def layouts(job: Job, refused: Counter[str]) -> Iterator[Layout]:
+def layouts(job: PlannedJob, refused: Counter[str]) -> Iterator[Layout]:
     """Yield every layout of the space, without cuts; count in ``refused`` refusals by reason.
 
     Layouts that contradict the user's fixed fields are counted only where no other is left.
@@ -42,7 +42,7 @@ def layouts(job: Job, refused: Counter[str]) -> Iterator[Layout]:
         refused.update(others)
 
 
-def _every(job: Job, refused: Counter[str], others: Counter[str]) -> Iterator[Layout]:
+def _every(job: PlannedJob, refused: Counter[str], others: Counter[str]) -> Iterator[Layout]:
     """Yield the layouts; count in ``others`` those that contradict the user's fixed fields."""
     ranks = world(job)
     mixture = any(layer.expert_parameters for layer in job.layers(Layout()))
@@ -63,14 +63,14 @@ def _every(job: Job, refused: Counter[str], others: Counter[str]) -> Iterator[La
 
 
 def _decided(
-    job: Job, base: Layout, refused: Counter[str], others: Counter[str]
+    job: PlannedJob, base: Layout, refused: Counter[str], others: Counter[str]
 ) -> Iterator[Layout]:
     """Yield the layouts of ``base``, none where it contradicts the user's fixed fields."""
     if _fixed(job, base, ("tensor", "stages", "context", "data", "expert", "mesh")):
         yield from _refined(job, base, refused, others)
 
 
-def _ways(job: Job, context: int) -> tuple[ContextWay, ...]:
+def _ways(job: PlannedJob, context: int) -> tuple[ContextWay, ...]:
     """Return the ways of context parallelism: Megatron has a ring, DeepSpeed may use ours."""
     found: tuple[ContextWay, ...] = ("ulysses", "ring")
     if job.limits.engine == "megatron":
@@ -82,14 +82,14 @@ def _ways(job: Job, context: int) -> tuple[ContextWay, ...]:
     return tuple(way for way in found if job.limits.fixed.get("context_way", way) == way)
 
 
-def _fixed(job: Job, layout: Layout, names: tuple[str, ...]) -> bool:
+def _fixed(job: PlannedJob, layout: Layout, names: tuple[str, ...]) -> bool:
     """Return whether these fields have the values that the user has fixed."""
     fixed = job.limits.fixed
     return all(getattr(layout, name) == fixed[name] for name in names if name in fixed)
 
 
 def _refined(
-    job: Job, base: Layout, refused: Counter[str], others: Counter[str]
+    job: PlannedJob, base: Layout, refused: Counter[str], others: Counter[str]
 ) -> Iterator[Layout]:
     """Yield ``base`` with every value of the fields that leave its groups as they are."""
     reason = _unfit(job, base)
@@ -124,7 +124,7 @@ def _refined(
                         others[_other(job, found, names)] += 1
 
 
-def _undecided(job: Job, layout: Layout) -> str | None:
+def _undecided(job: PlannedJob, layout: Layout) -> str | None:
     """Say why ``layout`` cannot have the values that the user has fixed; None where it can."""
     fixed, depth = job.limits.fixed, job.model.depth
     last = max((stop for _, stop in fixed.get("recompute", ())), default=0)
@@ -148,14 +148,14 @@ def _undecided(job: Job, layout: Layout) -> str | None:
     return None
 
 
-def _other(job: Job, layout: Layout, names: tuple[str, ...]) -> str:
+def _other(job: PlannedJob, layout: Layout, names: tuple[str, ...]) -> str:
     """Name the fixed values that ``layout`` does not have, in a sentence."""
     missed = [name for name in names if not _fixed(job, layout, (name,))]
     shown = ", ".join(f"{name}={job.limits.fixed[name]}" for name in missed)
     return f"none that is possible has {shown}, as was decided"
 
 
-def _whole(job: Job, cut: Layout) -> Iterator[Layout]:
+def _whole(job: PlannedJob, cut: Layout) -> Iterator[Layout]:
     """Yield ``cut`` with every ZeRO stage, offload and hierarchy, whole and in token slices."""
     for zero_stage in _zero_stages(job, cut):
         for offload in _offloads(job, cut, zero_stage):
@@ -165,7 +165,7 @@ def _whole(job: Job, cut: Layout) -> Iterator[Layout]:
                 yield from (found.replace(slices=slices) for slices in _slices(job, found))
 
 
-def _slices(job: Job, layout: Layout) -> Iterator[tuple[int, ...]]:
+def _slices(job: PlannedJob, layout: Layout) -> Iterator[tuple[int, ...]]:
     """Yield token slices of a pipeline, none where another degree cuts tokens."""
     cuts_tokens = layout.context > 1 or layout.virtual > 1 or layout.expert > 1
     if not job.limits.owns("slices") or layout.stages == 1 or cuts_tokens:
@@ -177,7 +177,7 @@ def _slices(job: Job, layout: Layout) -> Iterator[tuple[int, ...]]:
             yield slices
 
 
-def _levels(job: Job, layout: Layout) -> tuple[bool, ...]:
+def _levels(job: PlannedJob, layout: Layout) -> tuple[bool, ...]:
     """Return the values of ``hierarchy`` to try: both where nodes have several replicas each."""
     if "hierarchy" in job.limits.fixed:
         return (bool(job.limits.fixed["hierarchy"]),)
@@ -185,7 +185,7 @@ def _levels(job: Job, layout: Layout) -> tuple[bool, ...]:
     return (True, False) if 1 < nodes < layout.size("replicas") else (True,)
 
 
-def _unfit(job: Job, layout: Layout) -> str | None:
+def _unfit(job: PlannedJob, layout: Layout) -> str | None:
     """Say why the engine or the model cannot be cut into ``layout``; None where they can."""
     engine = job.limits.engine
     if layout.stages > job.model.depth:
@@ -203,14 +203,14 @@ def _unfit(job: Job, layout: Layout) -> str | None:
     return None if reason is None else UNCUT + reason
 
 
-def _sequences(job: Job, layout: Layout) -> bool:
+def _sequences(job: PlannedJob, layout: Layout) -> bool:
     """Return whether sequence parallelism is possible beside tensor parallelism."""
     if job.limits.engine != "megatron" or layout.tensor == 1:
         return False
     return job.model.refuses(job.shape(layout.replace(sequence=True))) is None
 
 
-def _virtual(job: Job, layout: Layout, accumulation: int) -> tuple[int, ...]:
+def _virtual(job: PlannedJob, layout: Layout, accumulation: int) -> tuple[int, ...]:
     """Return chunks a stage to try: only Megatron interleaves, in whole rounds of micro-batches."""
     if job.limits.engine != "megatron" or layout.stages == 1 or accumulation % layout.stages:
         return (1,)
@@ -218,7 +218,7 @@ def _virtual(job: Job, layout: Layout, accumulation: int) -> tuple[int, ...]:
     return tuple(count for count in VIRTUAL if count == 1 or not blocks % (layout.stages * count))
 
 
-def _zero_stages(job: Job, layout: Layout) -> tuple[int, ...]:
+def _zero_stages(job: PlannedJob, layout: Layout) -> tuple[int, ...]:
     """Return the stages of ZeRO that the engine has beside the other degrees."""
     if "zero_stage" in job.limits.fixed:
         return (int(job.limits.fixed["zero_stage"]),)
@@ -229,7 +229,7 @@ def _zero_stages(job: Job, layout: Layout) -> tuple[int, ...]:
     return (0, 1, 2) if layout.innermost > 1 else (0, 1, 2, 3)
 
 
-def _offloads(job: Job, layout: Layout, zero_stage: int) -> tuple[bool, ...]:
+def _offloads(job: PlannedJob, layout: Layout, zero_stage: int) -> tuple[bool, ...]:
     """Return the values of ``offload`` to try: ZeRO-Offload, without a pipeline.
 
     A CPU's memory is its host's: the search does not propose offload there, as it saves nothing.

@@ -113,7 +113,9 @@ def candidates() -> Iterator[tuple[float, Codec, Codec]]:
     for bound in BOUNDS:
         codec = Bounded(bound)
         small, large = (
-            codec.for_message(numel, torch.float16, 2).split_error_budget(1, 1, result=torch.float16)[0]
+            codec.for_message(numel, torch.float16, 2).split_error_budget(
+                1, 1, result=torch.float16
+            )[0]
             for numel in (SMALL_NUMEL - 1, SMALL_NUMEL)
         )
         if small.fixed_size and not large.fixed_size:

@@ -17,7 +17,7 @@ import torch
 
 from bench.training_bench import turns
 from hybridcomp.measure.block import BlockSize
-from hybridcomp.measure.clock import HostClock
+from hybridcomp.measure.clock import HostCallClock
 from hybridcomp.measure.trainings import Alone
 
 
@@ -30,7 +30,7 @@ def main() -> int:
     step: dict[str, float] = {}
     while True:
         seat.wait(step)
-        clock = clock or HostClock()
+        clock = clock or HostCallClock()
         block.time(clock)  # a rank that others have run beside finds its memory cold
         step = {"seconds": block.time(clock)}
 

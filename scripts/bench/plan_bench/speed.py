@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bench.training_bench.session import Session
 from bench.training_bench.turns import Job as Turns
-from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.job import PlannedJob
 from hybridcomp.plan.machines.cluster import Cluster
 
 PROBE = Path(__file__).with_name("probe.py")
@@ -46,7 +46,7 @@ class Probe:
         return now / block_seconds(cluster, self.dtype)
 
 
-def at_speed(job: Job, slowdown: float) -> Job:
+def at_speed(job: PlannedJob, slowdown: float) -> PlannedJob:
     """Return ``job`` with all compute of ranks and engines slower by the factor ``slowdown``."""
     kernels = tuple(
         replace(row, seconds=row.seconds.times(slowdown)) for row in job.cluster.kernels

@@ -19,11 +19,11 @@ from bench.training_bench.turns import Job as Turns
 from hybridcomp.compare.launch import fill
 from hybridcomp.plan.answer import files
 from hybridcomp.plan.cost.calibrate import calibrated
-from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.job import PlannedJob
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.models.reading import read_model
 from hybridcomp.plan.plan import Plan
-from hybridcomp.plan.request import Batch, Limits
+from hybridcomp.plan.request import Batch, SearchLimits
 from lab.cluster import Lab
 from lab.layout import PORT, LabError
 from lab.slow_processors import KEEP_MEMORY
@@ -58,12 +58,12 @@ class Model:
         """Return the argument of ``hybridcomp measure --block``."""
         return f"{self.micro_batch}x{self.length}x{self.width}x{self.heads}"
 
-    def job(self, cluster: Cluster) -> Job:
+    def job(self, cluster: Cluster) -> PlannedJob:
         """Return the training's job on a cluster, by the cluster's measurement alone."""
-        limits = Limits(dtype="fp32", recompute=False)
+        limits = SearchLimits(dtype="fp32", recompute=False)
         words = ["train_gpt.py", *self.words, "--vocabulary", str(self.vocabulary)]
         batch = Batch(self.samples, self.length)
-        return calibrated(Job(read_model(words), cluster, batch, limits))
+        return calibrated(PlannedJob(read_model(words), cluster, batch, limits))
 
 
 class Preceded(InLab):

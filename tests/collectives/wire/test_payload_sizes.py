@@ -154,7 +154,7 @@ def test_nobody_waits_before_a_handle_is_met(on_ranks: RunRanks) -> None:
     assert on_ranks(2, _overlapping) == [[0, 1, 2]] * 2
 
 
-class Recorder(payload_sizes.Sizes):
+class Recorder(payload_sizes.SizeReader):
     """Writes down what happens on which stream."""
 
     def __init__(self) -> None:
@@ -204,6 +204,6 @@ def test_on_a_gpu_sizes_travel_beside_the_callers_stream() -> None:
 
 
 def test_only_codecs_of_variable_size_on_a_gpu() -> None:
-    stay, cuda = payload_sizes.Sizes().stay, torch.device("cuda")
+    stay, cuda = payload_sizes.SizeReader().stay, torch.device("cuda")
     assert stay(make_codec("radix"), cuda) and not stay(make_codec("blockint"), cuda)
     assert not stay(make_codec("radix"), torch.device("cpu"))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
-from hybridcomp.nn.slices import SliceTimes, StageTimes, chosen_slices, slice_times, timing
+from hybridcomp.nn.slices import FittedTimes, SliceTimes, chosen_slices, slice_times, timing
 from hybridcomp.nn.slices.times import fitted, of_computing
 from tests.nn.slices.model import GRANULE, LENGTH, STAGES, stage
 from tests.ranks import RunRanks
@@ -38,20 +38,20 @@ def test_no_part_takes_less_than_nothing() -> None:
 
 
 def test_the_first_slice_has_a_line_of_its_own_and_messages_hide() -> None:
-    times = StageTimes(FIRST, LATER, POST, ARRIVE)
+    times = FittedTimes(FIRST, LATER, POST, ARRIVE)
     first = 0.04 + 9.0 * 0.1 + 25.0 * 0.01 + 0.1
     later = 0.05 + 10.0 * 0.1 + 50.0 * 0.01 + 60.0 * 0.02 + 2.0 * 0.3
     post, arrive = 0.02 + 0.05, 0.1 + 0.3
     assert times.seconds(0, 100) == pytest.approx(first + post)
     assert times.seconds(200, 300) == pytest.approx(later + post)
     assert times.hop(200, 300) == pytest.approx(arrive - post)
-    slow = StageTimes(FIRST, LATER, POST, [9.0, 3.0])
+    slow = FittedTimes(FIRST, LATER, POST, [9.0, 3.0])
     assert slow.seconds(200, 300) == pytest.approx(9.3), "the link sets the pace"
 
 
 def test_the_slowest_stage_counts_and_the_chosen_slices_win() -> None:
-    quick = StageTimes([w / 2 for w in FIRST], [w / 2 for w in LATER], POST, ARRIVE)
-    times = SliceTimes([quick, StageTimes(FIRST, LATER, POST, ARRIVE)], 4, 100, 10)
+    quick = FittedTimes([w / 2 for w in FIRST], [w / 2 for w in LATER], POST, ARRIVE)
+    times = SliceTimes([quick, FittedTimes(FIRST, LATER, POST, ARRIVE)], 4, 100, 10)
     assert times.seconds(2, 3) == times.each[1].seconds(200, 300) > quick.seconds(200, 300)
     best = times.fastest().seconds(4)
 
@@ -121,7 +121,7 @@ def test_chosen_slices_are_the_best_by_what_was_timed(on_ranks: RunRanks) -> Non
     (slices, granule), other = on_ranks(STAGES, chosen)
     assert (slices, granule) == other and granule == GRANULE
     first, later = ([2 * weight for weight in line] for line in (FIRST, LATER))
-    slowest = StageTimes(first, later, POST, ARRIVE)
+    slowest = FittedTimes(first, later, POST, ARRIVE)
     known = SliceTimes([slowest], STAGES, GRANULE, LENGTH // GRANULE)
     best = known.fastest()
     assert slices.stops == best.stops

@@ -14,9 +14,9 @@ from hybridcomp import log
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
 from hybridcomp.nn.slices import (
+    FittedTimes,
     SlicedStage,
     SliceTimes,
-    StageTimes,
     chosen_slices,
     trials,
     tried_slices,
@@ -29,7 +29,7 @@ LINE = [0.05, 10.0, 50.0, 60.0, 2.0]
 
 def known() -> SliceTimes:
     """Later slices take clearly longer."""
-    each = StageTimes(LINE, LINE, [0.0, 0.0], [0.0, 0.0])
+    each = FittedTimes(LINE, LINE, [0.0, 0.0], [0.0, 0.0])
     return SliceTimes([each], STAGES, GRANULE, LENGTH // GRANULE)
 
 

@@ -9,7 +9,7 @@ from itertools import combinations, permutations, product
 import pytest
 
 from hybridcomp.errors import HybridcompError
-from hybridcomp.plan.algorithms.cuts import Device, Layer, stage_cuts
+from hybridcomp.plan.algorithms.cuts import ChainLayer, Device, stage_cuts
 from hybridcomp.plan.algorithms.ideals import Node, graph_split
 from hybridcomp.plan.algorithms.recompute import Stored, cheapest_recomputation, peak_nbytes
 
@@ -17,7 +17,10 @@ INFINITE = float("inf")
 
 
 def cut_seconds(
-    layers: Sequence[Layer], devices: Sequence[Device], stops: Sequence[int], micro_batches: int
+    layers: Sequence[ChainLayer],
+    devices: Sequence[Device],
+    stops: Sequence[int],
+    micro_batches: int,
 ) -> float:
     """Seconds of a 1F1B step with these cuts, infinite where a stage does not fit."""
     costs, first = [], 0
@@ -40,7 +43,7 @@ def test_cuts_are_the_best_of_all(any_order: bool) -> None:
     for _ in range(300):
         # integers: sums are exact in whatever order they are made
         layers = [
-            Layer(*(float(draw.randrange(1, 9)) for _ in range(5)))
+            ChainLayer(*(float(draw.randrange(1, 9)) for _ in range(5)))
             for _ in range(draw.randrange(2, 8))
         ]
         kinds = [Device(2.0 ** draw.randrange(-1, 2), draw.randrange(8, 90)) for _ in range(2)]
@@ -68,7 +71,7 @@ def test_cuts_are_the_best_of_all(any_order: bool) -> None:
 
 
 def test_a_slow_device_gets_fewer_layers() -> None:
-    found = stage_cuts([Layer(1.0)] * 12, [Device(), Device(0.5)], 64)
+    found = stage_cuts([ChainLayer(1.0)] * 12, [Device(), Device(0.5)], 64)
     assert found is not None
     sizes = {device.speed: stop - start for device, start, stop in zip(
         found.devices, (0, *found.stops), found.stops, strict=False)}  # fmt: skip

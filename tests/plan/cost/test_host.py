@@ -11,14 +11,14 @@ import pytest
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost import calibrate
 from hybridcomp.plan.cost.host import Host, Line, nearest
-from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.job import PlannedJob
 from hybridcomp.plan.cost.step import simulated, step_of
 from hybridcomp.plan.cost.work import work_of
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.estimates import Estimate
-from hybridcomp.plan.machines.rows import Training
-from hybridcomp.plan.request import Batch, Limits
+from hybridcomp.plan.machines.rows import TrainedSmall
+from hybridcomp.plan.request import Batch, SearchLimits
 from tests.plan.clusters import cluster, small
 
 FEEDBACK: Mapping[str, Any] = {"preset": "recommended"}
@@ -27,10 +27,12 @@ MICRO, STEP, MORE = Line(2e-3, 1e-9), Line(5e-3, 3e-9), 4e-9
 PARAMETERS = 1_000_000
 
 
-def taken(stage: int, blocks: int, block: Mapping[str, Any], machines: Cluster) -> Training:
+def taken(stage: int, blocks: int, block: Mapping[str, Any], machines: Cluster) -> TrainedSmall:
     """A training of that engine on ``machines``: its price, and what the engine takes on top."""
     zero = Estimate.exact(0.0)
-    row = Training("deepspeed", stage, "fp32", blocks, 1e8, PARAMETERS, 2, 64, zero, zero, block)
+    row = TrainedSmall(
+        "deepspeed", stage, "fp32", blocks, 1e8, PARAMETERS, 2, 64, zero, zero, block
+    )
     price = calibrate._taken(machines, row)
     values, more = blocks * PARAMETERS, MORE if block else 0.0
     micro = price.micro + MICRO.at(values)
@@ -49,9 +51,9 @@ def measured(stage: int = 0, factor: float = 1.0) -> Cluster:
     return replace(machines, trainings=tuple(rows))
 
 
-def job_on(machines: Cluster) -> Job:
-    limits = Limits(dtype="fp32", recompute=False)
-    return Job(small(), machines, Batch(16, 128), limits, overlap=0.0)
+def job_on(machines: Cluster) -> PlannedJob:
+    limits = SearchLimits(dtype="fp32", recompute=False)
+    return PlannedJob(small(), machines, Batch(16, 128), limits, overlap=0.0)
 
 
 def test_the_lines_of_an_engine_come_back() -> None:
@@ -102,5 +104,5 @@ def test_bounds_are_below_every_choice_and_other_engines_know_nothing() -> None:
         found = job.host(layout, 0, choices)
         assert least.micro.at(1e6) <= found.micro.at(1e6)
         assert least.step.at(1e6) <= found.step.at(1e6)
-    other = replace(job_on(measured()), limits=Limits(engine="megatron", dtype="fp32"))
+    other = replace(job_on(measured()), limits=SearchLimits(engine="megatron", dtype="fp32"))
     assert calibrate.calibrated(other).hosts == {}

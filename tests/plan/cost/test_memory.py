@@ -12,13 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from gpt.model import GPT, loss_of
 from gpt.weights import ModelConfig
 from hybridcomp.plan.choices import Choices
-from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.job import PlannedJob
 from hybridcomp.plan.cost.memory import device_nbytes, memory_of
 from hybridcomp.plan.cost.work import work_of
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.models.arguments import train_gpt
 from hybridcomp.plan.models.torch_tools import peak_nbytes
-from hybridcomp.plan.request import Batch, Limits
+from hybridcomp.plan.request import Batch, SearchLimits
 from tests.plan.clusters import cluster, small
 
 SEGMENTS = {"kept": (), "some": ((1, 3),), "all": tuple((n, n + 1) for n in range(1, 5))}
@@ -73,8 +73,8 @@ def test_peak_is_within_5_percent_of_memtrackers(
     config = ModelConfig(vocabulary, layers=4, width=128, heads=4, norm=norm)  # type: ignore[arg-type]
     line = f"--layers 4 --width 128 --heads 4 --vocabulary {vocabulary} --norm {norm}"
     # torch's AdamW keeps its states in the parameters' dtype
-    limits = Limits(dtype=dtype, optimizer_nbytes=8.0 if dtype == "fp32" else 4.0)
-    job = Job(train_gpt(line), cluster(1, 1), Batch(batch, length), limits)
+    limits = SearchLimits(dtype=dtype, optimizer_nbytes=8.0 if dtype == "fp32" else 4.0)
+    job = PlannedJob(train_gpt(line), cluster(1, 1), Batch(batch, length), limits)
     layout = Layout(micro_batch=batch, cuts=(6,), recompute=segments)
     found = device_nbytes(memory_of(job, work_of(job, layout), 0, Choices()))
     peak = measured(config, batch, length, limits.torch_dtype, segments)
@@ -83,7 +83,7 @@ def test_peak_is_within_5_percent_of_memtrackers(
 
 def test_what_codecs_keep() -> None:
     layout = Layout(data=4, micro_batch=2, zero_stage=1, cuts=(6,))
-    job = Job(small(), cluster(1, 4), Batch(8, 128), Limits())
+    job = PlannedJob(small(), cluster(1, 4), Batch(8, 128), SearchLimits())
     work = work_of(job, layout)
     block = {"dp": {"codec": "blockint", "bits": 4, "error_feedback": True},
              "zero": {"codec": "blockint", "bits": 4, "delta": True}}  # fmt: skip
@@ -94,7 +94,7 @@ def test_what_codecs_keep() -> None:
     assert kept["references"] == 2 * values / 4
     assert kept["payloads"] == pytest.approx(2 * values * 4.2578125 / 8)
     # on several nodes with several ranks each, residuals belong to a node's sum
-    spread = Job(small(), cluster(2, 2), Batch(8, 128), Limits())
+    spread = PlannedJob(small(), cluster(2, 2), Batch(8, 128), SearchLimits())
     two_levels = memory_of(spread, work_of(spread, layout), 0, Choices.of_block(block))
     assert two_levels["residuals"] == 4 * values / 2
 
@@ -103,10 +103,10 @@ def test_states_of_the_engines() -> None:
     values = small().parameters
     layout = Layout(data=4, micro_batch=2, zero_stage=1, cuts=(6,))
     for engine, gradients in (("deepspeed", 2), ("megatron", 4)):
-        job = Job(small(), cluster(1, 4), Batch(8, 128), Limits(engine=engine))  # type: ignore[arg-type]
+        job = PlannedJob(small(), cluster(1, 4), Batch(8, 128), SearchLimits(engine=engine))  # type: ignore[arg-type]
         found = memory_of(job, work_of(job, layout), 0, Choices())
         assert found["weights"] == 2 * values and found["gradients"] == gradients * values
         assert found["optimizer"] == 12 * values / 4
-    job = Job(small(), cluster(1, 4), Batch(8, 128), Limits())
+    job = PlannedJob(small(), cluster(1, 4), Batch(8, 128), SearchLimits())
     three = memory_of(job, work_of(job, layout.replace(zero_stage=3)), 0, Choices())
     assert three["weights"] == 2 * values / 4 and three["gathered"] > 0

@@ -17,13 +17,13 @@ from hybridcomp.codecs import make_codec
 from hybridcomp.config import CompressionConfig
 from hybridcomp.nn import ring_attention
 from hybridcomp.plan.choices import Choices
-from hybridcomp.plan.cost.job import Item, Job
+from hybridcomp.plan.cost.job import Item, PlannedJob
 from hybridcomp.plan.cost.memory import memory_of
-from hybridcomp.plan.cost.prices import Call
+from hybridcomp.plan.cost.prices import EngineCall
 from hybridcomp.plan.cost.work import priced, work_of
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.models.model import Messages
-from hybridcomp.plan.request import Batch, Limits
+from hybridcomp.plan.request import Batch, SearchLimits
 from hybridcomp.policy import Direction
 from hybridcomp.session import process
 from tests.plan.clusters import cluster, small
@@ -85,7 +85,9 @@ def kept() -> int:
 
 
 def items(ranks: int, way: Direction) -> list[Item]:
-    job = Job(small(), cluster(ranks, 1), Batch(4, 128), Limits(dtype="fp32", own=("ring",)))
+    job = PlannedJob(
+        small(), cluster(ranks, 1), Batch(4, 128), SearchLimits(dtype="fp32", own=("ring",))
+    )
     layout = Layout(context=ranks, context_way="ring", cuts=(6,))
     return list(job.layer_items(layout, 0, Messages(ring=(KEYS, KEYS)), way))
 
@@ -96,7 +98,7 @@ def planned(ranks: int) -> Counts:
     ways: tuple[Direction, ...] = ("forward", "backward")
     for way in ways:
         for item in items(ranks, way):
-            assert isinstance(item.call, Call) and item.call.coded is not None
+            assert isinstance(item.call, EngineCall) and item.call.coded is not None
             for one in item.call.coded:
                 calls, values = found.get((way, one.direction), (0.0, 0.0))
                 more = item.count * one.calls
@@ -122,7 +124,9 @@ def test_keys_are_encoded_once_and_decoded_at_every_hop(on_ranks: RunRanks, rank
 def test_encoded_keys_are_kept_between_passes(on_ranks: RunRanks) -> None:
     """By their owner, of every layer that does not run forward twice, in every pass in flight."""
     (nbytes, _) = on_ranks(2, kept)
-    job = Job(small(), cluster(2, 1), Batch(8, 256), Limits(dtype="fp32", own=("ring",)))
+    job = PlannedJob(
+        small(), cluster(2, 1), Batch(8, 256), SearchLimits(dtype="fp32", own=("ring",))
+    )
     layout = Layout(context=2, context_way="ring", cuts=(6,), micro_batch=1, accumulation=8)
     encoded = Choices.of_block({"cp": EIGHT})
 
@@ -145,7 +149,7 @@ def test_a_longer_ring_encodes_its_keys_no_more_often() -> None:
     """At 1.1e9 bytes a second (20 us a call), and nothing of the channel where none was timed."""
 
     def coding(ranks: int, way: Direction) -> float:
-        job = Job(small(), cluster(ranks, 1), Batch(4, 128), Limits(dtype="fp32"))
+        job = PlannedJob(small(), cluster(ranks, 1), Batch(4, 128), SearchLimits(dtype="fp32"))
         return priced(job, tuple(items(ranks, way)), Choices.of_block({"cp": EIGHT})).coding.value
 
     whole = 2 * KEYS * 4 / 1.1e9  # keys and values, each once through the codec

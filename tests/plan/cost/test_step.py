@@ -10,17 +10,17 @@ import torch
 
 from hybridcomp.plan.algorithms.timeline import simulate
 from hybridcomp.plan.choices import Choice, Choices
-from hybridcomp.plan.cost.job import Job
 from hybridcomp.plan.cost.blocking_pipeline import moves
+from hybridcomp.plan.cost.job import PlannedJob
 from hybridcomp.plan.cost.predict import predicted
-from hybridcomp.plan.cost.prices import Call, Prices, native_nbytes
+from hybridcomp.plan.cost.prices import EngineCall, Prices, native_nbytes
 from hybridcomp.plan.cost.recurrence import step_seconds
 from hybridcomp.plan.cost.schedule import Op, in_flight, order
 from hybridcomp.plan.cost.step import MOST_PASSES, sample, seconds_of, simulated, tasks_of
 from hybridcomp.plan.cost.times import Durations, Seconds, StageTimes, least_seconds
 from hybridcomp.plan.cost.work import Work, work_of
 from hybridcomp.plan.layout import Layout, even_cuts
-from hybridcomp.plan.request import Batch, Limits
+from hybridcomp.plan.request import Batch, SearchLimits
 from tests.paths import ROOT
 from tests.plan.clusters import cluster, small
 
@@ -149,11 +149,11 @@ def test_long_steps_are_extrapolated(meets: bool) -> None:
         assert seconds_of(layout, times) == pytest.approx(whole, rel=0.002)
 
 
-def job_of(layout: Layout, **limits: object) -> Job:
+def job_of(layout: Layout, **limits: object) -> PlannedJob:
     batch = Batch(layout.samples, 128)
     ranks = layout.ranks
-    return Job(small(), cluster(nodes=ranks, ranks_per_node=1), batch,
-               Limits(bucket_numel=4e6, **limits))  # type: ignore[arg-type]  # fmt: skip
+    return PlannedJob(small(), cluster(nodes=ranks, ranks_per_node=1), batch,
+               SearchLimits(bucket_numel=4e6, **limits))  # type: ignore[arg-type]  # fmt: skip
 
 
 #: layouts of the bench of trainings: ranks to a node 1, samples and tokens of a micro-batch
@@ -192,17 +192,17 @@ def test_bytes_are_those_that_the_bench_has_measured(name: str, arm: str) -> Non
 def test_messages_cost_what_the_cluster_says() -> None:
     machines = cluster(nodes=2, ranks_per_node=2)
     prices = Prices(machines)
-    call = Call("all_reduce", 1e6, 4, 2, "all_reduce", two_levels=True)
+    call = EngineCall("all_reduce", 1e6, 4, 2, "all_reduce", two_levels=True)
     native = prices.of(call, Choice(), torch.bfloat16)
     assert native.nbytes == native.native_nbytes == 2 * 3 / 4 * 2e6
     assert native.coding.value == 0 and native.inside.value == 0
     bits_8 = Choice.of({"codec": "blockint", "bits": 8})
-    flat = prices.of(Call("all_reduce", 1e6, 4, 2, "all_reduce"), bits_8, torch.bfloat16)
+    flat = prices.of(EngineCall("all_reduce", 1e6, 4, 2, "all_reduce"), bits_8, torch.bfloat16)
     assert flat.nbytes / native.nbytes == pytest.approx(8.2578125 / 16)
     two_levels = prices.of(call, bits_8, torch.bfloat16)
     assert two_levels.wire.value < flat.wire.value and two_levels.inside.value > 0
     # small messages stay native, as min_bytes says
-    small_one = Call("all_reduce", 1000.0, 4, 2)
+    small_one = EngineCall("all_reduce", 1000.0, 4, 2)
     assert prices.of(small_one, bits_8, torch.bfloat16).coding.value == 0
     assert native_nbytes("send", 10, torch.bfloat16, 2) == 20
 
@@ -228,7 +228,7 @@ def test_overlap_hides_a_part_of_the_gradients() -> None:
     none, some = (
         predicted(job, work_of(job, layout), Choices())
         for job in (
-            Job(small(), cluster(4, 1), Batch(8, 128), Limits(), overlap=share)
+            PlannedJob(small(), cluster(4, 1), Batch(8, 128), SearchLimits(), overlap=share)
             for share in (0.0, 0.2)
         )
     )  # fmt: skip

@@ -9,10 +9,18 @@ import pytest
 import torch
 
 from hybridcomp.plan.choices import Choice
-from hybridcomp.plan.cost.prices import Call, Prices
+from hybridcomp.plan.cost.prices import EngineCall, Prices
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.missing import missing
-from hybridcomp.plan.machines.rows import NATIVE, Carried, Copy, Kernel, Operation, Rank, Training
+from hybridcomp.plan.machines.rows import (
+    NATIVE,
+    Carried,
+    Copy,
+    Kernel,
+    Operation,
+    Rank,
+    TrainedSmall,
+)
 from tests.plan.machines.test_cluster import LATENCY, PER_BYTE, SENDS, coded, figure, machine
 
 PER_VALUE = 1e-9
@@ -68,7 +76,7 @@ def test_channels_have_costs_of_their_own() -> None:
 def test_prices_know_whose_message_it_is() -> None:
     """What a plan pays for a message is what its channel took, natively and encoded."""
     cluster = replace(CODED, channels=tuple(through("pp", "send", "groups", 2e-3)))
-    call, eight = Call("send", 1 << 18, 2, 2), Choice.of({"codec": "blockint", "bits": 8})
+    call, eight = EngineCall("send", 1 << 18, 2, 2), Choice.of({"codec": "blockint", "bits": 8})
     for choice, more in ((eight, 2e-3), (Choice(), 2e-4)):
         bare, known = (
             Prices(cluster).of(call, choice, torch.bfloat16, dimension).seconds.value
@@ -87,7 +95,9 @@ COMPLETE = replace(
         for rank in range(CODED.world_size)
         for kind in ("elementwise", "adam", "host_adam")
     ),
-    trainings=(Training("deepspeed", 0, "fp32", 1, 1e6, 1000, 1, 8, figure(1e-3), figure(1e-3)),),
+    trainings=(
+        TrainedSmall("deepspeed", 0, "fp32", 1, 1e6, 1000, 1, 8, figure(1e-3), figure(1e-3)),
+    ),
 )
 
 

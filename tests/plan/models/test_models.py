@@ -17,7 +17,7 @@ from hybridcomp.plan.models import neox
 from hybridcomp.plan.models.arguments import train_gpt
 from hybridcomp.plan.models.decoder import Decoder
 from hybridcomp.plan.models.huggingface import decoder
-from hybridcomp.plan.models.model import Shape, flops_of
+from hybridcomp.plan.models.model import BatchShape, flops_of
 from hybridcomp.plan.models.reading import read_model
 from hybridcomp.plan.models.traced import TracedModel
 from tests.paths import ROOT
@@ -58,7 +58,7 @@ def test_published_sizes(parameters: int, config: dict[str, Any], tmp_path: Path
 @pytest.mark.parametrize(("parameters", "config"), PUBLISHED)
 def test_tensors_are_all_of_the_parameters(parameters: int, config: dict[str, Any]) -> None:
     found = decoder(config, "model")
-    for shape in (Shape(1, 1), Shape(2, 32, tensor=2), Shape(2, 32, mesh=2)):
+    for shape in (BatchShape(1, 1), BatchShape(2, 32, tensor=2), BatchShape(2, 32, mesh=2)):
         for layer in found.layers(shape):
             assert sum(layer.tensors) == pytest.approx(layer.parameters)
             assert sum(layer.expert_tensors) == pytest.approx(layer.expert_parameters)
@@ -70,7 +70,7 @@ def test_closed_forms_are_what_torch_traces(norm: Any, width: int) -> None:
     config = ModelConfig(512, layers=2, width=128, heads=4, norm=norm)
     line = f"--layers 2 --width 128 --heads 4 --vocabulary 512 --norm {norm}"
     closed = train_gpt(line)
-    shape = Shape(4, 64, width)
+    shape = BatchShape(4, 64, width)
     traced = TracedModel("traced", lambda: GPT(config))
     seen, said = traced.layers(shape), closed.layers(shape)
     assert traced.is_chain and traced.parameters == closed.parameters
@@ -87,26 +87,31 @@ def test_closed_forms_are_what_torch_traces(norm: Any, width: int) -> None:
 
 def test_what_degrees_do_to_a_layer() -> None:
     model = Decoder("m", 64, 2, 8, 8, 8, 256, 96)
-    whole, cut = model.layers(Shape(2, 32))[1], model.layers(Shape(2, 32, tensor=4))[1]
+    whole, cut = model.layers(BatchShape(2, 32))[1], model.layers(BatchShape(2, 32, tensor=4))[1]
     assert cut.flops == whole.flops / 4
     assert whole.forward.tensor == () and cut.forward.tensor == (2 * 32 * 64,) * 2
-    sequence = model.layers(Shape(2, 32, tensor=4, sequence=True))[1]
+    sequence = model.layers(BatchShape(2, 32, tensor=4, sequence=True))[1]
     assert sequence.kept_nbytes == pytest.approx(whole.kept_nbytes / 4)
     assert sequence.output == whole.output / 4
-    context = model.layers(Shape(2, 32, context=2))[1]
+    context = model.layers(BatchShape(2, 32, context=2))[1]
     assert context.forward.context == (32 * 3 * 64, 32 * 64)
-    assert model.refuses(Shape(1, 32, tensor=3)) is not None
-    assert model.refuses(Shape(1, 32, tensor=4)) is None
-    assert flops_of(model.layers(Shape(2, 32))) == 2 * flops_of(model.layers(Shape(1, 32)))
+    assert model.refuses(BatchShape(1, 32, tensor=3)) is not None
+    assert model.refuses(BatchShape(1, 32, tensor=4)) is None
+    assert flops_of(model.layers(BatchShape(2, 32))) == 2 * flops_of(
+        model.layers(BatchShape(1, 32))
+    )
 
 
 def test_mixtures_move_tokens_to_their_experts() -> None:
     mixture = Decoder("m", 64, 2, 8, 8, 8, 256, 96, gated=True, experts=8, per_token=2)
-    alone, spread = mixture.layers(Shape(1, 16))[1], mixture.layers(Shape(1, 16, expert=4))[1]
+    alone, spread = (
+        mixture.layers(BatchShape(1, 16))[1],
+        mixture.layers(BatchShape(1, 16, expert=4))[1],
+    )
     assert alone.expert_parameters == 8 * 3 * 64 * 256
     assert spread.expert_parameters == alone.expert_parameters / 4
     assert spread.forward.expert == (16 * 2 * 64,) * 2 and not alone.forward.expert
-    assert mixture.refuses(Shape(1, 16, expert=3)) is not None
+    assert mixture.refuses(BatchShape(1, 16, expert=3)) is not None
 
 
 def test_files_and_lines_say_the_same() -> None:
@@ -180,11 +185,11 @@ def pair() -> Any:
 
 def test_any_module_is_traced_without_storage() -> None:
     model = read_model(f"{__name__}:towers")
-    layers = model.layers(Shape(3, 1, 4))
+    layers = model.layers(BatchShape(3, 1, 4))
     assert not model.is_chain and model.parameters == 4 * 72 + 17
     assert [layer.inputs for layer in layers] == [(), (0,), (), (2,), (1, 3)]
     assert layers[-1].flops == 2 * 3 * 16 and layers[0].output == 3 * 8
-    assert "tensor 2" in str(model.refuses(Shape(1, 1, tensor=2)))
+    assert "tensor 2" in str(model.refuses(BatchShape(1, 1, tensor=2)))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +221,7 @@ def test_any_module_is_traced_without_storage() -> None:
 )
 def test_what_cannot_be_read_is_told(source: str, said: str) -> None:
     with pytest.raises(HybridcompError, match=said):
-        read_model(source).layers(Shape(1, 4, 4))
+        read_model(source).layers(BatchShape(1, 4, 4))
 
 
 @pytest.mark.parametrize(

@@ -17,22 +17,22 @@ from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.answer import files
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost.copies import MOST_NUMEL, Copying, Whole, whole_of
-from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.job import PlannedJob
 from hybridcomp.plan.cost.memory import kept_by_codecs
 from hybridcomp.plan.cost.predict import predicted
 from hybridcomp.plan.cost.prices import Price, Prices
-from hybridcomp.plan.cost.work import Stage, price, work_of
+from hybridcomp.plan.cost.work import StageWork, price, work_of
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.plan import Plan
-from hybridcomp.plan.request import Batch, Found, Limits
-from hybridcomp.plan.search.budget import Budget
+from hybridcomp.plan.request import Batch, Found, SearchLimits
+from hybridcomp.plan.search.budget import AllowedChoices
 from hybridcomp.plan.search.search import search
 from tests.plan.clusters import cluster, small
 from tests.plan.search.test_planning import best_of_all
 
 EIGHT = {"codec": "blockint", "bits": 8}
-BUDGET = Budget.parse({"offload": EIGHT})
+BUDGET = AllowedChoices.parse({"offload": EIGHT})
 BATCH = Batch(32, 128)
 FAST = {"blockint": {"gbytes_per_second": 100.0}, "expcode": {"gbytes_per_second": 100.0}}
 
@@ -43,14 +43,16 @@ def machines(bus: float = 0.5, memory_gb: float = 10.0, **more: Any) -> Cluster:
     return cluster(1, 2, gbits=100.0, memory_gb=memory_gb, **found)
 
 
-def planned(memory_gb: float, bus: float = 0.5, budget: Budget = BUDGET, **more: Any) -> Found:
-    limits = Limits(offload=True, recompute=False, keep=3, fixed={"tensor": 1, "stages": 1})
+def planned(
+    memory_gb: float, bus: float = 0.5, budget: AllowedChoices = BUDGET, **more: Any
+) -> Found:
+    limits = SearchLimits(offload=True, recompute=False, keep=3, fixed={"tensor": 1, "stages": 1})
     return search(small(blocks=8), machines(bus, memory_gb, **more), budget, BATCH, limits)
 
 
 def tight() -> float:
     """GB in which only a layout with its optimizer on the host fits."""
-    limits = Limits(recompute=False, keep=20, fixed={"tensor": 1, "stages": 1})
+    limits = SearchLimits(recompute=False, keep=20, fixed={"tensor": 1, "stages": 1})
     roomy = search(small(blocks=8), machines(), BUDGET, BATCH, limits)
     least = min(plan.prediction.device_nbytes for plan in roomy.plans)
     return 0.9 * least / 0.92e9
@@ -67,7 +69,7 @@ def test_too_little_memory_puts_the_optimizer_on_the_host() -> None:
     assert not plan.choices["offload", "backward"].native  # a bus of 0.5 GB/s is worth 8 bits
     assert not plan.choices["offload", "forward"].native
     assert told.nbytes["offload"] < 0.6 * told.native_nbytes["offload"]
-    native = planned(short, budget=Budget.parse("native")).plans[0]
+    native = planned(short, budget=AllowedChoices.parse("native")).plans[0]
     assert native.layout.offload and "offload" not in native.block
     assert native.prediction.seconds > told.seconds
     assert native.prediction.nbytes["offload"] == native.prediction.native_nbytes["offload"]
@@ -77,15 +79,15 @@ def test_too_little_memory_puts_the_optimizer_on_the_host() -> None:
 @pytest.mark.parametrize("share", [0.7, 2.0])
 def test_the_best_of_all_is_found_among_them(bus: float, share: float) -> None:
     """Bounds are right beside hosts that copy and code, with and without room for anything else."""
-    budget = Budget.parse({"offload": [EIGHT, {"codec": "expcode"}], "dp": EIGHT})
+    budget = AllowedChoices.parse({"offload": [EIGHT, {"codec": "expcode"}], "dp": EIGHT})
     fixed: dict[str, Any] = {"context": 1, "virtual": 1, "stages": 1}
-    limits = Limits(offload=True, recompute=False, keep=3, most_micro_batch=4, fixed=fixed)
+    limits = SearchLimits(offload=True, recompute=False, keep=3, most_micro_batch=4, fixed=fixed)
     memory = share * tight() / 0.9
     few = machines(bus, memory, host_codecs={
         "blockint": {"gbytes_per_second": 5.0}, "expcode": {"gbytes_per_second": 0.5},
     })  # fmt: skip
     found = search(small(blocks=8), few, budget, BATCH, limits)
-    best, _ = best_of_all(Job(small(blocks=8), few, BATCH, limits), budget)
+    best, _ = best_of_all(PlannedJob(small(blocks=8), few, BATCH, limits), budget)
     seconds = found.plans[0].prediction.seconds
     assert seconds == pytest.approx(best[small(blocks=8).depth,], rel=1e-9)
 
@@ -107,10 +109,10 @@ def test_unknown_hosts_leave_the_bus_native() -> None:
 
 
 def test_a_cpu_is_its_own_host() -> None:
-    limits = Limits(offload=True, keep=50, recompute=False)
+    limits = SearchLimits(offload=True, keep=50, recompute=False)
     found = search(small(), cluster(1, 2), BUDGET, BATCH, limits)
     assert not any(plan.layout.offload for plan in found.plans)
-    decided = Limits(fixed={"offload": True}, keep=1)
+    decided = SearchLimits(fixed={"offload": True}, keep=1)
     assert search(small(), cluster(1, 2), BUDGET, BATCH, decided).plans[0].layout.offload
 
 
@@ -130,10 +132,10 @@ def test_files_hold_the_blocks_offload(tmp_path: Path) -> None:
         assert Choices.of_block(again.block) == plan.choices
 
 
-def stage_and_job(accumulation: int, bus: float) -> tuple[Job, Layout, Stage]:
+def stage_and_job(accumulation: int, bus: float) -> tuple[PlannedJob, Layout, StageWork]:
     layout = Layout(data=2, micro_batch=2, accumulation=accumulation, cuts=(10,), zero_stage=2,
                     offload=True)  # fmt: skip
-    job = Job(small(blocks=8), machines(bus), Batch(4 * accumulation, 128), Limits())
+    job = PlannedJob(small(blocks=8), machines(bus), Batch(4 * accumulation, 128), SearchLimits())
     return job, layout, work_of(job, layout).stages[0]
 
 
@@ -189,7 +191,7 @@ def test_sums_of_micro_batches_are_those_of_whole_parameters() -> None:
 def test_tied_weights_are_summed_once() -> None:
     model = replace(small(blocks=1, vocabulary=4000), tied=True)
     for more in (False, True):
-        job = Job(replace(model, tied=more), machines(), Batch(4, 128), Limits())
+        job = PlannedJob(replace(model, tied=more), machines(), Batch(4, 128), SearchLimits())
         layout = Layout(data=2, accumulation=2, cuts=(3,), zero_stage=2, offload=True)
         stage = work_of(job, layout).stages[0]
         sizes = [size for _, layer in stage.layers for size in layer.tensors]
@@ -210,7 +212,7 @@ def test_payloads_are_no_longer_than_what_crosses_at_once() -> None:
 
 def test_the_optimizer_of_the_host_has_its_own_speed() -> None:
     one, two = (
-        Job(small(), machines(host_memory_gbytes_per_second=speed), BATCH, Limits())
+        PlannedJob(small(), machines(host_memory_gbytes_per_second=speed), BATCH, SearchLimits())
         for speed in (1.0, 2.0)
     )
     assert one.adam(1e6, 0, on_host=True).value == 2 * two.adam(1e6, 0, on_host=True).value

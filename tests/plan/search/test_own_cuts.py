@@ -10,7 +10,7 @@ import pytest
 
 from hybridcomp.errors import ConfigError, HybridcompError
 from hybridcomp.plan.choices import Choice, Choices
-from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.job import PlannedJob
 from hybridcomp.plan.cost.memory import memory_of
 from hybridcomp.plan.cost.predict import predicted
 from hybridcomp.plan.cost.recurrence import step_seconds
@@ -20,9 +20,9 @@ from hybridcomp.plan.cost.times import least_seconds, stage_times
 from hybridcomp.plan.cost.work import work_of
 from hybridcomp.plan.engines import can_recompute, recomputations
 from hybridcomp.plan.layout import Layout
-from hybridcomp.plan.models.model import Shape
-from hybridcomp.plan.request import Batch, Limits
-from hybridcomp.plan.search.budget import Budget
+from hybridcomp.plan.models.model import BatchShape
+from hybridcomp.plan.request import Batch, SearchLimits
+from hybridcomp.plan.search.budget import AllowedChoices
 from hybridcomp.plan.search.evaluate import Evaluator
 from hybridcomp.plan.search.search import search
 from hybridcomp.plan.search.slicing import slice_lengths
@@ -31,19 +31,19 @@ from tests.plan.clusters import cluster, small
 
 OWN = ("ring", "tp2d", "slices")
 EIGHT = {"codec": "blockint", "bits": 8}
-BUDGET = Budget.parse({"dp": EIGHT, "pp": EIGHT, "tp2d": EIGHT, "cp": EIGHT})
+BUDGET = AllowedChoices.parse({"dp": EIGHT, "pp": EIGHT, "tp2d": EIGHT, "cp": EIGHT})
 
 
-def job(own: tuple[str, ...] = OWN, samples: int = 4, length: int = 512, **more: Any) -> Job:
-    limits = Limits(dtype="fp32", own=own, **more)
-    return Job(small(), cluster(nodes=4, ranks_per_node=1), Batch(samples, length), limits)
+def job(own: tuple[str, ...] = OWN, samples: int = 4, length: int = 512, **more: Any) -> PlannedJob:
+    limits = SearchLimits(dtype="fp32", own=own, **more)
+    return PlannedJob(small(), cluster(nodes=4, ranks_per_node=1), Batch(samples, length), limits)
 
 
-def every(made: Job) -> list[Layout]:
+def every(made: PlannedJob) -> list[Layout]:
     return list(layouts(made, Counter()))
 
 
-def sent(made: Job, layout: Layout) -> dict[tuple[str, str], float]:
+def sent(made: PlannedJob, layout: Layout) -> dict[tuple[str, str], float]:
     """Values that a rank of the first stage sends in a pass forward and backward, by key."""
     found: dict[tuple[str, str], float] = defaultdict(float)
     for layer in made.layers(layout):
@@ -87,13 +87,13 @@ def test_what_is_decided_is_proposed_alone() -> None:
     ring = every(job((), fixed={"context_way": "ring", "context": 2}))
     assert {one.context_way for one in ring} == {"ring"}
     with pytest.raises(ConfigError, match="own: found 'tree'; expected some of ring, tp2d, slices"):
-        Limits(own=("tree",))
+        SearchLimits(own=("tree",))
 
 
 def test_levels_are_tried_where_a_group_has_them() -> None:
-    limits = Limits(dtype="fp32")
+    limits = SearchLimits(dtype="fp32")
     machines = cluster(nodes=2, ranks_per_node=2)
-    both = every(Job(small(), machines, Batch(8, 128), limits))
+    both = every(PlannedJob(small(), machines, Batch(8, 128), limits))
     assert {one.hierarchy for one in both if one.data == 4} == {True, False}
     assert {one.hierarchy for one in both if one.data == 2 and one.tensor == 2} == {True}
 
@@ -145,7 +145,9 @@ def test_a_mesh_sends_the_blocks_of_every_product() -> None:
 
 
 def test_a_mesh_keeps_a_quarter_and_computes_a_quarter() -> None:
-    whole, part = (small(vocabulary=256).layers(Shape(4, 128, 4, mesh=mesh)) for mesh in (1, 2))
+    whole, part = (
+        small(vocabulary=256).layers(BatchShape(4, 128, 4, mesh=mesh)) for mesh in (1, 2)
+    )
     for one, two in zip(whole, part, strict=True):
         assert two.parameters == pytest.approx(one.parameters / 4)
         assert two.flops == pytest.approx(one.flops / 4)
@@ -191,7 +193,9 @@ def test_slices_go_forward_and_come_back_in_reverse() -> None:
 def test_slices_fill_a_pipeline_at_batch_one() -> None:
     """Their passes follow the paper's formula where messages cost nothing; whole ones stand."""
     made = job(samples=1, length=4096)
-    made = Job(made.model, cluster(nodes=4, ranks_per_node=1, gbits=1e6), made.batch, made.limits)
+    made = PlannedJob(
+        made.model, cluster(nodes=4, ranks_per_node=1, gbits=1e6), made.batch, made.limits
+    )
     whole = Layout(stages=4, cuts=(1, 2, 2, 1))
     sliced = whole.replace(slices=slice_lengths(made, whole, 8))
     assert sum(sliced.slices) == 4096
@@ -216,7 +220,7 @@ def test_a_slice_travels_while_its_stage_goes_on() -> None:
     for gbits, samples, count in itertools.product((0.01, 1.0), (1, 3), (2, 8)):
         made = job(samples=samples, length=1024)
         machines = cluster(nodes=4, ranks_per_node=1, gbits=gbits)
-        made = Job(made.model, machines, made.batch, made.limits)
+        made = PlannedJob(made.model, machines, made.batch, made.limits)
         layout = Layout(stages=4, cuts=(2, 1, 1, 2), accumulation=samples)
         work = work_of(made, layout.replace(slices=slice_lengths(made, layout, count)))
         times = stage_times(made, work, Choices())
@@ -242,8 +246,8 @@ def test_slices_keep_a_whole_sequence() -> None:
 def test_the_best_of_all_is_found_among_them() -> None:
     for gbits, samples in ((0.02, 2), (5.0, 1)):
         machines = cluster(nodes=4, ranks_per_node=1, gbits=gbits)
-        limits = Limits(dtype="fp32", own=OWN, keep=3, recompute=False)
-        made = Job(small(), machines, Batch(samples, 512), limits)
+        limits = SearchLimits(dtype="fp32", own=OWN, keep=3, recompute=False)
+        made = PlannedJob(small(), machines, Batch(samples, 512), limits)
         evaluator, best = Evaluator(made, BUDGET), float("inf")
         from hybridcomp.plan.search.placing import Placer
 
@@ -261,11 +265,11 @@ def test_the_best_of_all_is_found_among_them() -> None:
 
 def test_one_long_sequence_wants_slices_or_a_ring() -> None:
     machines = cluster(nodes=4, ranks_per_node=1, gbits=1.0)
-    limits = Limits(dtype="fp32", own=("slices",), fixed={"stages": 4}, keep=3)
+    limits = SearchLimits(dtype="fp32", own=("slices",), fixed={"stages": 4}, keep=3)
     plan = search(small(), machines, BUDGET, Batch(1, 4096), limits).plans[0]
     assert len(plan.layout.slices) >= 4 and not plan.layout.recompute
     # Ulysses sends less where it can, and it cannot beside stages
-    limits = Limits(dtype="fp32", own=("ring",), fixed={"stages": 2}, keep=3)
+    limits = SearchLimits(dtype="fp32", own=("ring",), fixed={"stages": 2}, keep=3)
     found = search(small(), machines, BUDGET, Batch(1, 4096), limits)
     assert found.plans[0].layout.context == 2
     assert found.plans[0].layout.context_way == "ring"
@@ -295,9 +299,11 @@ def test_plans_recompute_as_their_engine_does(engine: str) -> None:
     fixed = {"stages": 2, "tensor": 1, "micro_batch": 16}
     model, batch = small(blocks=7), Batch(128, 128)
     more: Any = {"engine": engine, "fixed": fixed, "keep": 3}
-    free = search(model, cluster(2, 1, memory_gb=10.0), BUDGET, batch, Limits(**more)).plans[0]
+    free = search(model, cluster(2, 1, memory_gb=10.0), BUDGET, batch, SearchLimits(**more)).plans[
+        0
+    ]
     tight = cluster(2, 1, memory_gb=0.55 * free.prediction.device_nbytes / 0.92e9)
-    found = search(model, tight, BUDGET, batch, Limits(**more))
+    found = search(model, tight, BUDGET, batch, SearchLimits(**more))
     assert found.plans and found.plans[0].layout.recompute
     for plan in found.plans:
         assert can_recompute(engine, plan.layout, plan.repeated)
@@ -306,7 +312,7 @@ def test_plans_recompute_as_their_engine_does(engine: str) -> None:
 
 def test_recomputation_that_an_engine_cannot_run_is_told() -> None:
     fixed = {"stages": 2, "recompute": ((2, 3),)}
-    limits = Limits(engine="megatron", fixed=fixed)
+    limits = SearchLimits(engine="megatron", fixed=fixed)
     found = search(small(), cluster(2, 1), BUDGET, Batch(8, 128), limits)
     assert not found.plans
     assert any("Megatron recomputes the first layers" in why for why in found.refused)

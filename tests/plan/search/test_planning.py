@@ -15,23 +15,23 @@ from hybridcomp.dimensions import KEYS
 from hybridcomp.errors import ConfigError
 from hybridcomp.plan.algorithms import ideals
 from hybridcomp.plan.choices import Choices
-from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.job import PlannedJob
 from hybridcomp.plan.cost.memory import device_nbytes, memory_of
 from hybridcomp.plan.cost.step import step_of
 from hybridcomp.plan.cost.work import work_of
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.models.traced import named
-from hybridcomp.plan.request import Batch, Found, Limits
-from hybridcomp.plan.search.budget import Budget
+from hybridcomp.plan.request import Batch, Found, SearchLimits
+from hybridcomp.plan.search.budget import AllowedChoices
 from hybridcomp.plan.search.placing import Placer
 from hybridcomp.plan.search.search import search
 from tests.plan.clusters import cluster, small
 
-RECOMMENDED = Budget.parse("recommended")
+RECOMMENDED = AllowedChoices.parse("recommended")
 BATCH = Batch(16, 128)
 
 
-def every_layout(job: Job) -> Iterator[Layout]:
+def every_layout(job: PlannedJob) -> Iterator[Layout]:
     """All ways to train on two or four ranks, with up to 4 samples in a pass, nothing recomputed.
 
     Written out here: neither the search's space nor its placer or evaluator is asked.
@@ -56,7 +56,9 @@ def every_layout(job: Job) -> Iterator[Layout]:
                              offload=offload)  # fmt: skip
 
 
-def best_of_all(job: Job, budget: Budget) -> tuple[dict[tuple[int, ...], float], int]:
+def best_of_all(
+    job: PlannedJob, budget: AllowedChoices
+) -> tuple[dict[tuple[int, ...], float], int]:
     """By cuts, the fastest of all layouts with all combinations of choices; how many do not fit."""
     best: dict[tuple[int, ...], float] = {}
     refused = 0
@@ -77,7 +79,7 @@ def best_of_all(job: Job, budget: Budget) -> tuple[dict[tuple[int, ...], float],
 
 
 #: two links, plenty and little memory; 8 bits or native, so that all combinations can be tried
-SMALL_BUDGET = Budget.parse(
+SMALL_BUDGET = AllowedChoices.parse(
     {name: {"codec": "blockint", "bits": bits}
      for name, bits in (("dp", 4), ("zero", 8), ("tp", 8), ("pp", 8))}
 )  # fmt: skip
@@ -89,8 +91,8 @@ def test_the_best_of_all_is_found(engine: Any, gbits: float, memory_gb: float) -
     """Exactly where cuts are given; near it (see below) where the search cuts as well."""
     machines = cluster(nodes=4, ranks_per_node=1, gbits=gbits, memory_gb=memory_gb)
     fixed: dict[str, Any] = {"context": 1, "virtual": 1}
-    limits = Limits(engine=engine, most_micro_batch=4, recompute=False, fixed=fixed)
-    best, refused = best_of_all(Job(small(), machines, BATCH, limits), SMALL_BUDGET)
+    limits = SearchLimits(engine=engine, most_micro_batch=4, recompute=False, fixed=fixed)
+    best, refused = best_of_all(PlannedJob(small(), machines, BATCH, limits), SMALL_BUDGET)
     assert bool(refused) == (memory_gb < 1), "the third one has too little memory for some"
     for cuts in ((6,), (3, 3), (2, 4), (2, 1, 1, 2)):
         given = replace(limits, fixed={**fixed, "stages": len(cuts), "cuts": cuts})
@@ -105,7 +107,7 @@ def test_the_best_of_all_is_found(engine: Any, gbits: float, memory_gb: float) -
 @pytest.mark.parametrize("engine", ["deepspeed", "megatron"])
 def test_plans_are_ranked_and_the_same_each_time(engine: Any) -> None:
     machines = cluster(nodes=4, ranks_per_node=1, gbits=0.2, memory_gb=0.05)
-    limits = Limits(engine=engine, most_micro_batch=4)
+    limits = SearchLimits(engine=engine, most_micro_batch=4)
     found = search(small(), machines, SMALL_BUDGET, BATCH, limits)
     seconds = [plan.prediction.seconds for plan in found.plans]
     assert seconds == sorted(seconds) and len({plan.layout for plan in found.plans}) > 3
@@ -116,9 +118,9 @@ def test_plans_are_ranked_and_the_same_each_time(engine: Any) -> None:
         assert sum(plan.layout.cuts) == small().depth
 
 
-def first(gbits: float, budget: Budget = RECOMMENDED, **fixed: object) -> Found:
+def first(gbits: float, budget: AllowedChoices = RECOMMENDED, **fixed: object) -> Found:
     machines = cluster(nodes=4, ranks_per_node=1, gbits=gbits)
-    return search(small(), machines, budget, BATCH, Limits(fixed=fixed, keep=1))
+    return search(small(), machines, budget, BATCH, SearchLimits(fixed=fixed, keep=1))
 
 
 def test_two_speeds_get_two_plans() -> None:
@@ -128,10 +130,10 @@ def test_two_speeds_get_two_plans() -> None:
 
 
 def test_a_slow_link_is_worth_a_codec() -> None:
-    native, encoded = (first(0.05, Budget.parse(name), tensor=1, stages=1)
+    native, encoded = (first(0.05, AllowedChoices.parse(name), tensor=1, stages=1)
                        for name in ("native", "recommended"))  # fmt: skip
     assert encoded.plans[0].prediction.seconds < 0.7 * native.plans[0].prediction.seconds
-    lossless = first(0.05, Budget.parse("lossless"), tensor=1, stages=1).plans[0]
+    lossless = first(0.05, AllowedChoices.parse("lossless"), tensor=1, stages=1).plans[0]
     assert all(one.codec is not None and one.codec.lossless for _, one in lossless.choices)
     assert lossless.prediction.seconds <= native.plans[0].prediction.seconds
 
@@ -140,7 +142,7 @@ def test_what_the_user_has_decided_stays() -> None:
     found = first(1.0, tensor=2, stages=2, zero_stage=0, cuts=(3, 3)).plans[0]
     assert (found.layout.tensor, found.layout.stages, found.layout.cuts) == (2, 2, (3, 3))
     with pytest.raises(ConfigError, match=r"fixed.tensors: found 2; expected one of accumulation"):
-        Limits(fixed={"tensors": 2})
+        SearchLimits(fixed={"tensors": 2})
 
 
 def test_a_graph_too_wide_to_be_split_is_no_lack_of_memory(
@@ -148,7 +150,7 @@ def test_a_graph_too_wide_to_be_split_is_no_lack_of_memory(
 ) -> None:
     monkeypatch.setattr(ideals, "MOST_IDEALS", 4)
     model = named("tests.plan.models.test_models:towers")
-    limits = Limits(dtype="fp32", fixed={"stages": 2})
+    limits = SearchLimits(dtype="fp32", fixed={"stages": 2})
     found = search(model, cluster(2, 1), RECOMMENDED, Batch(4, 8), limits)
     assert not found.plans and found.nearest is None
     assert "no layout of 2 ranks is possible: a graph of 5 nodes" in found.reason
@@ -157,19 +159,19 @@ def test_a_graph_too_wide_to_be_split_is_no_lack_of_memory(
 
 def test_a_rank_half_as_fast_gets_fewer_layers() -> None:
     machines = cluster(nodes=4, ranks_per_node=1, gbits=10.0, speeds={2: 0.5})
-    limits = Limits(fixed={"stages": 4}, keep=1)
+    limits = SearchLimits(fixed={"stages": 4}, keep=1)
     model = small(blocks=14)
     plan = search(model, machines, RECOMMENDED, Batch(32, 128), limits).plans[0]
     cuts = plan.layout.cuts
     assert cuts[2] == min(cuts) and cuts[2] <= 0.7 * max(cuts)
-    even = Limits(fixed={"stages": 4, "cuts": (4, 4, 4, 4)}, keep=1)
+    even = SearchLimits(fixed={"stages": 4, "cuts": (4, 4, 4, 4)}, keep=1)
     evenly = search(model, machines, RECOMMENDED, Batch(32, 128), even).plans[0]
     assert evenly.prediction.seconds > 1.25 * plan.prediction.seconds
 
 
 def test_half_the_memory_switches_recomputation_on() -> None:
     fixed = {"stages": 2, "tensor": 1, "micro_batch": 16}
-    limits, model = Limits(fixed=fixed, keep=3), small(blocks=6)
+    limits, model = SearchLimits(fixed=fixed, keep=3), small(blocks=6)
     plenty = cluster(nodes=2, ranks_per_node=1, memory_gb=10.0)
     batch = Batch(128, 128)
     free = search(model, plenty, RECOMMENDED, batch, limits).plans[0]
@@ -189,7 +191,7 @@ def test_memory_is_never_crossed() -> None:
     for _ in range(12):
         memory = draw.uniform(0.02, 0.12)
         machines = cluster(nodes=4, ranks_per_node=1, memory_gb=memory, gbits=draw.uniform(0.05, 5))
-        limits = Limits(keep=3, most_micro_batch=4)
+        limits = SearchLimits(keep=3, most_micro_batch=4)
         found = search(small(), machines, RECOMMENDED, BATCH, limits)
         for plan in found.plans:
             assert plan.prediction.device_nbytes <= 0.92 * machines.ranks[0].nbytes
@@ -207,9 +209,9 @@ def test_what_no_plan_meets_is_told() -> None:
     assert found.nearest.what == "memory" and found.nearest.needed > found.nearest.available
     assert found.reason.startswith("no plan fits: the leanest of")
     assert f"{found.nearest.needed / 1e9:.3g} GB" in found.reason
-    more = search(small(), tiny, RECOMMENDED, BATCH, Limits(ranks=8))
+    more = search(small(), tiny, RECOMMENDED, BATCH, SearchLimits(ranks=8))
     assert "8 ranks are wanted, and the cluster has 2" in more.reason
-    odd = search(small(), tiny, RECOMMENDED, Batch(1, 128), Limits(fixed={"data": 2}))
+    odd = search(small(), tiny, RECOMMENDED, Batch(1, 128), SearchLimits(fixed={"data": 2}))
     assert "cannot be divided among the replicas" in odd.reason
 
 
@@ -218,7 +220,7 @@ def test_graphs_are_split_by_their_ideals() -> None:
 
     model = read_model("tests.plan.models.test_models:wide_towers")
     machines = cluster(nodes=2, ranks_per_node=1, gbits=1000.0)
-    limits = Limits(dtype="fp32", fixed={"stages": 2}, keep=1)
+    limits = SearchLimits(dtype="fp32", fixed={"stages": 2}, keep=1)
     plan = search(model, machines, RECOMMENDED, Batch(8, 1), limits).plans[0]
     assert sorted(sum(plan.layout.nodes, ())) == [0, 1, 2, 3, 4]
     assert plan.layout.nodes and plan.layout.cuts == tuple(map(len, plan.layout.nodes))
@@ -234,8 +236,8 @@ def test_cuts_are_near_the_fastest_simulated_ones(
     """Also where messages take as long as layers: both ends of a cut wait for them."""
     layout, blocks = Layout(stages=3, micro_batch=2, accumulation=8), 6
     machines = cluster(nodes=3, ranks_per_node=1, gbits=gbits, speeds=slow)
-    limits = Limits(dtype="fp32", engine=engine, recompute=False)
-    job = Job(small(blocks), machines, Batch(16, 128), limits)
+    limits = SearchLimits(dtype="fp32", engine=engine, recompute=False)
+    job = PlannedJob(small(blocks), machines, Batch(16, 128), limits)
 
     def seconds(cuts: tuple[int, ...]) -> float:
         return step_of(job, work_of(job, layout.replace(cuts=cuts)), Choices())

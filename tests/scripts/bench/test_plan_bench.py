@@ -12,14 +12,14 @@ from bench.bench_plan import check_rising
 from bench.plan_bench.speed import Probe, at_speed, fast, fastest
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost.host import Host, Line
-from hybridcomp.plan.cost.job import Job
+from hybridcomp.plan.cost.job import PlannedJob
 from hybridcomp.plan.cost.step import step_of
 from hybridcomp.plan.cost.work import work_of
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.estimates import Estimate
 from hybridcomp.plan.machines.rows import Kernel, Kind
-from hybridcomp.plan.request import Batch, Limits
+from hybridcomp.plan.request import Batch, SearchLimits
 from lab.layout import LabError
 from tests.plan.clusters import cluster, small
 
@@ -43,8 +43,8 @@ def test_the_measurement_of_the_fastest_moment_counts() -> None:
 def test_slower_blocks_make_compute_slower_and_no_message() -> None:
     layout = Layout(data=2, micro_batch=2, accumulation=4, cuts=(6,))
     host = Host(Line(0.01), Line(0.02))
-    job = Job(
-        small(), cluster(nodes=2, ranks_per_node=1), Batch(16, 128), Limits(dtype="fp32"),
+    job = PlannedJob(
+        small(), cluster(nodes=2, ranks_per_node=1), Batch(16, 128), SearchLimits(dtype="fp32"),
         overlap=0.0, hosts={(0, "native"): host},
     )  # fmt: skip
     machines = job.cluster

@@ -136,7 +136,7 @@ def pretended(ranks: int = 4, rank: int = 1) -> Iterator[Gpu]:
         gpu.sweep()
 
 
-class Sizes(payload_sizes.Sizes):
+class Sizes(payload_sizes.SizeReader):
     """The sizes that travel are 64 bytes, once the host has waited for them."""
 
     def __init__(self, gpu: Gpu) -> None:
