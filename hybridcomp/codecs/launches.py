@@ -59,8 +59,12 @@ class CollectiveKernel(Protocol):
         me: int,
         out: Tensor,
         residual: Tensor | None = None,
+        begun: bool = False,
     ) -> None:
-        """Sum in fp32 and rank order into ``out``; ``own`` and ``residual`` as in ``reduce``."""
+        """Sum in fp32 and rank order into ``out``; ``own`` and ``residual`` as in ``reduce``.
+
+        ``begun``: the sum starts from what ``out`` holds.
+        """
 
     def decode(
         self, payloads: Tensor, chunk: int, slot: int, out: Tensor, skip: int = NO_CHUNK

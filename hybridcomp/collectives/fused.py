@@ -111,11 +111,17 @@ def fused_all_reduce(
 
 
 def fused_reduce_scatter(
-    flat: Tensor, lengths: tuple[int, ...], total: Tensor, fused: CollectiveKernel, how: Reduction
+    flat: Tensor,
+    lengths: tuple[int, ...],
+    total: Tensor,
+    fused: CollectiveKernel,
+    how: Reduction,
+    begun: bool = False,
 ) -> Steps[Tensor]:
     """Sum this rank's shard over ``group`` into ``total``: bytes and bits of ``reduce_scatter``.
 
     ``flat`` and the residual: the shards of all ranks one after the other (``adjacent``).
+    ``begun``: the sum starts from what ``total`` holds.
 
     1 encode all shards but this rank's, 2 all-to-all, 3 sum in rank order.
     """
@@ -131,7 +137,7 @@ def fused_reduce_scatter(
     # 3
     left = None if residual is None else residual[plan.mine]
     with meter.coding():
-        fused.sum(received, flat[plan.mine], ranks, me, total, left)
+        fused.sum(received, flat[plan.mine], ranks, me, total, left, begun)
     POOL.give(room)
     return total
 

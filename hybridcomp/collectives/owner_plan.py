@@ -46,6 +46,7 @@ class OwnerPlan:
         numel: elements of the bucket.
         runs: neighbours with the same owners as one range, empty ones left out.
         even: the chunks of the ranks, as ranges.
+        lengths: elements of each chunk.
         longest: elements of the longest row of each kind of message: those of one set of owners
             (direct), a chunk, those that one rank sends to one set of owners (balanced).
     """
@@ -54,6 +55,7 @@ class OwnerPlan:
     numel: int
     runs: tuple[OwnedRange, ...]
     even: tuple[OwnedRange, ...]
+    lengths: tuple[int, ...]
     longest: tuple[int, int, int]
 
 
@@ -85,6 +87,7 @@ def plan_of(ranges: tuple[OwnedRange, ...], world_size: int) -> OwnerPlan:
         numel,
         tuple(runs),
         tuple(even),
+        tuple(owned.stop - owned.start for owned in even),
         (
             _longest([(run.ranks, run.stop - run.start) for run in runs]),
             max(owned.stop - owned.start for owned in even),
@@ -115,23 +118,25 @@ def even_ranges(numel: int, world_size: int) -> list[OwnedRange]:
 def cut_at_chunks(ranges: Sequence[OwnedRange], world_size: int) -> list[OwnedPart]:
     """Cut the ranges at the borders of ``chunk_ranges``, in order."""
     chunks = chunk_ranges(max((owned.stop for owned in ranges), default=0), world_size)
+    size = chunks[0][1] or 1
     return [
         OwnedPart(max(low, owned.start), min(high, owned.stop), owned.ranks, source)
         for owned in ranges
-        for source, (low, high) in enumerate(chunks)
-        if max(low, owned.start) < min(high, owned.stop)
+        if owned.start < owned.stop
+        for source in range(owned.start // size, (owned.stop - 1) // size + 1)
+        for low, high in (chunks[source],)
     ]
 
 
 def _direct_traffic(ranges: Sequence[OwnedRange], world_size: int) -> list[list[int]]:
     """Return ``[sent, received]`` elements of every rank when all send to the owners."""
-    traffic = [[0, 0] for _ in range(world_size)]
+    owns = [0] * world_size
+    copies = 0  # elements that a rank which owns nothing sends
     for owned in ranges:
-        numel = owned.stop - owned.start
-        for rank in range(world_size):
-            traffic[rank][0] += numel * sum(owner != rank for owner in owned.ranks)
-            traffic[rank][1] += numel * (world_size - 1) * (rank in owned.ranks)
-    return traffic
+        copies += (owned.stop - owned.start) * len(owned.ranks)
+        for rank in owned.ranks:
+            owns[rank] += owned.stop - owned.start
+    return [[copies - own, (world_size - 1) * own] for own in owns]
 
 
 def _busiest(traffic: Sequence[Sequence[int]]) -> int:

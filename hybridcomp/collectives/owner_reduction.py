@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from hybridcomp.collectives.fused import fused_reduce_scatter
 from hybridcomp.collectives.hierarchical.intra_node import (
     node_sum,
     ranges_of_nodes,
@@ -35,6 +36,7 @@ from hybridcomp.collectives.wire import (
     check_residual,
     check_values,
     chunk_ranges,
+    decode_all,
     decode_fp32,
     exchange,
     overlapped,
@@ -166,12 +168,18 @@ def _balanced(tensor: Tensor, plan: OwnerPlan, sums: Sums, how: Reduction) -> St
     buffer, total = None, how.owner_residual
     if total is None:
         buffer, total = POOL.take_fp32(stop - start, device)
-    hop = Transfer(first, group, how.meter, flush=how.flush)
-    count = round_count(plan.longest[1], (first,), device, group)
-    yield from overlapped(
-        sum_parts([_even_part(tensor, owned, total, start, how) for owned in share], hop)
-        for share in range_rounds(plan.even, cuts, count)
-    )
+    fused = None if cuts else first.fused(device)
+    if fused is not None:
+        only = Reduction(first, group, how.meter, residual=how.residual)
+        begun = how.owner_residual is not None
+        yield from fused_reduce_scatter(tensor, plan.lengths, total, fused, only, begun)
+    else:
+        hop = Transfer(first, group, how.meter, flush=how.flush)
+        count = round_count(plan.longest[1], (first,), device, group)
+        yield from overlapped(
+            sum_parts([_even_part(tensor, owned, total, start, how) for owned in share], hop)
+            for share in range_rounds(plan.even, cuts, count)
+        )
     # 2
     hop = Transfer(second, group, how.meter)
     count = round_count(plan.longest[2], (second,), device, group)
@@ -229,22 +237,30 @@ def _send_on(
 ) -> Steps[None]:
     """1 send this rank's sums (``mine``) to their owners, 2 decode the sums that this rank owns."""
     via, feedback, dtype = scatter.via, scatter.feedback, scatter.dtype
-    me, ranks = via.group.rank, range(via.group.size)
+    me = via.group.rank
     # 1
     jobs = {p: EncodeRequest(v, v if feedback else None) for p, v in mine.items() if not p.stays}
-    outgoing = [
-        [job for part, job in jobs.items() if rank in part.ranks and rank != me] for rank in ranks
-    ]
-    incoming = [[p for p in parts if p.source == rank != me and me in p.ranks] for rank in ranks]
+    outgoing: list[list[EncodeRequest]] = [[] for _ in range(via.group.size)]
+    incoming: list[list[OwnedPart]] = [[] for _ in range(via.group.size)]
+    for part, job in jobs.items():
+        for rank in part.ranks:
+            if rank != me:
+                outgoing[rank].append(job)
+    for part in parts:
+        if part.source != me and me in part.ranks:
+            incoming[part.source].append(part)
     numels = [[part.numel for part in row] for row in incoming]
     payloads = yield from exchange(outgoing, numels, dtype, scatter.device, via)
     # 2
     arrived = [*zip(chain(*incoming), chain(*payloads.received), strict=True)]
     arrived += [(p, payloads.encoded[job]) for p, job in jobs.items() if me in p.ranks]
     with via.meter.coding():
-        for part, payload in arrived:
-            place = _place(scatter.sums, part.start, part.stop)
-            decode_fp32(via.codec, payload, place, dtype)
+        places = [_place(scatter.sums, part.start, part.stop) for part, _ in arrived]
+        if len(arrived) > 1 and via.codec.each(scatter.device) is not None:
+            decode_all(via.codec, [payload for _, payload in arrived], places)
+        else:
+            for place, (_, payload) in zip(places, arrived, strict=True):
+                decode_fp32(via.codec, payload, place, dtype)
         for part, values in mine.items():
             if part.stays:
                 _place(scatter.sums, part.start, part.stop).copy_(values)

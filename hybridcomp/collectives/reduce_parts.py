@@ -49,21 +49,21 @@ def sum_parts(parts: Sequence[ReducedPart], via: Transfer) -> Steps[None]:
 
     1 encode each part for its owners, 2 exchange, 3 sum in fp32 in rank order.
     """
-    me, ranks, device = via.group.rank, range(via.group.size), parts[0].values.device
+    me, device = via.group.rank, parts[0].values.device
     wide = parts[0].residual is not None
     dtype = sent_dtype(via.codec, parts[0].values.dtype, wide, via.flush)
     filled = [part for part in parts if part.values.numel()]
     # 1, 2
     jobs = [None if p.exact_on(me) else EncodeRequest(p.values, p.residual) for p in filled]
-    outgoing = [
-        [job for part, job in zip(filled, jobs, strict=True) if job and rank in part.owners]
-        if rank != me
-        else []
-        for rank in ranks
-    ]
+    outgoing: list[list[EncodeRequest]] = [[] for _ in range(via.group.size)]
+    for part, sent in zip(filled, jobs, strict=True):
+        for rank in part.owners:
+            if sent is not None and rank != me:
+                outgoing[rank].append(sent)
     owned = [(part, job) for part, job in zip(filled, jobs, strict=True) if me in part.owners]
     numels = [part.values.numel() for part, _ in owned]
-    incoming = [numels if rank != me else [] for rank in ranks]
+    incoming = [numels] * via.group.size
+    incoming[me] = []
     payloads = yield from exchange(outgoing, incoming, dtype, device, via)
     # 3
     with via.meter.coding():

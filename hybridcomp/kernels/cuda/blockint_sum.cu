@@ -5,21 +5,21 @@
 namespace hybridcomp {
 namespace blockint {
 
-// The sum, in fp32.
+// The sum, in fp32. With FEEDBACK it may begin with `owner`, which may be `out`.
 template <class E, bool FEEDBACK>
 HC_INLINE void add_up(const u8* payloads, const void* own, u64 numel, u64 ranks, u64 me, u64 slot,
-                      float* out, float* residual) {
+                      float* out, float* residual, const float* owner) {
     __shared__ Room<E, true> rooms[SUM_WARPS];
     auto& room = rooms[threadIdx.x / WARP];
     Span span = {blockIdx.x * HC_SUM_THREADS + threadIdx.x, numel, false};
     if (span.tile() >= ceil_div(numel, TILE)) return;  // the whole warp
     const auto* values = (const typename E::Stored*)own;
     span.whole = span.tile_first() + TILE <= numel && whole_vectors(values) && whole_vectors(out) &&
-                 whole_vectors(residual);
+                 whole_vectors(residual) && whole_vectors(owner);
     float held[BLOCK];
 #pragma unroll
     for (int k = 0; k < BLOCK; ++k) held[k] = -0.0f;  // changes nothing
-    add_ranks<E, FEEDBACK>(held, room, payloads, values, ranks, me, slot, residual, nullptr, span);
+    add_ranks<E, FEEDBACK>(held, room, payloads, values, ranks, me, slot, residual, owner, span);
     span = span.again();
     __syncwarp();  // all of the room was read
 #pragma unroll
@@ -105,12 +105,13 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
     extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_BLOCKS)                   \
     blockint_sum_##NAME(HC_SUM_ARGUMENTS, float* out) {                                           \
         hybridcomp::blockint::add_up<hybridcomp::E, false>(payloads, own, numel, ranks, me, slot, \
-                                                           out, nullptr);                         \
+                                                           out, nullptr, nullptr);                \
     }                                                                                             \
     extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_BLOCKS)          \
-    blockint_sum_feedback_##NAME(HC_SUM_ARGUMENTS, float* out, float* residual) {                 \
+    blockint_sum_feedback_##NAME(HC_SUM_ARGUMENTS, float* out, float* residual,        \
+                                 float* owner) {                                                \
         hybridcomp::blockint::add_up<hybridcomp::E, true>(payloads, own, numel, ranks, me, slot,  \
-                                                          out, residual);                         \
+                                                          out, residual, owner);                  \
     }
 
 #if !defined(HC_DTYPE) || HC_DTYPE == 0

@@ -64,14 +64,15 @@ class FusedBlockInt:
 
     def sum(
         self, payloads: Tensor, own: Tensor, ranks: int, me: int, out: Tensor,
-        residual: Tensor | None = None,
+        residual: Tensor | None = None, begun: bool = False,
     ) -> None:  # fmt: skip
         """Sum, a warp for each tile."""
         words = self._sum(payloads, own, ranks, me, out)
-        if residual is None:
+        if residual is None and not begun:
             self._add("sum", own, *words)
         else:
-            self._add("sum_feedback", own, *words, residual.data_ptr())
+            left = 0 if residual is None else residual.data_ptr()
+            self._add("sum_feedback", own, *words, left, out.data_ptr() if begun else 0)
 
     @staticmethod
     def _sum(payloads: Tensor, own: Tensor, ranks: int, me: int, out: Tensor) -> tuple[int, ...]:

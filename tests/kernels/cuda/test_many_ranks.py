@@ -26,9 +26,11 @@ def payload_of(codec: BlockInt, values: Tensor) -> Tensor:
     return room
 
 
-def contributions(codec: BlockInt, ranks: int, me: int, own: Tensor) -> tuple[Tensor, Tensor]:
+def contributions(
+    codec: BlockInt, ranks: int, me: int, own: Tensor, start: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The payloads of the others, and the fp32 sum in rank order with ``own`` in its place."""
-    payloads, total = [], torch.full((NUMEL,), -0.0)
+    payloads, total = [], torch.full((NUMEL,), -0.0) if start is None else start
     for rank in range(ranks):
         if rank == me:
             total = total + own
@@ -69,5 +71,9 @@ def test_sums_are_the_cpus(
     assert torch.equal(arrays.bits_of(found), arrays.bits_of(total))
     assert torch.equal(arrays.bits_of(found_with), arrays.bits_of(with_residual))
     assert not left.any()
+    begun = arrays.make("normal", NUMEL, 97)
+    _, further = contributions(codec, ranks, me, own.float(), begun.clone())
+    fused.sum(payloads, own, ranks, me, begun, begun=True)
+    assert torch.equal(arrays.bits_of(begun), arrays.bits_of(further))
     if dtype != torch.float16:  # what overflows it is encoded as Inf
         assert torch.equal(out, encoded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.codecs import VALUE_DTYPES, BlockInt, make_codec
-from hybridcomp.collectives import Meter, OwnedRange
+from hybridcomp.collectives import Group, Meter, OwnedRange, Reduction, chunk_ranges
+from hybridcomp.collectives import reduce_to_owners as collective_to_owners
 from hybridcomp.kernels.cuda import CudaKernels
 from hybridcomp.kernels.cuda.fused import blockint_macros
 from hybridcomp.kernels.cuda.table import ROWS
@@ -182,3 +184,34 @@ def test_messages_with_borders_take_few_launches(held: bool) -> None:
         assert kernels[:2] == ["table_encode_bf16 5", "table_decode_bf16 15"], kernels
         many = [kernel for kernel in kernels if "table" in kernel]
         assert len(many) >= 8 and len(kernels) <= 24, kernels
+
+
+def one_owner(dtype: torch.dtype, held: bool, fused: bool) -> tuple[list[torch.Tensor], list[str]]:
+    """Sums and residuals of a bucket of one owner, which goes the balanced way, and launches."""
+    torch.set_num_threads(1)
+    codec, rank, world = make_codec("blockint", bits=4), dist.get_rank(), dist.get_world_size()
+    values, launcher = arrays.make("normal", 6000, rank, dtype), Counting()
+    start, stop = chunk_ranges(6000, world)[rank]
+    residual = arrays.make("normal", 6000, 50 + rank) / 100 if held else None
+    owner = arrays.make("normal", stop - start, 70 + rank) / 100 if held else None
+    group = Group.of(None)
+    how = Reduction(codec, group, Meter(), residual=residual, owner_residual=owner)
+    with kernels_replaced(CudaKernels(launcher)) if fused else nullcontext():
+        sums = collective_to_owners(values, [OwnedRange(0, 6000, (2,))], how)
+    found = [*sums, *(left for left in (residual, owner) if left is not None)]
+    return [*found, torch.tensor([how.meter.wire_nbytes])], launcher.kernels
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["plain", "feedback"])
+def test_a_bucket_of_one_owner(held: bool) -> None:
+    """Its first hop takes two launches, with the bits, residuals and bytes of the CPU."""
+    macros = blockint_macros(BlockInt(bits=4)._setting)
+    for source in ("blockint_table.cu", "blockint.cu", "blockint_sum.cu"):
+        emulated(source, *macros)
+    right = run_ranks(4, one_owner, torch.bfloat16, held, False)
+    for (expected, _), (found, kernels) in zip(
+        right, run_ranks(4, one_owner, torch.bfloat16, held, True), strict=True
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        feedback = "_feedback" if held else ""
+        assert kernels[:2] == [f"encode{feedback}_bf16", f"sum{feedback}_bf16"], kernels
