@@ -1,6 +1,6 @@
 """Decide whether compression pays on the link of this job, and remember it.
 
-A dimension whose encoded messages are not faster (``judging``) stays native for the rest of the
+A dimension whose encoded messages are not faster (``timing``) stays native for the rest of the
 run, and in runs that resume it from a checkpoint. Where the two were close, steps of the run itself
 are compared once, and a verdict may change (``recheck``).
 """
