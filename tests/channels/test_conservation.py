@@ -19,6 +19,7 @@ from hybridcomp.channels import Channels, resharing
 from hybridcomp.channels.error_feedback import Piece, cut, held_in
 from hybridcomp.collectives import Group, Levels, OwnedRange, chunk_ranges
 from hybridcomp.config import CompressionConfig
+from hybridcomp.job import small_messages
 from tests.channels import sent
 from tests.selection import by_day
 from tests.stand_ins import thread_groups
@@ -173,6 +174,7 @@ class Drawn:
         """Load ``states`` of the ranks that saved on those that are now."""
         ranks = Ranks(self.size)
         monkeypatch.setattr(resharing, "dist", ranks)
+        monkeypatch.setattr(small_messages, "total", ranks.all_reduce)
         monkeypatch.setattr(resharing, "tell", ranks.tell)
         nodes: Any = Nodes() if self.deep else None
         sends = {name: resharing.Sends(((0, numel),)) for name, numel in self.numels.items()}

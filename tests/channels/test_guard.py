@@ -19,7 +19,7 @@ BLOCKINT = {"codec": "blockint", "bits": 4}
 @pytest.fixture
 def guard(monkeypatch: pytest.MonkeyPatch) -> Guard:
     """On one rank, whose samples are those of the job."""
-    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: None)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, group=None: None)
     return Guard({"dp": Limits(0.5, 10.0), "pp": Limits(0.5, None)})
 
 

@@ -30,6 +30,7 @@ def run(arguments: list[str]) -> int:
             status: int = bench_publish.main()
             return status
         finally:
+            sys.stdout.flush()  # the reader may look before this process ends
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
