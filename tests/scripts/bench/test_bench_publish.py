@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 from unittest import mock
 
@@ -22,22 +24,22 @@ def test_beyond_the_break_even_link_dense_weights_arrive_earlier() -> None:
     assert 0.5 + 4.0 / link == pytest.approx(16.0 / link)
 
 
-def run(arguments: list[str]) -> int:
-    """The script in a rank, whose process group is its own."""
+def run(arguments: list[str]) -> tuple[int, str]:
+    """The script in a rank, whose process group is its own; its status and what it prints."""
     dist.destroy_process_group()
+    shown = io.StringIO()
     with mock.patch.object(sys, "argv", ["bench_publish.py", *arguments]):
         try:
-            status: int = bench_publish.main()
-            return status
+            with contextlib.redirect_stdout(shown):
+                status: int = bench_publish.main()
+            return status, shown.getvalue()
         finally:
-            sys.stdout.flush()  # the reader may look before this process ends
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
-def test_a_run_of_seconds(capfd: pytest.CaptureFixture[str]) -> None:
-
+def test_a_run_of_seconds() -> None:
     small = ["--width", "64", "--layers", "1", "--warmup", "2", "--settle", "1", "--mbytes", "1"]
-    assert run_ranks(1, run, [*small, "--rates", "1e-3", "--repeats", "2"]) == [0]
-    shown = capfd.readouterr().out
+    ((status, shown),) = run_ranks(1, run, [*small, "--rates", "1e-3", "--repeats", "2"])
+    assert status == 0
     assert "| bits | " in shown and "pays below, Gb/s" in shown
