@@ -287,8 +287,7 @@ def publish(
     """
     from hybridcomp.patches.published import publish
 
-    given = {"every": every, "anchor_every": anchor_every}
-    return publish(engine, to, **given, dtype=dtype, codec=codec)
+    return publish(engine, to, every=every, anchor_every=anchor_every, dtype=dtype, codec=codec)
 
 
 def __getattr__(name: str) -> Any:

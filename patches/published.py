@@ -10,20 +10,10 @@ from hybridcomp.patches.common.publishing_steps import destination_of
 from hybridcomp.publishing import EngineWeights, Publisher
 
 
-def publish(
-    engine: Any,
-    to: Any,
-    *,
-    every: int = 1,
-    anchor_every: int = 100,
-    dtype: str | None = None,
-    codec: str = "auto",
-) -> Publisher:
-    """See ``hybridcomp.publish``."""
+def publish(engine: Any, to: Any, **options: Any) -> Publisher:
+    """See ``hybridcomp.publish``, which names the ``options``."""
     weights = weights_of(engine)
-    destination = destination_of(to, weights)
-    given = {"every": every, "anchor_every": anchor_every}
-    return Publisher(weights, destination, **given, dtype=dtype, codec=codec)
+    return Publisher(weights, destination_of(to, weights), **options)
 
 
 def weights_of(engine: Any) -> EngineWeights:

@@ -13,7 +13,7 @@ from hybridcomp.dimensions import DIRECTIONS, KINDS, Direction
 
 
 class DirectionConfig(CodecSettings):
-    """What differs in one direction. Without ``codec`` the dimension's codec is kept."""
+    """Settings that differ in one direction. Without ``codec`` the dimension's codec is kept."""
 
 
 class SplitConfig(DimensionConfig):

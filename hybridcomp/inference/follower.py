@@ -21,7 +21,7 @@ AGAIN = "update again: the whole of a version is loaded then"
 
 
 class Receiver(Protocol):
-    """What an engine needs of ``hybridcomp.WeightReceiver``."""
+    """The part of ``hybridcomp.WeightReceiver`` that an engine needs."""
 
     @property
     def version(self) -> int:
@@ -53,7 +53,7 @@ class Patched:
 
 
 class Engine(Protocol):
-    """What an adapter does with the weights of its engine."""
+    """Interface by which a follower checks and writes the weights of an engine."""
 
     def check(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Raise PublishError, before anything is written, where the engine cannot take them."""
@@ -70,7 +70,7 @@ class Engine(Protocol):
 
 @dataclass
 class Loaded:
-    """What the engine holds: a version, whole, and how its tensors looked then.
+    """The version that the engine holds, whole, and fingerprints of its tensors then.
 
     ``version`` is None where the engine holds none, or may hold a part of one.
     """

@@ -33,7 +33,7 @@ KEPT = "_hybridcomp_follower"
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a worker is told: the folder as it names it, the version, and how to follow it."""
+    """Message to a worker: the folder as it names it, the version, and how to follow it."""
 
     source: str
     version: int

@@ -1,4 +1,4 @@
-"""What the loader for SGLang relies on, with the signatures of the version in ``SGLANG``."""
+"""Name what the loader for SGLang relies on, with the signatures of the version in ``SGLANG``."""
 
 from __future__ import annotations
 

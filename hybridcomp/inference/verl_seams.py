@@ -1,4 +1,4 @@
-"""What the checkpoint engine for verl calls and overrides, with the signatures of ``VERL``."""
+"""Name what the checkpoint engine for verl calls and overrides, with the signatures of ``VERL``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engines for vLLM call and override, with the signatures of the version in ``VLLM``."""
+"""Name what the engines for vLLM call and override, with the signatures of ``VLLM``."""
 
 from __future__ import annotations
 

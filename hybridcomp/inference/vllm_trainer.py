@@ -16,7 +16,7 @@ from hybridcomp.publishing import Publisher, VersionSummary
 
 @dataclass
 class HybridcompTrainerInfo(TrainerInitInfo):  # type: ignore[misc]
-    """What the trainer's engine needs, on each rank.
+    """Arguments of the trainer's engine, on each rank.
 
     Attributes:
         publisher: what ``hybridcomp.publish(engine, to)`` returned.

@@ -38,7 +38,7 @@ from hybridcomp.publishing import WeightReceiver
 
 @dataclass
 class VersionSource(WeightTransferInitInfo):  # type: ignore[misc]
-    """What a worker is told once: where versions are, as ``ModuleFollower`` takes it."""
+    """First message to a worker: where versions are, as ``ModuleFollower`` takes it."""
 
     source: str
     wait_s: float = 60.0
@@ -47,7 +47,7 @@ class VersionSource(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class VersionUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What a worker is told for each update: the version that all workers load."""
+    """Message to a worker for each update: the version that all workers load."""
 
     version: int
 

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 from torch import Tensor
 
-from hybridcomp.errors import CheckpointError
+from hybridcomp.errors import CheckpointError, PublishError
 from hybridcomp.job.agreement import tell
 
 T = TypeVar("T")
@@ -212,7 +212,7 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
     """
     try:
         return work(), None
-    except CheckpointError as error:
+    except (CheckpointError, PublishError) as error:  # these name the file and say what to do
         return None, str(error)
     except Exception as error:
         return None, f"{type(error).__name__}: {_first_line(error)}"

@@ -1,4 +1,4 @@
-"""Where a version goes: what every destination can do, and a folder that object stores can sync.
+"""Write a version: what every destination can do, and a folder that object stores can sync.
 
 In a folder every file is immutable: it gets a temporary name, is synced to the disk, and renamed.
 Parts are in ``parts/``; the manifest comes last, once all ranks' parts are there, and no second

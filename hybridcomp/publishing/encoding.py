@@ -37,7 +37,7 @@ CODEC = StepCode()
 
 
 class Sink(Protocol):
-    """Where the bytes of one part go."""
+    """Receiver of the bytes of one part."""
 
     def write(self, data: memoryview, /) -> object:
         """Take bytes; they may be overwritten after the call."""
@@ -45,7 +45,7 @@ class Sink(Protocol):
 
 @dataclass
 class PartSummary:
-    """What writing a part took, and what is in it."""
+    """Seconds and bytes that writing a part took, and its digest."""
 
     nbytes: int = 0
     changed: int = 0

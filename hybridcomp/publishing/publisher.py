@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hybridcomp.errors import CheckpointError, ConfigError, PublishError
+from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.job import saved
 from hybridcomp.job.agreement import tell
 from hybridcomp.log import say
@@ -234,9 +234,9 @@ class Publisher:
                 self._destination.begin(version, self._rank), head, self._rank, full
             )
 
-        part, problem = _attempt(write)
+        part, problem = saved.attempt(write)
         begun = time.perf_counter()
-        file, late = _attempt(lambda: self._destination.finish(problem))
+        file, late = saved.attempt(lambda: self._destination.finish(problem))
         found = part or PartSummary()
         found.wire_s += time.perf_counter() - begun
         return found, file or "", problem or late
@@ -271,19 +271,8 @@ class Publisher:
         """Have rank 0 write the manifest, and wait until it is there."""
         problem = None
         if self._rank == 0:
-            _, problem = _attempt(lambda: self._destination.commit(manifest))
+            _, problem = saved.attempt(lambda: self._destination.commit(manifest))
         self._all_well(problem, manifest.version, {})
-
-
-def _attempt(work: Any) -> tuple[Any, str | None]:
-    """As ``saved.attempt``, with the text of our own errors kept whole."""
-    try:
-        return work(), None
-    except (PublishError, CheckpointError) as error:
-        return None, str(error)
-    except Exception as error:
-        text = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        return None, f"{type(error).__name__}: {text}"
 
 
 def _check(said: list[dict[str, Any]], ranks: tuple[int, ...], what: str) -> None:

@@ -24,7 +24,7 @@ from hybridcomp.publishing.weights import DTYPES, Table
 
 @dataclass(frozen=True)
 class AppliedVersion:
-    """What ``WeightReceiver.update`` has applied.
+    """Versions that ``WeightReceiver.update`` has applied.
 
     Attributes:
         version: the version that the mirror holds now.

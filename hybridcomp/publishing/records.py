@@ -87,7 +87,7 @@ class PartEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one version is; ``digest`` is that of all other fields."""
+    """Description of one version; ``digest`` is that of all other fields."""
 
     base: str
     version: int

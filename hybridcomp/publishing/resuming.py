@@ -25,7 +25,7 @@ from hybridcomp.publishing.weights import DividedWeights, EngineWeights
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a chain stands: the newest version, and whether the weights are that version."""
+    """Standing of a chain: the newest version, and whether the weights are that version."""
 
     base: str
     version: int

@@ -1,4 +1,4 @@
-"""Where a receiver finds versions: a folder, or a stream that is spooled to temporary files."""
+"""Read versions for a receiver: from a folder, or a stream that is spooled to temporary files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an adapter says of an engine's weights, and what the ranks together make of it."""
+"""Describe the weights of an engine on this rank, and divide them among all ranks."""
 
 from __future__ import annotations
 

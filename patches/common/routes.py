@@ -30,7 +30,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Sender:
-    """Whose collectives are called now, and which way their messages go.
+    """Owner of the collectives that are called now, and the direction of their messages.
 
     ``channels``: of the layer's engine; None: it has no block, or the layer knows no engine.
     """

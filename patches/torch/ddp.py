@@ -233,7 +233,7 @@ class Reducer:
         return self._channel.run(message, native=lambda: None, encoded=message.started)
 
     def taken(self, bucket: Any) -> dict[str, Tensor]:
-        """Whether any rank has used them since the last sum: parameters that this one has not.
+        """Return, for parameters unused here since the last sum, whether any rank has used them.
 
         Where DDP looks for unused ones it throws their sum away, and what was left out of earlier
         sums would go with it. A collective then, of one number for each parameter in ``bucket``,

@@ -102,17 +102,23 @@ def missed_targets(rows: dict[float, Row]) -> list[str]:
     return missed
 
 
-def main() -> int:
-    """Parse arguments, train, measure, print; the exit status is 1 if --check missed a target."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parser_of(doc: str, mbytes: int, what: str, repeats: int) -> argparse.ArgumentParser:
+    """Return a parser for benches on traces; ``mbytes``, ``repeats``: defaults, ``what``: help."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--width", type=int, default=384, help="a multiple of 64 (default 384)")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=60, help="steps at 1e-3 before all traces")
     parser.add_argument("--settle", type=int, default=4, help="steps at a rate before its trace")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES)
-    parser.add_argument("--mbytes", type=int, default=64, help="size of the weights for speeds")
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--mbytes", type=int, default=mbytes, help=what)
+    parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--json", type=Path, help="write the rows to this file")
+    return parser
+
+
+def main() -> int:
+    """Parse arguments, train, measure, print; the exit status is 1 if --check missed a target."""
+    parser = parser_of(__doc__, 64, "size of the weights for speeds", 9)
     parser.add_argument("--check", action="store_true", help="fail if a target is missed")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -18,7 +18,6 @@ longer than dense weights: coding does not pay there, on so many cores.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import sys
@@ -31,7 +30,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
-from bench.bench_deltas import RATES, table
+from bench.bench_deltas import parser_of, table
 from bench.deltas_bench.traces import Size, Trace, traces
 from hybridcomp.publishing import EngineWeights, Held, Publisher, WeightRange, WeightReceiver
 from hybridcomp.publishing.destinations import Folder
@@ -107,16 +106,7 @@ def waits(row: Row) -> Row:
 
 def main() -> int:
     """Parse arguments, train, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--width", type=int, default=384, help="a multiple of 64 (default 384)")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--warmup", type=int, default=60, help="steps at 1e-3 before all traces")
-    parser.add_argument("--settle", type=int, default=4, help="steps at a rate before its trace")
-    parser.add_argument("--rates", type=float, nargs="+", default=RATES)
-    parser.add_argument("--mbytes", type=int, default=256, help="size of the published weights")
-    parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, 256, "size of the published weights", 4).parse_args()
     rows: dict[float, Row] = {}
     size = Size(arguments.width, arguments.layers)
     with tempfile.TemporaryDirectory() as folder:

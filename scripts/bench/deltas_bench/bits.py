@@ -1,4 +1,4 @@
-"""How many bits the steps of a trace need, and what each way to send them takes."""
+"""Count the bits that the steps of a trace need, and those that each way to send them takes."""
 
 from __future__ import annotations
 
