@@ -38,6 +38,13 @@ class AsyncPipelineConfig(Strict):
         "(with 1): its two corrections. spike (with 1, SGD with momentum): spike compensation and "
         "weight prediction.",
     )
+    slack: int = Field(
+        0,
+        ge=0,
+        description="Micro-batches that every link between two stages has under way beyond the one "
+        "that its later stage works on, so that messages travel meanwhile. Gradients are so much "
+        "later: (1 + slack) micro-batches for each stage that follows.",
+    )
     warmup: int = Field(
         0, ge=0, description="Optimizer steps that DeepSpeed's schedule makes first."
     )
@@ -75,9 +82,9 @@ class AsyncPipelineConfig(Strict):
             if name in self.model_fields_set and self.correction != owner:
                 todo = f'only correction "{owner}" reads it; remove it'
                 raise problem(name, getattr(self, name), todo)
-        if self.warmup and not self.waitless:
-            todo = "DeepSpeed's schedule makes all steps; remove it"
-            raise problem("warmup", self.warmup, todo)
+        for name in ("slack", "warmup"):
+            if (found := getattr(self, name)) and not self.waitless:
+                raise problem(name, found, "DeepSpeed's schedule makes all steps; remove it")
         return self
 
     @property

@@ -54,8 +54,10 @@ def describe(config: CompressionConfig, absent: Collection[Dimension] = ()) -> l
 
 def _waitless(settings: AsyncPipelineConfig) -> str:
     """Say which weights a pipeline without a flush computes with."""
-    held = {2: "two versions, gradients one step late", 1: "the newest weights in both passes"}
-    told = held.get(settings.versions, "a version for each micro-batch under way")
+    told = "a version for each micro-batch under way"
+    if settings.versions != "stash":
+        one, two = "the newest weights in both passes", "two versions, gradients one step late"
+        told = one if settings.versions == 1 else two
     correction = "" if settings.correction == "none" else f", {settings.correction}"
     first = f", from step {settings.warmup}" if settings.warmup else ""
     return f"without a flush (experimental): {told}{correction}{first}"

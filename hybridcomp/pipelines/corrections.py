@@ -92,10 +92,10 @@ class UpdateCorrection(ABC):
         for group in self.optimizer.param_groups:
             yield from (p for p in group["params"] if p.grad is not None)
 
-    def before(self) -> None:
+    def before(self) -> None:  # noqa: B027
         """Prepare a step; the weights are those before it."""
 
-    def after(self) -> None:
+    def after(self) -> None:  # noqa: B027
         """Put back what ``before`` has changed."""
 
     @abstractmethod

@@ -1,9 +1,9 @@
 """PassOrder: which micro-batch a stage works on next, and with which weights.
 
-One forward, one backward, without an end: of S stages, stage s is d = S - 1 - s micro-batches
-further with its passes forward than with those backward. A call for one batch of M micro-batches
-ends with the pass backward of the last of them, so every stage makes one optimizer step a call; its
-first passes forward of the next batch are made by then. A pass forward thus misses
+One forward, one backward, without an end: of S stages, stage s is d = (S - 1 - s) (1 + slack)
+micro-batches further with its passes forward than with those backward. A call for one batch of M
+micro-batches ends with the pass backward of the last of them, so every stage makes one optimizer
+step a call; its first passes forward of the next batch are made by then. A pass forward thus misses
 ceil(d / M) steps at most that are made before its pass backward.
 """
 

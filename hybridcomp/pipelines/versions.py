@@ -107,7 +107,7 @@ class _Places:
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         found: dict[int, list[tuple[int, int, int]]] = {}
         for index, parameter in enumerate(parameters):
-            data, start = parameter.data, parameter.data.storage_offset()
+            data, start = parameter.data, int(parameter.data.storage_offset())
             row = (start, start + data.numel(), index)
             found.setdefault(data.untyped_storage().data_ptr(), []).append(row)
         self._storages = {key: sorted(rows) for key, rows in found.items()}
@@ -117,7 +117,7 @@ class _Places:
         rows = self._storages.get(tensor.untyped_storage().data_ptr())
         if rows is None:
             return tensor
-        offset = tensor.storage_offset()
+        offset = int(tensor.storage_offset())
         position = bisect.bisect_right(rows, offset, key=lambda row: row[0]) - 1
         start, stop, index = rows[max(position, 0)]
         if not start <= offset < stop:

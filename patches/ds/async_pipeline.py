@@ -3,8 +3,9 @@
 ``train_batch`` keeps its contract: it reads as many micro-batches, returns the mean loss of the
 same ones and makes one optimizer step of their gradients, on every stage. Only before it returns,
 earlier stages have made the first passes forward of the next batch (``pipelines/passes.py``), so
-stage s has read S - 1 - s micro-batches ahead. Upstream's instructions do the work, in an order of
-this module's; messages are posted (``posted_messages``), and so is the broadcast of the loss.
+stage s has read (S - 1 - s) (1 + slack) micro-batches ahead. Upstream's instructions do the work,
+in an order of this module's; messages are posted (``posted_messages``), and so is the broadcast of
+the loss.
 
 Between two calls all stages have made the same number of steps. An evaluation, a checkpoint and a
 changed number of micro-batches *drain* the pipeline: what has been computed ahead is dropped, and
@@ -70,7 +71,7 @@ class AsyncPipeline:
     def ahead(self) -> int:
         """Micro-batches that passes forward of this stage are ahead."""
         module = self.engine.module  # the engine itself may be half built
-        return int(module.num_stages - 1 - module.stage_id)
+        return int(module.num_stages - 1 - module.stage_id) * self.posts.depth
 
     @property
     def _delay(self) -> float:
@@ -132,7 +133,7 @@ class AsyncPipeline:
         engine, order = self.engine, self.order
         last = order.backwarded + order.micro_batches
         if not engine.is_first_stage():
-            self.posts.expect("forward", last + self.ahead + 1)
+            self.posts.expect("forward", last + self.ahead + self.posts.depth)
         if not engine.is_last_stage():
             self.posts.expect("backward", last)
         for is_forward in order.batch():
@@ -162,7 +163,7 @@ class AsyncPipeline:
             yield [schedule.ForwardPass(buffer)]
         if not engine.is_last_stage():
             yield [schedule.SendActivation(buffer)]
-            self.posts.end_send("forward", self.ahead + 2)
+            self.posts.end_send("forward", self.ahead + 2 * self.posts.depth)
 
     def _backward(self, buffer: int) -> Iterator[Instructions]:
         """Receive the gradient of the oldest micro-batch, pass it backward and send it on."""
@@ -178,7 +179,7 @@ class AsyncPipeline:
         self.data.used()
         if not engine.is_first_stage():
             yield [schedule.SendGrad(buffer)]
-            self.posts.end_send("backward", self.ahead + 3)
+            self.posts.end_send("backward", self.ahead + 3 * self.posts.depth)
 
     @property
     def buffers(self) -> int:
@@ -256,10 +257,9 @@ def check(engine: Any, settings: AsyncPipelineConfig) -> None:
 def check_micro_batches(engine: Any, settings: AsyncPipelineConfig) -> None:
     """Raise ConfigError where two versions are not enough for the stages."""
     stages, micro_batches = engine.module.num_stages, engine.gradient_accumulation_steps()
-    if settings.versions == 2 and micro_batches < stages - 1:
-        todo = (
-            f'{stages} stages need gradient_accumulation_steps of at least {stages - 1}, or "stash"'
-        )
+    least = (stages - 1) * (1 + settings.slack)
+    if settings.versions == 2 and micro_batches < least:
+        todo = f'{stages} stages need gradient_accumulation_steps of at least {least}, or "stash"'
         raise ConfigError(KEY, Shown(f"2 with {micro_batches} micro-batches"), todo)
 
 
@@ -281,7 +281,7 @@ def start(engine: Any, channel: Channel, settings: AsyncPipelineConfig) -> Async
         sources[ways[0]] = int(grid.stage_to_global(stage_id=stage - 1))
     if stage < last:
         sources[ways[1]] = int(grid.stage_to_global(stage_id=stage + 1))
-    posts = PostedMessages(channel, mine, sources, engine.device)
+    posts = PostedMessages(channel, mine, sources, engine.device, 1 + settings.slack)
     return AsyncPipeline(engine, settings, posts)
 
 

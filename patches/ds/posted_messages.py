@@ -1,8 +1,8 @@
 """Post the messages of a pipeline that does not wait: sends return at once, receives are posted.
 
 Each direction has a process group of its own, in which both sides post in the same order, so no
-message waits behind one of the other direction. A receive is posted one set of tensors ahead, as
-far as the neighbour sends in the same call: both sides then ask for the codec at the same step.
+message waits behind one of the other direction. Receives are posted ahead, and all of what
+the neighbour sends in a call in the same call: both sides ask for the codec at the same step.
 """
 
 from __future__ import annotations
@@ -80,8 +80,13 @@ class PostedMessages:
         groups: Mapping[Direction, Any],
         sources: Mapping[Direction, int],
         device: torch.device,
+        depth: int,
     ) -> None:
-        """Post in ``groups``, by direction; messages come from the global ranks ``sources``."""
+        """Post in ``groups``, by direction; messages come from the global ranks ``sources``.
+
+        ``depth``: sets whose receives are posted ahead.
+        """
+        self.depth = depth
         self._channel, self._device = channel, device
         self._groups = {way: Group.of(group) for way, group in groups.items()}
         self._sources = sources
@@ -90,11 +95,10 @@ class PostedMessages:
         self.waited_s = 0.0
 
     def expect(self, direction: Direction, sets: int) -> None:
-        """Say how many sets the neighbour sends until the end of this call; post the next."""
+        """Say how many sets the neighbour sends until the end of this call; post the next ones."""
         arriving = self._arriving[direction]
         arriving.due = sets
-        if arriving.form and not arriving.messages:
-            self._post_next(direction)
+        self._post_ahead(direction)
 
     def send(self, tensor: Tensor, form: PostedForm, direction: Direction, to: int) -> None:
         """Post the send of ``tensor`` to the global rank ``to``, as part of the open set."""
@@ -122,6 +126,7 @@ class PostedMessages:
         """Wait for the next message of a direction, and write it into ``out``."""
         arriving = self._arriving[direction]
         if not arriving.messages:  # of the first set, whose form is not known
+            assert not arriving.begun, "receives of later sets are posted ahead"
             arriving.form.append(form)
             arriving.messages.append(self._post_receive(form, direction))
         message = arriving.messages.popleft()
@@ -129,10 +134,10 @@ class PostedMessages:
         out.detach().copy_(message.values.view(out.shape))
 
     def end_receive(self, direction: Direction) -> None:
-        """Say that a set has been received, and post the next."""
+        """Say that a set has been received, and post the next ones."""
         arriving = self._arriving[direction]
         arriving.begun = max(arriving.begun, 1)
-        self._post_next(direction)
+        self._post_ahead(direction)
 
     def drain(self) -> None:
         """Complete all messages, and forget those that have arrived, and the forms of sets.
@@ -148,9 +153,10 @@ class PostedMessages:
                     message.wait()
         self._arriving = {way: _Arriving() for way in self._arriving}
 
-    def _post_next(self, direction: Direction) -> None:
+    def _post_ahead(self, direction: Direction) -> None:
         arriving = self._arriving[direction]
-        if arriving.begun < arriving.due:
+        room = self.depth * len(arriving.form)
+        while arriving.begun < arriving.due and len(arriving.messages) < room:
             arriving.begun += 1
             for form in arriving.form:
                 arriving.messages.append(self._post_receive(form, direction))

@@ -1,8 +1,9 @@
-"""Single-process simulations of pipelines without a flush, in fp64, from the formulas of the papers.
+"""Simulate pipelines without a flush in one process, in fp64, from the formulas of the papers.
 
 A stage s of S multiplies tanh of its input with its weight; w[s][t] is that weight after t steps.
 Nothing here knows passes or messages: micro-batch m belongs to step t = m // M, and its pass
-forward through stage s meets the weights of step max(0, (m - d) // M), d = S - 1 - s.
+forward through stage s meets the weights of step max(0, (m - d) // M), with
+d = (S - 1 - s) (1 + slack).
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ class Simulation:
         self.job, self.stages, self.rate = job, stages, job.rate
         self.count = job.micro_batches
         self.weights = [[weight(stage)] for stage in range(stages)]
-        self.delays = [(stages - 1 - s) / self.count for s in range(stages)]
+        each = 1 + (job.pipeline or {}).get("slack", 0)
+        self.lead = [(stages - 1 - s) * each for s in range(stages)]
+        self.delays = [ahead / self.count for ahead in self.lead]
 
     def seen(self, micro: int, stage: int) -> int:
         """The steps that stage had made at the pass forward."""
-        return max(0, (micro - (self.stages - 1 - stage)) // self.count)
+        return max(0, (micro - self.lead[stage]) // self.count)
 
     def forward(self, micro: int, stage: int) -> Tensor:
         return self.weights[stage][self.seen(micro, stage)]
@@ -137,7 +140,7 @@ class PipeMare(Newest):
         power = 1 - min(step / self.steps_annealed, 1)
         rate = self.rate / max(self.delays[stage], 1) ** power
         now = self.weights[stage][step]
-        after = now - rate * grad
+        after: Tensor = now - rate * grad
         if self.delays[stage]:
             y = self.left ** (1 / self.delays[stage])
             self.trend[stage] = y * self.trend[stage] + (1 - y) * (after - now)
@@ -161,7 +164,8 @@ class Spike(Newest):
         velocity = m * self.velocity[stage][step] + grad
         self.velocity[stage].append(velocity)
         a, b = m**delay, (1 - m**delay) / (1 - m)
-        return self.weights[stage][step] - self.rate * (a * velocity + b * grad)
+        moved: Tensor = self.rate * (a * velocity + b * grad)
+        return self.weights[stage][step] - moved
 
 
 Maker = Callable[[AsyncJob, int], Simulation]
