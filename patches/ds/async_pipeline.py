@@ -29,17 +29,15 @@ from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
 from hybridcomp.channels import Channel
-from hybridcomp.config import BLOCK
 from hybridcomp.config.async_pipeline import AsyncPipelineConfig
-from hybridcomp.config.error_messages import Shown
 from hybridcomp.dimensions import DIRECTIONS, Direction
-from hybridcomp.errors import ConfigError
 from hybridcomp.log import say
+from hybridcomp.patches.ds.async_rules import check, check_micro_batches, is_adam
 from hybridcomp.patches.ds.posted_messages import PostedMessages
+from hybridcomp.patches.ds.read_ahead import ReadAhead
+from hybridcomp.patches.ds.stage_grid import StageGrid, replaced
 from hybridcomp.pipelines import PassOrder, WeightVersions, make_correction
 
-#: in messages
-KEY = f"{BLOCK}.pipeline.versions"
 Instructions = list[schedule.PipeInstruction]
 
 
@@ -58,7 +56,7 @@ class AsyncPipeline:
         self.correction = make_correction(
             settings, engine.basic_optimizer, self._delay, lambda: engine.global_steps - self.first
         )
-        self.data = _ReadAhead(engine)
+        self.data = ReadAhead(engine)
         self.engaged = self._is_running = False
         self._losses: deque[tuple[Any, Tensor]] = deque()
 
@@ -94,7 +92,7 @@ class AsyncPipeline:
         micro_batches = int(self.engine.micro_batches)
         if micro_batches != self.order.micro_batches:
             check_micro_batches(self.engine, self.settings)
-            self.drain("the number of micro-batches has changed")
+            self.drain("for another number of micro-batches")
             self.order = self._new_order()
         begins, self._is_running = not self._is_running, True
         self.data.begin(begins)
@@ -109,7 +107,7 @@ class AsyncPipeline:
         """
         if not self._is_running:
             return
-        say(f"the pipeline is drained and starts again: {why}")
+        say(f"the pipeline is drained {why}, and starts again")
         self._is_running = False
         self.posts.drain()
         self.order.begin(self.versions.newest)
@@ -189,16 +187,16 @@ class AsyncPipeline:
     @contextmanager
     def _own_step(self) -> Iterator[None]:
         """Correct the step, and have it ask no other stage for norms (mutates and restores)."""
-        engine, grid = self.engine, _StageGrid(self.engine.mpu)
+        engine, grid = self.engine, StageGrid(self.engine.mpu)
         with ExitStack() as stack:
             if self.correction is not None:
                 stack.enter_context(self.correction.active())
             for owner in (engine, engine.optimizer):
                 if getattr(owner, "mpu", None) is not None:
-                    stack.enter_context(_replaced(owner, "mpu", grid))
+                    stack.enter_context(replaced(owner, "mpu", grid))
             if hasattr(engine.optimizer, "model_parallel_group"):
                 group = grid.get_model_parallel_group()
-                stack.enter_context(_replaced(engine.optimizer, "model_parallel_group", group))
+                stack.enter_context(replaced(engine.optimizer, "model_parallel_group", group))
             yield
 
     # the loss
@@ -212,7 +210,7 @@ class AsyncPipeline:
         group, extra = engine.mpu.get_pipe_parallel_group(), engine.module.get_additional_losses()
         names = [] if extra is None else list(extra)
         if engine.is_last_stage():
-            with _replaced(engine, "is_pipe_parallel", False):  # nothing is broadcast
+            with replaced(engine, "is_pipe_parallel", False):  # nothing is broadcast
                 found = original(engine)
             more = engine.agg_additional_losses or {}
             values = torch.stack([engine.dp_group_loss, found, *more.values()]).float()
@@ -232,43 +230,17 @@ class AsyncPipeline:
         return dist.broadcast(values, source, group=group, async_op=True)
 
 
-def check(engine: Any, settings: AsyncPipelineConfig) -> None:
-    """Raise ConfigError for an engine that cannot go on without a flush, naming the key."""
-    module, found = engine.module, None
-    if module.num_stages < 2:
-        found, todo = "one stage", "there is no pipeline; remove it"
-    elif engine.fp16_enabled():
-        found, todo = "fp16", "all stages would have to agree on every loss scale; use bf16"
-    elif module.tied_comms:
-        found, todo = "tied layers", "their stages wait for each other in every step; untie them"
-    elif module.dynamic_shape:
-        found, todo = "dynamic_shape", "messages are received ahead; make shapes equal"
-    elif module._grid.get_slice_parallel_world_size() > 1:
-        found, todo = "tensor parallel stages", "its messages are not posted; use one rank a stage"
-    if found is not None:
-        raise ConfigError(KEY, Shown(found), f"{todo}, or set pipeline.versions to flush")
-    needs_own = settings.correction in ("pipemare", "spike")
-    if needs_own and (engine.bfloat16_enabled() or engine.zero_optimization_stage()):
-        todo = "it moves the optimizer's own weights: train in fp32 with ZeRO stage 0"
-        raise ConfigError(f"{BLOCK}.pipeline.correction", settings.correction, todo)
-    check_micro_batches(engine, settings)
-
-
-def check_micro_batches(engine: Any, settings: AsyncPipelineConfig) -> None:
-    """Raise ConfigError where two versions are not enough for the stages."""
-    stages, micro_batches = engine.module.num_stages, engine.gradient_accumulation_steps()
-    least = (stages - 1) * (1 + settings.slack)
-    if settings.versions == 2 and micro_batches < least:
-        todo = f'{stages} stages need gradient_accumulation_steps of at least {least}, or "stash"'
-        raise ConfigError(KEY, Shown(f"2 with {micro_batches} micro-batches"), todo)
-
-
 def start(engine: Any, channel: Channel, settings: AsyncPipelineConfig) -> AsyncPipeline:
     """Check ``engine``, make the groups of its messages, and return its pipeline; a collective.
 
     Raises ConfigError.
     """
     check(engine, settings)
+    if settings.versions == 2 and settings.correction == "none" and is_adam(engine):
+        say(
+            "pipeline.versions 2 with Adam is known to lose by gradients that are one step late; "
+            'try "stash" with correction "look_ahead", or "flush", and compare losses'
+        )
     grid, mine = engine.module._grid, {}
     ways: tuple[Direction, ...] = DIRECTIONS
     for way in ways:
@@ -300,103 +272,3 @@ class BatchSchedule(schedule.PipeSchedule):  # type: ignore[misc]
     def num_pipe_buffers(self) -> int:
         """Return the micro-batches that are held at once."""
         return self._pipeline.buffers
-
-
-class _StageGrid:
-    """A pipeline grid in whose model-parallel group this stage is alone."""
-
-    def __init__(self, grid: Any) -> None:
-        self._grid = grid
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._grid, name)
-
-    def get_model_parallel_group(self) -> Any:
-        return self._grid.get_slice_parallel_group()
-
-    def get_model_parallel_world_size(self) -> int:
-        return int(self._grid.get_slice_parallel_world_size())
-
-    def get_model_parallel_rank(self) -> int:
-        return int(self._grid.get_slice_parallel_rank())
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    own = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, own)
-
-
-class _ReadAhead:
-    """Micro-batches that the first stage has read and whose passes backward are to come."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._held: deque[Any] = deque()
-        self._again: deque[Any] = deque()
-        self._source: Any = None
-        self._has_ended = False
-
-    def begin(self, is_empty: bool) -> None:
-        """Begin a batch. Raises ConfigError where its data cannot follow on the last one's."""
-        source = self._engine.data_iterator
-        if not self._engine.is_first_stage():
-            return
-        if is_empty:
-            self._has_ended = False
-            if source is not self._source:
-                self._again.clear()
-        elif self._has_ended or source is not self._source:
-            found = Shown("an iterator that has ended" if self._has_ended else "another iterator")
-            todo = (
-                "the first stage reads ahead; pass one iterator that goes on, such as DeepSpeed's "
-                "RepeatingLoader, or evaluate or save a checkpoint before another"
-            )
-            raise ConfigError(KEY, found, todo)
-        self._source = source
-
-    @contextmanager
-    def reading(self, is_ahead: bool) -> Iterator[None]:
-        """Have upstream read micro-batches from here."""
-        engine = self._engine
-        if not engine.is_first_stage():
-            yield
-            return
-        own = engine.__dict__.get("_next_batch")
-        read = engine._next_batch
-        engine._next_batch = lambda: self._next(read, is_ahead)
-        try:
-            yield
-        finally:
-            if own is None:
-                del engine._next_batch
-            else:
-                engine._next_batch = own
-
-    def _next(self, read: Callable[[], Any], is_ahead: bool) -> Any:
-        if self._has_ended:
-            return self._held[-1]
-        try:
-            batch = self._again.popleft() if self._again else read()
-        except StopIteration:
-            if not is_ahead or not self._held:
-                raise
-            self._has_ended = True  # training may be over: fill up with what will be dropped
-            return self._held[-1]
-        self._held.append(batch)
-        return batch
-
-    def used(self) -> None:
-        """Forget the oldest micro-batch: its pass backward is done."""
-        if self._held:
-            self._held.popleft()
-
-    def replay(self) -> None:
-        """Give the micro-batches under way once more."""
-        self._again.extendleft(reversed(self._held))
-        self._held.clear()
-        self._has_ended = False

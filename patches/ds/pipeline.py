@@ -59,12 +59,11 @@ def make_exec_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _exec_schedule(self: Any, pipe_schedule: Any) -> Any:
         pipe: Pipe | None = getattr(self, PIPE, None)
-        if pipe is None:
-            return original(self, pipe_schedule)
-        waitless = pipe.waitless
-        if waitless is None or waitless.waits(pipe_schedule):
-            drain(self, "an evaluation has run")
-            pipe.begin()
+        waitless = None if pipe is None else pipe.waitless
+        if pipe is None or waitless is None or waitless.waits(pipe_schedule):
+            drain(self, "for an evaluation")
+            if pipe is not None:
+                pipe.begin()
             with RUNNING.inside(pipe):
                 return original(self, pipe_schedule)
         from hybridcomp.patches.ds.async_pipeline import BatchSchedule

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ class AsyncJob:
     save_at: int = 0  # a checkpoint after so many steps
     evaluate_at: int = 0
     resume: bool = False  # from the checkpoint, from ``save_at`` on
+    revert_at: int = -1  # uninstall after so many steps
     batches: int = 10**9  # micro-batches of the data
 
 
@@ -142,6 +142,7 @@ def run(stages: int, jobs: Sequence[AsyncJob], folder: str = "") -> list[AsyncOu
 
 
 def train(job: AsyncJob, stages: int, folder: str) -> AsyncOutcome:
+    import hybridcomp
     from hybridcomp.patches.ds.pipe import PIPE
 
     engine = engine_of(job, stages)
@@ -152,6 +153,8 @@ def train(job: AsyncJob, stages: int, folder: str) -> AsyncOutcome:
     source = data(job, first * job.micro_batches)
     losses, evaluations = [], []
     for step in range(first, job.steps):
+        if step == job.revert_at:
+            hybridcomp.uninstall()
         losses.append(float(engine.train_batch(source)))
         if step + 1 == job.evaluate_at:
             evaluations.append(float(engine.eval_batch(data(job))))
@@ -166,8 +169,3 @@ def train(job: AsyncJob, stages: int, folder: str) -> AsyncOutcome:
         found.staleness = pipe.waitless.order.staleness
     engine.destroy()
     return found
-
-
-def checkpoint_folder(base: Path) -> str:
-    base.mkdir(exist_ok=True)
-    return str(base)

@@ -132,3 +132,18 @@ def test_other_engines(on_ranks: RunRanks) -> None:
     _, native, lossy, *_ = ranks[0]
     assert native.losses != lossy.losses
     assert abs(native.losses[-1] / lossy.losses[-1] - 1) < 0.05
+
+
+def test_reverted(on_ranks: RunRanks) -> None:
+    """Without the patches the schedule is DeepSpeed's, and goes on with what was read ahead."""
+    flush = AsyncJob(None, 2, steps=6)
+    before = AsyncJob({"versions": "stash", "correction": "look_ahead"}, 2, steps=6, revert_at=0)
+    warm = AsyncJob({"versions": "stash", "correction": "look_ahead", "warmup": 6}, 2, steps=6)
+    midway = replace(before, pipeline={"versions": "stash"}, revert_at=3)
+    jobs = [flush, before, warm, midway, replace(midway, evaluate_at=3)]
+    for native, reverted, warmed, halfway, drained in on_ranks(2, async_trainer.run, 2, jobs):
+        for other in (reverted, warmed):
+            assert torch.equal(native.weights[0], other.weights[0])
+            assert native.losses == other.losses
+        assert halfway.losses == drained.losses
+        assert torch.equal(halfway.weights[0], drained.weights[0])
