@@ -43,6 +43,8 @@ ALLOWED: dict[str, set[str]] = {
         "channels", "codecs", "collectives", "config", "dimensions", "errors", "job", "log",
         "policy",
     },
+    # weights and updates of pipelines that do not wait
+    "pipelines": {"config", "errors"},
     # versions of weights, from what an engine's adapter says of them to a receiver's mirror
     "publishing": {"codecs", "errors", "foreign", "job", "log"},
     # what upstream does with traffic that no seam covers: tables, without an upstream
@@ -50,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     # all that knows an upstream: seams, facts, checkpoints; layers of our own are named beside them
     "patches": {
         "autotune", "channels", "codecs", "collectives", "config", "dimensions", "errors", "job",
-        "log", "nn", "patching", "policy", "publishing", "rules", "session",
+        "log", "nn", "patching", "pipelines", "policy", "publishing", "rules", "session",
     },
     # adapters to inference engines; each module imports its own
     "inference": {"errors", "foreign", "log", "patching", "publishing"},

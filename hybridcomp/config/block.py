@@ -17,6 +17,7 @@ from pydantic.functional_validators import ModelWrapValidatorHandler
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.registry import CODECS
 from hybridcomp.config import planned
+from hybridcomp.config.async_pipeline import AsyncPipelineConfig
 from hybridcomp.config.bounds import check_kept
 from hybridcomp.config.codec_settings import NONE
 from hybridcomp.config.dimension import DimensionConfig, MeasuredConfig
@@ -73,6 +74,10 @@ class CompressionConfig(DimensionFields):
         "what stays uncompressed, and train.",
     )
     ledger: LedgerConfig = Field(LedgerConfig(), description="What is written down.")
+    pipeline: AsyncPipelineConfig = Field(
+        AsyncPipelineConfig(),
+        description="DeepSpeed's pipeline without a flush after every batch; experimental.",
+    )
     publish: PublishConfig | None = Field(
         None,
         description="Versions of the weights for inference engines, exact deltas after optimizer "
@@ -102,7 +107,7 @@ class CompressionConfig(DimensionFields):
         config = handler(merged(data, plan))
         config._planned = plan
         config._explicit = frozenset(name for name in DIMENSIONS if name in data)
-        idle = not config._explicit and config.publish is None
+        idle = not config._explicit and config.publish is None and not config.pipeline.waitless
         if data.get("preset") is None and idle and config.enabled:
             todo = 'names no dimension, so nothing would be compressed; add "preset" or one of'
             meant = f'("preset": "{NATIVE}" where that is meant)'
@@ -221,6 +226,8 @@ class CompressionConfig(DimensionFields):
         }
         settings.update({f"{BLOCK}.{name}.when": self._when(name) for name in MEASURED})
         settings[f"{BLOCK}.ledger.every"] = self.ledger.every  # a report is a collective
+        if self.pipeline.waitless:
+            settings |= {f"{BLOCK}.pipeline.{key}": value for key, value in self.pipeline}
         if self.publish is not None:
             settings |= {f"{BLOCK}.publish.{key}": value for key, value in self.publish}
         for name in ("enabled", "min_bytes", "start_step", "on_unsupported", "hierarchy"):

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 import torch
 
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
+from hybridcomp.config.async_pipeline import AsyncPipelineConfig
 from hybridcomp.config.block import CompressionConfig
 from hybridcomp.config.codec_settings import NONE
 from hybridcomp.config.presets import NATIVE, PAPER
@@ -39,6 +40,8 @@ def describe(config: CompressionConfig, absent: Collection[Dimension] = ()) -> l
     lines += _guarded(config, absent)
     if isinstance(config.hierarchy, int):
         lines.append(f"{'nodes':13} every {config.hierarchy} consecutive ranks share one")
+    if config.pipeline.waitless:
+        lines.append(f"{'pipeline':13} {_waitless(config.pipeline)}")
     if config.publish is not None:
         to, every, full = config.publish.to, config.publish.every, config.publish.anchor_every
         lines.append(
@@ -47,6 +50,17 @@ def describe(config: CompressionConfig, absent: Collection[Dimension] = ()) -> l
     start = f"; all messages before step {config.start_step}" if config.start_step else ""
     lines.append(f"{'also native':13} messages under {config.min_bytes} bytes{start}")
     return lines
+
+
+def _waitless(settings: AsyncPipelineConfig) -> str:
+    """Say which weights a pipeline without a flush computes with."""
+    told = "a version for each micro-batch under way"
+    if settings.versions != "stash":
+        one, two = "the newest weights in both passes", "two versions, gradients one step late"
+        told = one if settings.versions == 1 else two
+    correction = "" if settings.correction == "none" else f", {settings.correction}"
+    first = f", from step {settings.warmup}" if settings.warmup else ""
+    return f"without a flush (experimental): {told}{correction}{first}"
 
 
 def _encoded(config: CompressionConfig, name: Dimension) -> Iterator[str]:
@@ -125,7 +139,7 @@ def idle_notes(config: CompressionConfig, largest_nbytes: int | None = None) -> 
     ``largest_nbytes``: size of the job's largest message, where that is known.
     """
     active = any(config.active(name) for name in DIMENSIONS)
-    if not active and (config.preset == NATIVE or config.publish is not None):
+    if not active and (config.preset == NATIVE or config.publish or config.pipeline.waitless):
         return []
     if not active:
         meant = f'name a codec, or write "preset": "{NATIVE}" where that is meant'

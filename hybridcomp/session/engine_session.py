@@ -34,6 +34,7 @@ from hybridcomp.collectives import check_headers
 from hybridcomp.collectives.topology import Ranks, ranks_of
 from hybridcomp.config import BLOCK, CompressionConfig, describe, idle_notes, notes
 from hybridcomp.dimensions import MEASURED_EARLY, Dimension
+from hybridcomp.errors import ConfigError
 from hybridcomp.job import peer_liveness
 from hybridcomp.job.agreement import agree, versions
 from hybridcomp.log import Once
@@ -60,6 +61,9 @@ def agree_on(block: CompressionConfig | None, *packages: str, **facts: Any) -> N
 
     None: this rank has no block. Raises AgreementError, naming the ranks that differ.
     """
+    if block is not None and block.pipeline.waitless and "deepspeed" not in packages:
+        todo = "only DeepSpeed's pipeline goes on without a flush; remove it"
+        raise ConfigError(f"{BLOCK}.pipeline.versions", block.pipeline.versions, todo)
     settings = {BLOCK: None} if block is None else block.flat()
     agree({**settings, **facts, **versions(*packages)})
     peer_liveness.announce()

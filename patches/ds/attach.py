@@ -24,6 +24,7 @@ from hybridcomp.job.devices import device_name
 from hybridcomp.patches.common import early_engines, publishing_steps
 from hybridcomp.patches.ds import job_facts, layer_scope, record, step_messages, weights
 from hybridcomp.patches.ds.job_facts import loss_scale
+from hybridcomp.patches.ds.pipe import close
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import IN_PLACE, Seam
 from hybridcomp.policy import Dimension
@@ -216,6 +217,7 @@ def make_destroy(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def destroy(self: Any) -> None:
         original(self)
+        close(self)
         process.release(self)
         session = session_of(self)
         if session is not None:

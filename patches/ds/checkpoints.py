@@ -18,6 +18,7 @@ from hybridcomp.channels import channels_of, checkpoint_note
 from hybridcomp.log import say
 from hybridcomp.patches.ds import exact_weights
 from hybridcomp.patches.ds.job_facts import loss_scale
+from hybridcomp.patches.ds.pipe import drain
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
 from hybridcomp.session.engine_session import session_of
@@ -59,6 +60,7 @@ def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         # without a save_dir nothing is written: upstream says what is wrong
+        drain(self, "for a checkpoint")
         if session is not None and bound.arguments["save_dir"]:
             tag = bound.arguments["tag"]
             tag = f"global_step{self.global_steps}" if tag is None else tag
@@ -99,6 +101,7 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             if whole and tag is not None:
                 say(*checkpoint_note.dropped(Path(load_dir) / str(tag), None))
             return original(self, *args, **kwargs)
+        drain(self, "for the weights of a checkpoint")
         folder, found = Path(load_dir) / str(tag), None
         if tag is not None and whole:  # raises for damaged files before upstream changes weights
             found = session.read(folder)

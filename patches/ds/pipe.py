@@ -6,16 +6,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hybridcomp.channels import Channel
 from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.ds.pipeline_agreement import Agreed, Agreement, Neighbour
+from hybridcomp.patches.ds.posted_messages import PostedMessages
 from hybridcomp.policy import Direction
+
+if TYPE_CHECKING:
+    from hybridcomp.patches.ds.async_pipeline import AsyncPipeline
 
 #: attribute of an attached pipeline engine
 PIPE = "_hybridcomp_pipe"
@@ -36,6 +41,10 @@ class Pipe:
     agreed_without_grad: bool = False
     #: the last marks of training, for evaluations, where no tensor requires grad
     trained: Sequence[bool] | None = None
+    #: without a flush after every batch; None: as upstream
+    waitless: AsyncPipeline | None = None
+    #: posts the messages while a batch without a flush runs; None: they block
+    posts: PostedMessages | None = None
 
     def begin(self) -> None:
         """Prepare a schedule. May ask the engine to send the shapes again (mutates it).
@@ -49,6 +58,15 @@ class Pipe:
             self.agreed_without_grad = False
             self.engine.first_output_send = True
             self.engine.pipe_recv_buf = None
+
+    @contextmanager
+    def posting(self, posts: PostedMessages | None) -> Iterator[None]:
+        """Post the messages inside; None: block."""
+        before, self.posts = self.posts, posts
+        try:
+            yield
+        finally:
+            self.posts = before
 
     def advance(self, peer: int, sending: bool) -> tuple[Agreed | None, Direction]:
         """Return the agreement about the next message with stage ``peer``, and its direction.
@@ -88,6 +106,20 @@ class Pipe:
 
 #: the pipeline whose schedule runs in this thread
 RUNNING: Scope[Pipe | None] = Scope("pipe", None)
+
+
+def drain(engine: Any, why: str) -> None:
+    """Empty a pipeline that does not wait, if ``engine`` has one; on all stages."""
+    pipe: Pipe | None = getattr(engine, PIPE, None)
+    if pipe is not None and pipe.waitless is not None:
+        pipe.waitless.drain(why)
+
+
+def close(engine: Any) -> None:
+    """Free what a pipeline that does not wait holds, if ``engine`` has one; no message."""
+    pipe: Pipe | None = getattr(engine, PIPE, None)
+    if pipe is not None and pipe.waitless is not None:
+        pipe.waitless.close()
 
 
 def running() -> Any:

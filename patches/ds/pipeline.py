@@ -33,9 +33,10 @@ from torch import Tensor
 from hybridcomp.channels import Channels, Receive, Send
 from hybridcomp.errors import ConfigError
 from hybridcomp.log import say
-from hybridcomp.patches.ds.pipe import PIPE, RUNNING, Pipe
+from hybridcomp.patches.ds.pipe import PIPE, RUNNING, Pipe, drain
 from hybridcomp.patches.ds.pipeline_agreement import Agreed, set_marks, take_marks
 from hybridcomp.patches.ds.pipeline_values import carries_values
+from hybridcomp.patches.ds.posted_messages import PostedForm
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
 
@@ -48,6 +49,7 @@ SCHEDULE = Seam(REQUIREMENT, ENGINE, "PipelineEngine._exec_schedule", ("self", "
 SEND_META = Seam(
     REQUIREMENT, ENGINE, "PipelineEngine._send_tensor_meta", ("self", "buffer", "recv_stage")
 )
+LOSS = Seam(REQUIREMENT, ENGINE, "PipelineEngine._aggregate_total_loss", ("self",))
 RECV_META = Seam(REQUIREMENT, ENGINE, "PipelineEngine._recv_tensor_meta", ("self", "send_stage"))
 
 
@@ -57,12 +59,28 @@ def make_exec_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _exec_schedule(self: Any, pipe_schedule: Any) -> Any:
         pipe: Pipe | None = getattr(self, PIPE, None)
-        if pipe is not None:
+        waitless = None if pipe is None else pipe.waitless
+        if pipe is None or waitless is None or waitless.waits(pipe_schedule):
+            drain(self, "for an evaluation")
+            if pipe is not None:
+                pipe.begin()
+            with RUNNING.inside(pipe):
+                return original(self, pipe_schedule)
+        from hybridcomp.patches.ds.async_pipeline import BatchSchedule
+
+        if waitless.begin():
             pipe.begin()
-        with RUNNING.inside(pipe):
-            return original(self, pipe_schedule)
+        with RUNNING.inside(pipe), pipe.posting(waitless.posts):
+            return original(self, BatchSchedule(waitless))
 
     return _exec_schedule
+
+
+def _form(tensor: Tensor, agreed: Agreed | None) -> PostedForm:
+    """Return the form of a message whose tensor is ``tensor`` on this side."""
+    if agreed is None:
+        return PostedForm(tensor.numel(), tensor.dtype, values=False)
+    return PostedForm(tensor.numel(), agreed.dtype, agreed.values)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -107,6 +125,8 @@ def make_send(original: Callable[..., Any]) -> Callable[..., Any]:
             pipe.channel.count_native(tensor.nbytes, "forward")
             return original(set_marks(tensor, pipe.marks), dest_stage, async_op)
         agreed, direction = pipe.advance(dest_stage, sending=True)
+        if pipe.posts is not None:
+            return pipe.posts.send(tensor, _form(tensor, agreed), direction, pipe.rank(dest_stage))
         message = _Activation(
             numel=tensor.numel(),
             dtype=agreed.dtype if agreed is not None else tensor.dtype,
@@ -136,6 +156,8 @@ def make_recv(original: Callable[..., Any]) -> Callable[..., Any]:
             pipe.agree(pipe.incoming, take_marks(tensor, pipe.engine.ID_TO_DTYPE))
             return result
         agreed, direction = pipe.advance(src_stage, sending=False)
+        if pipe.posts is not None:
+            return pipe.posts.receive(tensor, _form(tensor, agreed), direction)
         native = functools.partial(original, tensor, src_stage, async_op)
         if agreed is None or not agreed.values:
             return native()
@@ -158,8 +180,11 @@ def make_send_tensor_meta(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _send_tensor_meta(self: Any, buffer: Tensor | tuple[Tensor, ...], recv_stage: int) -> Any:
         pipe = RUNNING.get()
-        if pipe is None or not pipe.channel.active:
+        if pipe is None:
             return original(self, buffer, recv_stage)
+        if not pipe.channel.active:
+            with RUNNING.inside(None if pipe.posts else pipe):  # shapes are not posted
+                return original(self, buffer, recv_stage)
         tensors = (buffer,) if isinstance(buffer, Tensor) else buffer
         marks = carries_values(
             tensors,
@@ -186,8 +211,11 @@ def make_recv_tensor_meta(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _recv_tensor_meta(self: Any, send_stage: int) -> Any:
         pipe = RUNNING.get()
-        if pipe is None or not pipe.channel.active:
+        if pipe is None:
             return original(self, send_stage)
+        if not pipe.channel.active:
+            with RUNNING.inside(None if pipe.posts else pipe):
+                return original(self, send_stage)
         pipe.reading = True
         try:
             return original(self, send_stage)
@@ -197,14 +225,36 @@ def make_recv_tensor_meta(original: Callable[..., Any]) -> Callable[..., Any]:
     return _recv_tensor_meta
 
 
+def make_aggregate_total_loss(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Have the last stage post the loss, where the pipeline does not wait."""
+
+    @functools.wraps(original)
+    def _aggregate_total_loss(self: Any) -> Tensor:
+        pipe: Pipe | None = getattr(self, PIPE, None)
+        if pipe is None or pipe.waitless is None or not pipe.waitless.engaged:
+            return original(self)
+        return pipe.waitless.loss(original)
+
+    return _aggregate_total_loss
+
+
 def attached(engine: Any, channels: Channels) -> None:
     """Give a pipeline engine its Pipe. Raises ConfigError for DualPipeV with ``pp`` compressed."""
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
+    settings = channels.config.pipeline
+    if settings.waitless and (not isinstance(engine, PipelineEngine) or is_dualpipev(engine)):
+        todo = "only a PipelineModule's own schedule goes on without a flush; remove it"
+        raise ConfigError("compression.pipeline.versions", settings.versions, todo)
     if not isinstance(engine, PipelineEngine):
         return
     if not is_dualpipev(engine):
-        setattr(engine, PIPE, Pipe(engine, channels["pp"]))
+        pipe = Pipe(engine, channels["pp"])
+        setattr(engine, PIPE, pipe)
+        if settings.waitless:
+            from hybridcomp.patches.ds import async_pipeline
+
+            pipe.waitless = async_pipeline.start(engine, pipe.channel, settings)
     elif channels["pp"].active:
         config = channels.config
         if config.on_unsupported == "error" and "pp" in config.explicit:
@@ -231,4 +281,5 @@ PATCHES = (
     (RECV, make_recv),
     (SEND_META, make_send_tensor_meta),
     (RECV_META, make_recv_tensor_meta),
+    (LOSS, make_aggregate_total_loss),
 )

@@ -28,6 +28,9 @@ same holds for `forward` and `backward` inside a dimension.
 #: sections behind the block's own keys: title, model of the schema, what stands above the table
 PARTS = (
     ("ledger", "LedgerConfig", 'What is written down: `"ledger": {"jsonl": "ledger.jsonl"}`.'),
+    ("pipeline", "AsyncPipelineConfig",
+     'DeepSpeed\'s pipeline without a flush: `"pipeline": {"versions": 2}` '
+     "([asynchronous pipelines](async_pipelines.md))."),
     ("publish", "PublishConfig",
      'Versions of the weights for inference engines: `"publish": {"to": "file:///weights"}` '
      "([publishing](publishing.md))."),

@@ -96,6 +96,12 @@ class Share:
             start = consumed + (number * self.world_size + self.rank) * self.micro_batch
             yield range(start, start + self.micro_batch)
 
+    def stream(self, samples: Samples, consumed: int, device: torch.device) -> Iterator[Batch]:
+        """Yield the micro-batches of one step after the other, without an end."""
+        while True:
+            yield from self.batches(samples, consumed, device)
+            consumed += self.global_batch
+
     def batches(self, samples: Samples, consumed: int, device: torch.device) -> Iterator[Batch]:
         """Yield the micro-batches of one step."""
         for indices in self.indices(consumed):

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -173,10 +174,13 @@ def train(
     engine, share = trainer.engine, trainer.share
     first = dist.get_rank() == 0
     tokens_per_step = share.global_batch * plan.length
+    stream = share.stream(samples, consumed, engine.device)
     begin = time.perf_counter()
     for step in range(log.start + 1, plan.steps + 1):
         start = time.perf_counter()
-        loss = trainer.step(share.batches(samples, consumed, engine.device))
+        # a pipeline without a flush reads ahead; other engines take what there is
+        reads_ahead = isinstance(trainer, PipeTrainer)
+        loss = trainer.step(stream if reads_ahead else islice(stream, share.micro_batches))
         seconds = time.perf_counter() - start
         consumed += share.global_batch
         record = {

@@ -1,0 +1,93 @@
+"""The block's key ``pipeline``: DeepSpeed's pipeline without a flush after every batch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from hybridcomp.config.codec_settings import Strict
+from hybridcomp.config.error_messages import problem
+
+Versions = Literal["flush", 2, "stash", 1]
+Correction = Literal["none", "error_feedback", "look_ahead", "pipemare", "spike"]
+
+#: correction -> versions that its recurrence is written for
+FITS: dict[Correction, tuple[Versions, ...]] = {
+    "none": ("flush", 2, "stash", 1),
+    "error_feedback": (2,),
+    "look_ahead": ("stash", 2, 1),
+    "pipemare": (1,),
+    "spike": (1,),
+}
+
+
+class AsyncPipelineConfig(Strict):
+    """Pipelines that do not wait for the end of a batch: which weights a stage computes with."""
+
+    versions: Versions = Field(
+        "flush",
+        description="flush: DeepSpeed's schedule. 2: PipeDream-2BW, all gradients one step late, "
+        "two versions. stash: PipeDream, a pass backward has the weights of its pass forward. 1: "
+        "the newest weights in both passes.",
+    )
+    correction: Correction = Field(
+        "none",
+        description="What is done about late gradients. error_feedback (with 2): the last update's "
+        "error is made up for. look_ahead (with stash, 2 or 1): Nesterov's point ahead. pipemare "
+        "(with 1): its two corrections. spike (with 1, SGD with momentum): spike compensation and "
+        "weight prediction.",
+    )
+    slack: int = Field(
+        0,
+        ge=0,
+        description="Micro-batches that every link between two stages has under way beyond the one "
+        "that its later stage works on, so that messages travel meanwhile. Gradients are so much "
+        "later: (1 + slack) micro-batches for each stage that follows.",
+    )
+    warmup: int = Field(
+        0, ge=0, description="Optimizer steps that DeepSpeed's schedule makes first."
+    )
+    momentum: float = Field(0.99, ge=0, lt=1, description="look_ahead: its momentum.")
+    decay: float = Field(
+        0.135,
+        gt=0,
+        lt=1,
+        description="pipemare: what is left of a step's weight in the trend of the weights after "
+        "as many steps as a gradient is late.",
+    )
+    anneal: int = Field(
+        500,
+        ge=0,
+        description="pipemare: steps over which the smaller learning rates of early stages grow to "
+        "the schedule's. 0: learning rates are the schedule's.",
+    )
+
+    @field_validator("versions", mode="before")
+    @classmethod
+    def _one_of(cls, found: Any) -> Any:
+        if isinstance(found, bool) or found not in ("flush", 2, "stash", 1):
+            raise problem("", found, 'expected "flush", 2, "stash" or 1')
+        return found
+
+    @model_validator(mode="after")
+    def _fits(self) -> AsyncPipelineConfig:
+        fit = FITS[self.correction]
+        if self.versions not in fit:
+            names = " or ".join(f'"{one}"' if isinstance(one, str) else str(one) for one in fit)
+            todo = f"its recurrence has other weights; set pipeline.versions to {names}"
+            raise problem("correction", self.correction, todo)
+        owners = {"momentum": "look_ahead", "decay": "pipemare", "anneal": "pipemare"}
+        for name, owner in owners.items():
+            if name in self.model_fields_set and self.correction != owner:
+                todo = f'only correction "{owner}" reads it; remove it'
+                raise problem(name, getattr(self, name), todo)
+        for name in ("slack", "warmup"):
+            if (found := getattr(self, name)) and not self.waitless:
+                raise problem(name, found, "DeepSpeed's schedule makes all steps; remove it")
+        return self
+
+    @property
+    def waitless(self) -> bool:
+        """Return whether the pipeline goes on over the ends of batches."""
+        return self.versions != "flush"

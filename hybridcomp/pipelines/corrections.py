@@ -1,0 +1,251 @@
+"""Change what an optimizer does with gradients that are late, around its ``step``.
+
+Each correction works on the optimizer's own tensors, element by element, in hooks around ``step``,
+so those that change only the update work on master weights and their partitions as well. What one
+keeps lies in the optimizer's state, under ``KEY``, and is saved and restored with it.
+
+With w_t the weights after t steps, U_t what step t subtracts without a correction, and D how many
+steps late this stage's gradients are on average:
+
+* ``error_feedback``: w_{t+1} = w_t - (2 U_t - U_{t-1}). A step applied U_{t-1} where U_t was due,
+  which is known one step later; the difference is made up for then. For a delay of one step, as in
+  "One-Step Gradient Delay is Not a Barrier" (Zmushko et al., 2026).
+* ``look_ahead``: w_{t+1} = w_t + d_t - (1 - g) U_t, with d_t = g (w_t - w_{t-1}) and gradients at
+  w_t + d_t ("Nesterov Method for Asynchronous Pipeline Parallel Optimization", Ajanthan et al.,
+  2025). The parameters hold w_t + d_t, as those of torch's Nesterov do.
+* ``pipemare``: the learning rate is divided by max(D, 1) ** (1 - k / anneal) in step k (T1), and
+  passes backward compute with w_t - D delta_t (T2), delta_{t+1} = y delta_t +
+  (1 - y) (w_{t+1} - w_t), y = decay ** (1 / D) ("PipeMare", Yang et al., 2021).
+* ``spike``: w_{t+1} = w_t - lr (a v_{t+1} + b g_t), a = m ** D, b = (1 - m ** D) / (1 - m), for SGD
+  of momentum m and velocity v; passes forward compute with w_t - lr D v_t ("Pipelined
+  Backpropagation at Scale", Kosson et al., 2021: SC_D and LWPv_D).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridcomp.config.async_pipeline import AsyncPipelineConfig
+from hybridcomp.errors import ConfigError
+
+#: in the optimizer's state of a parameter
+KEY = "hybridcomp_correction"
+#: in messages
+NAME = "compression.pipeline.correction"
+
+
+class UpdateCorrection(ABC):
+    """Hooks around the ``step`` of ``optimizer``, of which each correction fills in some.
+
+    They act inside ``active`` only, so the same optimizer can step without them, too.
+    """
+
+    #: whether passes need tensors of the optimizer that are the model's parameters
+    needs_own_weights = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._is_active = False
+        self._before: dict[Tensor, Tensor] = {}
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._pre),
+            optimizer.register_step_post_hook(self._post),
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Correct the steps inside."""
+        self._is_active = True
+        try:
+            yield
+        finally:
+            self._is_active = False
+            self._before.clear()
+
+    def _pre(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._is_active:
+            self._before = {p: p.detach().clone() for p in self._stepping()}
+            self.before()
+
+    @torch.no_grad()
+    def _post(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._is_active:
+            self.after()
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter in self._before:
+                        self.update(parameter, self._before[parameter], group)
+            self._before.clear()
+
+    def _stepping(self) -> Iterator[Tensor]:
+        for group in self.optimizer.param_groups:
+            yield from (p for p in group["params"] if p.grad is not None)
+
+    def before(self) -> None:  # noqa: B027
+        """Prepare a step; the weights are those before it."""
+
+    def after(self) -> None:  # noqa: B027
+        """Put back what ``before`` has changed."""
+
+    @abstractmethod
+    def update(self, parameter: Tensor, before: Tensor, group: dict[str, Any]) -> None:
+        """Correct one parameter after the step (mutates it); ``before``: its values before."""
+
+    def forward_weights(self, parameters: Sequence[Tensor]) -> list[Tensor] | None:
+        """Return the weights of passes forward; None: those of the version."""
+        return None
+
+    def backward_weights(self, parameters: Sequence[Tensor]) -> list[Tensor] | None:
+        """Return the weights of passes backward; None: those of the version."""
+        return None
+
+    def kept(self, parameter: Tensor) -> Tensor | None:
+        """Return what was kept of ``parameter``, None before the first step."""
+        state = self.optimizer.state.get(parameter, {})
+        found: Tensor | None = state.get(KEY)
+        return found
+
+    def keep(self, parameter: Tensor, values: Tensor) -> None:
+        """Keep ``values`` with ``parameter``."""
+        self.optimizer.state[parameter][KEY] = values
+
+
+class UpdateErrorFeedback(UpdateCorrection):
+    """Make up for the update that was one step late in the step before."""
+
+    def update(self, parameter: Tensor, before: Tensor, group: dict[str, Any]) -> None:
+        """Subtract U_t - U_{t-1} once more."""
+        late, last = before - parameter, self.kept(parameter)
+        if last is not None:
+            parameter.sub_(late - last)
+        self.keep(parameter, late)
+
+
+class LookAhead(UpdateCorrection):
+    """Nesterov's look-ahead with a discounted gradient."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, momentum: float) -> None:
+        super().__init__(optimizer)
+        self._momentum = momentum
+
+    def update(self, parameter: Tensor, before: Tensor, group: dict[str, Any]) -> None:
+        """Move the parameter, which is a point ahead of the weights, to the next one."""
+        last = self.kept(parameter)
+        weights = torch.lerp(before, parameter.detach(), 1 - self._momentum)
+        ahead = weights - (before if last is None else last)
+        parameter.copy_(weights + self._momentum * ahead)
+        self.keep(parameter, weights)
+
+
+class PipeMare(UpdateCorrection):
+    """Smaller first learning rates for late gradients, and weights that are extrapolated back."""
+
+    needs_own_weights = True
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        delay: float,
+        settings: AsyncPipelineConfig,
+        step: Callable[[], int],
+    ) -> None:
+        super().__init__(optimizer)
+        self._delay, self._anneal, self._step = delay, settings.anneal, step
+        self._left = settings.decay ** (1 / delay) if delay else 0.0
+        self._rates: list[float] = []
+
+    def before(self) -> None:
+        """Divide the learning rates (T1)."""
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        power = 1 - min(self._step() / self._anneal, 1) if self._anneal else 0.0
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] / max(self._delay, 1.0) ** power
+
+    def after(self) -> None:
+        """Put the schedule's learning rates back."""
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate
+
+    def update(self, parameter: Tensor, before: Tensor, group: dict[str, Any]) -> None:
+        """Add the step to the trend of the weights (T2)."""
+        moved, trend = parameter - before, self.kept(parameter)
+        trend = torch.zeros_like(moved) if trend is None else trend
+        self.keep(parameter, self._left * trend + (1 - self._left) * moved)
+
+    def backward_weights(self, parameters: Sequence[Tensor]) -> list[Tensor] | None:
+        """Return the weights, moved against their trend by as many steps as gradients are late."""
+        if not self._delay:
+            return None
+        found = [self.kept(p) for p in parameters]
+        pairs = zip(parameters, found, strict=True)
+        return [p.data if t is None else p.data - self._delay * t for p, t in pairs]
+
+
+class SpikeCompensation(UpdateCorrection):
+    """Spike compensation of SGD with momentum, and prediction of the weights by its velocity."""
+
+    needs_own_weights = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer, delay: float) -> None:
+        for group in optimizer.param_groups:
+            plain = not (group.get("dampening") or group.get("nesterov") or group.get("maximize"))
+            if not isinstance(optimizer, torch.optim.SGD) or not group["momentum"] or not plain:
+                todo = "it needs SGD with momentum, without dampening and nesterov"
+                raise ConfigError(NAME, "spike", todo)
+        super().__init__(optimizer)
+        self._delay = delay
+
+    def update(self, parameter: Tensor, before: Tensor, group: dict[str, Any]) -> None:
+        """Weigh the velocity and the newest gradient, with its weight decay, anew."""
+        velocity, momentum = self.optimizer.state[parameter]["momentum_buffer"], group["momentum"]
+        assert parameter.grad is not None, "of a parameter that steps"
+        grad = parameter.grad + group["weight_decay"] * before
+        part = momentum**self._delay
+        spread = (1 - part) / (1 - momentum)
+        parameter.copy_(before - group["lr"] * (part * velocity + spread * grad))
+
+    def forward_weights(self, parameters: Sequence[Tensor]) -> list[Tensor] | None:
+        """Return the weights at the time of the pass backward, if the velocity does not change."""
+        if not self._delay:
+            return None
+        rates = {p: g["lr"] for g in self.optimizer.param_groups for p in g["params"]}
+        found = []
+        for parameter in parameters:
+            velocity = self.optimizer.state.get(parameter, {}).get("momentum_buffer")
+            data = parameter.data
+            step = 0 if velocity is None else self._delay * rates[parameter] * velocity
+            found.append(data - step)
+        return found
+
+
+def make_correction(
+    settings: AsyncPipelineConfig,
+    optimizer: torch.optim.Optimizer,
+    delay: float,
+    step: Callable[[], int],
+) -> UpdateCorrection | None:
+    """Return the correction of ``settings`` for a stage whose gradients are ``delay`` steps late.
+
+    ``step`` returns the steps without a flush so far. None: no correction. Raises ConfigError for
+    another optimizer than it is for.
+    """
+    if settings.correction == "error_feedback":
+        return UpdateErrorFeedback(optimizer)
+    if settings.correction == "look_ahead":
+        return LookAhead(optimizer, settings.momentum)
+    if settings.correction == "pipemare":
+        return PipeMare(optimizer, delay, settings, step)
+    if settings.correction == "spike":
+        return SpikeCompensation(optimizer, delay)
+    return None

@@ -1,0 +1,125 @@
+"""WeightVersions: older versions of a stage's weights, and passes that compute with them.
+
+The parameters of the model always hold the newest version, where the optimizer expects it; only
+during a pass their ``data`` is another tensor. A tensor that autograd saves and that is a parameter
+or a view of one is noted by its place, and taken from the parameter in the backward pass: so the
+pass backward computes with the weights that it is given, and not with what autograd has saved,
+which the optimizer has overwritten since.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+
+@dataclass(frozen=True)
+class _SavedWeight:
+    """A view of parameter ``index`` that autograd has saved, by its place in it."""
+
+    index: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class WeightVersions:
+    """The newest weights, which the model has, and copies of older ones.
+
+    Attributes:
+        parameters: those that are trained, of which versions are kept.
+        newest: number of optimizer steps since the beginning, the name of the newest version.
+        most_held: versions that were held at once, the newest included.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self._kept: dict[int, list[Tensor]] = {}
+        self.newest = 0
+        self.most_held = 1
+
+    @property
+    def held(self) -> int:
+        """Number of versions that are held now, the newest included."""
+        return 1 + len(self._kept)
+
+    def before_step(self, needed: Iterable[int]) -> None:
+        """Copy the newest weights if they are ``needed`` after the step; drop what is not."""
+        wanted = set(needed)
+        self._kept = {name: kept for name, kept in self._kept.items() if name in wanted}
+        if self.newest in wanted:
+            self._kept[self.newest] = [p.data.clone() for p in self.parameters]
+        self.most_held = max(self.most_held, self.held)
+
+    def after_step(self) -> None:
+        """Count a step of the optimizer."""
+        self.newest += 1
+
+    def drop(self) -> None:
+        """Free all older versions: nothing is under way."""
+        self._kept.clear()
+
+    def at(self, version: int) -> Sequence[Tensor] | None:
+        """Return the weights of ``version``; None: the newest, which the model has."""
+        return None if version == self.newest else self._kept[version]
+
+    @contextmanager
+    def inside(self, weights: Sequence[Tensor] | None) -> Iterator[None]:
+        """Compute with ``weights`` inside, None for the newest; the parameters are put back."""
+        if weights is None:
+            yield
+            return
+        own = [p.data for p in self.parameters]
+        try:
+            for parameter, values in zip(self.parameters, weights, strict=True):
+                parameter.data = values
+            yield
+        finally:
+            for parameter, values in zip(self.parameters, own, strict=True):
+                parameter.data = values
+
+    @contextmanager
+    def forward(self, weights: Sequence[Tensor] | None) -> Iterator[None]:
+        """Run a pass forward with ``weights``; autograd saves places instead of weights."""
+        with self.inside(weights):
+            places = _Places(self.parameters)
+            with saved_tensors_hooks(places.pack, self._unpack):
+                yield
+
+    def _unpack(self, saved: Tensor | _SavedWeight) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        data = self.parameters[saved.index].data
+        offset = data.storage_offset() + saved.offset
+        return data.as_strided(saved.size, saved.stride, offset)
+
+
+class _Places:
+    """Places of the parameters in their storages, several of which may lie in one."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        found: dict[int, list[tuple[int, int, int]]] = {}
+        for index, parameter in enumerate(parameters):
+            data, start = parameter.data, int(parameter.data.storage_offset())
+            row = (start, start + data.numel(), index)
+            found.setdefault(data.untyped_storage().data_ptr(), []).append(row)
+        self._storages = {key: sorted(rows) for key, rows in found.items()}
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Return the place of a tensor that is a view of a parameter; other tensors unchanged."""
+        rows = self._storages.get(tensor.untyped_storage().data_ptr())
+        if rows is None:
+            return tensor
+        offset = int(tensor.storage_offset())
+        position = bisect.bisect_right(rows, offset, key=lambda row: row[0]) - 1
+        start, stop, index = rows[max(position, 0)]
+        if not start <= offset < stop:
+            return tensor
+        return _SavedWeight(index, tuple(tensor.shape), tuple(tensor.stride()), offset - start)

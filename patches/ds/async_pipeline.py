@@ -1,0 +1,274 @@
+"""Run DeepSpeed's pipeline without a flush after every batch (``pipeline`` of the block).
+
+``train_batch`` keeps its contract: it reads as many micro-batches, returns the mean loss of the
+same ones and makes one optimizer step of their gradients, on every stage. Only before it returns,
+earlier stages have made the first passes forward of the next batch (``pipelines/passes.py``), so
+stage s has read (S - 1 - s) (1 + slack) micro-batches ahead. Upstream's instructions do the work,
+in an order of this module's; messages are posted (``posted_messages``), and so is the broadcast of
+the loss.
+
+Between two calls all stages have made the same number of steps. An evaluation, a checkpoint and a
+changed number of micro-batches *drain* the pipeline: what has been computed ahead is dropped, and
+the first stage passes the same micro-batches forward again in the next call. So nothing of a
+pipeline is in a checkpoint, and a run that goes on after one is equal to a run that begins with it.
+
+What other stages would be waited for in the optimizer step is left to the stage: the norm of the
+gradients, and so clipping, is that of the stage.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe import schedule
+from torch import Tensor
+
+from hybridcomp.channels import Channel
+from hybridcomp.config.async_pipeline import AsyncPipelineConfig
+from hybridcomp.dimensions import DIRECTIONS, Direction
+from hybridcomp.log import say
+from hybridcomp.patches.ds.async_rules import check, check_micro_batches, is_adam
+from hybridcomp.patches.ds.posted_messages import PostedMessages
+from hybridcomp.patches.ds.read_ahead import ReadAhead
+from hybridcomp.patches.ds.stage_grid import StageGrid, replaced
+from hybridcomp.pipelines import PassOrder, WeightVersions, make_correction
+
+Instructions = list[schedule.PipeInstruction]
+
+
+class AsyncPipeline:
+    """The pipeline of one engine on this rank, with what is under way in it.
+
+    Attributes:
+        order: passes of this stage. versions: weights that it holds.
+        engaged: whether the last batch ran without a flush.
+    """
+
+    def __init__(self, engine: Any, settings: AsyncPipelineConfig, posts: PostedMessages) -> None:
+        self.engine, self.settings, self.posts = engine, settings, posts
+        self.versions = WeightVersions(engine.module.parameters())
+        self.order = self._new_order()
+        self.correction = make_correction(
+            settings, engine.basic_optimizer, self._delay, lambda: engine.global_steps - self.first
+        )
+        self.data = ReadAhead(engine)
+        self.engaged = self._is_running = False
+        self._losses: deque[tuple[Any, Tensor]] = deque()
+
+    @property
+    def first(self) -> int:
+        """First optimizer step that does not wait."""
+        return self.settings.warmup
+
+    @property
+    def ahead(self) -> int:
+        """Micro-batches that passes forward of this stage are ahead."""
+        module = self.engine.module  # the engine itself may be half built
+        return int(module.num_stages - 1 - module.stage_id) * self.posts.depth
+
+    @property
+    def _delay(self) -> float:
+        """Optimizer steps by which gradients of this stage are late, on average."""
+        return self.ahead / int(self.engine.gradient_accumulation_steps())
+
+    def _new_order(self) -> PassOrder:
+        return PassOrder(
+            self.settings.versions, self.ahead, int(self.engine.gradient_accumulation_steps())
+        )
+
+    def waits(self, asked: Any) -> bool:
+        """Return whether upstream's schedule ``asked`` runs as it is."""
+        is_training = isinstance(asked, schedule.TrainSchedule)
+        self.engaged = is_training and self.engine.global_steps >= self.first
+        return not self.engaged
+
+    def begin(self) -> bool:
+        """Begin a batch; return whether the pipeline starts with it. Raises ConfigError."""
+        micro_batches = int(self.engine.micro_batches)
+        if micro_batches != self.order.micro_batches:
+            check_micro_batches(self.engine, self.settings)
+            self.drain("for another number of micro-batches")
+            self.order = self._new_order()
+        begins, self._is_running = not self._is_running, True
+        self.data.begin(begins)
+        if begins:
+            self.order.begin(self.versions.newest)
+        return begins
+
+    def drain(self, why: str) -> None:
+        """Drop what was computed ahead; the first stage passes it forward again. On all stages.
+
+        ``why``: said on rank 0, unless the pipeline has not started.
+        """
+        if not self._is_running:
+            return
+        say(f"the pipeline is drained {why}, and starts again")
+        self._is_running = False
+        self.posts.drain()
+        self.order.begin(self.versions.newest)
+        self.versions.drop()
+        self.data.replay()
+        while self._losses:
+            self._losses.popleft()[0].wait()
+        for slots in self.engine.pipe_buffers.values():
+            slots[:] = [None] * len(slots)
+
+    def close(self) -> None:
+        """Free weights and hooks. No message."""
+        if self.correction is not None:
+            self.correction.close()
+        self.versions.drop()
+
+    # one batch
+
+    def instructions(self) -> Iterator[Instructions]:
+        """Yield upstream's instructions for one batch, each inside what it has to run in."""
+        engine, order = self.engine, self.order
+        last = order.backwarded + order.micro_batches
+        if not engine.is_first_stage():
+            self.posts.expect("forward", last + self.ahead + self.posts.depth)
+        if not engine.is_last_stage():
+            self.posts.expect("backward", last)
+        for is_forward in order.batch():
+            if is_forward:
+                yield from self._forward(order.forwarded % self.buffers, order.forwarded >= last)
+            else:
+                yield from self._backward(order.backwarded % self.buffers)
+        yield [schedule.ReduceTiedGrads(), schedule.ReduceGrads()]
+        self.versions.before_step(order.needed(self.versions.newest))
+        with self._own_step():
+            yield [schedule.OptimizerStep()]
+        self.versions.after_step()
+
+    def _forward(self, buffer: int, is_ahead: bool) -> Iterator[Instructions]:
+        """Receive, load, pass forward and send the next micro-batch."""
+        engine = self.engine
+        if not engine.is_first_stage():
+            yield [schedule.RecvActivation(buffer)]
+            self.posts.end_receive("forward")
+        if engine.is_first_stage() or engine.is_last_stage():
+            with self.data.reading(is_ahead):
+                yield [schedule.LoadMicroBatch(buffer)]
+        weights = self.versions.at(self.order.forward(self.versions.newest))
+        if self.correction is not None and self.correction.needs_own_weights:
+            weights = self.correction.forward_weights(self.versions.parameters) or weights
+        with self.versions.forward(weights):
+            yield [schedule.ForwardPass(buffer)]
+        if not engine.is_last_stage():
+            yield [schedule.SendActivation(buffer)]
+            self.posts.end_send("forward", self.ahead + 2 * self.posts.depth)
+
+    def _backward(self, buffer: int) -> Iterator[Instructions]:
+        """Receive the gradient of the oldest micro-batch, pass it backward and send it on."""
+        engine = self.engine
+        if not engine.is_last_stage():
+            yield [schedule.RecvGrad(buffer)]
+            self.posts.end_receive("backward")
+        weights = self.versions.at(self.order.backward(self.versions.newest))
+        if self.correction is not None and self.correction.needs_own_weights:
+            weights = self.correction.backward_weights(self.versions.parameters) or weights
+        with self.versions.inside(weights):
+            yield [schedule.BackwardPass(buffer)]
+        self.data.used()
+        if not engine.is_first_stage():
+            yield [schedule.SendGrad(buffer)]
+            self.posts.end_send("backward", self.ahead + 3 * self.posts.depth)
+
+    @property
+    def buffers(self) -> int:
+        """Micro-batches that are held at once."""
+        return max(2, self.ahead + 1)
+
+    @contextmanager
+    def _own_step(self) -> Iterator[None]:
+        """Correct the step, and have it ask no other stage for norms (mutates and restores)."""
+        engine, grid = self.engine, StageGrid(self.engine.mpu)
+        with ExitStack() as stack:
+            if self.correction is not None:
+                stack.enter_context(self.correction.active())
+            for owner in (engine, engine.optimizer):
+                if getattr(owner, "mpu", None) is not None:
+                    stack.enter_context(replaced(owner, "mpu", grid))
+            if hasattr(engine.optimizer, "model_parallel_group"):
+                group = grid.get_model_parallel_group()
+                stack.enter_context(replaced(engine.optimizer, "model_parallel_group", group))
+            yield
+
+    # the loss
+
+    def loss(self, original: Callable[[Any], Tensor]) -> Tensor:
+        """Return the mean loss of the batch: posted by the last stage, which goes on at once.
+
+        ``original``: upstream's ``_aggregate_total_loss``, which broadcasts and waits.
+        """
+        engine = self.engine
+        group, extra = engine.mpu.get_pipe_parallel_group(), engine.module.get_additional_losses()
+        names = [] if extra is None else list(extra)
+        if engine.is_last_stage():
+            with replaced(engine, "is_pipe_parallel", False):  # nothing is broadcast
+                found = original(engine)
+            more = engine.agg_additional_losses or {}
+            values = torch.stack([engine.dp_group_loss, found, *more.values()]).float()
+            self._losses.append((self._broadcast(values, group), values))
+            while len(self._losses) > engine.num_stages + 1:
+                self._losses.popleft()[0].wait()
+            return found
+        values = torch.zeros(2 + len(names), device=engine.device)
+        self._broadcast(values, group).wait()
+        engine.dp_group_loss, found = values[0].clone(), values[1].clone()
+        if names:
+            engine.agg_additional_losses = dict(zip(names, values[2:].clone(), strict=True))
+        return found
+
+    def _broadcast(self, values: Tensor, group: Any) -> Any:
+        source = int(self.engine._loss_stage_global_rank())
+        return dist.broadcast(values, source, group=group, async_op=True)
+
+
+def start(engine: Any, channel: Channel, settings: AsyncPipelineConfig) -> AsyncPipeline:
+    """Check ``engine``, make the groups of its messages, and return its pipeline; a collective.
+
+    Raises ConfigError.
+    """
+    check(engine, settings)
+    if settings.versions == 2 and settings.correction == "none" and is_adam(engine):
+        say(
+            "pipeline.versions 2 with Adam is known to lose by gradients that are one step late; "
+            'try "stash" with correction "look_ahead", or "flush", and compare losses'
+        )
+    grid, mine = engine.module._grid, {}
+    ways: tuple[Direction, ...] = DIRECTIONS
+    for way in ways:
+        for ranks in grid._topo.get_axis_comm_lists("pipe"):
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                mine[way] = group
+    stage, last, sources = engine.module.stage_id, engine.module.num_stages - 1, {}
+    if stage > 0:
+        sources[ways[0]] = int(grid.stage_to_global(stage_id=stage - 1))
+    if stage < last:
+        sources[ways[1]] = int(grid.stage_to_global(stage_id=stage + 1))
+    posts = PostedMessages(channel, mine, sources, engine.device, 1 + settings.slack)
+    return AsyncPipeline(engine, settings, posts)
+
+
+class BatchSchedule(schedule.PipeSchedule):  # type: ignore[misc]
+    """One batch of a pipeline that does not wait, as upstream executes schedules."""
+
+    def __init__(self, pipeline: AsyncPipeline) -> None:
+        engine = pipeline.engine
+        super().__init__(engine.micro_batches, engine.num_stages, engine.stage_id)
+        self._pipeline = pipeline
+
+    def steps(self) -> Iterator[Instructions]:
+        """Yield the instructions."""
+        return self._pipeline.instructions()
+
+    def num_pipe_buffers(self) -> int:
+        """Return the micro-batches that are held at once."""
+        return self._pipeline.buffers

@@ -1,0 +1,187 @@
+"""Post the messages of a pipeline that does not wait: sends return at once, receives are posted.
+
+Each direction has a process group of its own, in which both sides post in the same order, so no
+message waits behind one of the other direction. Receives are posted ahead, and all of what
+the neighbour sends in a call in the same call: both sides ask for the codec at the same step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.channels import Channel, Posted, PostReceive, PostSend
+from hybridcomp.collectives import Group, Meter
+from hybridcomp.collectives.wire import transport
+from hybridcomp.policy import Direction
+
+
+@dataclass(frozen=True)
+class PostedForm:
+    """One tensor of a set between two stages: its length and dtype, and whether it has a codec."""
+
+    numel: int
+    dtype: torch.dtype
+    values: bool
+
+
+@dataclass
+class PostedUnderWay:
+    """A message that is posted and not yet complete; ``posted`` has its encoding, None: none."""
+
+    work: Any
+    values: Tensor
+    posted: Posted | None
+
+    def wait(self) -> float:
+        """Wait until it is complete, and decode it; return the seconds of waiting."""
+        start = time.perf_counter()
+        self.work.wait()
+        waited = time.perf_counter() - start
+        if self.posted is not None:
+            self.posted.meter.wait_s += waited
+            self.posted.done()
+        return waited
+
+
+@dataclass
+class _Arriving:
+    """Receives of one direction.
+
+    Attributes:
+        form: the tensors of a set, learned from the first one.
+        due: sets that the neighbour sends until the end of this call.
+        begun: sets whose receives are posted.
+    """
+
+    form: list[PostedForm] = field(default_factory=list)
+    due: int = 0
+    begun: int = 0
+    messages: deque[PostedUnderWay] = field(default_factory=deque)
+
+
+class PostedMessages:
+    """Messages of one stage with its neighbours.
+
+    Attributes:
+        waited_s: seconds that this stage has waited for messages to arrive.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        groups: Mapping[Direction, Any],
+        sources: Mapping[Direction, int],
+        device: torch.device,
+        depth: int,
+    ) -> None:
+        """Post in ``groups``, by direction; messages come from the global ranks ``sources``.
+
+        ``depth``: sets whose receives are posted ahead.
+        """
+        self.depth = depth
+        self._channel, self._device = channel, device
+        self._groups = {way: Group.of(group) for way, group in groups.items()}
+        self._sources = sources
+        self._arriving: dict[Direction, _Arriving] = {way: _Arriving() for way in groups}
+        self._sent: dict[Direction, deque[list[PostedUnderWay]]] = {w: deque() for w in groups}
+        self.waited_s = 0.0
+
+    def expect(self, direction: Direction, sets: int) -> None:
+        """Say how many sets the neighbour sends until the end of this call; post the next ones."""
+        arriving = self._arriving[direction]
+        arriving.due = sets
+        self._post_ahead(direction)
+
+    def send(self, tensor: Tensor, form: PostedForm, direction: Direction, to: int) -> None:
+        """Post the send of ``tensor`` to the global rank ``to``, as part of the open set."""
+        flat = tensor.detach().to(form.dtype).reshape(-1).contiguous()
+        posted = self._post(PostSend, flat, form, direction, (dist.get_rank(), to))
+        message = flat if posted is None else posted.message
+        work = transport.send(message, to, self._groups[direction], Meter())
+        if not self._sent[direction]:
+            self._sent[direction].append([])
+        self._sent[direction][-1].append(PostedUnderWay(work, message, posted))
+
+    def end_send(self, direction: Direction, under_way: int) -> None:
+        """Close the set, and complete all but the last ``under_way`` sets.
+
+        Work of gloo says only in ``wait`` that it is done, so sets are waited for that the
+        neighbour has answered already.
+        """
+        sent = self._sent[direction]
+        while len(sent) > under_way:
+            for message in sent.popleft():
+                message.wait()
+        sent.append([])
+
+    def receive(self, out: Tensor, form: PostedForm, direction: Direction) -> None:
+        """Wait for the next message of a direction, and write it into ``out``."""
+        arriving = self._arriving[direction]
+        if not arriving.messages:  # of the first set, whose form is not known
+            assert not arriving.begun, "receives of later sets are posted ahead"
+            arriving.form.append(form)
+            arriving.messages.append(self._post_receive(form, direction))
+        message = arriving.messages.popleft()
+        self.waited_s += message.wait()
+        out.detach().copy_(message.values.view(out.shape))
+
+    def end_receive(self, direction: Direction) -> None:
+        """Say that a set has been received, and post the next ones."""
+        arriving = self._arriving[direction]
+        arriving.begun = max(arriving.begun, 1)
+        self._post_ahead(direction)
+
+    def drain(self) -> None:
+        """Complete all messages, and forget those that have arrived, and the forms of sets.
+
+        Both neighbours call this between two batches: whatever is posted is sent.
+        """
+        for arriving in self._arriving.values():
+            while arriving.messages:
+                self.waited_s += arriving.messages.popleft().wait()
+        for sent in self._sent.values():
+            while sent:
+                for message in sent.popleft():
+                    message.wait()
+        self._arriving = {way: _Arriving() for way in self._arriving}
+
+    def _post_ahead(self, direction: Direction) -> None:
+        arriving = self._arriving[direction]
+        room = self.depth * len(arriving.form)
+        while arriving.begun < arriving.due and len(arriving.messages) < room:
+            arriving.begun += 1
+            for form in arriving.form:
+                arriving.messages.append(self._post_receive(form, direction))
+
+    def _post_receive(self, form: PostedForm, direction: Direction) -> PostedUnderWay:
+        flat = torch.empty(form.numel, dtype=form.dtype, device=self._device)
+        source = self._sources[direction]
+        posted = self._post(PostReceive, flat, form, direction, (source, dist.get_rank()))
+        message = flat if posted is None else posted.message
+        work = transport.recv(message, source, self._groups[direction])
+        return PostedUnderWay(work, flat, posted)
+
+    def _post(
+        self,
+        kind: type[PostSend | PostReceive],
+        flat: Tensor,
+        form: PostedForm,
+        direction: Direction,
+        hop: tuple[int, int],
+    ) -> Posted | None:
+        """Return the encoded message of ``flat`` between the ranks of ``hop``; None: native."""
+        message = kind(
+            numel=form.numel, dtype=form.dtype, group=None, direction=direction, between=hop,
+            values=flat,
+        )  # fmt: skip
+        if not form.values:
+            return self._channel.run_native(message, lambda: None)
+        return self._channel.run(message, native=lambda: None, encoded=lambda posted: posted)

@@ -1,0 +1,171 @@
+"""Small linear pipelines without a flush on several ranks, and what each stage held meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.training.pipe_trainer import start_deepspeed
+
+WIDTH, BATCH = 6, 4
+
+
+@dataclass(frozen=True)
+class AsyncJob:
+    """One training; ``pipeline``: the key of the block, None runs unpatched."""
+
+    pipeline: dict[str, Any] | None
+    micro_batches: int = 1
+    steps: int = 20
+    optimizer: str = "sgd"
+    momentum: float = 0.0
+    dtype: torch.dtype = torch.float64
+    config: dict[str, Any] = field(default_factory=dict)
+    block: dict[str, Any] = field(default_factory=dict)
+    rate: float = 0.05
+    save_at: int = 0  # a checkpoint after so many steps
+    evaluate_at: int = 0
+    resume: bool = False  # from the checkpoint, from ``save_at`` on
+    revert_at: int = -1  # uninstall after so many steps
+    batches: int = 10**9  # micro-batches of the data
+
+
+@dataclass
+class AsyncOutcome:
+    """What one rank saw."""
+
+    losses: list[float]
+    weights: list[Tensor]
+    evaluations: list[float]
+    most_held: int = 1
+    staleness: int = 0
+    messages: dict[Any, Any] = field(default_factory=dict)
+
+
+def weight(stage: int) -> Tensor:
+    """The first weight of a stage."""
+    generator = torch.Generator().manual_seed(100 + stage)
+    values = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64)
+    return torch.eye(WIDTH, dtype=torch.float64) + 0.3 * values
+
+
+def micro_batch(index: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of one micro-batch."""
+    generator = torch.Generator().manual_seed(index)
+    inputs = torch.randn(BATCH, WIDTH, generator=generator, dtype=torch.float64)
+    return inputs, inputs.flip(1) + 0.1 * torch.randn(
+        BATCH, WIDTH, generator=generator, dtype=torch.float64
+    )
+
+
+class Stage(nn.Module):
+    """One linear layer, whose input is squashed so that gradients depend on weights."""
+
+    def __init__(self, stage: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight(stage).to(dtype))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return torch.tanh(values) @ self.weight.T
+
+
+def mean_square(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().mean()
+
+
+def data(job: AsyncJob, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    for index in range(start, job.batches):
+        inputs, targets = micro_batch(index)
+        yield inputs.to(job.dtype), targets.to(job.dtype)
+
+
+def build(job: AsyncJob, stages: int) -> Any:
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    layers = [LayerSpec(Stage, stage, job.dtype) for stage in range(stages)]
+    return PipelineModule(
+        layers, num_stages=stages, loss_fn=mean_square, partition_method="uniform"
+    )
+
+
+def optimizer_of(job: AsyncJob) -> Callable[[Any], torch.optim.Optimizer]:
+    if job.optimizer == "adamw":
+        return lambda parameters: torch.optim.AdamW(parameters, job.rate)
+    return lambda parameters: torch.optim.SGD(parameters, job.rate, momentum=job.momentum)
+
+
+def engine_of(job: AsyncJob, stages: int) -> Any:
+    import deepspeed
+    import torch.distributed as dist
+
+    replicas = dist.get_world_size() // stages
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": job.micro_batches,
+        "train_batch_size": BATCH * job.micro_batches * replicas,
+        "steps_per_print": 10**9,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        **job.config,
+    }
+    if job.pipeline is not None:
+        config["compression"] = {"preset": "none", "pipeline": job.pipeline, **job.block}
+    torch.manual_seed(0)
+    model = build(job, stages)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer_of(job), model_parameters=list(model.parameters()),
+        config=config,
+    )  # fmt: skip
+    # DeepSpeed reduces no gradients of fp64, and one replica has none to reduce
+    engine.pipeline_enable_backward_allreduce = job.dtype != torch.float64
+    return engine
+
+
+def run(stages: int, jobs: Sequence[AsyncJob], folder: str = "") -> list[AsyncOutcome]:
+    """Every job in turn; unpatched ones with all patches reverted."""
+    import hybridcomp
+
+    start_deepspeed()
+    outcomes = []
+    for job in jobs:
+        if job.pipeline is None:
+            hybridcomp.uninstall()
+        else:
+            hybridcomp.install()
+        outcomes.append(train(job, stages, folder))
+    hybridcomp.uninstall()
+    return outcomes
+
+
+def train(job: AsyncJob, stages: int, folder: str) -> AsyncOutcome:
+    import hybridcomp
+    from hybridcomp.patches.ds.pipe import PIPE
+
+    engine = engine_of(job, stages)
+    first = 0
+    if job.resume:
+        engine.load_checkpoint(folder, tag="saved")
+        first = job.save_at
+    source = data(job, first * job.micro_batches)
+    losses, evaluations = [], []
+    for step in range(first, job.steps):
+        if step == job.revert_at:
+            hybridcomp.uninstall()
+        losses.append(float(engine.train_batch(source)))
+        if step + 1 == job.evaluate_at:
+            evaluations.append(float(engine.eval_batch(data(job))))
+        if step + 1 == job.save_at and not job.resume:
+            engine.save_checkpoint(folder, tag="saved")
+    found = AsyncOutcome(
+        losses, [p.detach().clone() for p in engine.module.parameters()], evaluations
+    )
+    pipe = getattr(engine, PIPE, None)
+    if pipe is not None and pipe.waitless is not None:
+        found.most_held = pipe.waitless.versions.most_held
+        found.staleness = pipe.waitless.order.staleness
+    engine.destroy()
+    return found

@@ -1,0 +1,149 @@
+"""Pipelines without a flush: recurrences, versions, staleness, checkpoints, data, errors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from tests.pipelines import simulation
+from tests.ranks import RunRanks
+from tests.training import async_trainer
+from tests.training.async_trainer import AsyncJob, AsyncOutcome
+
+#: name -> settings, micro-batches a step, momentum, simulation, versions held at most
+RECURRENCES: dict[str, tuple[AsyncJob, simulation.Maker]] = {
+    "pipedream": (AsyncJob({"versions": "stash"}), simulation.Simulation),
+    "pipedream of 4": (AsyncJob({"versions": "stash"}, 4), simulation.Simulation),
+    "with slack": (AsyncJob({"versions": "stash", "slack": 1}, 4), simulation.Simulation),
+    "2bw": (AsyncJob({"versions": 2}, 4), simulation.TwoVersions),
+    "newest": (AsyncJob({"versions": 1}), simulation.Newest),
+    "newest of 2": (AsyncJob({"versions": 1}, 2), simulation.Newest),
+    "error feedback": (
+        AsyncJob({"versions": 2, "correction": "error_feedback"}, 3),
+        simulation.ErrorFeedback,
+    ),
+    "look ahead": (
+        AsyncJob({"versions": "stash", "correction": "look_ahead"}, rate=0.2),
+        simulation.Nesterov,
+    ),
+    "pipemare": (
+        AsyncJob({"versions": 1, "correction": "pipemare", "anneal": 10}),
+        simulation.PipeMare,
+    ),
+    "spike": (
+        AsyncJob({"versions": 1, "correction": "spike"}, momentum=0.8, rate=0.02),
+        simulation.Spike,
+    ),
+}
+
+
+def held(job: AsyncJob, ahead: int) -> int:
+    """Versions that a stage may hold, ``ahead`` before the last one."""
+    assert job.pipeline is not None
+    versions = job.pipeline["versions"]
+    return ahead + 1 if versions == "stash" else versions
+
+
+def late(job: AsyncJob, ahead: int) -> int:
+    assert job.pipeline is not None
+    return 1 if job.pipeline["versions"] == 2 else -(-ahead // job.micro_batches)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_recurrences(stages: int, on_ranks: RunRanks) -> None:
+    """Each equals its single-process simulation after 20 steps, and keeps its bounds."""
+    jobs = [job for job, _ in RECURRENCES.values()]
+    outcomes = on_ranks(stages, async_trainer.run, stages, jobs)
+    for index, (name, (job, make)) in enumerate(RECURRENCES.items()):
+        expected = make(job, stages).run()
+        synchronous = simulation.Simulation(replace(job, micro_batches=10**6), stages)
+        for stage, outcome in enumerate(rank[index] for rank in outcomes):
+            (found,) = outcome.weights
+            error = float((found - expected[stage]).abs().max())
+            assert error < 1e-10, f"{name}, stage {stage}: {error}"
+            ahead = (stages - 1 - stage) * (1 + (job.pipeline or {}).get("slack", 0))
+            assert outcome.most_held <= held(job, ahead), f"{name}, stage {stage}"
+            assert outcome.staleness == late(job, ahead), f"{name}, stage {stage}"
+            assert not torch.equal(found, synchronous.weights[stage][0])
+
+
+BF16 = {"bf16": {"enabled": True}}
+ZERO1 = {**BF16, "zero_optimization": {"stage": 1}}
+SCHEDULER = {
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.05, "warmup_num_steps": 4},
+    }
+}
+
+
+def test_drains(tmp_path: Path, on_ranks: RunRanks) -> None:
+    """A run that goes on after a checkpoint equals one that begins with it; data is not lost."""
+    settings = {"versions": "stash", "correction": "look_ahead"}
+    full = AsyncJob(settings, 2, steps=9, save_at=5, optimizer="adamw", config=SCHEDULER)
+    evaluated = AsyncJob({"versions": 2}, 2, steps=6, evaluate_at=3)
+    spoiled = replace(evaluated, evaluate_at=6)
+    flush = replace(evaluated, pipeline=None)
+    ended = replace(evaluated, evaluate_at=0, batches=12)
+    jobs = [full, replace(full, resume=True), evaluated, spoiled, flush, ended]
+    for outcomes in on_ranks(2, async_trainer.run, 2, jobs, str(tmp_path)):
+        whole, resumed, one, other, synchronous, last = outcomes
+        assert torch.equal(whole.weights[0], resumed.weights[0])
+        assert whole.losses[5:] == resumed.losses
+        # until the evaluation equal; the batch after it has no late gradient
+        assert one.losses[:3] == other.losses[:3]
+        assert one.losses[3] != other.losses[3]
+        assert one.evaluations != other.evaluations
+        assert len(synchronous.evaluations) == 1
+        assert last.losses == other.losses  # data that ends with the last step
+
+
+def test_other_engines(on_ranks: RunRanks) -> None:
+    """Mixed precision, ZeRO 1, clipping, replicas and encoded messages train as the flush does."""
+    base = AsyncJob(
+        {"versions": 2}, 4, steps=30, optimizer="adamw", dtype=torch.float32, rate=0.02,
+        config={"gradient_clipping": 1.0},
+    )  # fmt: skip
+    encoded = {"pp": {"codec": "blockint", "bits": 8}, "min_bytes": 0}
+    jobs = [
+        replace(base, pipeline=None),
+        base,
+        replace(base, block=encoded),
+        replace(base, config={**BF16, "gradient_clipping": 1.0}, dtype=torch.bfloat16),
+        replace(base, config=ZERO1, dtype=torch.bfloat16),
+        replace(
+            base, config=ZERO1, dtype=torch.bfloat16, block=encoded,
+            pipeline={"versions": "stash", "correction": "look_ahead", "momentum": 0.5},
+        ),
+        replace(base, pipeline={"versions": 2, "correction": "error_feedback"}, config=ZERO1,
+                dtype=torch.bfloat16),
+    ]  # fmt: skip
+    ranks = on_ranks(4, async_trainer.run, 2, jobs)
+    for index, job in enumerate(jobs):
+        outcomes: list[AsyncOutcome] = [rank[index] for rank in ranks]
+        assert outcomes[0].losses[-1] < 0.8 * outcomes[0].losses[0], job
+        for one, two in ((0, 1), (2, 3)):  # replicas
+            assert torch.equal(outcomes[one].weights[0], outcomes[two].weights[0]), job
+    _, native, lossy, *_ = ranks[0]
+    assert native.losses != lossy.losses
+    assert abs(native.losses[-1] / lossy.losses[-1] - 1) < 0.05
+
+
+def test_reverted(on_ranks: RunRanks) -> None:
+    """Without the patches the schedule is DeepSpeed's, and goes on with what was read ahead."""
+    flush = AsyncJob(None, 2, steps=6)
+    before = AsyncJob({"versions": "stash", "correction": "look_ahead"}, 2, steps=6, revert_at=0)
+    warm = AsyncJob({"versions": "stash", "correction": "look_ahead", "warmup": 6}, 2, steps=6)
+    midway = replace(before, pipeline={"versions": "stash"}, revert_at=3)
+    jobs = [flush, before, warm, midway, replace(midway, evaluate_at=3)]
+    for native, reverted, warmed, halfway, drained in on_ranks(2, async_trainer.run, 2, jobs):
+        for other in (reverted, warmed):
+            assert torch.equal(native.weights[0], other.weights[0])
+            assert native.losses == other.losses
+        assert halfway.losses == drained.losses
+        assert torch.equal(halfway.weights[0], drained.weights[0])
