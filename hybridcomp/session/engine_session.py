@@ -289,6 +289,11 @@ class EngineSession:
             events = self.reporter.report(channels.step, self.followers)
             self._write(events, channels.step)
 
+    def skip_step(self) -> None:
+        """Tell the followers of a step that a loss scaler has skipped, which is not counted."""
+        for follower in self.followers:
+            follower.after_skip()
+
     def take_events(self) -> list[Event]:
         """Return the figures of the last report, once, for a trainer that logs at other moments."""
         return [] if self.reporter is None else self.reporter.take()

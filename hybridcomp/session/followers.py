@@ -19,6 +19,9 @@ class StepFollower(Protocol):
     def after_step(self, step: int) -> None:
         """Do what is due after optimizer step ``step``."""
 
+    def after_skip(self) -> None:
+        """Do what is due although the optimizer step was skipped for an overflow."""
+
     def row(self) -> Mapping[str, float] | None:
         """Return its figures since the last call, equal on all ranks; None: nothing was done."""
 
