@@ -38,7 +38,7 @@ from hybridcomp.job import peer_liveness
 from hybridcomp.job.agreement import agree, versions
 from hybridcomp.log import Once
 from hybridcomp.session import wandb_run
-from hybridcomp.session.followers import StepFollower
+from hybridcomp.session.followers import StatefulFollower, StepFollower
 from hybridcomp.session.reporter import Event, Reporter, describe_run
 
 #: attribute of an engine with its session
@@ -249,6 +249,11 @@ class EngineSession:
         """Call ``follower`` around every optimizer step, and close it with the session."""
         self.followers.append(follower)
 
+    @property
+    def stateful_followers(self) -> list[StatefulFollower]:
+        """Return the followers whose state belongs to a checkpoint."""
+        return [one for one in self.followers if isinstance(one, StatefulFollower)]
+
     def before_step(self) -> None:
         """Call the followers while the weights are those before an optimizer step.
 
@@ -318,6 +323,8 @@ class EngineSession:
         check_headers()
         scale = self.loss_scale if loss_scale is None else loss_scale
         checkpoint.save(Path(folder), self.channels, scale, self._layout(), references)
+        for follower in self.stateful_followers:
+            follower.save(Path(folder))
 
     def load(
         self, folder: str | Path, loss_scale: float | None = None, step: int | None = None
@@ -338,6 +345,8 @@ class EngineSession:
         folder = Path(folder)
         state = checkpoint.read_state(folder)
         known = state is None or state.groups == dict(self._layout())
+        for follower in self.stateful_followers:
+            follower.read(folder)
         return Saved(folder, state, checkpoint.read(folder, self.channels) if known else None)
 
     def take_over(

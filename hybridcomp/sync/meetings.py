@@ -16,8 +16,9 @@ asked for, skipped ones as well, so that an overflow in one island moves no meet
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from hybridcomp.sync.islands import Islands
 from hybridcomp.sync.masters import Masters, bounds, cut
 from hybridcomp.sync.progress import Meeting, Part, Progress
 from hybridcomp.sync.recurrence import Fragment, Rule
-from hybridcomp.sync.stored import Stored, state_of, taken_over
+from hybridcomp.sync.stored import checked, read, state_of, taken_over, write
 
 
 @dataclass
@@ -90,7 +91,7 @@ class IslandMeetings:
         self.progress = Progress()
         self._channel, self._make, self._say = channel, make, say
         self._masters: Masters | None = None
-        self._loaded: Stored | None = None
+        self._loaded: Sequence[Mapping[str, Any]] | None = None
         self._figures = Figures()
 
     @property
@@ -174,10 +175,11 @@ class IslandMeetings:
             start = masters.read(low, high, numel)
             self.parts.append(Part(low, high, numel, Fragment(rule, start)))
         loaded, self._loaded = self._loaded, None
-        if loaded is not None and taken_over(loaded, self.progress, islands, masters.digest):
-            return
         if loaded is not None:
-            self._say("sync: the checkpoint is of islands of another width; they begin anew")
+            problem = taken_over(loaded, self.progress, islands, masters.digest)
+            if problem is None:
+                return
+            self._say(f"sync: {problem}; the islands begin anew with the weights of the first")
         self._level()
 
     def _level(self) -> None:
@@ -281,7 +283,19 @@ class IslandMeetings:
             meeting.wait()
         return state_of(self.progress, self.islands, self.masters.digest)
 
-    def load(self, stored: Stored | None) -> None:
-        """Continue from ``stored`` with the next step; None: begin anew with the weights there."""
+    def save(self, folder: Path) -> None:
+        """Write this rank's state into ``folder``."""
+        write(folder, self.state())
+
+    def read(self, folder: Path) -> None:
+        """Read the state in ``folder``, to continue from it with the next step."""
+        self.resume(read(folder))
+
+    def resume(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Continue with the next step from ``entries`` that this rank has read.
+
+        Raises CheckpointError where one is damaged; nothing has changed then.
+        """
+        found = [checked("the state of sync", entry) for entry in entries]
         self.close()
-        self._loaded = stored
+        self._loaded = found

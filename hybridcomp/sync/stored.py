@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,6 @@ from hybridcomp.sync.recurrence import UnderWay
 FILES = "hybridcomp_sync_rank_*.pt"
 WHAT = "the state of islands"
 _KEYS = ("world_size", "rank", "islands", "index", "clock", "weights", "parts", "meetings")
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Entries of a checkpoint that this rank has read: its own, or its share of all; maybe none."""
-
-    entries: Sequence[Mapping[str, Any]]
 
 
 def state_of(progress: Progress, islands: Islands, weights: str) -> dict[str, Any]:
@@ -96,53 +88,57 @@ def _write(folder: Path, entry: Mapping[str, Any] | None) -> None:
         saved.sweep(folder, FILES, dist.get_world_size())
 
 
-def read(folder: Path) -> Stored | None:
-    """Read this rank's share of the entries in ``folder``; None: it has none. A collective.
+def read(folder: Path) -> list[Mapping[str, Any]]:
+    """Read this rank's share of the entries in ``folder``; there may be none. A collective.
 
     Raises CheckpointError, on every rank, where a file of any is damaged or missing.
     """
     found, problem = saved.attempt(lambda: _read(folder))
     saved.all_well(problem, WHAT, f"Restore it, or delete every {FILES} to begin anew")
-    return None if found is None else Stored(found)
+    return found or []
 
 
-def _read(folder: Path) -> list[Mapping[str, Any]] | None:
+def _read(folder: Path) -> list[Mapping[str, Any]]:
     first = path_of(folder, 0)
     if not first.is_file():
-        return None
+        return []
     size = int(checked(first, saved.read(first))["world_size"])
     ranks = range(dist.get_rank(), size, dist.get_world_size())
     paths = [path_of(folder, rank) for rank in ranks]
     return [checked(path, saved.read(path)) for path in paths]
 
 
-def taken_over(stored: Stored, progress: Progress, islands: Islands, weights: str) -> bool:
-    """Put ``stored`` into ``progress``, whose parts hold the weights as they are; a collective.
+def taken_over(
+    entries: Sequence[Mapping[str, Any]], progress: Progress, islands: Islands, weights: str
+) -> str | None:
+    """Put ``entries`` into ``progress``, whose parts hold the weights as they are; a collective.
 
-    Returns whether it did; islands of another width, or of other weights, begin anew instead.
+    Returns why it does not, where islands have to begin anew: there are no entries, or they are of
+    islands of another width, other fragments or other weights. The same on all ranks.
     """
     here = [[part.low, part.high, part.numel] for part in progress.parts]
+    own = (dist.get_world_size(), dist.get_rank(), len(islands.rows))
     said = tell(
         {
-            "fits": [
+            "there": len(entries),
+            "fits": all(
                 [part["cut"] for part in entry["parts"]] == here and entry["weights"] == weights
-                for entry in stored.entries
-            ],
-            "own": [
-                [entry["world_size"], entry["rank"], entry["islands"]] for entry in stored.entries
-            ]
-            == [[dist.get_world_size(), dist.get_rank(), len(islands.rows)]],
-            "count": max((entry["islands"] for entry in stored.entries), default=0),
+                for entry in entries
+            ),
+            "own": [(one["world_size"], one["rank"], one["islands"]) for one in entries] == [own],
+            "count": max((entry["islands"] for entry in entries), default=0),
         },
         what=WHAT,
     )
-    if not any(rank["fits"] for rank in said) or not all(all(rank["fits"]) for rank in said):
-        return False
+    if not any(rank["there"] for rank in said):
+        return "the checkpoint holds no state of islands"
+    if not all(rank["fits"] for rank in said):
+        return "the checkpoint is of islands of another width, or with other fragments or weights"
     if all(rank["own"] for rank in said):
-        _load_own(stored.entries[0], progress)
+        _load_own(entries[0], progress)
     else:
-        _load_shared(stored.entries, progress, islands, max(rank["count"] for rank in said))
-    return True
+        _load_shared(entries, progress, islands, max(rank["count"] for rank in said))
+    return None
 
 
 def _load_own(entry: Mapping[str, Any], progress: Progress) -> None:
