@@ -162,7 +162,7 @@ class TopK(Codec):
         fits = told == numel and 0 <= kept <= min(numel, unary)
         if not fits or HEADER + sum(lengths) > payload.numel():
             raise CodecError(f"{self.spec}: cannot decode {numel} values: damaged, or of others")
-        scales, low, codes, ones = payload[HEADER : HEADER + sum(lengths)].split(lengths)
+        scales, low, codes, ones = torch.split(payload[HEADER : HEADER + sum(lengths)], lengths)
         scale = scales.clone().view(torch.bfloat16).float()
         ends = _unpacked(ones)[:unary].nonzero().view(-1)
         if len(ends) != kept:

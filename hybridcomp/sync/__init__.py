@@ -11,6 +11,6 @@ from __future__ import annotations
 from hybridcomp.sync.islands import Islands, islands_of
 from hybridcomp.sync.masters import Masters
 from hybridcomp.sync.meetings import IslandMeetings
-from hybridcomp.sync.recurrence import Fragment, Rule
+from hybridcomp.sync.recurrence import Fragment, OuterRule
 
-__all__ = ["Fragment", "IslandMeetings", "Islands", "Masters", "Rule", "islands_of"]
+__all__ = ["Fragment", "IslandMeetings", "Islands", "Masters", "OuterRule", "islands_of"]

@@ -33,7 +33,7 @@ from hybridcomp.job.agreement import agree
 from hybridcomp.sync.islands import Islands
 from hybridcomp.sync.masters import Masters, bounds, cut
 from hybridcomp.sync.progress import Meeting, Part, Progress
-from hybridcomp.sync.recurrence import Fragment, Rule
+from hybridcomp.sync.recurrence import Fragment, OuterRule
 from hybridcomp.sync.stored import checked, read, state_of, taken_over, write
 
 
@@ -48,10 +48,10 @@ class Figures:
     ahead: int = 0
 
 
-def rule_of(config: IslandConfig) -> Rule:
+def rule_of(config: IslandConfig) -> OuterRule:
     """Return the arithmetic that a block asks for."""
     outer = config.outer
-    return Rule(
+    return OuterRule(
         outer.lr,
         outer.momentum,
         outer.nesterov,

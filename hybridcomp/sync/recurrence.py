@@ -30,7 +30,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Rule:
+class OuterRule:
     """What a block says of the arithmetic; see the module.
 
     Attributes:
@@ -78,7 +78,7 @@ class Fragment:
         under_way: messages that were sent, oldest first.
     """
 
-    rule: Rule
+    rule: OuterRule
     start: Tensor
     momentum: Tensor | None = None
     residual: Tensor | None = None

@@ -25,8 +25,8 @@ class Quadratic:
     @classmethod
     def of(cls, island: int) -> Quadratic:
         generator = torch.Generator().manual_seed(100 + island)
-        shape = {"generator": generator, "dtype": torch.float64}
-        return cls(torch.rand(NUMEL, **shape) + 0.5, torch.randn(NUMEL, **shape))
+        curvature = torch.rand(NUMEL, generator=generator, dtype=torch.float64) + 0.5
+        return cls(curvature, torch.randn(NUMEL, generator=generator, dtype=torch.float64))
 
     def step(self, weights: Tensor) -> Tensor:
         return weights - INNER * self.curvature * (weights - self.minimum)

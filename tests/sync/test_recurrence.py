@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridcomp.sync import Fragment, Rule
+from hybridcomp.sync import Fragment, OuterRule
 from hybridcomp.sync.masters import bounds, cut
 from tests.sync import simulated
 from tests.sync.simulated import NUMEL, Quadratic, first
@@ -24,7 +24,7 @@ def keep_largest(values: Tensor) -> Tensor:
 class Job:
     """Islands that are driven by one process, by the schedule of ``IslandMeetings``."""
 
-    def __init__(self, rule: Rule, fragments: int = 1, late: int = 0) -> None:
+    def __init__(self, rule: OuterRule, fragments: int = 1, late: int = 0) -> None:
         self.losses = [Quadratic.of(island) for island in range(ISLANDS)]
         self.weights = [first() for _ in self.losses]
         self.late, self.clock = late, 0
@@ -33,7 +33,7 @@ class Job:
         self.under_way: list[tuple[int, int, list[Tensor]]] = []
         self.most = 0
 
-    def fragment(self, rule: Rule, low: int, high: int) -> Fragment:
+    def fragment(self, rule: OuterRule, low: int, high: int) -> Fragment:
         start = first()[low:high].clone()
         return Fragment(rule, start, base=start.clone() if rule.keeps_progress else None)
 
@@ -72,7 +72,7 @@ def same(job: Job, expected: list[Tensor]) -> None:
     ("lr", "momentum", "nesterov"), [(1.0, 0.0, False), (0.7, 0.9, True), (0.5, 0.9, False)]
 )
 def test_local_sgd_and_diloco(lr: float, momentum: float, nesterov: bool) -> None:
-    job = Job(Rule(lr, momentum, nesterov))
+    job = Job(OuterRule(lr, momentum, nesterov))
     for _ in range(STEPS):
         job.step()
     same(job, simulated.diloco(ISLANDS, STEPS, EVERY, lr, momentum, nesterov))
@@ -80,14 +80,14 @@ def test_local_sgd_and_diloco(lr: float, momentum: float, nesterov: bool) -> Non
 
 @pytest.mark.parametrize(("fragments", "delay", "mix"), [(1, 0, 0.0), (3, 2, 0.5), (4, 3, 0.25)])
 def test_streaming(fragments: int, delay: int, mix: float) -> None:
-    job = Job(Rule(0.4, 0.9, True, mix=mix), fragments, delay)
+    job = Job(OuterRule(0.4, 0.9, True, mix=mix), fragments, delay)
     for _ in range(STEPS):
         job.step()
     same(job, simulated.streaming(ISLANDS, STEPS, EVERY, fragments, delay, mix, 0.4))
 
 
 def test_sparseloco() -> None:
-    job = Job(Rule(1.0, 0.0, False, error_feedback=True, decay=0.95))
+    job = Job(OuterRule(1.0, 0.0, False, error_feedback=True, decay=0.95))
     for _ in range(STEPS):
         job.step(keep_largest)
     same(job, simulated.sparseloco(ISLANDS, STEPS, EVERY, 0.95, keep_largest))
@@ -95,7 +95,7 @@ def test_sparseloco() -> None:
 
 @pytest.mark.parametrize("staleness", [1, 2, 3])
 def test_wsp_keeps_its_bound(staleness: int) -> None:
-    job = Job(Rule(1.0, 0.0, False, keeps_progress=True), late=staleness * EVERY)
+    job = Job(OuterRule(1.0, 0.0, False, keeps_progress=True), late=staleness * EVERY)
     for _ in range(STEPS):
         job.step()
     same(job, simulated.wsp(ISLANDS, STEPS, EVERY, staleness))
@@ -104,7 +104,7 @@ def test_wsp_keeps_its_bound(staleness: int) -> None:
 
 def test_what_is_left_out_is_sent_later() -> None:
     """With error feedback all that was sent and what is left is all that was moved."""
-    fragment = Fragment(Rule(1.0, 0.0, False, error_feedback=True), torch.zeros(8))
+    fragment = Fragment(OuterRule(1.0, 0.0, False, error_feedback=True), torch.zeros(8))
     moved, sent = torch.zeros(8), torch.zeros(8)
     for step in range(5):
         now = fragment.start - torch.arange(8.0) - step
@@ -120,7 +120,7 @@ def test_what_is_left_out_is_sent_later() -> None:
 @pytest.mark.parametrize("keeps_progress", [False, True])
 def test_a_skipped_meeting_is_made_up_for(keeps_progress: bool) -> None:
     start = torch.zeros(4)
-    rule = Rule(1.0, 0.0, False, error_feedback=True, keeps_progress=keeps_progress)
+    rule = OuterRule(1.0, 0.0, False, error_feedback=True, keeps_progress=keeps_progress)
     fragment = Fragment(rule, start, base=start.clone() if keeps_progress else None)
     fragment.residual = torch.ones(4)
     first_message = fragment.send(torch.full((4,), -2.0)).clone()
