@@ -8,6 +8,7 @@ stateful(model)      its part of a checkpoint of torch.distributed.checkpoint
 save_state(folder)   save residuals and step beside a checkpoint of megatron-core
 load_state(folder)   load them
 resync(engine)       make the next gather of parameters exact, where deltas are sent
+island_group(block)  the ranks of this rank's island, for a model under FSDP2 or DDP
 publish(engine, to)  send versions of an engine's weights, exact deltas, to inference engines
 WeightReceiver       the other side: a mirror of published weights
 load_config(source)  the block of a ds_config.json (path, dict or base64), or None
@@ -34,6 +35,7 @@ from hybridcomp.errors import (
 )
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.nn import Module
 
     from hybridcomp.config import CompressionConfig, load_config
@@ -61,6 +63,7 @@ __all__ = [
     "attach",
     "detach",
     "install",
+    "island_group",
     "load_config",
     "load_state",
     "publish",
@@ -147,6 +150,21 @@ def attach(
 
     uncaught.install()  # blocks that differ are one line of the job, not a traceback of each rank
     return attach(model, block)
+
+
+def island_group(
+    block: Mapping[str, Any] | str | Path | CompressionConfig | None = None,
+) -> ProcessGroup:
+    """Return the process group of this rank's island, for a model whose block has ``sync``.
+
+    Build DistributedDataParallel with it, or the mesh of fully_shard; DeepSpeed's engines take it
+    by themselves. Every rank calls it, after ``init_process_group``; a second call returns the same
+    group. ``block``: as for ``attach``. Raises ConfigError where the block has no islands, or the
+    job cannot be cut into them.
+    """
+    from hybridcomp.patches.torch.session import island_group
+
+    return island_group(block)
 
 
 def detach(model: Module) -> None:

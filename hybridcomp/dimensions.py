@@ -21,6 +21,7 @@ Dimension = Literal[
     "cp",
     "offload",
     "tp2d",
+    "sync",
 ]
 #: ``forward`` moves activations or parameters, ``backward`` gradients of activations. Reductions of
 #: gradients and gathers of parameters are ``forward``; in offload that moves parameters to the
@@ -34,7 +35,8 @@ Operation = Literal["all_reduce", "all_gather", "broadcast", "send", "all_to_all
 Timed = Literal["at start-up", "after the first step", "in real steps"]
 #: which keys the dimension has in the block beside the codec's: a model of ``hybridcomp.config``
 Settings = Literal[
-    "plain", "gradients", "parameters", "activations", "tensor", "pipeline", "offload", "mesh"
+    "plain", "gradients", "parameters", "activations", "tensor", "pipeline", "offload", "mesh",
+    "islands",
 ]  # fmt: skip
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -62,6 +64,7 @@ class DimensionRow:
         in_layers: whether layers send it that do not know their engine and ask the process.
         by_script: whether only a script that builds its layers from ``hybridcomp.nn`` has it: other
             users get no message about it.
+        by_request: whether only a block that names it has it, likewise.
     """
 
     about: str
@@ -75,11 +78,17 @@ class DimensionRow:
     two_levels: bool = False
     in_layers: bool = False
     by_script: bool = False
+    by_request: bool = False
 
     @property
     def summed(self) -> bool:
         """Return whether messages are added up, so that a value may be quantized twice."""
         return self.operation == "all_reduce"
+
+    @property
+    def is_quiet(self) -> bool:
+        """Return whether jobs whose block does not name it hear nothing of it."""
+        return self.by_script or self.by_request
 
     @property
     def between_ranks(self) -> bool:
@@ -175,6 +184,14 @@ ROWS: Mapping[Dimension, DimensionRow] = {
         engines=(DEEPSPEED,),
         in_layers=True,
         by_script=True,
+    ),
+    "sync": DimensionRow(
+        "Islands of ranks that train by themselves and meet every few steps: what each has moved.",
+        "all_gather",
+        "islands",
+        directions=("forward",),
+        engines=(DEEPSPEED, FSDP2, DDP),
+        by_request=True,
     ),
 }
 

@@ -45,6 +45,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     # weights and updates of pipelines that do not wait
     "pipelines": {"config", "errors"},
+    # islands that train by themselves and meet: the arithmetic, groups, meetings, their state
+    "sync": {"channels", "collectives", "config", "errors", "job"},
     # versions of weights, from what an engine's adapter says of them to a receiver's mirror
     "publishing": {"codecs", "errors", "foreign", "job", "log"},
     # what upstream does with traffic that no seam covers: tables, without an upstream
@@ -52,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     # all that knows an upstream: seams, facts, checkpoints; layers of our own are named beside them
     "patches": {
         "autotune", "channels", "codecs", "collectives", "config", "dimensions", "errors", "job",
-        "log", "nn", "patching", "pipelines", "policy", "publishing", "rules", "session",
+        "log", "nn", "patching", "pipelines", "policy", "publishing", "rules", "session", "sync",
     },
     # adapters to inference engines; each module imports its own
     "inference": {"errors", "foreign", "log", "patching", "publishing"},
@@ -79,7 +81,7 @@ ALLOWED: dict[str, set[str]] = {
     # hybridcomp/__init__.py: the public names, imported late
     "": {
         "channels", "collectives", "config", "errors", "job", "log", "patches", "patching",
-        "publishing", "session",
+        "publishing", "session", "sync",
     },
 }  # fmt: skip
 FREE = {"commands"}  # the command line may look into every room

@@ -55,6 +55,8 @@ class Capabilities:
     #: encodes what changed since the last gather of parameters, against what receivers hold: for
     #: zero only, always with deltas
     references: ClassVar[bool] = False
+    #: leaves most values out, for error feedback to send them later: for sync only
+    sparse: ClassVar[bool] = False
     #: the low-rank reduction of gradients that are matrices; None: they are encoded
     low_rank: LowRank | None = None
 

@@ -21,6 +21,7 @@ from hybridcomp.config.directional import (
     TensorConfig,
 )
 from hybridcomp.config.error_messages import near_key, show
+from hybridcomp.config.islands import ISLAND_PRESETS, IslandConfig
 from hybridcomp.config.json_schema import schema
 from hybridcomp.config.ledger import LedgerConfig
 from hybridcomp.config.presets import PRESETS
@@ -35,6 +36,8 @@ __all__ = [
     "CompressionConfig",
     "DimensionConfig",
     "DirectionConfig",
+    "ISLAND_PRESETS",
+    "IslandConfig",
     "GradientConfig",
     "LedgerConfig",
     "MeshConfig",

@@ -206,8 +206,10 @@ class CompressionConfig(DimensionFields):
         return Policy(self.codecs(), self.min_bytes, self.start_step, self.ramps())
 
     def active(self, dimension: Dimension) -> bool:
-        """Return whether any direction of ``dimension`` has a codec."""
-        return any(codec for (name, _), codec in self.codecs().items() if name == dimension)
+        """Return whether any direction of ``dimension`` has a codec, or it acts without one."""
+        settings: DimensionConfig = getattr(self, dimension)
+        codecs = self.codecs().items()
+        return settings.acts or any(codec for (name, _), codec in codecs if name == dimension)
 
     def flat(self) -> dict[str, Any]:
         """Return the settings on which the ranks of a job have to agree, by dotted key.
@@ -217,7 +219,7 @@ class CompressionConfig(DimensionFields):
         settings: dict[str, Any] = {
             f"{BLOCK}.{name}.{direction}": codec.spec if codec else NONE
             for (name, direction), codec in self.codecs().items()
-            if not ROWS[name].by_script or self.active(name)  # else as before there were any
+            if not ROWS[name].is_quiet or self.active(name)  # else as before there were any
         }
         settings |= {
             f"{BLOCK}.{name}.{key}": value

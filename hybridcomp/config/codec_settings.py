@@ -27,7 +27,8 @@ NONE = "none"
 DIMENSION_KEYS = frozenset(
     {
         "codec", "error_bound", "error_bound_mode", "segment", "guard", "ramp", "when",
-        "error_feedback", "delta", "resync_every", "scatter_gather", "sums", *DIRECTIONS, *KINDS,
+        "error_feedback", "delta", "resync_every", "scatter_gather", "sums", "every", "islands",
+        "decay", "outer", "fragments", "delay", "mix", "staleness", "preset", *DIRECTIONS, *KINDS,
     }
 )  # fmt: skip
 #: names of attributes of the models
@@ -44,6 +45,7 @@ ATTRIBUTES = frozenset(
         "feeds_back",
         "remark",
         "agreed",
+        "acts",
     }
 )
 
@@ -59,15 +61,17 @@ def _refuse_taken_keys() -> None:
 _refuse_taken_keys()
 
 
-#: the dimension under which a codec is named, where it matters: dp and zero have codecs of their
-#: own. None: another dimension; any: all codecs may be named
-Under = Literal["dp", "zero", "any"] | None
+#: the dimension under which a codec is named, where it matters: dp, zero and sync have codecs of
+#: their own. None: another dimension; any: all codecs may be named
+Under = Literal["dp", "zero", "sync", "any"] | None
 
 
 def _home(codec: type[Codec]) -> Under:
     """Return the only dimension that can have ``codec``, None if all can."""
     if codec.gradients_only:
         return "dp"
+    if codec.sparse:
+        return "sync"
     return "zero" if codec.references else None
 
 
@@ -78,12 +82,15 @@ def codec_names(under: Under = None) -> tuple[str, ...]:
     return (NONE, *sorted(known.union(families())))
 
 
-def settings_of(*, gradients_only: bool) -> dict[str, tuple[Setting, ...]]:
-    """Return the settings of all codecs by key: of codecs for gradients only, or of the others.
+def settings_of(
+    *, gradients_only: bool = False, sparse: bool = False
+) -> dict[str, tuple[Setting, ...]]:
+    """Return the settings of all codecs by key: of those for dp or sync only, or of the others.
 
     Settings that decide the bits a value, which a ramp may move, come first.
     """
-    codecs = [codec for codec in CODECS.values() if codec.gradients_only == gradients_only]
+    kinds = (gradients_only, sparse)
+    codecs = [one for one in CODECS.values() if (one.gradients_only, one.sparse) == kinds]
     codecs.sort(key=lambda codec: all(s.ramp_step is None for s in codec.settings))
     found: dict[str, tuple[Setting, ...]] = {}
     for setting in (setting for codec in codecs for setting in codec.settings):
@@ -126,9 +133,9 @@ _CODEC = (
     f"{_explained(codec for codec in CODECS.values() if _home(codec) is None)} {AUTO} (default "
     "with an `error_bound`): the cheapest of them that keeps it."
 )
-GRADIENT_CODEC, PARAMETER_CODEC = (
+GRADIENT_CODEC, PARAMETER_CODEC, ISLAND_CODEC = (
     f"{_CODEC} {_explained(codec for codec in CODECS.values() if _home(codec) == under)}"
-    for under in ("dp", "zero")
+    for under in ("dp", "zero", "sync")
 )
 
 
@@ -150,7 +157,7 @@ class _Named(Strict):
 if TYPE_CHECKING:
     _Declared = _Named
 else:
-    _Declared = with_settings(_Named, settings_of(gradients_only=False))
+    _Declared = with_settings(_Named, settings_of())
 
 
 class CodecSettings(_Declared):
@@ -250,6 +257,7 @@ def _unusable_codec(name: str, names: Sequence[str]) -> str:
         does = {
             "dp": "reduces the gradients of matrices",
             "zero": "encodes what changed since the last gather of parameters",
+            "sync": "leaves most values out",
         }
         return f"{name} {does[home or 'zero']}; only {home} can have it: use one of {listed}"
     near = difflib.get_close_matches(name.lower(), names, n=1)

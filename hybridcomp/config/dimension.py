@@ -122,6 +122,11 @@ class DimensionConfig(CodecSettings):
         return False
 
     @property
+    def acts(self) -> bool:
+        """Return whether the dimension changes a job although no message has a codec."""
+        return False
+
+    @property
     def remark(self) -> str:
         """Return what a line about the dimension says behind its codec; "" for nothing."""
         return ""

@@ -16,6 +16,7 @@ from hybridcomp.config.directional import (
     PipelineConfig,
     TensorConfig,
 )
+from hybridcomp.config.islands import IslandConfig
 from hybridcomp.config.presets import NAMES
 from hybridcomp.dimensions import ROWS, Settings
 
@@ -29,6 +30,7 @@ MODELS: Mapping[Settings, type[DimensionConfig]] = {
     "pipeline": PipelineConfig,
     "offload": OffloadConfig,
     "mesh": MeshConfig,
+    "islands": IslandConfig,
 }
 
 
@@ -72,5 +74,6 @@ if TYPE_CHECKING:
         cp: ActivationConfig = ActivationConfig()
         offload: OffloadConfig = OffloadConfig()
         tp2d: MeshConfig = MeshConfig()
+        sync: IslandConfig = IslandConfig()
 else:
     DimensionFields = with_dimensions(Beginning)

@@ -9,12 +9,17 @@ from hybridcomp.config.codec_settings import CodecSettings, Under, codec_names
 from hybridcomp.config.dimension import GradientConfig, ParameterConfig
 from hybridcomp.config.dimension_fields import MODELS
 from hybridcomp.config.directional import DirectionConfig
+from hybridcomp.config.islands import IslandConfig
 
 _MODELS: tuple[type[CodecSettings], ...] = (*MODELS.values(), DirectionConfig)
 #: models that may be written as the bare name of a codec
 SHORTHAND = frozenset(model.__name__ for model in _MODELS)
 #: models of the dimensions that have codecs of their own
-HOMES: dict[str, Under] = {GradientConfig.__name__: "dp", ParameterConfig.__name__: "zero"}
+HOMES: dict[str, Under] = {
+    GradientConfig.__name__: "dp",
+    ParameterConfig.__name__: "zero",
+    IslandConfig.__name__: "sync",
+}
 
 
 def schema() -> dict[str, Any]:

@@ -27,7 +27,7 @@ def describe(config: CompressionConfig, absent: Collection[Dimension] = ()) -> l
 
     ``absent``: dimensions without traffic in this job; they are only listed.
     """
-    known = [name for name in DIMENSIONS if not ROWS[name].by_script or config.active(name)]
+    known = [name for name in DIMENSIONS if not ROWS[name].is_quiet or config.active(name)]
     here = [name for name in known if name not in absent]
     lines = [line for name in here for line in _encoded(config, name)]
     native = [f"{name}{getattr(config, name).remark}" for name in here if not config.active(name)]
@@ -68,7 +68,7 @@ def _encoded(config: CompressionConfig, name: Dimension) -> Iterator[str]:
     codecs = config.codecs()
     ways = {way: codecs[name, way] for way in ROWS[name].directions}
     remark = getattr(config, name).remark
-    if not any(ways.values()):
+    if not config.active(name):
         return
     if len(set(ways.values())) > 1:
         for way, codec in ways.items():

@@ -175,7 +175,7 @@ def codecs_of(config: CompressionConfig) -> dict[Key, Codec]:
     Left out: native dimensions, ``offload`` (its link is the bus), ``tp2d`` (its products hide
     transfers), low rank (its bytes depend on the matrices).
     """
-    names = [name for name in BETWEEN_RANKS if not ROWS[name].by_script]
+    names = [name for name in BETWEEN_RANKS if not ROWS[name].is_quiet]
     low_rank = config.policy().low_rank
     return {
         (name, way): codec

@@ -38,6 +38,9 @@ class PublishedSteps:
         if self._publisher is not None and step % self._publisher.every == 0:
             self._since.append(self._publisher.publish(step))
 
+    def after_skip(self) -> None:
+        """Do nothing: the weights are those of the version before."""
+
     def row(self) -> dict[str, float] | None:
         """Return the figures of the versions since the last call; None where there were none.
 

@@ -122,6 +122,36 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         and job.get("expert_parallel.comm_backend") == "deepep",
     ),
     Rule(
+        "refuse", ("sync",), "a PipelineModule",
+        "its stages are no replicas, and its groups are its own", "use a model without stages",
+        lambda job: job.pipeline is True or bool(job.slices),
+    ),
+    Rule(
+        "refuse", ("sync",), "a model whose layers or sequence are cut over ranks",
+        "an island is a data-parallel group alone", "use ZeRO stages without tensor, sequence or "
+        "expert parallelism",
+        lambda job: job.tensor is True
+        or job.tensor_parallel > 1
+        or job.sequence is True
+        or job.get("sequence_parallel_size", 1) > 1
+        or job.moe is True
+        or bool(job.get("expert_parallel.enabled", False))
+        or bool(job.mesh),
+    ),
+    Rule(
+        "refuse", ("sync",), "a 1-bit optimizer",
+        "it exchanges gradients over all ranks after its warm-up", "use adam, adamw or lamb",
+        lambda job: job.optimizer in ("onebitadam", "zerooneadam", "onebitlamb"),
+    ),
+    Rule(
+        "refuse", ("sync",), "weights or optimizer states on a disk, MiCS or hpZ",
+        "DeepSpeed keeps fp32 weights there in a way of its own", "remove it, or leave sync out",
+        lambda job: job.zero("offload_optimizer.device") == "nvme"
+        or job.zero("offload_param.device") == "nvme"
+        or (job.stage == 3 and job.zero("mics_shard_size", -1) > 0)
+        or (job.stage == 3 and job.zero("zero_hpz_partition_size", 1) > 1),
+    ),
+    Rule(
         "absent", ("zero",), "ZeRO stage 0",
         "no parameters are gathered", "set zero_optimization.stage to 1, 2 or 3",
         lambda job: job.stage == 0 and not (job.bf16 and job.pipeline is not False),

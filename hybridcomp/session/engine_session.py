@@ -39,7 +39,7 @@ from hybridcomp.job import peer_liveness
 from hybridcomp.job.agreement import agree, versions
 from hybridcomp.log import Once
 from hybridcomp.session import wandb_run
-from hybridcomp.session.followers import StepFollower
+from hybridcomp.session.followers import StatefulFollower, StepFollower
 from hybridcomp.session.reporter import Event, Reporter, describe_run
 
 #: attribute of an engine with its session
@@ -253,6 +253,11 @@ class EngineSession:
         """Call ``follower`` around every optimizer step, and close it with the session."""
         self.followers.append(follower)
 
+    @property
+    def stateful_followers(self) -> list[StatefulFollower]:
+        """Return the followers whose state belongs to a checkpoint."""
+        return [one for one in self.followers if isinstance(one, StatefulFollower)]
+
     def before_step(self) -> None:
         """Call the followers while the weights are those before an optimizer step.
 
@@ -293,6 +298,11 @@ class EngineSession:
             events = self.reporter.report(channels.step, self.followers)
             self._write(events, channels.step)
 
+    def skip_step(self) -> None:
+        """Tell the followers of a step that a loss scaler has skipped, which is not counted."""
+        for follower in self.followers:
+            follower.after_skip()
+
     def take_events(self) -> list[Event]:
         """Return the figures of the last report, once, for a trainer that logs at other moments."""
         return [] if self.reporter is None else self.reporter.take()
@@ -317,6 +327,8 @@ class EngineSession:
         check_headers()
         scale = self.loss_scale if loss_scale is None else loss_scale
         checkpoint.save(Path(folder), self.channels, scale, self._layout(), references)
+        for follower in self.stateful_followers:
+            follower.save(Path(folder))
 
     def load(
         self, folder: str | Path, loss_scale: float | None = None, step: int | None = None
@@ -337,6 +349,8 @@ class EngineSession:
         folder = Path(folder)
         state = checkpoint.read_state(folder)
         known = state is None or state.groups == dict(self._layout())
+        for follower in self.stateful_followers:
+            follower.read(folder)
         return Saved(folder, state, checkpoint.read(folder, self.channels) if known else None)
 
     def take_over(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 
 class StepFollower(Protocol):
@@ -19,8 +20,35 @@ class StepFollower(Protocol):
     def after_step(self, step: int) -> None:
         """Do what is due after optimizer step ``step``."""
 
+    def after_skip(self) -> None:
+        """Do what is due although the optimizer step was skipped for an overflow."""
+
     def row(self) -> Mapping[str, float] | None:
         """Return its figures since the last call, equal on all ranks; None: nothing was done."""
 
     def close(self) -> None:
         """Free what is held. No collective."""
+
+
+@runtime_checkable
+class StatefulFollower(Protocol):
+    """A follower that a restart has to continue; all ranks call its methods together."""
+
+    @property
+    def name(self) -> str:
+        """The key of its state."""
+
+    def state(self) -> dict[str, Any] | None:
+        """Return this rank's state, of plain types and CPU tensors; None: nothing has begun."""
+
+    def resume(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Continue with the next step from states of ``state``: this rank's, or its share of all.
+
+        None of them on any rank: begin anew. Raises CheckpointError where one is damaged.
+        """
+
+    def save(self, folder: Path) -> None:
+        """Write the state of every rank beside a checkpoint."""
+
+    def read(self, folder: Path) -> None:
+        """Continue from what ``save`` wrote; where it wrote nothing, begin anew."""

@@ -30,11 +30,16 @@ compare_ms          time of publishing, of the slowest rank: comparing          
 encode_ms           likewise: encoding, with checksums                                   ms
 wire_ms             likewise: handing to the folder, stream or group                     ms
 apply_ms            likewise: of the slowest receiver; where receivers answer            ms
+meetings            meetings of islands, by fragment; skipped: those with NaN
+meet_wait_ms        time for which rank 0 waited for messages of meetings                ms
+drift               norm of what islands have not in common, over that of the weights
+staleness           meetings that an island was ahead
 =================== ==================================================================== =========
 
 The first four keep their names, one record a step. The others are of one dimension and direction,
 since the previous report: in JSON lines ``dimensions.<dimension>.<direction>.<figure>``
-(``residual_norm``, the totals and the row ``publish`` beside ``dimensions``), elsewhere
+(``residual_norm``, the totals and the rows ``publish`` and
+``sync`` beside ``dimensions``), elsewhere
 ``train/compression/<dimension>[/<direction>]/<figure>``, without the direction for dp and zero,
 which have one, ``train/compression/publish/<figure>``, and ``train/compression/<figure>``. Hugging
 Face's Trainer adds ``train/`` itself: in its log they are ``compression/...``.

@@ -1,4 +1,4 @@
-"""Attach channels to a DeepSpeed engine, and follow its optimizer steps.
+"""The engine and its optimizer steps: channels are attached, and islands meet.
 
 ``DeepSpeedEngine.__init__`` and not ``deepspeed.initialize``: scripts import ``initialize`` by
 name, and PipelineEngine, HybridEngine and DualPipeV all call this constructor, which gets the
@@ -21,8 +21,15 @@ from hybridcomp.channels import ATTRIBUTE, Channels
 from hybridcomp.collectives.topology import machines, ranks_of
 from hybridcomp.config import BLOCK, CompressionConfig, LedgerConfig, describe, load_config
 from hybridcomp.job.devices import device_name
-from hybridcomp.patches.common import early_engines, publishing_steps
-from hybridcomp.patches.ds import job_facts, layer_scope, record, step_messages, weights
+from hybridcomp.patches.common import early_engines, island_steps, publishing_steps
+from hybridcomp.patches.ds import (
+    island_unit,
+    job_facts,
+    layer_scope,
+    record,
+    step_messages,
+    weights,
+)
 from hybridcomp.patches.ds.job_facts import loss_scale
 from hybridcomp.patches.ds.pipe import close
 from hybridcomp.patches.ds.requirement import REQUIREMENT
@@ -60,6 +67,7 @@ DESTROY = Seam(
     parameters=("self",),
 )
 
+COVERS = ("sync",)
 #: where residuals are saved, for messages
 CHECKPOINTS = "DeepSpeed's checkpoints"
 
@@ -82,7 +90,9 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
         if block is not None:
             notes, absent = _plan(block, ds_json, bound.arguments)
         early_engines.register(self, attached=block is not None)
-        original(self, *args, **kwargs)
+        data = island_unit.give(bound.arguments, block)
+        original(*bound.args, **bound.kwargs)
+        island_unit.deal(self, data)
         if block is None:
             process.say_native("DeepSpeed's engine", _lacking(ds_json))
             process.mark_no_block()
@@ -156,6 +166,8 @@ def _attach(
         step_messages.sent(engine),
     )
     step_messages.watch(engine, session)
+    if block.sync.acts:
+        _meet(engine, session)
     if block.publish is not None:
         # a proxy: the session must not keep the engine alive
         publishing_steps.start(
@@ -164,6 +176,21 @@ def _attach(
     process.share_session(engine, session)
     session.open_reporter()
     session.warn(dtypes)
+
+
+def _meet(engine: Any, session: EngineSession) -> None:
+    """Have the engine's islands meet; they begin before the first forward pass in training."""
+    ranks = ranks_of(engine.data_parallel_group)
+    make = functools.partial(island_unit.masters_of, weakref.proxy(engine))
+    island_steps.start(session, make, ranks, "leave mpu and mesh_device out")
+
+    def begins(module: Any, *_: Any) -> None:
+        if module.training:
+            hook.remove()
+            session.before_step()
+
+    # before stage 3's own hook, which fetches parameters
+    hook = engine.module.register_forward_pre_hook(begins, prepend=True)
 
 
 def _data_parallel(engine: Any) -> set[tuple[int, ...]]:

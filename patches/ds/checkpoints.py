@@ -16,7 +16,7 @@ from typing import Any
 
 from hybridcomp.channels import channels_of, checkpoint_note
 from hybridcomp.log import say
-from hybridcomp.patches.ds import exact_weights
+from hybridcomp.patches.ds import exact_weights, island_unit
 from hybridcomp.patches.ds.job_facts import loss_scale
 from hybridcomp.patches.ds.pipe import drain
 from hybridcomp.patches.ds.requirement import REQUIREMENT
@@ -67,8 +67,10 @@ def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             folder = Path(bound.arguments["save_dir"]) / str(tag)
             references = exact_weights.save(folder, self, session.channels)
             session.save(folder, loss_scale(self), references)
+            bound.arguments["save_dir"] = island_unit.folder_of(self, bound.arguments["save_dir"])
+            bound.arguments["tag"] = tag
         with exact_weights.exact_parameters(self, channels_of(self)):
-            return original(self, *args, **kwargs)
+            return original(*bound.args, **bound.kwargs)
 
     return save_checkpoint
 
@@ -107,7 +109,10 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             found = session.read(folder)
             exact_weights.check(folder, session.channels)
         exact_weights.forget(self)
-        result = original(self, *args, **kwargs)
+        if tag is not None and load_dir:
+            bound.arguments["load_dir"] = island_unit.saved_folder(self, load_dir, str(tag))
+            bound.arguments["tag"] = str(tag)
+        result = original(*bound.args, **bound.kwargs)
         session.channels.step = self.global_steps
         session.channels.residuals.drop()
         if result[0] is not None and found is not None:

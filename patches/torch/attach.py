@@ -17,13 +17,14 @@ from hybridcomp.channels import Channels
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import NOTHING, Shown
 from hybridcomp.errors import ConfigError, SeamError
-from hybridcomp.patches.common import publishing_steps
-from hybridcomp.patches.torch import torch_versions, weights
+from hybridcomp.patches.common import island_steps, publishing_steps
+from hybridcomp.patches.torch import island_masters, torch_versions, weights
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.session import Source, read, say
 from hybridcomp.patches.torch.stateful import AtCheckpoint
 from hybridcomp.publishing import EngineWeights
 from hybridcomp.session import process
+from hybridcomp.sync import Masters
 
 #: attribute of a model: its Attached, None where attach found no block
 ATTRIBUTE = "_hybridcomp_attached"
@@ -63,8 +64,26 @@ def attach(model: nn.Module, source: Source | None = None) -> Attached | None:
         without_block.add(model)
     else:
         attached.on_detach(functools.partial(_forget, model))
+        _meet(model, attached)
         publishing_steps.start(attached.session, functools.partial(_weights, weakref.ref(model)))
     return attached
+
+
+def _meet(model: nn.Module, attached: Attached) -> None:
+    """Have the islands of the block meet; where they cannot, detach and raise ConfigError."""
+    ranks, known = island_masters.ranks_of_model(model), weakref.ref(model)
+
+    def masters() -> Masters:
+        found = known()
+        assert found is not None, "a model that steps is alive"
+        return island_masters.masters_of(found)
+
+    try:
+        todo = island_masters.TODO[attached.kind]
+        island_steps.start(attached.session, masters, ranks, todo)
+    except ConfigError:
+        attached.detach()
+        raise
 
 
 def _weights(model: weakref.ref[nn.Module]) -> EngineWeights:

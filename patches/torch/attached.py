@@ -174,6 +174,7 @@ class Attached:
         self._is_open = self._has_reduced = False
         self.channels.residuals.drop()
         self.channels.reopen_step()
+        self.session.skip_step()
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals by ``factor``, by which the loss scale has changed."""

@@ -43,7 +43,7 @@ from hybridcomp.patches.torch.session import Source, agree_on, read, session_of
 from hybridcomp.policy import Dimension
 
 REQUIREMENT = torch_versions.DDP
-COVERS = ("dp",)
+COVERS = ("dp", "sync")
 
 
 def attach(model: DistributedDataParallel, source: Source | None) -> Attached | None:

@@ -34,7 +34,7 @@ from hybridcomp.policy import Dimension
 from hybridcomp.session.engine_session import EngineSession
 
 REQUIREMENT = windows.FSDP2
-COVERS = ("zero", "dp")
+COVERS = ("zero", "dp", "sync")
 ZERO: tuple[Dimension, ...] = ("zero",)
 DP: tuple[Dimension, ...] = ("dp",)
 ROOT = (

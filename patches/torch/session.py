@@ -17,10 +17,13 @@ import torch.distributed as dist
 from hybridcomp.channels import Channels
 from hybridcomp.collectives.topology import Ranks, machines
 from hybridcomp.config import BLOCK, CompressionConfig, describe
+from hybridcomp.config.error_messages import NOTHING
+from hybridcomp.errors import ConfigError
 from hybridcomp.job import peer_liveness
 from hybridcomp.job.agreement import agree, versions
 from hybridcomp.job.devices import device_name
 from hybridcomp.log import say_once
+from hybridcomp.patches.common import island_steps
 from hybridcomp.policy import Dimension
 from hybridcomp.rules.planned import hold_to_machines, hold_to_plan
 from hybridcomp.session import process
@@ -42,6 +45,16 @@ def read(source: Source | None) -> CompressionConfig | None:
     """
     block = process.configured() if source is None else process.parse(source)
     return block if block is not None and block.enabled else None
+
+
+def island_group(source: Source | None) -> dist.ProcessGroup:
+    """See ``hybridcomp.island_group``."""
+    block = read(source)
+    islands = None if block is None else island_steps.islands_in(block)
+    if islands is None:
+        todo = 'the block has no "sync", and so no islands; add it'
+        raise ConfigError(f"{BLOCK}.sync", NOTHING, todo)
+    return islands.inside
 
 
 def agree_on(block: CompressionConfig | None, kind: str, ranks: Ranks) -> None:

@@ -127,6 +127,7 @@ def state_dict_of(attached: WithState) -> dict[str, Any]:
         "guard": channels.guard.state(),
         "link": channels.verdicts.state(),
         "factors": channels.factors.state_dict(),
+        "followers": {one.name: one.state() for one in attached.session.stateful_followers},
     }
 
 
@@ -168,6 +169,8 @@ def take_over(attached: WithState, entries: Mapping[str, dict[str, Any]]) -> Non
         say("the checkpoint holds no state of hybridcomp; step and residuals start at zero")
         channels.step = 0
         channels.residuals.drop()
+        for follower in attached.session.stateful_followers:
+            follower.resume([])
         return
     _check(attached, stated)
     # whatever else this rank was handed is another one's
@@ -185,6 +188,9 @@ def take_over(attached: WithState, entries: Mapping[str, dict[str, Any]]) -> Non
         for state in states:
             _read_into(part, state, attached.divisors())
         plan = resharing.plan(part, attached.sends(), channels.nodes_of_sums, padding=0)
+    for follower in attached.session.stateful_followers:
+        kept = [state.get("followers", {}).get(follower.name) for state in states]
+        follower.resume([one for one in kept if one is not None])
     told = _told(states[0] if states else None)
     channels.step = int(told["step"])
     for text in channels.resume_guard(told["guard"]) if channels.guard.watching else ():

@@ -58,8 +58,10 @@ def living() -> list[Attached]:
 
 
 def _heeds_overflows(attached: Attached) -> bool:
-    """Return whether steps skipped by a loss scaler affect the model's residuals or step timing."""
-    return attached.channels["dp"].error_feedback or bool(attached.channels.config.measured())
+    """Return whether steps skipped by a loss scaler affect the model's residuals, step timing or
+    meetings of islands."""
+    config = attached.channels.config
+    return config.error_feedback("dp") or config.sync.acts or bool(config.measured())
 
 
 def forget_all() -> None:

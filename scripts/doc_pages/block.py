@@ -34,6 +34,8 @@ PARTS = (
     ("publish", "PublishConfig",
      'Versions of the weights for inference engines: `"publish": {"to": "file:///weights"}` '
      "([publishing](publishing.md))."),
+    ("outer", "OuterConfig",
+     'The outer optimizer of `sync`: `"outer": {"lr": 0.7, "momentum": 0.9}`.'),
     ("guard", "GuardConfig",
      'When a dimension gives up: `"guard": {"error": 0.5}`; `"none"` for no limits.'),
     ("ramp", "RampConfig",

@@ -109,15 +109,15 @@ def test_messages_of_the_dimension_are_encoded_and_counted(walked: Walked) -> No
 
 def test_the_pages_have_the_dimension(walked: Walked) -> None:
     section = walked.page("block.md").partition("\n## sync\n")[2].partition("\n## ")[0]
-    assert "Averages of islands that meet every few steps. Default: native." in section
+    assert "Averages of sites that meet every few steps. Default: native." in section
     assert "| `guard` | [see below](#guard) |" in section and "`error_feedback`" not in section
-    assert "`sync`" in walked.page("presets.md")
-    seam = "| `sync` | Gradients that toytrain averages over its ranks | `toytrain >= 1.0, < 2.0` |"
+    assert "`sites`" in walked.page("presets.md")
+    seam = "| `sites` | Gradients that toytrain averages over its ranks | `toytrain >= 1.0, < 2.0` |"
     assert seam in walked.page("support.md")
-    assert "| a job under DeepSpeed | `sync` |" in walked.page("unsupported.md")
+    assert "| a job under DeepSpeed | `sites` |" in walked.page("unsupported.md")
     schema = json.loads((walked.home / "configs" / "compression.schema.json").read_text())
-    assert "sync" in schema["$defs"]["CompressionConfig"]["properties"]
-    row = "| `sync` | Averages of islands that meet every few steps | one direction |"
+    assert "sites" in schema["$defs"]["CompressionConfig"]["properties"]
+    row = "| `sites` | Averages of sites that meet every few steps | one direction |"
     assert row in walked.page("contributing/dimension.md")
 
 

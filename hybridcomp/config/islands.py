@@ -1,0 +1,215 @@
+"""The dimension ``sync`` of the block: islands that train on their own and meet now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.registry import CODECS
+from hybridcomp.config.codec_settings import (
+    ISLAND_CODEC,
+    NONE,
+    Strict,
+    build_codec,
+    codec_schema,
+    settings_of,
+    with_settings,
+)
+from hybridcomp.config.dimension import DimensionConfig
+from hybridcomp.config.error_messages import near_key, problem
+from hybridcomp.dimensions import Direction
+
+#: settings to start from, which the keys beside ``preset`` override
+ISLAND_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "local-sgd": {"outer": {"lr": 1.0, "momentum": 0.0, "nesterov": False}},
+    "diloco": {"outer": {"lr": 0.7, "momentum": 0.9, "nesterov": True}},
+    "streaming": {
+        "codec": "blockint", "bits": 4, "error_feedback": True, "fragments": 4, "delay": 5,
+        "mix": 0.5, "outer": {"lr": 0.4, "momentum": 0.9, "nesterov": True},
+    },
+    "sparseloco": {
+        "codec": "topk", "bits": 2, "density": 1 / 64, "error_feedback": True, "decay": 0.95,
+        "outer": {"lr": 1.0, "momentum": 0.0, "nesterov": False},
+    },
+    "wsp": {"staleness": 1, "outer": {"lr": 1.0, "momentum": 0.0, "nesterov": False}},
+}  # fmt: skip
+
+
+class OuterConfig(Strict):
+    """The outer optimizer: SGD on the mean of what the islands have moved."""
+
+    lr: float = Field(0.7, gt=0, allow_inf_nan=False, description="Learning rate.")
+    momentum: float = Field(0.9, ge=0, lt=1, description="Momentum; 0: none, and no memory for it.")
+    nesterov: bool = Field(True, description="Nesterov momentum. Without momentum it does nothing.")
+
+
+if TYPE_CHECKING:
+    _Declared = DimensionConfig
+else:
+    _Declared = with_settings(DimensionConfig, settings_of(sparse=True))
+
+
+class IslandConfig(_Declared):
+    """Islands of ranks that train by themselves and meet every ``every`` optimizer steps."""
+
+    more: ClassVar[tuple[str, ...]] = tuple(settings_of(sparse=True))
+
+    preset: str | None = Field(
+        None,
+        description="Settings to start from; the keys beside it override it.",
+        json_schema_extra={"enum": [*ISLAND_PRESETS, None]},
+    )
+    codec: str | None = Field(
+        None, description=ISLAND_CODEC, json_schema_extra=codec_schema(ISLAND_CODEC, "sync")
+    )
+    every: int = Field(30, ge=1, description="Optimizer steps from one meeting to the next.")
+    islands: Literal["node"] | Annotated[int, Field(ge=1)] = Field(
+        "node",
+        description="node: each node is an island. N: every N consecutive ranks. The engine's "
+        "data-parallel group is the island: DeepSpeed gets it from here, torch's wrappers by "
+        "`hybridcomp.island_group`.",
+    )
+    error_feedback: bool = Field(
+        False,
+        description="Add what one message left out to the next. Costs a value an element of memory "
+        "in the dtype of the weights.",
+    )
+    decay: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="With error_feedback: factor on what was left out before it is added. Below 1 "
+        "it takes the place of momentum (SparseLoCo).",
+    )
+    outer: OuterConfig = Field(OuterConfig(), description="The outer optimizer.")
+    fragments: int = Field(
+        1,
+        ge=1,
+        description="Parts of the weights that meet in turn, each every `every` steps. More: "
+        "shorter messages, more evenly spread.",
+    )
+    delay: int = Field(
+        0,
+        ge=0,
+        description="Steps after which the mean of a meeting is taken; it is sent meanwhile. Below "
+        "`every`.",
+    )
+    mix: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Share of an island's own weights that it keeps when it takes a mean.",
+    )
+    staleness: int = Field(
+        0,
+        ge=0,
+        description="Meetings that an island may be ahead of the slowest: a mean is taken that "
+        "many meetings later, and what the island has moved since stays.",
+    )
+
+    @field_validator("islands", mode="before")
+    @classmethod
+    def _one_of(cls, found: Any) -> Any:
+        number = isinstance(found, int) and not isinstance(found, bool) and found > 0
+        if not number and found != "node":
+            raise problem("", found, 'expected "node" or the number of consecutive ranks of each')
+        return found
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_preset(cls, data: Any) -> Any:
+        """Merge the preset; without a codec messages are native."""
+        found = {"codec": data} if isinstance(data, str) else data
+        if not isinstance(found, Mapping):
+            return data
+        name = found.get("preset")
+        if name is not None:
+            if not isinstance(name, str) or name not in ISLAND_PRESETS:
+                near = near_key(ISLAND_PRESETS, name) if isinstance(name, str) else None
+                hint = f"did you mean {near!r}? " if near else ""
+                raise problem("preset", name, f"{hint}expected one of {', '.join(ISLAND_PRESETS)}")
+            found = _merged(ISLAND_PRESETS[name], found)
+        native = "codec" not in found and "error_bound" not in found
+        return {"codec": NONE, **found} if native else found
+
+    @property
+    def acts(self) -> bool:
+        """Return whether there are islands: any key but ``"codec": "none"`` was written."""
+        return bool(self.model_fields_set - {"codec"}) or self.codec not in (None, NONE)
+
+    def codec_of(self, direction: Direction) -> Codec | None:
+        """Build the codec; None for native."""
+        return build_codec(self.settings(direction), "", under="sync")
+
+    @property
+    def remark(self) -> str:
+        """Say when islands meet, and what they do with a mean."""
+        if not self.acts:
+            return ""
+        whose = "nodes" if self.islands == "node" else f"islands of {self.islands} rank(s)"
+        outer, parts = self.outer, [f"every {self.every} steps between {whose}"]
+        nesterov = "Nesterov " if outer.nesterov and outer.momentum else ""
+        parts += [f"outer {nesterov}SGD lr {outer.lr:g} momentum {outer.momentum:g}"]
+        parts += ["error feedback"] if self.error_feedback else []
+        for name, default in (("decay", 1.0), ("fragments", 1), ("delay", 0), ("mix", 0.0)):
+            value = getattr(self, name)
+            parts += [f"{name} {value:g}"] if value != default else []
+        parts += [f"at most {self.staleness} meeting(s) ahead"] if self.staleness else []
+        return ", " + ", ".join(parts)
+
+    def agreed(self) -> dict[str, Any]:
+        """Return everything that decides when islands meet and what they make of it."""
+        if not self.acts:
+            return {}
+        names = (
+            "every", "islands", "error_feedback", "decay", "fragments", "delay", "mix", "staleness",
+        )  # fmt: skip
+        return {**{name: getattr(self, name) for name in names}, **self.outer.model_dump()}
+
+    def _check_codecs(self) -> None:
+        codec = build_codec(self.given(), "", under="sync")
+        self._check_feedback(codec)
+        if self.fragments > self.every:
+            todo = f"fragments meet in turn within every = {self.every} steps; lower it"
+            raise problem("fragments", self.fragments, todo)
+        if self.delay >= self.every:
+            todo = f"a mean has to be taken before the next meeting, in {self.every} steps"
+            raise problem("delay", self.delay, f"{todo}; lower it, or use staleness")
+        for name in ("delay", "mix") if self.staleness else ():
+            if value := getattr(self, name):
+                todo = "with staleness a mean is taken at a later meeting and own progress is kept"
+                raise problem(name, value, f"{todo}; remove it, or staleness")
+
+    def _check_feedback(self, codec: Codec | None) -> None:
+        if codec is not None and CODECS[codec.name].sparse and not self.error_feedback:
+            raise problem(
+                "error_feedback", False, f"{codec.name} does not converge without; set it to true"
+            )
+        if self.error_feedback:
+            if codec is None or codec.lossless:
+                todo = f"{codec or NONE} leaves nothing out to feed back; remove it"
+                raise problem("error_feedback", True, todo)
+            self._check_converges(codec, "error_feedback")
+        elif self.decay != 1.0:
+            raise problem("decay", self.decay, "only error_feedback decays; add it or remove decay")
+
+
+def _merged(preset: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge the written keys into a preset's; another codec replaces the codec with its settings.
+
+    Error feedback goes with a codec that leaves nothing out.
+    """
+    found = dict(preset)
+    if "codec" in written or "error_bound" in written:
+        for name in ("codec", "bits", "density"):
+            found.pop(name, None)
+        if written.get("codec") == NONE:
+            found.pop("error_feedback", None)
+            found.pop("decay", None)
+    outer = written.get("outer")
+    if isinstance(outer, Mapping) and "outer" in found:
+        written = {**written, "outer": {**found["outer"], **outer}}
+    return {**found, **written}

@@ -1,0 +1,16 @@
+"""Islands of ranks that train by themselves and meet every few optimizer steps.
+
+1. ``islands`` cuts the job into islands and makes the process groups inside and between them.
+2. An engine's adapter (``patches/``) says which weights this rank's optimizer changes: ``Masters``.
+3. ``IslandMeetings`` follows the optimizer steps: it sends what each fragment has moved, through
+   the channel of ``sync``, and takes the mean by the ``recurrence``.
+"""
+
+from __future__ import annotations
+
+from hybridcomp.sync.islands import Islands, islands_of
+from hybridcomp.sync.masters import Masters
+from hybridcomp.sync.meetings import IslandMeetings
+from hybridcomp.sync.recurrence import Fragment, OuterRule
+
+__all__ = ["Fragment", "IslandMeetings", "Islands", "Masters", "OuterRule", "islands_of"]

@@ -1,0 +1,103 @@
+"""Cut a job into islands, and make the process groups inside of them and between them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from hybridcomp.collectives.topology import Ranks, discover
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError
+from hybridcomp.job import peer_liveness
+
+KEY = "compression.sync.islands"
+
+
+@dataclass(frozen=True, eq=False)
+class Islands:
+    """The islands of a job, and the place of this rank.
+
+    Attributes:
+        rows: global ranks of each island, equally many.
+        index: the island of this rank.
+        place: its index in the island.
+        inside: process group of the island.
+        peers: process group of the ranks with this place, by island.
+    """
+
+    rows: tuple[Ranks, ...]
+    index: int
+    place: int
+    inside: dist.ProcessGroup
+    peers: dist.ProcessGroup
+
+    @property
+    def width(self) -> int:
+        """Return the ranks of an island."""
+        return len(self.rows[0])
+
+    @property
+    def ranks(self) -> Ranks:
+        """Return the global ranks of this rank's island."""
+        return self.rows[self.index]
+
+
+#: the islands that were made in the default group ``_made_in``, by their rows
+_made: dict[tuple[Ranks, ...], Islands] = {}
+_made_in: list[Callable[[], dist.ProcessGroup | None]] = [lambda: None]
+
+
+def islands_of(size: int | str) -> Islands:
+    """Return the islands of this job; a collective of all ranks, the first time.
+
+    ``size``: consecutive ranks of each, or "node". Engines of one process share the groups, which
+    end with torch.distributed. Raises ConfigError where islands cannot be equally large, or where
+    there is one only.
+    """
+    world = dist.group.WORLD
+    if world is None:
+        todo = "torch.distributed is not up; call init_process_group before"
+        raise ConfigError(KEY, size, todo)
+    nodes = discover("auto" if isinstance(size, str) else _dividing(size)).of_rank
+    found: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        found.setdefault(node, []).append(rank)
+    rows = tuple(tuple(row) for row in found.values())
+    lengths = sorted({len(row) for row in rows})
+    if len(lengths) > 1:
+        told = Shown(f"islands of {' and '.join(map(str, lengths))} ranks")
+        raise ConfigError(KEY, told, "each rank needs a peer in every island: use equally many")
+    if len(rows) < 2:
+        told = Shown(f"one island of {lengths[0]} rank(s)")
+        raise ConfigError(KEY, told, "it has nobody to meet; write a smaller number of ranks")
+    if _made_in[0]() is not world:  # torch.distributed was started again
+        _made.clear()
+        _made_in[0] = weakref.ref(world)
+    if rows not in _made:
+        _made[rows] = _make(rows)
+    return _made[rows]
+
+
+def _dividing(size: int) -> int:
+    """Return ``size``. Raises ConfigError where it does not divide the number of ranks."""
+    ranks = dist.get_world_size()
+    if ranks % size:
+        raise ConfigError(KEY, size, f"the job has {ranks} ranks, no multiple of it")
+    return size
+
+
+def _make(rows: tuple[Ranks, ...]) -> Islands:
+    """Make all groups on all ranks, in one order."""
+    limit = peer_liveness.time_limit()
+    me = dist.get_rank()
+    inside = [dist.new_group(list(row), timeout=limit) for row in rows]
+    columns = list(zip(*rows, strict=True))
+    between = [dist.new_group(list(column), timeout=limit) for column in columns]
+    index = next(number for number, row in enumerate(rows) if me in row)
+    place = rows[index].index(me)
+    own, peers = inside[index], between[place]
+    assert own is not None and peers is not None, "a member"
+    return Islands(rows, index, place, own, peers)

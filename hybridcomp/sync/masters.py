@@ -1,0 +1,93 @@
+"""The weights of one rank as one flat vector, whatever the engine keeps them in."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Masters:
+    """The weights that the optimizer of one rank changes.
+
+    Attributes:
+        pieces: names and elements of what the vector consists of, in order.
+        tensors: returns the tensors that hold them, one for each piece, contiguous.
+        written: to be called once some of them were changed: an engine with 16-bit copies makes
+            these from them. A collective of the island where they are cut over its ranks.
+        replicated: whether all ranks of the island hold the same vector, so that each sends a
+            part of it.
+    """
+
+    pieces: Sequence[tuple[str, int]]
+    tensors: Callable[[], Sequence[Tensor]]
+    written: Callable[[], None]
+    replicated: bool
+
+    @property
+    def numel(self) -> int:
+        """Return the elements of the vector."""
+        return sum(numel for _, numel in self.pieces)
+
+    @property
+    def digest(self) -> str:
+        """Return a digest of names and lengths, equal where two ranks have the same place."""
+        return hashlib.sha256(repr(list(self.pieces)).encode()).hexdigest()[:16]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype in which meetings compute: fp64 for such weights, else fp32."""
+        dtypes = {tensor.dtype for tensor in self.tensors()}
+        return torch.float64 if torch.float64 in dtypes else torch.float32
+
+    def read(self, low: int, high: int, numel: int | None = None) -> Tensor:
+        """Return a copy of elements ``low`` to ``high``, with zeros behind up to ``numel``."""
+        first = self.tensors()[0] if self.pieces else torch.empty(0)
+        size = high - low if numel is None else numel
+        found = torch.zeros(size, dtype=self.dtype, device=first.device)
+        for tensor, start, stop, at in self._overlaps(low, high):
+            found[at : at + stop - start].copy_(tensor[start:stop])
+        return found
+
+    def write(self, low: int, high: int, values: Tensor) -> None:
+        """Copy the first ``high - low`` of ``values`` into elements ``low`` to ``high``."""
+        for tensor, start, stop, at in self._overlaps(low, high):
+            tensor[start:stop].copy_(values[at : at + stop - start])
+
+    def _overlaps(self, low: int, high: int) -> list[tuple[Tensor, int, int, int]]:
+        """Return flat tensors with the stretch of each in the range, and its place in that."""
+        found = []
+        ends = list(accumulate(numel for _, numel in self.pieces))
+        for tensor, (_, numel), end in zip(self.tensors(), self.pieces, ends, strict=True):
+            begin = end - numel
+            start, stop = max(low, begin), min(high, end)
+            if start < stop:
+                flat = tensor.detach().view(-1)
+                found.append((flat, start - begin, stop - begin, start - low))
+        return found
+
+
+def bounds(numel: int, fragments: int, index: int) -> tuple[int, int]:
+    """Return beginning and end of a fragment in a vector of ``numel`` elements."""
+    return numel * index // fragments, numel * (index + 1) // fragments
+
+
+def cut(numel: int, fragments: int, ranks: int, rank: int) -> list[tuple[int, int, int]]:
+    """Cut a vector into fragments and return this rank's part of each.
+
+    Every element lies in one fragment and there in the part of one of ``ranks`` ranks, which are
+    equally long but for padding behind the last. Returns for each fragment the part's beginning,
+    its end, and its length with padding.
+    """
+    found = []
+    for index in range(fragments):
+        low, high = bounds(numel, fragments, index)
+        length = -(-(high - low) // ranks)
+        start = min(low + rank * length, high)
+        found.append((start, min(start + length, high), length))
+    return found

@@ -1,0 +1,301 @@
+"""Follow optimizer steps, and hold the meetings of the islands that are due.
+
+Every fragment meets each ``every`` steps, fragments one after the other. A meeting has two halves:
+
+1. ``_send``: each rank sends what its part of the fragment has moved to the ranks with its place
+   in the other islands, an all-gather through the channel of ``sync``.
+2. ``_take``, at once, ``delay`` steps or ``staleness`` meetings later: the ranks of an island agree
+   whether all values are finite. Everybody reads the same messages, so all islands decide alike
+   without asking each other. If so, the outer optimizer takes the mean, and the engine's weights
+   are set.
+
+Both halves come in one order on all ranks. The clock counts every step that the optimizer was
+asked for, skipped ones as well, so that an overflow in one island moves no meeting.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.channels import AllGather, Channel
+from hybridcomp.collectives.wire.transport import all_gather_single
+from hybridcomp.config import IslandConfig
+from hybridcomp.job import small_messages
+from hybridcomp.job.agreement import agree
+from hybridcomp.sync.islands import Islands
+from hybridcomp.sync.masters import Masters, bounds, cut
+from hybridcomp.sync.progress import Meeting, Part, Progress
+from hybridcomp.sync.recurrence import Fragment, OuterRule
+from hybridcomp.sync.stored import checked, read, state_of, taken_over, write
+
+
+@dataclass
+class Figures:
+    """What was measured since the last report."""
+
+    meetings: int = 0
+    skipped: int = 0
+    wait_s: float = 0.0
+    drift: float = 0.0
+    ahead: int = 0
+
+
+def rule_of(config: IslandConfig) -> OuterRule:
+    """Return the arithmetic that a block asks for."""
+    outer = config.outer
+    return OuterRule(
+        outer.lr,
+        outer.momentum,
+        outer.nesterov,
+        config.error_feedback,
+        config.decay,
+        config.mix,
+        bool(config.staleness),
+    )
+
+
+class IslandMeetings:
+    """A ``StepFollower`` that holds meetings; all ranks of the job call it at the same steps.
+
+    It begins before the first step, when a checkpoint has been loaded: all islands then take the
+    weights of the first, unless its state was loaded, too.
+    """
+
+    name = "sync"
+
+    def __init__(
+        self,
+        channel: Channel,
+        islands: Islands,
+        make: Callable[[], Masters],
+        say: Callable[..., object],
+    ) -> None:
+        """Hold what meetings need.
+
+        Args:
+            channel: of dimension ``sync``.
+            islands: those of the job.
+            make: returns what this rank's optimizer changes; called before the first step.
+            say: tells the user a sentence, on rank 0.
+        """
+        self.config: IslandConfig = channel.state.config.sync
+        self.islands = islands
+        self.progress = Progress()
+        self._channel, self._make, self._say = channel, make, say
+        self._masters: Masters | None = None
+        self._loaded: Sequence[Mapping[str, Any]] | None = None
+        self._figures = Figures()
+
+    @property
+    def masters(self) -> Masters:
+        """Return the weights of this rank, once meetings have begun."""
+        assert self._masters is not None, "begun"
+        return self._masters
+
+    @property
+    def clock(self) -> int:
+        """Return the steps that the optimizer was asked for."""
+        return self.progress.clock
+
+    @property
+    def parts(self) -> list[Part]:
+        """Return this rank's parts, by fragment."""
+        return self.progress.parts
+
+    @property
+    def under_way(self) -> list[Meeting]:
+        """Return the meetings whose means are still to be taken, in order."""
+        return self.progress.under_way
+
+    # followers
+
+    def before_step(self) -> None:
+        """Begin, before the first step; a collective of the job then."""
+        if self._masters is None:
+            self._masters = self._make()
+            self._begin()
+
+    def after_step(self, step: int) -> None:
+        """Hold the meetings that are due after a step; ``step`` is not used, see the module."""
+        self.progress.clock += 1
+        written = False
+        while self.under_way and self.under_way[0].due <= self.clock:
+            written |= self._take(self.under_way.pop(0))
+        for index in range(len(self.parts)):
+            if self.clock % self.config.every == self._offset(index):
+                self._send(index)
+                if self.under_way[-1].due <= self.clock:
+                    written |= self._take(self.under_way.pop())
+        if written:
+            self.masters.written()
+
+    def after_skip(self) -> None:
+        """Count a step that was skipped for an overflow."""
+        self.after_step(-1)
+
+    def row(self) -> dict[str, float] | None:
+        """Return the figures since the last call; None where no meeting was held."""
+        found, self._figures = self._figures, Figures()
+        if not found.meetings + found.skipped:
+            return None
+        return {
+            "meetings": float(found.meetings),
+            "skipped": float(found.skipped),
+            "meet_wait_ms": found.wait_s * 1e3,
+            "drift": found.drift / max(1, found.meetings),
+            "staleness": float(found.ahead),
+        }
+
+    def close(self) -> None:
+        """Free start copies, momentum, residuals and what is under way. No collective."""
+        self.progress = Progress()
+        self._masters = self._loaded = None
+
+    # beginning
+
+    def _offset(self, index: int) -> int:
+        """Return the step within ``every`` at which fragment ``index`` meets."""
+        return self.config.every * index // len(self.parts)
+
+    def _begin(self) -> None:
+        masters, islands, config = self.masters, self.islands, self.config
+        self._agree()
+        width, place = (islands.width, islands.place) if masters.replicated else (1, 0)
+        cuts = cut(masters.numel, config.fragments, width, place)
+        rule = rule_of(config)
+        for low, high, numel in cuts:
+            start = masters.read(low, high, numel)
+            self.parts.append(Part(low, high, numel, Fragment(rule, start)))
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            problem = taken_over(loaded, self.progress, islands, masters.digest)
+            if problem is None:
+                return
+            self._say(f"sync: {problem}; the islands begin anew with the weights of the first")
+        self._level()
+
+    def _level(self) -> None:
+        """Give all islands the weights of the first."""
+        source = self.islands.rows[0][self.islands.place]
+        for index, part in enumerate(self.parts):
+            fragment = part.fragment
+            dist.broadcast(fragment.start, source, group=self.islands.peers)
+            if fragment.rule.keeps_progress:
+                fragment.base = fragment.start.clone()
+            self._write(index, fragment.start)
+        self.masters.written()
+
+    def _agree(self) -> None:
+        """Compare islands, block and weights over all ranks, those of one place with each other."""
+        islands = self.islands
+        facts: dict[str, Any] = {
+            f"compression.sync.{name}": value for name, value in self.config.agreed().items()
+        }
+        facts |= {"islands": [list(row) for row in islands.rows]}
+        agree(facts, what="islands")
+        digest = {"weights": self.masters.digest, "elements": self.masters.numel}
+        peers = [row[islands.place] for row in islands.rows]
+        agree(digest, what="weights of the islands", ranks=peers)
+
+    # meetings
+
+    def _send(self, index: int) -> None:
+        part, masters, group = self.parts[index], self.masters, self.islands.peers
+        message = part.fragment.send(masters.read(part.low, part.high, part.numel))
+        rows = message.new_empty(len(self.islands.rows) * part.numel)
+
+        def native() -> Callable[[], Any]:
+            work = all_gather_single(rows, message, group=group, async_op=True)
+            return work.wait
+
+        wait = self._channel.run(
+            AllGather(
+                numel=part.numel, dtype=message.dtype, group=group, shard=message, out=rows,
+                async_op=True,
+            ),
+            native=native, encoded=lambda handle: handle.wait,
+        )  # fmt: skip
+        late = self.config.staleness * self.config.every or self.config.delay
+        self._figures.ahead = max(self._figures.ahead, len(part.fragment.under_way) - 1)
+        self.under_way.append(Meeting(index, self.clock + late, rows, wait))
+
+    def _take(self, meeting: Meeting) -> bool:
+        """Finish a meeting; return whether the weights of this rank changed."""
+        part, began = self.parts[meeting.index], time.perf_counter()
+        meeting.wait()
+        rows = meeting.rows.view(len(self.islands.rows), part.numel)
+        finite = rows.isfinite().all(dim=1).to(torch.int32)
+        small_messages.least(finite, self.islands.inside)
+        bad = [index for index, well in enumerate(finite.tolist()) if not well]
+        self._figures.wait_s += time.perf_counter() - began
+        now = self.masters.read(part.low, part.high, part.numel)
+        if not bad:
+            self._measure(part, rows)
+            new = part.fragment.arrive(rows.unbind(), self.islands.index, now)
+            self._write(meeting.index, new)
+            return True
+        part.fragment.skip()
+        self._figures.skipped += 1
+        self._say(
+            f"sync: islands {', '.join(map(str, bad))} sent NaN or Inf at step {self.clock}; all "
+            f"skip this meeting of fragment {meeting.index}, and those go back to the weights of "
+            "the last one"
+        )
+        if self.islands.index in bad:
+            self._write(meeting.index, part.fragment.fall_back())
+        return self.islands.index in bad
+
+    def _measure(self, part: Part, rows: Tensor) -> None:
+        """Add how far the islands lie apart: the norm of what is not common, over the weights'."""
+        apart = (rows - rows.mean(dim=0)).square().sum() / len(rows)
+        size = part.fragment.start.square().sum().clamp(min=1e-30)
+        self._figures.meetings += 1
+        self._figures.drift += float((apart / size).sqrt())
+
+    def _write(self, index: int, values: Tensor) -> None:
+        """Put this rank's part into its weights; where all ranks hold all, also the others'."""
+        masters, islands, part = self.masters, self.islands, self.parts[index]
+        if not masters.replicated or islands.width == 1:
+            masters.write(part.low, part.high, values)
+            return
+        whole = values.new_empty(islands.width * part.numel)
+        all_gather_single(whole, values.contiguous(), group=islands.inside)
+        masters.write(*bounds(masters.numel, len(self.parts), index), whole)
+
+    # state
+
+    def state(self) -> dict[str, Any] | None:
+        """Return this rank's state, of plain types and CPU tensors; None before the first step.
+
+        Waits for the messages that are under way, in their order; a collective.
+        """
+        if self._masters is None:
+            return None
+        for meeting in self.under_way:
+            meeting.wait()
+        return state_of(self.progress, self.islands, self.masters.digest)
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's state into ``folder``."""
+        write(folder, self.state())
+
+    def read(self, folder: Path) -> None:
+        """Read the state in ``folder``, to continue from it with the next step."""
+        self.resume(read(folder))
+
+    def resume(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Continue with the next step from ``entries`` that this rank has read.
+
+        Raises CheckpointError where one is damaged; nothing has changed then.
+        """
+        found = [checked("the state of sync", entry) for entry in entries]
+        self.close()
+        self._loaded = found

@@ -1,0 +1,53 @@
+"""How far one rank has got: the step, its parts of the fragments, and the meetings under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from hybridcomp.sync.recurrence import Fragment
+
+
+@dataclass(eq=False)
+class Part:
+    """This rank's part of a fragment: elements ``low`` to ``high``, padded to ``numel``."""
+
+    low: int
+    high: int
+    numel: int
+    fragment: Fragment
+
+
+@dataclass(eq=False)
+class Meeting:
+    """A meeting under way.
+
+    Attributes:
+        index: the fragment.
+        due: the step at which its mean is taken.
+        rows: what all islands sent, one after the other; complete after ``wait``.
+        wait: returns once the rows are there.
+    """
+
+    index: int
+    due: int
+    rows: Tensor
+    wait: Callable[[], Any]
+
+
+@dataclass(eq=False)
+class Progress:
+    """State of one rank's meetings.
+
+    Attributes:
+        clock: steps that the optimizer was asked for.
+        parts: by fragment.
+        under_way: meetings in the order in which their means are taken.
+    """
+
+    clock: int = 0
+    parts: list[Part] = field(default_factory=list)
+    under_way: list[Meeting] = field(default_factory=list)

@@ -1,0 +1,191 @@
+"""State of meetings in a checkpoint: start copies, outer momentum, residuals and clocks.
+
+Each rank saves an entry. In a job of the same islands each rank loads its own, bit for bit, with
+the meetings that are under way. Another number of islands, each as wide as before, takes over what
+all islands agree on from whoever has read it; residuals are averaged, so that the mean of what the
+islands still have to send stays as it was, and meetings under way are given up: what they carried
+is sent again. Islands of another width begin anew.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.job import saved, small_messages
+from hybridcomp.job.agreement import tell
+from hybridcomp.sync.islands import Islands
+from hybridcomp.sync.progress import Meeting, Part, Progress
+from hybridcomp.sync.recurrence import UnderWay
+
+FILES = "hybridcomp_sync_rank_*.pt"
+WHAT = "the state of islands"
+_KEYS = ("world_size", "rank", "islands", "index", "clock", "weights", "parts", "meetings")
+
+
+def state_of(progress: Progress, islands: Islands, weights: str) -> dict[str, Any]:
+    """Return the entry of this rank; all that is under way has arrived.
+
+    ``weights``: digest of what it holds.
+    """
+    return {
+        "format": saved.FORMAT,
+        "world_size": dist.get_world_size(),
+        "rank": dist.get_rank(),
+        "islands": len(islands.rows),
+        "index": islands.index,
+        "clock": progress.clock,
+        "weights": weights,
+        "parts": [_part_state(part) for part in progress.parts],
+        "meetings": [[m.index, m.due, m.rows.cpu()] for m in progress.under_way],
+    }
+
+
+def _part_state(part: Part) -> dict[str, Any]:
+    fragment = part.fragment
+    found = {name: _cpu(getattr(fragment, name)) for name in ("start", "momentum", "residual")}
+    sent = [[_cpu(one.message), _cpu(one.kept), _cpu(one.moved)] for one in fragment.under_way]
+    cut = [part.low, part.high, part.numel]
+    return {**found, "base": _cpu(fragment.base), "under_way": sent, "cut": cut}
+
+
+def _cpu(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().cpu().clone()
+
+
+def checked(name: Path | str, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``entry``. Raises CheckpointError where it is not what ``state_of`` makes."""
+    for key in _KEYS:
+        saved.expect(name, entry, key, lambda value: value is not None)
+    for part in entry["parts"]:
+        start = part.get("start") if isinstance(part, dict) else None
+        if not isinstance(start, Tensor) or not bool(start.isfinite().all()):
+            raise saved.damaged(name, "a start copy of the weights is missing or not finite")
+    return entry
+
+
+def path_of(folder: Path, rank: int) -> Path:
+    """Return the file of a rank."""
+    return folder / FILES.replace("*", f"{rank:05d}")
+
+
+def write(folder: Path, entry: Mapping[str, Any] | None) -> None:
+    """Write this rank's entry into ``folder``; a collective. None: nothing has begun."""
+    _, problem = saved.attempt(lambda: _write(folder, entry))
+    saved.all_well(problem, WHAT)
+
+
+def _write(folder: Path, entry: Mapping[str, Any] | None) -> None:
+    if entry is not None:
+        saved.write(path_of(folder, dist.get_rank()), entry)
+    if dist.get_rank() == 0:
+        saved.sweep(folder, FILES, dist.get_world_size())
+
+
+def read(folder: Path) -> list[Mapping[str, Any]]:
+    """Read this rank's share of the entries in ``folder``; there may be none. A collective.
+
+    Raises CheckpointError, on every rank, where a file of any is damaged or missing.
+    """
+    found, problem = saved.attempt(lambda: _read(folder))
+    saved.all_well(problem, WHAT, f"Restore it, or delete every {FILES} to begin anew")
+    return found or []
+
+
+def _read(folder: Path) -> list[Mapping[str, Any]]:
+    first = path_of(folder, 0)
+    if not first.is_file():
+        return []
+    size = int(checked(first, saved.read(first))["world_size"])
+    ranks = range(dist.get_rank(), size, dist.get_world_size())
+    paths = [path_of(folder, rank) for rank in ranks]
+    return [checked(path, saved.read(path)) for path in paths]
+
+
+def taken_over(
+    entries: Sequence[Mapping[str, Any]], progress: Progress, islands: Islands, weights: str
+) -> str | None:
+    """Put ``entries`` into ``progress``, whose parts hold the weights as they are; a collective.
+
+    Returns why it does not, where islands have to begin anew: there are no entries, or they are of
+    islands of another width, other fragments or other weights. The same on all ranks.
+    """
+    here = [[part.low, part.high, part.numel] for part in progress.parts]
+    own = (dist.get_world_size(), dist.get_rank(), len(islands.rows))
+    said = tell(
+        {
+            "there": len(entries),
+            "fits": all(
+                [part["cut"] for part in entry["parts"]] == here and entry["weights"] == weights
+                for entry in entries
+            ),
+            "own": [(one["world_size"], one["rank"], one["islands"]) for one in entries] == [own],
+            "count": max((entry["islands"] for entry in entries), default=0),
+        },
+        what=WHAT,
+    )
+    if not any(rank["there"] for rank in said):
+        return "the checkpoint holds no state of islands"
+    if not all(rank["fits"] for rank in said):
+        return "the checkpoint is of islands of another width, or with other fragments or weights"
+    if all(rank["own"] for rank in said):
+        _load_own(entries[0], progress)
+    else:
+        _load_shared(entries, progress, islands, max(rank["count"] for rank in said))
+    return None
+
+
+def _load_own(entry: Mapping[str, Any], progress: Progress) -> None:
+    progress.clock = int(entry["clock"])
+    for part, state in zip(progress.parts, entry["parts"], strict=True):
+        fragment, like = part.fragment, part.fragment.start
+        for name in ("start", "momentum", "residual", "base"):
+            setattr(fragment, name, _like(state[name], like))
+        fragment.under_way = deque(
+            UnderWay(*(_like(one, like) for one in sent))  # type: ignore[arg-type]
+            for sent in state["under_way"]
+        )
+    for index, due, rows in entry["meetings"]:
+        like = progress.parts[index].fragment.start
+        progress.under_way.append(Meeting(index, due, rows.to(like.device), lambda: None))
+
+
+def _like(tensor: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if tensor is None else tensor.to(like.device, like.dtype)
+
+
+def _load_shared(
+    entries: Sequence[Mapping[str, Any]], progress: Progress, islands: Islands, count: int
+) -> None:
+    """Take what all agree on from the first peer that has it; ``count``: islands that saved."""
+    peers, rows = islands.peers, islands.rows
+    clocks = small_messages.gather_objects(
+        entries[0]["clock"] if entries else None, peers
+    )  # of one checkpoint, so all alike
+    first = next(index for index, clock in enumerate(clocks) if clock is not None)
+    source = rows[first][islands.place]
+    progress.clock = int(clocks[first] or 0)
+    for index, part in enumerate(progress.parts):
+        states = [entry["parts"][index] for entry in entries]
+        fragment, like = part.fragment, part.fragment.start
+        if states:
+            fragment.start.copy_(states[0]["start"])
+        momentum = _like(states[0]["momentum"], like) if states else None
+        fragment.momentum = torch.zeros_like(like) if momentum is None else momentum
+        left = torch.zeros_like(like)
+        for state in states:
+            for one in (state["residual"], *(kept for _, kept, _ in state["under_way"])):
+                if one is not None:
+                    left.add_(one.to(like.device, like.dtype))
+        for tensor in (fragment.start, fragment.momentum):
+            dist.broadcast(tensor, source, group=peers)
+        if fragment.rule.error_feedback:
+            fragment.residual = small_messages.total(left, peers).div_(count)
+        if fragment.rule.keeps_progress:
+            fragment.base = fragment.start.clone()

@@ -1,0 +1,201 @@
+"""Give a DeepSpeed engine the ranks of an island as its data-parallel group, for ``sync``.
+
+By ``mpu``, the argument of ``deepspeed.initialize`` by which Megatron gives groups of its own:
+DeepSpeed asks it for the data-parallel group everywhere, and for a model-parallel one, which here
+has this rank alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data.distributed import DistributedSampler
+
+from hybridcomp.collectives.topology import ranks_of
+from hybridcomp.config import CompressionConfig
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError
+from hybridcomp.job import peer_liveness
+from hybridcomp.patches.common import island_steps
+from hybridcomp.patches.common.parameter_names import named_once
+from hybridcomp.sync import Islands, Masters
+
+KEY = "compression.sync"
+#: the ways in which DeepSpeed's optimizers keep fp32 weights: attribute, whether ranks share it
+_KEPT = (
+    ("single_partition_of_fp32_groups", False),  # stages 1 and 2
+    ("fp32_groups_flat_partition", False),  # BF16_Optimizer
+    ("fp32_partitioned_groups_flat", False),  # stage 3
+    ("fp32_groups_flat", True),  # FP16_Optimizer
+)
+
+
+class IslandUnit:
+    """An ``mpu`` whose data-parallel group is an island."""
+
+    def __init__(self, islands: Islands) -> None:
+        """Make the group of this rank alone."""
+        self.islands = islands
+        self._alone = dist.new_group(
+            [dist.get_rank()], timeout=peer_liveness.time_limit(), use_local_synchronization=True
+        )
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """Return the ranks of the island."""
+        return self.islands.inside
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """Return their global ranks."""
+        return list(self.islands.ranks)
+
+    def get_data_parallel_world_size(self) -> int:
+        """Return their number."""
+        return self.islands.width
+
+    def get_data_parallel_rank(self) -> int:
+        """Return the place of this rank among them."""
+        return self.islands.place
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+        """Return the group of this rank alone."""
+        return self._alone
+
+    def get_model_parallel_world_size(self) -> int:
+        """Return 1."""
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        """Return 0."""
+        return 0
+
+
+def give(arguments: MutableMapping[str, Any], block: CompressionConfig | None) -> Any:
+    """Put an ``IslandUnit`` into an engine's ``arguments``, where the block has islands.
+
+    Returns the training data, which DeepSpeed would deal to the ranks of an island alone; None
+    where it may. Raises ConfigError where the engine has groups of its own.
+    """
+    islands = None if block is None else island_steps.islands_in(block)
+    if islands is None:
+        return None
+    for name in ("mpu", "mesh_device"):
+        if arguments.get(name) is not None:
+            todo = "the engine then has groups of its own; leave it out, or leave sync out"
+            raise ConfigError(KEY, Shown(f"deepspeed.initialize(..., {name}=...)"), todo)
+    arguments["mpu"] = IslandUnit(islands)
+    data, arguments["training_data"] = arguments.get("training_data"), None
+    return data
+
+
+def deal(engine: Any, data: Any) -> None:
+    """Deal training data to all ranks of the job."""
+    if data is not None:
+        sampler: Any = DistributedSampler(data) if hasattr(data, "__len__") else None
+        engine.training_dataloader = engine.deepspeed_io(data, data_sampler=sampler)
+
+
+def masters_of(engine: Any) -> Masters:
+    """Return the fp32 weights that this rank's optimizer changes. Raises ConfigError."""
+    _check(engine)
+    optimizer = engine.optimizer
+    for name, replicated in _KEPT:
+        tensors = getattr(optimizer, name, None)
+        if tensors:
+            return Masters(
+                [(f"group {index}", tensor.numel()) for index, tensor in enumerate(tensors)],
+                functools.partial(_data, tensors),
+                functools.partial(_written, optimizer),
+                replicated,
+            )
+    held = getattr(optimizer, "optimizer", optimizer)
+    if engine.zero_optimization_stage() or type(held).__module__.startswith("deepspeed.runtime"):
+        todo = "it keeps its weights in a way that sync does not know; use Adam, AdamW or SGD"
+        raise ConfigError(KEY, Shown(type(optimizer).__name__), todo)
+    found = {n: p for n, p in named_once(engine.module)[0].items() if p.requires_grad}
+    return Masters(
+        [(name, parameter.numel()) for name, parameter in found.items()],
+        lambda: [parameter.data for parameter in found.values()],
+        lambda: None,
+        replicated=True,
+    )
+
+
+def _data(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.data for tensor in tensors]
+
+
+def _written(optimizer: Any) -> None:
+    """Make the 16-bit weights from the fp32 ones, as the optimizer does after its step."""
+    if hasattr(optimizer, "update_lp_params"):
+        optimizer.update_lp_params()
+    elif hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        for index in range(len(optimizer.fp32_partitioned_groups_flat)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        persistent = optimizer.persistent_parameters
+        if persistent:
+            persistent[0].partition(persistent)
+            persistent[0].all_gather(persistent)
+    else:
+        for wide, group in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
+            _unflatten(wide.data, group)
+
+
+def _unflatten(flat: Tensor, parameters: list[Any]) -> None:
+    start = 0
+    for parameter in parameters:
+        values = flat[start : start + parameter.numel()].view_as(parameter)
+        parameter.data.copy_(values)
+        start += parameter.numel()
+
+
+def _check(engine: Any) -> None:
+    """Raise ConfigError where weights are cut over other ranks than the island's."""
+    own = ranks_of(engine.data_parallel_group)
+    for parameter in engine.module.parameters():
+        group = getattr(parameter, "ds_process_group", None)
+        if group is not None and ranks_of(group) != own:
+            todo = (
+                "deepspeed.zero.Init has cut the weights over other ranks than the island's, "
+                f"{list(own)}; build the model without it"
+            )
+            raise ConfigError(KEY, Shown(f"weights cut over {list(ranks_of(group))}"), todo)
+
+
+def folder_of(engine: Any, folder: str) -> str:
+    """Return where this rank's island keeps DeepSpeed's checkpoints, below ``folder``.
+
+    The first keeps them in ``folder`` itself: its optimizer states are as good as any. Others have
+    states of their own under the same names.
+    """
+    islands = unit_of(engine)
+    return folder if islands is None else island_folder(folder, islands.index)
+
+
+def island_folder(folder: str, index: int) -> str:
+    """Return the folder of island ``index``."""
+    return f"{folder}/island_{index}" if index else folder
+
+
+def saved_folder(engine: Any, folder: str, tag: str) -> str:
+    """Return where this rank's island finds a checkpoint below ``folder``.
+
+    In a job of more islands than saved it, each takes one of those that are there.
+    """
+    islands = unit_of(engine)
+    if islands is None:
+        return folder
+    count = 1
+    while Path(island_folder(folder, count), tag).is_dir():
+        count += 1
+    return island_folder(folder, islands.index % count)
+
+
+def unit_of(engine: Any) -> Islands | None:
+    """Return the islands of an engine; None where it has none."""
+    unit = getattr(engine, "mpu", None)
+    return unit.islands if isinstance(unit, IslandUnit) else None

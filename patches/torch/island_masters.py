@@ -1,0 +1,93 @@
+"""State which weights an optimizer changes on this rank under FSDP2 or DDP, for ``sync``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hybridcomp.collectives.topology import Ranks, ranks_of
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError
+from hybridcomp.patches.common.parameter_names import named_once
+from hybridcomp.sync import Masters
+
+KEY = "compression.sync"
+#: how a user makes the engine's group the island
+TODO = {
+    "ddp": "build DistributedDataParallel with process_group=hybridcomp.island_group(block)",
+    "fsdp2": "build the mesh of fully_shard by "
+    "DeviceMesh.from_group(hybridcomp.island_group(block), device_type)",
+}
+
+
+def ranks_of_model(model: nn.Module) -> Ranks:
+    """Return the ranks over which the gradients of ``model`` are averaged."""
+    if isinstance(model, DistributedDataParallel):
+        return ranks_of(model.process_group)
+    found = {rank for one in _sharded(model) for rank in _mesh_ranks(one)}
+    return tuple(sorted(found))
+
+
+def masters_of(model: nn.Module) -> Masters:
+    """Return the trained weights of ``model``: the whole ones under DDP, this rank's shards.
+
+    Raises ConfigError where fully_shard leaves a trained parameter alone.
+    """
+    if isinstance(model, DistributedDataParallel):
+        found = {n: p for n, p in named_once(model.module)[0].items() if p.requires_grad}
+        return Masters(
+            [(name, parameter.numel()) for name, parameter in found.items()],
+            lambda: [parameter.data for parameter in found.values()],
+            _nothing,
+            replicated=True,
+        )
+    shards = _sharded(model)
+    managed = {id(one.sharded_param) for one in shards}
+    managed |= {id(getattr(one, "_unsharded_param", None)) for one in shards}
+    for name, parameter in named_once(model)[0].items():
+        if parameter.requires_grad and id(parameter) not in managed:
+            todo = "fully_shard ignores it, so its gradients are not averaged; freeze or shard it"
+            raise ConfigError(KEY, Shown(f"the trained parameter {name}"), todo)
+    trained = [one for one in shards if one.sharded_param.requires_grad]
+    return Masters(
+        [(one._param_fqn or str(i), _local(one).numel()) for i, one in enumerate(trained)],
+        lambda: [_local(one) for one in trained],
+        functools.partial(_gather_again, model),
+        replicated=False,
+    )
+
+
+def _nothing() -> None:
+    """Do nothing: the optimizer's weights are those that the model computes with."""
+
+
+def _gather_again(model: nn.Module) -> None:
+    """Gather parameters again that are gathered now, as in a first forward pass."""
+    from hybridcomp.patches.torch.fsdp2 import groups_of
+
+    for group in groups_of(model):
+        if group.is_unsharded or group._all_gather_result is not None:
+            group.wait_for_unshard()
+            group._to_sharded()
+            group.unshard()
+            group.wait_for_unshard()
+
+
+def _sharded(model: nn.Module) -> Sequence[Any]:
+    from hybridcomp.patches.torch.fsdp2 import groups_of
+
+    return [one for group in groups_of(model) for one in group.fsdp_params]
+
+
+def _mesh_ranks(one: Any) -> list[int]:
+    found: list[int] = one.sharded_param.device_mesh.mesh.flatten().tolist()
+    return found
+
+
+def _local(one: Any) -> Tensor:
+    local: Tensor = one.sharded_param.to_local()
+    return local.detach()

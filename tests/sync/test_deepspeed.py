@@ -1,0 +1,124 @@
+"""Islands under DeepSpeed: each stage, exact where nothing is lost, and their checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.training.trainer import Job, make_engine, parameters, train_step
+
+SGD = {"type": "SGD", "params": {"lr": 0.05}}
+LOCAL: dict[str, Any] = {
+    "sync": {"preset": "local-sgd", "islands": 2, "every": 1},
+    "min_bytes": 0,
+    "ledger": {"every": 1_000_000},
+}
+
+
+def flat(engine: Any) -> torch.Tensor:
+    return torch.cat([one.float().flatten() for one in parameters(engine).values()])
+
+
+def every_step(jobs: list[Job]) -> None:
+    """Islands that meet every step, with SGD inside and outside, are one native job."""
+    for job in jobs:
+        plain = replace(job, ds_json={"optimizer": SGD, "gradient_clipping": 0.0})
+        found = []
+        for block in (None, LOCAL):
+            one = replace(plain, block=block)
+            engine = make_engine(one)
+            for step in range(4):
+                train_step(engine, one, step)
+            found.append(flat(engine))
+            engine.destroy()
+        atol = 1e-6 if job.dtype == "fp32" else 1e-2
+        torch.testing.assert_close(found[1], found[0], rtol=0, atol=atol, msg=f"{job}")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_step_is_the_native_job(stage: int) -> None:
+    jobs = [Job(stage=stage, accumulation=2), Job(stage=stage, dtype="bf16")]
+    run_ranks(4, every_step, jobs, timeout=600.0)
+
+
+ADAM: dict[str, Any] = {
+    "sync": {
+        "preset": "streaming", "islands": 1, "every": 3, "delay": 2, "fragments": 2,
+    },
+    "min_bytes": 0,
+    "ledger": {"every": 1_000_000},
+}  # fmt: skip
+
+
+def resumed(stage: int, folder: Path) -> None:
+    """A run that is saved between two meetings, with one under way, goes on bit for bit."""
+    job = Job(stage=stage, dtype="bf16", block=ADAM)
+    engine = make_engine(job)
+    for step in range(4):
+        train_step(engine, job, step)
+    engine.save_checkpoint(str(folder), "four")
+    for step in range(4, 9):
+        train_step(engine, job, step)
+    whole = flat(engine)
+    engine.destroy()
+    again = make_engine(job)
+    again.load_checkpoint(str(folder))
+    for step in range(4, 9):
+        train_step(again, job, step)
+    assert torch.equal(flat(again), whole)
+    again.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_resumed_run_is_the_uninterrupted_one(stage: int, tmp_path: Path) -> None:
+    run_ranks(2, resumed, stage, tmp_path, timeout=600.0)
+
+
+def saved(folder: Path) -> None:
+    job = Job(stage=2, block=ADAM)
+    engine = make_engine(job)
+    for step in range(7):
+        train_step(engine, job, step)
+    engine.save_checkpoint(str(folder))
+    engine.destroy()
+
+
+def taken_over(folder: Path) -> None:
+    from hybridcomp.session.engine_session import session_of
+    from hybridcomp.sync import IslandMeetings
+
+    job = Job(stage=2, block=ADAM)
+    engine = make_engine(job)
+    engine.load_checkpoint(str(folder))
+    session = session_of(engine)
+    assert session is not None
+    (meetings,) = session.followers
+    assert isinstance(meetings, IslandMeetings)
+    session.before_step()
+    stored = [torch.load(path) for path in sorted(folder.glob("*/hybridcomp_sync_rank_*.pt"))]
+    assert meetings.clock == 7 and not meetings.under_way
+    for index, part in enumerate(meetings.parts):
+        states = [one["parts"][index] for one in stored]
+        assert torch.equal(part.fragment.start, states[0]["start"])
+        assert part.fragment.momentum is not None
+        assert torch.equal(part.fragment.momentum, states[0]["momentum"])
+        left = [state["residual"] for state in states if state["residual"] is not None]
+        left += [kept for state in states for _, kept, _ in state["under_way"] if kept is not None]
+        total = sum(left, torch.zeros_like(part.fragment.start))
+        assert part.fragment.residual is not None and bool(total.any())
+        torch.testing.assert_close(part.fragment.residual, total / len(stored))
+    for step in range(7, 10):
+        train_step(engine, job, step)
+    engine.destroy()
+
+
+def test_other_numbers_of_islands_take_over(tmp_path: Path) -> None:
+    run_ranks(3, saved, tmp_path, timeout=600.0)
+    assert sorted(path.name for path in tmp_path.glob("island_*")) == ["island_1", "island_2"]
+    for ranks in (2, 4):
+        run_ranks(ranks, taken_over, tmp_path, timeout=600.0)

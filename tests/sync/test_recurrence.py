@@ -1,0 +1,140 @@
+"""The arithmetic of meetings against simulations of the published recurrences, in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hybridcomp.sync import Fragment, OuterRule
+from hybridcomp.sync.masters import bounds, cut
+from tests.sync import simulated
+from tests.sync.simulated import NUMEL, Quadratic, first
+
+ISLANDS, STEPS, EVERY = 3, 20, 4
+
+
+def keep_largest(values: Tensor) -> Tensor:
+    kept = values.abs().topk(5).indices
+    return torch.zeros_like(values).index_copy_(0, kept, values[kept] * 0.75)
+
+
+class Job:
+    """Islands that are driven by one process, by the schedule of ``IslandMeetings``."""
+
+    def __init__(self, rule: OuterRule, fragments: int = 1, late: int = 0) -> None:
+        self.losses = [Quadratic.of(island) for island in range(ISLANDS)]
+        self.weights = [first() for _ in self.losses]
+        self.late, self.clock = late, 0
+        self.cuts = [bounds(NUMEL, fragments, index) for index in range(fragments)]
+        self.parts = [[self.fragment(rule, *cut) for cut in self.cuts] for _ in self.losses]
+        self.under_way: list[tuple[int, int, list[Tensor]]] = []
+        self.most = 0
+
+    def fragment(self, rule: OuterRule, low: int, high: int) -> Fragment:
+        start = first()[low:high].clone()
+        return Fragment(rule, start, base=start.clone() if rule.keeps_progress else None)
+
+    def step(self, compress: object = None) -> None:
+        pairs = zip(self.losses, self.weights, strict=True)
+        self.weights = [loss.step(weights) for loss, weights in pairs]
+        self.clock += 1
+        while self.under_way and self.under_way[0][0] <= self.clock:
+            self.take(self.under_way.pop(0))
+        for index, (low, high) in enumerate(self.cuts):
+            if self.clock % EVERY == EVERY * index // len(self.cuts):
+                rows = [
+                    parts[index].send(weights[low:high])
+                    for parts, weights in zip(self.parts, self.weights, strict=True)
+                ]
+                sent = [compress(row) for row in rows] if callable(compress) else rows
+                self.under_way.append((self.clock + self.late, index, sent))
+                self.most = max(self.most, len(self.parts[0][index].under_way))
+                if not self.late:
+                    self.take(self.under_way.pop())
+
+    def take(self, meeting: tuple[int, int, list[Tensor]]) -> None:
+        _, index, rows = meeting
+        low, high = self.cuts[index]
+        for island, parts in enumerate(self.parts):
+            now = self.weights[island][low:high].clone()
+            self.weights[island][low:high] = parts[index].arrive(rows, island, now)
+
+
+def same(job: Job, expected: list[Tensor]) -> None:
+    for found, wanted in zip(job.weights, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("lr", "momentum", "nesterov"), [(1.0, 0.0, False), (0.7, 0.9, True), (0.5, 0.9, False)]
+)
+def test_local_sgd_and_diloco(lr: float, momentum: float, nesterov: bool) -> None:
+    job = Job(OuterRule(lr, momentum, nesterov))
+    for _ in range(STEPS):
+        job.step()
+    same(job, simulated.diloco(ISLANDS, STEPS, EVERY, lr, momentum, nesterov))
+
+
+@pytest.mark.parametrize(("fragments", "delay", "mix"), [(1, 0, 0.0), (3, 2, 0.5), (4, 3, 0.25)])
+def test_streaming(fragments: int, delay: int, mix: float) -> None:
+    job = Job(OuterRule(0.4, 0.9, True, mix=mix), fragments, delay)
+    for _ in range(STEPS):
+        job.step()
+    same(job, simulated.streaming(ISLANDS, STEPS, EVERY, fragments, delay, mix, 0.4))
+
+
+def test_sparseloco() -> None:
+    job = Job(OuterRule(1.0, 0.0, False, error_feedback=True, decay=0.95))
+    for _ in range(STEPS):
+        job.step(keep_largest)
+    same(job, simulated.sparseloco(ISLANDS, STEPS, EVERY, 0.95, keep_largest))
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+def test_wsp_keeps_its_bound(staleness: int) -> None:
+    job = Job(OuterRule(1.0, 0.0, False, keeps_progress=True), late=staleness * EVERY)
+    for _ in range(STEPS):
+        job.step()
+    same(job, simulated.wsp(ISLANDS, STEPS, EVERY, staleness))
+    assert job.most == staleness
+
+
+def test_what_is_left_out_is_sent_later() -> None:
+    """With error feedback all that was sent and what is left is all that was moved."""
+    fragment = Fragment(OuterRule(1.0, 0.0, False, error_feedback=True), torch.zeros(8))
+    moved, sent = torch.zeros(8), torch.zeros(8)
+    for step in range(5):
+        now = fragment.start - torch.arange(8.0) - step
+        moved += fragment.start - now
+        message = fragment.send(now)
+        coarse = (message / 4).round() * 4
+        sent += coarse
+        fragment.arrive([coarse], 0, now)
+    assert fragment.residual is not None
+    torch.testing.assert_close(sent + fragment.residual, moved)
+
+
+@pytest.mark.parametrize("keeps_progress", [False, True])
+def test_a_skipped_meeting_is_made_up_for(keeps_progress: bool) -> None:
+    start = torch.zeros(4)
+    rule = OuterRule(1.0, 0.0, False, error_feedback=True, keeps_progress=keeps_progress)
+    fragment = Fragment(rule, start, base=start.clone() if keeps_progress else None)
+    fragment.residual = torch.ones(4)
+    first_message = fragment.send(torch.full((4,), -2.0)).clone()
+    fragment.skip()
+    again = fragment.send(torch.full((4,), -2.0))
+    torch.testing.assert_close(again, first_message)
+    torch.testing.assert_close(again, torch.full((4,), 3.0))
+
+
+@given(st.integers(0, 2000), st.integers(1, 40), st.integers(1, 9))
+def test_every_element_is_sent_once(numel: int, fragments: int, ranks: int) -> None:
+    taken = torch.zeros(numel, dtype=torch.int64)
+    for rank in range(ranks):
+        for low, high, padded in cut(numel, fragments, ranks, rank):
+            assert high - low <= padded
+            taken[low:high] += 1
+    assert bool((taken == 1).all())

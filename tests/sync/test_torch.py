@@ -1,0 +1,147 @@
+"""Islands under DDP and FSDP2: exact where nothing is lost, alike, restored, and bad input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hybridcomp
+from hybridcomp.errors import AgreementError, ConfigError
+from tests.ranks import run_ranks
+from tests.sync.torch_job import Job
+
+LOCAL: dict[str, Any] = {"preset": "local-sgd", "every": 1}
+
+
+def block(**sync: Any) -> dict[str, Any]:
+    return {"sync": {"islands": 2, **sync}, "min_bytes": 0, "ledger": {"every": 1_000_000}}
+
+
+def every_step(engine: str) -> None:
+    """Islands that meet every step, with SGD inside and outside, are one job."""
+    native = Job(None, engine).build().train(6).weights()
+    for codec in ("none", "expcode"):
+        # islands begin with other weights: all take those of the first
+        seed = 0 if dist.get_rank() < 2 else 5
+        job = Job(block(**LOCAL, codec=codec), engine, seed=seed).build().train(6)
+        torch.testing.assert_close(job.weights(), native, rtol=0, atol=1e-6)
+        assert job.attached is not None
+        hybridcomp.detach(job.model)
+    accumulated = Job(None, engine).build().train(3, micro_batches=2).weights()
+    job = Job(block(**LOCAL), engine).build().train(3, micro_batches=2)
+    torch.testing.assert_close(job.weights(), accumulated, rtol=0, atol=1e-6)
+    assert job.meetings.clock == 3
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_every_step_is_the_native_job(engine: str) -> None:
+    run_ranks(4, every_step, engine)
+
+
+def diverging() -> None:
+    """A meeting with NaN is skipped by all islands, and the one that sent it goes back."""
+    rule = {"preset": "diloco", "every": 2, "codec": "blockint", "bits": 8}
+    job = Job(block(**rule, islands=1)).build().train(3)
+    rank, last = dist.get_rank(), job.meetings.parts[0].fragment.start.clone()
+    if rank == 1:
+        with torch.no_grad():
+            next(iter(job.model.parameters())).fill_(torch.nan)
+    before = job.weights()
+    job.optimizer.param_groups[0]["lr"] = 0.0
+    job.train(1)
+    assert torch.equal(job.meetings.parts[0].fragment.start, last)
+    assert torch.equal(job.weights(), last if rank == 1 else before)
+    row = job.meetings.row()
+    assert row is not None and (row["meetings"], row["skipped"]) == (1.0, 1.0)
+    job.optimizer.param_groups[0]["lr"] = 0.1
+    job.train(2)
+    mine = job.weights()
+    theirs = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(theirs, mine)
+    assert torch.equal(theirs[0], theirs[1]) and bool(mine.isfinite().all())
+    job.meetings.close()
+    assert not job.meetings.parts and not job.meetings.under_way
+
+
+def overflowing() -> None:
+    """An island whose loss scaler skips a step meets with the others all the same."""
+    job = Job(block(**LOCAL, islands=1)).build()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for step in range(4):
+        logits = job.model(torch.arange(4)[None])
+        loss = logits.square().mean()
+        if step == 1 and dist.get_rank() == 0:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        scaler.step(job.optimizer)
+        scaler.update()
+        job.optimizer.zero_grad()
+        assert job.meetings.clock == step + 1
+    row = job.meetings.row()
+    assert row is not None and (row["meetings"], row["skipped"]) == (4.0, 0.0)
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "none to meet": ({"islands": 2}, r"sync.islands: found one island of 2 rank"),
+    "no divisor": ({"islands": 3}, r"sync.islands: found 3; the job has 2 ranks, no multiple"),
+}
+
+
+def refused() -> None:
+    for sync, words in BAD.values():
+        with pytest.raises(ConfigError, match=words):
+            Job(block(**sync)).build()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"sync.islands: found ranks \[0, 1\]; the island of"):
+        hybridcomp.attach(model, block(islands=1))
+    rank = dist.get_rank()
+    with pytest.raises(AgreementError, match=r"sync.every.*rank"):
+        Job(block(islands=1, every=1 + rank)).build().train(1)
+    job = Job(block(islands=1)).build()
+    with pytest.raises(AgreementError, match=r"elements.*rank"):
+        wider = torch.nn.Linear(2 + rank, 2)
+        group = hybridcomp.island_group(block(islands=1))
+        other = torch.nn.parallel.DistributedDataParallel(wider, process_group=group)
+        assert hybridcomp.attach(other, block(islands=1)) is not None
+        other(torch.ones(1, 2 + rank))
+    job.train(1)
+
+
+def several() -> None:
+    diverging()
+    overflowing()
+    refused()
+
+
+def test_nan_overflow_and_bad_input() -> None:
+    run_ranks(2, several)
+
+
+RESUMED = {"preset": "wsp", "every": 2, "codec": "blockint", "bits": 4, "error_feedback": True}
+
+
+def resumed(engine: str, rule: dict[str, Any]) -> None:
+    """A run that is saved with messages under way goes on bit for bit."""
+    job = Job(block(**rule), engine).build().train(5)
+    assert job.attached is not None
+    state = job.attached.state_dict()
+    weights = [parameter.detach().clone() for parameter in job.model.parameters()]
+    job.train(4)
+    again = Job(block(**rule), engine, seed=3).build()
+    with torch.no_grad():
+        for parameter, kept in zip(again.model.parameters(), weights, strict=True):
+            parameter.copy_(kept)
+    assert again.attached is not None
+    again.attached.load_state_dict(state)
+    again.step = 5
+    again.train(4)
+    assert torch.equal(again.weights(), job.weights())
+
+
+def test_a_resumed_run_is_the_uninterrupted_one() -> None:
+    run_ranks(4, resumed, "ddp", RESUMED)
+    sparse = {"preset": "sparseloco", "every": 2, "fragments": 2, "delay": 1}
+    run_ranks(4, resumed, "fsdp2", sparse)
