@@ -16,6 +16,7 @@ import torch.distributed as dist
 from hybridcomp import collectives
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.exact_steps import typical_steps
+from hybridcomp.codecs.quantized_residual import Residual, split, zeros
 from hybridcomp.collectives import Group, Meter, OwnedRange, Reduction, Transfer, chunk_ranges
 from hybridcomp.collectives.wire.transport import all_gather_single
 from hybridcomp.job import small_messages
@@ -86,14 +87,14 @@ class StepTraffic:
 
 
 def reductions(
-    codec: Codec, feedback: bool, where: TrialGroup
+    codec: Codec, feedback: int, where: TrialGroup
 ) -> Callable[[StepTraffic], tuple[Run, Run]]:
-    """Build trials of gradient sums; with ``feedback`` also residuals are updated."""
+    """Build trials of gradient sums; ``feedback``: bits of the residuals, 0 for none."""
 
     def trial(sent: StepTraffic) -> tuple[Run, Run]:
         longest, world_size = max(sent.numels), where.group.size
         values = where.values(longest)
-        kept = _residuals(sent, where) if feedback else None
+        kept = _residuals(sent, where, feedback) if feedback else None
         chosen = [codec.for_message(numel, where.dtype, world_size) for numel in sent.numels]
         reduce = _Reduce(sent, where)
 
@@ -133,7 +134,7 @@ class _Reduce:
         self,
         values: torch.Tensor,
         codec: Codec,
-        held: tuple[torch.Tensor | None, torch.Tensor | None],
+        held: tuple[Residual | None, Residual | None],
         index: int,
     ) -> None:
         group, (residual, owner) = self.where.group, held
@@ -143,7 +144,7 @@ class _Reduce:
         elif self.sent.how == "scatter":
             shards = [values[slice(*edges)] for edges in chunk_ranges(values.numel(), group.size)]
             lengths = [shards[rank].numel() for rank in group.receivers]
-            rows = None if residual is None else torch.split(residual, lengths)
+            rows = None if residual is None else split(residual, lengths)
             collectives.reduce_scatter(shards, Reduction(codec, group, Meter()), rows).wait()
         else:
             collectives.all_reduce(values, how)
@@ -170,17 +171,17 @@ def _residual_lengths(numel: int, sent: StepTraffic, where: TrialGroup) -> tuple
     return high - low, stop - start
 
 
-def _residuals(sent: StepTraffic, where: TrialGroup) -> tuple[torch.Tensor, torch.Tensor]:
+def _residuals(sent: StepTraffic, where: TrialGroup, bits: int) -> tuple[Residual, Residual]:
     """Allocate zeros as long as the longest residuals of the messages."""
     sender, owner = map(
         max, zip(*(_residual_lengths(n, sent, where) for n in set(sent.numels)), strict=True)
     )
-    return torch.zeros(sender, device=where.device), torch.zeros(owner, device=where.device)
+    return zeros(bits, sender, where.device), zeros(bits, owner, where.device)
 
 
 def _cut_residuals(
-    kept: tuple[torch.Tensor, torch.Tensor], numel: int, sent: StepTraffic, where: TrialGroup
-) -> tuple[torch.Tensor, torch.Tensor]:
+    kept: tuple[Residual, Residual], numel: int, sent: StepTraffic, where: TrialGroup
+) -> tuple[Residual, Residual]:
     sender, owner = _residual_lengths(numel, sent, where)
     return kept[0][:sender], kept[1][:owner]
 

@@ -26,6 +26,7 @@ from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState
 from hybridcomp.channels.error_samples import Samples
 from hybridcomp.channels.known_groups import KnownGroups
 from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.quantized_residual import Residual
 from hybridcomp.collectives import Handle, Meter, ReduceScatterHandle
 from hybridcomp.collectives.ring import Ring
 from hybridcomp.collectives.wire import HOST
@@ -218,7 +219,7 @@ class Channel:
         direction: Direction,
         cuts: Sequence[int] = (),
         relative_to: Tensor | None = None,
-        residual: Tensor | None = None,
+        residual: Residual | None = None,
     ) -> None:
         """Measure, in a sampling step, the error of one encoding of ``values`` (``Samples``)."""
         if self.sampling:

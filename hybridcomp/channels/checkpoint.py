@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from hybridcomp.channels import checkpoint_note, resharing
 from hybridcomp.channels.engine_channels import Channels
-from hybridcomp.channels.error_feedback import held_in
+from hybridcomp.channels.error_feedback import are_residuals, held_in
 from hybridcomp.errors import CheckpointError
 from hybridcomp.job import saved, small_messages
 from hybridcomp.job.agreement import tell
@@ -335,7 +335,7 @@ def _read(path: Path, rank: int) -> dict[str, Any]:
     stored = saved.read(path)
     saved.expect(path, stored, "world_size", lambda value: saved.is_count(value) and value > 0)
     saved.expect(path, stored, "loss_scale", saved.is_scale)
-    saved.expect(path, stored, "residuals", saved.are_residuals)
+    saved.expect(path, stored, "residuals", are_residuals)
     for part in ("guard", "link", "offload", "factors"):
         saved.expect(path, stored, part, lambda value: isinstance(value, dict))
     saved.expect(path, stored, "factors", saved.are_factors)

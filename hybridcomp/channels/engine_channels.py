@@ -21,11 +21,13 @@ from hybridcomp.autotune.trials import (
 from hybridcomp.autotune.verdicts import WARM
 from hybridcomp.channels.channel import Channel
 from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState, specs_of, waiting_for
+from hybridcomp.channels.error_feedback import Residuals
 from hybridcomp.channels.guard import Guard
 from hybridcomp.channels.host_copies import HostMoves
 from hybridcomp.channels.host_pace import Pace
 from hybridcomp.channels.ledger import Ledger
 from hybridcomp.codecs import poll_payloads, require_kernels
+from hybridcomp.codecs.quantized_residual import nbytes_of
 from hybridcomp.collectives import poll_headers
 from hybridcomp.collectives.topology import Nodes, Ranks, discover
 from hybridcomp.config import CompressionConfig
@@ -58,6 +60,7 @@ class Channels(EngineState):
             guard=Guard(config.limits()),
             seen=waiting_for(config),
             pace=Pace.of(config, policy),
+            residuals=Residuals(config.dp.residual_bits),
         )
         self.by_dimension = {name: Channel(name, self) for name in DIMENSIONS}
         self.host = HostMoves(self, self.by_dimension["offload"])
@@ -130,7 +133,8 @@ class Channels(EngineState):
             return []
         place = TrialGroup(self["zero"].group(group), dtype, device)
         common = small_messages.least(torch.tensor(numel, device=device), group)
-        self.feedback_nbytes = 0 if numel == UNKNOWN else 8 * numel  # two hops, fp32
+        hops = 2 * nbytes_of(self.config.dp.residual_bits, max(numel, 0))
+        self.feedback_nbytes = 0 if numel == UNKNOWN else hops
         with self.gains.measuring():
             self._judge(names, group, int(common), sent or {}, place)
         if device.type == "cuda":
@@ -159,7 +163,8 @@ class Channels(EngineState):
             assert codec is not None, "the block was checked"
             trials = gathers(codec, place)
             if summed:
-                trials = reductions(codec, self[name].error_feedback, place)
+                bits = self.residuals.bits if self[name].error_feedback else 0
+                trials = reductions(codec, bits, place)
             self.verdicts.by_dimension[name] = judge(trials, known, dtype.itemsize, device, whole)
             del trials
 

@@ -4,8 +4,9 @@
 a stretch of a parameter's flattened gradient, never to a bucket: buckets may be cut differently
 after a restart, parameters stay.
 
-Memory: one fp32 value per gradient element that this rank encodes, plus one per element of the sum
-that it owns and encodes again.
+Memory: one value per gradient element that this rank encodes, plus one per element of the sum that
+it owns and encodes again; of fp32, or of fewer bits (``codecs/quantized_residual.py``). Then
+``original == sent + residual`` up to half a step of the residual's block for every message.
 """
 
 from __future__ import annotations
@@ -17,6 +18,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from hybridcomp.codecs.quantized_residual import (
+    QuantizedResidual,
+    Residual,
+    as_fp32,
+    is_state,
+    squared,
+)
+from hybridcomp.job import saved
+
 #: ``sender``: error of encoding this rank's values (first hop).
 #: ``owner``: error of encoding the sum that this rank owns (second hop).
 Hop = Literal["sender", "owner"]
@@ -24,7 +34,7 @@ HOPS: tuple[Hop, ...] = ("sender", "owner")
 #: in a saved state: key of the residuals that the ranks of a node hold in common
 COMMON = "common"
 #: where a stretch begins in its parameter, and its values
-Held = tuple[int, Tensor]
+Held = tuple[int, Residual]
 
 
 @dataclass(frozen=True)
@@ -67,9 +77,9 @@ class _Stretch:
     """One flat residual and the pieces that it covers, in order."""
 
     pieces: tuple[Piece, ...]
-    flat: Tensor  # fp32
+    flat: Residual
 
-    def parts(self) -> Iterator[tuple[Piece, Tensor]]:
+    def parts(self) -> Iterator[tuple[Piece, Residual]]:
         position = 0
         for piece in self.pieces:
             yield piece, self.flat[position : position + piece.numel]
@@ -86,7 +96,7 @@ class NodeStretch:
     """
 
     offset: int
-    values: Tensor  # fp32
+    values: Residual
     index: int  # of this rank among those that hold it
     count: int
 
@@ -102,8 +112,12 @@ class Residuals:
     """All residuals of one engine on this rank.
 
     Values are moved, never copied, so that a checkpoint of all ranks holds each value once.
+
+    Attributes:
+        bits: of a value, any of ``quantized_residual.BITS``; 32: fp32.
     """
 
+    bits: int = 32
     _stretches: dict[tuple[Hop, tuple[Piece, ...]], _Stretch] = field(default_factory=dict)
     #: loaded, not yet asked for: stretches of this rank, by hop and name
     _restored: dict[tuple[Hop, str], list[Held]] = field(default_factory=dict)
@@ -120,8 +134,8 @@ class Residuals:
         *,
         last: bool = False,
         message: Sequence[Piece] = (),
-    ) -> Tensor:
-        """Return the flat fp32 residual of these pieces, to be updated in place.
+    ) -> Residual:
+        """Return the flat residual of these pieces, to be updated in place.
 
         Args:
             hop: which quantization.
@@ -148,7 +162,7 @@ class Residuals:
         chunk: Sequence[Piece],
         like: Tensor,
         message: Sequence[Piece] = (),
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Residual, Residual]:
         """Return the residuals of a sum in two hops: the sender's of ``pieces``, the owner's.
 
         ``chunk``: the part of ``pieces`` that this rank owns. Where an earlier message was cut
@@ -169,6 +183,8 @@ class Residuals:
             numel = sum(piece.numel for piece in pieces)
             found = _Stretch(key[1], torch.zeros(numel, dtype=torch.float32, device=like.device))
             self._collect_all(hop, found)
+            if self.bits != 32:
+                found.flat = QuantizedResidual.of(as_fp32(found.flat), self.bits)
             self._stretches[key] = found
         return found
 
@@ -189,7 +205,7 @@ class Residuals:
             if hop == "sender":
                 self._common_out_of(piece, part)
 
-    def _common_out_of(self, piece: Piece, part: Tensor | None) -> None:
+    def _common_out_of(self, piece: Piece, part: Residual | None) -> None:
         """Move the node's residual of ``piece`` into ``part``; None: drop it, as another has it."""
         left: list[NodeStretch] = []
         for one in self._common.pop(piece.name, ()):
@@ -200,8 +216,8 @@ class Residuals:
 
     def scale(self, factor: float) -> None:
         """Multiply all residuals by ``factor``, by which the loss scale has changed."""
-        for tensor in self._tensors():
-            tensor.mul_(factor)
+        for residual in self._all():
+            residual.mul_(factor)
 
     def in_units(self, factor: Callable[[str], float]) -> None:
         """Multiply the loaded residuals by ``factor`` of their parameter's name."""
@@ -225,9 +241,9 @@ class Residuals:
         self._stretches.clear()
         self._owned.clear()
 
-    def _tensors(self) -> Iterator[Tensor]:
+    def _all(self) -> Iterator[Residual]:
         yield from (stretch.flat for stretch in self._stretches.values())
-        yield from (tensor for stored in self._restored.values() for _, tensor in stored)
+        yield from (values for stored in self._restored.values() for _, values in stored)
         yield from (one.values for stored in self._common.values() for one in stored)
 
     @property
@@ -238,30 +254,31 @@ class Residuals:
     @property
     def nbytes(self) -> int:
         """Memory held, in bytes."""
-        return sum(tensor.nbytes for tensor in self._tensors())
+        return sum(residual.nbytes for residual in self._all())
 
     def norm(self) -> float:
         """Return the L2 norm of all residuals of this rank; ranks of a node share common ones."""
         found = [stretch.flat for stretch in self._stretches.values()]
-        found += [tensor for stored in self._restored.values() for _, tensor in stored]
+        found += [values for stored in self._restored.values() for _, values in stored]
         found += [one.own[1] for stored in self._common.values() for one in stored]
-        return float(sum(float(t.double().square().sum()) for t in found) ** 0.5)
+        return float(sum(map(squared, found)) ** 0.5)
 
     def state_dict(self) -> dict[str, dict[str, list[Any]]]:
-        """Return ``{hop: {parameter: [(offset, fp32 CPU tensor)]}}``, with unused loaded ones.
+        """Return ``{hop: {parameter: [(offset, values)]}}``, with unused loaded ones.
 
-        ``COMMON``, if the node has any, holds ``{parameter: [(offset, tensor, index, count)]}``.
+        Values are fp32 on the CPU, or what ``QuantizedResidual.state`` makes of them. ``COMMON``,
+        if the node has any, holds ``{parameter: [(offset, values, index, count)]}``.
         """
         state: dict[str, dict[str, list[Any]]] = {hop: {} for hop in HOPS}
         for (hop, _), stretch in self._stretches.items():
             for piece, part in stretch.parts():
                 if piece.name:
-                    state[hop].setdefault(piece.name, []).append((piece.offset, part.cpu().clone()))
+                    state[hop].setdefault(piece.name, []).append((piece.offset, _saved(part)))
         for (hop, name), stored in self._restored.items():
-            state[hop].setdefault(name, []).extend((o, t.cpu().clone()) for o, t in stored)
+            state[hop].setdefault(name, []).extend((o, _saved(values)) for o, values in stored)
         if self._common:
             state[COMMON] = {
-                name: [(one.offset, one.values.clone(), one.index, one.count) for one in stored]
+                name: [(one.offset, _saved(one.values), one.index, one.count) for one in stored]
                 for name, stored in self._common.items()
             }
         return state
@@ -271,34 +288,85 @@ class Residuals:
         self.clear()
         for hop in HOPS:
             for name, stored in state[hop].items():
-                self._restored[hop, name] = [(offset, t.clone()) for offset, t in stored]
+                self._restored[hop, name] = [(offset, _loaded(values)) for offset, values in stored]
         self._owned.update(state["owner"])
         for name, stored in state.get(COMMON, {}).items():
             self._common[name] = [
-                NodeStretch(o, t.clone(), index, count) for o, t, index, count in stored
+                NodeStretch(o, _loaded(values), index, count) for o, values, index, count in stored
             ]
 
-    def add(self, name: str, stretch: Held, index: int = 0, count: int = 1) -> None:
-        """Hold a stretch of fp32 CPU values of a parameter until a message asks for it.
+    def add(self, name: str, stretch: tuple[int, Tensor], index: int = 0, count: int = 1) -> None:
+        """Hold a stretch of a parameter, offset and fp32 CPU values, until a message asks for it.
 
         ``count`` ranks of this node hold the same one; this rank is number ``index`` among them.
         """
+        offset, values = stretch
+        held = values if self.bits == 32 else QuantizedResidual.of(values, self.bits)
         if count == 1:
-            self._restored.setdefault(("sender", name), []).append(stretch)
+            self._restored.setdefault(("sender", name), []).append((offset, held))
         else:
-            self._common.setdefault(name, []).append(NodeStretch(*stretch, index, count))
+            self._common.setdefault(name, []).append(NodeStretch(offset, held, index, count))
 
 
-def held_in(state: Mapping[str, Mapping[str, Sequence[Any]]]) -> Iterator[tuple[str, Held]]:
-    """Yield the names and stretches of one rank's saved state, of all hops.
+def held_in(
+    state: Mapping[str, Mapping[str, Sequence[Any]]],
+) -> Iterator[tuple[str, tuple[int, Tensor]]]:
+    """Yield names and stretches (offset, fp32 values) of one rank's saved state, of all hops.
 
     Summed over the states of all ranks they are the error that later messages have to make up for.
     """
     for hop in HOPS:
         for name, stored in state[hop].items():
-            yield from ((name, (offset, tensor)) for offset, tensor in stored)
+            yield from ((name, (offset, as_fp32(_shared(values)))) for offset, values in stored)
     for name, stored in state.get(COMMON, {}).items():
-        yield from ((name, NodeStretch(*one).own) for one in stored)
+        for offset, values, index, count in stored:
+            first, own = NodeStretch(offset, _shared(values), index, count).own
+            yield name, (first, as_fp32(own))
+
+
+def is_stretch(value: Any) -> bool:
+    """Return whether ``value`` is an offset and the finite values from there on.
+
+    Residuals shared by a node have two more numbers: this rank's part, and the number of parts.
+    """
+    if not isinstance(value, (tuple, list)) or len(value) not in (2, 4):
+        return False
+    offset, values, *part = value
+    if not saved.is_count(offset):
+        return False
+    if part and not (all(map(saved.is_count, part)) and part[0] < part[1]):
+        return False
+    if not isinstance(values, Tensor):
+        return is_state(values)
+    is_flat = values.dtype == torch.float32 and values.dim() == 1
+    return is_flat and bool(values.isfinite().all())
+
+
+def are_residuals(value: Any) -> bool:
+    """Return whether ``value`` has the form of ``Residuals.state_dict``, with finite values."""
+    if not isinstance(value, dict) or set(value) - {COMMON} != set(HOPS):
+        return False
+    return all(
+        isinstance(by_name, dict)
+        and all(isinstance(name, str) for name in by_name)
+        and all(isinstance(found, (list, tuple)) for found in by_name.values())
+        and all(is_stretch(one) for found in by_name.values() for one in found)
+        for by_name in value.values()
+    )
+
+
+def _saved(values: Residual) -> Any:
+    """Return a copy of ``values`` as a checkpoint holds them."""
+    return values.cpu().clone() if isinstance(values, Tensor) else values.state()
+
+
+def _shared(values: Any) -> Residual:
+    """Return the residual in a checkpoint, fp32 as it is there."""
+    return values if isinstance(values, Tensor) else QuantizedResidual.from_state(values)
+
+
+def _loaded(values: Any) -> Residual:
+    return values.clone() if isinstance(values, Tensor) else QuantizedResidual.from_state(values)
 
 
 class Withheld:
@@ -310,17 +378,20 @@ class Withheld:
     def __init__(self, taken: Mapping[str, Tensor]) -> None:
         """``taken``: by name of a parameter a bool () on the device, whether its sum counts."""
         self._taken = taken
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._kept: list[tuple[Residual, Tensor]] = []
 
-    def take(self, flat: Tensor | None, pieces: Sequence[Piece]) -> None:
+    def take(self, flat: Residual | None, pieces: Sequence[Piece]) -> None:
         """Take what does not count out of ``flat``, the residual of ``pieces``: zeros stay."""
         if flat is None:
             return
         for piece, part in _Stretch(tuple(pieces), flat).parts():
             taken = self._taken.get(piece.name)
             if taken is not None:
-                self._kept.append((part, part.masked_fill(taken, 0.0)))
-                part.masked_fill_(~taken, 0.0)
+                values = as_fp32(part)
+                self._kept.append((part, values.masked_fill(taken, 0.0)))
+                values.masked_fill_(~taken, 0.0)
+                if isinstance(part, QuantizedResidual):
+                    part.pack(values)
 
     def give_back(self) -> None:
         """Add them to the residual again, once the message has arrived."""
@@ -329,7 +400,7 @@ class Withheld:
         self._kept.clear()
 
 
-def _taken_out(stored: Iterable[Held], piece: Piece, part: Tensor | None) -> list[Held]:
+def _taken_out(stored: Iterable[Held], piece: Piece, part: Residual | None) -> list[Held]:
     """Move the values of ``piece`` from ``stored`` into ``part`` (None: drop); return the rest."""
     left: list[Held] = []
     for offset, source in stored:
@@ -338,18 +409,18 @@ def _taken_out(stored: Iterable[Held], piece: Piece, part: Tensor | None) -> lis
         if low >= high:
             left.append((offset, source))
             continue
-        if part is not None:
-            _move(piece, part, offset, source)
         before, behind = source[: low - offset], source[high - offset :]
         left += [(at, rest.clone()) for at, rest in ((offset, before), (high, behind)) if len(rest)]
+        if part is not None:
+            _move(piece, part, offset, source)
     return left
 
 
-def _move(piece: Piece, part: Tensor, offset: int, source: Tensor) -> None:
+def _move(piece: Piece, part: Residual, offset: int, source: Residual) -> None:
     """Add the overlap of ``source`` (which starts at ``offset``) to ``part`` and zero it there."""
     low = max(piece.offset, offset)
     high = min(piece.offset + piece.numel, offset + source.numel())
     if low < high:
         overlap = source[low - offset : high - offset]
-        part[low - piece.offset : high - piece.offset] += overlap.to(part.device)
+        part[low - piece.offset : high - piece.offset].add_(as_fp32(overlap).to(part.device))
         overlap.zero_()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybridcomp.channels.engine_state import EngineState
 from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.quantized_residual import Residual, squared
 from hybridcomp.collectives.wire import stretches
 from hybridcomp.policy import Dimension, Direction
 
@@ -31,7 +32,7 @@ class Samples:
         direction: Direction,
         cuts: Sequence[int] = (),
         relative_to: Tensor | None = None,
-        residual: Tensor | None = None,
+        residual: Residual | None = None,
     ) -> None:
         """Measure the error of one encoding of the head of ``values``.
 
@@ -70,7 +71,7 @@ def encode_once(
     codec: Codec,
     cuts: Sequence[int],
     relative_to: Tensor | None,
-    residual: Tensor | None,
+    residual: Residual | None,
 ) -> tuple[float, float, float, int]:
     """Encode and decode the head of ``values``; return squared L2 norms of the error.
 
@@ -93,7 +94,7 @@ def encode_once(
         codec.decode(payload[:used], decoded[low:high])
         outside += codec.beyond(exact[low:high], decoded[low:high])
     whole = exact if relative_to is None else relative_to.detach().reshape(-1)[:SAMPLE_NUMEL]
-    held = 0.0 if residual is None else _square(residual[: head.numel()])
+    held = 0.0 if residual is None else squared(residual[: head.numel()])
     return _square(decoded - exact), _square(whole), held, outside
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hybridcomp.channels.error_feedback import Piece, Residuals
 from hybridcomp.codecs.low_rank import LowRank
+from hybridcomp.codecs.quantized_residual import QuantizedResidual, as_fp32
 from hybridcomp.collectives import Handle, OwnedRange, ReduceScatterHandle, Reduction, Transfer
 from hybridcomp.collectives.low_rank import Factoring, Matrix, Measure, low_rank_sum
 from hybridcomp.collectives.wire import Pending, Steps
@@ -86,11 +87,13 @@ class Factored:
         via.meter.use(kind.spec)
         residual = self.residuals.get("sender", known, values, last=True)
         matrices = self.factors.matrices(known, kind)
-        return low_rank_sum(
-            values,
-            Factoring(matrices, kind.rank, self.factors.warm, needed, self.measure),
-            Reduction(via.codec, via.group, via.meter, residual=residual),
-        )
+        factoring = Factoring(matrices, kind.rank, self.factors.warm, needed, self.measure)
+        wide = as_fp32(residual)
+        how = Reduction(via.codec, via.group, via.meter, residual=wide)
+        total = yield from low_rank_sum(values, factoring, how)
+        if isinstance(residual, QuantizedResidual):
+            residual.pack(wide)
+        return total
 
 
 def all_reduce(

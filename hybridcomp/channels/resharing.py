@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels.error_feedback import Held, Residuals
+from hybridcomp.channels.error_feedback import Residuals
 from hybridcomp.collectives.topology import Nodes, Ranks
 from hybridcomp.errors import CheckpointError
 from hybridcomp.job import small_messages
@@ -30,6 +30,8 @@ from hybridcomp.job.agreement import tell
 from hybridcomp.log import say
 
 Range = tuple[int, int]
+#: where a stretch begins in its parameter, and its fp32 values
+Held = tuple[int, Tensor]
 WHAT = "residuals of another number of ranks"
 #: values that are summed at once: 16 MB
 PIECE = 1 << 22

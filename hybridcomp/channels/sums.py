@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from hybridcomp import collectives
@@ -22,6 +21,7 @@ from hybridcomp.channels.error_feedback import Piece, Withheld, borders, cut
 from hybridcomp.channels.low_rank import Factored
 from hybridcomp.channels.replicated import UncompressedParams, stretches_of
 from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.quantized_residual import BLOCK, Residual, split
 from hybridcomp.collectives import (
     Group,
     Handle,
@@ -39,7 +39,7 @@ from hybridcomp.collectives import (
 from hybridcomp.policy import Direction
 
 #: residuals of this rank's values (first hop) and of the sum that it owns (second hop)
-Residuals = tuple[Tensor | None, Tensor | None]
+Residuals = tuple[Residual | None, Residual | None]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -176,10 +176,7 @@ class ReduceScatter(Message[ReduceScatterHandle]):
         if pieces is not None and _separates(channel, how.codec):
             cuts = [borders(pieces[rank]) for rank in encoded]
         if pieces is not None and channel.error_feedback:
-            flat = [piece for rank in encoded for piece in pieces[rank]]
-            whole = [piece for row in pieces for piece in row] if group.levels else ()
-            held = channel.state.residuals.get("sender", flat, shards[0], last=True, message=whole)
-            residuals = torch.split(held, [shards[rank].numel() for rank in encoded])
+            residuals = _scattered(channel, shards, pieces, group)
         if channel.sampling:
             (first,) = how.codec.split_error_budget(1, group.encoders, exact=1)
             how.probe = _probe(channel, first, self.direction)
@@ -226,6 +223,24 @@ class ReduceToOwners(Sum[list[Tensor]]):
                 exact.put(total, start=part.start)
         channel.record(meter, self, known.ring)
         return sums
+
+
+def _scattered(
+    channel: Channel, shards: Sequence[Tensor], pieces: Sequence[Sequence[Piece]], group: Group
+) -> list[Residual]:
+    """Return the residuals of the shards that this rank encodes.
+
+    Those of few bits begin between blocks, as only then the kernels of codecs write them.
+    """
+    held, numels, flat = channel.state.residuals, [], list[Piece]()
+    for rank in group.receivers:
+        numel = shards[rank].numel()
+        gap = -numel % BLOCK if held.bits != 32 else 0
+        flat += [*pieces[rank], *([Piece("", 0, gap)] if gap else [])]
+        numels += [numel, gap]
+    whole = [piece for row in pieces for piece in row] if group.levels else ()
+    found = held.get("sender", flat, shards[0], last=True, message=whole)
+    return split(found, numels)[::2]
 
 
 def _watch(
@@ -298,7 +313,7 @@ def _residuals(
 def _probe(channel: Channel, first: Codec, direction: Direction) -> Probe:
     """Return a function that samples the error of the first encoding, with codec ``first``."""
 
-    def probe(values: Tensor, cuts: Sequence[int], residual: Tensor | None) -> None:
+    def probe(values: Tensor, cuts: Sequence[int], residual: Residual | None) -> None:
         channel.sample(values, first, direction, cuts, residual=residual)
 
     return probe

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybridcomp.codecs.capabilities import Capabilities
 from hybridcomp.codecs.launches import CollectiveKernel, MultiTensorKernel
+from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import DTYPE_CODES, FixedKernels, KernelSet
 
@@ -78,6 +79,14 @@ class Codec(Capabilities, ABC):
         On a GPU codecs of variable size return without waiting for the size.
         """
         size.fill_(self.encode(values, out))
+
+    def encode_kept(self, values: Tensor, residual: QuantizedResidual, out: Tensor) -> bool:
+        """Encode ``values`` + ``residual`` as fp32 into ``out`` in one pass; return whether done.
+
+        The residual becomes what the payload leaves out. False, with nothing changed, where no
+        kernel does it: for this codec, on this device, or for a view that is not ``in_blocks``.
+        """
+        return False
 
     @abstractmethod
     def decode(self, payload: Tensor, out: Tensor) -> None:

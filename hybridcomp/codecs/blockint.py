@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from hybridcomp.codecs.base import (
     CollectiveKernel,
@@ -17,10 +18,12 @@ from hybridcomp.codecs.base import (
     MultiTensorKernel,
     align,
     check_dtype,
+    check_encode,
 )
+from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.codecs.setting import Setting
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels import FixedKernels, KernelSet
+from hybridcomp.kernels import DTYPE_CODES, FixedKernels, KernelSet
 
 BLOCK = 32
 TILE = 1024
@@ -118,6 +121,18 @@ class BlockInt(FixedCodec):
         check_dtype(self.spec, dtype)
         blocks, tiles = -(-numel // BLOCK), -(-numel // TILE)
         return align(blocks * (4 * self.bits + 1) + tiles)
+
+    def encode_kept(self, values: Tensor, residual: QuantizedResidual, out: Tensor) -> bool:
+        encode = getattr(self.kernels.on(values.device), "encode_kept", None)
+        if encode is None or not residual.in_blocks:
+            return False
+        nbytes = self.wire_nbytes(values.numel(), torch.float32)
+        check_encode(self.spec, values, out, nbytes)
+        assert residual.numel() == values.numel(), "a residual of another length"
+        code, source, places = DTYPE_CODES[values.dtype], values.data_ptr(), residual.addresses()
+        kept = (residual.bits, *places, torch.get_num_threads())
+        encode(self._setting, code, source, values.numel(), out.data_ptr(), nbytes, *kept)
+        return True
 
     def fused(self, device: torch.device) -> CollectiveKernel | None:
         make = getattr(self.kernels.on(device), "fused", None)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hybridcomp.codecs.base import Codec, CollectiveKernel, MultiTensorKernel
 from hybridcomp.codecs.launches import NO_CHUNK
+from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.collectives.wire import (
     POOL,
     Reduction,
@@ -89,7 +90,9 @@ def fused_all_reduce(
     1 encode all chunks but this rank's, 2 all-to-all, 3 sum in rank order and encode in one kernel,
     which writes no sum to memory, 4 all-gather, 5 decode all chunks.
     """
-    group, meter, residual = how.group, how.meter, how.residual
+    group, meter, residual, owner_residual = how.group, how.meter, how.residual, how.owner_residual
+    assert not isinstance(residual, QuantizedResidual), "kernels of collectives have fp32 residuals"
+    assert not isinstance(owner_residual, QuantizedResidual), "as above"
     me, ranks = group.rank, group.size
     plan = _planned(codec, tensor.dtype, _chunks(tensor.numel(), ranks), me, True)
     room, (sent, received, payload, gathered) = _room(plan.places, tensor.device)
@@ -101,7 +104,7 @@ def fused_all_reduce(
     # 3
     left = None if residual is None else residual[plan.mine]
     with meter.coding():
-        fused.reduce(received, tensor[plan.mine], ranks, me, payload, left, how.owner_residual)
+        fused.reduce(received, tensor[plan.mine], ranks, me, payload, left, owner_residual)
     # 4
     yield transport.all_gather(gathered, payload, group, meter)
     # 5
@@ -126,6 +129,7 @@ def fused_reduce_scatter(
     1 encode all shards but this rank's, 2 all-to-all, 3 sum in rank order.
     """
     group, meter, residual = how.group, how.meter, how.residual
+    assert not isinstance(residual, QuantizedResidual), "kernels of collectives have fp32 residuals"
     me, ranks = group.rank, group.size
     plan = _planned(how.codec, flat.dtype, lengths, me, False)
     room, (sent, received) = _room(plan.places, flat.device)

@@ -109,7 +109,7 @@ def low_rank_sum(values: Tensor, factoring: Factoring, how: Reduction) -> Steps[
     Returns the fp32 sum, undefined in matrices that are not needed at all.
     """
     values, residual, meter, matrices = values.detach(), how.residual, how.meter, factoring.matrices
-    assert residual is not None, "low rank without error feedback"
+    assert isinstance(residual, Tensor), "low rank without fp32 error feedback"
     check_values("values", values)
     check_residual("residual", residual, values.numel())
     rest = factoring.between(values.numel())

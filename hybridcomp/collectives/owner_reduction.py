@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual
 from hybridcomp.collectives.fused import fused_reduce_scatter
 from hybridcomp.collectives.hierarchical.intra_node import (
     node_sum,
@@ -165,11 +166,15 @@ def _balanced(tensor: Tensor, plan: OwnerPlan, sums: Sums, how: Reduction) -> St
     start, stop = plan.even[me].start, plan.even[me].stop
     check_residual("owner_residual", how.owner_residual, stop - start)
     # 1
-    buffer, total = None, how.owner_residual
-    if total is None:
+    kept = how.owner_residual
+    if isinstance(kept, Tensor):
+        buffer, total = None, kept
+    else:
         buffer, total = POOL.take_fp32(stop - start, device)
+        if kept is not None:
+            kept.unpack(total)
     fused = None if cuts else first.fused(device)
-    if fused is not None:
+    if fused is not None and not isinstance(how.residual, QuantizedResidual):
         only = Reduction(first, group, how.meter, residual=how.residual)
         begun = how.owner_residual is not None
         yield from fused_reduce_scatter(tensor, plan.lengths, total, fused, only, begun)
@@ -190,12 +195,14 @@ def _balanced(tensor: Tensor, plan: OwnerPlan, sums: Sums, how: Reduction) -> St
         mine = {p: total[p.start - start :][: p.numel] for p in share if p.source == me}
         messages.append(_send_on(share, mine, scatter))
     yield from overlapped(messages)
+    if isinstance(kept, QuantizedResidual):
+        kept.pack(total)
     POOL.give(buffer)
 
 
 def _of(
-    tensor: Tensor, owned: OwnedRange, residual: Tensor | None
-) -> tuple[Tensor, tuple[int, ...], Tensor | None]:
+    tensor: Tensor, owned: OwnedRange, residual: Residual | None
+) -> tuple[Tensor, tuple[int, ...], Residual | None]:
     """Return the first arguments of a ``ReducedPart``: values, owners and residual of ``owned``."""
     here = slice(owned.start, owned.stop)
     return tensor[here], owned.ranks, None if residual is None else residual[here]

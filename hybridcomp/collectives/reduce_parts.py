@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec, MultiTensorKernel
+from hybridcomp.codecs.quantized_residual import Residual, as_fp32
 from hybridcomp.collectives.wire import (
     EncodeRequest,
     Steps,
@@ -31,7 +32,7 @@ class ReducedPart:
 
     values: Tensor
     owners: tuple[int, ...]  # group ranks
-    residual: Tensor | None = None
+    residual: Residual | None = None
     out: Tensor | None = None
     fresh: bool = True  # ``out`` holds nothing yet; otherwise the sum is added to it
 
@@ -91,7 +92,7 @@ class _PartSum:
 
     out: Tensor
     own: Tensor | None
-    residual: Tensor | None
+    residual: Residual | None
     fresh: bool
 
     @classmethod
@@ -101,10 +102,10 @@ class _PartSum:
         in_place, residual = part.out is part.values, part.residual if exact else None
         own = part.values
         if residual is not None:
-            add_values(residual, part.values)
-            own = residual
+            own = as_fp32(residual)
+            add_values(own, part.values)
             if in_place:
-                part.values.copy_(residual)
+                part.values.copy_(own)
         return cls(part.out, None if in_place else own, residual, part.fresh and not in_place)
 
     def add_own(self) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec, CollectiveKernel
+from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual
 from hybridcomp.collectives.fused import fused_all_reduce
 from hybridcomp.collectives.hierarchical.intra_node import gather_inside, node_sum
 from hybridcomp.collectives.reduce_parts import ReducedPart, sum_parts
@@ -133,7 +134,7 @@ def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
         how.probe(tensor, how.cuts, how.residual)
     codecs, fused = _codecs(how.codec, tensor.dtype, group.size, device, how.cuts)
     how.meter.use(*(each.spec for each in codecs))
-    if fused is not None:
+    if fused is not None and not isinstance(how.residual, QuantizedResidual):
         return fused_all_reduce(tensor, codecs[0], fused, how)
     if len(codecs) == 1:
         via = Transfer(codecs[0], group, how.meter, flush=how.flush)
@@ -164,8 +165,11 @@ def _accumulator(own: Tensor, how: Reduction) -> tuple[Tensor | None, Tensor]:
     The sum is made where it takes no further pass over memory: on top of the owner's residual, or
     of this rank's values where that keeps the bits of the rank order (see ``ReducedPart``).
     """
-    if how.owner_residual is not None:
+    if isinstance(how.owner_residual, Tensor):
         return None, how.owner_residual
+    if how.owner_residual is not None:
+        buffer, total = POOL.take_fp32(own.numel(), own.device)
+        return buffer, how.owner_residual.unpack(total)
     if own.dtype == torch.float32 and how.group.rank <= 1:
         return None, own
     return POOL.take_fp32(own.numel(), own.device)
@@ -225,11 +229,13 @@ def _round(
         decode_all(second, list(chain(*payloads)), places)
         if whole.how.owner_residual is not None:
             settle(total, whole.own[mine])
+        if isinstance(whole.how.owner_residual, QuantizedResidual):
+            whole.how.owner_residual[mine].pack(total)
     POOL.give(own.buffer, gathered)
 
 
 def _pair(
-    tensor: Tensor, row: Sequence[Range], residual: Tensor | None, via: Transfer
+    tensor: Tensor, row: Sequence[Range], residual: Residual | None, via: Transfer
 ) -> Steps[None]:
     """1 encode and decode this rank's values, 2 exchange payloads, 3 add the other rank's values.
 

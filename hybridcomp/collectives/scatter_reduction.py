@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hybridcomp.codecs.quantized_residual import Residual, as_fp32
 from hybridcomp.collectives.fused import adjacent, fused_reduce_scatter
 from hybridcomp.collectives.hierarchical.intra_node import node_sum
 from hybridcomp.collectives.reduce_parts import ReducedPart, sum_parts
@@ -28,7 +29,7 @@ from hybridcomp.collectives.wire import (
 from hybridcomp.errors import CodecError
 
 #: one for each shard that this rank encodes (``Group.receivers``)
-Residuals = Sequence[Tensor] | None
+Residuals = Sequence[Residual] | None
 Cuts = Sequence[Sequence[int]] | None
 
 
@@ -84,7 +85,7 @@ def _in_two_levels(
         return values.to(torch.float32)
     buffer, work = yield from node_sum(values, lengths, codec, how)
     if how.probe is not None:
-        how.probe(work, (), None if residuals is None else adjacent(residuals))
+        how.probe(work, (), None if residuals is None else torch.cat(list(map(as_fp32, residuals))))
     # 2
     mine = torch.split(work, [shards[rank].numel() for rank in columns[levels.local]])
     between = Reduction(codec, levels.outer, how.meter, flush=how.flush)
@@ -117,7 +118,8 @@ def _flat(
     how.meter.use(codec.spec)
     fused = None if cuts and any(cuts) else codec.fused(total.device)
     flat = None if fused is None else adjacent(shards)
-    left = None if residuals is None else adjacent(residuals)
+    wide = [one for one in residuals or () if isinstance(one, Tensor)]
+    left = adjacent(wide) if wide else None
     if fused is not None and flat is not None and (residuals is None or left is not None):
         only = Reduction(codec, how.group, how.meter, residual=left)
         return fused_reduce_scatter(flat, lengths, total, fused, only)
@@ -140,7 +142,7 @@ def _in_rounds(
     return total
 
 
-def _check_residuals(shards: Sequence[Tensor], residuals: Sequence[Tensor]) -> None:
+def _check_residuals(shards: Sequence[Tensor], residuals: Sequence[Residual]) -> None:
     if len(residuals) != len(shards):
         raise CodecError(f"residuals: expected {len(shards)} tensors, found {len(residuals)}")
     for rank, (shard, residual) in enumerate(zip(shards, residuals, strict=True)):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.quantized_residual import BITS
 from hybridcomp.codecs.registry import CODECS
 from hybridcomp.config.codec_settings import (
     GRADIENT_CODEC,
@@ -29,6 +30,17 @@ from hybridcomp.policy import Limits, Rung
 FED_BACK = tuple(name for name, row in ROWS.items() if row.keeps_residuals)
 #: dimensions that are timed during the run
 _LATE = tuple(name for name in MEASURED if name not in MEASURED_EARLY)
+
+
+class FeedbackConfig(Strict):
+    """Add what one reduction left out to the next one, and keep it in few bits."""
+
+    bits: Literal[4, 8, 16, 32] = Field(
+        32,
+        description="Bits of a value that was left out. 32 (default): fp32. 8 and 4: integers with "
+        "a step for every 32 values, 1.06 and 0.56 bytes a value; what they leave out themselves "
+        "is at most half a step. 16: bf16. Fewer: less memory, smaller checkpoints.",
+    )
 
 
 class GuardConfig(Strict):
@@ -200,25 +212,47 @@ class GradientConfig(_Declared):
         description=GRADIENT_CODEC,
         json_schema_extra=codec_schema(GRADIENT_CODEC, "dp"),
     )
-    error_feedback: bool = Field(
+    error_feedback: bool | FeedbackConfig = Field(
         False,
-        description="Add what one reduction left out to the next one. Costs one fp32 value a "
-        f"gradient element of memory; makes 4 bits and fewer usable. {_ALWAYS}",
+        description="Add what one reduction left out to the next one. true: costs one fp32 value a "
+        'gradient element of memory; {"bits": 8} a byte. Makes 4 bits and fewer usable. '
+        f"{_ALWAYS}",
     )
+
+    @field_validator("error_feedback", mode="before")
+    @classmethod
+    def _one_of_its_forms(cls, data: Any) -> Any:
+        """Refuse other forms here: pydantic would say what is wrong with each of the two."""
+        if isinstance(data, (bool, FeedbackConfig)):
+            return data
+        if isinstance(data, Mapping) and set(data) <= {"bits"}:
+            bits = data.get("bits", 32)
+            if bits in BITS and not isinstance(bits, bool):
+                return FeedbackConfig(bits=bits)
+            raise problem("bits", bits, f"expected one of {', '.join(map(str, BITS))}")
+        raise problem("", data, 'expected true, false or {"bits": 8}')
 
     @property
     def feeds_back(self) -> bool:
         """Return whether residuals are kept."""
-        return self.error_feedback or self._reduces
+        return bool(self.error_feedback) or self._reduces
+
+    @property
+    def residual_bits(self) -> int:
+        """Return the bits of a residual's value; 32: fp32, which is also the answer without any."""
+        found = self.error_feedback
+        return found.bits if isinstance(found, FeedbackConfig) else 32
 
     @property
     def remark(self) -> str:
-        """Say that residuals are kept."""
-        return ", error feedback" if self.feeds_back else ""
+        """Say that residuals are kept, and in how many bits where these are fewer than 32."""
+        few = f" in {self.residual_bits} bits" if self.residual_bits != 32 else ""
+        return f", error feedback{few}" if self.feeds_back else ""
 
     def agreed(self) -> dict[str, Any]:
-        """Return whether residuals are kept, as each message carries them."""
-        return {"error_feedback": self.feeds_back}
+        """Return whether residuals are kept, as each message carries them, and in how many bits."""
+        few = {"residual_bits": self.residual_bits} if self.residual_bits != 32 else {}
+        return {"error_feedback": self.feeds_back, **few}
 
     @property
     def _reduces(self) -> bool:

@@ -166,33 +166,6 @@ def is_scale(value: Any) -> bool:
     return isinstance(value, (int, float)) and 0 < value < float("inf")
 
 
-def is_stretch(value: Any) -> bool:
-    """Return whether ``value`` is an offset and the finite fp32 values from there on.
-
-    Residuals shared by a node have two more numbers: this rank's part, and the number of parts.
-    """
-    if not isinstance(value, (tuple, list)) or len(value) not in (2, 4) or not is_count(value[0]):
-        return False
-    values, *part = value[1:]
-    if part and not (all(map(is_count, part)) and part[0] < part[1]):
-        return False
-    is_flat = isinstance(values, Tensor) and values.dtype == torch.float32 and values.dim() == 1
-    return is_flat and bool(values.isfinite().all())
-
-
-def are_residuals(value: Any) -> bool:
-    """Return whether ``value`` has the form of ``Residuals.state_dict``, with finite values."""
-    if not isinstance(value, dict) or set(value) - {"common"} != {"sender", "owner"}:
-        return False
-    return all(
-        isinstance(by_name, dict)
-        and all(isinstance(name, str) for name in by_name)
-        and all(isinstance(found, (list, tuple)) for found in by_name.values())
-        and all(is_stretch(one) for found in by_name.values() for one in found)
-        for by_name in value.values()
-    )
-
-
 def are_factors(value: Any) -> bool:
     """Return whether ``value`` is a state of ``Factors.state_dict`` with finite values."""
     return isinstance(value, dict) and all(

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels import Channels, resharing
-from hybridcomp.channels.error_feedback import held_in
+from hybridcomp.channels.error_feedback import are_residuals, held_in
 from hybridcomp.channels.resharing import share
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
@@ -48,7 +48,7 @@ _SCHEMA: dict[str, Callable[[Any], bool]] = {
     "kind": lambda value: isinstance(value, str),
     "world_size": lambda value: saved.is_count(value) and value > 0,
     "layout": _is_dict, "step": saved.is_count, "divisors": _is_dict,
-    "residuals": saved.are_residuals, "guard": _is_dict, "link": _is_dict,
+    "residuals": are_residuals, "guard": _is_dict, "link": _is_dict,
     "factors": saved.are_factors,
 }  # fmt: skip
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hybridcomp.codecs.base import PAYLOAD_ALIGN, VALUE_DTYPES, Codec
 from hybridcomp.codecs.casts import CAST_TO
+from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual, as_fp32
 from hybridcomp.errors import CodecError
 
 #: 16-bit values in memory are a payload of their cast codec; so many of them take PAYLOAD_ALIGN
@@ -98,14 +99,33 @@ POOL = Pool()
 class EncodeRequest:
     """One stretch of values to encode; the same job may go to several ranks, as the same bytes.
 
-    With a ``residual`` (fp32) ``values + residual`` is sent and the residual becomes the error of
+    With a ``residual`` ``values + residual`` is sent and the residual becomes the error of
     the encoding. ``residual is values`` means that it holds the sum already.
     ``decoded`` (fp32) receives the decoded values of the payload; it may be ``values`` itself.
     """
 
     values: Tensor
-    residual: Tensor | None = None
+    residual: Residual | None = None
     decoded: Tensor | None = None
+    #: the buffer of an unpacked residual between the two halves of an encoding
+    _wide: Tensor | None = None
+
+    def sums(self) -> Tensor | None:
+        """Return the fp32 residual, in a buffer if it is quantized; None without error feedback."""
+        if not isinstance(self.residual, QuantizedResidual):
+            return self.residual
+        numel = self.residual.numel()
+        if self._wide is None:
+            self._wide, wide = POOL.take_fp32(numel, self.values.device)
+            return self.residual.unpack(wide)
+        return self._wide[: 4 * numel].view(torch.float32)
+
+    def pack(self) -> None:
+        """Quantize what ``sums`` has unpacked, and give its buffer back."""
+        if self._wide is not None and isinstance(self.residual, QuantizedResidual):
+            self.residual.pack(self._wide[: 4 * self.residual.numel()].view(torch.float32))
+            POOL.give(self._wide)
+            self._wide = None
 
 
 def check_values(name: str, tensor: Tensor, index: int | None = None) -> None:
@@ -121,15 +141,19 @@ def check_values(name: str, tensor: Tensor, index: int | None = None) -> None:
         )
 
 
-def check_residual(name: str, residual: Tensor | None, numel: int) -> None:
-    """Raise CodecError unless ``residual`` is None or a flat fp32 tensor of ``numel`` elements."""
+def check_residual(name: str, residual: Residual | None, numel: int) -> None:
+    """Raise CodecError unless ``residual`` is None, or flat, of ``numel`` elements, and fp32 or
+    quantized."""
     if residual is None:
         return
-    check_values(name, residual)
-    if residual.dtype != torch.float32 or residual.numel() != numel:
+    dtype = torch.float32
+    if isinstance(residual, Tensor):
+        check_values(name, residual)
+        dtype = residual.dtype
+    if dtype != torch.float32 or residual.numel() != numel:
         raise CodecError(
             f"{name}: expected {numel} torch.float32 elements, found {residual.numel()} "
-            f"{residual.dtype} elements"
+            f"{dtype} elements"
         )
 
 
@@ -180,14 +204,17 @@ def settle(residual: Tensor, delivered: Tensor) -> None:
         _settle(here, gone)
 
 
-def add_alone(residual: Tensor, values: Tensor) -> None:
+def add_alone(residual: Residual, values: Tensor) -> None:
     """Add ``residual`` to ``values`` in place: the sum over a group of one rank.
 
     The rounding error of the dtype of ``values`` stays in the residual.
     """
-    add_values(residual, values)
-    values.copy_(residual)
-    settle(residual, values)
+    sums = as_fp32(residual)
+    add_values(sums, values)
+    values.copy_(sums)
+    settle(sums, values)
+    if isinstance(residual, QuantizedResidual):
+        residual.pack(sums)
 
 
 def _settle(residual: Tensor, delivered: Tensor) -> None:
@@ -218,9 +245,15 @@ def encode_sum(
 ) -> int:
     """Do the first half of ``encode_job``: encode the values, plus the residual if there is one.
 
-    The residual then holds the sum that was encoded; ``decoded`` is not written.
+    The residual then holds the sum that was encoded; ``decoded`` is not written. Where the codec
+    does both halves at once with a quantized residual, the job has none afterwards.
     """
-    residual = job.residual
+    kept = job.residual
+    at_once = isinstance(kept, QuantizedResidual) and word is None and dtype == torch.float32
+    if at_once and codec.encode_kept(job.values, kept, out):
+        job.residual = None
+        return codec.wire_nbytes(job.values.numel(), dtype)
+    residual = job.sums()
     if residual is not None and job.values is not residual:
         add_values(residual, job.values)
     values = job.values if residual is None else residual
@@ -229,7 +262,7 @@ def encode_sum(
 
 def settle_job(codec: Codec, job: EncodeRequest, payload: Tensor, dtype: torch.dtype) -> None:
     """Do the second half: decode the ``payload`` of ``job``, subtract it from the residual."""
-    residual, decoded, buffer = job.residual, job.decoded, None
+    residual, decoded, buffer = job.sums(), job.decoded, None
     if residual is not None and decoded is None:
         buffer, decoded = POOL.take_fp32(residual.numel(), residual.device)
     if decoded is not None:
@@ -237,6 +270,7 @@ def settle_job(codec: Codec, job: EncodeRequest, payload: Tensor, dtype: torch.d
     if residual is not None and decoded is not None:
         settle(residual, decoded)
     POOL.give(buffer)
+    job.pack()
 
 
 def encode_values(codec: Codec, values: Tensor, out: Tensor, word: Tensor | None) -> int:
@@ -260,8 +294,8 @@ def encode_jobs(
     if all(plain):
         each.encode([job.values.to(dtype) for job in jobs], slots)
         return True
-    residuals = [job.residual for job in jobs if job.residual is not None]
-    if any(plain) or dtype != torch.float32:
+    residuals = [job.residual for job in jobs if isinstance(job.residual, Tensor)]
+    if len(residuals) < len(jobs) or dtype != torch.float32:
         return False
     each.encode([job.values for job in jobs], slots, residuals)
     return True

@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.quantized_residual import Residual
 from hybridcomp.collectives.wire.handle import Meter
 
 #: called with the values to encode, the positions in them that no codec block may cross, and their
 #: residual
-Probe = Callable[[Tensor, Sequence[int], Tensor | None], None]
+Probe = Callable[[Tensor, Sequence[int], Residual | None], None]
 
 
 def resolved(group: ProcessGroup | None) -> ProcessGroup:
@@ -131,7 +132,7 @@ class Reduction(Transfer):
     belong to this rank's stretch of its node's sum, ``chunk_ranges(numel, width)[group.local]``.
 
     Attributes:
-        residual: fp32, as long as the values that this rank encodes: error feedback of the first
+        residual: as long as the values that this rank encodes: error feedback of the first
             quantization, updated in place; 0 afterwards where nothing was quantized.
         owner_residual: the same of the second, as long as this rank's chunk of it,
             ``chunk_ranges(len, group.encoders)[group.index]``. Only reductions that quantize twice
@@ -139,8 +140,8 @@ class Reduction(Transfer):
         probe: called with the values before they are encoded.
     """
 
-    residual: Tensor | None = None
-    owner_residual: Tensor | None = None
+    residual: Residual | None = None
+    owner_residual: Residual | None = None
     probe: Probe | None = None
 
     def between_nodes(self, codec: Codec) -> Reduction:

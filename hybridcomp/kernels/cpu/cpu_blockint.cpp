@@ -101,23 +101,26 @@ HC_INLINE void rotate_back(float* values, size_t count) {
     }
 }
 
+// Tiles [begin, end) of a message of `numel` values. `source` begins at tile `origin` of it, `out` at its
+// beginning; so do those of decode_tiles.
 template <int BITS, bool GAUSSIAN, class T>
 HC_INLINE void encode_tiles(const void* source, size_t numel, bool rotate, u8* out, size_t begin,
-                            size_t end) {
+                            size_t end, size_t origin) {
     const auto* values = (const typename T::Stored*)source;
     Layout layout(numel, BITS);
     for (size_t tile = begin; tile < end; ++tile) {
         size_t first = tile * TILE, block = tile * TILE_BLOCKS;
         size_t count = numel - first < (size_t)TILE ? numel - first : (size_t)TILE;
+        size_t from = first - origin * TILE;
         u8* levels = out + block * 4 * BITS;
         u8* scales = out + layout.scales + block;
         u8* base = out + layout.bases + tile;
         if (sizeof(typename T::Stored) == 4 && count == TILE && !rotate) {
-            encode_tile<BITS, GAUSSIAN>((const float*)source + first, TILE_BLOCKS, levels, scales, base);
+            encode_tile<BITS, GAUSSIAN>((const float*)source + from, TILE_BLOCKS, levels, scales, base);
             continue;
         }
         float buffer[TILE];
-        for (size_t i = 0; i < count; ++i) buffer[i] = T::load(values[first + i]);
+        for (size_t i = 0; i < count; ++i) buffer[i] = T::load(values[from + i]);
         for (size_t i = count; i < (size_t)TILE; ++i) buffer[i] = 0.0f;
         if (rotate) rotate_tile(buffer, count);
         encode_tile<BITS, GAUSSIAN>(buffer, (int)ceil_div(count, BLOCK), levels, scales, base);
@@ -154,12 +157,12 @@ HC_INLINE void decode_blocks(const u8* levels, const u8* scales, u32 base, size_
 
 template <int BITS, bool GAUSSIAN, class T, bool ADD>
 HC_INLINE void decode_tiles(const u8* in, size_t numel, bool rotate, void* target, size_t begin,
-                            size_t end) {
+                            size_t end, size_t origin) {
     Layout layout(numel, BITS);
     for (size_t tile = begin; tile < end; ++tile) {
         size_t first = tile * TILE, block = tile * TILE_BLOCKS;
         size_t count = numel - first < (size_t)TILE ? numel - first : (size_t)TILE;
-        auto* out = (typename T::Stored*)target + first;
+        auto* out = (typename T::Stored*)target + (first - origin * TILE);
         const u8* levels = in + block * 4 * BITS;
         const u8* scales = in + layout.scales + block;
         u32 base = in[layout.bases + tile];
@@ -184,25 +187,25 @@ HC_INLINE void decode_tiles(const u8* in, size_t numel, bool rotate, void* targe
     }
 }
 
-typedef void Encode(const void*, size_t, bool, u8*, size_t, size_t);
-typedef void Decode(const u8*, size_t, bool, void*, size_t, size_t);
+typedef void Encode(const void*, size_t, bool, u8*, size_t, size_t, size_t);
+typedef void Decode(const u8*, size_t, bool, void*, size_t, size_t, size_t);
 
 #define HC_BLOCKINT(NAME, BITS, GAUSSIAN, T)                                                    \
     HC_CLONES void encode_##NAME##_##T(const void* values, size_t numel, bool rotate, u8* out,  \
-                                       size_t begin, size_t end) {                              \
-        encode_tiles<BITS, GAUSSIAN, T>(values, numel, rotate, out, begin, end);                \
+                                       size_t begin, size_t end, size_t origin) {               \
+        encode_tiles<BITS, GAUSSIAN, T>(values, numel, rotate, out, begin, end, origin);        \
     }                                                                                           \
     HC_CLONES void decode_##NAME##_##T(const u8* in, size_t numel, bool rotate, void* out,      \
-                                       size_t begin, size_t end) {                              \
-        decode_tiles<BITS, GAUSSIAN, T, false>(in, numel, rotate, out, begin, end);             \
+                                       size_t begin, size_t end, size_t origin) {               \
+        decode_tiles<BITS, GAUSSIAN, T, false>(in, numel, rotate, out, begin, end, origin);     \
     }
 #define HC_BLOCKINT_BITS(NAME, BITS, GAUSSIAN)                                                  \
     HC_BLOCKINT(NAME, BITS, GAUSSIAN, Fp32)                                                     \
     HC_BLOCKINT(NAME, BITS, GAUSSIAN, BFloat16)                                                 \
     HC_BLOCKINT(NAME, BITS, GAUSSIAN, Float16)                                                  \
     HC_CLONES void add_##NAME(const u8* in, size_t numel, bool rotate, void* out, size_t begin, \
-                              size_t end) {                                                     \
-        decode_tiles<BITS, GAUSSIAN, Fp32, true>(in, numel, rotate, out, begin, end);           \
+                              size_t end, size_t origin) {                                      \
+        decode_tiles<BITS, GAUSSIAN, Fp32, true>(in, numel, rotate, out, begin, end, origin);   \
     }
 HC_BLOCKINT_BITS(2, 2, false)
 HC_BLOCKINT_BITS(3, 3, false)
@@ -242,7 +245,30 @@ void encode(int setting, int dtype, const void* values, size_t numel, u8* out, i
     Encode* loop = ENCODE[row_of(setting)][dtype];
     Layout layout(numel, bits_of(setting));
     parallel_ranges(layout.tiles, TILE, threads, [&](size_t begin, size_t end) {
-        loop(values, numel, rotated(setting), out, begin, end);
+        loop(values, numel, rotated(setting), out, begin, end, 0);
+    });
+    pad(out, layout.used, layout.total);
+}
+
+void encode_kept(int setting, int dtype, const void* values, size_t numel, u8* out, int bits,
+                 residual::Place kept, int threads) {
+    Encode* encode = ENCODE[row_of(setting)][(int)Dtype::fp32];
+    Decode* decode = DECODE[row_of(setting)][(int)Dtype::fp32];
+    Layout layout(numel, bits_of(setting));
+    size_t size = dtype == (int)Dtype::fp32 ? 4 : 2;
+    bool rotate = rotated(setting);
+    parallel_ranges(layout.tiles, TILE, threads, [&](size_t begin, size_t end) {
+        for (size_t tile = begin; tile < end; ++tile) {
+            size_t first = tile * TILE;
+            size_t count = numel - first < (size_t)TILE ? numel - first : (size_t)TILE;
+            residual::Place here = residual::place_of(bits, kept, first);
+            alignas(32) float sums[TILE], sent[TILE];
+            residual::add(bits, here, dtype, (const u8*)values + first * size, count, sums);
+            encode(sums, numel, rotate, out, tile, tile + 1, tile);
+            decode(out, numel, rotate, sent, tile, tile + 1, tile);
+            for (size_t i = count; i < ceil_div(count, BLOCK) * BLOCK; ++i) sent[i] = 0.0f;
+            residual::keep(bits, sums, sent, count, here);
+        }
     });
     pad(out, layout.used, layout.total);
 }
@@ -250,7 +276,7 @@ void encode(int setting, int dtype, const void* values, size_t numel, u8* out, i
 void decode(int setting, int dtype, const u8* in, void* out, size_t numel, bool add, int threads) {
     Decode* loop = add ? ADD[row_of(setting)] : DECODE[row_of(setting)][dtype];
     parallel_ranges(ceil_div(numel, TILE), TILE, threads, [&](size_t begin, size_t end) {
-        loop(in, numel, rotated(setting), out, begin, end);
+        loop(in, numel, rotated(setting), out, begin, end, 0);
     });
 }
 

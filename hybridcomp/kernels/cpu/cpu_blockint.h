@@ -1,7 +1,7 @@
 // The loops of blockint. `dtype` is a Dtype; sizes and ranges were checked by the caller.
 #pragma once
 
-#include "cpu.h"
+#include "cpu_residual.h"
 
 namespace hybridcomp {
 namespace blockint {
@@ -11,6 +11,9 @@ bool possible(int setting);
 // What encode writes.
 size_t wire_nbytes(size_t numel, int setting);
 void encode(int setting, int dtype, const void* in, size_t numel, u8* out, int threads);
+// Encode values + residual; the residual, of `bits`, becomes what is left out.
+void encode_kept(int setting, int dtype, const void* values, size_t numel, u8* out, int bits,
+                 residual::Place kept, int threads);
 void decode(int setting, int dtype, const u8* in, void* out, size_t numel, bool add, int threads);
 
 }  // namespace blockint

@@ -1,0 +1,306 @@
+"""Residuals of error feedback in 4, 8 or 16 bits a value in place of fp32.
+
+4 and 8 bits: integers with one step for every 32 values (``kernels/formats/residual.h``), 0.56 and
+1.06 bytes a value. What is kept differs from what was left out by at most half a step of its block
+of 32 values; a step is 1/127 of the block's absmax at 8 bits, and 1/7 at 4, rounded up by at most
+0.4 %. 16 bits: bf16, off by at most 1/512 of the value. A block that is unpacked and packed again
+keeps its bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hybridcomp.kernels import KernelSet
+
+#: bits that a residual may have
+BITS = (4, 8, 16, 32)
+#: values that share a step
+BLOCK = 32
+#: largest level, and largest step's 16 bits, by the bits of a level
+_TOP = {4: (7, 0xFC24), 8: (127, 0xF802)}
+#: smallest step, 2^-126; the step's lowest 15 bits are not kept
+_SMALLEST, _DROPPED = 0x0100, 15
+#: values that ``squared`` unpacks at once
+_STRETCH = 1 << 20
+#: keys of a saved residual
+_KEYS = {"bits", "start", "numel", "data"}
+
+
+class ResidualKernels(Protocol):
+    """Kernels of quantized residuals; addresses as of ``FixedKernels``, blocks are whole."""
+
+    def load(self, bits: int, levels: int, steps: int, numel: int, out: int, threads: int) -> None:
+        """Write ``numel`` values as fp32 to ``out``."""
+
+    def store(
+        self, bits: int, values: int, numel: int, levels: int, steps: int, threads: int
+    ) -> None:
+        """Quantize ``numel`` fp32 values, NaN and Inf as 0."""
+
+
+_KERNELS = KernelSet[ResidualKernels]("residual")
+
+
+class QuantizedResidual:
+    """A flat residual of ``numel`` values with ``bits`` 4, 8 or 16 each, or a view of a part of it.
+
+    Blocks of 32 values lie at multiples of 32 of the whole. Writing a view that does not begin and
+    end there also quantizes its neighbours in these blocks again.
+    """
+
+    def __init__(
+        self, bits: int, numel: int, device: torch.device, data: Tensor | None = None
+    ) -> None:
+        """Make zeros, or take over ``data``: uint8, ``nbytes_of(bits, numel)``."""
+        size = nbytes_of(bits, numel)
+        self.bits, self.device, self._total = bits, device, numel
+        self._data = torch.zeros(size, dtype=torch.uint8, device=device) if data is None else data
+        assert self._data.numel() == size, "not the bytes of so many values"
+        self._start, self._stop = 0, numel
+
+    def numel(self) -> int:
+        """Return the number of values of this view."""
+        return self._stop - self._start
+
+    __len__ = numel
+
+    def __getitem__(self, part: slice) -> QuantizedResidual:
+        """Return a view of values ``part``, a slice without step."""
+        low, high, step = part.indices(self.numel())
+        assert step == 1, "a view has neighbouring values"
+        return self._view(self._start + low, self._start + max(low, high))
+
+    def _view(self, start: int, stop: int) -> QuantizedResidual:
+        found = QuantizedResidual(self.bits, self._total, self.device, self._data)
+        found._start, found._stop = start, stop
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Return the memory of the whole residual, in bytes."""
+        return self._data.nbytes
+
+    @property
+    def in_blocks(self) -> bool:
+        """Return whether the view begins and ends between blocks, so that kernels may write it."""
+        ends = self._stop % BLOCK == 0 or self._stop == self._total
+        return self._start % BLOCK == 0 and ends
+
+    def addresses(self) -> tuple[int, int]:
+        """Return the addresses of the levels and of the steps of a view that is ``in_blocks``."""
+        base = self._data.data_ptr()
+        steps = base + _levels_nbytes(self.bits, self._total) + self._start // BLOCK * 2
+        return base + self._start * self.bits // 8, steps
+
+    def _widened(self) -> QuantizedResidual:
+        """Return the view of all values of the blocks that this one touches."""
+        low = self._start // BLOCK * BLOCK
+        return self._view(low, min(-(-self._stop // BLOCK) * BLOCK, self._total))
+
+    def _within(self, wide: QuantizedResidual) -> slice:
+        return slice(self._start - wide._start, self._stop - wide._start)
+
+    def unpack(self, out: Tensor | None = None) -> Tensor:
+        """Return the values, fp32: a new tensor, or ``out``."""
+        wide = self._widened()
+        if out is None or not self.in_blocks:
+            values = torch.empty(wide.numel(), dtype=torch.float32, device=self.device)
+        else:
+            values = out
+        if self.device.type == "cpu":
+            threads = torch.get_num_threads()
+            kernels, places = _KERNELS.on(self.device), wide.addresses()
+            kernels.load(self.bits, *places, wide.numel(), values.data_ptr(), threads)
+        else:
+            values.copy_(wide._loaded())
+        if out is None or out is values:
+            return values[self._within(wide)] if values.numel() != self.numel() else values
+        return out.copy_(values[self._within(wide)])
+
+    def pack(self, values: Tensor) -> None:
+        """Quantize ``values`` (fp32, as many as the view has) in place of what is here.
+
+        NaN and Inf become 0.
+        """
+        wide = self._widened()
+        if not self.in_blocks:
+            around = wide.unpack()
+            around[self._within(wide)] = values
+            values = around
+        if self.device.type == "cpu":
+            threads = torch.get_num_threads()
+            kernels, places = _KERNELS.on(self.device), wide.addresses()
+            kernels.store(self.bits, values.data_ptr(), wide.numel(), *places, threads)
+        else:
+            wide._store(values)
+
+    def _parts(self) -> tuple[Tensor, Tensor]:
+        """Return levels (uint8) and steps (int16) of the blocks of a view that is ``in_blocks``."""
+        blocks, edge = -(-self.numel() // BLOCK), _levels_nbytes(self.bits, self._total)
+        first, each = self._start // BLOCK, BLOCK * self.bits // 8
+        steps = self._data[edge:].view(torch.int16)[first : first + blocks]
+        return self._data[: first * each + blocks * each][first * each :], steps
+
+    def _loaded(self) -> Tensor:
+        """Unpack a view that is ``in_blocks`` with torch's operations, the bits of the kernels."""
+        levels, steps = self._parts()
+        if self.bits == 16:
+            return levels.view(torch.bfloat16).float()[: self.numel()]
+        signed = levels.view(torch.int8).view(-1, self.bits, 4)
+        if self.bits == 4:  # shifts of the lower half up and down again extend its sign
+            signed = torch.stack(((signed << 4) >> 4, signed >> 4), dim=1).view(-1, 8, 4)
+        signed = signed.transpose(1, 2).reshape(-1, BLOCK)
+        values = signed.float() * _floats_of(steps).unsqueeze(1)
+        return values.view(-1)[: self.numel()]
+
+    def _store(self, values: Tensor) -> None:
+        """Do what ``pack`` does with a view that is ``in_blocks`` with torch's operations."""
+        levels, steps = self._parts()
+        blocks = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+        blocks = torch.where(blocks.isfinite(), blocks, 0.0)
+        if self.bits == 16:
+            kept = blocks.bfloat16()
+            most = torch.finfo(torch.bfloat16).max
+            levels.view(torch.bfloat16).copy_(kept.clamp(-most, most).view(-1))
+            return
+        top, largest = _TOP[self.bits]
+        step = blocks.abs().amax(dim=1) / top
+        codes = (step.view(torch.int32) + ((1 << _DROPPED) - 1)) >> _DROPPED
+        codes = codes.clamp(_SMALLEST, largest).to(torch.int16)
+        rounded = (blocks * (1.0 / _floats_of(codes)).unsqueeze(1)).round().to(torch.int8)
+        words = rounded.view(-1, 4, 8).transpose(1, 2)
+        if self.bits == 4:
+            words = (words[:, :4] & 15) | (words[:, 4:] << 4)
+        levels.copy_(words.reshape(-1).view(torch.uint8))
+        steps.copy_(codes)
+
+    def add_(self, values: Tensor) -> None:
+        """Add ``values`` (fp32) to the values, in place."""
+        self.pack(self.unpack().add_(values.to(self.device)))
+
+    def zero_(self) -> None:
+        """Set the values to zero."""
+        if self.in_blocks:
+            self._parts()[0].zero_()
+        else:
+            self.pack(torch.zeros(self.numel(), device=self.device))
+
+    def mul_(self, factor: float) -> None:
+        """Multiply the whole residual, not only the view, by a positive ``factor``.
+
+        At 4 and 8 bits that multiplies the steps, rounded to 9 significant bits: a value moves by
+        at most a quarter of a step, and by nothing where ``factor`` is a power of two.
+        """
+        levels, steps = self._view(0, self._total)._parts()
+        if self.bits == 16:
+            most = torch.finfo(torch.bfloat16).max
+            levels.view(torch.bfloat16).mul_(factor).clamp_(-most, most)
+            return
+        scaled = (_floats_of(steps).double() * factor).float().view(torch.int32)
+        codes = (scaled + (1 << (_DROPPED - 1))) >> _DROPPED
+        steps.copy_(codes.clamp(max=_TOP[self.bits][1]).to(torch.int16))
+
+    def squared(self) -> float:
+        """Return the squared L2 norm of the values."""
+        edges = range(0, self.numel(), _STRETCH)
+        return sum(squared(self[low : low + _STRETCH].unpack()) for low in edges)
+
+    def clone(self) -> QuantizedResidual:
+        """Return a copy that holds the blocks of this view alone, with the same bits."""
+        wide = self._widened()
+        levels, steps = wide._parts()
+        nbytes, numel = steps.nbytes if self.bits != 16 else 0, self._stop - wide._start
+        data = torch.cat([levels, steps.view(torch.uint8)[:nbytes]])
+        found = QuantizedResidual(self.bits, numel, self.device, data)
+        return found[self._start - wide._start :]
+
+    def state(self) -> dict[str, Any]:
+        """Return the blocks of this view for a checkpoint, on the CPU; ``from_state`` reads it."""
+        copy = self.clone()
+        own = {"bits": self.bits, "start": copy._start, "numel": copy.numel()}
+        return {**own, "data": copy._data.cpu()}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> QuantizedResidual:
+        """Return what ``state`` has saved, on the CPU. ``is_state`` must hold of it."""
+        start, numel, data = state["start"], state["numel"], state["data"].clone()
+        return cls(state["bits"], start + numel, data.device, data)[start:]
+
+    @classmethod
+    def of(cls, values: Tensor, bits: int) -> QuantizedResidual:
+        """Quantize ``values``, fp32."""
+        found = cls(bits, values.numel(), values.device)
+        found.pack(values)
+        return found
+
+
+#: a residual as it is kept: fp32, or of fewer bits
+Residual: TypeAlias = Tensor | QuantizedResidual
+
+
+def nbytes_of(bits: int, numel: int) -> int:
+    """Return the memory of a residual of ``numel`` values in bytes; ``bits``: any of ``BITS``."""
+    if bits == 32:
+        return 4 * numel
+    return _levels_nbytes(bits, numel) + (0 if bits == 16 else -(-numel // BLOCK) * 2)
+
+
+def zeros(bits: int, numel: int, device: torch.device) -> Residual:
+    """Make a residual of zeros; ``bits``: any of ``BITS``."""
+    if bits == 32:
+        return torch.zeros(numel, dtype=torch.float32, device=device)
+    return QuantizedResidual(bits, numel, device)
+
+
+def as_fp32(residual: Residual) -> Tensor:
+    """Return the values of ``residual`` as fp32: itself, or a new tensor."""
+    return residual if isinstance(residual, Tensor) else residual.unpack()
+
+
+def split(residual: Residual, numels: Sequence[int]) -> list[Residual]:
+    """Return views of ``residual`` of these lengths, one after the other."""
+    found: list[Residual] = []
+    start = 0
+    for numel in numels:
+        found.append(residual[start : start + numel])
+        start += numel
+    return found
+
+
+def squared(residual: Residual) -> float:
+    """Return the squared L2 norm of ``residual``."""
+    if isinstance(residual, QuantizedResidual):
+        return residual.squared()
+    return float(residual.double().square().sum())
+
+
+def is_state(value: Any) -> bool:
+    """Return whether ``value`` is a result of ``QuantizedResidual.state`` with finite values."""
+    if not isinstance(value, dict) or set(value) != _KEYS or value["bits"] not in BITS[:-1]:
+        return False
+    bits, start, numel, data = (value[key] for key in ("bits", "start", "numel", "data"))
+    counts = (bits, start, numel)
+    if not all(isinstance(one, int) and one >= 0 for one in counts) or start >= BLOCK:
+        return False
+    if not isinstance(data, Tensor) or data.dtype != torch.uint8 or data.dim() != 1:
+        return False
+    if data.numel() != nbytes_of(bits, start + numel):
+        return False
+    if bits == 16:
+        return bool(data.view(torch.bfloat16).isfinite().all())
+    codes = data[_levels_nbytes(bits, start + numel) :].view(torch.int16).int() & 0xFFFF
+    return bool((codes <= _TOP[bits][1]).all())
+
+
+def _levels_nbytes(bits: int, numel: int) -> int:
+    return -(-numel // BLOCK) * BLOCK * bits // 8
+
+
+def _floats_of(steps: Tensor) -> Tensor:
+    """Return steps (int16) as fp32."""
+    return ((steps.int() & 0xFFFF) << _DROPPED).view(torch.float32)
