@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from hybridcomp import collectives
 from hybridcomp.channels.channel import Channel, Message
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import Handle, Meter, Transfer, native_nbytes
+from hybridcomp.collectives import Handle, Meter, Splits, Transfer, native_nbytes
 from hybridcomp.collectives.posted import Posting
 
 
@@ -65,7 +65,8 @@ class AllToAll(Message[Handle]):
     Attributes:
         values: of any shape; their flat order counts.
         out: 1-D contiguous, of their dtype; None: allocated where there is a codec.
-        in_splits, out_splits: elements to and from each rank; None: equal parts.
+        in_splits, out_splits: rows to and from each rank; None: equal parts.
+        row: elements of a row.
         async_op: return before ``out`` is complete.
     """
 
@@ -73,29 +74,31 @@ class AllToAll(Message[Handle]):
     out: Tensor | None = None
     in_splits: Sequence[int] | None = None
     out_splits: Sequence[int] | None = None
+    row: int = 1
     async_op: bool = False
 
     def native_nbytes(self, size: int) -> int:
         """Return the bytes of the parts for other ranks."""
-        numel, dtype, splits = self.values.numel(), self.values.dtype, self.in_splits
-        if splits is None:
+        numel, dtype = self.values.numel(), self.values.dtype
+        if self.in_splits is None:
             return native_nbytes.all_to_all_nbytes(numel, dtype, size)
+        splits = Splits.of(self.in_splits, self.row)
         own = splits[dist.get_rank(self.group)]
-        return native_nbytes.send_nbytes(sum(splits) - own, dtype)
+        return native_nbytes.send_nbytes(splits.total - own, dtype)
 
     def send(self, channel: Channel, codec: Codec) -> Handle:
         """Exchange encoded parts; see ``collectives.all_to_all``."""
         values = self.values.detach().contiguous().view(-1)
+        gives = None if self.in_splits is None else Splits.of(self.in_splits, self.row)
+        takes = None if self.out_splits is None else Splits.of(self.out_splits, self.row)
         if self.out is None:
-            takes = values.numel() if self.out_splits is None else sum(self.out_splits)
-            self.out = values.new_empty(takes)
+            self.out = values.new_empty(values.numel() if takes is None else takes.total)
         channel.sample(
             values, codec.split_error_budget(1, 1, result=values.dtype)[0], self.direction
         )
         known, meter = channel.group(self.group), channel.meter(values.device)
         handle = collectives.all_to_all(
-            self.out, values, Transfer(codec, known, meter), self.out_splits, self.in_splits,
-            self.async_op,
+            self.out, values, Transfer(codec, known, meter), takes, gives, self.async_op,
         )  # fmt: skip
         share = len(known.remote) / max(1, known.size - 1)
         return channel.recorded(handle, meter, self, share)

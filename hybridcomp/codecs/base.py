@@ -9,19 +9,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from hybridcomp.codecs.capabilities import Capabilities
-from hybridcomp.codecs.launches import CollectiveKernel, MultiTensorKernel
+from hybridcomp.codecs.launches import CollectiveKernel, MultiTensorKernel, PartsKernel
 from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import DTYPE_CODES, FixedKernels, KernelSet
 
 __all__ = [
-    "Codec", "CollectiveKernel", "FixedCodec", "MultiTensorKernel", "PAYLOAD_ALIGN", "VALUE_DTYPES",
-    "align", "check_add", "check_decode", "check_dtype", "check_encode", "check_payload",
-    "check_size",
+    "Codec", "CollectiveKernel", "FixedCodec", "MultiTensorKernel", "PAYLOAD_ALIGN", "PartsKernel",
+    "VALUE_DTYPES", "align", "check_add", "check_decode", "check_dtype", "check_encode",
+    "check_payload", "check_size",
 ]  # fmt: skip
 
 #: dtypes that a codec accepts as values; tensors of other dtypes are sent natively
@@ -31,6 +33,8 @@ VALUE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.fl
 #: ``wire_nbytes`` is a multiple of it, so that kernels may use aligned vector loads
 PAYLOAD_ALIGN = 16
 
+#: numbers of elements or of bytes, one for each of many payloads
+Lengths = npt.NDArray[np.int64]
 #: values of the message for which ratios are stated: 4 MiB of fp32
 TYPICAL_NUMEL = 1 << 20
 
@@ -111,6 +115,16 @@ class Codec(Capabilities, ABC):
     def each(self, device: torch.device) -> MultiTensorKernel | None:
         """Return kernels for several tensors, where the back end of ``device`` has them."""
         return None
+
+    def parts(self, device: torch.device) -> PartsKernel | None:
+        """Return kernels for parts of one tensor, where the back end of ``device`` has them."""
+        return None
+
+    def wire_nbytes_of(self, numels: Lengths, dtype: torch.dtype) -> Lengths:
+        """Return ``wire_nbytes`` of each of ``numels`` (int64), as int64."""
+        lengths, places = np.unique(numels, return_inverse=True)
+        sizes = [self.wire_nbytes(int(numel), dtype) for numel in lengths]
+        return np.array(sizes, dtype=np.int64)[places]
 
     @abstractmethod
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import (
+    PAYLOAD_ALIGN,
     CollectiveKernel,
     FixedCodec,
+    Lengths,
     MultiTensorKernel,
+    PartsKernel,
     align,
     check_dtype,
     check_encode,
@@ -134,6 +137,12 @@ class BlockInt(FixedCodec):
         encode(self._setting, code, source, values.numel(), out.data_ptr(), nbytes, *kept)
         return True
 
+    def wire_nbytes_of(self, numels: Lengths, dtype: torch.dtype) -> Lengths:
+        check_dtype(self.spec, dtype)
+        blocks, tiles = -(-numels // BLOCK), -(-numels // TILE)
+        nbytes: Lengths = blocks * (4 * self.bits + 1) + tiles
+        return -(-nbytes // PAYLOAD_ALIGN) * PAYLOAD_ALIGN
+
     def fused(self, device: torch.device) -> CollectiveKernel | None:
         make = getattr(self.kernels.on(device), "fused", None)
         fused: CollectiveKernel | None = None if make is None else make(self._setting)
@@ -143,6 +152,11 @@ class BlockInt(FixedCodec):
         make = getattr(self.kernels.on(device), "each", None)
         each: MultiTensorKernel | None = None if make is None else make(self._setting)
         return each
+
+    def parts(self, device: torch.device) -> PartsKernel | None:
+        make = getattr(self.kernels.on(device), "parts", None)
+        parts: PartsKernel | None = None if make is None else make(self._setting)
+        return parts
 
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
         """Return the largest error of an element whose aligned tile of 1024 values has this absmax.

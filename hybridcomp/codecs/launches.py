@@ -7,6 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from hybridcomp.kernels.parts import Parts
+
 #: value of ``skip``: no chunk is left out
 NO_CHUNK = -1
 
@@ -94,3 +96,22 @@ class MultiTensorKernel(Protocol):
         self, payloads: Sequence[Tensor], out: Sequence[Tensor], *, add: bool = False
     ) -> None:
         """Decode each of ``payloads`` into its ``out``; ``add``: add to ``out``, in fp32."""
+
+
+class PartsKernel(Protocol):
+    """Kernels that take all parts of one tensor in one launch, however many they are.
+
+    Tensors must satisfy the codec's ``encode`` and ``decode``; they are not checked again.
+    """
+
+    def encode(self, values: Tensor, parts: Parts, out: Tensor) -> None:
+        """Encode the ``parts`` of ``values``, each into its payload in ``out``."""
+
+    def decode(
+        self, payloads: Tensor, parts: Parts, out: Tensor, ranks: int = 1, slot: int = 0
+    ) -> None:
+        """Decode payloads into the ``parts`` of ``out``.
+
+        With several ``ranks`` each has such payloads, ``slot`` bytes behind those of the rank
+        before, and such parts of its own, an equal share of ``out``.
+        """

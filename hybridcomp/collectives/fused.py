@@ -12,21 +12,25 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import Codec, CollectiveKernel, MultiTensorKernel
+from hybridcomp.codecs.base import Codec, CollectiveKernel, PartsKernel
 from hybridcomp.codecs.launches import NO_CHUNK
 from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.collectives.wire import (
     POOL,
     Reduction,
+    Splits,
     Steps,
     Transfer,
     chunk_ranges,
     first,
+    stretches,
     transport,
 )
+from hybridcomp.kernels.parts import Parts
 
 #: alignment in bytes of buffers that share an allocation: a warp loads that many at once
 PLACE = 512
@@ -167,6 +171,52 @@ def fused_all_gather(
     POOL.give(room)
 
 
+@dataclass(frozen=True)
+class _PartsPlan:
+    """Sizes and places common to all messages whose parts have the same lengths."""
+
+    sent: Parts  # those for other ranks, and their payloads
+    received: Parts
+    gives: Splits  # bytes to each rank
+    takes: Splits
+    places: tuple[int, ...]
+    own: tuple[slice, slice]  # what stays on this rank: in the values, in the output
+
+
+@lru_cache(maxsize=256)
+def _planned_parts(
+    codec: Codec, dtype: torch.dtype, takes: Splits, gives: Splits, me: int
+) -> _PartsPlan:
+    """Plan an exchange of parts of any lengths."""
+    (sent, given), (received, taken) = (
+        _parts_of(codec, dtype, each, me) for each in (gives, takes)
+    )
+    starts = [int(each.array[:me].sum()) for each in (gives, takes)]
+    own = slice(starts[0], starts[0] + gives[me]), slice(starts[1], starts[1] + takes[me])
+    return _PartsPlan(sent, received, given, taken, _places(given.total, taken.total), own)
+
+
+def _parts_of(codec: Codec, dtype: torch.dtype, splits: Splits, me: int) -> tuple[Parts, Splits]:
+    """Return the parts for all ranks but ``me`` with their payloads, and the bytes of these."""
+    numels = splits.array.copy()
+    starts = numels.cumsum() - numels
+    numels[me] = 0
+    nbytes = codec.wire_nbytes_of(numels, dtype)
+    return Parts(starts, numels, nbytes.cumsum() - nbytes), Splits(nbytes)
+
+
+@lru_cache(maxsize=1024)
+def _planned_stretches(
+    codec: Codec, dtype: torch.dtype, numel: int, cuts: tuple[int, ...], ranks: int
+) -> tuple[Parts, int, tuple[int, ...]]:
+    """Plan a gather of shards of ``numel`` elements with cuts: ``(parts, bytes, places)``."""
+    edges = np.array(stretches(0, numel, cuts), dtype=np.int64)
+    numels = edges[:, 1] - edges[:, 0]
+    nbytes = codec.wire_nbytes_of(numels, dtype)
+    slot = int(nbytes.sum())
+    return Parts(edges[:, 0], numels, nbytes.cumsum() - nbytes), slot, _places(slot, ranks * slot)
+
+
 def fused_all_to_all(
     out: Tensor, values: Tensor, fused: CollectiveKernel, via: Transfer
 ) -> Steps[None]:
@@ -174,47 +224,69 @@ def fused_all_to_all(
 
     1 encode all parts but this rank's, which is copied, 2 all-to-all, 3 decode.
     """
-    group, meter = via.group, via.meter
-    me, ranks = group.rank, group.size
-    numels = (values.numel() // ranks,) * ranks
-    plan = _planned(via.codec, values.dtype, numels, me, False)
+    codec, group, meter = via.codec, via.group, via.meter
+    me, each = group.rank, values.numel() // group.size
+    splits = Splits.even(each, group.size)
+    plan = _planned_parts(codec, values.dtype, splits, splits, me)
+    slot = codec.wire_nbytes(each, values.dtype)
     room, (sent, received) = _room(plan.places, values.device)
     # 1
-    out[plan.mine].copy_(values[plan.mine])
+    out[plan.own[1]].copy_(values[plan.own[0]])
     with meter.coding():
-        fused.encode(values, plan.chunk, plan.slot, me, sent)
+        fused.encode(values, each, slot, me, sent)
     # 2
-    yield transport.all_to_all(received, sent, plan.takes, plan.gives, group, meter)
+    yield transport.all_to_all_of(received, sent, plan.takes, plan.gives, group, meter)
     # 3
     with meter.coding():
-        fused.decode(received, plan.chunk, plan.slot, out, me)
+        fused.decode(received, each, slot, out, me)
     POOL.give(room)
 
 
-def each_to_all(
-    places: Sequence[Tensor], sources: Sequence[Tensor], each: MultiTensorKernel, via: Transfer
+def parts_to_all(
+    out: Tensor,
+    values: Tensor,
+    takes: Splits,
+    gives: Splits,
+    kernel: PartsKernel,
+    via: Transfer,
 ) -> Steps[None]:
     """Exchange parts of any lengths, by rank: bytes and bits of ``moves.all_to_all``.
 
     1 encode all parts but this rank's, which is copied, 2 all-to-all, 3 decode.
     """
-    codec, group, meter, own = via.codec, via.group, via.meter, sources[via.group.rank]
-    others = [rank for rank in range(group.size) if rank != group.rank]
-    gives, takes = [0] * group.size, [0] * group.size
-    for rank in others:
-        gives[rank] = codec.wire_nbytes(sources[rank].numel(), own.dtype)
-        takes[rank] = codec.wire_nbytes(places[rank].numel(), own.dtype)
-    room, (sent, received) = _room(_places(sum(gives), sum(takes)), own.device)
-    slots, arrived = (b.unsafe_split_with_sizes(n) for b, n in ((sent, gives), (received, takes)))
+    group, meter = via.group, via.meter
+    plan = _planned_parts(via.codec, values.dtype, takes, gives, group.rank)
+    room, (sent, received) = _room(plan.places, values.device)
     # 1
-    places[group.rank].copy_(own)
+    out[plan.own[1]].copy_(values[plan.own[0]])
     with meter.coding():
-        each.encode([sources[rank] for rank in others], [slots[rank] for rank in others])
+        kernel.encode(values, plan.sent, sent)
     # 2
-    yield transport.all_to_all(received, sent, takes, gives, group, meter)
+    yield transport.all_to_all_of(received, sent, plan.takes, plan.gives, group, meter)
     # 3
     with meter.coding():
-        each.decode([arrived[rank] for rank in others], [places[rank] for rank in others])
+        kernel.decode(received, plan.received, out)
+    POOL.give(room)
+
+
+def gather_parts(shard: Tensor, out: Tensor, kernel: PartsKernel, via: Transfer) -> Steps[None]:
+    """Gather shards with cuts into ``out``: bytes and bits of ``moves.all_gather``.
+
+    1 encode every stretch of this rank's shard, 2 all-gather, 3 decode those of all ranks.
+    """
+    group, meter, numel = via.group, via.meter, shard.numel()
+    parts, slot, places = _planned_stretches(
+        via.codec, shard.dtype, numel, tuple(via.cuts), group.size
+    )
+    room, (payload, gathered) = _room(places, shard.device)
+    # 1
+    with meter.coding():
+        kernel.encode(shard, parts, payload)
+    # 2
+    yield transport.all_gather(gathered, payload, group, meter)
+    # 3
+    with meter.coding():
+        kernel.decode(gathered, parts, out, group.size, slot)
     POOL.give(room)
 
 

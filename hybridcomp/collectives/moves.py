@@ -8,8 +8,13 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from hybridcomp.collectives.fused import each_to_all, fused_all_gather, fused_all_to_all
-from hybridcomp.collectives.hierarchical.intra_node import gather_inside
+from hybridcomp.collectives.fused import (
+    fused_all_gather,
+    fused_all_to_all,
+    gather_parts,
+    parts_to_all,
+)
+from hybridcomp.collectives.hierarchical.intra_node import place_columns
 from hybridcomp.collectives.wire import (
     POOL,
     EncodeRequest,
@@ -17,6 +22,7 @@ from hybridcomp.collectives.wire import (
     Handle,
     Meter,
     Range,
+    Splits,
     Steps,
     Transfer,
     check_values,
@@ -79,17 +85,11 @@ def _in_two_levels(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
     # 1
     column = shard.new_empty(levels.nodes * numel)
     if via.codec.references:  # decoding needs what this rank holds of the column
-        held = [row[levels.local] for row in levels.grid]
-        torch.index_select(out.view(-1, numel), 0, _indices(held, out), out=column.view(-1, numel))
+        held = levels.by_column(out.device)[levels.local * levels.nodes :][: levels.nodes]
+        torch.index_select(out.view(-1, numel), 0, held, out=column.view(-1, numel))
     yield from _all_gather(shard, column, Transfer(via.codec, levels.outer, via.meter, via.cuts))
     # 2
-    lengths = [column.numel()] * levels.width
-    wire, columns = yield from gather_inside(column, lengths, levels, via.meter)
-    places = out.view(-1, numel)
-    for local, gathered in enumerate(columns):
-        for row, values in zip(levels.grid, torch.split(gathered, numel), strict=True):
-            places[row[local]].copy_(values)
-    POOL.give(wire)
+    yield from place_columns(column, out, levels, via.meter)
 
 
 def _all_gather(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
@@ -107,6 +107,9 @@ def _all_gather(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
     fused = None if via.cuts else codec.fused(shard.device)
     if fused is not None:
         return fused_all_gather(shard, out, fused, only)
+    parts = codec.parts(shard.device) if via.cuts else None
+    if parts is not None:
+        return gather_parts(shard, out, parts, Transfer(codec, group, via.meter, via.cuts))
     places = torch.split(out, numel)
     cut = rounds([stretches(0, numel, via.cuts)], (codec,), shard.device, group)
     return overlapped(_gather_round(shard, places, row, only) for (row,) in cut if row)
@@ -141,10 +144,6 @@ def _gather_round(
     POOL.give(own.buffer, gathered)
 
 
-def _indices(ranks: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(ranks, device=like.device)
-
-
 def gather_words(words: Tensor, group: Group, meter: Meter) -> list[list[int]]:
     """Gather the int64 ``words`` (1-D, equally many) of all ranks, by group rank; blocking."""
     out = words.new_empty(group.size * words.numel())
@@ -157,8 +156,8 @@ def all_to_all(
     out: Tensor,
     values: Tensor,
     via: Transfer,
-    out_splits: Sequence[int] | None = None,
-    in_splits: Sequence[int] | None = None,
+    out_splits: Sequence[int] | Splits | None = None,
+    in_splits: Sequence[int] | Splits | None = None,
     async_op: bool = False,
 ) -> Handle:
     """Send part r of ``values`` to group rank r; fill ``out`` with the parts of all ranks.
@@ -170,7 +169,8 @@ def all_to_all(
             ``wait()``.
         values: the same dtype. Not modified. Must not change before ``wait()``.
         via: codec, group and meter.
-        out_splits, in_splits: elements from and to each group rank; None cuts evenly.
+        out_splits, in_splits: elements from and to each group rank; None cuts evenly. A list that
+            comes back, or ``Splits``, is not read again.
         async_op: as for ``all_reduce``.
 
     Raises CodecError on other tensors or splits that do not add up.
@@ -188,38 +188,40 @@ def all_to_all(
     return Handle(_all_to_all(out, values, takes, gives, via), via.meter, async_op)
 
 
-def _splits(name: str, splits: Sequence[int] | None, numel: int, world_size: int) -> list[int]:
+def _splits(
+    name: str, splits: Sequence[int] | Splits | None, numel: int, world_size: int
+) -> Splits:
     if splits is None:
         if numel % world_size:
             raise CodecError(
                 f"{name}: {numel} elements cannot be cut evenly for {world_size} ranks"
             )
-        return [numel // world_size] * world_size
-    if len(splits) != world_size or min(splits) < 0 or sum(splits) != numel:
+        return Splits.even(numel // world_size, world_size)
+    found = Splits.of(splits)
+    if len(found) != world_size or found.least < 0 or found.total != numel:
         raise CodecError(
-            f"{name}: expected {world_size} lengths that add up to {numel}, found {list(splits)}"
+            f"{name}: expected {world_size} lengths that add up to {numel}, found {found.numels}"
         )
-    return list(splits)
+    return found
 
 
 def _all_to_all(
-    out: Tensor, values: Tensor, takes: list[int], gives: list[int], via: Transfer
+    out: Tensor, values: Tensor, takes: Splits, gives: Splits, via: Transfer
 ) -> Steps[None]:
     """Exchange in two launches where the codec has such kernels; else encode part by part."""
     (codec,) = via.codec.split_error_budget(1, 1, result=values.dtype)
-    only, even = Transfer(codec, via.group, via.meter), [gives[0]] * len(gives)
+    only = Transfer(codec, via.group, via.meter)
     if len(gives) == 1:
         out.copy_(values)
         return given(None)
     via.meter.use(codec.spec)
-    fused = codec.fused(values.device) if takes == even == gives and gives[0] else None
+    fused = codec.fused(values.device) if takes.each == gives.each > 0 else None
     if fused is not None:
         return fused_all_to_all(out, values, fused, only)
-    places, sources = torch.split(out, takes), torch.split(values, gives)
-    each = codec.each(values.device) if codec.fixed_size else None
-    if each is not None:
-        return each_to_all(places, sources, each, only)
-    return _parts_to_all(places, sources, only)
+    parts = codec.parts(values.device)
+    if parts is not None:
+        return parts_to_all(out, values, takes, gives, parts, only)
+    return _parts_to_all(torch.split(out, takes.numels), torch.split(values, gives.numels), only)
 
 
 def _parts_to_all(

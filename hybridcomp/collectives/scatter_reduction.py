@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridcomp.codecs.quantized_residual import Residual, as_fp32
 from hybridcomp.collectives.fused import adjacent, fused_reduce_scatter
-from hybridcomp.collectives.hierarchical.intra_node import node_sum
+from hybridcomp.collectives.hierarchical.intra_node import join_columns, node_sum
 from hybridcomp.collectives.reduce_parts import ReducedPart, sum_parts
 from hybridcomp.collectives.wire import (
     POOL,
@@ -77,17 +77,15 @@ def _in_two_levels(
     levels = how.group.levels
     assert levels is not None
     codec = how.codec.for_presummed(levels.width)
-    columns = [[row[column] for row in levels.grid] for column in range(levels.width)]
-    lengths = [sum(shards[rank].numel() for rank in column) for column in columns]
     # 1
-    values = torch.cat([shards[rank] for column in columns for rank in column])
+    values, lengths, column = join_columns(shards, levels)
     if not values.numel():
         return values.to(torch.float32)
     buffer, work = yield from node_sum(values, lengths, codec, how)
     if how.probe is not None:
         how.probe(work, (), None if residuals is None else torch.cat(list(map(as_fp32, residuals))))
     # 2
-    mine = torch.split(work, [shards[rank].numel() for rank in columns[levels.local]])
+    mine = torch.split(work, column)
     between = Reduction(codec, levels.outer, how.meter, flush=how.flush)
     result = yield from _flat(mine, between, residuals, cuts)
     POOL.give(buffer)

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.distributed_c10d import Store
 
 from hybridcomp.errors import AgreementError, PeerError
 from hybridcomp.job import processes
+from hybridcomp.job.statements import StatementRound
 from hybridcomp.log import complain
 
 #: seconds of silence after which the missing ranks are named on stderr; then again whenever
@@ -65,10 +65,15 @@ def agree(
     Returns when all ranks stated the same. Raises AgreementError on every rank, naming the ranks
     and the keys, as soon as all have stated and two differ; and as ``tell`` does.
     """
-    said = tell(statement, what=what, ranks=ranks)
+    speakers = _speakers(ranks)
+    if len(speakers) == 1:
+        return
+    texts, order = _exchanged(statement, what, ranks, speakers)
+    if len(texts) == 1:
+        return
+    said = [texts[place] for place in order]
     differing = [place for place in range(len(said)) if said[place] != said[0]]
-    if differing:
-        raise AgreementError(_difference(said, differing, what, ranks))
+    raise AgreementError(_difference(said, differing, what, ranks))
 
 
 def tell(
@@ -80,22 +85,36 @@ def tell(
     rank that has not stated is seen to have ended, AgreementError when one stays silent for
     PATIENCE of the group's time-out.
 
-    Once all ranks have stated, all have read the round before, and each rank deletes its statement
-    of that round: the store holds one statement of each rank, for each part of the job.
+    Once all ranks have stated, all have read the round before, whose keys are deleted then: the
+    store holds the statements of one round, for each part of the job. What a rank asks of the store
+    does not depend on the number of ranks (``StatementRound``).
     """
-    speakers = range(dist.get_world_size()) if ranks is None else tuple(ranks)
+    speakers = _speakers(ranks)
     if len(speakers) == 1:
         return [dict(statement)]
+    texts, order = _exchanged(statement, what, ranks, speakers)
+    return [dict(texts[place]) for place in order]
+
+
+def _speakers(ranks: Sequence[int] | None) -> Sequence[int]:
+    return range(dist.get_world_size()) if ranks is None else tuple(ranks)
+
+
+def _exchanged(
+    statement: Mapping[str, Any], what: str, ranks: Sequence[int] | None, speakers: Sequence[int]
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """State, wait and read: ``(the different statements, which of them each speaker made)``."""
     part = None if ranks is None else tuple(ranks)
     number = _rounds_of[part]
     _rounds_of[part] += 1
-    whole, me = dist.distributed_c10d._get_default_store(), str(dist.get_rank())
-    store = dist.PrefixStore(_prefix(part, number), whole)  # type: ignore[attr-defined]
-    store.set(me, json.dumps(statement, sort_keys=True))
-    _await_all(store, speakers, what)
+    store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    this = StatementRound(store, _prefix(part, number), me, speakers)
+    this.state(json.dumps(statement, sort_keys=True))
+    _await_all(this, what)
+    found = this.read()
     if number:  # all have stated again, so all have read the round before
-        dist.PrefixStore(_prefix(part, number - 1), whole).delete_key(me)  # type: ignore[attr-defined]
-    return [json.loads(text) for text in store.multi_get([str(rank) for rank in speakers])]
+        StatementRound(store, _prefix(part, number - 1), me, speakers).forget()
+    return found
 
 
 def has_compared() -> bool:
@@ -117,43 +136,53 @@ def start() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def _await_all(store: Store, speakers: Sequence[int], what: str) -> None:
-    missing = list(speakers)
+def _await_all(this: StatementRound, what: str) -> None:
     started, notice, patience = time.monotonic(), NOTICE_S, PATIENCE * _timeout_s()
-    while missing:
-        with contextlib.suppress(RuntimeError, dist.DistStoreError):
-            store.wait([str(missing[0])], timedelta(seconds=min(LOOK_S, NOTICE_S)))
-        missing = _unheard(store, missing, what)
+    while not this.is_told(min(LOOK_S, NOTICE_S)):
+        _check_peers(this, what)
         silent = time.monotonic() - started
-        if missing and silent > patience:
-            raise AgreementError(
-                f"{what}: rank(s) {_ranks(missing)} never stated theirs, in {silent:.0f} s; {ALIKE}"
-            )
-        if missing and silent > notice:
-            notice *= REPEAT
-            if dist.get_rank() == min(set(speakers) - set(missing)):
-                complain(
-                    f"waiting for rank(s) {_ranks(missing)} to state their {what}, "
-                    f"for {silent:.0f} s now. A rank that was started without hybridcomp never "
-                    f"will: {ALIKE}. This job ends in {patience - silent:.0f} s"
+        if silent > patience:
+            if missing := this.unheard():
+                raise AgreementError(
+                    f"{what}: rank(s) {_ranks(missing)} never stated theirs, in {silent:.0f} s; "
+                    f"{ALIKE}"
                 )
+            this.collect()  # the last rank has stated, and ended before it did this
+        elif silent > notice:
+            notice *= REPEAT
+            if this.first_heard():
+                _complain(this, what, silent, patience)
 
 
-def _unheard(store: Store, missing: list[int], what: str) -> list[int]:
-    """Find those of ``missing`` that have not stated yet. Raises PeerError where one has ended.
+def _complain(this: StatementRound, what: str, silent: float, patience: float) -> None:
+    """Name the ranks that are missing, on the one rank that does."""
+    missing = this.unheard()
+    if not missing:
+        this.collect()
+        return
+    complain(
+        f"waiting for rank(s) {_ranks(missing)} to state their {what}, for {silent:.0f} s now. A "
+        f"rank that was started without hybridcomp never will: {ALIKE}. This job ends in "
+        f"{patience - silent:.0f} s"
+    )
+
+
+def _check_peers(this: StatementRound, what: str) -> None:
+    """Raise PeerError where a rank of this host has ended that has not stated yet.
 
     Checks their processes before the store: a rank that stated and then ended counts as stated.
     """
-    ended = processes.gone(missing, dist.group.WORLD)
+    ended = processes.gone(this.speakers, dist.group.WORLD)
     try:
-        unheard = [rank for rank in missing if not store.check([str(rank)])]
+        told = this.is_told()
+        lost = [] if told else [peer for peer in ended if not this.has_stated(peer.rank)]
     except (RuntimeError, dist.DistError):  # the store went with the rank that held it
         if not ended:
             raise
-        unheard = missing
-    if lost := [str(peer) for peer in ended if peer.rank in unheard]:
-        raise PeerError(f"{what}: {', '.join(lost)} {processes.ENDED} and never stated theirs")
-    return unheard
+        lost = ended
+    if lost:
+        named = ", ".join(map(str, lost))
+        raise PeerError(f"{what}: {named} {processes.ENDED} and never stated theirs")
 
 
 @contextlib.contextmanager

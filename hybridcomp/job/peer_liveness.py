@@ -30,6 +30,7 @@ from hybridcomp.errors import ConfigError, HybridcompError, PeerError
 from hybridcomp.job import processes
 from hybridcomp.job.agreement import start, tell, waiting
 from hybridcomp.job.processes import Known, Peer
+from hybridcomp.job.statements import absent
 
 #: seconds in which ranks of other hosts must report that they have failed as well
 ROLL_CALL_S = 5.0
@@ -178,7 +179,8 @@ def _roll_call(peers: Sequence[Peer], silent: list[Peer]) -> None:
             silent.extend(peers)
             while silent and time.monotonic() < deadline:
                 time.sleep(0.2)
-                silent[:] = [peer for peer in silent if not store.check([str(peer.rank)])]
+                missing = absent(store, [peer.rank for peer in silent])
+                silent[:] = [peer for peer in silent if peer.rank in missing]
     except (RuntimeError, dist.DistError):
         silent[:] = [peer for peer in peers if peer.rank == 0]  # usually the store's host
 

@@ -290,13 +290,12 @@ def make_all_to_all_single(layers: Layers) -> Maker:
             channel = layers.channel(group)
             if channel is None:
                 return native()
-            gives = _elements(input, input_split_sizes)
-            takes = _elements(output, output_split_sizes)
-            uneven = gives is not None or takes is not None
+            uneven = input_split_sizes is not None or output_split_sizes is not None
             message = AllToAll(
                 numel=ANY_NUMEL if uneven else input.numel(), dtype=input.dtype, group=group,
                 direction=layers.way(), values=input, out=output.detach().view(-1),
-                in_splits=gives, out_splits=takes, async_op=async_op,
+                in_splits=input_split_sizes, out_splits=output_split_sizes,
+                row=input.shape[1:].numel(), async_op=async_op,
             )  # fmt: skip
             if uneven and input.dim() < 2:
                 return channel.run_native(message, native)
@@ -307,14 +306,6 @@ def make_all_to_all_single(layers: Layers) -> Maker:
         return all_to_all_single
 
     return make
-
-
-def _elements(tensor: Tensor, splits: Sequence[int] | None) -> list[int] | None:
-    """Convert splits in rows to elements of the flat tensor."""
-    if splits is None:
-        return None
-    row = tensor.shape[1:].numel()
-    return [int(split) * row for split in splits]
 
 
 def _put(values: Tensor, out: Tensor) -> None:

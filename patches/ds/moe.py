@@ -107,8 +107,7 @@ class _ExchangeRows(torch.autograd.Function):
         width = int(rows.shape[1])
         message = AllToAll(
             numel=ANY_SIZE, dtype=rows.dtype, group=group, direction=direction, values=rows,
-            in_splits=[count * width for count in in_splits],
-            out_splits=[count * width for count in out_splits],
+            in_splits=in_splits, out_splits=out_splits, row=width,
         )  # fmt: skip
         native: Callable[[], Tensor]
         native = partial(original.forward, ctx, group, rows, in_splits, out_splits)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives.fused import adjacent
 from hybridcomp.collectives.wire import (
     POOL,
     Levels,
@@ -31,6 +32,7 @@ from hybridcomp.collectives.wire import (
     Steps,
     Transfer,
     chunk_ranges,
+    first,
     transport,
 )
 
@@ -60,12 +62,51 @@ def node_sum(
     )
     buffer, total = POOL.take_fp32(mine, values.device)
     with meter.coding():
-        first, *others = received.view(values.dtype).view(levels.width, mine)
-        total.copy_(first)
+        own, *others = received.view(values.dtype).view(levels.width, mine)
+        total.copy_(own)
         for row in others:
             total.add_(row)
     POOL.give(wire)
     return buffer, total.to(values.dtype) if codec.lossless and not how.flush else total
+
+
+def join_columns(shards: Sequence[Tensor], levels: Levels) -> tuple[Tensor, list[int], list[int]]:
+    """Join ``shards``, by group rank, in the order in which ``node_sum`` takes them.
+
+    Returns ``(values, elements for each local rank, elements of this rank's column by node)``.
+    Equal shards that follow each other in memory are brought into that order by one copy.
+    """
+    flat, each = adjacent(shards) if levels.is_regular else None, shards[0].numel()
+    if flat is not None and flat.numel() == each * len(shards):
+        cube = flat.view(levels.nodes, levels.width, each)
+        return (
+            cube.transpose(0, 1).flatten(),
+            [levels.nodes * each] * levels.width,
+            ([each] * levels.nodes),
+        )
+    columns = [[row[column] for row in levels.grid] for column in range(levels.width)]
+    lengths = [sum(shards[rank].numel() for rank in column) for column in columns]
+    values = torch.cat([shards[rank] for column in columns for rank in column])
+    return values, lengths, [shards[rank].numel() for rank in columns[levels.local]]
+
+
+def place_columns(column: Tensor, out: Tensor, levels: Levels, meter: Meter) -> Steps[None]:
+    """Gather the ``column`` of every local rank over the node and write it into ``out``.
+
+    ``column``: equally long shards, by node, of the ranks with this local index; ``out``: those of
+    all ranks, by group rank. One copy writes all.
+    """
+    numel = column.numel() // levels.nodes
+    wire = POOL.take(levels.width * column.nbytes, column.device)
+    gathered = first(wire, levels.width * column.nbytes)
+    yield transport.all_gather(gathered, column.view(torch.uint8), levels.inner, meter)
+    found = gathered[: levels.width * column.nbytes].view(out.dtype)
+    if levels.is_regular:
+        cube = found.view(levels.width, levels.nodes, numel)
+        out.view(levels.nodes, levels.width, numel).copy_(cube.transpose(0, 1))
+    else:
+        out.view(-1, numel).index_copy_(0, levels.by_column(out.device), found.view(-1, numel))
+    POOL.give(wire)
 
 
 def gather_inside(
@@ -90,7 +131,7 @@ def ranges_of_nodes(
     ranges: Sequence[OwnedRange], within: Range, levels: Levels
 ) -> list[OwnedRange]:
     """Return the ranges inside the stretch ``within``, from its start, with nodes for owners."""
-    node_of = {rank: node for node, row in enumerate(levels.grid) for rank in row}
+    node_of = levels.node_of
     return [
         OwnedRange(low - within[0], high - within[0], tuple(sorted({node_of[r] for r in owners})))
         for low, high, owners in _within(ranges, within)

@@ -7,6 +7,7 @@ encoding       values into payloads and back, error feedback, buffers
 exchanges      all-to-all of payloads, and the number of rounds of a message
 gathers        all-gather of payloads
 payload_sizes  sizes of payloads of variable size
+splits         lengths of the parts of an all-to-all
 transport      bytes between ranks; only this calls torch.distributed for messages
 device_clock   the time that a GPU takes
 
@@ -54,6 +55,7 @@ from hybridcomp.collectives.wire.headers import (
     poll_headers,
     spec_digest,
 )
+from hybridcomp.collectives.wire.splits import Splits
 
 __all__ = [
     "Clock",
@@ -73,6 +75,7 @@ __all__ = [
     "ReduceScatterHandle",
     "Reduction",
     "Slots",
+    "Splits",
     "Steps",
     "Transfer",
     "UNREAD",

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -105,6 +107,28 @@ class Levels:
     def width(self) -> int:
         """Return the number of ranks of a node."""
         return len(self.grid[0])
+
+    @cached_property
+    def is_regular(self) -> bool:
+        """Return whether group ranks count node by node, as most launchers number them."""
+        return [rank for row in self.grid for rank in row] == list(range(self.nodes * self.width))
+
+    @cached_property
+    def node_of(self) -> dict[int, int]:
+        """Return the node of every group rank."""
+        return {rank: node for node, row in enumerate(self.grid) for rank in row}
+
+    def by_column(self, device: torch.device) -> Tensor:
+        """Return all group ranks on ``device``, int64: local index by local index, then by node."""
+        found = self._columns.get(device)
+        if found is None:
+            ranks = [rank for column in zip(*self.grid, strict=True) for rank in column]
+            found = self._columns[device] = torch.tensor(ranks, device=device)
+        return found
+
+    @cached_property
+    def _columns(self) -> dict[torch.device, Tensor]:
+        return {}
 
 
 @dataclass(eq=False)

@@ -59,7 +59,7 @@ class CudaLauncher:
         self._index: int = self._device.index
         self._extension = _extension()
         self._start: Callable[..., None] = self._extension.launch
-        self._stream = _stream_getter()
+        self._stream = stream_getter()
         self._workspaces = Workspaces(self._zeroed)
         #: address and context of each kernel
         self._functions: dict[tuple[str, tuple[str, ...], str], tuple[int, int]] = {}
@@ -141,7 +141,7 @@ def _extension() -> Any:
     return extension
 
 
-def _stream_getter() -> Callable[[int], int]:
+def stream_getter() -> Callable[[int], int]:
     """Return a function that gives the address of torch's current stream on a device.
 
     torch's raw getter, which Triton uses as well, costs 0.1 us; a stream object costs 2 us.

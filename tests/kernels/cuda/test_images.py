@@ -172,7 +172,7 @@ def test_a_kernel_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     extension.current_context.return_value = 99
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(launcher, "_extension", lambda: extension)
-    monkeypatch.setattr(launcher, "_stream_getter", lambda: lambda index: 1000 + index)
+    monkeypatch.setattr(launcher, "stream_getter", lambda: lambda index: 1000 + index)
     monkeypatch.setattr(launcher.cuda, "init", lambda: None)
     found = CudaLauncher(torch.device("cuda", 1))
     with mock.patch.object(images, "image", return_value=b"image") as image:
@@ -199,7 +199,7 @@ def test_threads_that_come_at_once_share_a_module(monkeypatch: pytest.MonkeyPatc
     cupy.cuda.Module.return_value.get_function.return_value = mock.Mock(ptr=11)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(launcher, "_extension", mock.MagicMock())
-    monkeypatch.setattr(launcher, "_stream_getter", lambda: lambda index: 1000 + index)
+    monkeypatch.setattr(launcher, "stream_getter", lambda: lambda index: 1000 + index)
     monkeypatch.setattr(launcher.cuda, "init", lambda: None)
 
     def image(*args: object) -> bytes:

@@ -1,0 +1,89 @@
+"""Parts of one tensor in one launch, a few and many: the bytes and bits of a launch for each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hybridcomp.codecs import VALUE_DTYPES, make_codec
+from hybridcomp.kernels.cuda import CudaKernels
+from hybridcomp.kernels.cuda.parts import NEAR
+from hybridcomp.kernels.parts import Parts
+from tests.codecs import arrays
+from tests.kernels.cuda.common import kernels_replaced
+from tests.kernels.cuda.emulated import THREADS, EmulatedLauncher
+
+SETTINGS: list[dict[str, Any]] = [{"bits": 4}, {"bits": 4, "rotate": True}]
+#: one value, whole tiles and parts of them, nothing, more than the block of threads takes
+FEW = (1, 1024, 33, 0, 5000, 2048, 17)
+MANY = tuple((7 * i) % 50 for i in range(NEAR + 60))
+
+
+class Tables(EmulatedLauncher):
+    """Remembers the kernels, and whether their table lay on the device."""
+
+    def __init__(self) -> None:
+        self.kernels: list[tuple[str, bool]] = []
+
+    def launch(
+        self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int],
+        *words: int, threads: int = THREADS, table: bytes | None = None,
+    ) -> None:  # fmt: skip
+        assert table is not None
+        self.kernels.append((kernel.split("_")[2], any(table[8:16])))
+        super().launch(source, defines, kernel, grid, *words, threads=threads, table=table)
+
+
+@pytest.mark.parametrize("lengths", [FEW, MANY], ids=["few", "many"])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_parts_of_a_tensor(settings: dict[str, Any], lengths: tuple[int, ...]) -> None:
+    """Of one rank, then of three ranks whose values and payloads lie apart."""
+    codec, launcher, ranks = make_codec("blockint", **settings), Tables(), 3
+    numels = np.array(lengths, dtype=np.int64)
+    for dtype in VALUE_DTYPES:
+        whole = [arrays.make("nonfinite", sum(lengths), rank, dtype) for rank in range(ranks)]
+        sizes = codec.wire_nbytes_of(numels, dtype)
+        assert sizes.tolist() == [codec.wire_nbytes(n, dtype) for n in lengths]
+        parts = Parts(numels.cumsum() - numels, numels, sizes.cumsum() - sizes)
+        slot = int(sizes.sum())
+        payloads = torch.full((ranks * slot,), 0xA5, dtype=torch.uint8)
+        out = torch.full((ranks * sum(lengths),), 3.0, dtype=dtype)
+        with kernels_replaced(CudaKernels(launcher)):
+            kernel = codec.parts(torch.device("cpu"))
+            assert kernel is not None
+            for rank, values in enumerate(whole):
+                kernel.encode(values, parts, payloads[rank * slot : (rank + 1) * slot])
+            kernel.decode(payloads, parts, out, ranks, slot)
+        backs = torch.split(out, sum(lengths))
+        for values, payload, back in zip(whole, torch.split(payloads, slot), backs, strict=True):
+            rooms = torch.split(payload, sizes.tolist())
+            for one, room, found in zip(
+                torch.split(values, list(lengths)),
+                rooms,
+                torch.split(back, list(lengths)),
+                strict=True,
+            ):
+                expected, right = torch.empty_like(room), torch.empty_like(one)
+                codec.encode(one.clone(), expected)
+                assert torch.equal(expected, room)
+                codec.decode(expected, right)
+                assert torch.equal(arrays.bits_of(right), arrays.bits_of(found))
+    far = len(numels) > NEAR
+    once = [("encode", far)] * ranks + [("decode", far)]
+    assert launcher.kernels == once * len(VALUE_DTYPES)
+
+
+def test_parts_without_values_and_a_wrong_place() -> None:
+    codec, launcher = make_codec("blockint", bits=4), Tables()
+    nothing, one = (np.array([n], dtype=np.int64) for n in (0, 40))
+    with kernels_replaced(CudaKernels(launcher)):
+        kernel = codec.parts(torch.device("cpu"))
+        assert kernel is not None
+        kernel.encode(torch.randn(40), Parts(nothing, nothing, nothing), torch.empty(0))
+        assert not launcher.kernels
+        with pytest.raises(ValueError, match="multiple of 16 bytes"):
+            room = torch.zeros(100, dtype=torch.uint8)[1:]
+            kernel.encode(torch.randn(40), Parts(nothing, one, nothing), room)
