@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.capabilities import Capabilities
-from hybridcomp.codecs.launches import CollectiveKernel, MultiTensorKernel
+from hybridcomp.codecs.launches import CollectiveKernel, MultiTensorKernel, PlannedKernel
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import DTYPE_CODES, FixedKernels, KernelSet
 
 __all__ = [
-    "Codec", "CollectiveKernel", "FixedCodec", "MultiTensorKernel", "PAYLOAD_ALIGN", "VALUE_DTYPES",
-    "align", "check_add", "check_decode", "check_dtype", "check_encode", "check_payload",
+    "Codec", "CollectiveKernel", "FixedCodec", "MultiTensorKernel", "PAYLOAD_ALIGN",
+    "PlannedKernel", "VALUE_DTYPES", "align", "check_add", "check_decode", "check_dtype", "check_encode", "check_payload",
     "check_size",
 ]  # fmt: skip
 
@@ -101,6 +101,10 @@ class Codec(Capabilities, ABC):
 
     def each(self, device: torch.device) -> MultiTensorKernel | None:
         """Return kernels for several tensors, where the back end of ``device`` has them."""
+        return None
+
+    def planned(self, device: torch.device) -> PlannedKernel | None:
+        """Return kernels for any number of stretches, if the back end of ``device`` has them."""
         return None
 
     @abstractmethod

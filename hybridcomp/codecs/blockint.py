@@ -15,6 +15,7 @@ from hybridcomp.codecs.base import (
     CollectiveKernel,
     FixedCodec,
     MultiTensorKernel,
+    PlannedKernel,
     align,
     check_dtype,
 )
@@ -128,6 +129,11 @@ class BlockInt(FixedCodec):
         make = getattr(self.kernels.on(device), "each", None)
         each: MultiTensorKernel | None = None if make is None else make(self._setting)
         return each
+
+    def planned(self, device: torch.device) -> PlannedKernel | None:
+        make = getattr(self.kernels.on(device), "planned", None)
+        planned: PlannedKernel | None = None if make is None else make(self._setting)
+        return planned
 
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
         """Return the largest error of an element whose aligned tile of 1024 values has this absmax.

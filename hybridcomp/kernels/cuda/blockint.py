@@ -5,6 +5,7 @@ from __future__ import annotations
 from hybridcomp.kernels.cuda.functions import CudaFunctions, DamageFlag
 from hybridcomp.kernels.cuda.fused import FusedBlockInt, blockint_image
 from hybridcomp.kernels.cuda.launcher import DTYPES, WARPS, WHOLE, Launcher, ceil_div
+from hybridcomp.kernels.cuda.planned import PlannedBlockInt
 from hybridcomp.kernels.cuda.table import EachBlockInt
 
 
@@ -42,6 +43,10 @@ class BlockIntOnCuda(CudaFunctions):
         if found is None:
             found = self._fused[setting] = FusedBlockInt(self._launcher, setting)
         return found
+
+    def planned(self, setting: int) -> PlannedBlockInt:
+        """Return kernels for the stretches of a plan."""
+        return PlannedBlockInt(self._launcher, setting)
 
     def each(self, setting: int) -> EachBlockInt:
         """Return kernels for several tensors with a payload each."""
