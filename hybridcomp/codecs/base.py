@@ -15,15 +15,20 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.capabilities import Capabilities
-from hybridcomp.codecs.launches import CollectiveKernel, MultiTensorKernel, PartsKernel
+from hybridcomp.codecs.launches import (
+    CollectiveKernel,
+    MultiTensorKernel,
+    PartsKernel,
+    PlannedKernel,
+)
 from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import DTYPE_CODES, FixedKernels, KernelSet
 
 __all__ = [
     "Codec", "CollectiveKernel", "FixedCodec", "MultiTensorKernel", "PAYLOAD_ALIGN", "PartsKernel",
-    "VALUE_DTYPES", "align", "check_add", "check_decode", "check_dtype", "check_encode",
-    "check_payload", "check_size",
+    "PlannedKernel", "VALUE_DTYPES", "align", "check_add", "check_decode", "check_dtype",
+    "check_encode", "check_payload", "check_size",
 ]  # fmt: skip
 
 #: dtypes that a codec accepts as values; tensors of other dtypes are sent natively
@@ -125,6 +130,10 @@ class Codec(Capabilities, ABC):
         lengths, places = np.unique(numels, return_inverse=True)
         sizes = [self.wire_nbytes(int(numel), dtype) for numel in lengths]
         return np.array(sizes, dtype=np.int64)[places]
+
+    def planned(self, device: torch.device) -> PlannedKernel | None:
+        """Return kernels for any number of stretches, if the back end of ``device`` has them."""
+        return None
 
     @abstractmethod
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:

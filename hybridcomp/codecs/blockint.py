@@ -19,6 +19,7 @@ from hybridcomp.codecs.base import (
     Lengths,
     MultiTensorKernel,
     PartsKernel,
+    PlannedKernel,
     align,
     check_dtype,
     check_encode,
@@ -157,6 +158,11 @@ class BlockInt(FixedCodec):
         make = getattr(self.kernels.on(device), "parts", None)
         parts: PartsKernel | None = None if make is None else make(self._setting)
         return parts
+
+    def planned(self, device: torch.device) -> PlannedKernel | None:
+        make = getattr(self.kernels.on(device), "planned", None)
+        planned: PlannedKernel | None = None if make is None else make(self._setting)
+        return planned
 
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
         """Return the largest error of an element whose aligned tile of 1024 values has this absmax.

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from hybridcomp.kernels.parts import Parts
+from hybridcomp.kernels.stretches import PlannedStretch, StretchTable
 
 #: value of ``skip``: no chunk is left out
 NO_CHUNK = -1
@@ -114,4 +116,51 @@ class PartsKernel(Protocol):
 
         With several ``ranks`` each has such payloads, ``slot`` bytes behind those of the rank
         before, and such parts of its own, an equal share of ``out``.
+        """
+
+
+class PlannedKernel(Protocol):
+    """Kernels that take any number of stretches of one tensor in one launch.
+
+    Payloads are the codec's. A table is made once; a launch takes tensors of any address.
+    """
+
+    def table(
+        self, stretches: Sequence[PlannedStretch], device: torch.device, *, sums: bool = False
+    ) -> StretchTable:
+        """Copy ``stretches`` to ``device``; waits for it. ``sums``: for ``sum``."""
+
+    def encode(
+        self,
+        table: StretchTable,
+        values: Tensor | None,
+        payloads: Tensor,
+        residual: Tensor | None = None,
+    ) -> None:
+        """Encode every stretch of ``values`` into its place in ``payloads``.
+
+        With a ``residual`` (fp32, as long as ``values``) ``values + residual`` is sent, and the
+        residual becomes the error of the encoding, 0 where that is not finite. None as ``values``:
+        the residual has that sum already.
+        """
+
+    def decode(self, table: StretchTable, payloads: Tensor, out: Tensor) -> None:
+        """Decode the payload of every stretch into its place in ``out``, fp32."""
+
+    def sum(
+        self,
+        table: StretchTable,
+        payloads: Tensor,
+        own: Tensor,
+        ranks: int,
+        me: int,
+        out: Tensor,
+        residual: Tensor | None = None,
+    ) -> None:
+        """Sum every stretch in fp32 and in rank order into its place in ``out``.
+
+        Args:
+            table: made with ``sums``.
+            payloads: those of all stretches, rank after rank, without rank ``me``.
+            own: the values that rank ``me`` adds exactly, with ``residual``, which becomes 0.
         """

@@ -6,6 +6,7 @@ from hybridcomp.kernels.cuda.functions import CudaFunctions, DamageFlag
 from hybridcomp.kernels.cuda.fused import FusedBlockInt, blockint_image
 from hybridcomp.kernels.cuda.launcher import DTYPES, WARPS, WHOLE, Launcher, ceil_div
 from hybridcomp.kernels.cuda.parts import PartsBlockInt
+from hybridcomp.kernels.cuda.planned import PlannedBlockInt
 from hybridcomp.kernels.cuda.table import EachBlockInt
 
 
@@ -44,6 +45,10 @@ class BlockIntOnCuda(CudaFunctions):
         if found is None:
             found = self._fused[setting] = FusedBlockInt(self._launcher, setting)
         return found
+
+    def planned(self, setting: int) -> PlannedBlockInt:
+        """Return kernels for the stretches of a plan."""
+        return PlannedBlockInt(self._launcher, setting)
 
     def each(self, setting: int) -> EachBlockInt:
         """Return kernels for several tensors with a payload each."""

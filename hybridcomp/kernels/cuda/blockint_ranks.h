@@ -54,10 +54,10 @@ struct Fetches {
     u32 base_at;                   // byte of `Stage::base`
 
     HC_INLINE_MEMBER Fetches(Stage* ring, const u8* payloads, u64 distance, const Layout& layout,
-                             const Span& span, u32 blocks)
+                             const Span& span, u32 blocks, u32 turn)
         : slot(distance) {
         u32 lane = lane_id(), tile = (u32)span.tile(), base = (u32)layout.blocks + tile;
-        levels = payloads + (u64)blockIdx.x * (SUM_WARPS * LEVELS);
+        levels = payloads + (u64)turn * (SUM_WARPS * LEVELS);
         scales = payloads + layout.scales;
         level = threadIdx.x / WARP * LEVELS + CHUNK * lane;
         other = anew(lane ? tile * TILE_BLOCKS + 4 * lane - 4 : base & ~3u);
@@ -138,9 +138,11 @@ HC_INLINE void flush_chunks(const Shared<float>& shared, float* out, const Span&
 // held += `ranks` contributions to a tile of `numel` values, in rank order: this rank's own exact values,
 // and the payloads of the others, `slot` bytes apart. With FEEDBACK there may be the residual `owner`,
 // which the sum begins with, and one of the own values, which they take with them and which becomes 0.
+// `turn`: the number of this block of threads among those of the message.
 template <class E, bool FEEDBACK, class R>
 HC_INLINE void add_ranks(float* held, R& room, const u8* payloads, const typename E::Stored* own, u64 ranks,
-                         u64 me, u64 slot, float* residual, const float* owner, const Span& span) {
+                         u64 me, u64 slot, float* residual, const float* owner, const Span& span,
+                         u32 turn) {
     Layout layout(span.count);
     u32 blocks = layout.blocks_of(span.tile()), others = (u32)ranks - 1;
     bool group = !ROTATE || in_group(span.first(), span.count);
@@ -152,7 +154,7 @@ HC_INLINE void add_ranks(float* held, R& room, const u8* payloads, const typenam
     }
     close_fetch();
     room.fill();  // the table
-    Fetches fetches(room.ring, payloads, slot, layout, span, blocks);
+    Fetches fetches(room.ring, payloads, slot, layout, span, blocks, turn);
 #pragma unroll
     for (u32 s = 0; s < HC_STAGES; ++s) {
         if (s < others) fetches.next(s);

@@ -1,6 +1,8 @@
 // CUDA kernels of blockint that add up ranks: decode, sum and, for an all_reduce, encode again; a warp
-// takes a tile (blockint_ranks.h). HC_DTYPE: as in blockint.cu.
+// takes a tile (blockint_ranks.h). HC_DTYPE: as in blockint.cu. The sums of a plan (table.h) are those of
+// several stretches, each of whole blocks of threads.
 #include "blockint_ranks.h"
+#include "table.h"
 
 namespace hybridcomp {
 namespace blockint {
@@ -8,10 +10,10 @@ namespace blockint {
 // The sum, in fp32. With FEEDBACK it may begin with `owner`, which may be `out`.
 template <class E, bool FEEDBACK>
 HC_INLINE void add_up(const u8* payloads, const void* own, u64 numel, u64 ranks, u64 me, u64 slot,
-                      float* out, float* residual, const float* owner) {
+                      float* out, float* residual, const float* owner, u32 turn) {
     __shared__ Room<E, true> rooms[SUM_WARPS];
     auto& room = rooms[threadIdx.x / WARP];
-    Span span = {blockIdx.x * HC_SUM_THREADS + threadIdx.x, numel, false};
+    Span span = {turn * HC_SUM_THREADS + threadIdx.x, numel, false};
     if (span.tile() >= ceil_div(numel, TILE)) return;  // the whole warp
     const auto* values = (const typename E::Stored*)own;
     span.whole = span.tile_first() + TILE <= numel && whole_vectors(values) && whole_vectors(out) &&
@@ -19,12 +21,23 @@ HC_INLINE void add_up(const u8* payloads, const void* own, u64 numel, u64 ranks,
     float held[BLOCK];
 #pragma unroll
     for (int k = 0; k < BLOCK; ++k) held[k] = -0.0f;  // changes nothing
-    add_ranks<E, FEEDBACK>(held, room, payloads, values, ranks, me, slot, residual, owner, span);
+    add_ranks<E, FEEDBACK>(held, room, payloads, values, ranks, me, slot, residual, owner, span, turn);
     span = span.again();
     __syncwarp();  // all of the room was read
 #pragma unroll
     for (u32 i = 0; i < BLOCK / 4; ++i) write_chunk(held + 4 * i, i, room.wide, out, span);
     flush_chunks(room.wide, out, span);
+}
+
+// The sums of the stretches that this rank owns: those of `values` of `own`, at `out` of `out`; the payloads
+// of one rank for all of them are `slot` bytes apart from those of the next.
+template <class E, bool FEEDBACK>
+HC_INLINE void add_up_planned(const PlannedRow* rows, u64 count, const u8* payloads, const void* own,
+                              u64 ranks, u64 me, u64 slot, float* out, float* residual) {
+    const PlannedRow& row = row_of(rows, count, (u64)blockIdx.x * SUM_WARPS);
+    add_up<E, FEEDBACK>(payloads + row.payload, (const typename E::Stored*)own + row.values, row.numel, ranks,
+                        me, slot, out + row.out, FEEDBACK ? residual + row.values : nullptr, nullptr,
+                        blockIdx.x - (u32)(row.first / SUM_WARPS));
 }
 
 // The sum, encoded into `out`. With FEEDBACK there may be the residual `owner`, which becomes what the
@@ -43,7 +56,8 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
     float held[BLOCK];
 #pragma unroll
     for (int k = 0; k < BLOCK; ++k) held[k] = 0.0f;
-    add_ranks<E, FEEDBACK>(held, room, payloads, values, ranks, me, slot, residual, owner, span);
+    add_ranks<E, FEEDBACK>(held, room, payloads, values, ranks, me, slot, residual, owner, span,
+                           blockIdx.x);
     span = span.again();
     float top = largest_magnitude(held);
     if (HALF && any_in_warp(magnitude_bits(top) >= HALF_OVERFLOW)) {
@@ -90,6 +104,16 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
     const unsigned char *payloads, const void *own, unsigned long long numel,        \
         unsigned long long ranks, unsigned long long me, unsigned long long slot
 
+#define HC_PLANNED_SUM(NAME, E, FEEDBACK)                                                     \
+    extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_BLOCKS)               \
+    blockint_planned_sum_##NAME(const hybridcomp::PlannedRow* rows, unsigned long long count, \
+                                const unsigned char* payloads, const void* own,               \
+                                unsigned long long ranks, unsigned long long me,              \
+                                unsigned long long slot, float* out, float* residual) {       \
+        hybridcomp::blockint::add_up_planned<E, FEEDBACK>(rows, count, payloads, own, ranks,  \
+                                                          me, slot, out, residual);           \
+    }
+
 #define HC_KERNELS(NAME, E, HALF)                                                                 \
     extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_BLOCKS)                   \
     blockint_reduce_##NAME(HC_SUM_ARGUMENTS, unsigned char* out) {                                \
@@ -105,14 +129,16 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
     extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_BLOCKS)                   \
     blockint_sum_##NAME(HC_SUM_ARGUMENTS, float* out) {                                           \
         hybridcomp::blockint::add_up<hybridcomp::E, false>(payloads, own, numel, ranks, me, slot, \
-                                                           out, nullptr, nullptr);                \
+                                                           out, nullptr, nullptr, blockIdx.x);    \
     }                                                                                             \
     extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_BLOCKS)          \
     blockint_sum_feedback_##NAME(HC_SUM_ARGUMENTS, float* out, float* residual,        \
                                  float* owner) {                                                \
         hybridcomp::blockint::add_up<hybridcomp::E, true>(payloads, own, numel, ranks, me, slot,  \
-                                                          out, residual, owner);                  \
-    }
+                                                          out, residual, owner, blockIdx.x);      \
+    }                                                                                             \
+    HC_PLANNED_SUM(NAME, hybridcomp::E, false)                                                    \
+    HC_PLANNED_SUM(feedback_##NAME, hybridcomp::E, true)
 
 #if !defined(HC_DTYPE) || HC_DTYPE == 0
 HC_KERNELS(fp32, EightFp32, false)

@@ -110,14 +110,15 @@ HC_INLINE void encode_held(const H* held, u64 tile, u64 count, u8* out, float* r
 }
 
 // Tile `tile` of `count` values -> its place in their payload, which begins at `out`. With FEEDBACK,
-// values + residual is sent, and the residual becomes what is left.
-template <class E, bool FEEDBACK>
+// values + residual is sent, and the residual becomes what is left; HELD: it has the sum already, and
+// nothing is read at `values`.
+template <class E, bool FEEDBACK, bool HELD = false>
 HC_INLINE void encode_tile(const typename E::Stored* values, u64 count, u64 tile, u8* out,
                            float* residual) {
     u64 first = tile * TILE;
     bool full = first + TILE <= count;
     E held[ROUNDS];
-    load_tile(held, values, first, count, full && whole_vectors(values));
+    if constexpr (!HELD) load_tile(held, values, first, count, full && whole_vectors(values));
     if constexpr (!FEEDBACK && !ROTATE) {
         encode_held<E, false>(held, tile, count, out, nullptr, false);
         return;
@@ -130,7 +131,8 @@ HC_INLINE void encode_tile(const typename E::Stored* values, u64 count, u64 tile
             u64 at = first + i * ROUND + lane_id() * EACH;
 #pragma unroll
             for (int k = 0; k < EACH; ++k) {
-                float value = held[i].value(k);
+                float value = -0.0f;  // changes nothing
+                if constexpr (!HELD) value = held[i].value(k);
                 sums[i].values[k] = FEEDBACK ? sums[i].values[k] + value : value;
             }
             if constexpr (ROTATE) {

@@ -95,28 +95,33 @@ class FusedBlockInt:
         rows = ceil_div(numel, chunk)
         rows -= 0 <= skip < rows
         if rows:
-            image, name = _kernel(self._setting, kernel, dtype)
+            image, name = image_of(self._setting, kernel, dtype)
             grid = (ceil_div(chunk, TILES), rows)
             self._launcher.launch("blockint.cu", image, name, grid, *words)
 
     def _add(self, kernel: str, own: Tensor, *words: int) -> None:
         """Launch a warp for each tile. Raises CodecError for more values than kernels can count."""
         numel = own.numel()
-        if numel >= MOST_SUMMED:
-            raise CodecError(
-                f"blockint: expected fewer than {MOST_SUMMED} values for one rank to sum, found "
-                f"{numel}; reduce in smaller buckets"
-            )
+        check_summed(numel)
         blocks = ceil_div(numel, 32 * SUM_THREADS)
         if blocks:
-            image, name = _kernel(self._setting, kernel, own.dtype)
+            image, name = image_of(self._setting, kernel, own.dtype)
             self._launcher.launch(
                 "blockint_sum.cu", image, name, (blocks, 1), *words, threads=SUM_THREADS
             )
 
 
+def check_summed(numel: int) -> None:
+    """Raise CodecError for more values of one rank than the kernels count."""
+    if numel >= MOST_SUMMED:
+        raise CodecError(
+            f"blockint: expected fewer than {MOST_SUMMED} values for one rank to sum, found "
+            f"{numel}; reduce in smaller buckets"
+        )
+
+
 @cache
-def _kernel(setting: int, kernel: str, dtype: torch.dtype) -> tuple[tuple[str, ...], str]:
+def image_of(setting: int, kernel: str, dtype: torch.dtype) -> tuple[tuple[str, ...], str]:
     """Return the macros of an image and the kernel's name in it; cached, as each launch asks."""
     code = DTYPE_CODES[dtype]
     return blockint_image(setting, code), f"blockint_{kernel}_{DTYPES[code]}"

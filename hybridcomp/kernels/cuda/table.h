@@ -1,6 +1,9 @@
 // A table of tensors, the first argument of kernels that take several at once: a launch for each costs a
 // host more than a GPU needs for a short tensor. It is handed over by value, so there is nothing to copy
 // ahead, nothing to keep alive, and a CUDA graph holds it.
+//
+// The rows of a plan lie in the device's memory instead: they hold positions in tensors whose addresses are
+// arguments, so that all messages with that plan share them, however many there are.
 #pragma once
 
 #include "cuda_device.h"
@@ -27,6 +30,23 @@ HC_INLINE const Row& row_of(const Table& table, u64 tile) {
         else high = middle;
     }
     return table.rows[low];
+}
+
+// By whole tiles one after the other, of sums by whole thread blocks: `first` is the number of the row's
+// first tile.
+struct PlannedRow {
+    u64 first, values, numel, payload, out;  // elements, but `payload`: bytes
+};
+
+// The row that tile `tile` is in; behind the last one's end it is the last.
+HC_INLINE const PlannedRow& row_of(const PlannedRow* rows, u64 count, u64 tile) {
+    u64 low = 0, high = count;
+    while (high - low > 1) {
+        u64 middle = (low + high) / 2;
+        if (rows[middle].first <= tile) low = middle;
+        else high = middle;
+    }
+    return rows[low];
 }
 
 HC_INLINE const Table& as_table(const Table& table) { return table; }
