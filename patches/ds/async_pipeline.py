@@ -4,8 +4,8 @@
 same ones and makes one optimizer step of their gradients, on every stage. Only before it returns,
 earlier stages have made the first passes forward of the next batch (``pipelines/passes.py``), so
 stage s has read (S - 1 - s) (1 + slack) micro-batches ahead. Upstream's instructions do the work,
-in an order of this module's; messages are posted (``posted_messages``), and so is the broadcast of
-the loss.
+in an order of this module's; messages are posted (``posted_messages``), and so is the loss, from
+the last stage to each.
 
 Between two calls all stages have made the same number of steps. An evaluation, a checkpoint and a
 changed number of micro-batches *drain* the pipeline: what has been computed ahead is dropped, and
@@ -18,7 +18,6 @@ gradients, and so clipping, is that of the stage.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -58,7 +57,6 @@ class AsyncPipeline:
         )
         self.data = ReadAhead(engine)
         self.engaged = self._is_running = False
-        self._losses: deque[tuple[Any, Tensor]] = deque()
 
     @property
     def first(self) -> int:
@@ -113,8 +111,6 @@ class AsyncPipeline:
         self.order.begin(self.versions.newest)
         self.versions.drop()
         self.data.replay()
-        while self._losses:
-            self._losses.popleft()[0].wait()
         for slots in self.engine.pipe_buffers.values():
             slots[:] = [None] * len(slots)
 
@@ -207,27 +203,22 @@ class AsyncPipeline:
         ``original``: upstream's ``_aggregate_total_loss``, which broadcasts and waits.
         """
         engine = self.engine
-        group, extra = engine.mpu.get_pipe_parallel_group(), engine.module.get_additional_losses()
+        extra, last = engine.module.get_additional_losses(), engine.num_stages - 1
         names = [] if extra is None else list(extra)
         if engine.is_last_stage():
             with replaced(engine, "is_pipe_parallel", False):  # nothing is broadcast
                 found = original(engine)
             more = engine.agg_additional_losses or {}
             values = torch.stack([engine.dp_group_loss, found, *more.values()]).float()
-            self._losses.append((self._broadcast(values, group), values))
-            while len(self._losses) > engine.num_stages + 1:
-                self._losses.popleft()[0].wait()
+            others = [engine.grid.stage_to_global(stage_id=stage) for stage in range(last)]
+            self.posts.send_all(values, others)
             return found
         values = torch.zeros(2 + len(names), device=engine.device)
-        self._broadcast(values, group).wait()
+        self.posts.receive_all(values, engine.grid.stage_to_global(stage_id=last))
         engine.dp_group_loss, found = values[0].clone(), values[1].clone()
         if names:
             engine.agg_additional_losses = dict(zip(names, values[2:].clone(), strict=True))
         return found
-
-    def _broadcast(self, values: Tensor, group: Any) -> Any:
-        source = int(self.engine._loss_stage_global_rank())
-        return dist.broadcast(values, source, group=group, async_op=True)
 
 
 def start(engine: Any, channel: Channel, settings: AsyncPipelineConfig) -> AsyncPipeline:

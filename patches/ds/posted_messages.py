@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +92,7 @@ class PostedMessages:
         self._sources = sources
         self._arriving: dict[Direction, _Arriving] = {way: _Arriving() for way in groups}
         self._sent: dict[Direction, deque[list[PostedUnderWay]]] = {w: deque() for w in groups}
+        self._told: deque[list[PostedUnderWay]] = deque()
         self.waited_s = 0.0
 
     def expect(self, direction: Direction, sets: int) -> None:
@@ -139,6 +140,23 @@ class PostedMessages:
         arriving.begun = max(arriving.begun, 1)
         self._post_ahead(direction)
 
+    def send_all(self, values: Tensor, others: Sequence[int]) -> None:
+        """Post ``values`` to each of the global ranks ``others``, for their ``receive_all``.
+
+        No broadcast: some of its members would pass it on, and those before them wait. Sends of
+        older values are completed, of which so many are under way as the first stage is behind.
+        """
+        group = self._groups["backward"]
+        works = [transport.send(values, rank, group, Meter()) for rank in others]
+        self._told.append([PostedUnderWay(work, values, None) for work in works])
+        while len(self._told) > 2 * self.depth * (len(others) + 1):
+            for message in self._told.popleft():
+                message.wait()
+
+    def receive_all(self, out: Tensor, source: int) -> None:
+        """Receive into ``out`` what the global rank ``source`` gives to ``send_all``."""
+        transport.recv(out, source, self._groups["backward"]).wait()
+
     def drain(self) -> None:
         """Complete all messages, and forget those that have arrived, and the forms of sets.
 
@@ -147,7 +165,7 @@ class PostedMessages:
         for arriving in self._arriving.values():
             while arriving.messages:
                 self.waited_s += arriving.messages.popleft().wait()
-        for sent in self._sent.values():
+        for sent in (*self._sent.values(), self._told):
             while sent:
                 for message in sent.popleft():
                     message.wait()

@@ -40,9 +40,9 @@ class Simulation:
         self.job, self.stages, self.rate = job, stages, job.rate
         self.count = job.micro_batches
         self.weights = [[weight(stage)] for stage in range(stages)]
-        each = 1 + (job.pipeline or {}).get("slack", 0)
-        self.lead = [(stages - 1 - s) * each for s in range(stages)]
-        self.delays = [ahead / self.count for ahead in self.lead]
+        each = 1 + int((job.pipeline or {}).get("slack", 0))
+        self.lead: list[int] = [(stages - 1 - s) * each for s in range(stages)]
+        self.delays: list[float] = [ahead / self.count for ahead in self.lead]
 
     def seen(self, micro: int, stage: int) -> int:
         """The steps that stage had made at the pass forward."""
@@ -156,7 +156,7 @@ class Spike(Newest):
 
     def forward(self, micro: int, stage: int) -> Tensor:
         step = self.seen(micro, stage)
-        moved = self.rate * self.delays[stage] * self.velocity[stage][step]
+        moved: Tensor = self.rate * self.delays[stage] * self.velocity[stage][step]
         return self.weights[stage][step] - moved
 
     def next(self, stage: int, step: int, grad: Tensor) -> Tensor:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from tests.training.pipe_trainer import start_deepspeed
@@ -27,6 +30,7 @@ class AsyncJob:
     config: dict[str, Any] = field(default_factory=dict)
     block: dict[str, Any] = field(default_factory=dict)
     rate: float = 0.05
+    checkpoint: bool | None = None  # activations are recomputed, reentrant or not
     save_at: int = 0  # a checkpoint after so many steps
     evaluate_at: int = 0
     resume: bool = False  # from the checkpoint, from ``save_at`` on
@@ -43,7 +47,7 @@ class AsyncOutcome:
     evaluations: list[float]
     most_held: int = 1
     staleness: int = 0
-    messages: dict[Any, Any] = field(default_factory=dict)
+    collectives: int = 0  # of all stages, in train_batch
 
 
 def weight(stage: int) -> Tensor:
@@ -87,8 +91,12 @@ def build(job: AsyncJob, stages: int) -> Any:
     from deepspeed.pipe import LayerSpec, PipelineModule
 
     layers = [LayerSpec(Stage, stage, job.dtype) for stage in range(stages)]
+    settings: dict[str, Any] = {}
+    if job.checkpoint is not None:
+        again = partial(torch.utils.checkpoint.checkpoint, use_reentrant=job.checkpoint)
+        settings = {"activation_checkpoint_func": again, "activation_checkpoint_interval": 1}
     return PipelineModule(
-        layers, num_stages=stages, loss_fn=mean_square, partition_method="uniform"
+        layers, num_stages=stages, loss_fn=mean_square, partition_method="uniform", **settings
     )
 
 
@@ -141,6 +149,42 @@ def run(stages: int, jobs: Sequence[AsyncJob], folder: str = "") -> list[AsyncOu
     return outcomes
 
 
+class Collectives:
+    """Counts collectives of more than one rank."""
+
+    NAMES = (
+        "all_reduce",
+        "broadcast",
+        "barrier",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+    )
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        import torch.distributed as dist
+
+        own = {name: getattr(dist, name) for name in self.NAMES}
+
+        def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self.count += dist.get_world_size(kwargs.get("group")) > 1
+                return function(*args, **kwargs)
+
+            return call
+
+        try:
+            for name, function in own.items():
+                setattr(dist, name, watched(function))
+            yield
+        finally:
+            for name, function in own.items():
+                setattr(dist, name, function)
+
+
 def train(job: AsyncJob, stages: int, folder: str) -> AsyncOutcome:
     import hybridcomp
     from hybridcomp.patches.ds.pipe import PIPE
@@ -151,17 +195,21 @@ def train(job: AsyncJob, stages: int, folder: str) -> AsyncOutcome:
         engine.load_checkpoint(folder, tag="saved")
         first = job.save_at
     source = data(job, first * job.micro_batches)
-    losses, evaluations = [], []
+    losses, evaluations, collectives = [], [], Collectives()
     for step in range(first, job.steps):
         if step == job.revert_at:
             hybridcomp.uninstall()
-        losses.append(float(engine.train_batch(source)))
+        with collectives.counted():
+            losses.append(float(engine.train_batch(source)))
         if step + 1 == job.evaluate_at:
             evaluations.append(float(engine.eval_batch(data(job))))
         if step + 1 == job.save_at and not job.resume:
             engine.save_checkpoint(folder, tag="saved")
     found = AsyncOutcome(
-        losses, [p.detach().clone() for p in engine.module.parameters()], evaluations
+        losses,
+        [p.detach().clone() for p in engine.module.parameters()],
+        evaluations,
+        collectives=collectives.count,
     )
     pipe = getattr(engine, PIPE, None)
     if pipe is not None and pipe.waitless is not None:

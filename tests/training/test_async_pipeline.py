@@ -19,6 +19,8 @@ from tests.training.async_trainer import AsyncJob, AsyncOutcome
 RECURRENCES: dict[str, tuple[AsyncJob, simulation.Maker]] = {
     "pipedream": (AsyncJob({"versions": "stash"}), simulation.Simulation),
     "pipedream of 4": (AsyncJob({"versions": "stash"}, 4), simulation.Simulation),
+    "recomputed": (AsyncJob({"versions": "stash"}, checkpoint=True), simulation.Simulation),
+    "recomputed, newest": (AsyncJob({"versions": 1}, checkpoint=False), simulation.Newest),
     "with slack": (AsyncJob({"versions": "stash", "slack": 1}, 4), simulation.Simulation),
     "2bw": (AsyncJob({"versions": 2}, 4), simulation.TwoVersions),
     "newest": (AsyncJob({"versions": 1}), simulation.Newest),
@@ -132,6 +134,23 @@ def test_other_engines(on_ranks: RunRanks) -> None:
     _, native, lossy, *_ = ranks[0]
     assert native.losses != lossy.losses
     assert abs(native.losses[-1] / lossy.losses[-1] - 1) < 0.05
+
+
+def test_no_stage_waits_in_a_step(on_ranks: RunRanks) -> None:
+    """Norms, clipping and the loss are no collectives of the stages; a flush has several."""
+    silent = {"ledger": {"every": 10**9, "sample_every": 0}}
+    clipped = {"gradient_clipping": 1.0}
+    base = AsyncJob({"versions": 2}, 2, steps=3, block=silent, optimizer="adamw", config=clipped)
+    jobs = [
+        replace(base, dtype=torch.float32),
+        replace(base, dtype=torch.bfloat16, config={**BF16, **clipped}),
+        replace(base, dtype=torch.bfloat16, config={**ZERO1, **clipped}),
+        replace(base, dtype=torch.float32, pipeline=None),
+    ]
+    for outcomes in on_ranks(2, async_trainer.run, 2, jobs):
+        *waitless, flush = [outcome.collectives for outcome in outcomes]
+        assert waitless == [0, 0, 0]
+        assert flush >= 3
 
 
 def test_reverted(on_ranks: RunRanks) -> None:
