@@ -41,7 +41,7 @@ class IslandUnit:
     def __init__(self, islands: Islands) -> None:
         """Make the group of this rank alone."""
         self.islands = islands
-        self._alone = dist.new_group(
+        self._alone: dist.ProcessGroup = dist.new_group(
             [dist.get_rank()], timeout=peer_liveness.time_limit(), use_local_synchronization=True
         )
 
@@ -61,7 +61,7 @@ class IslandUnit:
         """Return the place of this rank among them."""
         return self.islands.place
 
-    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
         """Return the group of this rank alone."""
         return self._alone
 
