@@ -213,7 +213,7 @@ class IslandMeetings:
         rows = message.new_empty(len(self.islands.rows) * part.numel)
 
         def native() -> Callable[[], Any]:
-            work = all_gather_single(rows, message, group=group, async_op=True)
+            work: dist.Work = all_gather_single(rows, message, group=group, async_op=True)
             return work.wait
 
         wait = self._channel.run(

@@ -57,12 +57,12 @@ class UnderWay:
     Attributes:
         message: what was sent, before encoding.
         kept: the residual that went into it; None: none.
-        moved: what the island had moved since its message before.
+        moved: what the island had moved since its message before; None unless progress is kept.
     """
 
     message: Tensor
     kept: Tensor | None
-    moved: Tensor
+    moved: Tensor | None
 
 
 @dataclass(eq=False)
@@ -95,7 +95,7 @@ class Fragment:
         self.residual = None
         if rule.keeps_progress:
             self.base = now.clone()
-        self.under_way.append(UnderWay(message, kept, moved))
+        self.under_way.append(UnderWay(message, kept, moved if rule.keeps_progress else None))
         return message
 
     def arrive(self, sent: Sequence[Tensor], own: int, now: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class Fragment:
         self.start.sub_(change)
         if not rule.keeps_progress:
             return torch.lerp(self.start, now, rule.mix) if rule.mix else self.start.clone()
-        assert self.base is not None, "sent"
+        assert self.base is not None and message.moved is not None, "sent"
         if not self.under_way and torch.equal(self.base, now):  # nothing is left to keep
             self.base = self.start.clone()
             return self.start.clone()
@@ -127,7 +127,7 @@ class Fragment:
         message = self.under_way.popleft()
         if message.kept is not None:
             self._keep(message.kept)
-        if self.base is not None:
+        if self.base is not None and message.moved is not None:
             self.base.add_(message.moved)
 
     def fall_back(self) -> Tensor:

@@ -90,9 +90,9 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
         if block is not None:
             notes, absent = _plan(block, ds_json, bound.arguments)
         early_engines.register(self, attached=block is not None)
-        data = island_unit.give(bound.arguments, block)
+        given = island_unit.give(bound.arguments, block)
         original(*bound.args, **bound.kwargs)
-        island_unit.deal(self, data)
+        island_unit.finish(self, given)
         if block is None:
             process.say_native("DeepSpeed's engine", _lacking(ds_json))
             process.mark_no_block()

@@ -26,6 +26,8 @@ from hybridcomp.patches.common.parameter_names import named_once
 from hybridcomp.sync import Islands, Masters
 
 KEY = "compression.sync"
+#: attribute of an engine: the islands of its job
+ATTRIBUTE = "_hybridcomp_islands"
 #: the ways in which DeepSpeed's optimizers keep fp32 weights: attribute, whether ranks share it
 _KEPT = (
     ("single_partition_of_fp32_groups", False),  # stages 1 and 2
@@ -41,7 +43,7 @@ class IslandUnit:
     def __init__(self, islands: Islands) -> None:
         """Make the group of this rank alone."""
         self.islands = islands
-        self._alone = dist.new_group(
+        self._alone: dist.ProcessGroup = dist.new_group(
             [dist.get_rank()], timeout=peer_liveness.time_limit(), use_local_synchronization=True
         )
 
@@ -61,7 +63,7 @@ class IslandUnit:
         """Return the place of this rank among them."""
         return self.islands.place
 
-    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
         """Return the group of this rank alone."""
         return self._alone
 
@@ -74,11 +76,14 @@ class IslandUnit:
         return 0
 
 
-def give(arguments: MutableMapping[str, Any], block: CompressionConfig | None) -> Any:
+def give(
+    arguments: MutableMapping[str, Any], block: CompressionConfig | None
+) -> tuple[Islands, Any] | None:
     """Put an ``IslandUnit`` into an engine's ``arguments``, where the block has islands.
 
-    Returns the training data, which DeepSpeed would deal to the ranks of an island alone; None
-    where it may. Raises ConfigError where the engine has groups of its own.
+    Returns what ``finish`` has to do once the engine is built: the islands, and the training data,
+    which DeepSpeed would deal to the ranks of an island alone. None without islands. Raises
+    ConfigError where the engine has groups of its own.
     """
     islands = None if block is None else island_steps.islands_in(block)
     if islands is None:
@@ -89,11 +94,20 @@ def give(arguments: MutableMapping[str, Any], block: CompressionConfig | None) -
             raise ConfigError(KEY, Shown(f"deepspeed.initialize(..., {name}=...)"), todo)
     arguments["mpu"] = IslandUnit(islands)
     data, arguments["training_data"] = arguments.get("training_data"), None
-    return data
+    return islands, data
 
 
-def deal(engine: Any, data: Any) -> None:
-    """Deal training data to all ranks of the job."""
+def finish(engine: Any, given: tuple[Islands, Any] | None) -> None:
+    """Deal training data to all ranks of the job, and take the unit from the engine again.
+
+    DeepSpeed's modules keep it. A script asks the engine's ``mpu`` for the part of the data that is
+    this rank's, and in two islands these ranks are the same.
+    """
+    if given is None:
+        return
+    islands, data = given
+    engine.mpu = None
+    setattr(engine, ATTRIBUTE, islands)
     if data is not None:
         sampler: Any = DistributedSampler(data) if hasattr(data, "__len__") else None
         engine.training_dataloader = engine.deepspeed_io(data, data_sampler=sampler)
@@ -172,7 +186,7 @@ def folder_of(engine: Any, folder: str) -> str:
     The first keeps them in ``folder`` itself: its optimizer states are as good as any. Others have
     states of their own under the same names.
     """
-    islands = unit_of(engine)
+    islands = islands_of_engine(engine)
     return folder if islands is None else island_folder(folder, islands.index)
 
 
@@ -186,7 +200,7 @@ def saved_folder(engine: Any, folder: str, tag: str) -> str:
 
     In a job of more islands than saved it, each takes one of those that are there.
     """
-    islands = unit_of(engine)
+    islands = islands_of_engine(engine)
     if islands is None:
         return folder
     count = 1
@@ -195,7 +209,7 @@ def saved_folder(engine: Any, folder: str, tag: str) -> str:
     return island_folder(folder, islands.index % count)
 
 
-def unit_of(engine: Any) -> Islands | None:
+def islands_of_engine(engine: Any) -> Islands | None:
     """Return the islands of an engine; None where it has none."""
-    unit = getattr(engine, "mpu", None)
-    return unit.islands if isinstance(unit, IslandUnit) else None
+    found: Islands | None = getattr(engine, ATTRIBUTE, None)
+    return found

@@ -8,6 +8,7 @@ launcher, and prints one table for each layout with a picture of the curves. A r
 not repeated: started again, the study goes on where it was cut off.
 
 --blocks FILE holds {"name": block, ...} or {"layout": {"name": block, ...}}, beside the presets.
+--islands H ... adds islands of one rank that meet every H steps (DiLoCo), by bits, and sparse ones.
 --peers NAME ... trains other methods too (scripts/bench/train_peer.py), where a layout is data
 parallel: under torch's own engines (ddp2, fsdp2) torch's own.
 """
@@ -163,6 +164,7 @@ def blocks_of(options: argparse.Namespace, layout: str) -> dict[str, dict[str, A
     """Return the blocks by name that are trained in ``layout``, the baseline first."""
     found: dict[str, dict[str, Any] | None] = {BASELINE: None}
     found.update({name: {"preset": name, "when": "always"} for name in options.presets})
+    found.update(block for every in options.islands for block in islands(every))
     if options.blocks:
         written = json.loads(options.blocks.read_text())
         known = {key for key in written if key in LAYOUTS}
@@ -170,6 +172,16 @@ def blocks_of(options: argparse.Namespace, layout: str) -> dict[str, dict[str, A
             raise SystemExit(f"{options.blocks}: names layouts and blocks at one level; separate")
         found.update(written.get(layout, {}) if known else written)
     return found
+
+
+def islands(every: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield blocks of islands that meet every ``every`` steps: exact, by bits, and sparse."""
+    common = {"islands": 1, "every": every}
+    yield f"H{every} fp32", {"sync": {**common, "preset": "diloco"}}
+    for bits in (8, 4, 2):
+        coded = {"codec": "blockint", "bits": bits, "error_feedback": True}
+        yield f"H{every} {bits} bits", {"sync": {**common, "preset": "diloco", **coded}}
+    yield f"H{every} sparse", {"sync": {**common, "preset": "sparseloco"}}
 
 
 def cases_of(options: argparse.Namespace) -> Iterator[Case]:
@@ -224,6 +236,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="smaller batches, for slow machines",
     )
+    add("--islands", type=int, nargs="*", default=[], metavar="H", help="steps between meetings")
     add("--peers", nargs="*", metavar="NAME", default=[], help="of scripts/bench/train_peer.py")
     add("--blocks", type=Path, metavar="FILE", help="further blocks, JSON")
     add("--data", type=Path, default=Path("data/text"), metavar="PREFIX")

@@ -50,7 +50,8 @@ class PlainTrainer:
         grid = engine.mpu  # where layers are cut: several ranks then take the same samples
         self.share = Share(
             rank=grid.get_data_parallel_rank() if grid else dist.get_rank(),
-            world_size=engine.dp_world_size,
+            # islands (sync) have a data-parallel group each, and data of their own
+            world_size=engine.dp_world_size if grid else dist.get_world_size(),
             micro_batch=engine.train_micro_batch_size_per_gpu(),
             micro_batches=engine.gradient_accumulation_steps(),
         )

@@ -39,6 +39,8 @@ ALL: list[Codec] = [
     make_codec("mpc", dim=1),
     make_codec("mpc", dim=3),
     make_codec("expcode"),
+    make_codec("topk"),
+    make_codec("topk", bits=5, density=0.2),
     make_codec("radix"),
     make_codec("radix", error_bound=1e-3, segment=256),
     make_codec("radix", error_bound=1e-5, mode="abs"),
@@ -52,13 +54,13 @@ DAY: list[Codec] = [
     make_codec("blockint", bits=4, rotate=True, levels="gaussian"),
     make_codec("zfp", rate=9.25),
     make_codec("powersgd", rank=2),
-    *ALL[-6:],
+    *ALL[-8:],
 ]
 LOSSY = [codec for codec in ALL if not codec.lossless]
 #: aligned values that share a scale, so that their absmax bounds the error of each
-BOUND_BLOCK = {"fp8": 4096, "blockint": 1024, "zfp": 4}
+BOUND_BLOCK = {"fp8": 4096, "blockint": 1024, "zfp": 4, "topk": 4096}
 #: aligned values that a NaN or Inf may spoil
-NAN_BLOCK = {"blockint": 32, "zfp": 4}
+NAN_BLOCK = {"blockint": 32, "zfp": 4, "topk": 4096}
 
 codecs = st.sampled_from(ALL)
 

@@ -146,7 +146,7 @@ BROKEN: list[tuple[Any, str, tuple[str, ...]]] = [
     (
         {"zero": {**BLOCKINT, "error_feedback": True}},
         "compression.zero.error_feedback",
-        ("only dp can have error_feedback",),
+        ("only dp, sync can have error_feedback",),
     ),
     ({"dp": {**BLOCKINT, "delta": True}}, "compression.dp.delta", ("only zero can have delta",)),
     (

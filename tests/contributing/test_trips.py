@@ -104,11 +104,11 @@ def test_a_trip_takes_few_files(walked: Walked, page: str) -> None:
 def test_messages_of_the_dimension_are_encoded_and_counted(walked: Walked) -> None:
     errors = [float(value) for value in re.findall(r"largest error ([\d.e-]+)", walked.printed)]
     assert len(errors) == 2 and errors[0] == errors[1] and 0 < errors[0] < 0.02
-    assert re.search(r"\[hybridcomp\] step 1: sync blockint\(bits=8\) 3\.\d+x", walked.printed)
+    assert re.search(r"\[hybridcomp\] step 1: sites blockint\(bits=8\) 3\.\d+x", walked.printed)
 
 
 def test_the_pages_have_the_dimension(walked: Walked) -> None:
-    section = walked.page("block.md").partition("\n## sync\n")[2].partition("\n## ")[0]
+    section = walked.page("block.md").partition("\n## sites\n")[2].partition("\n## ")[0]
     assert "Averages of sites that meet every few steps. Default: native." in section
     assert "| `guard` | [see below](#guard) |" in section and "`error_feedback`" not in section
     assert "`sites`" in walked.page("presets.md")

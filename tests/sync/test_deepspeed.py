@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from hybridcomp.errors import ConfigError
 from tests.ranks import run_ranks
-from tests.training.trainer import Job, make_engine, parameters, train_step
+from tests.training.trainer import Job, ds_config, make_engine, parameters, train_step
 
 SGD = {"type": "SGD", "params": {"lr": 0.05}}
 LOCAL: dict[str, Any] = {
@@ -44,6 +45,30 @@ def every_step(jobs: list[Job]) -> None:
 def test_every_step_is_the_native_job(stage: int) -> None:
     jobs = [Job(stage=stage, accumulation=2), Job(stage=stage, dtype="bf16")]
     run_ranks(4, every_step, jobs, timeout=600.0)
+
+
+def dealt() -> None:
+    """Training data goes to all ranks of the job, and a script sees no layout of an island's."""
+    import deepspeed
+
+    job = Job(stage=1, block=LOCAL)
+    make_engine(job).destroy()
+    model, data = torch.nn.Linear(1, 1), torch.utils.data.TensorDataset(torch.arange(64.0)[:, None])
+    engine, _, loader, _ = deepspeed.initialize(
+        model=model, config=ds_config(job), training_data=data
+    )
+    assert engine.mpu is None
+    seen = torch.tensor(list(loader.data_sampler))  # workers would be children of a daemon
+    every = [torch.empty_like(seen) for _ in range(4)]
+    torch.distributed.all_gather(every, seen)
+    assert torch.cat(every).sort().values.tolist() == list(range(64))
+    with pytest.raises(ConfigError, match=r"sync: found deepspeed.initialize\(..., mpu=...\)"):
+        deepspeed.initialize(model=model, config=ds_config(job), mpu=object())
+    engine.destroy()
+
+
+def test_training_data_goes_to_all_ranks() -> None:
+    run_ranks(4, dealt, timeout=600.0)
 
 
 ADAM: dict[str, Any] = {

@@ -81,7 +81,7 @@ class Job:
                 tokens = torch.randint(0, 17, (3, 5), generator=self.data)
                 logits = self.model(tokens)
                 loss = nn.functional.cross_entropy(logits.view(-1, 17), tokens.roll(1, 1).view(-1))
-                (loss / micro_batches).backward()
+                torch.autograd.backward(loss / micro_batches)
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.step += 1
