@@ -3,7 +3,7 @@
 4 and 8 bits: integers with one step for every 32 values (``kernels/formats/residual.h``), 0.56 and
 1.06 bytes a value. What is kept differs from what was left out by at most half a step of its block
 of 32 values; a step is 1/127 of the block's absmax at 8 bits, and 1/7 at 4, rounded up by at most
-0.4 %. 16 bits: bf16, off by at most 1/512 of the value. A block that is unpacked and packed again
+0.4 %. 16 bits: bf16, off by at most 1/256 of the value. A block that is unpacked and packed again
 keeps its bits.
 """
 

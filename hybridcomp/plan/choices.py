@@ -29,18 +29,23 @@ class Choice:
     """One direction of one dimension: native, or a codec's setting as the block writes it.
 
     setting: the items of the block's object, sorted, for example ``(("bits", 4), ("codec",
-    "blockint"))``; empty: native. error_feedback: of ``dp``. delta: of ``zero``.
+    "blockint"))``; empty: native. error_feedback: of ``dp``; residual_bits: of a residual's value.
+    delta: of ``zero``.
     """
 
     setting: tuple[tuple[str, Any], ...] = ()
     error_feedback: bool = False
     delta: bool = False
+    residual_bits: int = 32
 
     @classmethod
     def of(cls, written: Mapping[str, Any] | str) -> Choice:
         """Read a choice from an object of the block, or from a bare name of a codec."""
         items = {"codec": written} if isinstance(written, str) else dict(written)
-        own = {name: bool(items.pop(name, False)) for name in OWN}
+        own: dict[str, Any] = {name: items.pop(name, False) for name in OWN}
+        if isinstance(own["error_feedback"], Mapping):
+            own["residual_bits"] = own["error_feedback"].get("bits", 32)
+            own["error_feedback"] = True
         if items.get("codec") == "none":
             items = {}
         found = CODECS.get(items.get("codec", ""))
@@ -56,7 +61,9 @@ class Choice:
     @property
     def written(self) -> dict[str, Any]:
         """The object that the block writes for this choice; ``{"codec": "none"}`` for native."""
-        own = {name: True for name in OWN if getattr(self, name)}
+        own: dict[str, Any] = {name: True for name in OWN if getattr(self, name)}
+        if self.error_feedback and self.residual_bits != 32:
+            own["error_feedback"] = {"bits": self.residual_bits}
         return {**dict(self.setting), **own} if self.setting else {"codec": "none"}
 
     @property
@@ -131,6 +138,8 @@ class Choices:
             if dimension is None or dimension.codec_of(way) is None:
                 continue
             own = {key: getattr(dimension, key, False) for key in OWN}
+            if name == "dp" and own["error_feedback"]:
+                own["error_feedback"] = {"bits": config.dp.residual_bits}
             found[name, way] = Choice.of({**dimension.settings(way), **own})
         return cls.of(found)
 

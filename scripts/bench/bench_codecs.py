@@ -4,6 +4,7 @@
     python scripts/bench/bench_codecs.py                 # table
     python scripts/bench/bench_codecs.py --check         # exit 1 if a target is missed
     python scripts/bench/bench_codecs.py --json out.json
+    python scripts/bench/bench_codecs.py --feedback      # encoding with error feedback, by residual
 
 Speeds are bytes of uncompressed values per second, whatever the direction. With one thread the
 clock is that thread's CPU time, which on an idle machine is the time and on a busy one leaves out
@@ -21,15 +22,23 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hybridcomp.codecs import Codec, make_codec
+from hybridcomp.codecs.quantized_residual import BITS, nbytes_of, zeros
+from hybridcomp.collectives.wire.encoding import EncodeRequest, encode_job
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PHASES = ("encode", "decode", "decode_add")
+#: codecs of --feedback; the last has no kernel that also takes the residual
+FED_BACK = (
+    make_codec("blockint", bits=4), make_codec("blockint", bits=4, levels="gaussian"),
+    make_codec("blockint", bits=3, rotate=True), make_codec("radix", error_bound=0.02),
+)  # fmt: skip
 
 
 @dataclass
@@ -235,6 +244,45 @@ def print_table(rows: list[Row]) -> None:
         print(f"{row.name:{width}}{row.bits:>7.2f}{row.relative_error:>10.1e}{cells}")
 
 
+def feedback_rows(values: Tensor, repeats: int) -> list[dict[str, float | str]]:
+    """Time encodings with error feedback, by codec and bits of the residual, side by side.
+
+    What a message costs on a rank that sends it: values and residual in, payload and residual out.
+    """
+    rows: list[dict[str, float | str]] = []
+    for codec in FED_BACK:
+        wire = torch.empty(codec.wire_nbytes(values.numel(), torch.float32), dtype=torch.uint8)
+        held = {bits: zeros(bits, values.numel(), values.device) for bits in reversed(BITS)}
+        seconds: dict[int, list[float]] = {bits: [] for bits in held}
+        for repeat in range(repeats + 1):  # the first fills the residuals
+            for bits, residual in held.items():
+                job = EncodeRequest(values, residual)
+                one = timed(partial(encode_job, codec, job, wire, torch.float32))
+                seconds[bits] += [one] if repeat else []
+        for bits, found in seconds.items():
+            faster = [whole / few for whole, few in zip(seconds[32], found, strict=True)]
+            best, middle = min(seconds[32]) / min(found), statistics.median(faster)
+            rows.append(
+                {
+                    "codec": codec.spec, "bits": bits,
+                    "ns a value": min(found) / values.numel() * 1e9,
+                    "bytes a value": nbytes_of(bits, values.numel()) / values.numel(),
+                    "x fp32": best, "x fp32 median": middle,
+                }
+            )  # fmt: skip
+    return rows
+
+
+def print_feedback(rows: list[dict[str, float | str]]) -> None:
+    """Print how long an encoding takes by the bits of its residual, and the ratio to fp32 ones."""
+    print(f"{'':48}{'bits':>6}{'B/value':>9}{'ns/value':>10}{'x fp32':>8}{'median':>8}")
+    for row in rows:
+        print(
+            f"{row['codec']:48}{row['bits']:>6}{row['bytes a value']:>9.3f}"
+            f"{row['ns a value']:>10.2f}{row['x fp32']:>8.2f}{row['x fp32 median']:>8.2f}"
+        )
+
+
 def main() -> int:
     """Parse arguments, measure, print; the exit status is 1 if --check found a missed target."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -244,6 +292,9 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--check", action="store_true", help="fail if a target is missed")
+    parser.add_argument(
+        "--feedback", action="store_true", help="time encodings with residuals of 32 to 4 bits"
+    )
     arguments = parser.parse_args()
     if arguments.check and (arguments.dtype != "fp32" or arguments.threads != 1):
         parser.error("--check needs --dtype fp32 and --threads 1: the targets are stated for those")
@@ -251,6 +302,12 @@ def main() -> int:
     dtype = DTYPES[arguments.dtype]
     torch.manual_seed(0)
     values = torch.randn(arguments.mbytes * 2**20 // dtype.itemsize).to(dtype)
+    if arguments.feedback:
+        timings = feedback_rows(values, arguments.repeats)
+        print_feedback(timings)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(timings, indent=1) + "\n")
+        return 0
     rows = rows_of(values, *measure(values, arguments.repeats))
     print_table(rows)
     if arguments.json:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from hybridcomp.channels import Channels
 from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.codecs.quantized_residual import as_fp32
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import CheckpointError
 
@@ -212,6 +213,6 @@ def try_all(folder: str, seed: int = 1) -> list[tuple[str, str]]:
 def _channels() -> Channels:
     channels = Channels(CompressionConfig.parse(BLOCK))
     channels.step = STEP
-    flat = channels.residuals.get("sender", [Piece("w", 0, NUMEL)], torch.zeros(1))
+    flat = as_fp32(channels.residuals.get("sender", [Piece("w", 0, NUMEL)], torch.zeros(1)))
     flat.normal_(generator=torch.Generator().manual_seed(dist.get_rank()))
     return channels

@@ -1,6 +1,7 @@
 """What was applied and what residuals hold is what the gradients were, whatever comes in between.
 
-``sum(applied) + sum(residuals) == sum(true gradients)``, by element and over all ranks, for drawn
+``sum(applied) + sum(residuals) == sum(true gradients)``, by element and over all ranks (up to what
+residuals of few bits leave out themselves), for drawn
 jobs: each engine's kind of reduction, one level or nodes, parameters that no rank uses, steps that
 overflow, saves that follow each other, other numbers of ranks. Ranks are threads.
 """
@@ -75,10 +76,14 @@ class Drawn:
         torch.manual_seed(seed)
         self.kind = self.draw.choice(KINDS)
         bits = self.draw.choice((2, 3, 8))
-        dp: dict[str, Any] = {"codec": "blockint", "bits": bits, "error_feedback": True}
+        kept = self.draw.choice((32, 32, 16, 8, 4))
+        #: what residuals themselves may leave out, over the sum of the largest gradients
+        self.rounding = {32: 1e-5, 16: 2.0**-8, 8: 2.0**-7, 4: 2.0**-3}[kept]
+        feedback = {"error_feedback": {"bits": kept} if kept != 32 else True}
+        dp: dict[str, Any] = {"codec": "blockint", "bits": bits, **feedback}
         self.is_low_rank = self.draw.random() < 0.2
         if self.is_low_rank:
-            dp = {"codec": "powersgd", "rank": 1}
+            dp = {"codec": "powersgd", "rank": 1, **feedback}
         self.config = CompressionConfig.parse({"dp": dp, "min_bytes": 0})
         count = self.draw.randint(1, 3)
         self.numels = {f"p{i}": self.draw.randint(1, 150) for i in range(count)}
@@ -212,8 +217,8 @@ def test_applied_and_held_are_what_was_given(share: int, monkeypatch: pytest.Mon
                 job.save_and_load(monkeypatch)
                 changed += job.size != before
                 off = float((job.held() - job.owed).abs().max())
-                assert off <= 1e-5 * job.scale, (seed, job.kind, job.size, job.deep, off)
+                assert off <= job.rounding * job.scale, (seed, job.kind, job.size, job.deep, off)
             job.step()
             off = float((job.held() - job.owed).abs().max())
-            assert off <= 1e-5 * job.scale, (seed, job.kind, job.size, job.deep, off)
+            assert off <= job.rounding * job.scale, (seed, job.kind, job.size, job.deep, off)
     assert changed > JOBS // SHARES // 2

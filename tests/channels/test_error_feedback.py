@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
-from hybridcomp.channels.error_feedback import Piece, Residuals, cut, held_in
+from hybridcomp.channels.error_feedback import (
+    Hop,
+    Piece,
+    Residuals,
+    Withheld,
+    are_residuals,
+    cut,
+    held_in,
+)
+from hybridcomp.codecs.quantized_residual import QuantizedResidual, as_fp32, nbytes_of
 
 LIKE = torch.zeros(0)
 A, B, C = Piece("a", 0, 5), Piece("b", 0, 3), Piece("c", 0, 4)
 
 
-def filled(residuals: Residuals, pieces: list[Piece], start: float = 1.0) -> torch.Tensor:
-    flat = residuals.get("sender", pieces, LIKE)
+def fp32_of(residuals: Residuals, hop: Hop, pieces: list[Piece], *where: Any, **how: Any) -> Tensor:
+    """The residual of ``pieces``, which is fp32."""
+    return as_fp32(residuals.get(hop, pieces, *where, **how))
+
+
+def pair_of(residuals: Residuals, *where: Any) -> tuple[Tensor, Tensor]:
+    """Both residuals of a sum in two hops, which are fp32."""
+    sender, owner = residuals.pair(*where)
+    return as_fp32(sender), as_fp32(owner)
+
+
+def filled(residuals: Residuals, pieces: list[Piece], start: float = 1.0) -> Tensor:
+    flat = fp32_of(residuals, "sender", pieces, LIKE)
     flat.copy_(torch.arange(flat.numel()) + start)
     return flat
 
@@ -20,9 +43,9 @@ def filled(residuals: Residuals, pieces: list[Piece], start: float = 1.0) -> tor
 def test_same_pieces_same_tensor() -> None:
     residuals = Residuals()
     flat = filled(residuals, [A, B])
-    assert residuals.get("sender", [A, B], LIKE) is flat
+    assert fp32_of(residuals, "sender", [A, B], LIKE) is flat
     assert residuals.nbytes == 8 * 4
-    owner = residuals.get("owner", [A, B], LIKE)
+    owner = fp32_of(residuals, "owner", [A, B], LIKE)
     assert owner is not flat and not owner.any()
 
 
@@ -30,7 +53,7 @@ def test_other_bucket_takes_over_and_leaves_nothing_behind() -> None:
     residuals = Residuals()
     flat = filled(residuals, [A, B])
     total = float(flat.sum())
-    other = residuals.get("sender", [Piece("b", 1, 2), C, Piece("a", 2, 3)], LIKE)
+    other = fp32_of(residuals, "sender", [Piece("b", 1, 2), C, Piece("a", 2, 3)], LIKE)
     assert other.tolist() == [7.0, 8.0, 0, 0, 0, 0, 3.0, 4.0, 5.0]
     assert float(flat.sum() + other.sum()) == total
 
@@ -38,7 +61,7 @@ def test_other_bucket_takes_over_and_leaves_nothing_behind() -> None:
 def test_padding_has_no_memory() -> None:
     residuals = Residuals()
     filled(residuals, [Piece("", 0, 4), B])
-    assert residuals.get("sender", [Piece("", 0, 2), B], LIKE).tolist() == [0, 0, 5, 6, 7]
+    assert fp32_of(residuals, "sender", [Piece("", 0, 2), B], LIKE).tolist() == [0, 0, 5, 6, 7]
     assert "" not in residuals.state_dict()["sender"]
 
 
@@ -55,25 +78,25 @@ def test_scale_drop_norm() -> None:
 def test_same_rank_restarts_exactly() -> None:
     old = Residuals()
     filled(old, [A, B])
-    old.get("owner", [Piece("a", 2, 3)], LIKE).fill_(7)
+    fp32_of(old, "owner", [Piece("a", 2, 3)], LIKE).fill_(7)
     new = Residuals()
     new.load(old.state_dict())
     state = new.state_dict()  # saved again before it was used: nothing is lost
     assert [o for o, _ in state["sender"]["a"]] == [0]
-    assert new.get("sender", [A, B], LIKE).tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert new.get("owner", [Piece("a", 2, 3)], LIKE).tolist() == [7, 7, 7]
-    assert not new.get("owner", [Piece("a", 0, 2)], LIKE).any()
+    assert fp32_of(new, "sender", [A, B], LIKE).tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert fp32_of(new, "owner", [Piece("a", 2, 3)], LIKE).tolist() == [7, 7, 7]
+    assert not fp32_of(new, "owner", [Piece("a", 0, 2)], LIKE).any()
 
 
 def test_saved_in_two_hops_and_resumed_in_one_loses_nothing() -> None:
     """A GPU takes two hops between two ranks, a CPU one: the owner's share is still missing."""
     old = Residuals()
     filled(old, [A, B])
-    old.get("owner", [Piece("a", 2, 3)], LIKE).fill_(7)
+    fp32_of(old, "owner", [Piece("a", 2, 3)], LIKE).fill_(7)
     new = Residuals()
     new.load(old.state_dict())
-    assert new.get("sender", [A, B], LIKE, last=True).tolist() == [1, 2, 10, 11, 12, 6, 7, 8]
-    assert not new.get("owner", [Piece("a", 2, 3)], LIKE).any()  # applied only once
+    assert fp32_of(new, "sender", [A, B], LIKE, last=True).tolist() == [1, 2, 10, 11, 12, 6, 7, 8]
+    assert not fp32_of(new, "owner", [Piece("a", 2, 3)], LIKE).any()  # applied only once
 
 
 def test_saved_again_before_use_counts_once() -> None:
@@ -89,8 +112,8 @@ def test_saved_again_before_use_counts_once() -> None:
         assert sum(float(values.sum()) for _, (_, values) in held) == 6
         for residuals, state in zip(ranks, states, strict=True):
             residuals.load(state)
-    own = [ranks[0].get("sender", [Piece("a", 0, 3)], LIKE, message=[A]),
-           ranks[1].get("sender", [Piece("a", 3, 2)], LIKE, message=[A])]  # fmt: skip
+    own = [fp32_of(ranks[0], "sender", [Piece("a", 0, 3)], LIKE, message=[A]),
+           fp32_of(ranks[1], "sender", [Piece("a", 3, 2)], LIKE, message=[A])]  # fmt: skip
     assert [flat.tolist() for flat in own] == [[0, 1, 2], [3, 0]]
     for residuals in ranks:
         assert not residuals._common, "what the other rank has taken is not here any more"
@@ -100,28 +123,96 @@ def test_used_up_is_freed() -> None:
     residuals = Residuals()
     residuals.add("a", (0, torch.ones(5)))
     assert residuals.nbytes == 20
-    residuals.get("sender", [Piece("a", 1, 3)], LIKE)
+    fp32_of(residuals, "sender", [Piece("a", 1, 3)], LIKE)
     assert residuals.nbytes == 20, "12 bytes moved, 8 are still to come"
-    assert residuals.get("sender", [A], LIKE).tolist() == [1] * 5
+    assert fp32_of(residuals, "sender", [A], LIKE).tolist() == [1] * 5
     assert not residuals._restored
 
 
 def test_a_flush_takes_what_the_owner_left_out_of_a_known_message() -> None:
     """The lossless step behind a fallback has one hop where the steps before had two."""
     residuals = Residuals()
-    sender, owner = residuals.pair([A], [Piece("a", 3, 2)], LIKE)
+    sender, owner = pair_of(residuals, [A], [Piece("a", 3, 2)], LIKE)
     sender.fill_(1)
     owner.fill_(2)
-    assert residuals.get("sender", [A], LIKE, last=True).tolist() == [1, 1, 1, 3, 3]
+    assert fp32_of(residuals, "sender", [A], LIKE, last=True).tolist() == [1, 1, 1, 3, 3]
     assert not owner.any()
 
 
 def test_an_owner_of_other_stretches_sends_what_it_no_longer_owns() -> None:
     residuals = Residuals()
-    residuals.pair([A], [Piece("a", 3, 2)], LIKE)[1].fill_(2)
-    sender, owner = residuals.pair([A, B], [Piece("a", 4, 1), B], LIKE)
+    pair_of(residuals, [A], [Piece("a", 3, 2)], LIKE)[1].fill_(2)
+    sender, owner = pair_of(residuals, [A, B], [Piece("a", 4, 1), B], LIKE)
     assert sender.tolist() == [0, 0, 0, 2, 0, 0, 0, 0]
     assert owner.tolist() == [2, 0, 0, 0]
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_few_bits_restart_exactly(bits: int) -> None:
+    """Pieces that begin inside of blocks: values and steps are those that were saved."""
+    pieces = [Piece("a", 0, 45), Piece("", 0, 3), Piece("b", 7, 60), Piece("c", 0, 21)]
+    old = Residuals(bits)
+    flat = old.get("sender", pieces, LIKE)
+    assert isinstance(flat, QuantizedResidual) and flat.numel() == 129
+    assert old.nbytes == nbytes_of(bits, 129)
+    values = torch.randn(129, generator=torch.Generator().manual_seed(0))
+    values[45:48] = 0.0  # padding, which no state has
+    flat.pack(values)
+    for _ in range(2):  # saved, loaded, saved
+        new = Residuals(bits)
+        new.load(old.state_dict())
+        old = new
+    assert are_residuals(old.state_dict())
+    assert torch.equal(fp32_of(old, "sender", pieces, LIKE), flat.unpack())
+    for (name, (offset, held)), piece in zip(
+        held_in(new.state_dict()), [p for p in pieces if p.name], strict=True
+    ):
+        assert (name, offset, len(held)) == (piece.name, piece.offset, piece.numel)
+
+
+def test_bits_may_change_with_a_restart() -> None:
+    wide = Residuals()
+    filled(wide, [A, B])
+    few = Residuals(8)
+    few.load(wide.state_dict())
+    read = fp32_of(few, "sender", [B, A], LIKE)
+    assert torch.allclose(read, torch.tensor([6.0, 7, 8, 1, 2, 3, 4, 5]), atol=0.5 * 8.1 / 127)
+    back = Residuals()
+    back.load(few.state_dict())
+    assert torch.equal(fp32_of(back, "sender", [B, A], LIKE), read)
+
+
+def test_few_bits_scale_drop_and_move() -> None:
+    residuals = Residuals(8)
+    flat = residuals.get("sender", [A, B], LIKE)
+    assert isinstance(flat, QuantizedResidual)
+    flat.pack(torch.arange(8.0))
+    before = flat.unpack()
+    residuals.scale(0.5)
+    assert torch.equal(flat.unpack(), before / 2)
+    assert residuals.norm() == pytest.approx(float(before.norm()) / 2)
+    other = fp32_of(residuals, "sender", [Piece("b", 1, 2), C, Piece("a", 2, 3)], LIKE)
+    moved = [3, 3.5, 0, 0, 0, 0, 1, 1.5, 2]
+    assert torch.allclose(other, torch.tensor(moved), atol=0.03)
+    assert not flat.unpack()[[2, 3, 4, 6, 7]].any(), "applied only once"
+    residuals.drop()
+    assert residuals.norm() == 0.0
+    residuals.clear()
+    assert residuals.nbytes == 0
+
+
+def test_withheld_few_bits_come_back() -> None:
+    residuals = Residuals(8)
+    flat = residuals.get("sender", [A, B], LIKE)
+    assert isinstance(flat, QuantizedResidual)
+    flat.pack(torch.arange(1.0, 9.0))
+    before = flat.unpack()
+    kept = Withheld({"a": torch.tensor(False), "b": torch.tensor(True)})
+    kept.take(flat, [A, B])
+    assert not flat.unpack()[:5].any()
+    assert torch.allclose(flat.unpack()[5:], before[5:], atol=0.04)
+    kept.give_back()
+    assert torch.allclose(flat.unpack(), before, atol=0.04)
 
 
 def test_cut() -> None:

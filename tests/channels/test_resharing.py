@@ -22,9 +22,10 @@ PIECES = [Piece(name, 0, numel) for name, numel in NUMELS.items()]
 WHOLE = sum(NUMELS.values())
 
 
-def channels_in(hierarchy: int | str) -> Channels:
+def channels_in(hierarchy: int | str, bits: int = 32) -> Channels:
     """``hierarchy``: "low rank" for powersgd, in a job whose gathers have nodes of two ranks."""
-    block = {"dp": FEEDBACK, "min_bytes": 0, "hierarchy": hierarchy, "ledger": {"every": 1000}}
+    feedback = {**FEEDBACK, "error_feedback": True if bits == 32 else {"bits": bits}}
+    block = {"dp": feedback, "min_bytes": 0, "hierarchy": hierarchy, "ledger": {"every": 1000}}
     if hierarchy == "low rank":
         block |= {"dp": {"codec": "powersgd", "rank": 1}, "zero": "blockint", "hierarchy": 2}
     channels = Channels(CompressionConfig.parse(block))
@@ -58,9 +59,11 @@ def gradients(step: int) -> torch.Tensor:
     return torch.randn(WHOLE, generator=generator)
 
 
-def first_run(folder: str, hierarchy: int | str) -> tuple[torch.Tensor, torch.Tensor]:
+def first_run(
+    folder: str, hierarchy: int | str, bits: int = 32
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Two steps, saved: what was applied less what was given, and what is held."""
-    channels = channels_in(hierarchy)
+    channels = channels_in(hierarchy, bits)
     owed = torch.zeros(WHOLE)
     for step in range(2):
         given = gradients(step)
@@ -70,10 +73,10 @@ def first_run(folder: str, hierarchy: int | str) -> tuple[torch.Tensor, torch.Te
     return owed, missing(channels)
 
 
-def saved_again(folder: str, hierarchy: int | str, times: int) -> torch.Tensor:
+def saved_again(folder: str, hierarchy: int | str, times: int, bits: int = 32) -> torch.Tensor:
     """Load and save ``times`` times with no step in between; what is held in the end."""
     for _ in range(times):
-        channels = channels_in(hierarchy)
+        channels = channels_in(hierarchy, bits)
         checkpoint.load(Path(folder), channels, 1.0)
         dist.barrier()
         for old in Path(folder).glob("hybridcomp_residuals_rank_*.pt"):
@@ -83,11 +86,13 @@ def saved_again(folder: str, hierarchy: int | str, times: int) -> torch.Tensor:
     return missing(channels)
 
 
-def flushed(folder: str, hierarchy: int | str) -> tuple[torch.Tensor, torch.Tensor, int]:
+def flushed(
+    folder: str, hierarchy: int | str, bits: int = 32
+) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Load, send nothing but residuals, losslessly; what arrived, what is left, memory."""
     from hybridcomp.codecs import LOSSLESS
 
-    channels = channels_in(hierarchy)
+    channels = channels_in(hierarchy, bits)
     checkpoint.load(Path(folder), channels, 1.0)
     held = channels.residuals.nbytes
     flat = torch.zeros(WHOLE)
@@ -121,6 +126,36 @@ def test_sums_stay_and_all_is_sent(
         assert not left.any()
     if new[1] == "none" and new[0] != old[0]:
         assert sum(nbytes for *_, nbytes in results) == 4 * WHOLE, "no value is held twice"
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_few_bits_stay_too(bits: int, on_ranks: RunRanks, tmp_path: Path) -> None:
+    """From four ranks to two: the sum stays up to half a step, files and memory are small."""
+    wide, few = tmp_path / "wide", tmp_path / "few"
+    before = on_ranks(4, first_run, str(wide), "none")[0][0]
+    owed, held = on_ranks(4, first_run, str(few), "none", bits)[0]
+    # of each of two messages a rank leaves out at most 0.27, the owner of a sum twice as much, and
+    # loses half a step of that; so does who loads it
+    top = {8: 127, 4: 7}[bits]
+    near: dict[str, Any] = {"rtol": 0.0, "atol": 2 * (4 + 2 + 1) * 0.5 * 0.27 / top}
+    torch.testing.assert_close(held, owed, **near)
+    sizes = [sum(map(_nbytes_held, folder.glob("*rank*"))) for folder in (wide, few)]
+    assert sizes[0] > 0.9 * sizes[1] * 32 / (bits + 0.5)
+    for again in on_ranks(2, saved_again, str(few), "none", 1, bits):
+        torch.testing.assert_close(again, owed, **near)
+    for again in on_ranks(2, saved_again, str(wide), "none", 1, bits):  # an older checkpoint
+        torch.testing.assert_close(again, before, **near)
+    for arrived, left, nbytes in on_ranks(2, flushed, str(few), "none", bits):
+        torch.testing.assert_close(arrived, owed, **near)
+        assert not left.any()
+        assert nbytes <= WHOLE / 2 * (bits + 0.5) / 8 + 64
+
+
+def _nbytes_held(path: Path) -> int:
+    """The bytes of the residuals in a file."""
+    stored = torch.load(path, weights_only=True)["residuals"]
+    found = [values for hop in stored.values() for one in hop.values() for _, values in one]
+    return sum((v["data"] if isinstance(v, dict) else v).nbytes for v in found)
 
 
 def a_step_later(folder: str, hierarchy: int | str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -88,15 +88,20 @@ def broken_run(folder: str, stage: int, block: dict[str, Any]) -> tuple[Any, ...
 
 
 #: stage 0 gathers no parameters
-RESTARTS = [(0, "none"), *((stage, zero) for stage in (1, 2, 3) for zero in ("none", "blockint"))]
+#: stage, codec of zero, bits of residuals
+RESTARTS = [
+    (0, "none", 32), (1, "none", 8), (3, "blockint", 4),
+    *((stage, zero, 32) for stage in (1, 2, 3) for zero in ("none", "blockint")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("stage", "zero"),
-    by_day(RESTARTS, [(0, "none"), (1, "none"), (2, "blockint"), (3, "blockint")]),
+    ("stage", "zero", "bits"),
+    by_day(RESTARTS, [(0, "none", 32), (1, "none", 8), (2, "blockint", 32), (3, "blockint", 4)]),
 )
-def test_restart_is_bit_identical(tmp_path: Path, stage: int, zero: str) -> None:
-    block = {"zero": zero} if stage else {}
+def test_restart_is_bit_identical(tmp_path: Path, stage: int, zero: str, bits: int) -> None:
+    feedback = {"codec": "blockint", "bits": 4, "error_feedback": {"bits": bits}}
+    block = {"dp": feedback, **({"zero": zero} if stage else {})}
     for whole, resumed, residual in run_ranks(2, broken_run, str(tmp_path), stage, block):
         assert residual > 0
         assert resumed == whole

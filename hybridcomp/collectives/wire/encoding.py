@@ -248,9 +248,8 @@ def encode_sum(
     The residual then holds the sum that was encoded; ``decoded`` is not written. Where the codec
     does both halves at once with a quantized residual, the job has none afterwards.
     """
-    kept = job.residual
-    at_once = isinstance(kept, QuantizedResidual) and word is None and dtype == torch.float32
-    if at_once and codec.encode_kept(job.values, kept, out):
+    kept, once = job.residual, word is None and dtype == torch.float32
+    if once and isinstance(kept, QuantizedResidual) and codec.encode_kept(job.values, kept, out):
         job.residual = None
         return codec.wire_nbytes(job.values.numel(), dtype)
     residual = job.sums()

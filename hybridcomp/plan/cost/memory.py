@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hybridcomp.codecs.quantized_residual import BLOCK, nbytes_of
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost.copies import MOST_NUMEL, Copying
 from hybridcomp.plan.cost.job import PlannedJob
@@ -86,7 +87,8 @@ def kept_by_codecs(
         local = job.nodes(layout, "replicas")
         ranks = layout.size("replicas")
         two_levels = layout.hierarchy and 1 < local < ranks
-        found["residuals"] = FP32 * values / (ranks / local if two_levels else 1)
+        each = nbytes_of(gradients.residual_bits, BLOCK) / BLOCK
+        found["residuals"] = each * values / (ranks / local if two_levels else 1)
     if parameters.delta and stage.gather:
         found["references"] = job.dtype.itemsize * values / layout.size("replicas")
     largest = 0.0

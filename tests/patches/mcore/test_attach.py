@@ -17,6 +17,7 @@ import torch
 import hybridcomp
 from hybridcomp.channels import Channels
 from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.codecs.quantized_residual import as_fp32
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.mcore import attach
@@ -126,7 +127,7 @@ def test_steps_count_once_and_residuals_follow(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Optimizer, "inner", attach.make_step(Optimizer.inner))
     monkeypatch.setattr(Optimizer, "outer", attach.make_step(Optimizer.outer))
     optimizer = Optimizer()
-    residual = channels.residuals.get("sender", [Piece("a", 0, 4)], torch.zeros(4))
+    residual = as_fp32(channels.residuals.get("sender", [Piece("a", 0, 4)], torch.zeros(4)))
     residual.fill_(1.0)
     optimizer.outer()
     assert channels.step == 1 and residual.tolist() == [1.0] * 4
@@ -229,14 +230,14 @@ def carry(folder: str, block: dict[str, Any], scale: float | None) -> tuple[int,
         process.configure({"min_bytes": 0, **block})
         channels = process.current()
         assert channels is not None
-        channels.residuals.get("sender", [Piece("a", 0, 4)], torch.zeros(4)).fill_(1.0)
+        as_fp32(channels.residuals.get("sender", [Piece("a", 0, 4)], torch.zeros(4))).fill_(1.0)
         attach.make_step(Optimizer.outer)(Optimizer())  # loss scale 8
         hybridcomp.save_state(folder)
         process.configure({"min_bytes": 0, **block})
         hybridcomp.load_state(folder, scale)
         channels = process.current()
         assert channels is not None
-        residual = channels.residuals.get("sender", [Piece("a", 0, 4)], torch.zeros(4))
+        residual = as_fp32(channels.residuals.get("sender", [Piece("a", 0, 4)], torch.zeros(4)))
     return channels.step, float(residual.sum()), said.getvalue()
 
 

@@ -40,6 +40,12 @@ JOBS = {
     "FSDP2": Job(block={**BLOCK, "zero": {"codec": "blockint", "bits": 8}}),
     "DDP": Job(engine="ddp", block=BLOCK),
 }
+FEW = {
+    name: replace(
+        job, block={**(job.block or {}), "dp": {**BLOCK["dp"], "error_feedback": {"bits": bits}}}
+    )
+    for (name, job), bits in zip(JOBS.items(), (8, 4), strict=True)
+}
 HSDP = replace(JOBS["FSDP2"], replicas=2)
 CUT, LAST = 4, 8
 
@@ -110,6 +116,21 @@ def test_resumed_is_unbroken(name: str, tmp_path: Path) -> None:
     without = replace(job, block={**BLOCK, "dp": {"codec": "blockint", "bits": 3}})
     forgotten = run_ranks(2, resumed, without, tmp_path, "unnamed")
     assert not same(whole[0], forgotten[0])
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_residuals_in_few_bits_are_resumed_exactly(name: str, tmp_path: Path) -> None:
+    """Of 8 bits under FSDP2 and 4 under DDP; on other ranks they are quantized anew."""
+    whole = run_ranks(2, unbroken, FEW[name], tmp_path)
+    again = run_ranks(2, resumed, FEW[name], tmp_path, "unnamed")
+    assert all(same(a, b) for a, b in zip(whole, again, strict=True))
+    missing, (taken, *_) = (
+        whole[0][1],
+        (one[1] for one in run_ranks(3, resumed, FEW[name], tmp_path, "named")),
+    )
+    for parameter, tensor in missing.items():
+        most = float(tensor.abs().max())
+        torch.testing.assert_close(taken[parameter], tensor, rtol=0, atol=0.2 * most)
 
 
 @pytest.mark.parametrize(
