@@ -140,9 +140,9 @@ class BlockInt(FixedCodec):
 
     def wire_nbytes_of(self, numels: Lengths, dtype: torch.dtype) -> Lengths:
         check_dtype(self.spec, dtype)
-        blocks, tiles = -(-numels // BLOCK), -(-numels // TILE)
+        blocks, tiles = (numels + (BLOCK - 1)) >> 5, (numels + (TILE - 1)) >> 10
         nbytes: Lengths = blocks * (4 * self.bits + 1) + tiles
-        return -(-nbytes // PAYLOAD_ALIGN) * PAYLOAD_ALIGN
+        return (nbytes + (PAYLOAD_ALIGN - 1)) & -PAYLOAD_ALIGN
 
     def fused(self, device: torch.device) -> CollectiveKernel | None:
         make = getattr(self.kernels.on(device), "fused", None)

@@ -21,8 +21,8 @@ from hybridcomp.codecs.launches import NO_CHUNK
 from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.collectives.wire import (
     POOL,
+    KnownSplits,
     Reduction,
-    Splits,
     Steps,
     Transfer,
     chunk_ranges,
@@ -177,15 +177,15 @@ class _PartsPlan:
 
     sent: Parts  # those for other ranks, and their payloads
     received: Parts
-    gives: Splits  # bytes to each rank
-    takes: Splits
+    gives: KnownSplits  # bytes to each rank
+    takes: KnownSplits
     places: tuple[int, ...]
     own: tuple[slice, slice]  # what stays on this rank: in the values, in the output
 
 
 @lru_cache(maxsize=256)
 def _planned_parts(
-    codec: Codec, dtype: torch.dtype, takes: Splits, gives: Splits, me: int
+    codec: Codec, dtype: torch.dtype, takes: KnownSplits, gives: KnownSplits, me: int
 ) -> _PartsPlan:
     """Plan an exchange of parts of any lengths."""
     (sent, given), (received, taken) = (
@@ -196,13 +196,16 @@ def _planned_parts(
     return _PartsPlan(sent, received, given, taken, _places(given.total, taken.total), own)
 
 
-def _parts_of(codec: Codec, dtype: torch.dtype, splits: Splits, me: int) -> tuple[Parts, Splits]:
+@lru_cache(maxsize=256)
+def _parts_of(
+    codec: Codec, dtype: torch.dtype, splits: KnownSplits, me: int
+) -> tuple[Parts, KnownSplits]:
     """Return the parts for all ranks but ``me`` with their payloads, and the bytes of these."""
     numels = splits.array.copy()
     starts = numels.cumsum() - numels
     numels[me] = 0
     nbytes = codec.wire_nbytes_of(numels, dtype)
-    return Parts(starts, numels, nbytes.cumsum() - nbytes), Splits(nbytes)
+    return Parts(starts, numels, nbytes.cumsum() - nbytes), KnownSplits(nbytes)
 
 
 @lru_cache(maxsize=1024)
@@ -226,7 +229,7 @@ def fused_all_to_all(
     """
     codec, group, meter = via.codec, via.group, via.meter
     me, each = group.rank, values.numel() // group.size
-    splits = Splits.even(each, group.size)
+    splits = KnownSplits.even(each, group.size)
     plan = _planned_parts(codec, values.dtype, splits, splits, me)
     slot = codec.wire_nbytes(each, values.dtype)
     room, (sent, received) = _room(plan.places, values.device)
@@ -245,8 +248,8 @@ def fused_all_to_all(
 def parts_to_all(
     out: Tensor,
     values: Tensor,
-    takes: Splits,
-    gives: Splits,
+    takes: KnownSplits,
+    gives: KnownSplits,
     kernel: PartsKernel,
     via: Transfer,
 ) -> Steps[None]:

@@ -15,7 +15,8 @@ Microseconds are medians of rounds, each beside a round of `Tensor.copy_` of fou
 time in the same run is printed: figures of two runs compare as multiples of it.
 
 With several `--ranks` it prints for every kind how the host's time and the number of launches grow
-with the group, gradient buckets with owners (ZeRO 1 and 2) among them.
+with the group: gradient buckets with owners (ZeRO 1 and 2), unequal parts, parameters that are
+gathered together, messages in two levels, low rank and the guard's sums among them.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
+from bench.gpu_bench.group_messages import GroupMessages
 from bench.gpu_bench.messages import RANKS, Messages, group_without_wire
 from hybridcomp.channels import channel
 from hybridcomp.codecs import Codec, make_codec
@@ -107,6 +109,13 @@ def table(codec: Codec, numel: int, dtype: torch.dtype) -> dict[str, tuple[float
         }
 
 
+def kinds_of(codec: Codec, values: torch.Tensor, ranks: int) -> dict[str, Callable[[], None]]:
+    """Return every kind of message in a group of ``ranks``; only inside of ``as_on_a_gpu``."""
+    short, bucket = Messages(codec, values[:SHORT], ranks), Messages(codec, values, ranks)
+    others = GroupMessages(codec, values.dtype, ranks)
+    return {**short.kinds(), **others.kinds(), **bucket.buckets()}
+
+
 def growth(
     codec: Codec, numel: int, dtype: torch.dtype, ranks: int
 ) -> dict[str, tuple[float, float, int]]:
@@ -118,8 +127,7 @@ def growth(
     target, source = torch.empty(4), torch.empty(4)
     found = {}
     with as_on_a_gpu(ranks):
-        short, bucket = Messages(codec, values[:SHORT], ranks), Messages(codec, values, ranks)
-        for name, run in {**short.kinds(), **bucket.buckets()}.items():
+        for name, run in kinds_of(codec, values, ranks).items():
             run()
             before = Nowhere.launches
             run()
@@ -139,8 +147,7 @@ def print_growth(found: dict[int, dict[str, tuple[float, float, int]]]) -> None:
 def profile(codec: Codec, numel: int, dtype: torch.dtype, name: str, ranks: int) -> None:
     """Print where the time of one kind of message goes."""
     with as_on_a_gpu(ranks):
-        messages = Messages(codec, torch.randn(numel).to(dtype), ranks)
-        run = {**messages.kinds(), **messages.buckets()}[name]
+        run = kinds_of(codec, torch.randn(numel).to(dtype), ranks)[name]
         run()
         end = time.perf_counter() + 5 * MOST_S
         with cProfile.Profile() as found:

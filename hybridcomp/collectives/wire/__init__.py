@@ -55,7 +55,7 @@ from hybridcomp.collectives.wire.headers import (
     poll_headers,
     spec_digest,
 )
-from hybridcomp.collectives.wire.splits import Splits
+from hybridcomp.collectives.wire.splits import KnownSplits
 
 __all__ = [
     "Clock",
@@ -75,7 +75,7 @@ __all__ = [
     "ReduceScatterHandle",
     "Reduction",
     "Slots",
-    "Splits",
+    "KnownSplits",
     "Steps",
     "Transfer",
     "UNREAD",

@@ -8,7 +8,7 @@ identity and compared with what was read, which takes a nanosecond for a rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,33 +19,37 @@ Lengths = npt.NDArray[np.int64]
 MOST_KNOWN = 256
 
 
-class Splits:
+class KnownSplits:
     """Lengths of parts by group rank, in elements or bytes; not modified, compared by identity.
 
     Attributes:
-        array, numels: the lengths, as int64 and as a list for torch, which must not be changed.
-        total, least: their sum and the shortest.
-        each: the length of all parts where they are equally long, else 0.
+        array: the lengths, int64.
+        total: their sum.
     """
 
-    __slots__ = ("__weakref__", "array", "each", "least", "numels", "total")
-
     def __init__(self, array: Lengths) -> None:
-        self.array = array
-        self.numels: list[int] = array.tolist()
-        self.total, self.least = int(array.sum()), int(array.min())
-        self.each = self.least if self.least == int(array.max()) else 0
+        self.array, self.total = array, int(array.sum())
+
+    @cached_property
+    def least(self) -> int:
+        """The shortest length."""
+        return int(self.array.min())
+
+    @cached_property
+    def each(self) -> int:
+        """The length of all parts where they are equally long, else 0."""
+        return self.least if self.least == int(self.array.max()) else 0
 
     @staticmethod
-    def of(splits: Sequence[int] | Splits, row: int = 1) -> Splits:
+    def of(splits: Sequence[int] | KnownSplits, row: int = 1) -> KnownSplits:
         """Return ``splits``, which count rows of ``row`` elements, in elements."""
-        if isinstance(splits, Splits):
+        if isinstance(splits, KnownSplits):
             return splits
         key = (id(splits), row)
         known = _known.get(key)
         if known is not None and known[0] == splits:
             return known[1]
-        made = Splits(row * np.array([int(length) for length in splits], dtype=np.int64))
+        made = KnownSplits(row * np.array(splits, dtype=np.int64))
         if isinstance(splits, (list, tuple)):
             while len(_known) >= MOST_KNOWN:
                 del _known[next(iter(_known))]
@@ -54,15 +58,21 @@ class Splits:
 
     @staticmethod
     @lru_cache(maxsize=1024)
-    def even(each: int, ranks: int) -> Splits:
+    def even(each: int, ranks: int) -> KnownSplits:
         """Return parts of ``each`` elements for ``ranks`` ranks."""
-        return Splits(np.full(ranks, each, dtype=np.int64))
+        return KnownSplits(np.full(ranks, each, dtype=np.int64))
+
+    @cached_property
+    def numels(self) -> list[int]:
+        """Return the lengths as torch takes them; the list must not be changed."""
+        found: list[int] = self.array.tolist()
+        return found
 
     def __len__(self) -> int:
-        return len(self.numels)
+        return len(self.array)
 
     def __getitem__(self, rank: int) -> int:
-        return self.numels[rank]
+        return int(self.array[rank])
 
     def beyond(self, rank: int, remote: frozenset[int]) -> tuple[int, int]:
         """Return the sum of all parts but that of ``rank``, and of those of ``remote`` ranks."""
@@ -70,10 +80,10 @@ class Splits:
 
 
 #: by the identity of a list and the elements of a row: a copy of the list, and what was made of it
-_known: dict[tuple[int, int], tuple[Any, Splits]] = {}
+_known: dict[tuple[int, int], tuple[Any, KnownSplits]] = {}
 
 
 @lru_cache(maxsize=1024)
-def _beyond(splits: Splits, rank: int, remote: frozenset[int]) -> tuple[int, int]:
+def _beyond(splits: KnownSplits, rank: int, remote: frozenset[int]) -> tuple[int, int]:
     far = int(splits.array[list(remote)].sum()) if remote else 0
     return splits.total - splits[rank], far

@@ -29,7 +29,7 @@ from torch.distributed import Work
 
 from hybridcomp.collectives.wire.group import Group
 from hybridcomp.collectives.wire.handle import Meter, Works
-from hybridcomp.collectives.wire.splits import Splits
+from hybridcomp.collectives.wire.splits import KnownSplits
 from hybridcomp.job import peer_liveness
 
 #: torch 2.13 renames it and warns about the old name
@@ -61,7 +61,7 @@ def all_to_all(
 
 
 def all_to_all_of(
-    out: Tensor, values: Tensor, takes: Splits, gives: Splits, group: Group, meter: Meter
+    out: Tensor, values: Tensor, takes: KnownSplits, gives: KnownSplits, group: Group, meter: Meter
 ) -> Work:
     """Do ``all_to_all`` of parts whose lengths were met before: nothing is added up again."""
     sent, far = gives.beyond(group.rank, group.remote)

@@ -223,6 +223,31 @@ def test_all_gather(on_ranks: RunRanks, ranks: int, width: int, codec: Codec) ->
     assert len(set(on_ranks(ranks, _all_gather, codec, width))) == 1
 
 
+def _dealt(codec: Codec) -> None:
+    """On nodes that were dealt their ranks in turns, shards of a gather and of a sum find home."""
+    me, ranks = dist.get_rank(), dist.get_world_size()
+    nodes = Nodes([rank % 2 for rank in range(ranks)], "test")
+    nodes.prepare([tuple(range(ranks))])
+    levels = nodes.group(None, two_levels=True).levels
+    assert levels is not None and levels.grid == ((0, 2), (1, 3)) and not levels.is_regular
+    for numel in (1, 33, 1000):
+        shard = values_of(me, numel, torch.bfloat16)
+        flat, deep = (torch.zeros(ranks * numel, dtype=torch.bfloat16) for _ in range(2))
+        for out, group in ((flat, None), (deep, levels)):
+            calls.all_gather(shard, out, codec, group, meter=Meter()).wait()
+        assert torch.equal(flat, deep)
+        whole = [values_of(rank, ranks * numel, torch.float32) for rank in range(ranks)]
+        shards = whole[me].chunk(ranks)
+        found = calls.reduce_scatter(shards, codec, levels, meter=Meter()).wait()
+        exact = torch.stack([one.chunk(ranks)[me] for one in whole]).sum(0)
+        assert float((found - exact).abs().max()) <= bound(codec, whole, 1) + 1e-4
+
+
+@pytest.mark.parametrize("codec", (Identity(), make_codec("blockint", bits=8)), ids=str)
+def test_ranks_that_do_not_count_node_by_node(on_ranks: RunRanks, codec: Codec) -> None:
+    on_ranks(4, _dealt, codec)
+
+
 def _feedback(codec: Codec, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """What was given, delivered and is held over three all_reduces, by this rank."""
     me, levels, numel = dist.get_rank(), levels_of(width), 1000

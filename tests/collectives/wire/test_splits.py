@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from hybridcomp.collectives.wire import splits as module
-from hybridcomp.collectives.wire.splits import Splits
+from hybridcomp.collectives.wire.splits import KnownSplits
 
 
 def test_a_list_that_comes_back_is_not_read_again() -> None:
     given = [3, 0, 5]
-    found = Splits.of(given, 4)
+    found = KnownSplits.of(given, 4)
     assert found.numels == [12, 0, 20] and (found.total, found.least, found.each) == (32, 0, 0)
-    assert Splits.of(given, 4) is found and Splits.of(found) is found
-    assert Splits.of(given) is not found and Splits.of(given).numels == given
+    assert KnownSplits.of(given, 4) is found and KnownSplits.of(found) is found
+    assert KnownSplits.of(given) is not found and KnownSplits.of(given).numels == given
     given[1] = 7
-    assert Splits.of(given, 4).numels == [12, 28, 20]
+    assert KnownSplits.of(given, 4).numels == [12, 28, 20]
 
 
 def test_lists_at_one_address_are_told_apart() -> None:
@@ -23,7 +23,7 @@ def test_lists_at_one_address_are_told_apart() -> None:
     for index in range(100):  # Python reuses the address of a list that was freed
         given = [index, 1]
         seen.add(id(given))
-        assert Splits.of(given).numels == [index, 1]
+        assert KnownSplits.of(given).numels == [index, 1]
         del given
     assert len(seen) < 100
 
@@ -31,17 +31,17 @@ def test_lists_at_one_address_are_told_apart() -> None:
 def test_few_lists_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_known", {})
     kept = [[index] for index in range(module.MOST_KNOWN + 5)]
-    first = Splits.of(kept[0])
+    first = KnownSplits.of(kept[0])
     for given in kept[1:]:
-        Splits.of(given)
+        KnownSplits.of(given)
     assert len(module._known) == module.MOST_KNOWN
-    assert Splits.of(kept[0]) is not first  # forgotten, and read again
-    assert Splits.of(range(4)).numels == [0, 1, 2, 3]
+    assert KnownSplits.of(kept[0]) is not first  # forgotten, and read again
+    assert KnownSplits.of(range(4)).numels == [0, 1, 2, 3]
     assert len(module._known) == module.MOST_KNOWN
 
 
 def test_what_goes_to_other_ranks_and_nodes() -> None:
-    assert Splits.even(6, 4) is Splits.even(6, 4)
-    assert Splits.even(6, 4).beyond(1, frozenset({2, 3})) == (18, 12)
-    assert Splits.of([1, 2, 4]).beyond(1, frozenset()) == (5, 0)
-    assert Splits.even(6, 4).each == 6 and Splits.of([6, 5]).each == 0
+    assert KnownSplits.even(6, 4) is KnownSplits.even(6, 4)
+    assert KnownSplits.even(6, 4).beyond(1, frozenset({2, 3})) == (18, 12)
+    assert KnownSplits.of([1, 2, 4]).beyond(1, frozenset()) == (5, 0)
+    assert KnownSplits.even(6, 4).each == 6 and KnownSplits.of([6, 5]).each == 0

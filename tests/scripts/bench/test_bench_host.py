@@ -14,6 +14,10 @@ from tests.paths import SCRIPTS
 
 KINDS = ["all_reduce", "all_reduce feedback", "all_gather", "reduce_scatter", "all_to_all"]
 KINDS.append("all_to_all uneven")
+OF_GROUPS = ["all_to_all new splits", "all_gather cuts"]
+OF_GROUPS += [f"{kind} levels" for kind in ("all_reduce", "all_gather", "reduce_scatter")]
+OF_GROUPS += ["low rank", "guard"]
+BUCKETS = ["to owners", "to owners feedback", "to all as owners"]
 
 
 @pytest.fixture
@@ -49,6 +53,20 @@ def test_messages_take_as_many_launches_as_on_a_gpu(bench: Any) -> None:
     assert counts == {kind: 3 if kind.startswith("all_reduce") else 2 for kind in KINDS}
 
 
+@pytest.mark.parametrize("kind", ["all_to_all uneven", "all_gather cuts", "all_gather levels"])
+def test_what_moves_takes_as_many_launches_among_many_ranks(bench: Any, kind: str) -> None:
+    counts = []
+    for ranks in (8, 160):  # more than a table by value has rows
+        with mock.patch.object(bench.Nowhere, "launch") as launch, bench.as_on_a_gpu(ranks):
+            codec = bench.make_codec("blockint", bits=4)
+            run = bench.kinds_of(codec, bench.torch.randn(1 << 14), ranks)[kind]
+            run()
+            launch.reset_mock()
+            run()
+        counts.append(launch.call_count)
+    assert counts == [2, 2]
+
+
 def test_a_profile(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--megabytes", "0.01", "--profile", "all_gather"]) == 0
     assert "fused_all_gather" in capsys.readouterr().out
@@ -60,8 +78,11 @@ def test_growth_with_ranks(bench: Any, tmp_path: Path, capsys: pytest.CaptureFix
     found = json.loads((tmp_path / "ranks.json").read_text())
     assert list(found) == ["8", "16"]
     for kinds in found.values():
-        assert list(kinds) == [*KINDS, "to owners", "to owners feedback", "to all as owners"]
-        assert all(us > 0 and launches > 1 for us, _, launches in kinds.values())
+        assert list(kinds) == [*KINDS, *OF_GROUPS, *BUCKETS]
+        assert all(us > 0 for us, _, _ in kinds.values())
+        launches = {name: count for name, (_, _, count) in kinds.items()}
+        assert [launches[name] for name in OF_GROUPS] == [2, 2, 3, 2, 2, 0, 0]
+        assert all(launches[name] > 1 for name in (*KINDS, *BUCKETS))
     assert "to owners" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         bench.main(["--ranks", "4"])
