@@ -127,7 +127,7 @@ def _manifest(found: dict[str, Any]) -> Manifest:
     return Manifest(
         found["base"], found["version"], found["parent"], found["parent_digest"],
         found["table_digest"], found["weights"], found["changed"], found["step"], parts, table,
-        aliases,
+        aliases, found.get("checksum", BLAKE2B),
     )  # fmt: skip
 
 
