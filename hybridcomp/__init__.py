@@ -281,6 +281,7 @@ def publish(
     anchor_every: int = 100,
     dtype: str | None = None,
     codec: str = "auto",
+    keep: int | None = None,
 ) -> Publisher:
     """Publish the weights of an engine, version by version, to inference engines.
 
@@ -300,12 +301,14 @@ def publish(
             with.
         codec: "stepcode" for exact steps, "raw" for values as they are, or "auto": stepcode, and on
             streams and groups raw where coding takes longer than it saves.
+        keep: full versions that remain in a folder, with those that follow them; None: all.
 
     Raises ConfigError where the engine's weights or the destination do not fit.
     """
     from hybridcomp.patches.published import publish
 
-    return publish(engine, to, every=every, anchor_every=anchor_every, dtype=dtype, codec=codec)
+    given = {"every": every, "anchor_every": anchor_every, "keep": keep}
+    return publish(engine, to, **given, dtype=dtype, codec=codec)
 
 
 def __getattr__(name: str) -> Any:

@@ -28,6 +28,12 @@ class PublishConfig(Strict):
         description="Versions from one full version to the next. A receiver that joins, or lacks "
         "a version, begins with a full one. Less often: fewer bytes.",
     )
+    keep: int | None = Field(
+        None,
+        ge=1,
+        description="Full versions that remain in the folder, with the versions that follow them. "
+        "Older ones are removed when a new full one is there. Default: all remain.",
+    )
     codec: Literal["auto", "stepcode", "raw"] = Field(
         "auto",
         description="How changes are encoded. stepcode: exact steps. raw: as they are. auto: "

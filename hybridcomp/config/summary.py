@@ -44,8 +44,10 @@ def describe(config: CompressionConfig, absent: Collection[Dimension] = ()) -> l
         lines.append(f"{'pipeline':13} {_waitless(config.pipeline)}")
     if config.publish is not None:
         to, every, full = config.publish.to, config.publish.every, config.publish.anchor_every
+        keep = config.publish.keep
+        rest = "" if keep is None else f"; {keep} full version(s) and what follows them remain"
         lines.append(
-            f"{'publish':13} to {to}, every {every} step(s), in full every {full} versions"
+            f"{'publish':13} to {to}, every {every} step(s), in full every {full} versions{rest}"
         )
     start = f"; all messages before step {config.start_step}" if config.start_step else ""
     lines.append(f"{'also native':13} messages under {config.min_bytes} bytes{start}")

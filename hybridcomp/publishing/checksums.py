@@ -1,7 +1,8 @@
-"""Checksums of weights: BLAKE2b of blocks, and of their digests, so that threads share the work.
+"""Checksums of weights, and what of them has changed: one pass of the processor's vector lanes.
 
-BLAKE2b takes about a second for a gigabyte on one core. Two levels keep that from being the time of
-a version where a host has many cores: blocks of 1 MiB are hashed by as many threads as torch has.
+``xxh3_128`` finds accidents at the speed of memory; it does not keep out somebody who forges
+weights, and neither does a manifest. ``blake2b`` is that of versions of format 1, which are only
+read.
 """
 
 from __future__ import annotations
@@ -9,18 +10,52 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from hybridcomp.kernels import KernelSet
+
 T = TypeVar("T")
 S = TypeVar("S")
-#: bytes of a block
+BLAKE2B, XXH3 = "blake2b", "xxh3_128"
+#: bytes of a block, that threads share the work
 BLOCK = 1 << 20
 SIZE = 16
+#: values of an element of a mask
+MASKED = 32
 #: threads by their number; a pool whose number is no longer torch's stays idle
 _pools: dict[int, ThreadPoolExecutor] = {}
+
+
+class ChangeKernels(Protocol):
+    """Loops over weights on a host; addresses as ``FixedKernels``, values of 16 bits."""
+
+    def digest(self, data: int, nbytes: int, threads: int, /) -> bytes:
+        """Return the checksum of bytes."""
+
+    def compare(
+        self, values: int, old: int, numel: int, mask: int, threads: int, /
+    ) -> tuple[int, bytes]:
+        """Return how many values differ, and the checksum of ``values``; fill ``mask`` unless 0."""
+
+    def pick(self, values: int, mask: int, numel: int, out: int, /) -> int:
+        """Copy the values of ``mask`` to ``out``, one behind the other; returns how many."""
+
+    def put(self, picked: int, mask: int, numel: int, out: int, /) -> None:
+        """Copy what ``pick`` took to its places in ``out``."""
+
+    def places(self, mask: int, numel: int, out: int, /) -> None:
+        """Write the places of ``mask`` as int64."""
+
+
+_KERNELS = KernelSet[ChangeKernels]("changes")
+
+
+def kernels() -> ChangeKernels:
+    """Return the loops of the host."""
+    return _KERNELS.on(torch.device("cpu"))
 
 
 def in_threads(work: Callable[[T], S], items: Iterable[T]) -> list[S]:
@@ -42,12 +77,34 @@ def bytes_of(values: Tensor) -> memoryview:
     return found
 
 
-def digest_of(values: Tensor) -> str:
-    """Return the checksum of 16-bit ``values`` on the host: 32 hexadecimal digits."""
-    data = bytes_of(values.contiguous().reshape(-1))
-    blocks = [data[low : low + BLOCK] for low in range(0, len(data), BLOCK)]
-    return hashlib.blake2b(b"".join(in_threads(_digest, blocks)), digest_size=SIZE).hexdigest()
+def digest_of(values: Tensor, checksum: str = XXH3) -> str:
+    """Return the checksum of ``values`` on the host: 32 hexadecimal digits."""
+    flat = values.contiguous().reshape(-1)
+    if checksum == BLAKE2B:
+        data = bytes_of(flat)
+        blocks = [data[low : low + BLOCK] for low in range(0, len(data), BLOCK)]
+        return hashlib.blake2b(b"".join(in_threads(_blake2b, blocks)), digest_size=SIZE).hexdigest()
+    return kernels().digest(flat.data_ptr(), flat.nbytes, torch.get_num_threads()).hex()
 
 
-def _digest(block: memoryview) -> bytes:
+def _blake2b(block: memoryview) -> bytes:
     return hashlib.blake2b(block, digest_size=SIZE).digest()
+
+
+def compare(values: Tensor, old: Tensor, mask: Tensor | None = None) -> tuple[int, str]:
+    """Return how many values differ in any bit, and the checksum of ``values``, in one pass.
+
+    Args:
+        values, old: 1-D, contiguous, of one 16-bit dtype and size, on the host.
+        mask: as ``empty_mask`` makes it; gets a bit for each value, set where it differs.
+    """
+    where = 0 if mask is None else mask.data_ptr()
+    changed, digest = kernels().compare(
+        values.data_ptr(), old.data_ptr(), values.numel(), where, torch.get_num_threads()
+    )
+    return changed, digest.hex()
+
+
+def empty_mask(numel: int) -> Tensor:
+    """Return room for a bit of each of ``numel`` values: 1-D int32."""
+    return torch.empty(-(-numel // MASKED), dtype=torch.int32)

@@ -95,9 +95,14 @@ def manifests_in(folder: Path) -> dict[int, Path]:
 
 
 def read_manifest_file(path: Path, version: int) -> Manifest:
-    """Read the manifest at ``path``, which is to be of ``version``. Raises PublishError."""
+    """Read the manifest at ``path``, which is to be of ``version``.
+
+    Raises PublishError, and FileNotFoundError where it is gone.
+    """
     try:
         text = path.read_bytes()
+    except FileNotFoundError:
+        raise
     except OSError as error:
         raise PublishError(
             f"version {version}: {one_line(path)} cannot be read ({error.strerror}); make it "

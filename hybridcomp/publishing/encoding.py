@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,8 +12,8 @@ from torch import Tensor
 
 from hybridcomp.codecs import StepCode
 from hybridcomp.errors import PublishError
-from hybridcomp.publishing.checksums import bytes_of, digest_of
-from hybridcomp.publishing.records import (
+from hybridcomp.publishing.checksums import bytes_of, compare, digest_of
+from hybridcomp.publishing.parts import (
     ALIGN,
     ALONE,
     RAW,
@@ -29,8 +28,6 @@ from hybridcomp.publishing.weights import DTYPES, DividedWeights, Owned
 
 #: values of a bucket: the most that are encoded at once
 BUCKET = 1 << 23
-#: values that are compared at once: the comparison makes a byte of each
-COMPARED = 1 << 20
 #: pieces of fewer values are sent as they are: a model of their steps would be larger
 LEAST = 512
 CODEC = StepCode()
@@ -115,13 +112,11 @@ class PartEncoder:
         ``full``: encode without reference. After an error the references are of no version.
         """
         told, entries = PartSummary(), list[PieceEntry]()
-        found = hashlib.blake2b(digest_size=32)
 
         def put(data: memoryview) -> None:
             begun = time.perf_counter()
             sink.write(data)
             told.link_s += time.perf_counter() - begun
-            found.update(data)
             told.nbytes += len(data)
 
         put(memoryview(part_head(rank)))
@@ -138,8 +133,9 @@ class PartEncoder:
                 digests.append(entry.after)
             shard.digests = digests
         rows = [entry.row() for entry in entries]
-        put(memoryview(part_end({**head, "rank": rank, "pieces": rows})))
-        told.digest, told.wire_s = found.hexdigest(), told.link_s
+        end, told.digest = part_end(rank, {**head, "rank": rank, "pieces": rows})
+        put(memoryview(end))
+        told.wire_s = told.link_s
         return told
 
     def _piece(
@@ -151,7 +147,7 @@ class PartEncoder:
         # 1
         begun = time.perf_counter()
         values = shard.values(low, high)
-        changed = count_changed(values, reference) if before else values.numel()
+        changed, after = compare(values, reference) if before else (values.numel(), "")
         compared = time.perf_counter()
         # 2
         coding, nbytes = SAME, 0
@@ -160,16 +156,18 @@ class PartEncoder:
         elif changed:
             coding, nbytes = self._encode(values, reference)
         told.codec_s += time.perf_counter() - compared
+        padded = -(-nbytes // ALIGN) * ALIGN
+        self._room[nbytes:padded] = 0
+        if coding != SAME:
+            reference.copy_(values)
         told.raw_nbytes += values.nbytes if changed else 0
-        after = before if coding == SAME else digest_of(values)
-        reference.copy_(values)
+        entry = PieceEntry(
+            shard.stretch.cut(low, high), coding, told.nbytes, nbytes, changed, before,
+            after or digest_of(values), digest_of(self._room[:padded]) if padded else "",
+        )  # fmt: skip
         told.compare_s += compared - begun
         told.encode_s += time.perf_counter() - compared
         told.changed += changed
-        padded = -(-nbytes // ALIGN) * ALIGN
-        self._room[nbytes:padded] = 0
-        stretch = shard.stretch.cut(low, high)
-        entry = PieceEntry(stretch, coding, told.nbytes, nbytes, changed, before, after)
         return entry, bytes_of(self._room[:padded])
 
     def _encode(self, values: Tensor, reference: Tensor | None) -> tuple[str, int]:
@@ -199,12 +197,3 @@ class PartEncoder:
         """Free the references; the next version has to be a full one."""
         for shard in self.shards:
             shard.reference, shard.digests = None, []
-
-
-def count_changed(values: Tensor, reference: Tensor) -> int:
-    """Return how many 16-bit values differ in any bit."""
-    new, old = values.view(torch.int16), reference.view(torch.int16)
-    return sum(
-        int(torch.count_nonzero(new[low : low + COMPARED] != old[low : low + COMPARED]))
-        for low in range(0, new.numel(), COMPARED)
-    )

@@ -54,6 +54,7 @@ class PublishedSteps:
             "version": float(since[-1].version),
             "versions": float(len(since)),
             "full_versions": float(sum(one.full for one in since)),
+            "raw_versions": float(sum(one.raw for one in since)),
             "changed_share": sum(one.changed for one in since) / max(1, weights),
             "bits_per_weight": 8 * sum(one.nbytes for one in since) / max(1, weights),
             "wire_MB": sum(one.nbytes for one in since) / 1e6,

@@ -11,50 +11,43 @@ from torch import Tensor
 from hybridcomp.codecs import StepCode
 from hybridcomp.errors import CodecError, PublishError
 from hybridcomp.foreign import one_line
-from hybridcomp.publishing.checksums import digest_of
-from hybridcomp.publishing.records import (
-    ASK,
-    RAW,
-    SAME,
-    STEPS,
-    Manifest,
-    PieceEntry,
-    ReadPart,
-)
+from hybridcomp.publishing.checksums import XXH3, compare, digest_of, empty_mask, kernels
+from hybridcomp.publishing.parts import RAW, SAME, STEPS, PieceEntry, ReadPart
+from hybridcomp.publishing.records import ASK, Manifest
 from hybridcomp.publishing.stretches import WeightRange
 from hybridcomp.publishing.weights import DTYPES, Table, uncovered
 
 CODEC = StepCode()
-#: a change of more than one value in so many is kept as the whole piece with a mask: 3 bytes for
-#: each value of it, where positions and values are 6 bytes for each that changed
-DENSE = 2
+#: a change of more than one value in so many is kept as the whole piece, which is copied faster
+DENSE = 8
 
 
 @dataclass
 class Change:
-    """New values of a piece: those at ``positions``, or all of them with a mask of the changed."""
+    """New values of a piece, those that changed or all of them, and a mask of the changed."""
 
     stretch: WeightRange
     values: Tensor
-    positions: Tensor | None
-    mask: Tensor | None
+    mask: Tensor
     changed: int
 
     def apply(self, flat: Tensor) -> None:
         """Write the new values into all values of the parameter, and let go of them."""
-        if self.positions is not None:
-            flat[self.stretch.offsets(self.positions)] = self.values
-        else:
-            target = self.stretch.of(flat)
+        target = self.stretch.of(flat)
+        if len(self.values) == self.stretch.numel:
             target.copy_(self.values.view(target.shape))
+        elif self.stretch.runs > 1:
+            flat[self.offsets()] = self.values
+        else:
+            kernels().put(
+                self.values.data_ptr(), self.mask.data_ptr(), target.numel(), target.data_ptr()
+            )
         self.values = self.values[:0]
 
     def offsets(self) -> Tensor:
         """Return the flat offsets of the changed values in the parameter, as int64."""
-        local = self.positions
-        if local is None:
-            assert self.mask is not None
-            local = self.mask.nonzero().reshape(-1)
+        local = torch.empty(self.changed, dtype=torch.int64)
+        kernels().places(self.mask.data_ptr(), self.stretch.numel, local.data_ptr())
         return self.stretch.offsets(local)
 
 
@@ -94,7 +87,7 @@ def stage(manifest: Manifest, parts: Sequence[ReadPart], mirror: Mirror | None) 
     """Check and decode all pieces of a version; changes nothing of ``mirror``.
 
     Raises PublishError where pieces are missing or double, a value of the mirror is not what the
-    sender compared with, or decoded values have another checksum.
+    sender compared with, or payloads or decoded values have another checksum.
     """
     if mirror is None:
         assert manifest.full and manifest.table is not None
@@ -103,15 +96,27 @@ def stage(manifest: Manifest, parts: Sequence[ReadPart], mirror: Mirror | None) 
     pieces = [one for part in parts for one in part.pieces]
     _check_cover(manifest, target.table, pieces)
     staged = CheckedVersion(manifest, fresh=fresh if mirror is None else None)
+    room: Tensor | None = None  # for values that are not kept
     for part in parts:
         for piece in part.pieces:
             flat = target.flats[piece.stretch.name]
-            values = _decoded(manifest, part, piece, flat)
+            view = piece.stretch.of(flat)
+            held = view.reshape(-1)
+            _check_before(manifest, piece, held)
+            if piece.coding == SAME:
+                continue
+            if room is None or room.numel() < held.numel() or room.dtype != held.dtype:
+                room = torch.empty_like(held)
+            values = room[: held.numel()]
+            _decode(manifest, part, piece, held, values)
             if mirror is None:
-                view = piece.stretch.of(flat)
+                _check_after(manifest, piece, digest_of(values, manifest.checksum))
                 view.copy_(values.view(view.shape))
-            elif values is not None and (change := _change(piece, values, flat)) is not None:
-                staged.changes.append(change)
+            else:
+                change = _change(manifest, piece, values, held)
+                staged.changes += [] if change is None else [change]
+                if change is not None and change.values.data_ptr() == values.data_ptr():
+                    room = None
     return staged
 
 
@@ -129,41 +134,52 @@ def _check_cover(manifest: Manifest, table: Table, pieces: Iterable[PieceEntry])
     )
 
 
-def _decoded(manifest: Manifest, part: ReadPart, piece: PieceEntry, flat: Tensor) -> Tensor:
-    """Return the new values of a piece, checked."""
-    where = f"version {manifest.version}: {one_line(piece.stretch.name)}"
-    held = piece.stretch.of(flat).reshape(-1)
-    if not manifest.full and digest_of(held) != piece.before:
+def _check_before(manifest: Manifest, piece: PieceEntry, held: Tensor) -> None:
+    """Raise PublishError where the mirror's values are not those that the sender compared with."""
+    if not manifest.full and digest_of(held, manifest.checksum) != piece.before:
         raise PublishError(
-            f"{where}: the receiver's values are not those of version {manifest.parent}: somebody "
-            f"has written to the mirror, whose tensors are for reading; {ASK}"
+            f"version {manifest.version}: {one_line(piece.stretch.name)}: the receiver's values "
+            f"are not those of version {manifest.parent}: somebody has written to the mirror, "
+            f"whose tensors are for reading; {ASK}"
         )
-    if piece.coding == SAME:
-        return held
-    payload = part.payload(piece)
-    values = torch.empty(piece.stretch.numel, dtype=flat.dtype)
+
+
+def _check_after(manifest: Manifest, piece: PieceEntry, found: str) -> None:
+    """Raise PublishError where decoded values have another checksum than the sender's."""
+    if found != piece.after:
+        where = f"version {manifest.version}: {one_line(piece.stretch.name)}"
+        raise PublishError(f"{where}: expected checksum {piece.after}, found another; {ASK}")
+
+
+def _decode(
+    manifest: Manifest, part: ReadPart, piece: PieceEntry, held: Tensor, values: Tensor
+) -> None:
+    """Read a payload and decode it into ``values``."""
     try:
+        payload = part.payload(piece)
         if piece.coding == RAW:
             values.view(torch.uint8).copy_(payload)
         else:
             CODEC.decode(payload, held if piece.coding == STEPS else None, values)
-    except (CodecError, RuntimeError) as error:
-        raise PublishError(f"{where}: {one_line(error)}; copy {part.file.name} again") from None
-    if digest_of(values) != piece.after:
-        raise PublishError(f"{where}: expected checksum {piece.after}, found another; {ASK}")
-    return values
+    except (CodecError, OSError, RuntimeError, ValueError) as error:
+        where = f"version {manifest.version}: {one_line(piece.stretch.name)}"
+        raise PublishError(f"{where}: {one_line(error)}; copy it again: {part.name}") from None
 
 
-def _change(piece: PieceEntry, values: Tensor, flat: Tensor) -> Change | None:
-    """Return what of a piece differs from the mirror, None where nothing does."""
-    if piece.coding == SAME:
-        return None
-    held = piece.stretch.of(flat).reshape(-1)
-    mask = values.view(torch.int16) != held.view(torch.int16)
-    changed = int(torch.count_nonzero(mask))
+def _change(manifest: Manifest, piece: PieceEntry, values: Tensor, held: Tensor) -> Change | None:
+    """Check decoded values; return what of them differs from the mirror, None where nothing does.
+
+    The change keeps ``values`` themselves where much of them differs.
+    """
+    mask = empty_mask(values.numel())
+    changed, digest = compare(values, held, mask)
+    if manifest.checksum != XXH3:
+        digest = digest_of(values, manifest.checksum)
+    _check_after(manifest, piece, digest)
     if not changed:
         return None
     if changed * DENSE > values.numel():
-        return Change(piece.stretch, values, None, mask, changed)
-    positions = mask.nonzero().reshape(-1)
-    return Change(piece.stretch, values[positions], positions.to(torch.int32), None, changed)
+        return Change(piece.stretch, values, mask, changed)
+    picked = torch.empty(changed, dtype=values.dtype)
+    kernels().pick(values.data_ptr(), mask.data_ptr(), values.numel(), picked.data_ptr())
+    return Change(piece.stretch, picked, mask, changed)

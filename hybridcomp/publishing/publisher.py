@@ -11,13 +11,15 @@ from typing import Any
 import torch.distributed as dist
 
 from hybridcomp.errors import ConfigError, PublishError
+from hybridcomp.foreign import one_line
 from hybridcomp.job import saved
 from hybridcomp.job.agreement import tell
 from hybridcomp.log import say
 from hybridcomp.publishing.choosing import AUTO, CHOICES, PublishedCodec
-from hybridcomp.publishing.destinations import Destination
+from hybridcomp.publishing.destinations import Destination, Folder
 from hybridcomp.publishing.encoding import BUCKET, PartEncoder, PartSummary
 from hybridcomp.publishing.records import Manifest, PartEntry, table_digest
+from hybridcomp.publishing.removing import remove_old
 from hybridcomp.publishing.resuming import Resumed, resume
 from hybridcomp.publishing.weights import DividedWeights, EngineWeights, agree_on_weights
 
@@ -34,6 +36,7 @@ class VersionSummary:
         weights: weights of the model; ``changed``: those that differ from the version before, all
             of them in a full version.
         nbytes: bytes of all ranks' parts.
+        raw: whether changes were sent as they are, without a codec.
         compare_s, encode_s, wire_s: seconds of the slowest rank in each.
         apply_s: seconds in which the slowest receiver applied the version before; None where
             receivers do not answer.
@@ -45,6 +48,7 @@ class VersionSummary:
     weights: int
     changed: int
     nbytes: int
+    raw: bool
     compare_s: float
     encode_s: float
     wire_s: float
@@ -78,6 +82,7 @@ class Publisher:
         anchor_every: int = 100,
         dtype: str | None = None,
         codec: str = AUTO,
+        keep: int | None = None,
         bucket: int = BUCKET,
     ) -> None:
         """Divide the weights among the ranks, and look whether the destination's chain goes on.
@@ -90,17 +95,24 @@ class Publisher:
             dtype: "bf16" or "fp16" for weights that have no 16 bits; None: the model's own.
             codec: "stepcode", "raw" for values as they are, or "auto": stepcode, and on streams and
                 groups raw where coding takes longer than it saves.
+            keep: full versions that remain in a folder, with those that follow them; older ones are
+                removed when a full one is there. None: all remain.
             bucket: most values that are encoded at once, the unit of checksums. A chain goes on
                 after a restart only with the same one.
 
         Raises ConfigError and PublishError, on every rank.
         """
-        for key, number in (("every", every), ("anchor_every", anchor_every)):
-            if number < 1:
+        numbers = {"every": every, "anchor_every": anchor_every, "keep": keep}
+        for key, number in numbers.items():
+            if number is not None and number < 1:
                 raise ConfigError(f"publish.{key}", number, "expected a number of 1 or more")
         if codec not in CHOICES:
             raise ConfigError("publish.codec", codec, f"expected one of {', '.join(CHOICES)}")
-        self.every, self.anchor_every = every, anchor_every
+        if keep is not None and not isinstance(destination, Folder):
+            raise ConfigError(
+                "publish.keep", keep, "only a folder has versions to keep; leave it out"
+            )
+        self.every, self.anchor_every, self.keep = every, anchor_every, keep
         self.summary: VersionSummary | None = None
         self._weights, self._destination = weights, destination
         self._divided: DividedWeights = agree_on_weights(weights, dtype)
@@ -185,15 +197,18 @@ class Publisher:
         self._is_held, self._asked = True, False
         self._version, self._digest = version, manifest.digest
         self._since_full = 1 if full else self._since_full + 1
+        raw = self._choice.is_raw
         text = self._choice.note(said)
         if text is not None and self._rank == 0:
             say(text, anywhere=True)
+        if full and self.keep is not None and self._rank == 0:
+            self._remove_old(self.keep)
         slowest = {
             key: max(one[key] for one in said) for key in ("compare_s", "encode_s", "wire_s")
         }
         self.summary = VersionSummary(
             version, full, manifest.weights, manifest.changed, manifest.nbytes,
-            apply_s=apply_s, seconds=time.perf_counter() - begun, **slowest,
+            raw=raw, apply_s=apply_s, seconds=time.perf_counter() - begun, **slowest,
         )  # fmt: skip
         return self.summary
 
@@ -203,6 +218,14 @@ class Publisher:
         self._is_held = False
         self._encoder.forget()
         self._destination.close()
+
+    def _remove_old(self, keep: int) -> None:
+        """Remove old versions. The new one is readable by now: an error is told, not raised."""
+        assert isinstance(self._destination, Folder)
+        try:
+            remove_old(self._destination.path, keep)
+        except (OSError, PublishError) as error:
+            say(f"publish: old versions were not removed: {one_line(error)}", anywhere=True)
 
     def _begin(self) -> tuple[bool, float | None]:
         """Agree on whether the next version is full; returns that, and the receivers' seconds."""

@@ -16,9 +16,11 @@ import torch.distributed as dist
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import saved
 from hybridcomp.job.agreement import tell
+from hybridcomp.publishing.checksums import XXH3
 from hybridcomp.publishing.destinations import PARTS, TO, Destination, Folder
 from hybridcomp.publishing.encoding import PartEncoder
-from hybridcomp.publishing.records import Manifest, read_manifest, read_part
+from hybridcomp.publishing.parts import read_part
+from hybridcomp.publishing.records import Manifest, read_manifest
 from hybridcomp.publishing.stretches import WeightRange
 from hybridcomp.publishing.weights import DividedWeights, EngineWeights
 
@@ -64,6 +66,8 @@ def resume(
     why: str | None = problem
     if problem is not None:
         pass
+    elif found.checksum != XXH3:
+        why = f"its checksums are of an older format, {found.checksum}"
     elif len(found.parts) != len(weights.ranks):
         why = f"it was written by {len(found.parts)} ranks, this job has {len(weights.ranks)}"
     else:

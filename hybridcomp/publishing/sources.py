@@ -15,15 +15,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hybridcomp.errors import PublishError
+from hybridcomp.foreign import one_line
 from hybridcomp.publishing.checksums import in_threads
 from hybridcomp.publishing.destinations import PARTS, manifests_in, read_manifest_file
-from hybridcomp.publishing.records import (
-    ASK,
-    Manifest,
-    ReadPart,
-    read_manifest,
-    read_part,
-)
+from hybridcomp.publishing.parts import ReadPart, read_part
+from hybridcomp.publishing.records import ASK, Manifest, read_manifest
 from hybridcomp.publishing.streams import ABORT, DATA, VERSION, Readable, read_frame
 
 #: most bytes of a manifest on a stream
@@ -72,15 +68,28 @@ class FolderSource(Source):
         the chain is missing and no full version comes after it.
         """
         while True:
-            manifest = self._next(held, until)
+            manifest = self._settled(held, until)
             if manifest is None:
                 return
             with ExitStack() as stack:
                 files = self._open(manifest, stack)
+                if files is None and self._was_removed(manifest):
+                    continue
                 if files is None:
                     return
                 yield Offer(manifest, files)
             held = manifest
+
+    def _settled(self, held: Manifest | None, until: int | None) -> Manifest | None:
+        """Return ``_next``; look again where versions are removed meanwhile (``publish.keep``)."""
+        while True:
+            before = manifests_in(self.path)
+            try:
+                return self._next(held, until)
+            except FileNotFoundError as error:
+                if manifests_in(self.path) == before:
+                    todo = "copy the folder again from the sender"
+                    raise PublishError(f"{one_line(error.filename)} is not there; {todo}") from None
 
     def _next(self, held: Manifest | None, until: int | None) -> Manifest | None:
         """Return the version to apply after ``held``; None where there is none."""
@@ -156,6 +165,10 @@ class FolderSource(Source):
                     f"({os.strerror(error.errno or 0)}); make it readable"
                 ) from None
         return files
+
+    def _was_removed(self, manifest: Manifest) -> bool:
+        """Return whether the sender has deleted a version since it was read (``publish.keep``)."""
+        return manifest.version not in manifests_in(self.path)
 
 
 class StreamSource(Source):

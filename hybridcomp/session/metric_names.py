@@ -23,7 +23,7 @@ total_wire_MB       since the run began: bytes sent, all ranks                  
 saved_s             since the run began: seconds saved as far as "when": "auto" has      s
                     measured them, less those spent on measuring
 version             the last published version of the weights
-versions            versions published, full_versions of them whole
+versions            versions published, full_versions of them whole, raw_versions without a codec
 changed_share       changed weights of a version's, on average
 bits_per_weight     bits of a version for each weight of the model, on average           bits
 compare_ms          time of publishing, of the slowest rank: comparing                   ms

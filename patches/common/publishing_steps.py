@@ -38,8 +38,8 @@ def start(session: EngineSession, weights: Callable[[], EngineWeights]) -> None:
         try:
             found = weights()
             to = destination_of(settings.to, found)
-            given = {"every": settings.every, "anchor_every": settings.anchor_every}
-            return Publisher(found, to, **given, dtype=settings.dtype, codec=settings.codec)
+            given = settings.model_dump(exclude={"to"})
+            return Publisher(found, to, **given)
         except ConfigError as error:
             key = f"{BLOCK}.{error.key}"
             if error.key != KEY:

@@ -16,14 +16,6 @@ struct Source {
     bool zeros_known;  // every context has symbol 0
 };
 
-// What a thread needs for a tile; words are written from the end.
-struct Scratch {
-    std::vector<u8> symbols;
-    std::vector<u16> words;
-    std::vector<u32> extra;
-    explicit Scratch(size_t tile) : symbols(tile), words(tile + LANES), extra(tile / 2 + 3) {}
-};
-
 struct BitWriter {
     u32* words;
     size_t used;
@@ -103,20 +95,23 @@ HC_WIDE bool code_wide(const Source& from, size_t first, size_t groups, u8* symb
     return changed;
 }
 
-// The quotient of 16 states below 2^20 frequency: to nearest in float, off by one at most, then mended.
-HC_WIDE inline __m512i push_lanes(__m512i state, __m512i range) {
+// A share below 1 / frequency by 2^-22, so that a quotient is right or one too small.
+constexpr float BELOW = 1.0f - 1.0f / (1 << 22);
+
+// The states after symbols: the quotient of states below 2^20 frequency, from a float, then mended.
+HC_WIDE inline __m512i push_lanes(__m512i state, __m512i range, __m512 share) {
     __m512i frequency = _mm512_and_si512(range, _mm512_set1_epi32(0xffff));
-    __m512 share = _mm512_div_ps(_mm512_cvtepu32_ps(state), _mm512_cvtepu32_ps(frequency));
-    __m512i quotient = _mm512_cvttps_epu32(share);
+    __m512i quotient = _mm512_cvttps_epu32(_mm512_mul_ps(_mm512_cvtepu32_ps(state), share));
     __m512i rest = _mm512_sub_epi32(state, _mm512_mullo_epi32(quotient, frequency));
-    __mmask16 below = _mm512_movepi32_mask(rest);
-    quotient = _mm512_mask_sub_epi32(quotient, below, quotient, _mm512_set1_epi32(1));
-    rest = _mm512_mask_add_epi32(rest, below, rest, frequency);
-    __mmask16 above = _mm512_cmpge_epu32_mask(rest, frequency);
-    quotient = _mm512_mask_add_epi32(quotient, above, quotient, _mm512_set1_epi32(1));
-    rest = _mm512_mask_sub_epi32(rest, above, rest, frequency);
-    return _mm512_add_epi32(_mm512_add_epi32(_mm512_slli_epi32(quotient, PRECISION), rest),
-                            _mm512_srli_epi32(range, 16));
+    __m512i within = _mm512_srai_epi32(_mm512_sub_epi32(rest, frequency), 31);
+    __m512i mend = _mm512_andnot_si512(within, _mm512_sub_epi32(_mm512_set1_epi32(TOTAL), frequency));
+    __m512i low = _mm512_add_epi32(rest, _mm512_srli_epi32(range, 16));
+    return _mm512_add_epi32(_mm512_add_epi32(_mm512_slli_epi32(quotient, PRECISION), low), mend);
+}
+
+HC_WIDE inline __m512 shares_of(__m512i range) {
+    __m512i frequency = _mm512_and_si512(range, _mm512_set1_epi32(0xffff));
+    return _mm512_div_ps(_mm512_set1_ps(BELOW), _mm512_cvtepu32_ps(frequency));
 }
 
 HC_WIDE inline __m512i give_words(__m512i state, __m512i range, u16*& to) {
@@ -129,31 +124,55 @@ HC_WIDE inline __m512i give_words(__m512i state, __m512i range, u16*& to) {
     return _mm512_mask_srli_epi32(state, over, state, 16);
 }
 
-HC_WIDE void push_wide(const Source& from, size_t first, size_t groups, const u8* symbols, u32* states,
-                       u16*& to) {
+// A tile whose words are being written, backwards.
+struct Pushing {
+    size_t first, count;
+    const u8* symbols;
+    u32* states;
+    u16* to;
+};
+
+// The last groups of as many tiles at once: the states of one wait for each other, those of several do not.
+template <int TILES>
+HC_WIDE void push_wide(const Source& from, Pushing* const* tiles, size_t groups) {
     const Contexts contexts(from.dtype, from.lowest);
     u32 zero_ranges[CONTEXTS];
     for (u32 c = 0; c < CONTEXTS; ++c) zero_ranges[c] = from.ranges->of[c][0];
     const __m512i zeros = _mm512_loadu_si512(zero_ranges);
-    __m512i s0 = _mm512_loadu_si512(states), s1 = _mm512_loadu_si512(states + 16);
-    for (size_t g = groups; g-- > 0;) {
-        __m512i context = contexts.of(_mm512_loadu_si512(from.reference + first + g * LANES));
-        __m256i symbol = _mm256_loadu_si256((const __m256i*)(symbols + g * LANES));
-        __m512i c0 = lower_half(context), c1 = upper_half(context), r0, r1;
-        if (_mm256_testz_si256(symbol, symbol)) {
-            r0 = _mm512_permutexvar_epi32(c0, zeros), r1 = _mm512_permutexvar_epi32(c1, zeros);
-        } else {
-            __m512i y0 = _mm512_cvtepu8_epi32(_mm256_castsi256_si128(symbol));
-            __m512i y1 = _mm512_cvtepu8_epi32(_mm256_extracti128_si256(symbol, 1));
-            const int* rows = (const int*)from.ranges->of;
-            r0 = _mm512_i32gather_epi32(_mm512_add_epi32(_mm512_slli_epi32(c0, 7), y0), rows, 4);
-            r1 = _mm512_i32gather_epi32(_mm512_add_epi32(_mm512_slli_epi32(c1, 7), y1), rows, 4);
-        }
-        s1 = push_lanes(give_words(s1, r1, to), r1);
-        s0 = push_lanes(give_words(s0, r0, to), r0);
+    const __m512 zero_shares = shares_of(zeros);  // of what a context lacks: never used
+    const int* rows = (const int*)from.ranges->of;
+    __m512i s0[TILES], s1[TILES];
+    u16* to[TILES];
+    for (int n = 0; n < TILES; ++n) {
+        s0[n] = _mm512_loadu_si512(tiles[n]->states), s1[n] = _mm512_loadu_si512(tiles[n]->states + 16);
+        to[n] = tiles[n]->to;
     }
-    _mm512_storeu_si512(states, s0);
-    _mm512_storeu_si512(states + 16, s1);
+    for (size_t g = groups; g-- > 0;) {
+#pragma GCC unroll 4
+        for (int n = 0; n < TILES; ++n) {
+            __m512i context = contexts.of(_mm512_loadu_si512(from.reference + tiles[n]->first + g * LANES));
+            __m256i symbol = _mm256_loadu_si256((const __m256i*)(tiles[n]->symbols + g * LANES));
+            __m512i c0 = lower_half(context), c1 = upper_half(context), r0, r1;
+            __m512 h0, h1;
+            if (_mm256_testz_si256(symbol, symbol)) {
+                r0 = _mm512_permutexvar_epi32(c0, zeros), r1 = _mm512_permutexvar_epi32(c1, zeros);
+                h0 = _mm512_permutexvar_ps(c0, zero_shares), h1 = _mm512_permutexvar_ps(c1, zero_shares);
+            } else {
+                __m512i y0 = _mm512_cvtepu8_epi32(_mm256_castsi256_si128(symbol));
+                __m512i y1 = _mm512_cvtepu8_epi32(_mm256_extracti128_si256(symbol, 1));
+                r0 = _mm512_i32gather_epi32(_mm512_add_epi32(_mm512_slli_epi32(c0, 7), y0), rows, 4);
+                r1 = _mm512_i32gather_epi32(_mm512_add_epi32(_mm512_slli_epi32(c1, 7), y1), rows, 4);
+                h0 = shares_of(r0), h1 = shares_of(r1);
+            }
+            s1[n] = push_lanes(give_words(s1[n], r1, to[n]), r1, h1);
+            s0[n] = push_lanes(give_words(s0[n], r0, to[n]), r0, h0);
+        }
+    }
+    for (int n = 0; n < TILES; ++n) {
+        _mm512_storeu_si512(tiles[n]->states, s0[n]);
+        _mm512_storeu_si512(tiles[n]->states + 16, s1[n]);
+        tiles[n]->to = to[n];
+    }
 }
 #endif
 
@@ -173,41 +192,91 @@ bool code_tile(const Source& from, size_t first, size_t count, u8* symbols, BitW
     return changed;
 }
 
-u16* push_tile(const Source& from, size_t first, size_t count, const u8* symbols, u32* states, u16* to) {
-    size_t whole = 0;
-#ifdef HC_WIDE
-    if (wide_lanes()) whole = count / LANES * LANES;
-#endif
-    for (size_t i = count; i-- > whole;) push_value(from, first + i, symbols[i], states[i % LANES], to);
-#ifdef HC_WIDE
-    if (whole) push_wide(from, first, whole / LANES, symbols, states, to);
-#endif
-    return to;
+void push_rest(const Source& from, Pushing& tile, size_t whole) {
+    for (size_t i = tile.count; i-- > whole;) {
+        push_value(from, tile.first + i, tile.symbols[i], tile.states[i % LANES], tile.to);
+    }
 }
 
-// Step 3. Returns the bytes written.
-size_t encode_tile(const Source& from, size_t first, size_t count, Scratch& scratch, u8* out) {
-    BitWriter extra(scratch.extra.data());
-    if (!code_tile(from, first, count, scratch.symbols.data(), extra)) return 0;
-    size_t extra_words = extra.finish();
-    u32 states[LANES];
-    for (u32& state : states) state = LEAST_STATE;
-    u16* end = scratch.words.data() + count;
-    u16* begin = push_tile(from, first, count, scratch.symbols.data(), states, end);
-    size_t stored = 4 + ceil_div(count, 2) * 4, words = end - begin, after = STATE_BYTES + ceil_div(words, 2) * 4;
-    if (after + 4 * extra_words >= stored) {
-        memcpy(out, &STORED, 4);
-        memcpy(out + 4, from.values + first, 2 * count);
-        pad(out, 4 + 2 * count, stored);
-        return stored;
+// Words of one or two tiles; `second` may be null.
+void push_tiles(const Source& from, Pushing* first, Pushing* second) {
+#ifdef HC_WIDE
+    if (wide_lanes()) {
+        Pushing* tiles[2] = {first, second};
+        for (int n = 0; n < 2 && tiles[n]; ++n) push_rest(from, *tiles[n], tiles[n]->count / LANES * LANES);
+        if (second && first->count == second->count) {
+            push_wide<2>(from, tiles, first->count / LANES);
+            return;
+        }
+        for (int n = 0; n < 2 && tiles[n]; ++n) push_wide<1>(from, tiles + n, tiles[n]->count / LANES);
+        return;
     }
-    u32 number = (u32)words;
-    memcpy(out, &number, 4);
-    memcpy(out + 4, states, sizeof states);
-    memcpy(out + STATE_BYTES, begin, 2 * words);
-    pad(out, STATE_BYTES + 2 * words, after);
-    memcpy(out + after, scratch.extra.data(), 4 * extra_words);
-    return after + 4 * extra_words;
+#endif
+    push_rest(from, *first, 0);
+    if (second) push_rest(from, *second, 0);
+}
+
+// A tile on its way: its symbols, then its words. Words are written from the end of their room.
+struct Coding {
+    std::vector<u8> symbols;
+    std::vector<u16> words;
+    std::vector<u32> extra;
+    u32 states[LANES];
+    size_t extra_words;
+    Pushing pushing;
+    explicit Coding(size_t tile) : symbols(tile), words(tile + LANES), extra(tile / 2 + 3) {}
+
+    // False where nothing has changed: then there are no words.
+    bool begin(const Source& from, size_t first, size_t count) {
+        BitWriter bits(extra.data());
+        pushing = Pushing{first, count, symbols.data(), states, words.data() + count};
+        if (!code_tile(from, first, count, symbols.data(), bits)) return false;
+        extra_words = bits.finish();
+        for (u32& state : states) state = LEAST_STATE;
+        return true;
+    }
+    // Returns the bytes written.
+    size_t end(const Source& from, u8* out) const {
+        size_t count = pushing.count, number = (size_t)(words.data() + count - pushing.to);
+        size_t stored = 4 + ceil_div(count, 2) * 4, after = STATE_BYTES + ceil_div(number, 2) * 4;
+        if (after + 4 * extra_words >= stored) {
+            memcpy(out, &STORED, 4);
+            memcpy(out + 4, from.values + pushing.first, 2 * count);
+            pad(out, 4 + 2 * count, stored);
+            return stored;
+        }
+        u32 told = (u32)number;
+        memcpy(out, &told, 4);
+        memcpy(out + 4, states, sizeof states);
+        memcpy(out + STATE_BYTES, pushing.to, 2 * number);
+        pad(out, STATE_BYTES + 2 * number, after);
+        memcpy(out + after, extra.data(), 4 * extra_words);
+        return after + 4 * extra_words;
+    }
+};
+
+// Step 3, of tiles begin..end, two at a time. Returns the bytes written.
+size_t encode_tiles(const Source& from, size_t numel, size_t tile, size_t begin, size_t end, u8* to, u8* places) {
+    size_t room = tile < numel ? tile : numel, used = 0;
+    Coding first(room), second(room);
+    for (size_t t = begin; t < end; t += 2) {
+        Coding* pair[2] = {&first, t + 1 < end ? &second : nullptr};
+        Pushing* pushed[3] = {};
+        int changed = 0;
+        bool has[2] = {};
+        for (int n = 0; n < 2 && pair[n]; ++n) {
+            size_t at = (t + n) * tile, left = numel - at;
+            has[n] = pair[n]->begin(from, at, left < tile ? left : tile);
+            if (has[n]) pushed[changed++] = &pair[n]->pushing;
+        }
+        if (changed) push_tiles(from, pushed[0], pushed[1]);
+        for (int n = 0; n < 2 && pair[n]; ++n) {
+            u32 place = (u32)(used / 4);
+            memcpy(places + 4 * (t + n), &place, 4);
+            if (has[n]) used += pair[n]->end(from, to + used);
+        }
+    }
+    return used;
 }
 
 size_t store_values(Head head, const u16* values, u8* out) {
@@ -239,15 +308,7 @@ size_t encode(int dtype, const u16* values, const u16* reference, size_t numel, 
     size_t total = encode_tiles_in_shares(
         tiles, tile, largest, threads, offsets, data,
         [&](size_t begin, size_t end, u8* to, u8* places) {
-            Scratch scratch(tile < numel ? tile : numel);
-            size_t used = 0;
-            for (size_t t = begin; t < end; ++t) {
-                u32 place = (u32)(used / 4);
-                memcpy(places + 4 * t, &place, 4);
-                size_t left = numel - t * tile;
-                used += encode_tile(from, t * tile, left < tile ? left : tile, scratch, to + used);
-            }
-            return used;
+            return encode_tiles(from, numel, tile, begin, end, to, places);
         });
     size_t used = HEADER_BYTES + head.model + 4 * tiles + total;
     if (used >= HEADER_BYTES + 2 * numel) return store_values(head, values, out);

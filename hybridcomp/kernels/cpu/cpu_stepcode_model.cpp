@@ -5,17 +5,53 @@ namespace hybridcomp {
 namespace stepcode {
 namespace {
 
-HC_INLINE void count_run(const u16* values, const u16* reference, size_t count, u32 dtype, u32* even,
-                         u32* odd) {
-    u32 changed = 0;
-    for (size_t i = 0; i < count; ++i) changed += values[i] != reference[i];
-    bool sparse = changed < count / 8;  // a branch for each value can be predicted
-    for (size_t i = 0; i < count; ++i) {
-        u32 old = reference[i], step = step_between(old, values[i]), symbol = 0;
-        u32* rows = i % 2 ? odd : even;  // no increment waits for the one before
-        if (!sparse || step) symbol = coded_of(folded(step), step >> 15).symbol;
-        ++rows[exponent_of(old, dtype) * ROW + symbol];
+void count_value(u32 old, u32 value, u32 dtype, u32* rows) {
+    u32 step = step_between(old, value);
+    ++rows[exponent_of(old, dtype) * ROW + coded_of(folded(step), step >> 15).symbol];
+}
+
+// Counts into two tables by turns: no increment waits for the one before.
+void count_plain(const u16* values, const u16* reference, size_t count, u32 dtype, u32* even, u32* odd) {
+    for (size_t i = 0; i < count; ++i) count_value(reference[i], values[i], dtype, i % 2 ? odd : even);
+}
+
+#ifdef HC_WIDE
+// Whole groups of 32: places of the counts in lanes, apart from steps that have extra bits.
+HC_WIDE void count_wide(const u16* values, const u16* reference, size_t groups, u32 dtype, u32* even, u32* odd) {
+    const Contexts exponents_from_zero(dtype, 0);
+    const __m512i low = _mm512_set1_epi16(0x7fff);
+    for (size_t g = 0; g < groups; ++g) {
+        size_t at = g * LANES;
+        __m512i old = _mm512_loadu_si512(reference + at), value = _mm512_loadu_si512(values + at);
+        __m512i exponent = exponents_from_zero.exponent(old);
+        __m512i d = _mm512_and_si512(_mm512_sub_epi16(value, old), low);
+        __m512i sign = _mm512_srai_epi16(_mm512_slli_epi16(d, 1), 15);
+        __m512i z = _mm512_and_si512(_mm512_xor_si512(_mm512_slli_epi16(d, 1), sign), low);
+        __mmask32 rare = _mm512_cmpgt_epu16_mask(z, _mm512_set1_epi16(DIRECT - 1)) |
+                         _mm512_movepi16_mask(_mm512_xor_si512(old, value));
+        alignas(64) u16 places[LANES];
+        _mm512_store_si512(places, _mm512_or_si512(_mm512_slli_epi16(exponent, 7), z));
+        if (!rare) {
+            for (u32 i = 0; i < LANES; i += 2) ++even[places[i]], ++odd[places[i + 1]];
+            continue;
+        }
+        for (u32 i = 0; i < LANES; ++i) {
+            if (rare >> i & 1) count_value(reference[at + i], values[at + i], dtype, even);
+            else ++(i % 2 ? odd : even)[places[i]];
+        }
     }
+}
+#endif
+
+void count_run(const u16* values, const u16* reference, size_t count, u32 dtype, u32* even, u32* odd) {
+    size_t done = 0;
+#ifdef HC_WIDE
+    if (wide_lanes()) {
+        done = count / LANES * LANES;
+        count_wide(values, reference, count / LANES, dtype, even, odd);
+    }
+#endif
+    count_plain(values + done, reference + done, count - done, dtype, even, odd);
 }
 
 // Counts, [exponents][ROW], of the sampled values.

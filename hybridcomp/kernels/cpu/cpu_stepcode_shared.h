@@ -53,9 +53,11 @@ struct Contexts {
     HC_WIDE Contexts(u32 dtype, u32 first)
         : lowest(_mm512_set1_epi16((short)first)), most(_mm512_set1_epi16(CONTEXTS - 1)),
           shift(_mm_cvtsi32_si128((int)mantissa_bits(dtype))) {}
+    HC_WIDE __m512i exponent(__m512i old) const {
+        return _mm512_srl_epi16(_mm512_and_si512(old, _mm512_set1_epi16(0x7fff)), shift);
+    }
     HC_WIDE __m512i of(__m512i old) const {
-        __m512i exponent = _mm512_srl_epi16(_mm512_and_si512(old, _mm512_set1_epi16(0x7fff)), shift);
-        return _mm512_min_epu16(_mm512_subs_epu16(exponent, lowest), most);
+        return _mm512_min_epu16(_mm512_subs_epu16(exponent(old), lowest), most);
     }
 };
 

@@ -1,0 +1,181 @@
+"""The format of a part: the payloads of one rank, and an index of the pieces that they hold.
+
+A part: 16 bytes of head (``PART``, rank, zeros), payloads at multiples of 16 bytes, an index as
+JSON, 32 bytes of tail (bytes of the index, a checksum, ``TAIL``). The index has an entry for each
+piece of a parameter: where it is, how it is encoded, how many bytes, how many values changed, and
+the checksums of its values before and after and of its payload. The checksum of the part is that of
+its head and index; payloads are checked when they are read, once.
+
+In format 1 the checksum of the part is that of the whole file, which is read before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from hybridcomp.errors import PublishError
+from hybridcomp.foreign import one_line, parsed_json
+from hybridcomp.publishing.checksums import BLAKE2B, bytes_of, digest_of
+from hybridcomp.publishing.records import Manifest, PartEntry, is_count, is_hex, need
+from hybridcomp.publishing.stretches import WeightRange
+
+PART, TAIL = b"hcpart\x01\x00", b"hcpend\x01\x00"
+HEAD_NBYTES, TAIL_NBYTES, ALIGN = 16, 32, 16
+#: how a piece is encoded: steps from the version before, alone, as it is, not at all (no change)
+STEPS, ALONE, RAW, SAME = "stepcode", "alone", "raw", "same"
+#: bytes of a file of format 1 that are read at once
+CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class PieceEntry:
+    """One piece of a parameter in a part.
+
+    Attributes:
+        stretch: where its values are in the parameter.
+        coding: one of STEPS, ALONE, RAW, SAME.
+        offset, nbytes: where its payload is in the part.
+        changed: number of values that differ from the version before.
+        before, after: checksums of the values of the parent and of this version; "" without one.
+        payload: checksum of the payload and its padding; "" without one, and in format 1.
+    """
+
+    stretch: WeightRange
+    coding: str
+    offset: int
+    nbytes: int
+    changed: int
+    before: str
+    after: str
+    payload: str = ""
+
+    def row(self) -> list[Any]:
+        """Return the form in the index."""
+        one = self.stretch
+        where = [one.name, one.start, one.length, one.runs, one.stride]
+        return [
+            *where,
+            self.coding,
+            self.offset,
+            self.nbytes,
+            self.changed,
+            self.before,
+            self.after,
+            self.payload,
+        ]
+
+
+def part_head(rank: int) -> bytes:
+    """Return the first bytes of a part."""
+    return PART + struct.pack("<II", rank, 0)
+
+
+def part_end(rank: int, index: Mapping[str, Any]) -> tuple[bytes, str]:
+    """Return the index and the tail of a part, and the part's checksum."""
+    text = json.dumps(index).encode()
+    digest = _index_digest(rank, text)
+    return text + struct.pack("<Q", len(text)) + bytes.fromhex(digest) + TAIL, digest
+
+
+def _index_digest(rank: int, text: bytes) -> str:
+    return digest_of(torch.frombuffer(bytearray(part_head(rank) + text), dtype=torch.uint8))
+
+
+@dataclass(frozen=True)
+class ReadPart:
+    """A part whose index was checked: its file, its name, and its pieces."""
+
+    file: BinaryIO
+    name: str
+    pieces: list[PieceEntry]
+
+    def payload(self, piece: PieceEntry) -> Tensor:
+        """Read the payload of a piece, as uint8. Raises ValueError where it is damaged."""
+        room = torch.empty(-(-piece.nbytes // ALIGN) * ALIGN, dtype=torch.uint8)
+        self.file.seek(piece.offset)
+        into: Any = self.file
+        need(into.readinto(bytes_of(room)) == len(room), "the size of its payload")
+        if piece.payload and digest_of(room) != piece.payload:
+            raise ValueError(f"another checksum of its payload in {self.name}")
+        return room[: piece.nbytes]
+
+
+def read_part(file: BinaryIO, entry: PartEntry, manifest: Manifest) -> ReadPart:
+    """Check size, head and index of a part of ``manifest``. Raises PublishError."""
+    where = f"version {manifest.version}: {entry.file}"
+    size = file.seek(0, 2)
+    if size != entry.nbytes:
+        raise PublishError(
+            f"{where}: expected {entry.nbytes} bytes, found {size}: it is half-written; copy it "
+            "again, or wait until it is there"
+        )
+    try:
+        end, text = _index_of(file, entry, manifest.checksum)
+        index = parsed_json(text.decode())
+        mine = (manifest.base, manifest.version, manifest.parent, entry.rank)
+        found = tuple(index[key] for key in ("base", "version", "parent", "rank"))
+        need(found == mine, "its version")
+        return ReadPart(file, entry.file, [_piece(row, end, manifest) for row in index["pieces"]])
+    except (KeyError, TypeError, ValueError, struct.error) as error:
+        raise PublishError(
+            f"{where}: expected a part of this version, found {one_line(error)}; copy it again "
+            "from the sender"
+        ) from None
+
+
+def _index_of(file: BinaryIO, entry: PartEntry, checksum: str) -> tuple[int, bytes]:
+    """Return where the index of a part begins, and its text, checked."""
+    if checksum == BLAKE2B:
+        _check_whole(file, entry)
+    file.seek(0)
+    head = file.read(HEAD_NBYTES)
+    file.seek(entry.nbytes - TAIL_NBYTES)
+    tail = file.read(TAIL_NBYTES)
+    (nbytes,) = struct.unpack("<Q", tail[:8])
+    end = entry.nbytes - TAIL_NBYTES - nbytes
+    right = head == part_head(entry.rank) and tail[24:] == TAIL and end >= HEAD_NBYTES
+    need(right, "its checksum is wrong: head or tail")
+    file.seek(end)
+    text = file.read(nbytes)
+    if checksum == BLAKE2B:
+        found = hashlib.blake2b(text, digest_size=16).hexdigest()
+    else:
+        found = _index_digest(entry.rank, text)
+        need(found == entry.digest, "its checksum")
+    need(found == tail[8:24].hex(), "the index's checksum")
+    return end, text
+
+
+def _check_whole(file: BinaryIO, entry: PartEntry) -> None:
+    """Check the checksum that a part of format 1 has. Raises ValueError."""
+    file.seek(0)
+    found = hashlib.blake2b(digest_size=32)
+    while chunk := file.read(CHUNK):
+        found.update(chunk)
+    if found.hexdigest() != entry.digest:
+        raise ValueError(f"checksum {found.hexdigest()[:12]}... for {entry.digest[:12]}...")
+
+
+def _piece(row: list[Any], end: int, manifest: Manifest) -> PieceEntry:
+    if manifest.checksum == BLAKE2B:
+        row = [*row, ""]
+    name, start, length, runs, stride, coding, offset, nbytes, changed, before, after, payload = row
+    numbers = (start, length, runs, stride, offset, nbytes, changed)
+    need(isinstance(name, str) and all(map(is_count, numbers)) and runs > 0, "a piece")
+    need(runs == 1 or stride >= length, "a piece's rows")
+    codings = (ALONE, RAW) if manifest.full else (STEPS, RAW, SAME)
+    padded = -(-nbytes // ALIGN) * ALIGN
+    need(coding in codings and offset >= HEAD_NBYTES and offset + padded <= end, "a payload")
+    need(is_hex(after) and (manifest.full or is_hex(before)), "a checksum")
+    need(is_hex(payload) or not nbytes or manifest.checksum == BLAKE2B, "a payload's checksum")
+    stretch = WeightRange(name, start, length, runs, stride)
+    need(stretch.numel >= changed and stretch.numel > 0, "a number of values")
+    return PieceEntry(stretch, coding, offset, nbytes, changed, before, after, payload)

@@ -1,0 +1,171 @@
+"""Old versions are removed up to a full one, under the eyes of receivers; format 1 is read."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from hybridcomp.errors import ConfigError, PublishError
+from hybridcomp.publishing import WeightReceiver
+from hybridcomp.publishing.destinations import PARTS, Folder, manifests_in
+from hybridcomp.publishing.removing import remove_old
+from hybridcomp.publishing.streams import Stream
+from tests.publishing.made import Weights, same
+from tests.ranks import RunRanks
+
+OLD = Path(__file__).parent / "format_1"
+#: the model of the versions in ``OLD``, and what share of it each of them changed
+OLD_SHAPES: dict[str, tuple[int, ...]] = {
+    "embed.weight": (37, 19), "layers.0.weight": (64, 24), "scale": (),
+}  # fmt: skip
+OLD_SHARES = (0.0, 0.3, 0.02)
+
+
+def versions(folder: Path) -> tuple[list[int], list[int]]:
+    """Versions with a manifest, and those with parts."""
+    parts = sorted({int(path.name[1:11]) for path in (folder / PARTS).iterdir()})
+    return list(manifests_in(folder)), parts
+
+
+def kept(folder: Path) -> list[object]:
+    """Publish 8 versions with a full one of 3; what remains, and what receivers get of it."""
+    weights = Weights()
+    publisher = weights.publisher(Folder(folder), anchor_every=3, keep=2)
+    slow = WeightReceiver(folder)
+    found: list[object] = []
+    for number in range(8):
+        weights.step(number)
+        publisher.publish()
+        if number == 0:
+            slow.update()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            found.append(versions(folder)[0])
+        dist.barrier()
+    applied = slow.update()  # its next version is gone
+    assert applied is not None and applied.full and same(slow, weights.values)
+    fresh = WeightReceiver(folder)
+    fresh.update()
+    assert same(fresh, weights.values)
+    publisher.close()
+    again = weights.publisher(Folder(folder), anchor_every=3, keep=1)  # goes on, removes nothing
+    assert again.version == 8
+    weights.step(9)
+    summary = again.publish()
+    assert not summary.full
+    dist.barrier()
+    return [*found, versions(folder)]
+
+
+def test_full_versions_remain_with_what_follows_them(on_ranks: RunRanks, tmp_path: Path) -> None:
+    first, second = on_ranks(2, kept, tmp_path)
+    every = [1, 2, 3, 4, 5, 6, 7, 8]
+    expected = [every[:n] for n in range(1, 7)] + [[4, 5, 6, 7], [4, 5, 6, 7, 8]]
+    assert first[:-1] == expected
+    assert first[-1] == second[-1] == ([4, 5, 6, 7, 8, 9], [4, 5, 6, 7, 8, 9])
+
+
+def chain(folder: Path) -> None:
+    """Five versions, of which 1 and 4 are full."""
+    weights = Weights()
+    publisher = weights.publisher(Folder(folder), anchor_every=3)
+    for number in range(5):
+        weights.step(number)
+        publisher.publish()
+
+
+def test_a_version_that_is_removed_while_it_is_read(
+    on_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its manifest is read, and between its manifest and its parts."""
+    on_ranks(1, chain, tmp_path / "made")
+    for place in ("_next", "_open"):
+        folder = tmp_path / place
+        shutil.copytree(tmp_path / "made", folder)
+        receiver = WeightReceiver(folder)
+        assert receiver.update(until=2) is not None
+        source: Any = receiver._source
+        monkeypatch.setattr(source, place, removing(folder, getattr(source, place)))
+        applied = receiver.update()
+        assert applied is not None and (applied.version, applied.full) == (5, True)
+
+
+def removing(folder: Path, then: Callable[..., Any]) -> Callable[..., Any]:
+    """``then`` after a sender has removed all but the newest chain."""
+
+    def found(*given: Any) -> Any:
+        remove_old(folder, 1)
+        return then(*given)
+
+    return found
+
+
+def test_a_manifest_that_only_seems_to_be_there(on_ranks: RunRanks, tmp_path: Path) -> None:
+    on_ranks(1, chain, tmp_path)
+    (tmp_path / "v0000000005.json").unlink()
+    (tmp_path / "v0000000005.json").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(PublishError, match="v0000000005.json is not there; copy the folder again"):
+        WeightReceiver(tmp_path).update()
+
+
+def odd(folder: Path) -> list[str]:
+    """A folder whose old versions cannot be removed: publishing goes on. No such key elsewhere."""
+    weights = Weights()
+    publisher = weights.publisher(Folder(folder), anchor_every=1, keep=1)
+    publisher.publish()
+    (folder / "v0000000001.json").unlink()
+    (folder / "v0000000001.json").mkdir()
+    weights.step(1)
+    second = publisher.publish()
+    (folder / "v0000000001.json").rmdir()
+    assert second.version == 2 and WeightReceiver(folder).update() is not None
+    told = []
+    for keep, to in ((0, Folder(folder)), (2, Stream(io.BytesIO(), (0,)))):
+        try:
+            weights.publisher(to, keep=keep)
+        except ConfigError as error:
+            told.append(str(error))
+    return told
+
+
+def test_what_keep_cannot_do_is_told(on_ranks: RunRanks, tmp_path: Path) -> None:
+    assert on_ranks(1, odd, tmp_path) == [
+        [
+            "publish.keep: found 0; expected a number of 1 or more",
+            "publish.keep: found 2; only a folder has versions to keep; leave it out",
+        ]
+    ]
+
+
+def read_old(folder: Path) -> list[object]:
+    """Apply versions of format 1, then go on with the chain where a job resumes."""
+    weights, receiver = Weights(shapes=dict(OLD_SHAPES)), WeightReceiver(folder)
+    for number, share in enumerate(OLD_SHARES):
+        weights.step(number, share)
+        applied = receiver.update(until=number + 1)
+        assert applied is not None and same(receiver, weights.values)
+    publisher = weights.publisher(Folder(folder))
+    weights.step(5)
+    summary = publisher.publish()
+    receiver.update()
+    return [summary.version, summary.full, receiver.version, same(receiver, weights.values)]
+
+
+def test_versions_of_format_1_are_read_and_followed(on_ranks: RunRanks, tmp_path: Path) -> None:
+    shutil.copytree(OLD, tmp_path / "old")
+    assert on_ranks(1, read_old, tmp_path / "old") == [[4, True, 4, True]]
+    shutil.copytree(OLD, tmp_path / "damaged")
+    (part,) = (tmp_path / "damaged" / PARTS).glob("v0000000002*")
+    data = bytearray(part.read_bytes())
+    data[100] ^= 1
+    part.write_bytes(data)
+    receiver = WeightReceiver(tmp_path / "damaged")
+    with pytest.raises(PublishError, match="version 2: .*checksum.*copy it again"):
+        receiver.update()
+    assert receiver.version == 1
