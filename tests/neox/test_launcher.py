@@ -26,7 +26,7 @@ def checkout(tmp_path: Path) -> Path:
     (home / "megatron" / "neox_arguments").mkdir(parents=True)
     for name in ("train", "deepy"):
         text = "import sys\nfrom hybridcomp.patches import registry\n"
-        text += f"print('{name}', sys.argv, __name__, registry._armed)\n"
+        text += f"print('{name}', sys.argv, __name__, registry.ARMED.armed)\n"
         (home / f"{name}.py").write_text(text)
     return home
 
