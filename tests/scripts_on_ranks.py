@@ -130,7 +130,8 @@ def _rank(
         sys.excepthook(type(error), error, error.__traceback__)
         status = 1
     atexit._run_exitfuncs()
-    util._exit_function()  # type: ignore[attr-defined]  where hybridcomp ends a ledger
+    # hybridcomp ends a ledger there
+    util._exit_function()  # type: ignore[attr-defined]
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
