@@ -8,16 +8,13 @@ block. A new seam is a module in one of the folders beside this file and a line 
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable
 from types import ModuleType
-
-from wrapt import register_post_import_hook
 
 from hybridcomp.dimensions import DIMENSIONS
 from hybridcomp.errors import SeamError
 from hybridcomp.patches.neox.checkout import is_neox
-from hybridcomp.patching import IN_PLACE, UNFIT, Patch, apply_all, revert_all
+from hybridcomp.patching import IN_PLACE, UNFIT, ArmedPatches, Patch, apply_all
 from hybridcomp.session import engine_session
 
 #: upstream package -> patch modules, in the order of application
@@ -64,9 +61,6 @@ OPTIONAL = frozenset(
         "torch.distributed.tensor.experimental._context_parallel._attention",
     }
 )
-
-_armed = False
-_hooked: set[str] = set()
 
 
 def modules_of(package: str) -> list[ModuleType]:
@@ -116,22 +110,12 @@ def covers(module: ModuleType) -> tuple[str, ...]:
 
 def arm() -> None:
     """Apply the patches of every imported upstream package, the others at their import."""
-    global _armed
-    _armed = True
-    for package in MODULES:
-        if package in sys.modules:
-            _apply(package)
-        elif package not in _hooked:
-            _hooked.add(package)
-            register_post_import_hook(_on_import, package)
+    ARMED.arm(MODULES)
 
 
 def disarm() -> None:
     """Revert everything that is applied."""
-    global _armed
-    _armed = False
-    for package in list(IN_PLACE):
-        revert_all(IN_PLACE.pop(package))
+    ARMED.disarm()
 
 
 def applied(package: str) -> list[Patch]:
@@ -139,20 +123,17 @@ def applied(package: str) -> list[Patch]:
     return list(IN_PLACE.get(package, ()))
 
 
-def _on_import(module: ModuleType) -> None:
-    # the hook cannot be removed, so it checks whether patches are still armed
-    if _armed:
-        _apply(module.__name__)
-
-
-def _apply(package: str) -> None:
+def _apply(package: str) -> list[Patch] | None:
     if package in TOLD_BY and not TOLD_BY[package]():
-        return
-    if package in IN_PLACE:
-        return
+        return None
     try:
-        IN_PLACE[package] = apply_all(patches_of(package))
+        return apply_all(patches_of(package))
     except SeamError as error:
         if package not in OPTIONAL:
             raise
         UNFIT[package] = str(error)
+        return None
+
+
+#: armed by ``install``
+ARMED = ArmedPatches(_apply, IN_PLACE)

@@ -35,8 +35,10 @@ RunRanks = Callable[..., list[Any]]
 
 #: importing DeepSpeed takes a rank 5 s; a fork of a process that has it takes none
 PRELOAD = ["torch", "torch.distributed", "numpy", "deepspeed"]
-#: what the first step of an optimizer and megatron-core import, another 7 s
-COMPILER = ["torch.distributed.tensor", "torch._dynamo", "torch._inductor.compile_fx"]
+#: what the first step of an optimizer and megatron-core import, another 7 s, and all of hybridcomp
+COMPILER = [
+    "torch.distributed.tensor", "torch._dynamo", "torch._inductor.compile_fx", "tests.preloaded",
+]  # fmt: skip
 #: seconds that the other ranks get to fail too, so that the message can show all of them
 GRACE_S = 1.0
 #: seconds after which ranks hang: seconds on a machine of their own, minutes beside other jobs

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from multiprocessing import util
 from pathlib import Path
 
 from tests.ranks import forget_inherited, fork_server
@@ -101,6 +102,11 @@ def _rank(
     """Become the script: its arguments, folder, variables, and what it leaves behind."""
     forget_inherited()
     atexit._clear()  # those of the process that this one was forked from
+    if Path(folder, "hybridcomp").is_dir():  # a copy that differs is imported anew
+        for name in [name for name in sys.modules if name.partition(".")[0] == "hybridcomp"]:
+            del sys.modules[name]
+    elif "hybridcomp.session.process" in sys.modules:  # the server has registered it, once
+        atexit.register(sys.modules["hybridcomp.session.process"]._let_go)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
@@ -124,6 +130,8 @@ def _rank(
         sys.excepthook(type(error), error, error.__traceback__)
         status = 1
     atexit._run_exitfuncs()
+    # hybridcomp ends a ledger there
+    util._exit_function()  # type: ignore[attr-defined]
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

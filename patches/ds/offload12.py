@@ -36,12 +36,12 @@ from hybridcomp.patches.ds.offload_accumulation import add_on_host, adds_on_devi
 from hybridcomp.patches.ds.offload_sums import (
     Uploads,
     at_boundary,
-    close_step,
+    count_last_copy,
     has,
     make_finalize,
+    make_step,
     norm_dtype,
     offloads,
-    settle,
     upload,
 )
 from hybridcomp.patches.ds.requirement import REQUIREMENT
@@ -130,9 +130,7 @@ def _owned(optimizer: Any) -> int:
 
 def _leave(optimizer: Any, channels: Channels, param: Any, out: Tensor, raw_nbytes: int) -> None:
     """Copy a complete sum as upstream does, without the partial sums that it would have fetched."""
-    last = out.numel() * out.itemsize
-    channels["offload"].count_native(last, "backward")
-    channels.host.kept(raw_nbytes - last, message=False)
+    count_last_copy(channels, out, raw_nbytes)
     optimizer.set_norm_for_param_grad_in_gpu(param)
     optimizer.update_offload_overflow_tracker_for_param_grad(param)
     optimizer.async_inplace_copy_grad_to_fp32_buffer_from_gpu(param)
@@ -182,24 +180,6 @@ def _native_nbytes(optimizer: Any, param: Any, out: Tensor, boundary: bool, alon
     return int(last + total * (2 if optimizer.micro_step_id > 0 else 1))
 
 
-def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wait for the gradients before upstream's step, and encode its copies of parameters."""
-
-    @functools.wraps(original)
-    def step(self: Any, closure: Any = None) -> Any:
-        channels = channels_of(self)
-        if channels is None or not offloads(self):
-            return original(self, closure)
-        if settle(self, channels):
-            self.local_overflow = True
-        with Uploads(self, channels):
-            result = original(self, closure)
-        close_step(self, channels)
-        return result
-
-    return step
-
-
 def make_update_lp_params(original: Callable[..., None]) -> Callable[..., None]:
     """Copy parameters to the device as the step does, encoded, then call upstream's gather."""
 
@@ -247,7 +227,7 @@ def _patches() -> tuple[tuple[Seam, Callable[..., Any]], ...]:
             _seam("copy_grads_in_partition", ("self", "param"), ("self", "param", "group_idx")),
             make_copy_grads_in_partition,
         ),
-        (_seam("step", ("self", "closure")), make_step),
+        (_seam("step", ("self", "closure")), partial(make_step, uploads=Uploads)),
         (_seam("update_lp_params", ("self",)), make_update_lp_params),
         *(((_seam(finalize, ("self",)), make_finalize),) if has(MODULE, CLASS, finalize) else ()),
         (

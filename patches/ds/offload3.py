@@ -33,11 +33,11 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.patches.ds.offload_accumulation import add_on_host, adds_on_device, sums_of
 from hybridcomp.patches.ds.offload_sums import (
     at_boundary,
-    close_step,
+    count_last_copy,
     has,
     make_finalize,
+    make_step,
     offloads,
-    settle,
     upload,
 )
 from hybridcomp.patches.ds.requirement import REQUIREMENT
@@ -151,9 +151,7 @@ def _close(
     if codec is not None:
         _send(channels, total, held, out, codec, raw_nbytes)
         return
-    last = out.numel() * out.itemsize
-    channels["offload"].count_native(last, "backward")
-    channels.host.kept(raw_nbytes - last, message=False)
+    count_last_copy(channels, out, raw_nbytes)
     if total.dtype == torch.float16:
         held.copy_(total)
     out.copy_(total.to(out.dtype), non_blocking=True)
@@ -172,22 +170,6 @@ def _send(
 
 def _widen(out: Tensor, held: Tensor) -> None:
     out.copy_(held)
-
-
-def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wait for the gradients before upstream's step, which checks them for overflow."""
-
-    @functools.wraps(original)
-    def step(self: Any, closure: Any = None) -> Any:
-        channels = channels_of(self)
-        if channels is None or not offloads(self):
-            return original(self, closure)
-        settle(self, channels)
-        result = original(self, closure)
-        close_step(self, channels)
-        return result
-
-    return step
 
 
 def make_reassign(original: Callable[..., None]) -> Callable[..., None]:

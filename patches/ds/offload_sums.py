@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -73,10 +73,41 @@ def upload(channels: Channels, values: Tensor, out: Tensor) -> bool:
     return True
 
 
-def settle(optimizer: Any, channels: Channels) -> bool:
+def count_last_copy(channels: Channels, out: Tensor, raw_nbytes: int) -> None:
+    """Count the native copy of a complete sum to ``out``, and what upstream would copy before."""
+    last = out.numel() * out.itemsize
+    channels["offload"].count_native(last, "backward")
+    channels.host.kept(raw_nbytes - last, message=False)
+
+
+def make_step(
+    original: Callable[..., Any],
+    uploads: Callable[[Any, Channels], AbstractContextManager[Any]] = lambda *_: nullcontext(),
+) -> Callable[..., Any]:
+    """Wait for the gradients before upstream's step, which checks them for overflow.
+
+    ``uploads``: makes a context for the step from optimizer and channels, in which its copies of
+    parameters are encoded.
+    """
+
+    @functools.wraps(original)
+    def step(self: Any, closure: Any = None) -> Any:
+        channels = channels_of(self)
+        if channels is None or not offloads(self):
+            return original(self, closure)
+        settle(self, channels)
+        with uploads(self, channels):
+            result = original(self, closure)
+        close_step(self, channels)
+        return result
+
+    return step
+
+
+def settle(optimizer: Any, channels: Channels) -> None:
     """Wait for gradients on their way to the host, and write the norms of sums into the optimizer.
 
-    Returns whether one of these norms is not finite.
+    Sets ``local_overflow``, which stages 1 and 2 have, where one of these norms is not finite.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -88,7 +119,8 @@ def settle(optimizer: Any, channels: Channels) -> bool:
         optimizer.norm_for_param_grads[key] = norm.to(device)
     sums.norms.clear()
     sums.open.clear()
-    return not finite
+    if not finite and hasattr(optimizer, "local_overflow"):
+        optimizer.local_overflow = True
 
 
 def close_step(optimizer: Any, channels: Channels) -> None:

@@ -16,15 +16,12 @@ from __future__ import annotations
 
 import functools
 import gc
-import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
-from wrapt import register_post_import_hook
 
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import Shown
@@ -32,41 +29,27 @@ from hybridcomp.errors import ConfigError, SeamError
 from hybridcomp.log import say_once
 from hybridcomp.patches.torch import steps, torch_versions
 from hybridcomp.patches.torch.attach import ATTRIBUTE, attach, detached, is_served, look_again
-from hybridcomp.patching import Patch, Seam, apply_all, revert_all
+from hybridcomp.patching import ArmedPatches, Patch, Seam, apply_all
 from hybridcomp.session import process
 
-DDP_INIT = Seam(
-    torch_versions.DDP,
-    "torch.nn.parallel.distributed",
-    "DistributedDataParallel.__init__",
-    None,
-    torch_versions.checked("ddp", torch_versions.DDP),
-)
-DDP_LAZY_INIT = Seam(
-    torch_versions.DDP,
-    "torch.nn.parallel.distributed",
-    "DistributedDataParallel._lazy_init",
-    ("self",),
-    torch_versions.checked("ddp", torch_versions.DDP),
-)
-LAZY_INIT = Seam(
-    torch_versions.FSDP2,
-    "torch.distributed.fsdp._fully_shard._fsdp_state",
-    "FSDPState._lazy_init",
-    ("self",),
-    torch_versions.checked("fsdp2", torch_versions.FSDP2),
-)
-FSDP1_INIT = Seam(
-    torch_versions.DDP,
-    "torch.distributed.fsdp.fully_sharded_data_parallel",
-    "FullyShardedDataParallel.__init__",
-    None,
-    torch_versions.checked("ddp", torch_versions.DDP),
-)
 
-_armed = False
-_hooked = False
-_applied: dict[str, list[Patch]] = {}
+def _seam(requirement: str, module: str, name: str, *parameters: str) -> Seam:
+    engine = "fsdp2" if requirement == torch_versions.FSDP2 else "ddp"
+    found = torch_versions.checked(engine, requirement)
+    return Seam(requirement, module, name, parameters or None, found)
+
+
+_DDP_MODULE = "torch.nn.parallel.distributed"
+DDP_INIT = _seam(torch_versions.DDP, _DDP_MODULE, "DistributedDataParallel.__init__")
+DDP_LAZY_INIT = _seam(torch_versions.DDP, _DDP_MODULE, "DistributedDataParallel._lazy_init", "self")
+LAZY_INIT = _seam(
+    torch_versions.FSDP2, "torch.distributed.fsdp._fully_shard._fsdp_state",
+    "FSDPState._lazy_init", "self",
+)  # fmt: skip
+FSDP1_INIT = _seam(
+    torch_versions.DDP, "torch.distributed.fsdp.fully_sharded_data_parallel",
+    "FullyShardedDataParallel.__init__",
+)  # fmt: skip
 
 
 def arm(new: bool = False) -> None:
@@ -74,46 +57,34 @@ def arm(new: bool = False) -> None:
 
     ``new``: the block is new: models that were left native without one may be attached now.
     """
-    global _armed, _hooked
-    _armed = True
     if new:
         look_again()
-    for seam, _ in SEAMS:
-        if seam.module in sys.modules:
-            _apply(seam.module)
-        elif not _hooked:
-            register_post_import_hook(_on_import, seam.module)
-    _hooked = True
-    if DDP_INIT.module in _applied and dist.is_initialized():  # before there is no DDP
+    ARMED.arm(seam.module for seam, _ in SEAMS)
+    if DDP_INIT.module in ARMED.in_place and dist.is_initialized():  # before there is no DDP
         for model in [one for one in gc.get_objects() if issubclass(type(one), DDP)]:
             _attach_in_next_pass(model)
 
 
 def disarm() -> None:
     """Detach all models, and revert the patches of torch and its optimizers."""
-    global _armed
-    _armed = False
-    for module in list(_applied):
-        revert_all(_applied.pop(module))
+    ARMED.disarm()
     for attached in steps.living():
         attached.detach()
     detached.clear()  # a later ``arm`` may attach them
     steps.forget_all()
 
 
-def _on_import(module: ModuleType) -> None:
-    if _armed:
-        _apply(module.__name__)
-
-
-def _apply(module: str) -> None:
-    if module in _applied:
-        return
+def _apply(module: str) -> list[Patch] | None:
     try:
-        _applied[module] = apply_all(Patch(s, make) for s, make in SEAMS if s.module == module)
+        return apply_all(Patch(s, make) for s, make in SEAMS if s.module == module)
     except SeamError as error:
         # a message and no error: DeepSpeed and Megatron may still be compressed
         say_once(f"models under torch's own engines stay native: {error}")
+        return None
+
+
+#: armed by ``hybridcomp.install``
+ARMED = ArmedPatches(_apply, {})
 
 
 def _attach(model: Any) -> None:
@@ -134,7 +105,7 @@ def _attach_in_next_pass(model: Any) -> None:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def next_forward(model: Any, _: Any) -> None:
         handle.remove()
-        if _armed:
+        if ARMED.armed:
             _attach(model)
 
     handle = model.register_forward_pre_hook(next_forward)

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,10 +43,7 @@ def fill(members: Members, attached: Attached, native_inside: bool) -> None:
         native_inside: with replicas, reduce-scatter gradients natively inside a shard group, as the
             all-reduce between replicas encodes.
     """
-    group = members.group
-    replicas = getattr(group.mesh_info, "replicate_process_group", None)
-    if replicas is not None and replicas.size() < 2:
-        replicas = None
+    group, replicas = members.group, members.replicas
     group._all_gather_comm = EncodedAllGather(members, attached, group._all_gather_comm)
     native_inside = native_inside and replicas is not None
     scatter = EncodedReduceScatter(members, attached, group._reduce_scatter_comm, native_inside)
@@ -130,17 +127,27 @@ class _ParameterGather(channels.AllGather):
         return () if codec.lossless else self.members.cuts(self.out.numel() // self.shard.numel())
 
 
-class EncodedAllGather(AllGather):
+#: torch's collective of a slot
+Native = TypeVar("Native", bound="AllGather | ReduceScatter")
+
+
+class _EncodedSlot(Generic[Native]):
+    """Collective in a slot of a group, beside torch's own, which it replaces."""
+
+    native: Native
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate as the replaced collective does."""
+        return self.native.allocate(size, dtype=dtype, device=device)
+
+
+class EncodedAllGather(_EncodedSlot[AllGather], AllGather):
     """All-gather of the parameters of one group, encoded where the policy says so."""
 
     def __init__(self, members: Members, attached: Attached, native: AllGather) -> None:
         self._members, self._attached, self.native = members, attached, native
         self._channel: Channel = attached.channels["zero"]
         self._kept = KeptGather(members, self._channel)
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate as the replaced all-gather does."""
-        return self.native.allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -191,7 +198,7 @@ class EncodedAllGather(AllGather):
         return keeps and self._attached.is_open
 
 
-class EncodedReduceScatter(ReduceScatter):
+class EncodedReduceScatter(_EncodedSlot[ReduceScatter], ReduceScatter):
     """Reduce-scatter of the gradients of one group, encoded where the policy says so."""
 
     def __init__(
@@ -201,10 +208,6 @@ class EncodedReduceScatter(ReduceScatter):
         self._native_inside = native_inside
         self.channel: Channel = attached.channels["dp"]
         self.places: tuple[int, ...] = ()  # parameters of the last message
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate as the replaced reduce-scatter does."""
-        return self.native.allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -287,11 +290,8 @@ class EncodedReplicas(dist.ProcessGroup):
 
     def _pieces(self, numel: int) -> list[Piece]:
         """Return the pieces of this rank's shard of the last reduce-scatter."""
-        members = self._scatter.members
-        mesh = members.group.mesh_info
-        shards = getattr(mesh, "shard_process_group", None)
-        size, rank = (1, 0) if shards is None else (shards.size(), shards.rank())
-        places = self._scatter.places
+        members, places = self._scatter.members, self._scatter.places
+        size, rank = members.place
         if size == 1:  # no reduce-scatter came before
             places = members.of_message(numel, 1)
         pieces = members.pieces(places, size)[rank]
@@ -327,11 +327,8 @@ def divisors(every: Iterable[Members], native_inside: bool) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for members in every:
-        group, mesh = members.group, members.group.mesh_info
-        shards = getattr(mesh, "shard_process_group", None)
-        replicas = getattr(mesh, "replicate_process_group", None)
-        size = 1 if shards is None else shards.size()
-        whole = size * (1 if replicas is None else replicas.size())
+        group, (size, _) = members.group, members.place
+        whole = size * (1 if members.replicas is None else members.replicas.size())
         factor = float(group.gradient_divide_factor or whole)
         between = factor
         if reduce_dtype(group) == torch.float16:
@@ -359,12 +356,9 @@ def sends(every: Iterable[Members], native_inside: bool) -> dict[str, Sends]:
     """
     found: dict[str, Sends] = {}
     for members in every:
-        mesh = members.group.mesh_info
-        shards = getattr(mesh, "shard_process_group", None)
-        replicas = getattr(mesh, "replicate_process_group", None)
-        outer = None if replicas is None or replicas.size() < 2 else ranks_of(replicas)
-        size, rank = (1, 0) if shards is None else (shards.size(), shards.rank())
-        inner = None if shards is None else ranks_of(shards)
+        size, rank = members.place
+        outer = None if members.replicas is None else ranks_of(members.replicas)
+        inner = None if members.shards is None else ranks_of(members.shards)
         for member in members.members:
             rows = member.pieces(size)
             pieces = [piece for row in rows for piece in row if piece.name]

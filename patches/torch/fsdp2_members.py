@@ -20,6 +20,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hybridcomp.channels.error_feedback import Piece
@@ -73,6 +74,24 @@ class Members:
         self._touched: set[int] = set()
         self._hooks: dict[int, Any] = {}  # by id of the unsharded parameter
         self._pieces: dict[tuple[int, ...], list[list[Piece]]] = {}
+
+    @property
+    def shards(self) -> dist.ProcessGroup | None:
+        """Return the process group that shards the parameters; None: nothing is sharded."""
+        found: dist.ProcessGroup | None
+        found = getattr(self.group.mesh_info, "shard_process_group", None)
+        return found
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Return the number of shards and which of them this rank has."""
+        return (1, 0) if self.shards is None else (self.shards.size(), self.shards.rank())
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """Return the process group of the replicas; None: there is one only."""
+        found = getattr(self.group.mesh_info, "replicate_process_group", None)
+        return None if found is None or found.size() < 2 else found
 
     @property
     def trained(self) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ print("path", sys.path[0])
 import helper
 print("helper", helper.VALUE)
 from hybridcomp.patches import registry
-print("armed", registry._armed)
+print("armed", registry.ARMED.armed)
 """
 
 

@@ -15,7 +15,6 @@ from tests.paths import ROOT
 yaml = pytest.importorskip("yaml")
 
 SCRIPT = ROOT / "hybridcomp" / "neox" / "train_neox.py"
-OLD = ROOT / "scripts" / "train_neox.py"
 CONFIGS = sorted((ROOT / "configs" / "neox").glob("*.yml"))
 
 
@@ -26,7 +25,7 @@ def checkout(tmp_path: Path) -> Path:
     (home / "megatron" / "neox_arguments").mkdir(parents=True)
     for name in ("train", "deepy"):
         text = "import sys\nfrom hybridcomp.patches import registry\n"
-        text += f"print('{name}', sys.argv, __name__, registry._armed)\n"
+        text += f"print('{name}', sys.argv, __name__, registry.ARMED.armed)\n"
         (home / f"{name}.py").write_text(text)
     return home
 
@@ -180,17 +179,6 @@ def test_the_module_launches_the_file_that_deepy_takes(checkout: Path, tmp_path:
     found = start("job.yml", cwd=tmp_path, program=module, **home)
     assert found.returncode == 0, found.stderr
     assert f"deepy {[str(checkout / 'deepy.py'), str(SCRIPT), 'job.yml']} __main__" in found.stdout
-
-
-def test_the_old_path_works_and_says_where_it_is_now(checkout: Path) -> None:
-    arguments = ("--local_rank=1", "--deepspeed_config", "e30=", "--megatron_config", "e30=")
-    for rank in ("0", "1"):
-        found = start(*arguments, cwd=checkout, program=(str(OLD),), RANK=rank)
-        assert found.returncode == 0, found.stderr
-        assert "__main__ True" in found.stdout
-        assert ("part of hybridcomp now: python -m hybridcomp.neox" in found.stderr) == (
-            rank == "0"
-        )
 
 
 def test_modules_beside_the_file_do_not_hide_those_of_the_checkout(checkout: Path) -> None:

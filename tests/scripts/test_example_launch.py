@@ -1,4 +1,7 @@
-"""The example: as it is, compressed under the ``deepspeed`` launcher, resumed, as a pipeline."""
+"""The example: as it is, compressed, resumed, as a pipeline; by night under ``deepspeed``.
+
+By day the ranks are forked: ``training/test_launch.py`` holds the launcher.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 
 from hybridcomp.compare import Wishes, compared
+from tests.selection import by_night
 from tests.training.example import CONFIG, launch, losses, prepare, records, train
 
 pytest.importorskip("deepspeed")
@@ -27,7 +31,7 @@ BLOCK: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """Data, configurations, and the baseline's and the compressed run."""
     folder = tmp_path_factory.mktemp("example")
     prepare(folder)
@@ -38,7 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }.items():  # fmt: skip
         (folder / f"{name}.json").write_text(json.dumps(config))
     train(folder, "baseline", "baseline", f"--steps={STEPS}")
-    launch(
+    start = launch if by_night(request.config) else train
+    start(
         folder, "compressed", "compressed", f"--steps={STEPS}", "--save=checkpoint",
         "--save-every=3", "--eval-every=3", module=True,
     )  # fmt: skip

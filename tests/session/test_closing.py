@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,16 +15,31 @@ from hybridcomp.channels.gains import Gains
 from hybridcomp.channels.ledger import Entry
 from hybridcomp.session.closing import UNTIMED, Account, last_line
 from tests.paths import ROOT
-from tests.selection import by_day
+from tests.selection import by_day, by_night
 
-BEGIN = """
-    import hybridcomp, os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+#: every job of these tests: how ``train`` is called
+JOBS = {
+    "go_on": "go_on",
+    "leave": "leave",
+    "fail": "fail",
+    "late": 'go_on, {**BLOCK, "ledger": {"every": 2, "jsonl": "l.jsonl"}}, 3',
+    "unreported": 'go_on, {**BLOCK, "ledger": {"every": 9}}, 3',
+    "small": 'go_on, {**BLOCK, "min_bytes": 10**9}',
+    "early": 'go_on, {**BLOCK, "start_step": 9}',
+    "fast link": 'go_on, {**BLOCK, "when": "auto"}, 4, {"native": 0.01, "coded": 0.04}',
+    "saves": 'go_on, {**BLOCK, "when": "auto"}, 2, {"native": 40.0, "coded": 10.0}',
+}
+DAY = ("leave", "fail", "early", "saves")
+#: jobs of two ranks that ``multiprocessing`` forks, one after the other, from what has all imports
+SCRIPT = """
+    import hybridcomp, os, sys, torch, torch.distributed as dist
+    import torch._dynamo, torch.multiprocessing as mp
     from torch.nn.parallel import DistributedDataParallel
+    import hybridcomp.session.engine_session, hybridcomp.patches.torch.fsdp2
     BLOCK = {"dp": {"codec": "blockint", "bits": 8}, "min_bytes": 0, "ledger": {"every": 2}}
 
-    def train(rank, end, block=None, steps=4, times=None):
-        dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank,
-                                world_size=2)
+    def train(rank, store, end, block=None, steps=4, times=None):
+        dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
         if times is not None:
             from hybridcomp.autotune import timing
             timing.seconds = lambda run, device: (run(), times[run.__name__])[1]
@@ -42,69 +58,77 @@ BEGIN = """
     def leave(): sys.exit(0)
     def fail(): raise ValueError("the script's own")
     def go_on(): pass
-"""
 
-
-def ends(tmp_path: Path, call: str) -> list[str]:
-    """The last lines of a job of two ranks that ``multiprocessing`` starts."""
-    end = f"""
-    if __name__ == "__main__":
+    def start(name, *call):
+        print("JOB", name, flush=True)
         try:
-            mp.spawn(train, args=({call},), nprocs=2)
+            store = os.path.abspath("store " + name)
+            mp.start_processes(train, args=(store, *call), nprocs=2, start_method="fork")
         except Exception as error:
             print(type(error).__name__, file=sys.stderr)
-    """
-    script = tmp_path / "job.py"
-    script.write_text(dedent(BEGIN) + dedent(end))
+
+"""
+
+#: the lines of a job that tell how it ended
+Ends = dict[str, list[str]]
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Ends:
+    """Train the jobs of the day, or all, in one script."""
+    folder = tmp_path_factory.mktemp("jobs")
+    names = JOBS if by_night(request.config) else DAY
+    starts = "".join(f"start({name!r}, {JOBS[name]})\n" for name in names)
+    (folder / "jobs.py").write_text(dedent(SCRIPT) + starts)
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "store")],
-        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240, check=True,
+        [sys.executable, "jobs.py"],
+        cwd=folder, env=environment(), capture_output=True, text=True, timeout=600, check=True,
     )  # fmt: skip
-    return [text for text in done.stdout.splitlines() if "this run " in text]
+    found: Ends = {}
+    for job in done.stdout.split("JOB ")[1:]:
+        name, *lines = job.splitlines()
+        found[name] = [text for text in lines if "this run " in text]
+    return found
 
 
 def environment() -> dict[str, str]:
-    import os
-
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize("end", by_day(["go_on", "leave", "fail"], ["leave", "fail"]))
-def test_one_line_however_the_job_ends(tmp_path: Path, end: str) -> None:
-    (text,) = ends(tmp_path, end)
+def test_one_line_however_the_job_ends(ends: Ends, end: str) -> None:
+    (text,) = ends[end]
     assert text.startswith("[hybridcomp] this run sent 0.0") and " MB (native), " in text
     assert UNTIMED in text and "worst error " in text and text.endswith("(dp), no report file")
 
 
 @pytest.mark.nightly
-def test_what_no_report_has_is_said(tmp_path: Path) -> None:
-    (text,) = ends(tmp_path, 'go_on, {**BLOCK, "ledger": {"every": 2, "jsonl": "l.jsonl"}}, 3')
+def test_what_no_report_has_is_said(ends: Ends) -> None:
+    (text,) = ends["late"]
     assert "this run until step 2 sent " in text and text.endswith("report l.jsonl")
-    (tmp_path / "store").unlink(missing_ok=True)
-    (text,) = ends(tmp_path, 'go_on, {**BLOCK, "ledger": {"every": 9}}, 3')
+    (text,) = ends["unreported"]
     assert "this run rank 0 alone sent " in text
 
 
 @pytest.mark.parametrize(
-    ("call", "why"),
+    ("job", "why"),
     [
-        pytest.param('go_on, {**BLOCK, "min_bytes": 10**9}', "no message had min_bytes, 1000000000",
-                     marks=pytest.mark.nightly),
-        ('go_on, {**BLOCK, "start_step": 9}', "it ended at step 4, and start_step is 9"),
-        pytest.param('go_on, {**BLOCK, "when": "auto"}, 4, {"native": 0.01, "coded": 0.04}',
-                     'the link is faster than the codecs ("when": "auto"); measuring took ',
-                     marks=pytest.mark.nightly),
+        pytest.param("small", "no message had min_bytes, 1000000000", marks=pytest.mark.nightly),
+        ("early", "it ended at step 4, and start_step is 9"),
+        pytest.param(
+            "fast link",
+            'link is faster than the codecs ("when": "auto"); measuring took ',
+            marks=pytest.mark.nightly,
+        ),
     ],
-    ids=["small", "early", "fast link"],
-)  # fmt: skip
-def test_a_job_that_compressed_nothing_says_so(tmp_path: Path, call: str, why: str) -> None:
-    (text,) = (t for t in ends(tmp_path, call) if "nothing is compressed" not in t)
+)
+def test_a_job_that_compressed_nothing_says_so(ends: Ends, job: str, why: str) -> None:
+    (text,) = (found for found in ends[job] if "nothing is compressed" not in found)
     assert "this run compressed nothing: " in text and why in text
 
 
-def test_seconds_are_those_of_the_verdicts(tmp_path: Path) -> None:
-    times = '{"native": 40.0, "coded": 10.0}'
-    (text,) = ends(tmp_path, f'go_on, {{**BLOCK, "when": "auto"}}, 2, {times}')
+def test_seconds_are_those_of_the_verdicts(ends: Ends) -> None:
+    (text,) = ends["saves"]
     assert "saved about " in text and "as far as measured, " in text
     saved = float(text.partition("saved about ")[2].split()[0])
     assert 40 < saved <= 60  # two steps of 30 s, less what the trial took

@@ -79,7 +79,7 @@ def test_an_unknown_version_stops_only_who_needs_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(patching, "version", lambda name: "2.30.0")
     monkeypatch.setattr(patching, "UNFIT", {})
     monkeypatch.setattr(registry, "UNFIT", patching.UNFIT)
-    registry._apply(PACKAGE)
+    registry.ARMED.apply(PACKAGE)
     reason = missing(PACKAGE)
     assert reason is not None and "< 2.19" in reason and "2.30.0" in reason
     with pytest.raises(ConfigError, match=r"2\.30\.0.*transformer-impl local"):

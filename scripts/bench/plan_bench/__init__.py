@@ -1,1 +1,0 @@
-"""Parts of ``bench_plan.py``."""
