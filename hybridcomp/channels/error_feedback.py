@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,11 +27,10 @@ COMMON = "common"
 Held = tuple[int, Tensor]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A stretch ``[offset, offset + numel)`` of one parameter's flattened gradient.
 
-    Padding has the name "".
+    Padding has the name "". A tuple, as buckets are known by their pieces at each message.
     """
 
     name: str

@@ -19,8 +19,8 @@ from hybridcomp.kernels import DTYPE_CODES, FixedKernels, KernelSet
 
 __all__ = [
     "Codec", "CollectiveKernel", "FixedCodec", "MultiTensorKernel", "PAYLOAD_ALIGN",
-    "PlannedKernel", "VALUE_DTYPES", "align", "check_add", "check_decode", "check_dtype", "check_encode", "check_payload",
-    "check_size",
+    "PlannedKernel", "VALUE_DTYPES", "align", "check_add", "check_decode", "check_dtype",
+    "check_encode", "check_payload", "check_size",
 ]  # fmt: skip
 
 #: dtypes that a codec accepts as values; tensors of other dtypes are sent natively

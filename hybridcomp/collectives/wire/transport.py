@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
-from hybridcomp.collectives.wire.group import Group
+from hybridcomp.collectives.wire.group import Group, Splits
 from hybridcomp.collectives.wire.handle import Meter, Works
 from hybridcomp.job import peer_liveness
 
@@ -49,10 +49,10 @@ def all_to_all(
 
     Over gloo ``out_splits`` may be longer than the parts that come.
     """
-    size, sent = values.itemsize, sum(in_splits) - in_splits[group.rank]
-    far = sum(in_splits[rank] for rank in group.remote) if group.remote else 0
+    gives = in_splits if isinstance(in_splits, Splits) else Splits(in_splits)
+    takes = out_splits if isinstance(out_splits, list) else list(out_splits)
+    size, (sent, far) = values.itemsize, gives.to_others(group)
     meter.sent(size * sent, size * far)
-    takes, gives = list(out_splits), list(in_splits)
     if not STAGING.needed(out, group):
         return _exchange(out, values, takes, gives, group)
     room = STAGING.room(out)

@@ -62,6 +62,7 @@ def test_growth_with_ranks(bench: Any, tmp_path: Path, capsys: pytest.CaptureFix
     for kinds in found.values():
         assert list(kinds) == [*KINDS, "to owners", "to owners feedback", "to all as owners"]
         assert all(us > 0 and launches > 1 for us, _, launches in kinds.values())
+        assert all(kinds[name][2] <= 3 for name in kinds if "owners" in name), "however many ranks"
     assert "to owners" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         bench.main(["--ranks", "4"])
