@@ -12,11 +12,12 @@ from typing import ClassVar, Literal
 import torch
 
 from hybridcomp.codecs.base import (
+    PAYLOAD_ALIGN,
+    VALUE_DTYPES,
     CollectiveKernel,
     FixedCodec,
     MultiTensorKernel,
     PlannedKernel,
-    align,
     check_dtype,
 )
 from hybridcomp.codecs.setting import Setting
@@ -116,9 +117,10 @@ class BlockInt(FixedCodec):
         return self.bits + 16 * self.rotate + 32 * (self.levels == "gaussian")
 
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        check_dtype(self.spec, dtype)
+        if dtype not in VALUE_DTYPES:  # asked several times for each message
+            check_dtype(self.spec, dtype)
         blocks, tiles = -(-numel // BLOCK), -(-numel // TILE)
-        return align(blocks * (4 * self.bits + 1) + tiles)
+        return -(-(blocks * (4 * self.bits + 1) + tiles) // PAYLOAD_ALIGN) * PAYLOAD_ALIGN
 
     def fused(self, device: torch.device) -> CollectiveKernel | None:
         make = getattr(self.kernels.on(device), "fused", None)

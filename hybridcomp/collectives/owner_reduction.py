@@ -41,6 +41,7 @@ from hybridcomp.collectives.wire import (
     decode_all,
     decode_fp32,
     exchange,
+    given,
     overlapped,
     round_count,
     sent_dtype,
@@ -64,8 +65,11 @@ def reduce_to_owners(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reductio
     tensors may be views of one buffer that belongs to the caller.
     Raises CodecError on other tensors, or when the ranges do not cover the tensor.
     """
-    steps = _flat if how.group.levels is None else _in_two_levels
-    return Pending(steps(tensor.detach(), ranges, how), how.meter, False).wait()
+    if how.group.levels is not None:
+        return Pending(_in_two_levels(tensor.detach(), ranges, how), how.meter, False).wait()
+    steps, sums = _flat(tensor.detach(), ranges, how)
+    Pending(steps, how.meter, False)
+    return sums
 
 
 def owner_hops(ranges: Sequence[OwnedRange], numel: int, group: Group) -> int:
@@ -89,15 +93,18 @@ def _in_two_levels(
     buffer, work = yield from node_sum(tensor, lengths, codec, how)
     # 2
     needed = ranges_of_nodes(ranges, edges[levels.local], levels)
-    sums = yield from _flat(work, needed, how.between_nodes(codec))
+    steps, sums = _flat(work, needed, how.between_nodes(codec))
+    yield from steps
     # 3
     results = yield from scatter_intra_node(ranges, tensor, sums, levels, how.meter)
     POOL.give(buffer)
     return results
 
 
-def _flat(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> Steps[list[Tensor]]:
-    """Reduce on one level: directly or balanced, as the plan says."""
+def _flat(
+    tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction
+) -> tuple[Steps[None], list[Tensor]]:
+    """Return the steps on one level, direct or balanced as the plan says, and what they fill in."""
     me, world_size = how.group.rank, how.group.size
     check_values("tensor", tensor)
     check_residual("residual", how.residual, tensor.numel())
@@ -108,15 +115,20 @@ def _flat(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> Steps
         how.probe(tensor, how.cuts, how.residual)
     mine = plan.sums_of(me)
     sums = _BucketSums(tensor.new_empty(mine.numel, dtype=torch.float32), mine)
-    if world_size == 1:
-        for run in plan.runs:
-            here, out = slice(run.start, run.stop), sums.part(run.start, run.stop)
-            out.copy_(tensor[here])
-            if how.residual is not None:
-                add_alone(how.residual[here], out)
-    elif plan.runs:
-        yield from (_direct if plan.kind == "direct" else _balanced)(tensor, plan, sums, how)
-    return [sums.flat[low:high] for low, high in mine.results]
+    results = [sums.flat[low:high] for low, high in mine.results]
+    if world_size == 1 or not plan.runs:
+        _alone(tensor, plan, sums, how)
+        return given(None), results
+    return (_direct if plan.kind == "direct" else _balanced)(tensor, plan, sums, how), results
+
+
+def _alone(tensor: Tensor, plan: OwnerPlan, sums: _BucketSums, how: Reduction) -> None:
+    """Copy the runs into the sums of a group of one rank, and add the residual."""
+    for run in plan.runs:
+        here, out = slice(run.start, run.stop), sums.part(run.start, run.stop)
+        out.copy_(tensor[here])
+        if how.residual is not None:
+            add_alone(how.residual[here], out)
 
 
 @dataclass(frozen=True)
@@ -138,11 +150,10 @@ def _direct(tensor: Tensor, plan: OwnerPlan, sums: _BucketSums, how: Reduction) 
     kernel = codec.planned(device) if plan.sole and not how.cuts else None
     if kernel is not None:
         exchange = exchange_of(plan, kernel, codec, tensor, how)
-        yield from sum_at_owners(tensor, sums.flat, exchange, kernel, how)
-        return
+        return sum_at_owners(tensor, sums.flat, exchange, kernel, how)
     hop = Transfer(codec, group, how.meter, flush=how.flush)
     count = round_count(plan.longest[0], (codec,), device, group)
-    yield from overlapped(
+    return overlapped(
         sum_parts(
             [
                 ReducedPart(

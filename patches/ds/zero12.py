@@ -225,11 +225,10 @@ def _pieces(
         optimizer.bit16_groups[group][index]
         for group, index, _ in optimizer.ipg_buckets[bucket_dtype].params
     ]
-    lows = (int(part.values.storage_offset()) - start for part in slices)
-    return _cut_pieces(
-        tuple(Piece(getattr(param, NAME), 0, param.numel()) for param in params),
-        tuple((low, low + part.values.numel()) for low, part in zip(lows, slices, strict=True)),
-    )
+    lows = [int(part.values.storage_offset()) - start for part in slices]
+    whole = [Piece(getattr(param, NAME), 0, param.numel()) for param in params]
+    edges = [(low, low + part.values.numel()) for low, part in zip(lows, slices, strict=True)]
+    return _cut_pieces(tuple(whole), tuple(edges))
 
 
 @functools.lru_cache(maxsize=4096)

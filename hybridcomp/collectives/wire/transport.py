@@ -49,10 +49,14 @@ def all_to_all(
 
     Over gloo ``out_splits`` may be longer than the parts that come.
     """
-    gives = in_splits if isinstance(in_splits, Splits) else Splits(in_splits)
+    if isinstance(in_splits, Splits):
+        sent, far = in_splits.to_others(group)
+    else:
+        sent = sum(in_splits) - in_splits[group.rank]
+        far = sum([in_splits[rank] for rank in group.remote])
+    meter.sent(values.itemsize * sent, values.itemsize * far)
     takes = out_splits if isinstance(out_splits, list) else list(out_splits)
-    size, (sent, far) = values.itemsize, gives.to_others(group)
-    meter.sent(size * sent, size * far)
+    gives = in_splits if isinstance(in_splits, list) else list(in_splits)
     if not STAGING.needed(out, group):
         return _exchange(out, values, takes, gives, group)
     room = STAGING.room(out)
