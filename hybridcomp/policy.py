@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -66,6 +67,12 @@ class Policy:
         return frozenset(
             name for (name, _), codec in self.codecs.items() if codec and codec.low_rank
         )
+
+    @cached_property
+    def settles_at(self) -> int:
+        """Return the step from which on the choice no longer depends on the step."""
+        stops = (rungs[-1].stop for rungs in self.ramps.values() if rungs)
+        return self.start_step + max(stops, default=0)
 
     def choose(self, traffic: Traffic) -> Codec | None:
         """Return the codec for this message; None for native."""

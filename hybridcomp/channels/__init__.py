@@ -18,11 +18,11 @@ from hybridcomp.channels.moves import (
     Send,
 )
 from hybridcomp.channels.sums import AllReduce, ReduceScatter, ReduceToOwners
-from hybridcomp.collectives import OwnedRange, ReduceScatterHandle, native_nbytes
+from hybridcomp.collectives import OwnedRange, ReduceScatterHandle, Shards, native_nbytes
 
 __all__ = [
     "ATTRIBUTE", "NAME", "AllGather", "AllReduce", "AllToAll", "Broadcast", "Channel", "Channels",
     "EngineState", "HostMoves", "Message", "OwnedRange", "Packed", "PostReceive", "PostSend",
     "Posted", "Receive", "Reduce", "ReduceScatter", "ReduceScatterHandle", "ReduceToOwners", "Send",
-    "StepTraffic", "channel_of", "channels_of", "native_nbytes",
+    "Shards", "StepTraffic", "channel_of", "channels_of", "native_nbytes",
 ]  # fmt: skip

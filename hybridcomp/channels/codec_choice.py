@@ -16,7 +16,12 @@ from hybridcomp.codecs import LOSSLESS, Codec
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.dimensions import MEASURED_EARLY
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import Dimension, Direction, Traffic
+from hybridcomp.policy import Dimension, Direction, Policy, Traffic
+
+#: elements, dtype, ranks and direction of a message
+_Key = tuple[int, torch.dtype, int, Direction]
+#: most messages whose codecs are remembered; sizes may differ at every step, as of tokens
+MOST_SETTLED = 4096
 
 
 class CodecChoice:
@@ -30,6 +35,7 @@ class CodecChoice:
         self._dimension, self._state = dimension, state
         self._error_feedback = state.config.error_feedback(dimension)
         self.is_suspended = False
+        self._settled: tuple[Policy | None, dict[_Key, Codec | None]] = (None, {})
 
     @functools.cached_property
     def _insists(self) -> bool:
@@ -69,16 +75,7 @@ class CodecChoice:
         if self.is_suspended:
             return None
         step, guard, verdicts = self._state.step, self._state.guard, self._state.verdicts
-        codec = self._state.policy.choose(
-            Traffic(
-                dimension=self._dimension,
-                direction=direction,
-                dtype=dtype,
-                numel=numel,
-                world_size=ends,
-                step=step,
-            )
-        )
+        codec = self._by_policy(numel, dtype, ends, direction)
         if codec is None:
             return None
         too_fast, flushes = self._too_fast(step), False
@@ -88,6 +85,22 @@ class CodecChoice:
             return guard.flush(self._dimension, step) if self._error_feedback else None
         if too_fast:
             return guard.lossless if self._error_feedback and flushes else None
+        return codec
+
+    def _by_policy(
+        self, numel: int, dtype: torch.dtype, ends: int, direction: Direction
+    ) -> Codec | None:
+        """Return what the block says; asked once for all messages alike, once no ramp is left."""
+        policy, step = self._state.policy, self._state.step
+        key = (numel, dtype, ends, direction)
+        settled = step >= policy.settles_at
+        if settled and self._settled[0] is policy and key in self._settled[1]:
+            return self._settled[1][key]
+        codec = policy.choose(Traffic(self._dimension, direction, dtype, numel, ends, step))
+        if settled:
+            if self._settled[0] is not policy or len(self._settled[1]) >= MOST_SETTLED:
+                self._settled = (policy, {})
+            self._settled[1][key] = codec
         return codec
 
     def _too_fast(self, step: int) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,11 +37,10 @@ COMMON = "common"
 Held = tuple[int, Residual]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A stretch ``[offset, offset + numel)`` of one parameter's flattened gradient.
 
-    Padding has the name "".
+    Padding has the name "". A tuple, as buckets are known by their pieces at each message.
     """
 
     name: str

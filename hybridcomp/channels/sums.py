@@ -30,6 +30,7 @@ from hybridcomp.collectives import (
     Probe,
     ReduceScatterHandle,
     Reduction,
+    Shards,
     Transfer,
     all_reduce_codecs,
     chunk_ranges,
@@ -40,6 +41,11 @@ from hybridcomp.policy import Direction
 
 #: residuals of this rank's values (first hop) and of the sum that it owns (second hop)
 Residuals = tuple[Residual | None, Residual | None]
+#: pieces that one rank encodes, and of these the ones whose sum it owns
+PartsOfRank = tuple[tuple[Piece, ...], tuple[Piece, ...]]
+MOST_KNOWN_PARTS = 4096
+#: by identity of pieces and group, which are kept so that no others take their place
+_KNOWN_PARTS: dict[tuple[int, int], tuple[Sequence[Piece], Group, PartsOfRank]] = {}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -109,9 +115,9 @@ class AllReduce(Sum[Handle]):
             if pieces is not None or channel.sampling:
                 _watch(channel, how, tensor, pieces, self.direction)
             if kept is not None and pieces is not None:
-                own = _encoded(pieces, known)
+                own, chunk = _parts(pieces, known)
                 kept.take(how.residual, own)
-                kept.take(how.owner_residual, _chunk(own, known))
+                kept.take(how.owner_residual, chunk)
             handle = collectives.all_reduce(tensor, how, self.async_op)
         if kept is not None:
             handle.then(kept.give_back)
@@ -125,8 +131,8 @@ class ReduceScatter(Message[ReduceScatterHandle]):
     """Sum this rank's shard over ``group``; ``wait()`` of the handle gives it, a new fp32 tensor.
 
     Attributes:
-        shards: this rank's part of each rank's sum, 1-D contiguous; a subclass may make them in
-            ``load`` instead.
+        shards: this rank's part of each rank's sum, 1-D contiguous, ``Shards`` where they are one
+            tensor; a subclass may make them in ``load`` instead.
         parameters: what ``pieces`` returns, where a seam has it at hand.
         async_op: return before the sum is complete.
     """
@@ -172,7 +178,8 @@ class ReduceScatter(Message[ReduceScatterHandle]):
     ) -> ReduceScatterHandle:
         """Reduce-scatter ``shards``, with residuals for those that this rank encodes."""
         group, encoded = how.group, how.group.receivers
-        cuts = residuals = None
+        cuts: list[list[int]] | None = None
+        residuals: Sequence[Tensor] | None = None
         if pieces is not None and _separates(channel, how.codec):
             cuts = [borders(pieces[rank]) for rank in encoded]
         if pieces is not None and channel.error_feedback:
@@ -227,7 +234,7 @@ class ReduceToOwners(Sum[list[Tensor]]):
 
 def _scattered(
     channel: Channel, shards: Sequence[Tensor], pieces: Sequence[Sequence[Piece]], group: Group
-) -> list[Residual]:
+) -> Sequence[Residual]:
     """Return the residuals of the shards that this rank encodes.
 
     Those of few bits begin between blocks, as only then the kernels of codecs write them.
@@ -240,6 +247,8 @@ def _scattered(
         numels += [numel, gap]
     whole = [piece for row in pieces for piece in row] if group.levels else ()
     found = held.get("sender", flat, shards[0], last=True, message=whole)
+    if isinstance(shards, Shards) and isinstance(found, Tensor) and not group.levels:
+        return Shards(found, shards.numel)
     return split(found, numels)[::2]
 
 
@@ -294,7 +303,7 @@ def _cuts(
     """Return the borders of parameters, in this rank's part, that ``codec`` must not cross."""
     if pieces is None or not _separates(channel, codec):
         return ()
-    return borders(_encoded(pieces, group))
+    return borders(_parts(pieces, group)[0])
 
 
 def _residuals(
@@ -303,11 +312,11 @@ def _residuals(
     """Return the sender's residual and, for two hops, the owner's; None: no error feedback."""
     if pieces is None or not channel.error_feedback:
         return None, None
-    held, own = channel.state.residuals, _encoded(pieces, group)
+    held, (own, chunk) = channel.state.residuals, _parts(pieces, group)
     whole = pieces if group.levels else ()
     if hops == 1:
         return held.get("sender", own, like, last=True, message=whole), None
-    return held.pair(own, _chunk(own, group), like, message=whole)
+    return held.pair(own, chunk, like, message=whole)
 
 
 def _probe(channel: Channel, first: Codec, direction: Direction) -> Probe:
@@ -325,13 +334,23 @@ def _low_rank(channel: Channel, direction: Direction) -> Factored:
     return Factored(channel.state.residuals, channel.state.factors, measure)
 
 
-def _encoded(pieces: Sequence[Piece], group: Group) -> Sequence[Piece]:
-    """Return the pieces of a message that this rank encodes: all, or its stretch of the node's."""
+def _parts(pieces: Sequence[Piece], group: Group) -> PartsOfRank:
+    """Return the pieces that this rank encodes, and of these the ones whose sum it owns.
+
+    All of a message, or its stretch of the node's; it encodes the sums of the latter again. For a
+    tuple of pieces they are worked out once.
+    """
+    key = (id(pieces), id(group))
+    known = _KNOWN_PARTS.get(key)
+    if known is not None:
+        return known[2]
     numel = sum(piece.numel for piece in pieces)
-    return cut(pieces, *chunk_ranges(numel, group.width)[group.local])
-
-
-def _chunk(own: Sequence[Piece], group: Group) -> Sequence[Piece]:
-    """Return the part of ``own`` whose sum this rank owns and encodes again."""
-    numel = sum(piece.numel for piece in own)
-    return cut(own, *chunk_ranges(numel, group.encoders)[group.index])
+    start, stop = chunk_ranges(numel, group.width)[group.local]
+    own = tuple(cut(pieces, start, stop))
+    edges = chunk_ranges(stop - start, group.encoders)[group.index]
+    found = own, tuple(cut(own, *edges))
+    if isinstance(pieces, tuple):
+        if len(_KNOWN_PARTS) >= MOST_KNOWN_PARTS:
+            _KNOWN_PARTS.clear()
+        _KNOWN_PARTS[key] = (pieces, group, found)
+    return found

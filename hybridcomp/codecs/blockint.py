@@ -14,13 +14,13 @@ from torch import Tensor
 
 from hybridcomp.codecs.base import (
     PAYLOAD_ALIGN,
+    VALUE_DTYPES,
     CollectiveKernel,
     FixedCodec,
     Lengths,
     MultiTensorKernel,
     PartsKernel,
     PlannedKernel,
-    align,
     check_dtype,
     check_encode,
 )
@@ -122,9 +122,10 @@ class BlockInt(FixedCodec):
         return self.bits + 16 * self.rotate + 32 * (self.levels == "gaussian")
 
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        check_dtype(self.spec, dtype)
+        if dtype not in VALUE_DTYPES:  # asked several times for each message
+            check_dtype(self.spec, dtype)
         blocks, tiles = -(-numel // BLOCK), -(-numel // TILE)
-        return align(blocks * (4 * self.bits + 1) + tiles)
+        return -(-(blocks * (4 * self.bits + 1) + tiles) // PAYLOAD_ALIGN) * PAYLOAD_ALIGN
 
     def encode_kept(self, values: Tensor, residual: QuantizedResidual, out: Tensor) -> bool:
         encode = getattr(self.kernels.on(values.device), "encode_kept", None)

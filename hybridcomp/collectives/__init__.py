@@ -15,7 +15,7 @@ from hybridcomp.collectives.moves import all_gather, all_to_all, gather_words
 from hybridcomp.collectives.owner_reduction import owner_hops, reduce_to_owners
 from hybridcomp.collectives.reductions import all_reduce, all_reduce_codecs
 from hybridcomp.collectives.rooted import broadcast, broadcast_native, reduce, reduce_native
-from hybridcomp.collectives.scatter_reduction import reduce_scatter
+from hybridcomp.collectives.scatter_reduction import Shards, reduce_scatter
 from hybridcomp.collectives.send_recv import recv, send
 from hybridcomp.collectives.wire import (
     Group,
@@ -43,6 +43,7 @@ __all__ = [
     "ReduceScatterHandle",
     "Reduction",
     "KnownSplits",
+    "Shards",
     "Transfer",
     "all_gather",
     "all_reduce",

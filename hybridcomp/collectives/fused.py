@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from hybridcomp.collectives.wire import (
     POOL,
     KnownSplits,
     Reduction,
+    Splits,
     Steps,
     Transfer,
     chunk_ranges,
@@ -43,46 +44,44 @@ class _Plan:
     chunk: int  # elements of every chunk but the last ones
     slot: int  # bytes of its payload
     mine: slice  # this rank's elements
-    gives: tuple[int, ...]  # bytes sent in an exchange, by rank
-    takes: tuple[int, ...]  # bytes received in it
+    gives: Splits  # bytes sent in an exchange, by rank
+    takes: Splits  # bytes received in it
     places: tuple[int, ...]  # bytes of each buffer, each followed by those of the gap behind it
 
 
 @lru_cache(maxsize=4096)
 def _planned(
-    codec: Codec, dtype: torch.dtype, numels: tuple[int, ...], me: int, gathers: bool
+    codec: Codec, dtype: torch.dtype, numel: int, chunk: int, ranks: int, me: int, gathers: bool
 ) -> _Plan:
-    """Plan an exchange of chunks, ``numels`` by rank; ``gathers``: a gather of the sums follows."""
-    sizes = [codec.wire_nbytes(numel, dtype) for numel in numels]
-    gives = tuple(0 if rank == me else size for rank, size in enumerate(sizes))
-    takes = tuple(0 if rank == me else sizes[me] for rank in range(len(sizes)))
-    slot, start = sizes[0], me * numels[0]
-    places = _places(sum(gives), sum(takes), *((slot, len(sizes) * slot) if gathers else ()))
-    mine = slice(start, start + numels[me])
-    return _Plan(numels[0], slot, mine, gives, takes, places)
+    """Plan an exchange of ``numel`` elements in chunks; ``gathers``: a gather of the sums follows.
+
+    By two lengths and not by those of all ranks, which would be hashed at each message.
+    """
+    edges = [min(rank * chunk, numel) for rank in range(ranks + 1)]
+    sizes = [codec.wire_nbytes(high - low, dtype) for low, high in pairwise(edges)]
+    gives = Splits(0 if rank == me else size for rank, size in enumerate(sizes))
+    takes = Splits(0 if rank == me else sizes[me] for rank in range(ranks))
+    slot = sizes[0]
+    places = places_of(gives.total, takes.total, *((slot, ranks * slot) if gathers else ()))
+    return _Plan(chunk, slot, slice(edges[me], edges[me + 1]), gives, takes, places)
 
 
 @lru_cache(maxsize=4096)
 def _planned_gather(codec: Codec, dtype: torch.dtype, numel: int, ranks: int) -> _Plan:
     """Plan an all-gather of shards of ``numel`` elements."""
     slot = codec.wire_nbytes(numel, dtype)
-    places = _places(slot, ranks * slot)
-    return _Plan(numel, slot, slice(0, 0), (), (), places)
+    places = places_of(slot, ranks * slot)
+    return _Plan(numel, slot, slice(0, 0), Splits(()), Splits(()), places)
 
 
-@lru_cache(maxsize=4096)
-def _chunks(numel: int, world_size: int) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in chunk_ranges(numel, world_size))
-
-
-def _room(places: Sequence[int], device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
+def room_of(places: Sequence[int], device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
     """Allocate one buffer and cut it: ``(buffer to give back, the buffers in it)``."""
     nbytes = sum(places)
     buffer = POOL.take(nbytes, device)
     return buffer, first(buffer, nbytes).unsafe_split_with_sizes(places)[::2]
 
 
-def _places(*nbytes: int) -> tuple[int, ...]:
+def places_of(*nbytes: int) -> tuple[int, ...]:
     return tuple(chain.from_iterable((size, -size % PLACE) for size in nbytes))
 
 
@@ -98,8 +97,10 @@ def fused_all_reduce(
     assert not isinstance(residual, QuantizedResidual), "kernels of collectives have fp32 residuals"
     assert not isinstance(owner_residual, QuantizedResidual), "as above"
     me, ranks = group.rank, group.size
-    plan = _planned(codec, tensor.dtype, _chunks(tensor.numel(), ranks), me, True)
-    room, (sent, received, payload, gathered) = _room(plan.places, tensor.device)
+    numel = tensor.numel()
+    chunk = chunk_ranges(numel, ranks)[0][1]
+    plan = _planned(codec, tensor.dtype, numel, chunk, ranks, me, True)
+    room, (sent, received, payload, gathered) = room_of(plan.places, tensor.device)
     # 1
     with meter.coding():
         fused.encode(tensor, plan.chunk, plan.slot, me, sent, residual)
@@ -119,7 +120,7 @@ def fused_all_reduce(
 
 def fused_reduce_scatter(
     flat: Tensor,
-    lengths: tuple[int, ...],
+    chunk: int,
     total: Tensor,
     fused: CollectiveKernel,
     how: Reduction,
@@ -127,7 +128,8 @@ def fused_reduce_scatter(
 ) -> Steps[Tensor]:
     """Sum this rank's shard over ``group`` into ``total``: bytes and bits of ``reduce_scatter``.
 
-    ``flat`` and the residual: the shards of all ranks one after the other (``adjacent``).
+    ``flat`` and the residual: the shards of all ranks one after the other, of ``chunk`` elements
+    each, the last ones shorter or empty.
     ``begun``: the sum starts from what ``total`` holds.
 
     1 encode all shards but this rank's, 2 all-to-all, 3 sum in rank order.
@@ -135,8 +137,8 @@ def fused_reduce_scatter(
     group, meter, residual = how.group, how.meter, how.residual
     assert not isinstance(residual, QuantizedResidual), "kernels of collectives have fp32 residuals"
     me, ranks = group.rank, group.size
-    plan = _planned(how.codec, flat.dtype, lengths, me, False)
-    room, (sent, received) = _room(plan.places, flat.device)
+    plan = _planned(how.codec, flat.dtype, flat.numel(), chunk, ranks, me, False)
+    room, (sent, received) = room_of(plan.places, flat.device)
     # 1
     with meter.coding():
         fused.encode(flat, plan.chunk, plan.slot, me, sent, residual)
@@ -159,7 +161,7 @@ def fused_all_gather(
     """
     group, meter, numel = via.group, via.meter, shard.numel()
     plan = _planned_gather(via.codec, shard.dtype, numel, group.size)
-    room, (payload, gathered) = _room(plan.places, shard.device)
+    room, (payload, gathered) = room_of(plan.places, shard.device)
     # 1
     with meter.coding():
         fused.encode(shard, numel, plan.slot, NO_CHUNK, payload)
@@ -193,7 +195,7 @@ def _planned_parts(
     )
     starts = [int(each.array[:me].sum()) for each in (gives, takes)]
     own = slice(starts[0], starts[0] + gives[me]), slice(starts[1], starts[1] + takes[me])
-    return _PartsPlan(sent, received, given, taken, _places(given.total, taken.total), own)
+    return _PartsPlan(sent, received, given, taken, places_of(given.total, taken.total), own)
 
 
 @lru_cache(maxsize=256)
@@ -217,7 +219,7 @@ def _planned_stretches(
     numels = edges[:, 1] - edges[:, 0]
     nbytes = codec.wire_nbytes_of(numels, dtype)
     slot = int(nbytes.sum())
-    return Parts(edges[:, 0], numels, nbytes.cumsum() - nbytes), slot, _places(slot, ranks * slot)
+    return Parts(edges[:, 0], numels, nbytes.cumsum() - nbytes), slot, places_of(slot, ranks * slot)
 
 
 def fused_all_to_all(
@@ -227,21 +229,20 @@ def fused_all_to_all(
 
     1 encode all parts but this rank's, which is copied, 2 all-to-all, 3 decode.
     """
-    codec, group, meter = via.codec, via.group, via.meter
-    me, each = group.rank, values.numel() // group.size
-    splits = KnownSplits.even(each, group.size)
-    plan = _planned_parts(codec, values.dtype, splits, splits, me)
-    slot = codec.wire_nbytes(each, values.dtype)
-    room, (sent, received) = _room(plan.places, values.device)
+    group, meter = via.group, via.meter
+    me, ranks = group.rank, group.size
+    numel = values.numel()
+    plan = _planned(via.codec, values.dtype, numel, numel // ranks, ranks, me, False)
+    room, (sent, received) = room_of(plan.places, values.device)
     # 1
-    out[plan.own[1]].copy_(values[plan.own[0]])
+    out[plan.mine].copy_(values[plan.mine])
     with meter.coding():
-        fused.encode(values, each, slot, me, sent)
+        fused.encode(values, plan.chunk, plan.slot, me, sent)
     # 2
-    yield transport.all_to_all_of(received, sent, plan.takes, plan.gives, group, meter)
+    yield transport.all_to_all(received, sent, plan.takes, plan.gives, group, meter)
     # 3
     with meter.coding():
-        fused.decode(received, each, slot, out, me)
+        fused.decode(received, plan.chunk, plan.slot, out, me)
     POOL.give(room)
 
 
@@ -259,7 +260,7 @@ def parts_to_all(
     """
     group, meter = via.group, via.meter
     plan = _planned_parts(via.codec, values.dtype, takes, gives, group.rank)
-    room, (sent, received) = _room(plan.places, values.device)
+    room, (sent, received) = room_of(plan.places, values.device)
     # 1
     out[plan.own[1]].copy_(values[plan.own[0]])
     with meter.coding():
@@ -281,7 +282,7 @@ def gather_parts(shard: Tensor, out: Tensor, kernel: PartsKernel, via: Transfer)
     parts, slot, places = _planned_stretches(
         via.codec, shard.dtype, numel, tuple(via.cuts), group.size
     )
-    room, (payload, gathered) = _room(places, shard.device)
+    room, (payload, gathered) = room_of(places, shard.device)
     # 1
     with meter.coding():
         kernel.encode(shard, parts, payload)

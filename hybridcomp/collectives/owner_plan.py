@@ -1,20 +1,28 @@
 """Plan the reduction of a bucket whose ranges have owners: which rank sums and which receive.
 
-The same buckets come every step, so a plan, which depends on their ranges only, is cached.
+The same buckets come every step, so a plan, which depends on their ranges only, is kept. A tuple of
+ranges that comes again is known by its identity: to hash 4,096 ranges takes 3 ms.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
+
+from torch import Tensor
 
 from hybridcomp.collectives.wire import OwnedRange, Range, chunk_ranges, cut_rows, stretches
 from hybridcomp.errors import CodecError
 
 PlanKind = Literal["direct", "balanced"]
 Key = TypeVar("Key")
+#: elements: where the sum of a run begins in the tensor of all sums, so that kernels find vectors
+PLACE_ALIGN = 32
+#: largest number of tuples of ranges that are known by their identity
+MOST_KNOWN = 4096
 
 
 @dataclass(frozen=True)
@@ -49,14 +57,84 @@ class OwnerPlan:
         lengths: elements of each chunk.
         longest: elements of the longest row of each kind of message: those of one set of owners
             (direct), a chunk, those that one rank sends to one set of owners (balanced).
+        sole: whether every range has one owner.
+        prepared: what collectives work out of the plan for one rank, kept with it.
     """
 
     kind: PlanKind
     numel: int
+    ranges: tuple[OwnedRange, ...]
     runs: tuple[OwnedRange, ...]
     even: tuple[OwnedRange, ...]
     lengths: tuple[int, ...]
     longest: tuple[int, int, int]
+    sole: bool
+    prepared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def sums_of(self, rank: int) -> OwnedSums:
+        """Return where the sums of group rank ``rank`` lie in one tensor."""
+        found: OwnedSums | None = self.prepared.get(rank)
+        if found is None:
+            found = self.prepared[rank] = _owned_sums(self, rank)
+        return found
+
+
+@dataclass(frozen=True)
+class OwnedSums:
+    """Places of one rank's sums in a flat fp32 tensor, run after run.
+
+    Attributes:
+        numel: elements of the tensor.
+        starts, places: by run, where it begins in the bucket and in the tensor.
+        results: ``[start, stop)`` in the tensor of every range that the rank owns, in order.
+    """
+
+    numel: int
+    starts: list[int]
+    places: list[int]
+    results: list[Range]
+
+    def place_of(self, start: int) -> int:
+        """Return where element ``start`` of the bucket, which is in a run, lies in the tensor."""
+        run = bisect_right(self.starts, start) - 1
+        return self.places[run] + start - self.starts[run]
+
+    def part(self, sums: Tensor, start: int, stop: int) -> Tensor:
+        """Return elements ``[start, stop)`` of the bucket, inside one run, in the tensor."""
+        place = self.place_of(start)
+        return sums[place : place + stop - start]
+
+
+def _owned_sums(plan: OwnerPlan, rank: int) -> OwnedSums:
+    starts, places, numel = [], [], 0
+    for run in plan.runs:
+        if rank in run.ranks:
+            starts.append(run.start)
+            places.append(numel)
+            numel += -(-(run.stop - run.start) // PLACE_ALIGN) * PLACE_ALIGN
+    sums, results = OwnedSums(numel, starts, places, []), []
+    for owned in plan.ranges:
+        if rank in owned.ranks:
+            place = sums.place_of(owned.start) if owned.start < owned.stop else 0
+            results.append((place, place + owned.stop - owned.start))
+    return replace(sums, results=results)
+
+
+#: plans by identity of the ranges, which are kept so that none takes their place, and ranks
+_KNOWN: dict[tuple[int, int], tuple[tuple[OwnedRange, ...], OwnerPlan]] = {}
+
+
+def find_plan(ranges: Sequence[OwnedRange], world_size: int) -> OwnerPlan:
+    """Return ``plan_of(ranges)``; for a tuple that was met before, without a look at its ranges."""
+    if not isinstance(ranges, tuple):
+        return plan_of(tuple(ranges), world_size)
+    key = (id(ranges), world_size)
+    known = _KNOWN.get(key)
+    if known is None:
+        if len(_KNOWN) >= MOST_KNOWN:
+            _KNOWN.clear()
+        known = _KNOWN[key] = (ranges, plan_of(ranges, world_size))
+    return known[1]
 
 
 @lru_cache(maxsize=4096)
@@ -85,6 +163,7 @@ def plan_of(ranges: tuple[OwnedRange, ...], world_size: int) -> OwnerPlan:
     return OwnerPlan(
         "direct" if direct <= balanced else "balanced",
         numel,
+        ranges,
         tuple(runs),
         tuple(even),
         tuple(owned.stop - owned.start for owned in even),
@@ -93,6 +172,7 @@ def plan_of(ranges: tuple[OwnedRange, ...], world_size: int) -> OwnerPlan:
             max(owned.stop - owned.start for owned in even),
             _longest([((part.source, part.ranks), part.numel) for part in parts]),
         ),
+        all(len(run.ranks) == 1 for run in runs),
     )
 
 

@@ -16,11 +16,13 @@ from hybridcomp.collectives.hierarchical.intra_node import (
     ranges_of_nodes,
     scatter_intra_node,
 )
+from hybridcomp.collectives.owner_exchange import exchange_of, send_sums, sum_at_owners
 from hybridcomp.collectives.owner_plan import (
     OwnedPart,
+    OwnedSums,
     OwnerPlan,
+    find_plan,
     part_rounds,
-    plan_of,
     range_rounds,
 )
 from hybridcomp.collectives.reduce_parts import ReducedPart, sum_parts
@@ -40,14 +42,12 @@ from hybridcomp.collectives.wire import (
     decode_all,
     decode_fp32,
     exchange,
+    given,
     overlapped,
     round_count,
     sent_dtype,
 )
 from hybridcomp.errors import CodecError
-
-#: the sums that this rank owns, by the start of their run
-Sums = dict[int, Tensor]
 
 
 def reduce_to_owners(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> list[Tensor]:
@@ -66,8 +66,11 @@ def reduce_to_owners(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reductio
     tensors may be views of one buffer that belongs to the caller.
     Raises CodecError on other tensors, or when the ranges do not cover the tensor.
     """
-    steps = _flat if how.group.levels is None else _in_two_levels
-    return Pending(steps(tensor.detach(), ranges, how), how.meter, False).wait()
+    if how.group.levels is not None:
+        return Pending(_in_two_levels(tensor.detach(), ranges, how), how.meter, False).wait()
+    steps, sums = _flat(tensor.detach(), ranges, how)
+    Pending(steps, how.meter, False)
+    return sums
 
 
 def owner_hops(ranges: Sequence[OwnedRange], numel: int, group: Group) -> int:
@@ -75,7 +78,7 @@ def owner_hops(ranges: Sequence[OwnedRange], numel: int, group: Group) -> int:
     if group.levels is not None:
         within = chunk_ranges(numel, group.width)[group.local]
         ranges = ranges_of_nodes(ranges, within, group.levels)
-    return 2 if plan_of(tuple(ranges), group.encoders).kind == "balanced" else 1
+    return 2 if find_plan(ranges, group.encoders).kind == "balanced" else 1
 
 
 def _in_two_levels(
@@ -91,58 +94,72 @@ def _in_two_levels(
     buffer, work = yield from node_sum(tensor, lengths, codec, how)
     # 2
     needed = ranges_of_nodes(ranges, edges[levels.local], levels)
-    sums = yield from _flat(work, needed, how.between_nodes(codec))
+    steps, sums = _flat(work, needed, how.between_nodes(codec))
+    yield from steps
     # 3
     results = yield from scatter_intra_node(ranges, tensor, sums, levels, how.meter)
     POOL.give(buffer)
     return results
 
 
-def _flat(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> Steps[list[Tensor]]:
-    """Reduce on one level: directly or balanced, as the plan says."""
+def _flat(
+    tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction
+) -> tuple[Steps[None], list[Tensor]]:
+    """Return the steps on one level, direct or balanced as the plan says, and what they fill in."""
     me, world_size = how.group.rank, how.group.size
     check_values("tensor", tensor)
     check_residual("residual", how.residual, tensor.numel())
-    plan = plan_of(tuple(ranges), world_size)
+    plan = find_plan(ranges, world_size)
     if plan.numel != tensor.numel():
         raise CodecError(f"ranges: expected to cover {tensor.numel()} elements, found {plan.numel}")
     if how.probe is not None and world_size > 1:
         how.probe(tensor, how.cuts, how.residual)
-    sums: Sums = {
-        run.start: tensor.new_empty(run.stop - run.start, dtype=torch.float32)
-        for run in plan.runs
-        if me in run.ranks
-    }
-    if world_size == 1:
-        for start, out in sums.items():
-            here = slice(start, start + out.numel())
-            out.copy_(tensor[here])
-            if how.residual is not None:
-                add_alone(how.residual[here], out)
-    elif plan.runs:
-        yield from (_direct if plan.kind == "direct" else _balanced)(tensor, plan, sums, how)
-    empty = tensor.new_empty(0, dtype=torch.float32)
-    return [
-        _place(sums, owned.start, owned.stop) if owned.start < owned.stop else empty
-        for owned in ranges
-        if me in owned.ranks
-    ]
+    mine = plan.sums_of(me)
+    sums = _BucketSums(tensor.new_empty(mine.numel, dtype=torch.float32), mine)
+    results = [sums.flat[low:high] for low, high in mine.results]
+    if world_size == 1 or not plan.runs:
+        _alone(tensor, plan, sums, how)
+        return given(None), results
+    return (_direct if plan.kind == "direct" else _balanced)(tensor, plan, sums, how), results
 
 
-def _direct(tensor: Tensor, plan: OwnerPlan, sums: Sums, how: Reduction) -> Steps[None]:
+def _alone(tensor: Tensor, plan: OwnerPlan, sums: _BucketSums, how: Reduction) -> None:
+    """Copy the runs into the sums of a group of one rank, and add the residual."""
+    for run in plan.runs:
+        here, out = slice(run.start, run.stop), sums.part(run.start, run.stop)
+        out.copy_(tensor[here])
+        if how.residual is not None:
+            add_alone(how.residual[here], out)
+
+
+@dataclass(frozen=True)
+class _BucketSums:
+    """The sums that this rank owns, in one fp32 tensor."""
+
+    flat: Tensor
+    mine: OwnedSums
+
+    def part(self, start: int, stop: int) -> Tensor:
+        return self.mine.part(self.flat, start, stop)
+
+
+def _direct(tensor: Tensor, plan: OwnerPlan, sums: _BucketSums, how: Reduction) -> Steps[None]:
     """Send every range to its owners, who sum it, in rounds that overlap."""
     me, group, device = how.group.rank, how.group, tensor.device
-    sole = all(len(run.ranks) == 1 for run in plan.runs)
-    (codec,) = how.codec.split_error_budget(1, group.size, exact=int(sole))
+    (codec,) = how.codec.split_error_budget(1, group.size, exact=int(plan.sole))
     how.meter.use(codec.spec)
+    kernel = codec.planned(device) if plan.sole and not how.cuts else None
+    if kernel is not None:
+        exchange = exchange_of(plan, kernel, codec, tensor, how)
+        return sum_at_owners(tensor, sums.flat, exchange, kernel, how)
     hop = Transfer(codec, group, how.meter, flush=how.flush)
     count = round_count(plan.longest[0], (codec,), device, group)
-    yield from overlapped(
+    return overlapped(
         sum_parts(
             [
                 ReducedPart(
                     *_of(tensor, owned, how.residual),
-                    _place(sums, owned.start, owned.stop) if me in owned.ranks else None,
+                    sums.part(owned.start, owned.stop) if me in owned.ranks else None,
                 )
                 for owned in share
             ],
@@ -152,7 +169,7 @@ def _direct(tensor: Tensor, plan: OwnerPlan, sums: Sums, how: Reduction) -> Step
     )
 
 
-def _balanced(tensor: Tensor, plan: OwnerPlan, sums: Sums, how: Reduction) -> Steps[None]:
+def _balanced(tensor: Tensor, plan: OwnerPlan, sums: _BucketSums, how: Reduction) -> Steps[None]:
     """1 sum this rank's chunk of the even split, 2 send the sums to their owners (``_send_on``).
 
     A bounded codec must encode the same stretches in both, so both are cut where owners change.
@@ -177,7 +194,7 @@ def _balanced(tensor: Tensor, plan: OwnerPlan, sums: Sums, how: Reduction) -> St
     if fused is not None and not isinstance(how.residual, QuantizedResidual):
         only = Reduction(first, group, how.meter, residual=how.residual)
         begun = how.owner_residual is not None
-        yield from fused_reduce_scatter(tensor, plan.lengths, total, fused, only, begun)
+        yield from fused_reduce_scatter(tensor, plan.lengths[0], total, fused, only, begun)
     else:
         hop = Transfer(first, group, how.meter, flush=how.flush)
         count = round_count(plan.longest[1], (first,), device, group)
@@ -187,17 +204,36 @@ def _balanced(tensor: Tensor, plan: OwnerPlan, sums: Sums, how: Reduction) -> St
         )
     # 2
     hop = Transfer(second, group, how.meter)
-    count = round_count(plan.longest[2], (second,), device, group)
-    dtype = sent_dtype(second, tensor.dtype, wide=True, flush=how.flush)
-    scatter = _Scatter(sums, hop, dtype, device, feedback=how.owner_residual is not None)
+    kernel = second.planned(device) if plan.sole and not cuts else None
+    if kernel is not None:
+        exchange = exchange_of(plan, kernel, second, total, hop)
+        feedback = how.owner_residual is not None
+        yield from send_sums(total, sums.flat, exchange, kernel, hop, feedback)
+    else:
+        yield from overlapped(_scatter_rounds(plan, total, sums, cuts, hop, how, tensor.dtype))
+    if isinstance(kept, QuantizedResidual):
+        kept.pack(total)
+    POOL.give(buffer)
+
+
+def _scatter_rounds(
+    plan: OwnerPlan, total: Tensor, sums: _BucketSums, cuts: tuple[int, ...], hop: Transfer,
+    how: Reduction, dtype: torch.dtype,
+) -> list[Steps[None]]:  # fmt: skip
+    """Return the rounds in which this rank's chunk ``total`` of the sums goes to the owners.
+
+    ``dtype``: of the values that were summed.
+    """
+    me, group, start = hop.group.rank, hop.group, plan.even[hop.group.rank].start
+    count = round_count(plan.longest[2], (hop.codec,), total.device, group)
+    sent = sent_dtype(hop.codec, dtype, wide=True, flush=how.flush)
+    feedback = how.owner_residual is not None
+    scatter = _Scatter(sums, hop, sent, total.device, feedback)
     messages = []
     for share in part_rounds(plan.runs, cuts, group.size, count):
         mine = {p: total[p.start - start :][: p.numel] for p in share if p.source == me}
         messages.append(_send_on(share, mine, scatter))
-    yield from overlapped(messages)
-    if isinstance(kept, QuantizedResidual):
-        kept.pack(total)
-    POOL.give(buffer)
+    return messages
 
 
 def _of(
@@ -219,12 +255,6 @@ def _even_part(
     return part
 
 
-def _place(sums: Sums, start: int, stop: int) -> Tensor:
-    """Return a view of ``[start, stop)`` in the sum of its run."""
-    run = max(first for first in sums if first <= start)
-    return sums[run][start - run : stop - run]
-
-
 @dataclass(frozen=True)
 class _Scatter:
     """Second hop of the balanced plan: sums go from the ranks that made them to the owners.
@@ -232,7 +262,7 @@ class _Scatter:
     With ``feedback`` the memory of a sum becomes the residual of this quantization.
     """
 
-    sums: Sums
+    sums: _BucketSums
     via: Transfer
     dtype: torch.dtype  # of the encoded values
     device: torch.device
@@ -262,7 +292,7 @@ def _send_on(
     arrived = [*zip(chain(*incoming), chain(*payloads.received), strict=True)]
     arrived += [(p, payloads.encoded[job]) for p, job in jobs.items() if me in p.ranks]
     with via.meter.coding():
-        places = [_place(scatter.sums, part.start, part.stop) for part, _ in arrived]
+        places = [scatter.sums.part(part.start, part.stop) for part, _ in arrived]
         if len(arrived) > 1 and via.codec.each(scatter.device) is not None:
             decode_all(via.codec, [payload for _, payload in arrived], places)
         else:
@@ -270,7 +300,7 @@ def _send_on(
                 decode_fp32(via.codec, payload, place, dtype)
         for part, values in mine.items():
             if part.stays:
-                _place(scatter.sums, part.start, part.stop).copy_(values)
+                scatter.sums.part(part.start, part.stop).copy_(values)
                 if feedback:
                     values.zero_()
     payloads.release()

@@ -133,7 +133,7 @@ def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
     if how.probe is not None:
         how.probe(tensor, how.cuts, how.residual)
     codecs, fused = _codecs(how.codec, tensor.dtype, group.size, device, how.cuts)
-    how.meter.use(*(each.spec for each in codecs))
+    how.meter.use(*[each.spec for each in codecs])
     if fused is not None and not isinstance(how.residual, QuantizedResidual):
         return fused_all_reduce(tensor, codecs[0], fused, how)
     if len(codecs) == 1:

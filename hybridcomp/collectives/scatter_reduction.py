@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -28,6 +29,34 @@ from hybridcomp.collectives.wire import (
 )
 from hybridcomp.errors import CodecError
 
+
+class Shards(Sequence[Tensor]):
+    """A flat tensor as shards, one for each rank, that nobody cuts until asked.
+
+    Attributes:
+        flat: 1-D and contiguous.
+        numel: elements of a shard; the last one may be shorter.
+    """
+
+    def __init__(self, flat: Tensor, numel: int) -> None:
+        self.flat, self.numel = flat, numel
+
+    def __len__(self) -> int:
+        return -(-self.flat.numel() // self.numel) if self.numel else 0
+
+    @overload
+    def __getitem__(self, rank: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, rank: slice) -> list[Tensor]: ...
+
+    def __getitem__(self, rank: int | slice) -> Tensor | list[Tensor]:
+        if isinstance(rank, slice):
+            return [self[each] for each in range(*rank.indices(len(self)))]
+        place = range(len(self))[rank] * self.numel
+        return self.flat[place : place + self.numel]
+
+
 #: one for each shard that this rank encodes (``Group.receivers``)
 Residuals = Sequence[Residual] | None
 Cuts = Sequence[Sequence[int]] | None
@@ -47,7 +76,8 @@ def reduce_scatter(
 
     Args:
         shards: one 1-D contiguous tensor per group rank, of one dtype; ``shards[r]`` goes to rank
-            r. Lengths may be uneven or 0, but are the same on all ranks. Not modified.
+            r. Lengths may be uneven or 0, but are the same on all ranks. Not modified. With
+            ``Shards`` the host's time does not grow with the group.
         how: codec, group, meter and probe; its residuals and cuts are not used.
         residuals: fp32, as long as the shards of ``group.receivers``: error feedback, updated in
             place; on all ranks or on none.
@@ -57,17 +87,25 @@ def reduce_scatter(
     Returns a handle whose ``wait()`` gives a new fp32 tensor of ``shards[me].numel()`` elements.
     Raises CodecError on other tensors.
     """
-    group = how.group
-    if len(shards) != group.size or len({shard.dtype for shard in shards}) != 1:
+    flat = _checked(shards, how.group.size)
+    steps = _flat if how.group.levels is None else _in_two_levels
+    return ReduceScatterHandle(steps(flat, how, residuals, cuts), how.meter, async_op)
+
+
+def _checked(shards: Sequence[Tensor], ranks: int) -> Sequence[Tensor]:
+    """Return the shards without their graph. Raises CodecError on other tensors."""
+    dtypes = {shard.dtype for shard in (shards[:1] if isinstance(shards, Shards) else shards)}
+    if len(shards) != ranks or len(dtypes) != 1:
         raise CodecError(
-            f"reduce_scatter: expected {group.size} shards of one dtype, found "
+            f"reduce_scatter: expected {ranks} shards of one dtype, found "
             f"{[str(shard.dtype) for shard in shards]}"
         )
+    if isinstance(shards, Shards):
+        check_values("shards", shards.flat)
+        return Shards(shards.flat.detach(), shards.numel) if shards.flat.requires_grad else shards
     for rank, shard in enumerate(shards):
         check_values("shards", shard, rank)
-    flat = [shard.detach() if shard.requires_grad else shard for shard in shards]
-    steps = _flat if group.levels is None else _in_two_levels
-    return ReduceScatterHandle(steps(flat, how, residuals, cuts), how.meter, async_op)
+    return [shard.detach() if shard.requires_grad else shard for shard in shards]
 
 
 def _in_two_levels(
@@ -100,7 +138,8 @@ def _flat(
     if residuals is not None:
         _check_residuals(shards, residuals)
     if how.probe is not None and len(shards) > 1:
-        longest = max(range(len(shards)), key=lambda rank: shards[rank].numel())
+        is_one = isinstance(shards, Shards)
+        longest = 0 if is_one else max(range(len(shards)), key=lambda rank: shards[rank].numel())
         held = None if residuals is None else residuals[longest]
         how.probe(shards[longest], cuts[longest] if cuts else (), held)
     if len(shards) == 1:
@@ -108,21 +147,31 @@ def _flat(
         if residuals is not None:
             add_alone(residuals[0], alone)
         return given(alone)
-    lengths = tuple(shard.numel() for shard in shards)
-    total = shards[me].new_empty(lengths[me], dtype=torch.float32)
-    if not any(lengths):
+    own = shards[me]
+    total = own.new_empty(own.numel(), dtype=torch.float32)
+    if not own.numel() and not any(shard.numel() for shard in shards):
         return given(total)
     (codec,) = how.codec.split_error_budget(1, len(shards), exact=1)
     how.meter.use(codec.spec)
     fused = None if cuts and any(cuts) else codec.fused(total.device)
-    flat = None if fused is None else adjacent(shards)
-    wide = [one for one in residuals or () if isinstance(one, Tensor)]
-    left = adjacent(wide) if wide else None
+    flat = None if fused is None else _joined(shards)
+    left = None if residuals is None else _joined_residuals(residuals)
     if fused is not None and flat is not None and (residuals is None or left is not None):
         only = Reduction(codec, how.group, how.meter, residual=left)
-        return fused_reduce_scatter(flat, lengths, total, fused, only)
+        return fused_reduce_scatter(flat, shards[0].numel(), total, fused, only)
     hop = Transfer(codec, how.group, how.meter, flush=how.flush)
     return _in_rounds(shards, total, residuals, cuts, hop)
+
+
+def _joined(shards: Sequence[Tensor]) -> Tensor | None:
+    """Return the shards as one tensor if they are one in memory, else None."""
+    return shards.flat if isinstance(shards, Shards) else adjacent(shards)
+
+
+def _joined_residuals(residuals: Sequence[Residual]) -> Tensor | None:
+    """Return fp32 residuals as ``_joined`` does; None for those of fewer bits."""
+    wide = [one for one in residuals if isinstance(one, Tensor)]
+    return _joined(residuals if isinstance(residuals, Shards) else wide) if wide else None
 
 
 def _in_rounds(
@@ -143,6 +192,9 @@ def _in_rounds(
 def _check_residuals(shards: Sequence[Tensor], residuals: Sequence[Residual]) -> None:
     if len(residuals) != len(shards):
         raise CodecError(f"residuals: expected {len(shards)} tensors, found {len(residuals)}")
+    if isinstance(residuals, Shards) and isinstance(shards, Shards):
+        check_residual("residuals", residuals.flat, shards.flat.numel())
+        return
     for rank, (shard, residual) in enumerate(zip(shards, residuals, strict=True)):
         check_residual(f"residuals[{rank}]", residual, shard.numel())
 

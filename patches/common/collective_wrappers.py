@@ -24,6 +24,7 @@ from hybridcomp.channels import (
     Channel,
     Message,
     ReduceScatter,
+    Shards,
     native_nbytes,
 )
 from hybridcomp.codecs.base import Codec
@@ -134,7 +135,7 @@ def make_reduce_scatter_tensor(layers: Layers) -> Maker:
                 return original(output, input, op=op, group=group, async_op=async_op)
             message = ReduceScatter(
                 numel=input.numel(), dtype=input.dtype, group=group, direction=layers.way(),
-                shards=torch.split(flat(input), output.numel()), async_op=async_op,
+                shards=Shards(flat(input), output.numel()), async_op=async_op,
             )  # fmt: skip
 
             def deliver(handle: ReduceScatterHandle) -> ReduceScatterHandle | None:

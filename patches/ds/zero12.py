@@ -123,7 +123,7 @@ def make_allreduce_and_scatter(original: Callable[..., None]) -> Callable[..., N
             return
         # 1
         slices = sorted(map(_slice, bucket), key=lambda part: part.values.storage_offset())
-        ranges = _ranges(slices)
+        ranges = _ranges(tuple((part.ranks, part.values.numel()) for part in slices))
         message = _Bucket(
             numel=ranges[-1].stop,
             dtype=torch.float32 if self.sequence_parallel_size > 1 else communication_data_type,
@@ -161,7 +161,7 @@ class _Bucket(ReduceToOwners):
             flat = flat / (ranks / float(self.optimizer.sequence_parallel_size))
         return flat
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> tuple[Piece, ...]:
         """Return the parameters that the slices are parts of."""
         return _pieces(self.optimizer, self.bucket_dtype, self.slices)
 
@@ -178,13 +178,17 @@ class _Bucket(ReduceToOwners):
             _keep_alive(self.optimizer, part.values)
 
 
-def _ranges(slices: Sequence[Slice]) -> list[OwnedRange]:
-    """Return the ranges of the slices in the flat tensor that they make together."""
+@functools.lru_cache(maxsize=4096)
+def _ranges(slices: tuple[tuple[tuple[int, ...], int], ...]) -> tuple[OwnedRange, ...]:
+    """Return the ranges of slices, (owners, elements) each, in the flat tensor that they make.
+
+    The bucket comes again in every step, and then has the same tuple: its plan is found by that.
+    """
     ranges, position = [], 0
-    for part in slices:
-        ranges.append(OwnedRange(position, position + part.values.numel(), part.ranks))
-        position += part.values.numel()
-    return ranges
+    for ranks, numel in slices:
+        ranges.append(OwnedRange(position, position + numel, ranks))
+        position += numel
+    return tuple(ranges)
 
 
 def _slice(element: Sequence[Any]) -> Slice:
@@ -211,7 +215,9 @@ def same_storage(left: Tensor, right: Tensor) -> bool:
     return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
 
 
-def _pieces(optimizer: Any, bucket_dtype: torch.dtype, slices: Sequence[Slice]) -> list[Piece]:
+def _pieces(
+    optimizer: Any, bucket_dtype: torch.dtype, slices: Sequence[Slice]
+) -> tuple[Piece, ...]:
     """Return the slices' parameters as pieces: the bucket holds whole parameters, in order."""
     start = _START.get()
     assert start is not None, "a bucket outside average_tensor"
@@ -219,12 +225,16 @@ def _pieces(optimizer: Any, bucket_dtype: torch.dtype, slices: Sequence[Slice]) 
         optimizer.bit16_groups[group][index]
         for group, index, _ in optimizer.ipg_buckets[bucket_dtype].params
     ]
+    lows = [int(part.values.storage_offset()) - start for part in slices]
     whole = [Piece(getattr(param, NAME), 0, param.numel()) for param in params]
-    pieces: list[Piece] = []
-    for part in slices:
-        offset = int(part.values.storage_offset()) - start
-        pieces += cut(whole, offset, offset + part.values.numel())
-    return pieces
+    edges = [(low, low + part.values.numel()) for low, part in zip(lows, slices, strict=True)]
+    return _cut_pieces(tuple(whole), tuple(edges))
+
+
+@functools.lru_cache(maxsize=4096)
+def _cut_pieces(whole: tuple[Piece, ...], edges: tuple[tuple[int, int], ...]) -> tuple[Piece, ...]:
+    """Cut the bucket's parameters ``whole`` at ``edges``; the same tuple for equal buckets."""
+    return tuple(piece for low, high in edges for piece in cut(whole, low, high))
 
 
 def _keep_alive(optimizer: Any, tensor: Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import NAME, AllReduce, ReduceScatter
+from hybridcomp.channels import NAME, AllReduce, ReduceScatter, Shards
 from hybridcomp.channels.error_feedback import Piece, cut
 from hybridcomp.channels.parameter_deltas import GatherParameters
 from hybridcomp.collectives import Handle, ReduceScatterHandle
@@ -87,7 +87,7 @@ class BucketBatch:
         else:
             scatter = _Scatter(
                 numel=call.values.numel(), dtype=call.values.dtype, group=self.group,
-                shards=torch.split(call.values.view(-1), call.out.numel()),
+                shards=Shards(call.values.view(-1), call.out.numel()),
                 async_op=self.async_ops, call=call, batch=self,
             )  # fmt: skip
             later = partial(native.append, call.native)

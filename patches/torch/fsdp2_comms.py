@@ -222,7 +222,7 @@ class EncodedReduceScatter(_EncodedSlot[ReduceScatter], ReduceScatter):
         self.places = self.members.of_message(input_tensor.numel(), group.size())
         message = _GradientScatter(
             numel=input_tensor.numel(), dtype=input_tensor.dtype, group=group,
-            shards=torch.split(input_tensor.detach(), output_tensor.numel()),
+            shards=channels.Shards(input_tensor.detach(), output_tensor.numel()),
             members=self.members, places=self.places,
         )  # fmt: skip
 

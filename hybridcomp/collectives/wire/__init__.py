@@ -33,7 +33,7 @@ from hybridcomp.collectives.wire.encoding import (
 )
 from hybridcomp.collectives.wire.exchanges import exchange, round_count, rounds
 from hybridcomp.collectives.wire.gathers import Slots, decode_all, encode_all, gather, gather_room
-from hybridcomp.collectives.wire.group import Group, Levels, Probe, Reduction, Transfer
+from hybridcomp.collectives.wire.group import Group, Levels, Probe, Reduction, Splits, Transfer
 from hybridcomp.collectives.wire.handle import (
     HOST,
     Clock,
@@ -76,6 +76,7 @@ __all__ = [
     "Reduction",
     "Slots",
     "KnownSplits",
+    "Splits",
     "Steps",
     "Transfer",
     "UNREAD",

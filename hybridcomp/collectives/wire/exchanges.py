@@ -52,9 +52,11 @@ def round_count(longest: int, codecs: Sequence[Codec], device: torch.device, gro
     ``longest``: elements of its longest row; ``codecs``: all that encode the rows. On GPUs messages
     stay whole, as a launch costs more than coding a round.
     """
+    if longest < 2 * HALF or device.type != "cpu":
+        return 1
     scale = max(codec.round_scale for codec in codecs)
     count = max(longest // (scale * ROUND), 2 if longest >= 2 * scale * HALF else 1)
-    if count == 1 or device.type != "cpu":
+    if count == 1:
         return 1
     return count if all(_may_be_cut(codec, device, group) for codec in codecs) else 1
 

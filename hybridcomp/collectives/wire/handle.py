@@ -287,8 +287,14 @@ def overlapped(messages: Iterable[Steps[None]]) -> Steps[None]:
     """Run collectives side by side: start all, then continue each in turn after its message.
 
     The order depends only on their number of steps, so all ranks post the same messages in the same
-    order. All first messages are under way when a handle is returned.
+    order. All first messages are under way when a handle is returned. One alone is returned as it
+    is: to go through another generator would cost at each step.
     """
+    rounds = list(messages)
+    return rounds[0] if len(rounds) == 1 else _side_by_side(rounds)
+
+
+def _side_by_side(rounds: Sequence[Steps[None]]) -> Steps[None]:
     waiting: deque[tuple[Steps[None], Work]] = deque()
 
     def advance(steps: Steps[None]) -> None:
@@ -296,7 +302,7 @@ def overlapped(messages: Iterable[Steps[None]]) -> Steps[None]:
             waiting.append((steps, work))
             return
 
-    for steps in messages:
+    for steps in rounds:
         advance(steps)
     while waiting:
         steps, work = waiting.popleft()

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
-from hybridcomp.collectives.wire.group import Group
+from hybridcomp.collectives.wire.group import Group, Splits
 from hybridcomp.collectives.wire.handle import Meter, Works
 from hybridcomp.collectives.wire.splits import KnownSplits
 from hybridcomp.job import peer_liveness
@@ -50,10 +50,14 @@ def all_to_all(
 
     Over gloo ``out_splits`` may be longer than the parts that come.
     """
-    size, sent = values.itemsize, sum(in_splits) - in_splits[group.rank]
-    far = sum(in_splits[rank] for rank in group.remote) if group.remote else 0
-    meter.sent(size * sent, size * far)
-    takes, gives = list(out_splits), list(in_splits)
+    if isinstance(in_splits, Splits):
+        sent, far = in_splits.to_others(group)
+    else:
+        sent = sum(in_splits) - in_splits[group.rank]
+        far = sum([in_splits[rank] for rank in group.remote])
+    meter.sent(values.itemsize * sent, values.itemsize * far)
+    takes = out_splits if isinstance(out_splits, list) else list(out_splits)
+    gives = in_splits if isinstance(in_splits, list) else list(in_splits)
     if not STAGING.needed(out, group):
         return _exchange(out, values, takes, gives, group)
     room = STAGING.room(out)

@@ -25,6 +25,7 @@ from hybridcomp.channels import (
     Message,
     ReduceScatter,
     ReduceToOwners,
+    Shards,
 )
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.codecs import Codec
@@ -91,13 +92,15 @@ class Messages:
         channels = Channels(CompressionConfig.parse(BLOCK))
         self.tp, self.dp = channels["tp"], channels["dp"]
         self.out, self.shard = torch.empty_like(values), values[: numel // ranks].clone()
-        self.shards = values.chunk(ranks)
+        self.shards = Shards(values[: numel // ranks * ranks], numel // ranks)
         each = numel // ranks // 64 * 64
         self.splits = [each, each - 64, each + 64] + [each] * (ranks - 4)
         self.splits.append(numel - sum(self.splits))
-        self.pieces = [Piece("weight", 0, numel)]
+        self.pieces = (Piece("weight", 0, numel),)
         edges = chunk_ranges(numel, PIECES)
-        self.bucket = [Piece(f"weight {i}", 0, stop - low) for i, (low, stop) in enumerate(edges)]
+        self.bucket = tuple(
+            Piece(f"weight {i}", 0, stop - low) for i, (low, stop) in enumerate(edges)
+        )
         step = max(1, ranks // PIECES)
         self.owners = tuple(
             OwnedRange(*edge, ((ME + i * step) % ranks,)) for i, edge in enumerate(edges)

@@ -100,7 +100,7 @@ def test_sums_are_those_of_single_launches(settings: dict[str, Any], ranks: int)
     own, left = arrays.make("normal", NUMEL, 5, torch.bfloat16), arrays.make("normal", NUMEL, 6)
     planned, fused = kernels_of(codec), FusedBlockInt(launcher, codec._setting)
     sent = torch.empty((ranks - 1) * slot, dtype=torch.uint8)
-    for rank, one in enumerate(sent.split(slot)):
+    for rank, one in enumerate(torch.split(sent, slot)):
         kind = "nonfinite" if rank == 1 else "normal"
         planned.encode(planned.table(rows, CPU), arrays.make(kind, NUMEL, rank), one)
     table = planned.table(rows, CPU, sums=True)
@@ -110,7 +110,7 @@ def test_sums_are_those_of_single_launches(settings: dict[str, Any], ranks: int)
         for row in rows:
             here, right = slice(row.values, row.values + row.numel), torch.empty(row.numel)
             size = codec.wire_nbytes(row.numel, torch.float32)
-            parts = [one[row.payload : row.payload + size] for one in sent.split(slot)]
+            parts = [one[row.payload : row.payload + size] for one in torch.split(sent, slot)]
             single = None if residual is None else residual[here].clone()
             fused.sum(torch.cat(parts), own[here], ranks, me, right, single)
             mine = found[row.out : row.out + row.numel]

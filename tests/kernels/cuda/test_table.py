@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.codecs import VALUE_DTYPES, BlockInt, make_codec
-from hybridcomp.collectives import Group, Meter, OwnedRange, Reduction, chunk_ranges
+from hybridcomp.collectives import Group, Meter, OwnedRange, Reduction, chunk_ranges, owner_hops
 from hybridcomp.collectives import reduce_to_owners as collective_to_owners
 from hybridcomp.kernels.cuda import CudaKernels
 from hybridcomp.kernels.cuda.fused import blockint_macros
@@ -187,8 +187,18 @@ def test_messages_with_borders_take_few_launches(held: bool) -> None:
         assert len(many) >= 5 and len(kernels) <= 24, kernels
 
 
-def one_owner(dtype: torch.dtype, held: bool, fused: bool) -> tuple[list[torch.Tensor], list[str]]:
-    """Sums and residuals of a bucket of one owner, which goes the balanced way, and launches."""
+#: of one owner and nearly of one, which go the balanced way, and of all ranks in turns
+BUCKETS: dict[str, list[OwnedRange]] = {
+    "one": [OwnedRange(0, 6000, (2,))],
+    "two": [OwnedRange(0, 777, (1,)), OwnedRange(777, 777, (0,)), OwnedRange(777, 6000, (2,))],
+    "turns": [OwnedRange(600 * i, 600 * i + 600, (i % 4,)) for i in range(10)],
+}
+
+
+def to_owners(
+    dtype: torch.dtype, held: bool, fused: bool, name: str
+) -> tuple[list[torch.Tensor], list[str]]:
+    """Sums and residuals of two messages of a bucket, and what the second launched."""
     torch.set_num_threads(1)
     codec, rank, world = make_codec("blockint", bits=4), dist.get_rank(), dist.get_world_size()
     values, launcher = arrays.make("normal", 6000, rank, dtype), Counting()
@@ -196,23 +206,34 @@ def one_owner(dtype: torch.dtype, held: bool, fused: bool) -> tuple[list[torch.T
     residual = arrays.make("normal", 6000, 50 + rank) / 100 if held else None
     owner = arrays.make("normal", stop - start, 70 + rank) / 100 if held else None
     group = Group.of(None)
+    if owner_hops(BUCKETS[name], 6000, group) == 1:
+        owner = None
     how = Reduction(codec, group, Meter(), residual=residual, owner_residual=owner)
     with kernels_replaced(CudaKernels(launcher)) if fused else nullcontext():
-        sums = collective_to_owners(values, [OwnedRange(0, 6000, (2,))], how)
+        before = collective_to_owners(values, BUCKETS[name], how)
+        launcher.kernels.clear()
+        sums = [*before, *collective_to_owners(values, BUCKETS[name], how)]
     found = [*sums, *(left for left in (residual, owner) if left is not None)]
     return [*found, torch.tensor([how.meter.wire_nbytes])], launcher.kernels
 
 
-@pytest.mark.parametrize("held", [False, True], ids=["plain", "feedback"])
-def test_a_bucket_of_one_owner(held: bool) -> None:
-    """Its first hop takes two launches, with the bits, residuals and bytes of the CPU."""
+def all_buckets(dtype: torch.dtype, fused: bool) -> list[tuple[list[torch.Tensor], list[str]]]:
+    """``to_owners`` of each bucket, without and with residuals."""
+    return [to_owners(dtype, held, fused, name) for name in BUCKETS for held in (False, True)]
+
+
+def test_buckets_take_two_launches_a_hop() -> None:
+    """Of which some have nothing to do on some ranks; bits, residuals and bytes as on CPUs."""
     macros = blockint_macros(BlockInt(bits=4)._setting)
     for source in ("blockint_table.cu", "blockint.cu", "blockint_sum.cu"):
         emulated(source, *macros)
-    right = run_ranks(4, one_owner, torch.bfloat16, held, False)
-    for (expected, _), (found, kernels) in zip(
-        right, run_ranks(4, one_owner, torch.bfloat16, held, True), strict=True
-    ):
-        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-        feedback = "_feedback" if held else ""
-        assert kernels[:2] == [f"encode{feedback}_bf16", f"sum{feedback}_bf16"], kernels
+    right = run_ranks(4, all_buckets, torch.bfloat16, False)
+    for expected, found in zip(right, run_ranks(4, all_buckets, torch.bfloat16, True), strict=True):
+        for index, ((sums, _), (fused, kernels)) in enumerate(zip(expected, found, strict=True)):
+            feedback, held = ("_feedback", "_held") if index % 2 else ("", "")
+            assert all(torch.equal(a, b) for a, b in zip(sums, fused, strict=True))
+            wanted = [f"planned_encode{feedback}_bf16", f"planned_sum{feedback}_bf16"]
+            if index < 4:  # balanced
+                wanted = [f"encode{feedback}_bf16", f"sum{feedback}_bf16"]
+                assert set(kernels[2:]) <= {f"planned_encode{held}_fp32", "planned_decode_fp32"}
+            assert kernels[:2] == wanted and len(kernels) <= 4, kernels

@@ -83,6 +83,7 @@ def test_growth_with_ranks(bench: Any, tmp_path: Path, capsys: pytest.CaptureFix
         launches = {name: count for name, (_, _, count) in kinds.items()}
         assert [launches[name] for name in OF_GROUPS] == [2, 2, 3, 2, 2, 0, 0]
         assert all(launches[name] > 1 for name in (*KINDS, *BUCKETS))
+        assert all(launches[name] <= 3 for name in BUCKETS), "however many ranks"
     assert "to owners" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         bench.main(["--ranks", "4"])
