@@ -179,7 +179,7 @@ class ReduceScatter(Message[ReduceScatterHandle]):
         """Reduce-scatter ``shards``, with residuals for those that this rank encodes."""
         group, encoded = how.group, how.group.receivers
         cuts: list[list[int]] | None = None
-        residuals: Sequence[Tensor] | None = None
+        residuals: Sequence[Residual] | None = None
         if pieces is not None and _separates(channel, how.codec):
             cuts = [borders(pieces[rank]) for rank in encoded]
         if pieces is not None and channel.error_feedback:

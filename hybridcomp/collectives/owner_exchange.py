@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec, PlannedKernel
+from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.collectives.fused import places_of, room_of
 from hybridcomp.collectives.owner_plan import OwnerPlan, cut_at_chunks
 from hybridcomp.collectives.wire import (
@@ -150,6 +151,7 @@ def sum_at_owners(
 ) -> Steps[None]:
     """1 encode all runs of other ranks, 2 all-to-all, 3 sum this rank's runs in rank order."""
     group, meter, residual = how.group, how.meter, how.residual
+    assert not isinstance(residual, QuantizedResidual), "kernels of plans have fp32 residuals"
     room, (sent, received) = room_of(exchange.places, tensor.device)
     # 1
     with meter.coding():

@@ -149,7 +149,7 @@ def _direct(tensor: Tensor, plan: OwnerPlan, sums: _BucketSums, how: Reduction) 
     (codec,) = how.codec.split_error_budget(1, group.size, exact=int(plan.sole))
     how.meter.use(codec.spec)
     kernel = codec.planned(device) if plan.sole and not how.cuts else None
-    if kernel is not None:
+    if kernel is not None and not isinstance(how.residual, QuantizedResidual):
         exchange = exchange_of(plan, kernel, codec, tensor, how)
         return sum_at_owners(tensor, sums.flat, exchange, kernel, how)
     hop = Transfer(codec, group, how.meter, flush=how.flush)
