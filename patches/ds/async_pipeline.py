@@ -230,7 +230,7 @@ def start(engine: Any, channel: Channel, settings: AsyncPipelineConfig) -> Async
     if settings.versions == 2 and settings.correction == "none" and is_adam(engine):
         say(
             "pipeline.versions 2 with Adam is known to lose by gradients that are one step late; "
-            'try "stash" with correction "look_ahead", or "flush", and compare losses'
+            'try "stash", a correction, NAdam, or "flush", and compare losses'
         )
     grid, mine = engine.module._grid, {}
     ways: tuple[Direction, ...] = DIRECTIONS

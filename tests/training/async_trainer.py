@@ -34,6 +34,7 @@ class AsyncJob:
     save_at: int = 0  # a checkpoint after so many steps
     evaluate_at: int = 0
     resume: bool = False  # from the checkpoint, from ``save_at`` on
+    break_at: int = -1  # the last stage fails in this step
     revert_at: int = -1  # uninstall after so many steps
     batches: int = 10**9  # micro-batches of the data
 
@@ -197,6 +198,8 @@ def train(job: AsyncJob, stages: int, folder: str) -> AsyncOutcome:
     source = data(job, first * job.micro_batches)
     losses, evaluations, collectives = [], [], Collectives()
     for step in range(first, job.steps):
+        if step == job.break_at and engine.is_last_stage():
+            raise ValueError("the last stage breaks")
         if step == job.revert_at:
             hybridcomp.uninstall()
         with collectives.counted():
