@@ -82,10 +82,14 @@ def write(folder: Path, entry: Mapping[str, Any] | None) -> None:
 
 
 def _write(folder: Path, entry: Mapping[str, Any] | None) -> None:
+    """Write the file of this rank, and on rank 0 remove those that no rank writes any more."""
     if entry is not None:
         saved.write(path_of(folder, dist.get_rank()), entry)
     if dist.get_rank() == 0:
         saved.sweep(folder, FILES, dist.get_world_size())
+        now = [path_of(folder, rank) for rank in range(dist.get_world_size() if entry else 0)]
+        for path in set(folder.glob(FILES)) - set(now):
+            path.unlink(missing_ok=True)
 
 
 def read(folder: Path) -> list[Mapping[str, Any]]:
@@ -99,13 +103,15 @@ def read(folder: Path) -> list[Mapping[str, Any]]:
 
 
 def _read(folder: Path) -> list[Mapping[str, Any]]:
-    first = path_of(folder, 0)
-    if not first.is_file():
-        return []
-    size = int(checked(first, saved.read(first))["world_size"])
-    ranks = range(dist.get_rank(), size, dist.get_world_size())
-    paths = [path_of(folder, rank) for rank in ranks]
-    return [checked(path, saved.read(path)) for path in paths]
+    size = len(list(folder.glob(FILES)))
+    found = []
+    for rank in range(dist.get_rank(), size, dist.get_world_size()):
+        path = path_of(folder, rank)
+        entry = checked(path, saved.read(path))
+        if entry["world_size"] != size:
+            raise saved.damaged(path, f"{entry['world_size']} ranks wrote files, {size} are there")
+        found.append(entry)
+    return found
 
 
 def taken_over(

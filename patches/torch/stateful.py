@@ -12,6 +12,7 @@ folder: ``hybridcomp.stateful(model, checkpoint=folder)``.
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -169,8 +170,7 @@ def take_over(attached: WithState, entries: Mapping[str, dict[str, Any]]) -> Non
         say("the checkpoint holds no state of hybridcomp; step and residuals start at zero")
         channels.step = 0
         channels.residuals.drop()
-        for follower in attached.session.stateful_followers:
-            follower.resume([])
+        _resume_followers(attached, [])
         return
     _check(attached, stated)
     # whatever else this rank was handed is another one's
@@ -188,9 +188,7 @@ def take_over(attached: WithState, entries: Mapping[str, dict[str, Any]]) -> Non
         for state in states:
             _read_into(part, state, attached.divisors())
         plan = resharing.plan(part, attached.sends(), channels.nodes_of_sums, padding=0)
-    for follower in attached.session.stateful_followers:
-        kept = [state.get("followers", {}).get(follower.name) for state in states]
-        follower.resume([one for one in kept if one is not None])
+    _resume_followers(attached, states)
     told = _told(states[0] if states else None)
     channels.step = int(told["step"])
     for text in channels.resume_guard(told["guard"]) if channels.guard.watching else ():
@@ -210,6 +208,15 @@ def take_over(attached: WithState, entries: Mapping[str, dict[str, Any]]) -> Non
         plan.move(part, channels.residuals, attached.session.device)
         divisors = attached.divisors()
         channels.residuals.in_units(lambda name: divisors[name])
+
+
+def _resume_followers(attached: WithState, states: Sequence[Mapping[str, Any]]) -> None:
+    """Hand followers their states. Raises CheckpointError on all ranks where one is damaged."""
+    for follower in attached.session.stateful_followers:
+        kept = [state.get("followers", {}).get(follower.name) for state in states]
+        found = [one for one in kept if one is not None]
+        _, problem = saved.attempt(functools.partial(follower.resume, found))
+        saved.all_well(problem, WHAT)
 
 
 def _of(state: Mapping[str, Any]) -> dict[str, Any]:

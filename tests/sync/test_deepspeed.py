@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridcomp.errors import ConfigError
+from hybridcomp.errors import CheckpointError, ConfigError
 from tests.ranks import run_ranks
 from tests.training.trainer import Job, ds_config, make_engine, parameters, train_step
 
@@ -125,7 +125,9 @@ def taken_over(folder: Path) -> None:
     (meetings,) = session.followers
     assert isinstance(meetings, IslandMeetings)
     session.before_step()
-    stored = [torch.load(path) for path in sorted(folder.glob("*/hybridcomp_sync_rank_*.pt"))]
+    stored = [
+        torch.load(path) for path in sorted(folder.glob("global_step7/hybridcomp_sync_rank_*.pt"))
+    ]
     assert meetings.clock == 7 and not meetings.under_way
     for index, part in enumerate(meetings.parts):
         states = [one["parts"][index] for one in stored]
@@ -139,6 +141,17 @@ def taken_over(folder: Path) -> None:
         torch.testing.assert_close(part.fragment.residual, total / len(stored))
     for step in range(7, 10):
         train_step(engine, job, step)
+    session.save(folder / "again")
+    session.read(folder / "again")  # of another number of ranks than the last time
+    engine.destroy()
+
+
+def damaged(folder: Path) -> None:
+    engine = make_engine(Job(stage=2, block=ADAM))
+    with pytest.raises(
+        CheckpointError, match=r"rank 1: .*hybridcomp_sync_rank_00001.pt is damaged"
+    ):
+        engine.load_checkpoint(str(folder))
     engine.destroy()
 
 
@@ -147,3 +160,6 @@ def test_other_numbers_of_islands_take_over(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("island_*")) == ["island_1", "island_2"]
     for ranks in (2, 4):
         run_ranks(ranks, taken_over, tmp_path, timeout=600.0)
+    (path,) = tmp_path.glob("global_step7/hybridcomp_sync_rank_00001.pt")
+    path.write_bytes(path.read_bytes()[:-100])
+    run_ranks(2, damaged, tmp_path, timeout=600.0)

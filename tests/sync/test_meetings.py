@@ -1,0 +1,62 @@
+"""Meetings of three ranks against simulations of the published recurrences, in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.channels import Channels
+from hybridcomp.config import CompressionConfig
+from hybridcomp.sync import IslandMeetings, Masters, islands_of
+from tests.ranks import run_ranks
+from tests.sync import simulated
+from tests.sync.simulated import NUMEL, Quadratic, first
+
+ISLANDS, STEPS, EVERY = 3, 20, 4
+
+
+def meetings_of(weights: Tensor, **sync: Any) -> IslandMeetings:
+    block = CompressionConfig.parse({"sync": {"islands": 1, "every": EVERY, **sync}})
+    pieces = [("a", 5), ("b", NUMEL - 5)]  # two tensors, over whose border fragments reach
+    masters = Masters(pieces, lambda: weights.split([5, NUMEL - 5]), lambda: None, replicated=True)
+    return IslandMeetings(Channels(block)["sync"], islands_of(1), lambda: masters, print)
+
+
+def trained(steps: int = STEPS, **sync: Any) -> Tensor:
+    """Return the weights of this rank's island; all begin with those of the first."""
+    loss = Quadratic.of(dist.get_rank())
+    weights = first() + dist.get_rank()
+    meetings = meetings_of(weights, **sync)
+    for step in range(steps):
+        meetings.before_step()
+        weights.copy_(loss.step(weights))
+        meetings.after_step(step)
+        staleness = meetings.config.staleness
+        assert len(meetings.under_way) <= max(1, staleness) * len(meetings.parts)
+        assert all(len(part.fragment.under_way) <= max(1, staleness) for part in meetings.parts)
+    return weights
+
+
+def recurrences() -> None:
+    me = dist.get_rank()
+    found = {
+        "local": trained(preset="local-sgd"),
+        "diloco": trained(preset="diloco"),
+        "streaming": trained(preset="streaming", codec="none", fragments=3, delay=2, mix=0.25),
+        **{f"wsp {late}": trained(preset="wsp", staleness=late) for late in (1, 2, 3)},
+    }
+    expected = {
+        "local": simulated.diloco(ISLANDS, STEPS, EVERY, 1.0, 0.0, False),
+        "diloco": simulated.diloco(ISLANDS, STEPS, EVERY, 0.7, 0.9, True),
+        "streaming": simulated.streaming(ISLANDS, STEPS, EVERY, 3, 2, 0.25, 0.4),
+        **{f"wsp {late}": simulated.wsp(ISLANDS, STEPS, EVERY, late) for late in (1, 2, 3)},
+    }
+    for name, weights in found.items():
+        torch.testing.assert_close(weights, expected[name][me], rtol=0, atol=1e-10, msg=name)
+
+
+def test_meetings_are_the_published_recurrences() -> None:
+    run_ranks(ISLANDS, recurrences)
