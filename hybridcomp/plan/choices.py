@@ -138,8 +138,8 @@ class Choices:
             if dimension is None or dimension.codec_of(way) is None:
                 continue
             own = {key: getattr(dimension, key, False) for key in OWN}
-            if name == "dp" and own["error_feedback"]:
-                own["error_feedback"] = {"bits": config.dp.residual_bits}
+            if own["error_feedback"]:
+                own["error_feedback"] = {"bits": dimension.residual_bits}
             found[name, way] = Choice.of({**dimension.settings(way), **own})
         return cls.of(found)
 

@@ -105,6 +105,8 @@ def kind(key: str, entry: Schema) -> str:
 
 
 def _kind(part: Schema) -> str:
+    if "$ref" in part:
+        return "an object"
     if "enum" in part:
         return ", ".join(_code(value) for value in part["enum"])
     found = {"integer": "whole number", "boolean": "`true`, `false`"}.get(
