@@ -9,6 +9,8 @@ from torch import Tensor
 
 from hybridcomp.kernels.parts import Parts
 
+__all__ = ["NO_CHUNK", "CollectiveKernel", "MultiTensorKernel", "Parts", "PartsKernel"]
+
 #: value of ``skip``: no chunk is left out
 NO_CHUNK = -1
 
