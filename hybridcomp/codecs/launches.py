@@ -11,6 +11,8 @@ from torch import Tensor
 from hybridcomp.kernels.parts import Parts
 from hybridcomp.kernels.stretches import PlannedStretch, StretchTable
 
+__all__ = ["NO_CHUNK", "CollectiveKernel", "MultiTensorKernel", "Parts", "PartsKernel"]
+
 #: value of ``skip``: no chunk is left out
 NO_CHUNK = -1
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec, CollectiveKernel, PartsKernel
-from hybridcomp.codecs.launches import NO_CHUNK
+from hybridcomp.codecs.launches import NO_CHUNK, Parts
 from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.collectives.wire import (
     POOL,
@@ -31,7 +31,6 @@ from hybridcomp.collectives.wire import (
     stretches,
     transport,
 )
-from hybridcomp.kernels.parts import Parts
 
 #: alignment in bytes of buffers that share an allocation: a warp loads that many at once
 PLACE = 512

@@ -54,7 +54,8 @@ class StatementRound:
             for found in self.store.multi_get(keys):
                 text = found.decode() if isinstance(found, bytes) else found
                 order.append(texts.setdefault(text, len(texts)))
-        packed = zlib.compress(json.dumps([list(texts), order]).encode(), 1)
+        whole = f"[[{','.join(texts)}],{json.dumps(order)}]"  # one document, read at once
+        packed = zlib.compress(whole.encode(), 1)
         cuts = range(0, len(packed), PIECE_NBYTES)
         for index, cut in enumerate(cuts):
             self.store.set(self._key(f"all/{index}"), packed[cut : cut + PIECE_NBYTES])
@@ -76,8 +77,8 @@ class StatementRound:
         """Return the different statements, and which of them each rank made, once told."""
         count = int(self.store.get(self._key("told")))
         packed = b"".join(self.store.get(self._key(f"all/{index}")) for index in range(count))
-        texts, order = json.loads(zlib.decompress(packed))
-        return [json.loads(text) for text in texts], order
+        statements, order = json.loads(zlib.decompress(packed))
+        return statements, order
 
     def has_stated(self, rank: int) -> bool:
         """Return whether ``rank`` has stated."""

@@ -26,7 +26,7 @@ def test_a_start_asks_as_much_of_the_store_among_many_ranks(
     assert 20 < few["requests"] == many["requests"] < 50
     assert (few["subgroups"], many["subgroups"]) == (2 + 8, 40 + 8)
     assert all(figure > 0 for figures in (few, many) for figure in figures.values())
-    assert "one rank" in capsys.readouterr().out
+    assert "CPU of all requests" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         bench.main(["--ranks", "4"])
     assert "expected 8 or more" in capsys.readouterr().err
