@@ -10,9 +10,13 @@ rate, repeated to `--mbytes`. One rank publishes them to a folder of this machin
 same process applies them; every version is compared bit for bit. A time is the smallest of
 `--repeats` versions that go there and back. `wire` is this machine's disk cache.
 
-The second table is what a receiver waits for a version over a link, in seconds: dense is two bytes
-a weight with nothing else; a version is compared, encoded, sent, checked and applied, one after the
-other, all on as many threads as torch has. Beyond the link in the last column a version takes
+The second table has the stages alone, on these weights: GB/s of weights, and their speed as a share
+of that of `Tensor.copy_`; its last lines are the whole calls. With `--threads 1` its times are CPU
+time of that core: what waits for the disk or for other jobs is not in them.
+
+The third table is what a receiver waits for a version over a link, in seconds: dense is two bytes
+a weight with nothing else; a version is published, sent and applied, one after the other, all on as
+many threads. Beyond the link in the last column a version takes
 longer than dense weights: coding does not pay there, on so many cores.
 """
 
@@ -22,6 +26,7 @@ import functools
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -30,9 +35,19 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
+from bench.bench_codecs import timed
 from bench.bench_deltas import parser_of, table
 from bench.deltas_bench.traces import Size, Trace, traces
-from hybridcomp.publishing import EngineWeights, Held, Publisher, WeightRange, WeightReceiver
+from hybridcomp.codecs import StepCode
+from hybridcomp.publishing import (
+    AppliedVersion,
+    EngineWeights,
+    Held,
+    Publisher,
+    WeightRange,
+    WeightReceiver,
+)
+from hybridcomp.publishing.checksums import compare, digest_of, empty_mask, kernels
 from hybridcomp.publishing.destinations import Folder
 
 #: Gb/s of the links that are looked at
@@ -42,6 +57,7 @@ PARAMETER = 1 << 22
 TIMES = ("compare_s", "encode_s", "wire_s", "check_s", "apply_s")
 
 Row = dict[str, float]
+CODEC = StepCode()
 
 
 def weights_of(values: Tensor) -> EngineWeights:
@@ -71,23 +87,55 @@ def measured(trace: Trace, mbytes: int, repeats: int, folder: Path) -> Row:
     rows: list[Row] = []
     for number in range(repeats):
         held.copy_(back if number % 2 else there)
-        summary = publisher.publish()
-        rows.append({**vars(summary), **_received(receiver, held)})
+        called = timed(publisher.publish)
+        assert publisher.summary is not None
+        received = _received(receiver, held)
+        rows.append({**vars(publisher.summary), "publish_s": called, **received})
+    summary = publisher.summary
+    assert summary is not None
     publisher.close()
-    found = {key: min(row[key] for row in rows) for key in TIMES}
+    found = {key: min(row[key] for row in rows) for key in (*TIMES, "publish_s", "update_s")}
     sizes = {"weights": float(summary.weights), "full bits": full.bits_per_weight}
     sizes |= {"changed": rows[0]["changed"] / summary.weights}
     return {**sizes, "bits": 8 * rows[0]["nbytes"] / summary.weights, **found}
 
 
 def _received(receiver: WeightReceiver, values: Tensor) -> Row:
-    applied = receiver.update()
+    calls: list[AppliedVersion | None] = []
+    called = timed(lambda: calls.append(receiver.update()))
+    applied = calls[0]
     assert applied is not None
     parts = {int(name.split(".")[1]): tensor for name, tensor in receiver.tensors()}
     whole = torch.cat([parts[number] for number in sorted(parts)])
     if not torch.equal(whole.view(torch.int16), values.view(torch.int16)):
         raise AssertionError("the receiver has other values")
-    return {"check_s": applied.check_s, "apply_s": applied.apply_s}
+    return {"check_s": applied.check_s, "apply_s": applied.apply_s, "update_s": called}
+
+
+def stages(trace: Trace, repeats: int) -> Row:
+    """Return GB/s of each stage alone on a parameter's weights, and its share of a copy's speed."""
+    copies = -(-PARAMETER // trace.values.numel())
+    values, old = (one.repeat(copies)[:PARAMETER] for one in (trace.values, trace.reference))
+    room = torch.empty(CODEC.wire_nbytes(PARAMETER, values.dtype), dtype=torch.uint8)
+    payload = room[: CODEC.encode(values, old, room)].clone()
+    target, mask = torch.empty_like(values), empty_mask(PARAMETER)
+    picked = torch.empty(compare(values, old, mask)[0], dtype=values.dtype)
+    bits, numbers = mask.data_ptr(), kernels()
+    calls: dict[str, Callable[[], object]] = {
+        "copy": lambda: target.copy_(values),
+        "checksum": lambda: digest_of(values),
+        "compare, with checksum": lambda: compare(values, old),
+        "encode": lambda: CODEC.encode(values, old, room),
+        "decode": lambda: CODEC.decode(payload, old, target),
+        "compare, with a mask": lambda: compare(values, old, mask),
+        "pick": lambda: numbers.pick(values.data_ptr(), bits, PARAMETER, picked.data_ptr()),
+        "put": lambda: numbers.put(picked.data_ptr(), bits, PARAMETER, target.data_ptr()),
+    }
+    best = {name: min(timed(call) for _ in range(repeats)) for name, call in calls.items()}
+    found = {f"{name}, GB/s": values.nbytes / seconds / 1e9 for name, seconds in best.items()}
+    return found | {
+        f"{name}, x copy": best["copy"] / best[name] for name in calls if name != "copy"
+    }
 
 
 def waits(row: Row) -> Row:
@@ -95,7 +143,7 @@ def waits(row: Row) -> Row:
 
     ``pays below``: the link in Gb/s from which on dense weights arrive earlier.
     """
-    work = sum(row[key] for key in TIMES if key != "wire_s")
+    work = row["publish_s"] + row["update_s"]
     found: Row = {}
     for link in LINKS:
         found[f"{link:g} Gb/s, version"] = work + row["bits"] * row["weights"] / link / 1e9
@@ -106,19 +154,29 @@ def waits(row: Row) -> Row:
 
 def main() -> int:
     """Parse arguments, train, measure, print."""
-    arguments = parser_of(__doc__, 256, "size of the published weights", 4).parse_args()
+    parser = parser_of(__doc__, 256, "size of the published weights", 4)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    arguments = parser.parse_args()
     rows: dict[float, Row] = {}
+    alone: dict[float, Row] = {}
     size = Size(arguments.width, arguments.layers)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", f"file://{folder}/store", rank=0, world_size=1)
         try:
             for trace in traces(size, arguments.rates, arguments.warmup, arguments.settle):
                 place = Path(folder, f"{trace.rate:g}")
+                torch.set_num_threads(arguments.threads)
+                alone[trace.rate] = stages(trace, 5 * arguments.repeats)
                 rows[trace.rate] = measured(trace, arguments.mbytes, arguments.repeats, place)
         finally:
             dist.destroy_process_group()
     print(f"One version, on {torch.get_num_threads()} thread(s), by learning rate:")
     print(table(rows, list(next(iter(rows.values()))), 4))
+    for rate, row in rows.items():
+        for call in ("publish", "update"):
+            alone[rate][f"{call}(), GB/s"] = 2 * row["weights"] / row[f"{call}_s"] / 1e9
+    print("\nStages alone:")
+    print(table(alone, list(next(iter(alone.values()))), 2))
     links = {rate: waits(row) for rate, row in rows.items()}
     print("\nSeconds until a receiver has it:")
     print(table(links, list(next(iter(links.values()))), 3))

@@ -97,6 +97,7 @@ def test_budgets() -> None:
     assert not any("delta" in one for one in settings(recommended, ("zero", "forward"), 3))
     assert settings(recommended, ("offload", "forward")) == ["native", "expcode()"]
     lossless = AllowedChoices.parse("lossless")
+    assert "stepcode() delta" in settings(lossless, ("zero", "forward"), 2)
     for key in KEYS:
         assert all(choice.native or choice.codec.lossless  # type: ignore[union-attr]
                    for choice in lossless.options(key))  # fmt: skip

@@ -16,7 +16,7 @@ from hybridcomp.plan.choices import NATIVE, Choice
 #: lossless settings, beside native
 LOSSLESS = (Choice.of("expcode"),)
 #: lossless on deltas: twice the saving of a lossless codec on weights (docs/deltas.md)
-LOSSLESS_DELTA = (Choice.of({"codec": "mpc", "delta": True}),)
+LOSSLESS_DELTA = (Choice.of({"codec": "mpc", "delta": True}), Choice.of("stepcode"))
 #: as the preset ``recommended``: 4 bits where error feedback or a delta corrects the error
 BITS_8 = (Choice.of({"codec": "blockint", "bits": 8}),)
 BITS_4_FEEDBACK = (Choice.of({"codec": "blockint", "bits": 4, "error_feedback": True}),)

@@ -197,8 +197,12 @@ class Evaluator:
 def options_of(
     job: PlannedJob, budget: AllowedChoices, key: Key, zero_stage: int
 ) -> tuple[Choice, ...]:
-    """Return the budget's options at ``key``; only native copies where host codecs are unknown."""
-    found = budget.options(key, zero_stage)
+    """Return the budget's options at ``key`` that take the job's dtype.
+
+    Only native copies where host codecs are unknown.
+    """
+    options = budget.options(key, zero_stage)
+    found = tuple(one for one in options if one.codec is None or one.codec.takes(job.dtype))
     copied = not ROWS[key[0]].between_ranks
     return found[:1] if copied and not job.cluster.codes_on_host else found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -98,11 +99,14 @@ def step_code_bits(reference: Tensor, values: Tensor) -> int:
 
 
 def compressors() -> dict[str, Callable[[bytes], bytes]]:
-    """Return zstd at levels 1 and 3 where the package zstandard is there, else Python's zlib."""
-    if find_spec("zstandard") is None:
-        return {f"zlib-{level}": _zlib(level) for level in (1, 6)}
-    zstandard = import_module("zstandard")
-    return {f"zstd-{level}": zstandard.ZstdCompressor(level=level).compress for level in (1, 3)}
+    """Return zstd at levels 1 and 3: of the package zstandard, or of Python 3.14; else zlib."""
+    if find_spec("zstandard") is not None:
+        zstandard = import_module("zstandard")
+        return {f"zstd-{level}": zstandard.ZstdCompressor(level=level).compress for level in (1, 3)}
+    if find_spec("compression") is not None:  # Python 3.14
+        compress = import_module("compression.zstd").compress
+        return {f"zstd-{level}": partial(compress, level=level) for level in (1, 3)}
+    return {f"zlib-{level}": _zlib(level) for level in (1, 6)}
 
 
 def _zlib(level: int) -> Callable[[bytes], bytes]:
