@@ -1,23 +1,44 @@
-"""Codecs of variable payload size, which the encoder returns or stores at an address."""
+"""Codecs of variable payload size, which the encoder returns or stores at an address.
+
+Their kernels take the codec's settings first, then the same arguments.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import Codec, check_size
-from hybridcomp.kernels import stores_sizes
+from hybridcomp.codecs.base import (
+    Codec,
+    check_add,
+    check_decode,
+    check_dtype,
+    check_encode,
+    check_size,
+)
+from hybridcomp.errors import CodecError
+from hybridcomp.kernels import DTYPE_CODES, KernelSet, VariableKernels, stores_sizes
 
 
 class VariableCodec(Codec):
-    """Codec of variable size that encodes by the subclass's ``_encode``."""
+    """Codec of variable size that calls the subclass's pair of kernels."""
 
     fixed_size = False
+    #: both functions take ``_settings`` first, then the arguments below
+    kernels: ClassVar[KernelSet[VariableKernels]]
 
+    @property
     @abstractmethod
-    def _encode(self, values: Tensor, out: Tensor, *size: int) -> int:
-        """Encode and return the size; an address as last argument takes the size instead."""
+    def _settings(self) -> tuple[float, ...]:
+        """First arguments of the kernels: the codec's settings."""
+
+    @property
+    @abstractmethod
+    def _least_nbytes(self) -> int:
+        """Size of the smallest possible payload; the kernel checks the rest against its header."""
 
     def encode(self, values: Tensor, out: Tensor) -> int:
         return self._encode(values, out)
@@ -28,3 +49,55 @@ class VariableCodec(Codec):
             self._encode(values, out, size.data_ptr())
         else:
             size.fill_(self._encode(values, out))
+
+    def _encode(self, values: Tensor, out: Tensor, *size: int) -> int:
+        """Encode and return the size; an address as last argument takes the size instead."""
+        nbytes = self.wire_nbytes(values.numel(), values.dtype)
+        check_encode(self.spec, values, out, nbytes)
+        return self.kernels.on(values.device).encode(
+            *self._settings,
+            DTYPE_CODES[values.dtype],
+            values.data_ptr(),
+            values.numel(),
+            out.data_ptr(),
+            nbytes,
+            torch.get_num_threads(),
+            *size,
+        )
+
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        self._decode(payload, out, out.dtype, add=False)
+
+    def decode_add(self, payload: Tensor, out: Tensor, dtype: torch.dtype) -> None:
+        check_add(self.spec, out, dtype)
+        # only a lossless decoder is told what was encoded; a lossy payload says it itself
+        self._decode(payload, out, dtype if self.lossless else out.dtype, add=True)
+
+    def _decode(self, payload: Tensor, out: Tensor, dtype: torch.dtype, *, add: bool) -> None:
+        check_decode(self.spec, payload, out, self._least_nbytes if out.numel() else 0)
+        try:
+            self.kernels.on(out.device).decode(
+                *self._settings,
+                DTYPE_CODES[dtype],
+                payload.data_ptr(),
+                payload.numel(),
+                out.data_ptr(),
+                out.numel(),
+                add,
+                torch.get_num_threads(),
+            )
+        except ValueError as error:
+            raise CodecError(
+                f"{self.spec}: cannot decode {out.numel()} {dtype}: {error}"
+            ) from error
+
+
+class LosslessCodec(VariableCodec):
+    """Codec of variable size that gives back the bits of every value."""
+
+    lossless = True
+    about: ClassVar[str] = "lossless, variable size"
+
+    def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
+        check_dtype(self.spec, dtype)
+        return 0.0

@@ -270,6 +270,12 @@ class FixedCodec(Codec):
         )
 
 
+def check_count(spec: str, numel: int) -> None:
+    """Raise CodecError where a payload's header cannot hold the number of values."""
+    if numel >= 2**32:
+        raise CodecError(f"{spec}: the format holds fewer than 2^32 values, found {numel}")
+
+
 def check_dtype(spec: str, dtype: torch.dtype) -> None:
     """Raise CodecError unless codecs accept ``dtype`` as values."""
     if dtype not in VALUE_DTYPES:

@@ -9,9 +9,8 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from hybridcomp.codecs._lossless import LosslessCodec
-from hybridcomp.codecs.base import align, check_dtype
-from hybridcomp.errors import CodecError
+from hybridcomp.codecs._variable import LosslessCodec
+from hybridcomp.codecs.base import align, check_count, check_dtype
 from hybridcomp.kernels import KernelSet
 
 BLOCK, TILE = 32, 2048
@@ -71,8 +70,7 @@ class ExpCode(LosslessCodec):
 
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
         check_dtype(self.spec, dtype)
-        if numel >= 2**32:
-            raise CodecError(f"{self.spec}: the format holds fewer than 2^32 values, found {numel}")
+        check_count(self.spec, numel)
         if numel == 0:
             return 0
         tiles = -(-numel // TILE)

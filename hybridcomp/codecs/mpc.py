@@ -10,10 +10,9 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from hybridcomp.codecs._lossless import LosslessCodec
-from hybridcomp.codecs.base import align, check_dtype
+from hybridcomp.codecs._variable import LosslessCodec
+from hybridcomp.codecs.base import align, check_count, check_dtype
 from hybridcomp.codecs.setting import Setting
-from hybridcomp.errors import CodecError
 from hybridcomp.kernels import KernelSet
 
 GROUP = 32
@@ -87,8 +86,7 @@ class Mpc(LosslessCodec):
 
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
         check_dtype(self.spec, dtype)
-        if numel >= 2**32:
-            raise CodecError(f"{self.spec}: the format holds fewer than 2^32 values, found {numel}")
+        check_count(self.spec, numel)
         groups = -(-numel * dtype.itemsize // (4 * GROUP))
         return align(4 * (HEADER_WORDS + groups + GROUP * groups + 1)) if numel else 0
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs._variable import VariableCodec
-from hybridcomp.codecs.base import align, check_add, check_decode, check_dtype, check_encode
+from hybridcomp.codecs.base import align, check_count, check_dtype
 from hybridcomp.codecs.budget import LARGEST_SEGMENT, SEGMENT_STEP, SMALLEST_SEGMENT, Mode
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels import DTYPE_CODES, KernelSet
+from hybridcomp.kernels import KernelSet
 
 BLOCK = SEGMENT_STEP
 HEADER, TILE_HEADER, TAIL = 32, 8, 8
@@ -98,7 +98,6 @@ class Radix(VariableCodec):
     name: ClassVar[str] = "radix"
     about: ClassVar[str] = "fewest bits for an `error_bound`, variable size"
     lossless = False
-    fixed_size = False
     kernels = KernelSet[RadixKernels](name)
 
     def __init__(
@@ -134,8 +133,7 @@ class Radix(VariableCodec):
 
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
         check_dtype(self.spec, dtype)
-        if numel >= 2**32:
-            raise CodecError(f"{self.spec}: the format holds fewer than 2^32 values, found {numel}")
+        check_count(self.spec, numel)
         if numel == 0:
             return 0
         tiles = -(-numel // self.segment)
@@ -143,47 +141,13 @@ class Radix(VariableCodec):
         most = (tiles - 1) * _largest_tile(self.segment, dtype) + _largest_tile(last, dtype)
         return align(HEADER + 4 * tiles + most + TAIL)
 
-    def _encode(self, values: Tensor, out: Tensor, *size: int) -> int:
-        nbytes = self.wire_nbytes(values.numel(), values.dtype)
-        check_encode(self.spec, values, out, nbytes)
-        return self.kernels.on(values.device).encode(
-            self.segment,
-            self.mode == "rel",
-            self.error_bound,
-            DTYPE_CODES[values.dtype],
-            values.data_ptr(),
-            values.numel(),
-            out.data_ptr(),
-            nbytes,
-            torch.get_num_threads(),
-            *size,
-        )
+    @property
+    def _settings(self) -> tuple[float, ...]:
+        return self.segment, self.mode == "rel", self.error_bound
 
-    def decode(self, payload: Tensor, out: Tensor) -> None:
-        self._decode(payload, out, add=False)
-
-    def decode_add(self, payload: Tensor, out: Tensor, dtype: torch.dtype) -> None:
-        check_add(self.spec, out, dtype)
-        self._decode(payload, out, add=True)
-
-    def _decode(self, payload: Tensor, out: Tensor, *, add: bool) -> None:
-        # the smallest payload; the kernel checks the rest against header and offsets
-        check_decode(self.spec, payload, out, align(HEADER + TAIL) if out.numel() else 0)
-        try:
-            self.kernels.on(out.device).decode(
-                self.segment,
-                self.mode == "rel",
-                self.error_bound,
-                DTYPE_CODES[out.dtype],
-                payload.data_ptr(),
-                payload.numel(),
-                out.data_ptr(),
-                out.numel(),
-                add,
-                torch.get_num_threads(),
-            )
-        except ValueError as error:
-            raise CodecError(f"{self.spec}: cannot decode {out.numel()} values: {error}") from error
+    @property
+    def _least_nbytes(self) -> int:
+        return align(HEADER + TAIL)
 
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
         """Return the largest error of an element whose segment has this finite absmax.

@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import align, check_decode, check_encode, check_size
+from hybridcomp.codecs.base import align, check_count, check_decode, check_encode, check_size
 from hybridcomp.codecs.expcode import ExpCode
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import DTYPE_CODES, KernelSet, stores_sizes
@@ -82,8 +82,7 @@ class StepCode:
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
         """Return the most bytes that ``numel`` values of ``dtype`` take, a multiple of 16."""
         self._check_dtype(dtype)
-        if numel >= 2**32:
-            raise CodecError(f"{self.spec}: the format holds fewer than 2^32 values, found {numel}")
+        check_count(self.spec, numel)
         if numel == 0:
             return 0
         steps = align(HEADER + MODEL + 12 * -(-numel // LEAST_TILE) + 2 * numel)
