@@ -10,6 +10,11 @@ from torch import Tensor
 
 from hybridcomp.kernels.stretches import PlannedStretch, StretchTable
 
+__all__ = [
+    "NO_CHUNK", "CollectiveKernel", "MultiTensorKernel", "PlannedKernel", "PlannedStretch",
+    "StretchTable",
+]  # fmt: skip
+
 #: value of ``skip``: no chunk is left out
 NO_CHUNK = -1
 
