@@ -11,7 +11,10 @@ from torch import Tensor
 from hybridcomp.kernels.parts import Parts
 from hybridcomp.kernels.stretches import PlannedStretch, StretchTable
 
-__all__ = ["NO_CHUNK", "CollectiveKernel", "MultiTensorKernel", "Parts", "PartsKernel"]
+__all__ = [
+    "NO_CHUNK", "CollectiveKernel", "MultiTensorKernel", "Parts", "PartsKernel", "PlannedKernel",
+    "PlannedStretch", "StretchTable",
+]  # fmt: skip
 
 #: value of ``skip``: no chunk is left out
 NO_CHUNK = -1

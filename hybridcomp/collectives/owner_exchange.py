@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec, PlannedKernel
+from hybridcomp.codecs.launches import PlannedStretch, StretchTable
 from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.collectives.fused import places_of, room_of
 from hybridcomp.collectives.owner_plan import OwnerPlan, cut_at_chunks
@@ -28,7 +29,6 @@ from hybridcomp.collectives.wire import (
     Transfer,
     transport,
 )
-from hybridcomp.kernels.stretches import PlannedStretch, StretchTable
 
 
 @dataclass(frozen=True, eq=False)

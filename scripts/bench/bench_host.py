@@ -11,7 +11,8 @@ GPU, in a group whose messages arrive at once, with kernels whose launches do no
 out what the driver takes for a launch, torch for memory of a GPU, and NCCL for a message; the first
 two are in the rows `path` of `bench_gpu.py`.
 
-Microseconds are medians of rounds, each beside a round of `Tensor.copy_` of four values, whose
+Microseconds are of the processor's time, which other work on the machine hardly lengthens, and
+medians of rounds, each beside a round of `Tensor.copy_` of four values, whose
 time in the same run is printed: figures of two runs compare as multiples of it.
 
 With several `--ranks` it prints for every kind how the host's time and the number of launches grow
@@ -89,10 +90,10 @@ def measure(run: Callable[[], object], reference: Callable[[], object]) -> tuple
             break
         times = []
         for call in (reference, run):
-            start = time.process_time()  # other programs of the machine do not count
+            start = time.thread_time()
             for _ in range(CALLS):
                 call()
-            times.append((time.process_time() - start) / CALLS)
+            times.append((time.thread_time() - start) / CALLS)
         found.append(times[1] * 1e6)
         ratios.append(times[1] / times[0])
     return statistics.median(found), statistics.median(ratios)
