@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import AllGather, Channel
-from hybridcomp.collectives.wire.transport import all_gather_single
 from hybridcomp.config import IslandConfig
 from hybridcomp.job import small_messages
 from hybridcomp.job.agreement import agree
+from hybridcomp.sync.exact_sends import broadcast, start_gather
 from hybridcomp.sync.islands import Islands
 from hybridcomp.sync.masters import Masters, bounds, cut
 from hybridcomp.sync.progress import Meeting, Part, Progress
@@ -187,7 +186,7 @@ class IslandMeetings:
         source = self.islands.rows[0][self.islands.place]
         for index, part in enumerate(self.parts):
             fragment = part.fragment
-            dist.broadcast(fragment.start, source, group=self.islands.peers)
+            broadcast(fragment.start, source, self.islands.peers)
             if fragment.rule.keeps_progress:
                 fragment.base = fragment.start.clone()
             self._write(index, fragment.start)
@@ -213,8 +212,7 @@ class IslandMeetings:
         rows = message.new_empty(len(self.islands.rows) * part.numel)
 
         def native() -> Callable[[], Any]:
-            work: dist.Work = all_gather_single(rows, message, group=group, async_op=True)
-            return work.wait
+            return start_gather(rows, message, group).wait
 
         wait = self._channel.run(
             AllGather(
@@ -267,7 +265,7 @@ class IslandMeetings:
             masters.write(part.low, part.high, values)
             return
         whole = values.new_empty(islands.width * part.numel)
-        all_gather_single(whole, values.contiguous(), group=islands.inside)
+        start_gather(whole, values.contiguous(), islands.inside).wait()
         masters.write(*bounds(masters.numel, len(self.parts), index), whole)
 
     # state

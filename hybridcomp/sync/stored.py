@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hybridcomp.job import saved, small_messages
 from hybridcomp.job.agreement import tell
+from hybridcomp.sync.exact_sends import broadcast
 from hybridcomp.sync.islands import Islands
 from hybridcomp.sync.progress import Meeting, Part, Progress
 from hybridcomp.sync.recurrence import UnderWay
@@ -190,7 +191,7 @@ def _load_shared(
                 if one is not None:
                     left.add_(one.to(like.device, like.dtype))
         for tensor in (fragment.start, fragment.momentum):
-            dist.broadcast(tensor, source, group=peers)
+            broadcast(tensor, source, peers)
         if fragment.rule.error_feedback:
             fragment.residual = small_messages.total(left, peers).div_(count)
         if fragment.rule.keeps_progress:

@@ -21,7 +21,9 @@ ISLANDS, STEPS, EVERY = 3, 20, 4
 def meetings_of(weights: Tensor, **sync: Any) -> IslandMeetings:
     block = CompressionConfig.parse({"sync": {"islands": 1, "every": EVERY, **sync}})
     pieces = [("a", 5), ("b", NUMEL - 5)]  # two tensors, over whose border fragments reach
-    masters = Masters(pieces, lambda: torch.split(weights, [5, NUMEL - 5]), lambda: None, replicated=True)
+    masters = Masters(
+        pieces, lambda: torch.split(weights, [5, NUMEL - 5]), lambda: None, replicated=True
+    )
     return IslandMeetings(Channels(block)["sync"], islands_of(1), lambda: masters, print)
 
 

@@ -1,0 +1,19 @@
+"""Send weights of islands as they are: those of the first island, and parts inside an island."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.collectives.wire.transport import all_gather_single
+
+
+def broadcast(values: Tensor, source: int, group: dist.ProcessGroup) -> None:
+    """Give ``values`` of global rank ``source`` to all ranks of ``group``, in place."""
+    dist.broadcast(values, source, group=group)
+
+
+def start_gather(out: Tensor, values: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to gather ``values``, equally many on all ranks, into ``out`` by group rank."""
+    work: dist.Work = all_gather_single(out, values, group=group, async_op=True)
+    return work
