@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from hybridcomp import collectives
@@ -240,6 +241,8 @@ def _scattered(
         numels += [numel, gap]
     whole = [piece for row in pieces for piece in row] if group.levels else ()
     found = held.get("sender", flat, shards[0], last=True, message=whole)
+    if isinstance(found, Tensor):
+        return list(torch.split(found, numels)[::2])
     return split(found, numels)[::2]
 
 

@@ -118,8 +118,10 @@ def _flat(
     how.meter.use(codec.spec)
     fused = None if cuts and any(cuts) else codec.fused(total.device)
     flat = None if fused is None else adjacent(shards)
-    wide = [one for one in residuals or () if isinstance(one, Tensor)]
-    left = adjacent(wide) if wide else None
+    left = None
+    if flat is not None and residuals is not None:  # kernels of collectives have fp32 residuals
+        wide = [one for one in residuals if isinstance(one, Tensor)]
+        left = adjacent(wide) if wide else None
     if fused is not None and flat is not None and (residuals is None or left is not None):
         only = Reduction(codec, how.group, how.meter, residual=left)
         return fused_reduce_scatter(flat, lengths, total, fused, only)

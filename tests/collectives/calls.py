@@ -10,6 +10,7 @@ from torch import Tensor
 from hybridcomp import collectives
 from hybridcomp.codecs import PowerSgd
 from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.quantized_residual import Residual
 from hybridcomp.collectives import (
     Group,
     Handle,
@@ -50,7 +51,7 @@ def reduce_scatter(
     group: Any,
     *,
     meter: Meter,
-    residuals: Sequence[Tensor] | None = None,
+    residuals: Sequence[Residual] | None = None,
     cuts: Sequence[Sequence[int]] | None = None,
     async_op: bool = False,
 ) -> ReduceScatterHandle:
