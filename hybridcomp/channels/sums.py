@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from hybridcomp import collectives
@@ -249,6 +250,8 @@ def _scattered(
     found = held.get("sender", flat, shards[0], last=True, message=whole)
     if isinstance(shards, Shards) and isinstance(found, Tensor) and not group.levels:
         return Shards(found, shards.numel)
+    if isinstance(found, Tensor):
+        return list(torch.split(found, numels)[::2])
     return split(found, numels)[::2]
 
 

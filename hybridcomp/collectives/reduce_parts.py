@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec, MultiTensorKernel
-from hybridcomp.codecs.quantized_residual import Residual, as_fp32
+from hybridcomp.codecs.quantized_residual import Residual
 from hybridcomp.collectives.wire import (
     EncodeRequest,
     Steps,
@@ -102,7 +102,7 @@ class _PartSum:
         in_place, residual = part.out is part.values, part.residual if exact else None
         own = part.values
         if residual is not None:
-            own = as_fp32(residual)
+            own = residual if isinstance(residual, Tensor) else residual.unpack()
             add_values(own, part.values)
             if in_place:
                 part.values.copy_(own)

@@ -155,7 +155,7 @@ def _flat(
     how.meter.use(codec.spec)
     fused = None if cuts and any(cuts) else codec.fused(total.device)
     flat = None if fused is None else _joined(shards)
-    left = None if residuals is None else _joined_residuals(residuals)
+    left = None if flat is None or residuals is None else _joined_residuals(residuals)
     if fused is not None and flat is not None and (residuals is None or left is not None):
         only = Reduction(codec, how.group, how.meter, residual=left)
         return fused_reduce_scatter(flat, shards[0].numel(), total, fused, only)

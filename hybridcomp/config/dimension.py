@@ -230,7 +230,7 @@ class GradientConfig(_Declared):
             if bits in BITS and not isinstance(bits, bool):
                 return FeedbackConfig(bits=bits)
             raise problem("bits", bits, f"expected one of {', '.join(map(str, BITS))}")
-        raise problem("", data, 'expected true, false or {"bits": 8}')
+        raise problem("", data, 'expected true or false, or {"bits": 8}')
 
     @property
     def feeds_back(self) -> bool:

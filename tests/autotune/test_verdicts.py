@@ -244,7 +244,7 @@ def weighed_whole(times: tuple[float, float], odd_rank: int | None) -> tuple[Any
     with clock(*times):
         runs = trials.reductions(
             make_codec("blockint", bits=8),
-            True,
+            32,
             trials.TrialGroup(Group.of(None), torch.bfloat16, CPU),
         )
         for run in runs(scattered):

@@ -122,8 +122,8 @@ def _half_steps(values: Tensor, bits: int) -> Array:
     """By value half a step of its block of 32: the largest kept value is the highest level."""
     blocks = torch.nn.functional.pad(values, (0, -values.numel() % 32)).view(-1, 32)
     steps = blocks.abs().amax(1).double() / (2 ** (bits - 1) - 1)
-    halves: Array = (0.5001 * steps.repeat_interleave(32)[: values.numel()]).numpy()
-    return halves
+    found: Array = (0.5001 * steps.repeat_interleave(32)[: values.numel()]).numpy()
+    return found
 
 
 @pytest.mark.parametrize("bits", [8, 4])

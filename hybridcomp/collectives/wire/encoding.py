@@ -110,22 +110,19 @@ class EncodeRequest:
     #: the buffer of an unpacked residual between the two halves of an encoding
     _wide: Tensor | None = None
 
-    def sums(self) -> Tensor | None:
-        """Return the fp32 residual, in a buffer if it is quantized; None without error feedback."""
-        if not isinstance(self.residual, QuantizedResidual):
-            return self.residual
-        numel = self.residual.numel()
+    def unpacked(self, residual: QuantizedResidual) -> Tensor:
+        """Return the quantized ``residual`` of this job as fp32 in a buffer that stays with it."""
+        numel = residual.numel()
         if self._wide is None:
             self._wide, wide = POOL.take_fp32(numel, self.values.device)
-            return self.residual.unpack(wide)
+            return residual.unpack(wide)
         return self._wide[: 4 * numel].view(torch.float32)
 
-    def pack(self) -> None:
-        """Quantize what ``sums`` has unpacked, and give its buffer back."""
-        if self._wide is not None and isinstance(self.residual, QuantizedResidual):
-            self.residual.pack(self._wide[: 4 * self.residual.numel()].view(torch.float32))
-            POOL.give(self._wide)
-            self._wide = None
+    def pack(self, residual: QuantizedResidual) -> None:
+        """Quantize what is in the buffer of ``unpacked`` now, and give it back."""
+        residual.pack(self.unpacked(residual))
+        POOL.give(self._wide)
+        self._wide = None
 
 
 def check_values(name: str, tensor: Tensor, index: int | None = None) -> None:
@@ -252,7 +249,7 @@ def encode_sum(
     if once and isinstance(kept, QuantizedResidual) and codec.encode_kept(job.values, kept, out):
         job.residual = None
         return codec.wire_nbytes(job.values.numel(), dtype)
-    residual = job.sums()
+    residual = job.unpacked(kept) if isinstance(kept, QuantizedResidual) else kept
     if residual is not None and job.values is not residual:
         add_values(residual, job.values)
     values = job.values if residual is None else residual
@@ -261,7 +258,8 @@ def encode_sum(
 
 def settle_job(codec: Codec, job: EncodeRequest, payload: Tensor, dtype: torch.dtype) -> None:
     """Do the second half: decode the ``payload`` of ``job``, subtract it from the residual."""
-    residual, decoded, buffer = job.sums(), job.decoded, None
+    kept, decoded, buffer = job.residual, job.decoded, None
+    residual = job.unpacked(kept) if isinstance(kept, QuantizedResidual) else kept
     if residual is not None and decoded is None:
         buffer, decoded = POOL.take_fp32(residual.numel(), residual.device)
     if decoded is not None:
@@ -269,7 +267,8 @@ def settle_job(codec: Codec, job: EncodeRequest, payload: Tensor, dtype: torch.d
     if residual is not None and decoded is not None:
         settle(residual, decoded)
     POOL.give(buffer)
-    job.pack()
+    if isinstance(kept, QuantizedResidual):
+        job.pack(kept)
 
 
 def encode_values(codec: Codec, values: Tensor, out: Tensor, word: Tensor | None) -> int:
