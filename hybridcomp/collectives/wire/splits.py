@@ -49,7 +49,7 @@ class KnownSplits:
         known = _known.get(key)
         if known is not None and known[0] == splits:
             return known[1]
-        made = KnownSplits(row * np.array(splits, dtype=np.int64))
+        made = KnownSplits(row * np.fromiter(splits, np.int64, len(splits)))
         if isinstance(splits, (list, tuple)):
             while len(_known) >= MOST_KNOWN:
                 del _known[next(iter(_known))]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from hybridcomp.collectives.wire import splits as module
 from hybridcomp.collectives.wire.splits import KnownSplits
@@ -37,6 +40,8 @@ def test_few_lists_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(module._known) == module.MOST_KNOWN
     assert KnownSplits.of(kept[0]) is not first  # forgotten, and read again
     assert KnownSplits.of(range(4)).numels == [0, 1, 2, 3]
+    tensors: list[Any] = [torch.tensor(5), torch.tensor(2)]  # torch takes them as lengths, too
+    assert KnownSplits.of(tensors).numels == [5, 2]
     assert len(module._known) == module.MOST_KNOWN
 
 
