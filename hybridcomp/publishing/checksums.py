@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from hybridcomp.kernels import KernelSet
+from hybridcomp.codecs.changes import change_kernels
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -27,35 +27,6 @@ SIZE = 16
 MASKED = 32
 #: threads by their number; a pool whose number is no longer torch's stays idle
 _pools: dict[int, ThreadPoolExecutor] = {}
-
-
-class ChangeKernels(Protocol):
-    """Loops over weights on a host; addresses as ``FixedKernels``, values of 16 bits."""
-
-    def digest(self, data: int, nbytes: int, threads: int, /) -> bytes:
-        """Return the checksum of bytes."""
-
-    def compare(
-        self, values: int, old: int, numel: int, mask: int, threads: int, /
-    ) -> tuple[int, bytes]:
-        """Return how many values differ, and the checksum of ``values``; fill ``mask`` unless 0."""
-
-    def pick(self, values: int, mask: int, numel: int, out: int, /) -> int:
-        """Copy the values of ``mask`` to ``out``, one behind the other; returns how many."""
-
-    def put(self, picked: int, mask: int, numel: int, out: int, /) -> None:
-        """Copy what ``pick`` took to its places in ``out``."""
-
-    def places(self, mask: int, numel: int, out: int, /) -> None:
-        """Write the places of ``mask`` as int64."""
-
-
-_KERNELS = KernelSet[ChangeKernels]("changes")
-
-
-def kernels() -> ChangeKernels:
-    """Return the loops of the host."""
-    return _KERNELS.on(torch.device("cpu"))
 
 
 def in_threads(work: Callable[[T], S], items: Iterable[T]) -> list[S]:
@@ -84,7 +55,7 @@ def digest_of(values: Tensor, checksum: str = XXH3) -> str:
         data = bytes_of(flat)
         blocks = [data[low : low + BLOCK] for low in range(0, len(data), BLOCK)]
         return hashlib.blake2b(b"".join(in_threads(_blake2b, blocks)), digest_size=SIZE).hexdigest()
-    return kernels().digest(flat.data_ptr(), flat.nbytes, torch.get_num_threads()).hex()
+    return change_kernels().digest(flat.data_ptr(), flat.nbytes, torch.get_num_threads()).hex()
 
 
 def _blake2b(block: memoryview) -> bytes:
@@ -99,7 +70,7 @@ def compare(values: Tensor, old: Tensor, mask: Tensor | None = None) -> tuple[in
         mask: as ``empty_mask`` makes it; gets a bit for each value, set where it differs.
     """
     where = 0 if mask is None else mask.data_ptr()
-    changed, digest = kernels().compare(
+    changed, digest = change_kernels().compare(
         values.data_ptr(), old.data_ptr(), values.numel(), where, torch.get_num_threads()
     )
     return changed, digest.hex()

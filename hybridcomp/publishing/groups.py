@@ -7,6 +7,7 @@ uint8. The sender waits for receivers that have not called ``update`` yet.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -34,7 +35,7 @@ def greet(
     group: dist.ProcessGroup, *, sends: bool, needs_full: bool, apply_s: float
 ) -> tuple[int, bool, float]:
     """Begin a version: return the sender's rank in the group, what is needed, the most seconds."""
-    mine = [dist.get_rank(group) + 1 if sends else 0, int(needs_full), int(apply_s * 1e6)]
+    mine = [dist.get_rank(group) + 1 if sends else 0, int(needs_full), math.ceil(apply_s * 1e6)]
     vector = torch.tensor(mine, dtype=torch.int64, device=device_of(group))
     sender, needed, microseconds = small_messages.most(vector, group).tolist()
     return sender - 1, bool(needed), microseconds / 1e6

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs import StepCode
+from hybridcomp.codecs.changes import change_kernels
 from hybridcomp.errors import CodecError, PublishError
 from hybridcomp.foreign import one_line
-from hybridcomp.publishing.checksums import XXH3, compare, digest_of, empty_mask, kernels
+from hybridcomp.publishing.checksums import XXH3, compare, digest_of, empty_mask
 from hybridcomp.publishing.parts import RAW, SAME, STEPS, PieceEntry, ReadPart
 from hybridcomp.publishing.records import ASK, Manifest
 from hybridcomp.publishing.stretches import WeightRange
@@ -39,7 +40,7 @@ class Change:
         elif self.stretch.runs > 1:
             flat[self.offsets()] = self.values
         else:
-            kernels().put(
+            change_kernels().put(
                 self.values.data_ptr(), self.mask.data_ptr(), target.numel(), target.data_ptr()
             )
         self.values = self.values[:0]
@@ -47,7 +48,7 @@ class Change:
     def offsets(self) -> Tensor:
         """Return the flat offsets of the changed values in the parameter, as int64."""
         local = torch.empty(self.changed, dtype=torch.int64)
-        kernels().places(self.mask.data_ptr(), self.stretch.numel, local.data_ptr())
+        change_kernels().places(self.mask.data_ptr(), self.stretch.numel, local.data_ptr())
         return self.stretch.offsets(local)
 
 
@@ -181,5 +182,5 @@ def _change(manifest: Manifest, piece: PieceEntry, values: Tensor, held: Tensor)
     if changed * DENSE > values.numel():
         return Change(piece.stretch, values, mask, changed)
     picked = torch.empty(changed, dtype=values.dtype)
-    kernels().pick(values.data_ptr(), mask.data_ptr(), values.numel(), picked.data_ptr())
+    change_kernels().pick(values.data_ptr(), mask.data_ptr(), values.numel(), picked.data_ptr())
     return Change(piece.stretch, picked, mask, changed)

@@ -39,6 +39,7 @@ from bench.bench_codecs import timed
 from bench.bench_deltas import parser_of, table
 from bench.deltas_bench.traces import Size, Trace, traces
 from hybridcomp.codecs import StepCode
+from hybridcomp.codecs.changes import change_kernels
 from hybridcomp.publishing import (
     AppliedVersion,
     EngineWeights,
@@ -47,7 +48,7 @@ from hybridcomp.publishing import (
     WeightRange,
     WeightReceiver,
 )
-from hybridcomp.publishing.checksums import compare, digest_of, empty_mask, kernels
+from hybridcomp.publishing.checksums import compare, digest_of, empty_mask
 from hybridcomp.publishing.destinations import Folder
 
 #: Gb/s of the links that are looked at
@@ -120,7 +121,7 @@ def stages(trace: Trace, repeats: int) -> Row:
     payload = room[: CODEC.encode(values, old, room)].clone()
     target, mask = torch.empty_like(values), empty_mask(PARAMETER)
     picked = torch.empty(compare(values, old, mask)[0], dtype=values.dtype)
-    bits, numbers = mask.data_ptr(), kernels()
+    bits, numbers = mask.data_ptr(), change_kernels()
     calls: dict[str, Callable[[], object]] = {
         "copy": lambda: target.copy_(values),
         "checksum": lambda: digest_of(values),

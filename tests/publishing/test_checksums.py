@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from hybridcomp.codecs.changes import change_kernels
 from hybridcomp.publishing.checksums import (
     BLAKE2B,
     BLOCK,
@@ -16,7 +17,6 @@ from hybridcomp.publishing.checksums import (
     digest_of,
     empty_mask,
     in_threads,
-    kernels,
 )
 from tests.publishing.xxh3_reference import xxh3_128
 
@@ -96,11 +96,14 @@ def test_what_differs_is_found_taken_and_put_back(numel: int, share: float) -> N
     assert (changed, digest) == (int(moved.sum()), digest_of(values))
     places = torch.empty(changed, dtype=torch.int64)
     picked = torch.empty(changed, dtype=values.dtype)
-    kernels().places(mask.data_ptr(), numel, places.data_ptr())
+    change_kernels().places(mask.data_ptr(), numel, places.data_ptr())
     assert torch.equal(places, moved.nonzero().reshape(-1))
-    assert kernels().pick(values.data_ptr(), mask.data_ptr(), numel, picked.data_ptr()) == changed
+    assert (
+        change_kernels().pick(values.data_ptr(), mask.data_ptr(), numel, picked.data_ptr())
+        == changed
+    )
     assert torch.equal(picked.view(torch.int16), values.view(torch.int16)[moved])
-    kernels().put(picked.data_ptr(), mask.data_ptr(), numel, old.data_ptr())
+    change_kernels().put(picked.data_ptr(), mask.data_ptr(), numel, old.data_ptr())
     assert torch.equal(old.view(torch.int16), values.view(torch.int16))
 
 

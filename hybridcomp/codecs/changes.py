@@ -1,0 +1,38 @@
+"""Loops over two versions of 16-bit weights on a host: checksums, and what of them differs."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from hybridcomp.kernels import KernelSet
+
+
+class ChangeKernels(Protocol):
+    """Loops over weights on a host; addresses as ``FixedKernels``, values of 16 bits."""
+
+    def digest(self, data: int, nbytes: int, threads: int, /) -> bytes:
+        """Return the checksum of bytes."""
+
+    def compare(
+        self, values: int, old: int, numel: int, mask: int, threads: int, /
+    ) -> tuple[int, bytes]:
+        """Return how many values differ, and the checksum of ``values``; fill ``mask`` unless 0."""
+
+    def pick(self, values: int, mask: int, numel: int, out: int, /) -> int:
+        """Copy the values of ``mask`` to ``out``, one behind the other; returns how many."""
+
+    def put(self, picked: int, mask: int, numel: int, out: int, /) -> None:
+        """Copy what ``pick`` took to its places in ``out``."""
+
+    def places(self, mask: int, numel: int, out: int, /) -> None:
+        """Write the places of ``mask`` as int64."""
+
+
+_KERNELS = KernelSet[ChangeKernels]("changes")
+
+
+def change_kernels() -> ChangeKernels:
+    """Return the loops of the host."""
+    return _KERNELS.on(torch.device("cpu"))
