@@ -48,6 +48,7 @@ def run_script(
     *arguments: str,
     ranks: int = 2,
     armed: bool = False,
+    anew: bool = False,
     timeout: float = 240.0,
     **environment: str,
 ) -> Ended:
@@ -55,6 +56,7 @@ def run_script(
 
     Args:
         armed: through ``hybridcomp.run``, as ``--module hybridcomp.run`` of a launcher does.
+        anew: import hybridcomp again: ``folder`` has another one, or a codec that it finds there.
         timeout: seconds after which ranks that still run are killed, and the job has failed.
         environment: variables beside those that a launcher sets.
     """
@@ -70,7 +72,7 @@ def run_script(
         processes = [
             context.Process(
                 target=_rank,
-                args=(rank, str(folder), script, arguments, armed, common, str(paths[rank])),
+                args=(rank, str(folder), script, arguments, armed, anew, common, str(paths[rank])),
                 daemon=True,
             )
             for rank in range(ranks)
@@ -96,13 +98,14 @@ def _rank(
     script: str,
     arguments: tuple[str, ...],
     armed: bool,
+    anew: bool,
     environment: Mapping[str, str],
     log: str,
 ) -> None:
     """Become the script: its arguments, folder, variables, and what it leaves behind."""
     forget_inherited()
     atexit._clear()  # those of the process that this one was forked from
-    if Path(folder, "hybridcomp").is_dir():  # a copy that differs is imported anew
+    if anew:
         for name in [name for name in sys.modules if name.partition(".")[0] == "hybridcomp"]:
             del sys.modules[name]
     elif "hybridcomp.session.process" in sys.modules:  # the server has registered it, once

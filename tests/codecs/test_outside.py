@@ -206,7 +206,7 @@ def test_what_cannot_be_used_is_told_to_who_names_it(toy: Path) -> None:
 def test_two_ranks_train_with_it(toy: Path) -> None:
     pytest.importorskip("deepspeed")
     (toy / "train.py").write_text(TRAIN)
-    ended = run_script(toy, "train.py", json.dumps(SETTINGS))
+    ended = run_script(toy, "train.py", json.dumps(SETTINGS), anew=True)
     assert ended.returncode == 0, ended.output
     (line,) = [line for line in ended.output.splitlines() if line.startswith("LOSSES ")]
     losses = json.loads(line.removeprefix("LOSSES "))

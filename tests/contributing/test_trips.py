@@ -87,7 +87,8 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> Walked:
     script = next(step.text for step in steps("dimension.md") if step.language == "python")
     (home / "try_dimension.py").write_text(script)
     (home / "ask.py").write_text(ASK)
-    ended, asked = run_script(home, "try_dimension.py"), run_script(home, "ask.py", ranks=1)
+    ended = run_script(home, "try_dimension.py", anew=True)
+    asked = run_script(home, "ask.py", ranks=1, anew=True)
     assert (ended.returncode, asked.returncode) == (0, 0), ended.output + asked.output
     return Walked(home, by_hand, ended.output, json.loads(asked.output.splitlines()[-1]))
 

@@ -44,6 +44,8 @@ def with_block(job: Job, offload: Any, **more: Any) -> Job:
 KINDS = {f"zero{stage}-{dtype}": offloading(stage, dtype)
          for stage in (1, 2, 3) for dtype in ("fp32", "bf16")}  # fmt: skip
 SHORT = 8
+#: steps where each has several micro-batches or all have the same bits
+FEW = 3
 #: trained for 50 steps; by hand the others too, which take the same paths
 LONG = [kind for kind in KINDS if NIGHTLY or kind == "zero2-fp32"]
 KINDS = {name: job if name in LONG else replace(job, steps=SHORT) for name, job in KINDS.items()}
@@ -143,7 +145,7 @@ def test_bytes_are_those_that_a_plan_counts(train: Train, stage: int, accumulati
 @pytest.mark.parametrize(("variant", "sums"), by_day(CASES, DAY))
 def test_lossless_variants(train: Train, variant: str, sums: str) -> None:
     """Micro-batches that device or host add up, other layouts and dtypes: the same bits."""
-    job = replace(VARIANTS[variant], steps=SHORT)
+    job = replace(VARIANTS[variant], steps=FEW)
     if job.accumulation == 1 and sums == "host":
         pytest.skip("nothing to add up")
     base, none = train(job), train(with_block(job, "none"))
@@ -171,7 +173,7 @@ def test_sums_cross_once_or_packed(train: Train, stage: int) -> None:
 
     Stage 1 has nothing to choose from: it reduces once a step.
     """
-    job = offloading(stage, accumulation=6, steps=SHORT)
+    job = offloading(stage, accumulation=6, steps=FEW)
     base = train(job)
     device = train(with_block(job, {**BLOCKINT, "sums": "device"}))
     host = train(with_block(job, {**BLOCKINT, "sums": "host"}))
@@ -189,7 +191,7 @@ def test_sums_cross_once_or_packed(train: Train, stage: int) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_small_gradients_stay_with_the_others(train: Train, stage: int) -> None:
     """Without a codec they are added up on the device all the same, bit for bit."""
-    job = offloading(stage, accumulation=3, steps=SHORT)
+    job = offloading(stage, accumulation=3, steps=FEW)
     base = train(job)
     exact = train(with_block(job, {"codec": "mpc", "sums": "device"}, min_bytes=1000))
     assert_same(base, exact)
@@ -326,7 +328,7 @@ def alone(jobs: list[Job]) -> list[Outcome]:
 
 def test_one_rank_is_enough() -> None:
     """Nothing goes to other ranks; the copies are encoded all the same."""
-    jobs = [replace(KINDS[f"zero{stage}-bf16"], steps=20) for stage in (2, 3)]
+    jobs = [replace(KINDS[f"zero{stage}-bf16"], steps=SHORT) for stage in (2, 3)]
     with RankPool(1) as single:
         (base,) = single.run(alone, jobs, timeout=280)
         (coded,) = single.run(alone, [with_block(job, BLOCKINT) for job in jobs])
@@ -390,19 +392,25 @@ def broken_run(job: Job, folder: str) -> tuple[list[float], list[float], float, 
     return whole, resumed, off, used
 
 
-@pytest.mark.parametrize("more", [
-    {}, {"zero": "blockint"}, {"zero": {"codec": "blockint", "bits": 4, "delta": True}},
-], ids=["alone", "zero", "delta"])  # fmt: skip
-@pytest.mark.parametrize("stage", [1, 2, 3])
+#: what is encoded beside the copies
+BESIDE: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "zero": {"zero": "blockint"},
+    "delta": {"zero": {"codec": "blockint", "bits": 4, "delta": True}},  # not at stage 3
+}
+SAVED = [case for case in product((1, 2, 3), BESIDE) if case != (3, "delta")]
+
+
+@pytest.mark.parametrize(
+    ("stage", "beside"), by_day(SAVED, [(1, "delta"), (2, "alone"), (2, "zero"), (3, "zero")])
+)
 def test_checkpoints_are_exact_and_resume(
-    pool: RankPool, tmp_path: Path, stage: int, more: dict[str, Any]
+    pool: RankPool, tmp_path: Path, stage: int, beside: str
 ) -> None:
     """Saved are the masters' values; a resumed run goes on bit for bit."""
-    if stage == 3 and isinstance(more.get("zero"), dict):
-        pytest.skip("stage 3 has no deltas")
     zero = {"stage3_gather_16bit_weights_on_model_save": True}
     job = offloading(stage, zero=zero)
-    block = with_block(job, {"codec": "blockint", "bits": 4}, **more)
+    block = with_block(job, {"codec": "blockint", "bits": 4}, **BESIDE[beside])
     for whole, resumed, off, used in pool.run(broken_run, block, str(tmp_path), timeout=280):
         assert resumed == whole
         assert off == 0.0
