@@ -63,11 +63,13 @@ class StepTraffic:
         how: sums for all ranks, sums of which a rank needs its share of the step (ZeRO 1 and 2,
             upstream an all-reduce) or of the message (ZeRO 3), or gathers.
         together: all are posted before the first is waited for.
+        copied: gathers of deltas keep a copy of this rank's share.
     """
 
     numels: tuple[int, ...]
     how: Literal["sum", "own", "scatter", "gather"]
     together: bool = False
+    copied: bool = True
 
     @property
     def numel(self) -> int:

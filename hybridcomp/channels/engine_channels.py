@@ -19,6 +19,7 @@ from hybridcomp.autotune.trials import (
     reductions,
 )
 from hybridcomp.autotune.verdicts import WARM
+from hybridcomp.channels import memory_use
 from hybridcomp.channels.channel import Channel
 from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState, specs_of, waiting_for
 from hybridcomp.channels.error_feedback import Residuals
@@ -27,10 +28,10 @@ from hybridcomp.channels.host_copies import HostMoves
 from hybridcomp.channels.host_pace import Pace
 from hybridcomp.channels.ledger import Ledger
 from hybridcomp.codecs import poll_payloads, require_kernels
-from hybridcomp.codecs.quantized_residual import nbytes_of
 from hybridcomp.collectives import poll_headers
 from hybridcomp.collectives.topology import Nodes, Ranks, discover
 from hybridcomp.config import CompressionConfig
+from hybridcomp.config.memory import size
 from hybridcomp.dimensions import DIMENSIONS, MEASURED_EARLY, ROWS, TWO_LEVELS, Dimension
 from hybridcomp.job import small_messages
 
@@ -124,6 +125,11 @@ class Channels(EngineState):
         same on all ranks. Raises ConfigError where codecs cannot run on ``device``.
         """
         self.is_weighed = True
+        known = sent or {}
+        memory_use.note(self, known, {n: self[n].group(group) for n in known}, dtype, device)
+        if numel != UNKNOWN:
+            share = -(-numel // dist.get_world_size(group))
+            self.share = min(self.share or share, share)
         encoded = {name for (name, _), codec in self.policy.codecs.items() if codec is not None}
         if encoded - self.policy.low_rank and dist.get_world_size() > 1:
             require_kernels(device)
@@ -133,10 +139,8 @@ class Channels(EngineState):
             return []
         place = TrialGroup(self["zero"].group(group), dtype, device)
         common = small_messages.least(torch.tensor(numel, device=device), group)
-        hops = 2 * nbytes_of(self.config.dp.residual_bits, max(numel, 0))
-        self.feedback_nbytes = 0 if numel == UNKNOWN else hops
         with self.gains.measuring():
-            self._judge(names, group, int(common), sent or {}, place)
+            self._judge(names, group, int(common), known, place)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the buffers of the trials are as large as the messages
         self._note_verdicts()
@@ -235,9 +239,9 @@ class Channels(EngineState):
         without, told = set(self.guard.trips), []
         allocates = self.verdicts.begins("dp") and self.verdicts.native("dp", self.step)
         allocates = allocates and self.config.error_feedback("dp")
-        if allocates and not has_room(self.feedback_nbytes, device):
+        if allocates and not has_room(nbytes := memory_use.feedback_nbytes(self), device):
             without.add("dp")
-            needed = f"{self.feedback_nbytes / 1e9:.3g} GB for error feedback"
+            needed = f"{size(nbytes)} for error feedback"
             told.append(f"dp: stays native: to compare steps, {needed} would be needed")
         compared = self.verdicts.compare(self.step, without, device)
         self._note_verdicts()

@@ -19,6 +19,7 @@ from hybridcomp.collectives.topology import Nodes
 from hybridcomp.collectives.wire import HOST, Clock
 from hybridcomp.collectives.wire.device_clock import SILENT
 from hybridcomp.config import BLOCK, CompressionConfig
+from hybridcomp.config.memory import RankMessages
 from hybridcomp.dimensions import MEASURED_EARLY
 from hybridcomp.errors import ConfigError
 from hybridcomp.policy import Dimension, Direction, Policy
@@ -45,7 +46,8 @@ class EngineState:
         is_weighed: whether dp and zero were measured before the first step.
         gains: seconds that encoding has saved, where they were measured.
         absent: dimensions that this job sends no messages of, which are not measured.
-        feedback_nbytes: memory that error feedback would take at most; 0: not known.
+        messages: of dp and zero in a step, as far as the seams know them, for ``memory_use``.
+        share: parameters of this rank divided by its replicas; 0: not known.
         nodes: with hierarchy, once the groups of the job are known.
         numels: elements of each parameter, by the name that its residuals have; empty: not known.
         common: names of small parameters that tensor-parallel ranks share (``replicated``).
@@ -65,7 +67,8 @@ class EngineState:
     is_weighed: bool = False
     absent: frozenset[Dimension] = frozenset()
     gains: Gains = field(default_factory=Gains)
-    feedback_nbytes: int = 0
+    messages: dict[Dimension, RankMessages] = field(default_factory=dict)
+    share: int = 0
     nodes: Nodes | None = None
     numels: dict[str, int] = field(default_factory=dict)
     common: frozenset[str] = frozenset()

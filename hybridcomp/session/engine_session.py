@@ -28,11 +28,13 @@ from torch import Tensor
 from hybridcomp.channels import NAME, Channels, StepTraffic, checkpoint
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.channels.ledger_file import make_together
+from hybridcomp.channels.memory_use import memory_of
 from hybridcomp.codecs import check_payloads
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.collectives import check_headers
 from hybridcomp.collectives.topology import Ranks, ranks_of
 from hybridcomp.config import BLOCK, CompressionConfig, describe, idle_notes, notes
+from hybridcomp.config.memory import MemoryItem, told
 from hybridcomp.dimensions import MEASURED_EARLY, Dimension
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import peer_liveness
@@ -208,8 +210,9 @@ class EngineSession:
         return [Piece(getattr(p, NAME), 0, p.numel()) for p in parameters]
 
     def warn(self, dtypes: Iterable[torch.dtype]) -> None:
-        """Tell the user where the block compresses nothing, or saves nothing on these dtypes."""
+        """Tell the user what memory is taken, and where the block saves nothing on these dtypes."""
         config = self.channels.config
+        self.say(*told(self.memory))
         self.say(*idle_notes(config))
         self.say(*(note for dtype in dtypes for note in notes(config, dtype)))
 
@@ -246,6 +249,11 @@ class EngineSession:
         self.say(
             *self.channels.run_autotune(group, dtype, self.device, sent=sent, only=only, **known)
         )
+
+    @property
+    def memory(self) -> list[MemoryItem]:
+        """What the channels and the block's followers take on this rank, after ``measure``."""
+        return memory_of(self.channels)
 
     # steps
 

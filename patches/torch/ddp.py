@@ -15,7 +15,7 @@ a lossy codec encodes each parameter independently (``ddp_layout``). DDP holds a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hybridcomp.autotune.trials import StepTraffic
 from hybridcomp.channels import NAME, AllReduce
 from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.channels.memory_use import note_tables
 from hybridcomp.channels.resharing import Sends
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 from hybridcomp.collectives import Handle
@@ -36,7 +37,7 @@ from hybridcomp.collectives.wire import POOL, first
 from hybridcomp.job import small_messages
 from hybridcomp.patches.torch import ddp_slot, rules, steps, torch_versions
 from hybridcomp.patches.torch.attached import Attached
-from hybridcomp.patches.torch.ddp_layout import BucketLayout
+from hybridcomp.patches.torch.ddp_layout import BucketLayout, chunk_of
 from hybridcomp.patches.torch.ddp_slot import Bucket
 from hybridcomp.patches.torch.identity import identity_of
 from hybridcomp.patches.torch.session import Source, agree_on, read, session_of
@@ -58,13 +59,16 @@ def attach(model: DistributedDataParallel, source: Source | None) -> Attached | 
     session = session_of(block, parameters[0].device, absent)
     session.name_parameters(model.module.named_parameters())
     session.place([group], of_user=True)
+    size = dist.get_world_size(group)
     numels = _buckets(parameters, model)
     sent: dict[Dimension, StepTraffic] = {"dp": StepTraffic(numels, "sum", together=True)}
     dtypes = [parameter.dtype.to_real() for parameter in parameters]  # the dtypes of buckets
     encoded = next((dtype for dtype in dtypes if dtype in VALUE_DTYPES), dtypes[0])
     session.measure(group, encoded, sum(numels), sent)
+    tables = _buckets(parameters, model, lambda numel: size * chunk_of(numel, size))
+    note_tables(session.channels, tables)
     session.warn(set(dtypes))
-    layout = {"ranks": dist.get_world_size(group)}
+    layout = {"ranks": size}
     divisors = {name: 1.0 for name, _ in model.module.named_parameters()}
     ranks = ranks_of(group)
     sends = {n: Sends(((0, _numel(p)),), ranks) for n, p in model.module.named_parameters()}
@@ -87,8 +91,13 @@ def _enter(model: Any, attached: Attached) -> None:
         attached.entered()
 
 
-def _buckets(parameters: list[Any], model: Any) -> tuple[int, ...]:
-    """Return the elements of each bucket, which DDP fills from the last parameter on."""
+def _buckets(
+    parameters: list[Any], model: Any, padded: Callable[[int], int] = int
+) -> tuple[int, ...]:
+    """Return the elements of each bucket, which DDP fills from the last parameter on.
+
+    ``padded``: elements that are sent of a parameter, from its own.
+    """
     most = int(model.bucket_bytes_cap)
     filled: list[int] = []
     nbytes = 0
@@ -96,7 +105,7 @@ def _buckets(parameters: list[Any], model: Any) -> tuple[int, ...]:
         if not filled or nbytes + parameter.nbytes > most:
             filled.append(0)
             nbytes = 0
-        filled[-1] += _numel(parameter)
+        filled[-1] += padded(_numel(parameter))
         nbytes += parameter.nbytes
     return tuple(filled)
 

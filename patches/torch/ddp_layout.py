@@ -34,6 +34,12 @@ class _Parameter:
         return self.numel // self.chunk
 
 
+def chunk_of(numel: int, world_size: int) -> int:
+    """Return the elements of a rank's chunk of a parameter of ``numel``, padding included."""
+    even = -(-numel // world_size)
+    return max(1, -(-even // CHUNK_ALIGN)) * CHUNK_ALIGN
+
+
 class BucketLayout:
     """Table of one bucket: a row for each rank, columns for each parameter."""
 
@@ -43,8 +49,7 @@ class BucketLayout:
         self._names = names
         self.rows, start, column = world_size, 0, 0
         for numel in numels:
-            even = -(-numel // world_size)
-            chunk = max(1, -(-even // CHUNK_ALIGN)) * CHUNK_ALIGN
+            chunk = chunk_of(numel, world_size)
             self._parameters.append(_Parameter(start, numel, column, chunk))
             start, column = start + numel, column + chunk
         self.columns = column

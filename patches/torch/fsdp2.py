@@ -158,14 +158,14 @@ def _measure(session: EngineSession, job: fsdp2_rules.ShardedJob, members: list[
     Parameters are gathered inside a shard group; an HSDP mesh sums gradients between its replicas,
     in the dtype that FSDP reduces in, which is often wider than that of the parameters.
     """
-    if not session.channels.config.measured():
-        return
     size = job.shards
     numels = tuple(filter(None, (one.numel(one.trained, size) for one in members)))
     whole = tuple(one.numel(range(len(one.members)), size) for one in members)
     total = sum(numels)
     if size > 1:
-        gathers: dict[Dimension, StepTraffic] = {"zero": StepTraffic(whole, "gather")}
+        # deltas are added to what FSDP keeps, without a copy
+        kept = StepTraffic(whole, "gather", copied=False)
+        gathers: dict[Dimension, StepTraffic] = {"zero": kept}
         dtype = next(iter(job.dtypes))
         session.measure(job.shard_group, dtype, total, gathers, only=ZERO)
     sums: dict[Dimension, StepTraffic] = {"dp": StepTraffic(numels, "scatter")}

@@ -258,7 +258,7 @@ def test_no_steps_are_compared_where_memory_is_short(pool: RankPool) -> None:
     for found in pool.run(cramped, job):
         short, begun = found["told"]
         assert short.startswith(
-            "dp: stays native: to compare steps, 4.43e-05 GB for error feedback"
+            "dp: stays native: to compare steps, 22.1 kB for error feedback"
         )
         assert begun.startswith("zero: a trial times messages alone")
         assert found["modes"][-1] == [False, True]

@@ -1,0 +1,79 @@
+"""Compute what an engine's channels take on this rank, from the messages that its seams expect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from hybridcomp.autotune.trials import StepTraffic
+from hybridcomp.channels.engine_state import EngineState
+from hybridcomp.collectives import Group
+from hybridcomp.config.memory import (
+    MemoryItem,
+    RankMessages,
+    meetings,
+    published,
+    residual_nbytes,
+    taken,
+)
+from hybridcomp.dimensions import Dimension
+
+
+def note(
+    state: EngineState,
+    sent: Mapping[Dimension, StepTraffic],
+    groups: Mapping[Dimension, Group],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Write the messages ``sent`` in a step into ``state.messages``.
+
+    Args:
+        state: whose ``messages`` are changed.
+        sent: messages of ``dtype`` by dimension.
+        groups: of each dimension, with its nodes.
+        device: of the messages.
+    """
+    for name, traffic in sent.items():
+        group, codec = groups[name], state.policy.codecs.get((name, "forward"))
+        pair = traffic.how == "sum" and group.encoders == 2 and codec is not None
+        fused = not pair or (codec is not None and codec.fused(device) is not None)
+        state.messages[name] = RankMessages(
+            traffic.numels, traffic.how, dtype, group.size, group.width, fused, traffic.copied
+        )
+
+
+def note_tables(state: EngineState, numels: tuple[int, ...]) -> None:
+    """Write into ``state.messages`` that sums are sent as tables of ``numels`` with padding.
+
+    Only lossy codecs, or those that send residuals, have tables; low-rank ones take matrices.
+    """
+    codec, sent = state.policy.codecs.get(("dp", "forward")), state.messages.get("dp")
+    if sent is None or codec is None or codec.low_rank is not None:
+        return
+    if state.config.error_feedback("dp") or not codec.lossless:
+        state.messages["dp"] = replace(sent, numels=numels)
+
+
+def feedback_nbytes(state: EngineState) -> int:
+    """Return the bytes that all residuals of ``state`` would take; 0: not known."""
+    sent = state.messages.get("dp")
+    return 0 if sent is None else sum(residual_nbytes(sent, state.residuals.bits))
+
+
+def memory_of(state: EngineState) -> list[MemoryItem]:
+    """Return what the channels and followers of ``state`` take on this rank.
+
+    A dimension that was measured to be faster native takes nothing.
+    """
+    encoded = {
+        name: one
+        for name, one in state.messages.items()
+        if not state.verdicts.native(name, state.step)
+    }
+    found = taken(state.config, encoded)
+    if state.share:
+        found += [*meetings(state.config, state.share), *published(state.config, state.share)]
+    return found

@@ -1,0 +1,90 @@
+"""The memory that a job is told before its first step is what its tensors take after the third."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from hybridcomp.channels.parameter_deltas import reference_of
+from tests.patches.torch import trainer as torch_trainer
+from tests.ranks import run_ranks
+
+if find_spec("deepspeed") is None:
+    pytest.skip("needs deepspeed", allow_module_level=True)
+
+from tests.training import trainer
+
+QUIET: dict[str, Any] = {"min_bytes": 0, "ledger": {"every": 1_000_000}}
+FEEDBACK = {"codec": "blockint", "bits": 4, "error_feedback": True}
+EIGHT = {"codec": "blockint", "bits": 8}
+#: bytes of (residuals, references): told, allocated
+Figures = tuple[tuple[int, int], tuple[int, int]]
+
+
+def block(bits: int = 32, delta: bool = False) -> dict[str, Any]:
+    feedback = {"bits": bits}
+    return {
+        "dp": {**FEEDBACK, "error_feedback": feedback},
+        "zero": {**EIGHT, "delta": delta},
+        **QUIET,
+    }
+
+
+JOBS = {
+    "zero0": trainer.Job(0, block={"dp": FEEDBACK, **QUIET}),
+    "zero1": trainer.Job(1, "bf16", block=block(delta=True)),
+    "zero2-8": trainer.Job(2, block=block(8, delta=True)),
+    "zero3-8": trainer.Job(3, block=block(8)),
+    "bf16-optimizer": trainer.Job(1, "bf16", bf16_optimizer=True, block=block(16, delta=True)),
+}
+TORCH = {
+    "ddp": torch_trainer.Job("ddp", {"dp": FEEDBACK, **QUIET}),
+    "fsdp2": torch_trainer.Job("fsdp2", block()),
+    "fsdp2-4": torch_trainer.Job("fsdp2", block(4)),
+}
+
+
+def figures(session: Any, buffers: list[Any]) -> Figures:
+    """What ``session`` has told and what is there, in bytes."""
+    items = {item.name: item.nbytes for item in session.memory}
+    told = sum(n for name, n in items.items() if name.startswith("residuals"))
+    held = [found.own.nbytes for one in buffers if (found := reference_of(one)) is not None]
+    residuals = session.channels.residuals.nbytes
+    return (told, items.get("references of deltas", 0)), (residuals, sum(held))
+
+
+def trained() -> dict[str, Figures]:
+    """Train each job for three steps."""
+    import hybridcomp
+    from hybridcomp.patches.ds.exact_weights import flat_groups
+    from hybridcomp.session.engine_session import session_of
+
+    found: dict[str, Figures] = {}
+    for name, job in JOBS.items():
+        engine = trainer.make_engine(job)
+        for step in range(3):
+            trainer.train_step(engine, job, step)
+        stage3 = engine.zero_optimization_stage() == 3
+        buffers = [] if stage3 else [flat for flat, *_ in flat_groups(engine.optimizer)]
+        found[name] = figures(session_of(engine), buffers)
+    hybridcomp.uninstall()
+    for name, one in TORCH.items():
+        model = torch_trainer.build(one)
+        attached = hybridcomp.attach(model, one.block)
+        assert attached is not None
+        torch_trainer.train(one, model, torch_trainer.optimizer_of(one, model), 0, 3)
+        found[name] = figures(attached.session, [])
+        torch_trainer.forget()
+    return found
+
+
+def test_memory_is_told_before_it_is_taken() -> None:
+    for rank in run_ranks(2, trained):
+        for name, (told, held) in rank.items():
+            assert held[0] > 0, name
+            assert told[0] == pytest.approx(held[0], rel=0.03), name
+            assert told[1] == pytest.approx(held[1], rel=0.03), name
+        for name in ("zero1", "zero2-8", "bf16-optimizer"):
+            assert rank[name][1][1] > 0, name
