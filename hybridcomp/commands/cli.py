@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     validate.add_argument(
         "--checkpoint", type=Path, metavar="FOLDER", help="what a job with FILE takes over from it"
     )
+    _add_size(validate)
     validate.set_defaults(run=_validate)
 
     schema = commands.add_parser("schema", help="print the JSON schema of the block")
@@ -161,11 +162,31 @@ def _print_seams(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_size(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``memory.JobSize``."""
+    parser.add_argument(
+        "--parameters", type=float, metavar="N", help="of the model, such as 70e9: print the memory"
+    )
+    parser.add_argument(
+        "--replicas", type=int, metavar="N",
+        help="ranks with the same part of the model (world size / tensor and pipeline ranks)",
+    )  # fmt: skip
+    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="GPUs of a node (1)")
+    parser.add_argument(
+        "--device-memory", type=float, metavar="BYTES", help="of a GPU: refuse what does not fit"
+    )
+
+
 def _validate(options: argparse.Namespace) -> int:
     from hybridcomp.commands import validate
+    from hybridcomp.commands.memory import JobSize
 
     facts = {"pipeline": options.pipeline, "moe": options.moe}
-    for line in validate.lines(options.file, facts, options.world_size, options.checkpoint):
+    job = JobSize.of(
+        options.parameters, options.world_size, options.replicas, options.ranks_per_node,
+        options.device_memory,
+    )  # fmt: skip
+    for line in validate.lines(options.file, facts, options.world_size, options.checkpoint, job):
         print(printable(line))
     return 0
 

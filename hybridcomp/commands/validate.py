@@ -12,6 +12,7 @@ import torch
 
 from hybridcomp.channels import checkpoint_note
 from hybridcomp.channels.ledger_file import unwritable
+from hybridcomp.commands import memory
 from hybridcomp.commands.job_files import read_job_file
 from hybridcomp.config import BLOCK, CompressionConfig, describe, idle_notes, load_config
 from hybridcomp.config import notes as dtype_notes
@@ -44,6 +45,7 @@ def lines(
     facts: Mapping[str, bool | None],
     world_size: int | None = None,
     checkpoint: Path | None = None,
+    job: memory.JobSize | None = None,
 ) -> Iterator[str]:
     """Yield lines about ``file``: a ds_config, a GPT-NeoX configuration, or a bare block.
 
@@ -52,8 +54,10 @@ def lines(
         facts: ``pipeline`` and ``moe``, kind of the model; None where unknown.
         world_size: ranks of the job.
         checkpoint: folder of a checkpoint that the job is to resume.
+        job: its size, for lines about memory.
 
-    Raises ConfigError where the block cannot act, or the checkpoint cannot be resumed.
+    Raises ConfigError where the block cannot act, the checkpoint cannot be resumed, or the memory
+    of a device is too small.
     """
     found = read_job_file(file)
     bare, neox = found.whose == "block", found.whose == "neox"
@@ -77,8 +81,10 @@ def lines(
         hold_to_plan(block, _written_layout(source, world_size))
     if not neox and file.suffix not in (".yml", ".yaml") and not _is_strict(file):
         notes.append(_NOT_STRICT)
+    sizes = [] if job is None else list(memory.lines(block, found, job))
     yield f"{file}: valid{' (a bare block)' if bare else ''}, digest {block.digest()[:16]}"
     yield from (f"  {line}" for line in describe(block))
+    yield from sizes
     yield from (f"  note: {note}" for note in notes)
     if checkpoint is not None:
         yield from _resumed(block, checkpoint)

@@ -19,8 +19,8 @@ from hybridcomp.config.block import CompressionConfig
 from hybridcomp.dimensions import Dimension
 from hybridcomp.policy import Traffic
 
-#: values of all shares that a gather of lossy deltas turns into fp32 differences at once
-MOST_DIFFERENCES = 1 << 26
+#: values of all shares that DeepSpeed's gathers send at once; half as many as deltas
+MOST_GATHERED = 1 << 27
 #: bytes of a value in fp32, and of one that is published
 FP32, PUBLISHED = 4, 2
 
@@ -45,7 +45,7 @@ class RankMessages:
         ranks: of the group.
         width: ranks of a node that sum before one of them encodes; 1 in one level.
         fused: whether the codec has kernels for both hops, so that two ranks take two hops.
-        copied: whether a gather of deltas keeps a copy of this rank's share.
+        copied: whether a gather of deltas keeps a copy of this rank's share, as DeepSpeed's do.
     """
 
     numels: tuple[int, ...]
@@ -101,8 +101,11 @@ class KeptState:
             few.append(('"error_feedback": false under "dp"', 0))
         less = [(told, replace(self, residual_bits=bits)) for told, bits in few]
         yield from less
-        if self.references:
-            without = '"zero" without delta'
+        gathered = config.codecs()["zero", "forward"]
+        if self.references and gathered is not None:
+            without = '"delta": false under "zero"'
+            if gathered.references:
+                without = f'another codec than {gathered.name} under "zero"'
             yield without, replace(self, references=False)
             for told, state in less:
                 yield f"{told} and {without}", replace(state, references=False)
@@ -142,8 +145,10 @@ def buffer_nbytes(messages: RankMessages, codec: Codec, deltas: bool = False) ->
         return 0
     numel, ranks = max(messages.numels), messages.ranks
     if messages.how == "gather":
+        if messages.copied:
+            numel = min(numel, MOST_GATHERED // (2 if deltas else 1))
         share = codec.wire_nbytes(-(-numel // ranks), messages.dtype)
-        differences = FP32 * min(numel, MOST_DIFFERENCES) if deltas and not codec.lossless else 0
+        differences = FP32 * numel if deltas and not codec.lossless else 0
         return share * (ranks + 1) + differences
     own = -(-numel // messages.width)
     return 2 * codec.wire_nbytes(own, messages.dtype) + FP32 * -(-own // messages.encoders)
@@ -174,8 +179,7 @@ def taken(
             found += [MemoryItem("residuals", first), MemoryItem("residuals of sums", second)]
         if name == "zero" and state.references:
             found.append(MemoryItem("references of deltas", reference_nbytes(sent)))
-        deltas = name == "zero" and state.references and not codec.references
-        buffers.append(buffer_nbytes(sent, codec, deltas))
+        buffers.append(buffer_nbytes(sent, codec, name == "zero" and state.references))
     found.append(MemoryItem("wire buffers", max(buffers)))
     return [item for item in found if item.nbytes]
 

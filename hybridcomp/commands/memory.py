@@ -1,0 +1,214 @@
+"""Say for ``hybridcomp validate`` what a job takes on a rank, and refuse what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybridcomp.commands.job_files import JobFile
+from hybridcomp.config import CompressionConfig
+from hybridcomp.config.memory import (
+    KeptState,
+    MemoryItem,
+    RankMessages,
+    meetings,
+    published,
+    size,
+    taken,
+    told,
+)
+from hybridcomp.dimensions import Dimension
+from hybridcomp.errors import ConfigError
+from hybridcomp.rules.ds_job import DeepSpeedJob
+
+#: DeepSpeed's default of ``reduce_bucket_size`` and ``allgather_bucket_size``, and its bucket at
+#: stage 0; that of ``stage3_prefetch_bucket_size``; values
+BUCKET, PREFETCHED = 500_000_000, 50_000_000
+#: bytes of DDP's default bucket
+DDP_BUCKET = 25 << 20
+#: bytes of Adam's two fp32 moments of a value, and of its fp32 master beside 16-bit weights
+MOMENTS, MASTER = 8, 4
+#: settings that fit are named in an error, at most so many
+NEAREST = 2
+
+
+@dataclass(frozen=True)
+class JobSize:
+    """Figures of a job that its configuration does not have.
+
+    Attributes:
+        parameters: of the whole model.
+        world_size: ranks of the job.
+        replicas: ranks that hold the same part of the model before ZeRO shards it; None: the world
+            divided by the tensor and pipeline ranks in the file.
+        ranks_per_node: 1 where it is not known.
+        device_nbytes: memory of a rank's device; None: not checked.
+    """
+
+    parameters: int
+    world_size: int
+    replicas: int | None = None
+    ranks_per_node: int = 1
+    device_nbytes: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        parameters: float | None,
+        world_size: int | None,
+        replicas: int | None,
+        ranks_per_node: int | None,
+        device_nbytes: float | None,
+    ) -> JobSize | None:
+        """Check the options of the command line; None without ``parameters``.
+
+        Raises ConfigError in one line, naming the option.
+        """
+        options = {
+            "--parameters": parameters, "--world-size": world_size, "--replicas": replicas,
+            "--ranks-per-node": ranks_per_node, "--device-memory": device_nbytes,
+        }  # fmt: skip
+        for name, found in options.items():
+            if found is not None and found < 1:
+                raise ConfigError(name, found, "expected at least 1")
+        if parameters is None:
+            for name in ("--replicas", "--ranks-per-node", "--device-memory"):
+                if options[name] is not None:
+                    todo = "memory is computed for a model; add --parameters and --world-size"
+                    raise ConfigError(name, options[name], todo)
+            return None
+        if world_size is None:
+            raise ConfigError("--parameters", parameters, "add --world-size, the ranks of the job")
+        for name, found in (("--replicas", replicas), ("--ranks-per-node", ranks_per_node)):
+            if found is not None and world_size % found:
+                raise ConfigError(name, found, f"it does not divide --world-size {world_size}")
+        return cls(int(parameters), world_size, replicas, ranks_per_node or 1, device_nbytes)
+
+
+def lines(block: CompressionConfig, file: JobFile, job: JobSize) -> Iterator[str]:
+    """Yield what hybridcomp takes on a rank of ``job``, and what its engine takes.
+
+    Raises ConfigError where both do not fit into the device's memory, with the nearest settings of
+    the block that do.
+    """
+    split = job.world_size // job.replicas if job.replicas else _split(file, job)
+    replicas, numel = job.world_size // split, -(-job.parameters // split)
+    if block.sync.acts:  # the island takes the place of all replicas
+        of_island = block.sync.islands
+        replicas = max(1, (job.ranks_per_node if of_island == "node" else of_island) // split)
+    ranks = _RanksOfReplica(block, file, numel, replicas, job)
+    messages = ranks.messages()
+    share = -(-numel // replicas)
+    others = [*meetings(block, share), *published(block, share)]
+    items = [*taken(block, messages), *others]
+    yield from (f"  {line}" for line in told(items))
+    if not items:
+        yield f"  {'memory':13} of a rank: nothing"
+    engine = 0 if file.whose == "block" else ranks.engine_nbytes()
+    if engine:
+        yield f"  {'':13} beside weights, gradients and Adam of {size(engine)}, and activations"
+    if job.device_nbytes is None:
+        return
+    own = _on_device(items)
+    if engine + own > job.device_nbytes:
+        nearest = [
+            (_on_device([*taken(block, messages, state), *others]), words)
+            for words, state in KeptState.of(block).smaller(block)
+        ]
+        fits = sorted((n for n in nearest if engine + n[0] <= job.device_nbytes), reverse=True)
+        beside = f" beside {size(engine)} of weights, gradients and Adam" if engine else ""
+        why = f"hybridcomp takes {size(own)}{beside}; {_advice(fits[:NEAREST])}"
+        raise ConfigError("--device-memory", size(job.device_nbytes), why)
+
+
+def _advice(fits: list[tuple[int, str]]) -> str:
+    if not fits:
+        return "no error feedback and no deltas do not fit either; take more ranks or shard more"
+    return "what fits: " + ", or ".join(f"{words} ({size(nbytes)})" for nbytes, words in fits)
+
+
+def _on_device(items: list[MemoryItem]) -> int:
+    return sum(item.nbytes for item in items if not item.on_host)
+
+
+def _split(file: JobFile, job: JobSize) -> int:
+    """Return the tensor times pipeline ranks in the file. Raises ConfigError if they do not fit."""
+    counts = [file.whole.get(f"{kind}_parallel_size", 1) for kind in ("model", "pipe")]
+    split = DeepSpeedJob(file.settings).tensor_parallel
+    if file.whose == "neox":
+        for count in counts:
+            split *= max(1, count) if isinstance(count, int) else 1
+    if job.world_size % split:
+        todo = f"{split} tensor and pipeline ranks do not divide it"
+        raise ConfigError("--world-size", job.world_size, todo)
+    return split
+
+
+@dataclass(frozen=True)
+class _RanksOfReplica:
+    """One rank of a job: its block, file, parameters and replicas."""
+
+    block: CompressionConfig
+    file: JobFile
+    numel: int
+    replicas: int
+    job: JobSize
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the messages; bf16 where the file leaves it open."""
+        names: Mapping[str | None, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16}
+        return names.get(self.file.dtype, torch.bfloat16)
+
+    def messages(self) -> dict[Dimension, RankMessages]:
+        """Return the messages of a step of DeepSpeed, or of DDP for a bare block."""
+        found, width = DeepSpeedJob(self.file.settings), self._width()
+        rest: dict[str, Any] = {"ranks": self.replicas, "width": width}
+        if self.file.whose == "block":
+            ddp = _cut(self.numel, DDP_BUCKET // self.dtype.itemsize)
+            return {"dp": RankMessages(ddp, "sum", self.dtype, **rest)}
+        stage = found.stage
+        bucket = _count(found, "reduce_bucket_size", BUCKET) if stage else BUCKET
+        summed = _cut(self.numel, bucket)
+        how = "scatter" if stage == 3 else "own" if found.buckets else "sum"
+        dtype = torch.float32 if found.bf16_optimizer else self.dtype
+        messages: dict[Dimension, RankMessages] = {"dp": RankMessages(summed, how, dtype, **rest)}  # type: ignore[arg-type]
+        if stage:
+            name = "stage3_prefetch_bucket_size" if stage == 3 else "allgather_bucket_size"
+            most = _count(found, name, PREFETCHED if stage == 3 else BUCKET)
+            gathered = _cut(self.numel, most)
+            messages["zero"] = RankMessages(gathered, "gather", self.dtype, **rest)
+        return messages
+
+    def _width(self) -> int:
+        """Return the ranks of a node that sum before they encode; 1 in one level."""
+        if self.block.hierarchy == "none":
+            return 1
+        of_node = self.block.hierarchy
+        local = of_node if isinstance(of_node, int) else self.job.ranks_per_node
+        local = max(1, local * self.replicas // self.job.world_size)
+        return local if 1 < local < self.replicas and self.replicas % local == 0 else 1
+
+    def engine_nbytes(self) -> int:
+        """Return the bytes of weights, gradients and Adam's states on a device, as sharded."""
+        found, width = DeepSpeedJob(self.file.settings), self.dtype.itemsize
+        stage, own = found.stage, -(-self.numel // self.replicas)
+        states = (MOMENTS + (MASTER if width == 2 else 0)) * (own if stage else self.numel)
+        weights = width * (own if stage == 3 else self.numel)
+        gradients = width * (own if stage >= 2 else self.numel)
+        return weights + gradients + (0 if found.cpu_offload else states)
+
+
+def _count(job: DeepSpeedJob, name: str, default: int) -> int:
+    """Return a size in ``zero_optimization``; the default where it is filled in later."""
+    found = job.zero(name, default)
+    return int(found) if isinstance(found, (int, float)) and found >= 1 else default
+
+
+def _cut(numel: int, most: int) -> tuple[int, ...]:
+    """Cut ``numel`` values into messages of ``most``, the last one shorter."""
+    whole, rest = divmod(numel, most)
+    return (most,) * whole + ((rest,) if rest else ())

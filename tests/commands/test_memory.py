@@ -1,0 +1,123 @@
+"""``hybridcomp validate`` says what a job takes on a rank, and refuses what does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridcomp.codecs.quantized_residual import nbytes_of
+from hybridcomp.commands import cli
+from hybridcomp.config import CompressionConfig
+from hybridcomp.config.memory import size
+
+N = 70_000_000_000
+FEEDBACK = {"codec": "blockint", "bits": 4, "error_feedback": True}
+DELTA = {"codec": "blockint", "bits": 4, "delta": True}
+SIZED = ["--no-pipeline", "--no-moe", "--parameters", "70e9", "--world-size", "64"]
+
+
+def file(folder: Path, stage: int, **block: Any) -> str:
+    path = folder / "ds_config.json"
+    config = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
+    path.write_text(json.dumps({**config, "compression": block}))
+    return str(path)
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The line about memory."""
+    assert cli.main(["validate", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (found,) = [line for line in lines if line.strip().startswith("memory ")]
+    return found
+
+
+def test_seventy_billion_parameters_on_a_laptop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = file(tmp_path, 3, dp=FEEDBACK)
+    assert f"residuals {size(4 * N)}," in told(capsys, path, *SIZED)
+    # a rank of eight sends an eighth of the node's sum
+    assert f"residuals {size(4 * N / 8)}," in told(capsys, path, *SIZED, "--ranks-per-node", "8")
+    # a replica has eight ranks
+    assert f"residuals {size(4 * N / 8)}," in told(capsys, path, *SIZED, "--replicas", "8")
+    few = file(tmp_path, 3, dp={**FEEDBACK, "error_feedback": {"bits": 8}})
+    assert f"residuals {size(nbytes_of(8, N))}," in told(capsys, few, *SIZED)
+
+
+def test_both_hops_and_references(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = told(capsys, file(tmp_path, 1, dp=FEEDBACK, zero=DELTA), *SIZED)
+    assert f"residuals {size(4 * N)}, residuals of sums {size(4 * N / 64)}, " in line
+    assert f"references of deltas {size(2 * N / 64)}, " in line
+
+
+def test_islands_and_published_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = file(tmp_path, 2, sync={"islands": 8}, publish={"to": str(tmp_path / "weights")})
+    line = told(capsys, path, *SIZED)
+    assert f"state of islands {size(2 * 4 * N / 8)}, " in line  # start and momentum
+    assert f"copy of published weights {size(2 * N / 8)} (host)" in line
+    assert "nothing" in told(capsys, file(tmp_path, 2, dp="none"), *SIZED)
+
+
+@pytest.mark.parametrize(
+    ("block", "most", "fragments"),
+    [
+        (
+            {"dp": FEEDBACK}, "200e9",
+            ["takes 281 GB beside 17.5 GB", '{"bits": 16} under "dp" (141 GB)', '{"bits": 8}'],
+        ),
+        ({"dp": FEEDBACK}, "80e9", ['{"bits": 4} under "dp" (39.9 GB)', '"error_feedback": false']),
+        ({"dp": FEEDBACK}, "10e9", ["do not fit either"]),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_the_nearest_that_do(
+    block: dict[str, Any],
+    most: str,
+    fragments: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [file(tmp_path, 3, **block), *SIZED, "--device-memory", most]
+    assert cli.main(["validate", *words]) == cli.BAD_INPUT
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert all(fragment in captured.err for fragment in fragments), captured.err
+
+
+def test_what_is_advised_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SIZED, "--device-memory", "80e9"]
+    for advice in ({"bits": 4}, False):
+        path = file(tmp_path, 3, dp={**FEEDBACK, "error_feedback": advice})
+        assert cli.main(["validate", path, *words]) == 0
+    capsys.readouterr()
+
+
+def test_other_codecs_are_named_where_deltas_cannot_be_switched_off() -> None:
+    from hybridcomp.config.memory import KeptState
+
+    for codec, words in (
+        ("stepcode", "another codec than stepcode"),
+        ("blockint", '"delta": false'),
+    ):
+        zero = {"codec": codec, "delta": True, **({"bits": 4} if codec == "blockint" else {})}
+        config = CompressionConfig.parse({"zero": zero})
+        (found,) = KeptState.of(config).smaller(config)
+        assert words in found[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "fragment"),
+    [
+        (["--device-memory", "80e9"], "--device-memory: found 80000000000.0; memory is computed"),
+        (["--parameters", "70e9"], "--parameters: found 70000000000.0; add --world-size"),
+        ([*SIZED, "--replicas", "5"], "--replicas: found 5; it does not divide"),
+        ([*SIZED, "--ranks-per-node", "0"], "--ranks-per-node: found 0; expected at least 1"),
+    ],
+)
+def test_options_that_cannot_act(
+    words: list[str], fragment: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["validate", file(tmp_path, 3, dp=FEEDBACK), *words]) == cli.BAD_INPUT
+    assert fragment in capsys.readouterr().err
