@@ -14,6 +14,7 @@ from hybridcomp.config.memory import (
     KeptState,
     MemoryItem,
     RankMessages,
+    Way,
     meetings,
     published,
     size,
@@ -173,9 +174,9 @@ class _RanksOfReplica:
         stage = found.stage
         bucket = _count(found, "reduce_bucket_size", BUCKET) if stage else BUCKET
         summed = _cut(self.numel, bucket)
-        how = "scatter" if stage == 3 else "own" if found.buckets else "sum"
+        how: Way = "scatter" if stage == 3 else "own" if found.buckets else "sum"
         dtype = torch.float32 if found.bf16_optimizer else self.dtype
-        messages: dict[Dimension, RankMessages] = {"dp": RankMessages(summed, how, dtype, **rest)}  # type: ignore[arg-type]
+        messages: dict[Dimension, RankMessages] = {"dp": RankMessages(summed, how, dtype, **rest)}
         if stage:
             name = "stage3_prefetch_bucket_size" if stage == 3 else "allgather_bucket_size"
             most = _count(found, name, PREFETCHED if stage == 3 else BUCKET)

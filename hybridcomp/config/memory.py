@@ -21,6 +21,8 @@ from hybridcomp.policy import Traffic
 
 #: values of all shares that DeepSpeed's gathers send at once; half as many as deltas
 MOST_GATHERED = 1 << 27
+#: as ``autotune.trials.StepTraffic`` has it
+Way = Literal["sum", "own", "scatter", "gather"]
 #: bytes of a value in fp32, and of one that is published
 FP32, PUBLISHED = 4, 2
 
@@ -49,7 +51,7 @@ class RankMessages:
     """
 
     numels: tuple[int, ...]
-    how: Literal["sum", "own", "scatter", "gather"]
+    how: Way
     dtype: torch.dtype
     ranks: int
     width: int = 1

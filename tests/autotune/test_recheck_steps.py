@@ -257,9 +257,7 @@ def test_no_steps_are_compared_where_memory_is_short(pool: RankPool) -> None:
     job = Job(1, steps=FIRST + 2, block=BLOCK)
     for found in pool.run(cramped, job):
         short, begun = found["told"]
-        assert short.startswith(
-            "dp: stays native: to compare steps, 22.1 kB for error feedback"
-        )
+        assert short.startswith("dp: stays native: to compare steps, 22.1 kB for error feedback")
         assert begun.startswith("zero: a trial times messages alone")
         assert found["modes"][-1] == [False, True]
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from hybridcomp.compare import json_lines
 from hybridcomp.compare.runs import CompareError
+from hybridcomp.config.memory import size
 from hybridcomp.dimensions import DIMENSIONS
-from hybridcomp.plan.answer.report import duration, size
+from hybridcomp.plan.answer.report import duration
 from hybridcomp.plan.answer.trial import LEDGER, LOG, seconds_a_step
 from hybridcomp.plan.plan import Plan
 

@@ -7,11 +7,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hybridcomp.config.memory import size
 from hybridcomp.errors import ConfigError, HybridcompError
 from hybridcomp.foreign import parsed_json, printable
 from hybridcomp.plan.answer import files
 from hybridcomp.plan.answer.base import Base, base_of
-from hybridcomp.plan.answer.report import answer, duration, size
+from hybridcomp.plan.answer.report import answer, duration
 from hybridcomp.plan.machines import cluster_file
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.missing import missing

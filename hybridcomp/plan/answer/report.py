@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from hybridcomp.config.memory import size
 from hybridcomp.dimensions import DIMENSIONS, ROWS
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.plan import MEMORY_KINDS, Plan, Prediction
@@ -13,14 +14,6 @@ from hybridcomp.plan.request import Found
 SAME = 0.005
 #: smallest share of a step that a part of it has to differ by to be named as a reason
 TOLD = 0.01
-
-
-def size(nbytes: float) -> str:
-    """Format bytes for people: three digits and a unit of 1000."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.3g} {unit}"
-    return f"{nbytes:.0f} B"
 
 
 def duration(seconds: float) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hybridcomp.codecs.quantized_residual import BLOCK, nbytes_of
+from hybridcomp.config.memory import RankMessages, Way, reference_nbytes, residual_nbytes
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost.copies import MOST_NUMEL, Copying
 from hybridcomp.plan.cost.job import PlannedJob
@@ -84,13 +84,11 @@ def kept_by_codecs(
     found = {"residuals": 0.0, "references": 0.0, "keys": _sealed(job, layout, stage, choices)}
     gradients, parameters = choices["dp", "forward"], choices["zero", "forward"]
     if gradients.error_feedback and stage.reduce + stage.micro:
-        local = job.nodes(layout, "replicas")
-        ranks = layout.size("replicas")
-        two_levels = layout.hierarchy and 1 < local < ranks
-        each = nbytes_of(gradients.residual_bits, BLOCK) / BLOCK
-        found["residuals"] = each * values / (ranks / local if two_levels else 1)
+        reduced = _reduced(job, layout, values)
+        found["residuals"] = float(sum(residual_nbytes(reduced, gradients.residual_bits)))
     if parameters.delta and stage.gather:
-        found["references"] = job.dtype.itemsize * values / layout.size("replicas")
+        gathered = RankMessages((round(values),), "gather", job.dtype, layout.size("replicas"))
+        found["references"] = float(reference_nbytes(gathered))
     largest = 0.0
     passes = (one.items + one.sent for one in (*stage.forward, *stage.backward))
     for items in (stage.reduce, stage.gather, stage.micro, stage.copies, *passes):
@@ -103,6 +101,18 @@ def kept_by_codecs(
                 largest = max(largest, 2 * numel * choice.bits(item.dtype) / 8)
     found["payloads"] = largest
     return found
+
+
+def _reduced(job: PlannedJob, layout: Layout, values: float) -> RankMessages:
+    """Return the messages that reduce ``values``: a bucket, and what it cannot hold as another."""
+    ranks, local = layout.size("replicas"), job.nodes(layout, "replicas")
+    width = ranks // local if layout.hierarchy and 1 < local < ranks else 1
+    bucket = min(round(values), round(job.limits.bucket_numel))
+    numels = tuple(filter(None, (bucket, round(values) - bucket)))
+    how: Way = "own" if layout.zero_stage in (1, 2) else "sum"
+    if layout.zero_stage == 3 or (layout.zero_stage and job.limits.engine == "megatron"):
+        how = "scatter"
+    return RankMessages(numels, how, job.dtype, ranks, width, fused=not job.on_cpu)
 
 
 def _sealed(job: PlannedJob, layout: Layout, stage: StageWork, choices: Choices) -> float:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from hybridcomp.config.memory import size
 from hybridcomp.plan.answer import picture
-from hybridcomp.plan.answer.report import answer, duration, reasons, size, table
+from hybridcomp.plan.answer.report import answer, duration, reasons, table
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.plan import MEMORY_KINDS

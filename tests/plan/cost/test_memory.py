@@ -93,6 +93,11 @@ def test_what_codecs_keep() -> None:
     assert kept["residuals"] == 4 * values
     assert kept["references"] == 2 * values / 4
     assert kept["payloads"] == pytest.approx(2 * values * 4.2578125 / 8)
+    # buckets with few owners are encoded once more, by the ranks that add them up
+    limits = SearchLimits(bucket_numel=1000)
+    small_buckets = PlannedJob(small(), cluster(1, 4), Batch(8, 128), limits)
+    summed = memory_of(small_buckets, work_of(small_buckets, layout), 0, Choices.of_block(block))
+    assert summed["residuals"] == pytest.approx(5 * values, abs=8)
     # on several nodes with several ranks each, residuals belong to a node's sum
     spread = PlannedJob(small(), cluster(2, 2), Batch(8, 128), SearchLimits())
     two_levels = memory_of(spread, work_of(spread, layout), 0, Choices.of_block(block))
