@@ -16,7 +16,7 @@ import torch
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.quantized_residual import BITS, BLOCK, nbytes_of
 from hybridcomp.config.block import CompressionConfig
-from hybridcomp.dimensions import Dimension
+from hybridcomp.dimensions import ROWS, Dimension
 from hybridcomp.policy import Traffic
 
 #: values of all shares that DeepSpeed's gathers send at once; half as many as deltas
@@ -168,20 +168,20 @@ def taken(
     state = state or KeptState.of(config)
     found: list[MemoryItem] = []
     buffers = [0]
-    for name in ("dp", "zero"):
-        sent = messages.get(name)
+    for name, every in messages.items():
         codec = config.codecs().get((name, "forward"))
-        if sent is None or codec is None:
+        if codec is None:
             continue
-        sent = replace(sent, numels=tuple(_encoded(config, name, sent)))
-        if name == "dp" and state.residual_bits:
+        sent = replace(every, numels=tuple(_encoded(config, name, every)))
+        if ROWS[name].keeps_residuals and state.residual_bits:
             if codec.low_rank is not None:
                 sent = replace(sent, how="scatter", width=1)
             first, second = residual_nbytes(sent, state.residual_bits)
             found += [MemoryItem("residuals", first), MemoryItem("residuals of sums", second)]
-        if name == "zero" and state.references:
+        deltas = state.references and ROWS[name].settings == "parameters"
+        if deltas:
             found.append(MemoryItem("references of deltas", reference_nbytes(sent)))
-        buffers.append(buffer_nbytes(sent, codec, name == "zero" and state.references))
+        buffers.append(buffer_nbytes(sent, codec, deltas))
     found.append(MemoryItem("wire buffers", max(buffers)))
     return [item for item in found if item.nbytes]
 
