@@ -109,7 +109,11 @@ def _exchanged(
     _rounds_of[part] += 1
     store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
     this = StatementRound(store, _prefix(part, number), me, speakers)
-    this.state(json.dumps(statement, sort_keys=True))
+    try:
+        this.state(json.dumps(statement, sort_keys=True))
+    except (RuntimeError, dist.DistError):  # the store may have gone with the rank that held it
+        _check_peers(this, what)
+        raise
     _await_all(this, what)
     found = this.read()
     if number:  # all have stated again, so all have read the round before
