@@ -246,6 +246,7 @@ def make_destroy(original: Callable[..., None]) -> Callable[..., None]:
         original(self)
         close(self)
         process.release(self)
+        island_unit.release(self)
         session = session_of(self)
         if session is not None:
             session.close()

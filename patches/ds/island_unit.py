@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from deepspeed.utils import groups
 from torch import Tensor
 from torch.utils.data.distributed import DistributedSampler
 
@@ -83,10 +84,17 @@ def give(
 
     Returns what ``finish`` has to do once the engine is built: the islands, and the training data,
     which DeepSpeed would deal to the ranks of an island alone. None without islands. Raises
-    ConfigError where the engine has groups of its own.
+    ConfigError where the engine has groups of its own, and where it would be cut into the islands
+    of an earlier engine.
     """
     islands = None if block is None else island_steps.islands_in(block)
     if islands is None:
+        if arguments.get("mpu") is None and isinstance(groups.mpu, IslandUnit):
+            todo = (
+                "DeepSpeed has one layout for all engines of a process, and an earlier one has "
+                "islands; destroy that one first, or give this one the same sync"
+            )
+            raise ConfigError(KEY, Shown("an engine without islands"), todo)
         return None
     for name in ("mpu", "mesh_device"):
         if arguments.get(name) is not None:
@@ -111,6 +119,12 @@ def finish(engine: Any, given: tuple[Islands, Any] | None) -> None:
     if data is not None:
         sampler: Any = DistributedSampler(data) if hasattr(data, "__len__") else None
         engine.training_dataloader = engine.deepspeed_io(data, data_sampler=sampler)
+
+
+def release(engine: Any) -> None:
+    """Let DeepSpeed's later engines have the whole job again, once ``engine`` is destroyed."""
+    if isinstance(groups.mpu, IslandUnit) and groups.mpu.islands is islands_of_engine(engine):
+        groups.mpu = None
 
 
 def masters_of(engine: Any) -> Masters:

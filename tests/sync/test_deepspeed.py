@@ -71,6 +71,24 @@ def test_training_data_goes_to_all_ranks() -> None:
     run_ranks(4, dealt, timeout=600.0)
 
 
+def after_islands() -> None:
+    """An engine beside one with islands is refused; once that is destroyed it has the whole job."""
+    one = {**LOCAL, "sync": {**LOCAL["sync"], "islands": 1}}
+    first = make_engine(Job(stage=1, block=one))
+    assert first.dp_world_size == 1
+    plain = Job(stage=1, block={"dp": "bf16", "min_bytes": 0})
+    with pytest.raises(ConfigError, match="sync: found an engine without islands; .* destroy that"):
+        make_engine(plain)
+    first.destroy()
+    engine = make_engine(plain)
+    assert engine.dp_world_size == 2
+    engine.destroy()
+
+
+def test_an_engine_without_islands_is_not_cut_into_those_of_another() -> None:
+    run_ranks(2, after_islands)
+
+
 ADAM: dict[str, Any] = {
     "sync": {
         "preset": "streaming", "islands": 1, "every": 3, "delay": 2, "fragments": 2,
