@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,10 @@ def flat(engine: Any) -> torch.Tensor:
     return torch.cat([one.float().flatten() for one in parameters(engine).values()])
 
 
+def _told(job: Job, text: str) -> str:
+    return f"{job}: {text}"
+
+
 def every_step(jobs: list[Job]) -> None:
     """Islands that meet every step, with SGD inside and outside, are one native job."""
     for job in jobs:
@@ -37,8 +42,10 @@ def every_step(jobs: list[Job]) -> None:
                 train_step(engine, one, step)
             found.append(flat(engine))
             engine.destroy()
-        atol = 1e-6 if job.dtype == "fp32" else 1e-2
-        torch.testing.assert_close(found[1], found[0], rtol=0, atol=atol, msg=f"{job}")
+        # Native sums gradients in bf16, and islands sum their moves in fp32: over four steps some weights near 1 end
+        # two bf16 steps of 2**-7 apart.
+        atol = 1e-6 if job.dtype == "fp32" else 2**-6
+        torch.testing.assert_close(found[1], found[0], rtol=0, atol=atol, msg=functools.partial(_told, job))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
