@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from hybridcomp import collectives
 from hybridcomp.channels.channel import Channel, Message
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import Handle, KnownSplits, Meter, Transfer, native_nbytes
+from hybridcomp.collectives import Handle, Meter, Splits, Transfer, native_nbytes
 from hybridcomp.collectives.posted import Posting
 
 
@@ -82,15 +82,15 @@ class AllToAll(Message[Handle]):
         numel, dtype = self.values.numel(), self.values.dtype
         if self.in_splits is None:
             return native_nbytes.all_to_all_nbytes(numel, dtype, size)
-        splits = KnownSplits.of(self.in_splits, self.row)
+        splits = Splits.of(self.in_splits, self.row)
         own = splits[dist.get_rank(self.group)]
         return native_nbytes.send_nbytes(splits.total - own, dtype)
 
     def send(self, channel: Channel, codec: Codec) -> Handle:
         """Exchange encoded parts; see ``collectives.all_to_all``."""
         values = self.values.detach().contiguous().view(-1)
-        gives = None if self.in_splits is None else KnownSplits.of(self.in_splits, self.row)
-        takes = None if self.out_splits is None else KnownSplits.of(self.out_splits, self.row)
+        gives = None if self.in_splits is None else Splits.of(self.in_splits, self.row)
+        takes = None if self.out_splits is None else Splits.of(self.out_splits, self.row)
         if self.out is None:
             self.out = values.new_empty(values.numel() if takes is None else takes.total)
         channel.sample(

@@ -21,7 +21,6 @@ from hybridcomp.codecs.launches import NO_CHUNK, Parts
 from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.collectives.wire import (
     POOL,
-    KnownSplits,
     Reduction,
     Splits,
     Steps,
@@ -58,8 +57,8 @@ def _planned(
     """
     edges = [min(rank * chunk, numel) for rank in range(ranks + 1)]
     sizes = [codec.wire_nbytes(high - low, dtype) for low, high in pairwise(edges)]
-    gives = Splits(0 if rank == me else size for rank, size in enumerate(sizes))
-    takes = Splits(0 if rank == me else sizes[me] for rank in range(ranks))
+    gives = Splits([0 if rank == me else size for rank, size in enumerate(sizes)])
+    takes = Splits([0 if rank == me else sizes[me] for rank in range(ranks)])
     slot = sizes[0]
     places = places_of(gives.total, takes.total, *((slot, ranks * slot) if gathers else ()))
     return _Plan(chunk, slot, slice(edges[me], edges[me + 1]), gives, takes, places)
@@ -178,15 +177,15 @@ class _PartsPlan:
 
     sent: Parts  # those for other ranks, and their payloads
     received: Parts
-    gives: KnownSplits  # bytes to each rank
-    takes: KnownSplits
+    gives: Splits  # bytes to each rank
+    takes: Splits
     places: tuple[int, ...]
     own: tuple[slice, slice]  # what stays on this rank: in the values, in the output
 
 
 @lru_cache(maxsize=256)
 def _planned_parts(
-    codec: Codec, dtype: torch.dtype, takes: KnownSplits, gives: KnownSplits, me: int
+    codec: Codec, dtype: torch.dtype, takes: Splits, gives: Splits, me: int
 ) -> _PartsPlan:
     """Plan an exchange of parts of any lengths."""
     (sent, given), (received, taken) = (
@@ -198,15 +197,13 @@ def _planned_parts(
 
 
 @lru_cache(maxsize=256)
-def _parts_of(
-    codec: Codec, dtype: torch.dtype, splits: KnownSplits, me: int
-) -> tuple[Parts, KnownSplits]:
+def _parts_of(codec: Codec, dtype: torch.dtype, splits: Splits, me: int) -> tuple[Parts, Splits]:
     """Return the parts for all ranks but ``me`` with their payloads, and the bytes of these."""
     numels = splits.array.copy()
     starts = numels.cumsum() - numels
     numels[me] = 0
     nbytes = codec.wire_nbytes_of(numels, dtype)
-    return Parts(starts, numels, nbytes.cumsum() - nbytes), KnownSplits(nbytes)
+    return Parts(starts, numels, nbytes.cumsum() - nbytes), Splits(nbytes)
 
 
 @lru_cache(maxsize=1024)
@@ -248,8 +245,8 @@ def fused_all_to_all(
 def parts_to_all(
     out: Tensor,
     values: Tensor,
-    takes: KnownSplits,
-    gives: KnownSplits,
+    takes: Splits,
+    gives: Splits,
     kernel: PartsKernel,
     via: Transfer,
 ) -> Steps[None]:
@@ -265,7 +262,7 @@ def parts_to_all(
     with meter.coding():
         kernel.encode(values, plan.sent, sent)
     # 2
-    yield transport.all_to_all_of(received, sent, plan.takes, plan.gives, group, meter)
+    yield transport.all_to_all(received, sent, plan.takes, plan.gives, group, meter)
     # 3
     with meter.coding():
         kernel.decode(received, plan.received, out)

@@ -20,9 +20,9 @@ from hybridcomp.collectives.wire import (
     EncodeRequest,
     Group,
     Handle,
-    KnownSplits,
     Meter,
     Range,
+    Splits,
     Steps,
     Transfer,
     check_values,
@@ -156,8 +156,8 @@ def all_to_all(
     out: Tensor,
     values: Tensor,
     via: Transfer,
-    out_splits: Sequence[int] | KnownSplits | None = None,
-    in_splits: Sequence[int] | KnownSplits | None = None,
+    out_splits: Sequence[int] | Splits | None = None,
+    in_splits: Sequence[int] | Splits | None = None,
     async_op: bool = False,
 ) -> Handle:
     """Send part r of ``values`` to group rank r; fill ``out`` with the parts of all ranks.
@@ -170,7 +170,7 @@ def all_to_all(
         values: the same dtype. Not modified. Must not change before ``wait()``.
         via: codec, group and meter.
         out_splits, in_splits: elements from and to each group rank; None cuts evenly. A list that
-            comes back, or ``KnownSplits``, is not read again.
+            comes back, or ``Splits``, is not read again.
         async_op: as for ``all_reduce``.
 
     Raises CodecError on other tensors or splits that do not add up.
@@ -189,15 +189,15 @@ def all_to_all(
 
 
 def _splits(
-    name: str, splits: Sequence[int] | KnownSplits | None, numel: int, world_size: int
-) -> KnownSplits:
+    name: str, splits: Sequence[int] | Splits | None, numel: int, world_size: int
+) -> Splits:
     if splits is None:
         if numel % world_size:
             raise CodecError(
                 f"{name}: {numel} elements cannot be cut evenly for {world_size} ranks"
             )
-        return KnownSplits.even(numel // world_size, world_size)
-    found = KnownSplits.of(splits)
+        return Splits.even(numel // world_size, world_size)
+    found = Splits.of(splits)
     if len(found) != world_size or found.least < 0 or found.total != numel:
         raise CodecError(
             f"{name}: expected {world_size} lengths that add up to {numel}, found {found.numels}"
@@ -206,7 +206,7 @@ def _splits(
 
 
 def _all_to_all(
-    out: Tensor, values: Tensor, takes: KnownSplits, gives: KnownSplits, via: Transfer
+    out: Tensor, values: Tensor, takes: Splits, gives: Splits, via: Transfer
 ) -> Steps[None]:
     """Exchange in two launches where the codec has such kernels; else encode part by part."""
     (codec,) = via.codec.split_error_budget(1, 1, result=values.dtype)

@@ -94,7 +94,7 @@ def _direct(plan: OwnerPlan, kernel: PlannedKernel, of: _Context) -> OwnerExchan
         else:
             others.append((run.ranks[0], run.start, numel))
     gives, outgoing = _laid_out(others, of)
-    takes = Splits(0 if rank == of.me else slot for rank in range(of.ranks))
+    takes = Splits([0 if rank == of.me else slot for rank in range(of.ranks)])
     return OwnerExchange(
         gives,
         takes,

@@ -1,4 +1,4 @@
-"""Plans of buckets, shards of one tensor and splits are made once for all messages alike."""
+"""Plans of buckets and shards of one tensor are made once for all messages alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from hybridcomp.codecs import make_codec
 from hybridcomp.collectives import Meter, OwnedRange, Shards, owner_plan
 from hybridcomp.collectives.owner_plan import find_plan
-from hybridcomp.collectives.wire import Group, Splits
 from hybridcomp.errors import CodecError
 from tests.collectives.calls import reduce_scatter
 from tests.stand_ins import thread_groups
@@ -51,12 +50,6 @@ def test_sums_of_a_rank_lie_one_after_the_other() -> None:
     assert (sums.numel, sums.results) == (64 + 64, [(0, 40), (64, 124)])
     assert sums.place_of(39) == 39 and sums.place_of(50) == 74
     assert find_plan(RANGES, 3).sums_of(0).results == [(0, 0)]
-
-
-def test_splits_are_added_up_for_each_group() -> None:
-    splits, group = Splits([1, 2, 4, 8]), mock.Mock(spec=Group, rank=1, remote=frozenset({2, 3}))
-    assert splits.to_others(group) == (13, 12) == splits.to_others(group)
-    assert splits.to_others(mock.Mock(spec=Group, rank=3, remote=frozenset())) == (7, 0)
 
 
 def test_shards_are_those_of_a_split() -> None:

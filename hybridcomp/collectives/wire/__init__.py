@@ -33,7 +33,7 @@ from hybridcomp.collectives.wire.encoding import (
 )
 from hybridcomp.collectives.wire.exchanges import exchange, round_count, rounds
 from hybridcomp.collectives.wire.gathers import Slots, decode_all, encode_all, gather, gather_room
-from hybridcomp.collectives.wire.group import Group, Levels, Probe, Reduction, Splits, Transfer
+from hybridcomp.collectives.wire.group import Group, Levels, Probe, Reduction, Transfer
 from hybridcomp.collectives.wire.handle import (
     HOST,
     Clock,
@@ -55,7 +55,7 @@ from hybridcomp.collectives.wire.headers import (
     poll_headers,
     spec_digest,
 )
-from hybridcomp.collectives.wire.splits import KnownSplits
+from hybridcomp.collectives.wire.splits import Splits
 
 __all__ = [
     "Clock",
@@ -75,7 +75,6 @@ __all__ = [
     "ReduceScatterHandle",
     "Reduction",
     "Slots",
-    "KnownSplits",
     "Splits",
     "Steps",
     "Transfer",

@@ -6,7 +6,7 @@ that messages need are plain data here, and a channel keeps one ``Group`` for ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -87,26 +87,6 @@ class Group:
         if self.levels is None:
             return range(self.size)
         return [row[self.levels.local] for row in self.levels.grid]
-
-
-class Splits(list[int]):
-    """Lengths of the parts of a message that go to each group rank, or come from it.
-
-    Made once for all messages of a plan, so that their sums are taken once. Not to be modified.
-    """
-
-    def __init__(self, lengths: Iterable[int]) -> None:
-        super().__init__(lengths)
-        self.total = sum(self)
-        self._to_others: tuple[Group, int, int] | None = None
-
-    def to_others(self, group: Group) -> tuple[int, int]:
-        """Return what goes to other ranks of ``group``, and the part of it for other nodes."""
-        known = self._to_others
-        if known is None or known[0] is not group:
-            far = sum(self[rank] for rank in group.remote)
-            known = self._to_others = (group, self.total - self[group.rank], far)
-        return known[1], known[2]
 
 
 @dataclass(frozen=True)

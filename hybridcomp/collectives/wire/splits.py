@@ -19,7 +19,7 @@ Lengths = npt.NDArray[np.int64]
 MOST_KNOWN = 256
 
 
-class KnownSplits:
+class Splits:
     """Lengths of parts by group rank, in elements or bytes; not modified, compared by identity.
 
     Attributes:
@@ -27,8 +27,10 @@ class KnownSplits:
         total: their sum.
     """
 
-    def __init__(self, array: Lengths) -> None:
-        self.array, self.total = array, int(array.sum())
+    def __init__(self, lengths: Lengths | Sequence[int]) -> None:
+        self.array = np.asarray(lengths, dtype=np.int64)
+        self.total = int(self.array.sum())
+        self._beyond: dict[tuple[int, frozenset[int]], tuple[int, int]] = {}
 
     @cached_property
     def least(self) -> int:
@@ -41,15 +43,15 @@ class KnownSplits:
         return self.least if self.least == int(self.array.max()) else 0
 
     @staticmethod
-    def of(splits: Sequence[int] | KnownSplits, row: int = 1) -> KnownSplits:
+    def of(splits: Sequence[int] | Splits, row: int = 1) -> Splits:
         """Return ``splits``, which count rows of ``row`` elements, in elements."""
-        if isinstance(splits, KnownSplits):
+        if isinstance(splits, Splits):
             return splits
         key = (id(splits), row)
         known = _known.get(key)
         if known is not None and known[0] == splits:
             return known[1]
-        made = KnownSplits(row * np.fromiter(splits, np.int64, len(splits)))
+        made = Splits(row * np.fromiter(splits, np.int64, len(splits)))
         if isinstance(splits, (list, tuple)):
             while len(_known) >= MOST_KNOWN:
                 del _known[next(iter(_known))]
@@ -58,9 +60,9 @@ class KnownSplits:
 
     @staticmethod
     @lru_cache(maxsize=1024)
-    def even(each: int, ranks: int) -> KnownSplits:
+    def even(each: int, ranks: int) -> Splits:
         """Return parts of ``each`` elements for ``ranks`` ranks."""
-        return KnownSplits(np.full(ranks, each, dtype=np.int64))
+        return Splits(np.full(ranks, each, dtype=np.int64))
 
     @cached_property
     def numels(self) -> list[int]:
@@ -76,14 +78,12 @@ class KnownSplits:
 
     def beyond(self, rank: int, remote: frozenset[int]) -> tuple[int, int]:
         """Return the sum of all parts but that of ``rank``, and of those of ``remote`` ranks."""
-        return _beyond(self, rank, remote)
+        found = self._beyond.get((rank, remote))
+        if found is None:
+            far = int(self.array[list(remote)].sum()) if remote else 0
+            found = self._beyond[rank, remote] = (self.total - self[rank], far)
+        return found
 
 
 #: by the identity of a list and the elements of a row: a copy of the list, and what was made of it
-_known: dict[tuple[int, int], tuple[Any, KnownSplits]] = {}
-
-
-@lru_cache(maxsize=1024)
-def _beyond(splits: KnownSplits, rank: int, remote: frozenset[int]) -> tuple[int, int]:
-    far = int(splits.array[list(remote)].sum()) if remote else 0
-    return splits.total - splits[rank], far
+_known: dict[tuple[int, int], tuple[Any, Splits]] = {}

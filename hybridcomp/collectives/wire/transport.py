@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
-from hybridcomp.collectives.wire.group import Group, Splits
+from hybridcomp.collectives.wire.group import Group
 from hybridcomp.collectives.wire.handle import Meter, Works
-from hybridcomp.collectives.wire.splits import KnownSplits
+from hybridcomp.collectives.wire.splits import Splits
 from hybridcomp.job import peer_liveness
 
 #: torch 2.13 renames it and warns about the old name
@@ -41,40 +41,28 @@ TAG = int.from_bytes(b"hc", "big")
 def all_to_all(
     out: Tensor,
     values: Tensor,
-    out_splits: Sequence[int],
-    in_splits: Sequence[int],
+    out_splits: Sequence[int] | Splits,
+    in_splits: Sequence[int] | Splits,
     group: Group,
     meter: Meter,
 ) -> Work:
     """Exchange 1-D parts of ``values`` of any lengths, of a dtype that the backend takes.
 
-    Over gloo ``out_splits`` may be longer than the parts that come.
+    Over gloo ``out_splits`` may be longer than the parts that come. Lengths that come back are
+    added up once where they are ``Splits``.
     """
     if isinstance(in_splits, Splits):
-        sent, far = in_splits.to_others(group)
+        sent, far = in_splits.beyond(group.rank, group.remote)
     else:
         sent = sum(in_splits) - in_splits[group.rank]
         far = sum([in_splits[rank] for rank in group.remote])
     meter.sent(values.itemsize * sent, values.itemsize * far)
-    takes = out_splits if isinstance(out_splits, list) else list(out_splits)
-    gives = in_splits if isinstance(in_splits, list) else list(in_splits)
+    takes = out_splits.numels if isinstance(out_splits, Splits) else list(out_splits)
+    gives = in_splits.numels if isinstance(in_splits, Splits) else list(in_splits)
     if not STAGING.needed(out, group):
         return _exchange(out, values, takes, gives, group)
     room = STAGING.room(out)
     return Staged(_exchange(room, STAGING.out(values), takes, gives, group), room, out)
-
-
-def all_to_all_of(
-    out: Tensor, values: Tensor, takes: KnownSplits, gives: KnownSplits, group: Group, meter: Meter
-) -> Work:
-    """Do ``all_to_all`` of parts whose lengths were met before: nothing is added up again."""
-    sent, far = gives.beyond(group.rank, group.remote)
-    meter.sent(values.itemsize * sent, values.itemsize * far)
-    if not STAGING.needed(out, group):
-        return _exchange(out, values, takes.numels, gives.numels, group)
-    room = STAGING.room(out)
-    posted = _exchange(room, STAGING.out(values), takes.numels, gives.numels, group)
-    return Staged(posted, room, out)
 
 
 def _exchange(
