@@ -42,10 +42,11 @@ def every_step(jobs: list[Job]) -> None:
                 train_step(engine, one, step)
             found.append(flat(engine))
             engine.destroy()
-        # Native sums gradients in bf16, and islands sum their moves in fp32: over four steps some weights near 1 end
-        # two bf16 steps of 2**-7 apart.
+        # Native sums gradients in bf16, and islands sum their moves in fp32: after four steps
+        # some weights near 1 are two bf16 steps of 2**-7 apart.
         atol = 1e-6 if job.dtype == "fp32" else 2**-6
-        torch.testing.assert_close(found[1], found[0], rtol=0, atol=atol, msg=functools.partial(_told, job))
+        msg = functools.partial(_told, job)
+        torch.testing.assert_close(found[1], found[0], rtol=0, atol=atol, msg=msg)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
