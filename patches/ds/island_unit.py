@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from deepspeed.utils import groups
 from torch import Tensor
 from torch.utils.data.distributed import DistributedSampler
 
@@ -89,6 +88,8 @@ def give(
     """
     islands = None if block is None else island_steps.islands_in(block)
     if islands is None:
+        from deepspeed.utils import groups
+
         if arguments.get("mpu") is None and isinstance(groups.mpu, IslandUnit):
             todo = (
                 "DeepSpeed has one layout for all engines of a process, and an earlier one has "
@@ -123,6 +124,8 @@ def finish(engine: Any, given: tuple[Islands, Any] | None) -> None:
 
 def release(engine: Any) -> None:
     """Let DeepSpeed's later engines have the whole job again, once ``engine`` is destroyed."""
+    from deepspeed.utils import groups
+
     if isinstance(groups.mpu, IslandUnit) and groups.mpu.islands is islands_of_engine(engine):
         groups.mpu = None
 

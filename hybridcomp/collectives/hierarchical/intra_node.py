@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives.fused import adjacent
+from hybridcomp.collectives.shards import joined
 from hybridcomp.collectives.wire import (
     POOL,
     Levels,
@@ -74,9 +74,10 @@ def join_columns(shards: Sequence[Tensor], levels: Levels) -> tuple[Tensor, list
     """Join ``shards``, by group rank, in the order in which ``node_sum`` takes them.
 
     Returns ``(values, elements for each local rank, elements of this rank's column by node)``.
-    Equal shards that follow each other in memory are brought into that order by one copy.
+    Equal shards that follow each other in memory are brought into that order by one copy, in a
+    time that does not grow with the group where they are ``Shards``.
     """
-    flat, each = adjacent(shards) if levels.is_regular else None, shards[0].numel()
+    flat, each = joined(shards) if levels.is_regular else None, shards[0].numel()
     if flat is not None and flat.numel() == each * len(shards):
         cube = flat.view(levels.nodes, levels.width, each)
         return (

@@ -15,7 +15,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from bench.gpu_bench.messages import ME, RANKS
-from hybridcomp.channels import AllGather, AllReduce, AllToAll, Channel, Channels, ReduceScatter
+from hybridcomp.channels import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Channel,
+    Channels,
+    ReduceScatter,
+    Shards,
+)
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.collectives import Group, Levels
@@ -76,7 +84,7 @@ class GroupMessages:
         placed = _Placed(ranks)
         self.deep = _channel("dp", {"dp": {"codec": "blockint", "error_feedback": False}}, placed)
         self.whole = torch.zeros(SHARD * ranks, dtype=dtype)
-        self.shards = self.whole.chunk(ranks)
+        self.shards = Shards(self.whole, self.whole.numel() // ranks)
         self.shard, self.stretch = self.shards[ME], torch.zeros(1 << 14, dtype=dtype)
         self.cut = torch.zeros(CUTS * PIECE, dtype=dtype)
         self.cut_out = torch.empty(ranks * CUTS * PIECE, dtype=dtype)
