@@ -181,6 +181,8 @@ class Channels(EngineState):
     def idle_reason(self, step: int) -> str:
         """Return why a run that ends at ``step`` has encoded no message."""
         here = [n for n in DIMENSIONS if self[n].active and n not in self.absent]
+        if not here and self.config.sync.acts:
+            return "islands sent at their meetings alone, and sync has no codec"
         if not here:
             return "the dimensions that the block compresses send nothing in this job"
         if dist.is_initialized() and dist.get_world_size() < 2:

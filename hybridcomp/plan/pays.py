@@ -61,12 +61,12 @@ class Coder:
 
 DEVICES: Mapping[str, Coder] = {
     # seconds of the ledger in the trainings of docs/results/speed.json, bf16; expcode, stepcode
-    # and the casts beside mpc and blockint as bench_codecs.py and bench_deltas.py have them;
-    # overhead: the fit
+    # and the casts beside mpc and blockint as bench_codecs.py and bench_deltas.py have them
+    # (stepcode with AVX-512, at a learning rate of 3e-4); overhead: the fit
     "cpu": Coder(
         "one core of a CPU",
         {"blockint": 1.1, "zfp": 0.22, "mpc": 0.36, "radix": 0.41, "expcode": 0.8, "fp8": 0.5,
-         "stepcode": 0.25, "bf16": 1.3, "fp16": 1.3},
+         "stepcode": 1.1, "bf16": 1.3, "fp16": 1.3},
         0.83e-3,
     ),
     # seconds of the ledger in the training of docs/results/gpu.md, for blockint; the others in

@@ -11,7 +11,7 @@ from typing import Any
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.error_messages import idle
 from hybridcomp.dimensions import DEEPSPEED, Dimension
-from hybridcomp.rules import ds, ds_offload, engine
+from hybridcomp.rules import ds, ds_offload, ds_pipeline, engine
 from hybridcomp.rules.ds_job import DeepSpeedJob
 from hybridcomp.rules.engine import hold
 from hybridcomp.rules.neox import RULES as NEOX_RULES
@@ -48,6 +48,7 @@ def check(
     job = DeepSpeedJob(
         ds_config, pipeline, moe, world_size, tensor, sequence, replicas, mesh, slices
     )
+    ds_pipeline.check(block.pipeline, job)
     rules = [(rule, job) for rule in TABLES]
     if neox is not None:
         rules += [(rule, DeepSpeedJob(neox)) for rule in NEOX_RULES]

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridcomp.config import BLOCK
 from hybridcomp.config.async_pipeline import AsyncPipelineConfig
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
-
-#: in messages
-KEY = f"{BLOCK}.pipeline.versions"
+from hybridcomp.rules.ds_pipeline import KEY, check_precision
 
 
 def check(engine: Any, settings: AsyncPipelineConfig) -> None:
@@ -18,8 +15,6 @@ def check(engine: Any, settings: AsyncPipelineConfig) -> None:
     module, found = engine.module, None
     if module.num_stages < 2:
         found, todo = "one stage", "there is no pipeline; remove it"
-    elif engine.fp16_enabled():
-        found, todo = "fp16", "all stages would have to agree on every loss scale; use bf16"
     elif module.tied_comms:
         found, todo = "tied layers", "their stages wait for each other in every step; untie them"
     elif module.dynamic_shape:
@@ -28,10 +23,12 @@ def check(engine: Any, settings: AsyncPipelineConfig) -> None:
         found, todo = "tensor parallel stages", "its messages are not posted; use one rank a stage"
     if found is not None:
         raise ConfigError(KEY, Shown(found), f"{todo}, or set pipeline.versions to flush")
-    needs_own = settings.correction in ("pipemare", "spike")
-    if needs_own and (engine.bfloat16_enabled() or engine.zero_optimization_stage()):
-        todo = "it moves the optimizer's own weights: train in fp32 with ZeRO stage 0"
-        raise ConfigError(f"{BLOCK}.pipeline.correction", settings.correction, todo)
+    check_precision(
+        settings,
+        fp16=engine.fp16_enabled(),
+        bf16=engine.bfloat16_enabled(),
+        stage=engine.zero_optimization_stage(),
+    )
     check_micro_batches(engine, settings)
 
 

@@ -24,6 +24,7 @@ class Missing(Exception):
 LAYOUTS = {
     "loss": [name for name, at in loss_study.LAYOUTS.items() if at.engine == "deepspeed"],
     "loss_torch": [name for name, at in loss_study.LAYOUTS.items() if at.engine != "deepspeed"],
+    "feedback": ["dp2", "ddp2"],
 }
 
 
@@ -37,8 +38,18 @@ def torch_chapter(source: Path, out: Path) -> str:
     return _chapter("loss_torch", TORCH_HEAD, source, out, least=1)
 
 
-def _chapter(stem: str, head: str, source: Path, out: Path, least: int = 2) -> str:
-    """Write the chapter of layouts with ``least`` seeds of a finished baseline. Raises Missing."""
+def feedback_chapter(source: Path, out: Path) -> str:
+    """Write the chapter of gradients with and without error feedback. Raises Missing."""
+    return _chapter("feedback", FEEDBACK_HEAD, source, out, picture="feedback")
+
+
+def _chapter(
+    stem: str, head: str, source: Path, out: Path, least: int = 2, picture: str = "loss"
+) -> str:
+    """Write the chapter of layouts with ``least`` seeds of a finished baseline. Raises Missing.
+
+    ``picture``: the first word of the pictures' names.
+    """
     found = {name: Study.of(source / name) for name in LAYOUTS[stem]}
     studies = {name: study for name, study in found.items() if len(study.seeds) >= least}
     if not studies:
@@ -48,8 +59,9 @@ def _chapter(stem: str, head: str, source: Path, out: Path, least: int = 2) -> s
     for layout, study in studies.items():
         words = [f"{name}={study.paths(name)}" for name in study.whole]
         result = untimed(compared(words, Wishes(need_ledger=True)))
-        draw(result, out / f"loss_{layout}.png", 0, f"{TITLES[layout]}, {study.say_seeds()}")
-        parts += study.section(layout, result)
+        drawn = f"{picture}_{layout}.png"
+        draw(result, out / drawn, 0, f"{TITLES[layout]}, {study.say_seeds()}")
+        parts += study.section(layout, result, drawn)
         figures[layout] = json.loads(as_json(result))
         if further := study.further_blocks():
             blocks[layout] = further
@@ -94,6 +106,13 @@ native for its first tenth, as it is documented), and FSDP2 with `reduce_dtype=t
 sends fewer bytes than each of them. The final loss is the mean of the last 20 steps; gaps are in
 percent of it, paired by seed, with the 95% interval of their mean (Student's t). Speeds are left
 out: the machine did other work beside it.
+"""
+FEEDBACK_HEAD = """\
+As in [loss](loss.md): the example GPT, 0.85 M parameters, fp32, two CPU ranks, every run of a seed
+on the weights and the data of the baseline's run of that seed, gaps paired by seed with the 95%
+interval of their mean. Only gradients are encoded, by `blockint`; "feedback 32, 8, 4" keeps what an
+encoding left out in residuals of so many bits and adds it to the next message
+(`"error_feedback": {"bits": 8}`), the others give it up.
 """
 TITLES = {
     "dp2": "ZeRO 1 on two ranks: gradients (dp) and parameters (zero)",

@@ -23,7 +23,14 @@ from hybridcomp.compare.report import as_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
-from bench.loss_chapters import Missing, Study, loss_chapter, torch_chapter, untimed
+from bench.loss_chapters import (
+    Missing,
+    Study,
+    feedback_chapter,
+    loss_chapter,
+    torch_chapter,
+    untimed,
+)
 from bench.training_bench import chapters, gpu_chapter, gpu_losses, paper
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,6 +82,12 @@ CHAPTERS = (
         "What compression costs in loss under FSDP2 and DDP",
         torch_chapter,
         "scripts/bench/loss_study.py --layouts ddp2 fsdp2",
+    ),
+    Chapter(
+        "feedback",
+        "Error feedback and the loss",
+        feedback_chapter,
+        "scripts/bench/loss_study.py --layouts dp2 ddp2",
     ),
     Chapter("speed", "Tokens a second against the network", chapters.speed_chapter, BENCH),
     Chapter(

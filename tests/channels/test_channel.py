@@ -88,3 +88,11 @@ def test_a_run_without_a_report_says_so(tmp_path: Path) -> None:
     (record, said), (_, silent) = run_ranks(2, ended_early, str(tmp_path))
     assert record["summary"] and record["step"] == 0 and record["unreported_messages"] == 1
     assert "before its first report" in said and not silent
+
+
+def test_islands_without_a_codec_are_told_in_the_last_line() -> None:
+    sync = {"islands": 2, "every": 30}
+    exact = Channels(CompressionConfig.parse({"sync": sync}))
+    assert exact.idle_reason(5) == "islands sent at their meetings alone, and sync has no codec"
+    coded = Channels(CompressionConfig.parse({"sync": {**sync, "codec": "blockint", "bits": 4}}))
+    assert "no message had min_bytes" in coded.idle_reason(5)

@@ -335,3 +335,26 @@ def test_every_file_is_described() -> None:
     present = {path.name for path in CONFIGS.glob("*.json")}
     assert len(present) >= 15
     assert [name for name in sorted(present) if f"`{name}`" not in described] == []
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "ds_config", "facts", "text"),
+    [
+        ({"versions": 2}, {"fp16": {"enabled": True}}, {}, "versions: found fp16"),
+        ({"versions": "stash"}, {}, {"pipeline": False}, "versions: found 'stash'; only a Pipe"),
+        ({"versions": 1, "correction": "pipemare"}, zero(1), {}, "correction: found 'pipemare'"),
+        (
+            {"versions": 1, "correction": "spike"}, {"bf16": {"enabled": True}}, {"pipeline": True},
+            "correction: found 'spike'",
+        ),
+    ],
+)  # fmt: skip
+def test_a_pipeline_without_a_flush_that_the_file_forbids(
+    pipeline: dict[str, Any], ds_config: dict[str, Any], facts: dict[str, Any], text: str
+) -> None:
+    block = CompressionConfig.parse({"pipeline": pipeline})
+    with pytest.raises(ConfigError) as caught:
+        check(block, ds_config, **facts)
+    assert f"compression.pipeline.{text}" in str(caught.value)
+    assert check(block, {}, pipeline=True) == []
+    assert check(CompressionConfig.parse({"pp": "bf16"}), {"fp16": {"enabled": True}}) == []

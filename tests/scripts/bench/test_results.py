@@ -66,6 +66,20 @@ def test_loss_chapter_of_torchs_engines(tmp_path: Path) -> None:
     assert not (out / "loss.md").exists()
 
 
+def test_feedback_chapter(tmp_path: Path) -> None:
+    """Its pictures have names of their own, beside those of the chapter of losses."""
+    pytest.importorskip("matplotlib")
+    study, out = tmp_path / "study", tmp_path / "out"
+    for seed in (0, 1):
+        for name in ("baseline", "4 bits", "4 bits, feedback 8"):
+            finish(study, "dp2", name, seed, 1.0)
+    assert results.main(["--feedback", str(study), "--out", str(out)]) == 0
+    text = (out / "feedback.md").read_text()
+    assert "(feedback_dp2.png)" in text and "| 4 bits, feedback 8 | 2 |" in text
+    assert "Not measured yet with several seeds: ddp2." in text
+    assert (out / "feedback_dp2.png").is_file() and not (out / "loss_dp2.png").exists()
+
+
 def test_gpu_chapter(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     source, out = tmp_path / "gpu", tmp_path / "out"
