@@ -10,8 +10,8 @@ of all requests on both sides, so more than the process that holds the store has
 rank does with an answer, which all ranks do at once, counts for that rank alone.
 
 Then one rank begins a session as an engine does, with the others' statements made up: it agrees,
-names its parameters and finds the nodes of all ranks. Left out are torch's own subgroups, which it
-makes one after the other with a barrier of the whole job for each; their number is printed.
+names its parameters and finds the nodes of all ranks. Left out are torch's own subgroups, of
+which a rank connects in its own two; their number is printed.
 """
 
 from __future__ import annotations
