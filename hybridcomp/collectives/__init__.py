@@ -15,9 +15,8 @@ from hybridcomp.collectives.moves import all_gather, all_to_all, gather_words
 from hybridcomp.collectives.owner_reduction import owner_hops, reduce_to_owners
 from hybridcomp.collectives.reductions import all_reduce, all_reduce_codecs
 from hybridcomp.collectives.rooted import broadcast, broadcast_native, reduce, reduce_native
-from hybridcomp.collectives.scatter_reduction import reduce_scatter
+from hybridcomp.collectives.scatter_reduction import Shards, reduce_scatter
 from hybridcomp.collectives.send_recv import recv, send
-from hybridcomp.collectives.shards import Shards
 from hybridcomp.collectives.wire import (
     Group,
     Handle,

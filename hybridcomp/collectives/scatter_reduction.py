@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from hybridcomp.codecs.quantized_residual import Residual, as_fp32
-from hybridcomp.collectives.fused import fused_reduce_scatter
+from hybridcomp.collectives.fused import adjacent, fused_reduce_scatter
 from hybridcomp.collectives.hierarchical.intra_node import join_columns, node_sum
 from hybridcomp.collectives.reduce_parts import ReducedPart, sum_parts
-from hybridcomp.collectives.shards import Shards, joined
 from hybridcomp.collectives.wire import (
     POOL,
     Range,
@@ -28,6 +28,34 @@ from hybridcomp.collectives.wire import (
     stretches,
 )
 from hybridcomp.errors import CodecError
+
+
+class Shards(Sequence[Tensor]):
+    """A flat tensor as shards, one for each rank, that nobody cuts until asked.
+
+    Attributes:
+        flat: 1-D and contiguous.
+        numel: elements of a shard; the last one may be shorter.
+    """
+
+    def __init__(self, flat: Tensor, numel: int) -> None:
+        self.flat, self.numel = flat, numel
+
+    def __len__(self) -> int:
+        return -(-self.flat.numel() // self.numel) if self.numel else 0
+
+    @overload
+    def __getitem__(self, rank: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, rank: slice) -> list[Tensor]: ...
+
+    def __getitem__(self, rank: int | slice) -> Tensor | list[Tensor]:
+        if isinstance(rank, slice):
+            return [self[each] for each in range(*rank.indices(len(self)))]
+        place = range(len(self))[rank] * self.numel
+        return self.flat[place : place + self.numel]
+
 
 #: one for each shard that this rank encodes (``Group.receivers``)
 Residuals = Sequence[Residual] | None
@@ -88,7 +116,9 @@ def _in_two_levels(
     assert levels is not None
     codec = how.codec.for_presummed(levels.width)
     # 1
-    values, lengths, column = join_columns(shards, levels)
+    values, lengths, column = join_columns(
+        shards, _joined(shards) if levels.is_regular else None, levels
+    )
     if not values.numel():
         return values.to(torch.float32)
     buffer, work = yield from node_sum(values, lengths, codec, how)
@@ -127,7 +157,7 @@ def _flat(
     (codec,) = how.codec.split_error_budget(1, len(shards), exact=1)
     how.meter.use(codec.spec)
     fused = None if cuts and any(cuts) else codec.fused(total.device)
-    flat = None if fused is None else joined(shards)
+    flat = None if fused is None else _joined(shards)
     left = None if flat is None or residuals is None else _joined_residuals(residuals)
     if fused is not None and flat is not None and (residuals is None or left is not None):
         only = Reduction(codec, how.group, how.meter, residual=left)
@@ -136,10 +166,15 @@ def _flat(
     return _in_rounds(shards, total, residuals, cuts, hop)
 
 
+def _joined(shards: Sequence[Tensor]) -> Tensor | None:
+    """Return the shards as one tensor if they are one in memory, else None."""
+    return shards.flat if isinstance(shards, Shards) else adjacent(shards)
+
+
 def _joined_residuals(residuals: Sequence[Residual]) -> Tensor | None:
-    """Return fp32 residuals as ``joined`` does; None for those of fewer bits."""
+    """Return fp32 residuals as ``_joined`` does; None for those of fewer bits."""
     wide = [one for one in residuals if isinstance(one, Tensor)]
-    return joined(residuals if isinstance(residuals, Shards) else wide) if wide else None
+    return _joined(residuals if isinstance(residuals, Shards) else wide) if wide else None
 
 
 def _in_rounds(

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives.shards import joined
 from hybridcomp.collectives.wire import (
     POOL,
     Levels,
@@ -70,14 +69,16 @@ def node_sum(
     return buffer, total.to(values.dtype) if codec.lossless and not how.flush else total
 
 
-def join_columns(shards: Sequence[Tensor], levels: Levels) -> tuple[Tensor, list[int], list[int]]:
+def join_columns(
+    shards: Sequence[Tensor], flat: Tensor | None, levels: Levels
+) -> tuple[Tensor, list[int], list[int]]:
     """Join ``shards``, by group rank, in the order in which ``node_sum`` takes them.
 
     Returns ``(values, elements for each local rank, elements of this rank's column by node)``.
-    Equal shards that follow each other in memory are brought into that order by one copy, in a
-    time that does not grow with the group where they are ``Shards``.
+    ``flat``: the shards as one tensor, where they are one in memory and nodes are regular. Equal
+    ones are brought into that order by one copy.
     """
-    flat, each = joined(shards) if levels.is_regular else None, shards[0].numel()
+    each = shards[0].numel()
     if flat is not None and flat.numel() == each * len(shards):
         cube = flat.view(levels.nodes, levels.width, each)
         return (
