@@ -17,8 +17,7 @@ def check(settings: AsyncPipelineConfig, job: DeepSpeedJob) -> None:
     if not settings.waitless:
         return
     if job.pipeline is False:
-        todo = "only a PipelineModule's own schedule goes on without a flush; remove it"
-        raise ConfigError(KEY, settings.versions, todo)
+        raise no_schedule(settings)
     fp16 = bool(job.get("fp16.enabled", False))
     check_precision(settings, fp16=fp16, bf16=job.bf16, stage=job.stage)
 
@@ -31,3 +30,9 @@ def check_precision(settings: AsyncPipelineConfig, *, fp16: bool, bf16: bool, st
     if settings.correction in ("pipemare", "spike") and (bf16 or stage):
         todo = "it moves the optimizer's own weights: train in fp32 with ZeRO stage 0"
         raise ConfigError(f"{BLOCK}.pipeline.correction", settings.correction, todo)
+
+
+def no_schedule(settings: AsyncPipelineConfig) -> ConfigError:
+    """Return the error for a model that is no PipelineModule with a schedule of its own."""
+    todo = "only a PipelineModule's own schedule goes on without a flush; remove it"
+    return ConfigError(KEY, settings.versions, todo)

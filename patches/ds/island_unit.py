@@ -23,6 +23,7 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.job import peer_liveness
 from hybridcomp.patches.common import island_steps
 from hybridcomp.patches.common.parameter_names import named_once
+from hybridcomp.patches.ds import partitions
 from hybridcomp.sync import Islands, Masters
 
 KEY = "compression.sync"
@@ -137,9 +138,10 @@ def masters_of(engine: Any) -> Masters:
     for name, replicated in _KEPT:
         tensors = getattr(optimizer, name, None)
         if tensors:
+            ranges = _ranges(optimizer, tensors)
             return Masters(
-                [(f"group {index}", tensor.numel()) for index, tensor in enumerate(tensors)],
-                functools.partial(_data, tensors),
+                [(f"group {index} at {low}", high - low) for index, low, high in ranges],
+                functools.partial(_data, tensors, ranges),
                 functools.partial(_written, optimizer),
                 replicated,
             )
@@ -156,8 +158,20 @@ def masters_of(engine: Any) -> Masters:
     )
 
 
-def _data(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.data for tensor in tensors]
+def _ranges(optimizer: Any, tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
+    """Return what holds weights: index of a flat tensor, beginning and end.
+
+    The padding of stage 3 is left out: it may be NaN, and a meeting that finds NaN is skipped.
+    """
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        groups = [partitions.stretches(group) for group in optimizer.fp16_groups]
+    else:
+        groups = [[(0, tensor.numel())] for tensor in tensors]
+    return [(index, low, high) for index, group in enumerate(groups) for low, high in group]
+
+
+def _data(tensors: Sequence[Tensor], ranges: Sequence[tuple[int, int, int]]) -> list[Tensor]:
+    return [tensors[index].data[low:high] for index, low, high in ranges]
 
 
 def _written(optimizer: Any) -> None:

@@ -25,7 +25,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import Channels, channels_of
@@ -40,6 +39,7 @@ from hybridcomp.patches.ds.offload_sums import (
     offloads,
     upload,
 )
+from hybridcomp.patches.ds.partitions import filled
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
 
@@ -73,7 +73,7 @@ def make_partition_grads(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _copy(optimizer: Any, channels: Channels, param: Any, part: Tensor) -> bool:
     """Copy this rank's part of the gradient of ``param`` to the host; False: left to upstream."""
-    if param.partition_numel() * dist.get_rank(param.ds_process_group) >= param.ds_numel:
+    if not filled(param):
         return False  # only padding
     key = optimizer.get_param_id(param)
     group, start, _ = optimizer.grad_position[key]
@@ -201,11 +201,9 @@ def _zero_padding(params: list[Any], master: Tensor) -> None:
     """
     start = 0
     for param in params:
-        size = param.partition_numel()
-        filled = param.ds_numel - size * dist.get_rank(param.ds_process_group)
-        if filled < size:
-            master[start + max(0, filled) : start + size].zero_()
-        start += size
+        stop = start + param.partition_numel()
+        master[start + filled(param) : stop].zero_()
+        start = stop
 
 
 def make_get_fp32_grad(original: Callable[..., Any]) -> Callable[..., Any]:

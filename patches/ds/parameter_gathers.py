@@ -36,6 +36,7 @@ from hybridcomp.channels import ATTRIBUTE, AllGather, Channel, Channels, channel
 from hybridcomp.channels.parameter_deltas import GatherParameters
 from hybridcomp.codecs.base import Codec
 from hybridcomp.patches.common.scope import Scope
+from hybridcomp.patches.ds.partitions import filled
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
 
@@ -212,10 +213,7 @@ def _zero_padding(coordinator: Any, params: Iterable[Any]) -> None:
     stream = coordinator._PartitionedParameterCoordinator__allgather_stream
     with get_accelerator().stream(stream), torch.no_grad():
         for param in params:
-            start = param.ds_tensor.ds_numel * dist.get_rank(param.ds_process_group)
-            filled = max(0, param.ds_numel - start)
-            if filled < param.ds_tensor.ds_numel:
-                param.ds_tensor[filled:].zero_()
+            param.ds_tensor[filled(param) :].zero_()
 
 
 @contextmanager

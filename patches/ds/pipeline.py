@@ -39,6 +39,7 @@ from hybridcomp.patches.ds.pipeline_values import carries_values
 from hybridcomp.patches.ds.posted_messages import PostedForm
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
+from hybridcomp.rules.ds_pipeline import no_schedule
 
 ENGINE = "deepspeed.runtime.pipe.engine"
 P2P = "deepspeed.runtime.pipe.p2p"
@@ -244,8 +245,7 @@ def attached(engine: Any, channels: Channels) -> None:
 
     settings = channels.config.pipeline
     if settings.waitless and (not isinstance(engine, PipelineEngine) or is_dualpipev(engine)):
-        todo = "only a PipelineModule's own schedule goes on without a flush; remove it"
-        raise ConfigError("compression.pipeline.versions", settings.versions, todo)
+        raise no_schedule(settings)
     if not isinstance(engine, PipelineEngine):
         return
     if not is_dualpipev(engine):

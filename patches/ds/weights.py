@@ -17,6 +17,7 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common.parameter_names import named_once
 from hybridcomp.patches.ds.job_facts import tensor_ranks
+from hybridcomp.patches.ds.partitions import filled
 from hybridcomp.publishing import EngineWeights, Held, WeightRange
 
 KEY = "publish"
@@ -65,7 +66,7 @@ def _range_of(name: str, parameter: Any) -> Held:
     """Return the range of a parameter of stage 3, without the padding behind its end."""
     size = int(parameter.ds_tensor.ds_numel)
     start = min(dist.get_rank(parameter.ds_process_group) * size, int(parameter.ds_numel))
-    numel = min(size, int(parameter.ds_numel) - start)
+    numel = filled(parameter)
     return Held(WeightRange(name, start, numel), _Living(parameter, numel).part)
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hybridcomp.errors import CheckpointError, ConfigError
+from hybridcomp.patches.ds import partitions
 from tests.ranks import run_ranks
 from tests.training.trainer import Job, ds_config, make_engine, parameters, train_step
 
@@ -30,6 +33,23 @@ def _told(job: Job, text: str) -> str:
     return f"{job}: {text}"
 
 
+def spoil_padding(optimizer: Any) -> None:
+    """Write NaN behind the end of each partition of stage 3, which upstream never writes."""
+    spoiled = 0
+    for flat_group, group in zip(
+        optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True
+    ):
+        start = 0
+        for parameter in group:
+            stop = start + parameter.partition_numel()
+            padding = flat_group.data[start + partitions.filled(parameter) : stop]
+            padding.fill_(math.nan)
+            spoiled += padding.numel()
+            start = stop
+    # the model has a parameter of one element, and an island has two ranks
+    assert spoiled or dist.get_rank() % 2 == 0
+
+
 def every_step(jobs: list[Job]) -> None:
     """Islands that meet every step, with SGD inside and outside, are one native job."""
     for job in jobs:
@@ -38,13 +58,13 @@ def every_step(jobs: list[Job]) -> None:
         for block in (None, LOCAL):
             one = replace(plain, block=block)
             engine = make_engine(one)
+            if job.stage == 3:
+                spoil_padding(engine.optimizer)
             for step in range(4):
                 train_step(engine, one, step)
             found.append(flat(engine))
             engine.destroy()
-        # Native sums gradients in bf16, and islands sum their moves in fp32: after four steps
-        # some weights near 1 are two bf16 steps of 2**-7 apart.
-        atol = 1e-6 if job.dtype == "fp32" else 2**-6
+        atol = 1e-6 if job.dtype == "fp32" else 1e-2
         msg = functools.partial(_told, job)
         torch.testing.assert_close(found[1], found[0], rtol=0, atol=atol, msg=msg)
 
