@@ -15,6 +15,7 @@ from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.presets import PRESETS
 from hybridcomp.dimensions import BETWEEN_RANKS, ROWS, Dimension
 from hybridcomp.errors import ConfigError
+from hybridcomp.plan import meetings
 from hybridcomp.plan.pays import DEVICES, Coder, MessageGroup, bits, codecs_of, cost, step_cost
 
 #: ranks that share a message by default
@@ -38,8 +39,11 @@ def run(options: argparse.Namespace) -> int:
         speeds = dict.fromkeys(device.speeds, options.codec_gbs)
         device = replace(device, what=f"{options.codec_gbs:g} GB/s", speeds=speeds)
     codecs = codecs_of(config)
+    if config.sync.acts and options.link is not None:
+        print(meeting_line(config, job, device, options))
     if not codecs:
-        print(f"{options.block}: nothing that goes from rank to rank is compressed")
+        else_ = " else" if config.sync.acts else ""
+        print(f"{options.block}: nothing{else_} that goes from rank to rank is compressed")
         return 0
     there = BETWEEN_RANKS if file is None else file.dimensions(config)
     if file is not None and BLOCK not in file.settings:
@@ -135,6 +139,22 @@ def table(
             below = "native" if nbytes < config.min_bytes else f"{found.pays_below / 1e9:.3g}"
             cells += f"{below:>12}"
         yield f"{told:13} {codec.spec[:26]:26} {bits(codec, job.dtype):5.1f} {cells}"
+
+
+def meeting_line(
+    config: CompressionConfig, job: MessageGroup, device: Coder, options: argparse.Namespace
+) -> str:
+    """Return the estimate of a meeting of islands, and how often they should meet."""
+    sync = config.sync
+    codec = sync.codec_of("forward")
+    found = meetings.estimated(options.parameters, job.ranks, 1e9 * options.link, codec, device)
+    share = found.seconds / (found.seconds + sync.every * options.compute)
+    return (
+        f"A meeting of {job.ranks} islands sends {found.nbytes / 1e6:.5g} MB of a rank in "
+        f"{found.seconds:.3g} s, {share:.1%} of the time with every {sync.every} steps of "
+        f"{options.compute:g} s; every {found.every(options.compute)} steps it is "
+        f"{meetings.SHARE:.0%} or less (an estimate)"
+    )
 
 
 def step_line(

@@ -110,7 +110,7 @@ def test_what_pays_prints_is_what_the_page_shows(
             shown = " ".join(output.body.removesuffix("...\n").split())
             assert shown in printed, command.body
             tried += 1
-    assert tried == 3
+    assert tried == 4
 
 
 def test_what_pays_says_of_four_nodes(

@@ -16,6 +16,7 @@ from hybridcomp.plan.answer.report import answer, duration
 from hybridcomp.plan.machines import cluster_file
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.missing import missing
+from hybridcomp.plan.meetings import proposal
 from hybridcomp.plan.models.model import Model
 from hybridcomp.plan.models.reading import read_model
 from hybridcomp.plan.plan import Plan
@@ -68,12 +69,21 @@ def _run(options: argparse.Namespace) -> int:
     for line in missing(cluster, offload, options.engine):
         print(f"note: {options.cluster} says {line}")
     for note in (*without_effect(options, cluster),
+                 islands(found.plans[0], cluster, model),
                  files.left_to_script(best, options.command),
                  files.unknown_places(best, options.command, cluster)):  # fmt: skip
         if note:
             print(f"note: {note}")
     _draw(options, found, cluster)
     return 0
+
+
+def islands(best: Plan, cluster: Cluster, model: Model) -> str | None:
+    """Return what islands would make of the ``best`` plan, or why nobody can say."""
+    try:
+        return proposal(best, cluster, model)
+    except HybridcompError as error:
+        return f"whether islands that meet now and then would be faster is not known: {error}"
 
 
 def unpriced(found: Found, options: argparse.Namespace) -> str:
