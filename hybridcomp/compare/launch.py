@@ -250,6 +250,9 @@ def block_of(text: str) -> tuple[str, dict[str, Any]]:
     CompressionConfig.parse(block)
     if name == BASELINE or not name:
         raise CompareError(f"--candidate {text}: expected another name than {BASELINE!r}")
+    if name != Path(name).name or name == ".." or "\0" in name:
+        todo = "it names the folder of its runs; expected a name without / that is not .."
+        raise CompareError(f"--candidate {name!r}: {todo}")
     return name, block
 
 

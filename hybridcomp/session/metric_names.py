@@ -33,13 +33,16 @@ apply_ms            likewise: of the slowest receiver; where receivers answer   
 meetings            meetings of islands, by fragment; skipped: those with NaN
 meet_wait_ms        time for which rank 0 waited for messages of meetings                ms
 drift               norm of what islands have not in common, over that of the weights
-staleness           meetings that an island was ahead
+staleness           meetings that an island was ahead; of a pipeline that does not wait: the most
+                    steps so far by which gradients of the first stage were late
+held                versions of the weights that the first stage has held at once, the most so far
+drains              how often such a pipeline was emptied so far
 =================== ==================================================================== =========
 
 The first four keep their names, one record a step. The others are of one dimension and direction,
 since the previous report: in JSON lines ``dimensions.<dimension>.<direction>.<figure>``
-(``residual_norm``, the totals and the rows ``publish`` and
-``sync`` beside ``dimensions``), elsewhere
+(``residual_norm``, the totals and the rows ``publish``,
+``sync`` and ``pipeline`` beside ``dimensions``), elsewhere
 ``train/compression/<dimension>[/<direction>]/<figure>``, without the direction for dp and zero,
 which have one, ``train/compression/publish/<figure>``, and ``train/compression/<figure>``. Hugging
 Face's Trainer adds ``train/`` itself: in its log they are ``compression/...``.

@@ -18,6 +18,7 @@ gradients, and so clipping, is that of the stage.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -46,6 +47,7 @@ class AsyncPipeline:
     Attributes:
         order: passes of this stage. versions: weights that it holds.
         engaged: whether the last batch ran without a flush.
+        drains: how often the pipeline was emptied.
     """
 
     def __init__(self, engine: Any, settings: AsyncPipelineConfig, posts: PostedMessages) -> None:
@@ -57,6 +59,7 @@ class AsyncPipeline:
         )
         self.data = ReadAhead(engine)
         self.engaged = self._is_running = False
+        self.drains = self._reported = 0
 
     @property
     def first(self) -> int:
@@ -107,12 +110,22 @@ class AsyncPipeline:
             return
         say(f"the pipeline is drained {why}, and starts again")
         self._is_running = False
+        self.drains += 1
+        self._reported = 0
         self.posts.drain()
         self.order.begin(self.versions.newest)
         self.versions.drop()
         self.data.replay()
         for slots in self.engine.pipe_buffers.values():
             slots[:] = [None] * len(slots)
+
+    def row(self) -> dict[str, float] | None:
+        """Return the figures of a report: the most so far; None where no batch ran since."""
+        if self.order.backwarded == self._reported:
+            return None
+        self._reported = self.order.backwarded
+        late, held = self.order.staleness, self.versions.most_held
+        return {"staleness": float(late), "held": float(held), "drains": float(self.drains)}
 
     def close(self) -> None:
         """Free weights and hooks. No message."""
@@ -219,6 +232,32 @@ class AsyncPipeline:
         if names:
             engine.agg_additional_losses = dict(zip(names, values[2:].clone(), strict=True))
         return found
+
+
+class PipelineRow:
+    """A ``StepFollower`` that reports a pipeline; held weakly, as the session outlives engines."""
+
+    name = "pipeline"
+
+    def __init__(self, pipeline: AsyncPipeline) -> None:
+        self._known = weakref.ref(pipeline)
+
+    def before_step(self) -> None:
+        """Do nothing."""
+
+    def after_step(self, step: int) -> None:
+        """Do nothing."""
+
+    def after_skip(self) -> None:
+        """Do nothing."""
+
+    def row(self) -> dict[str, float] | None:
+        """Return the figures of this stage; rank 0 is of the first, whose gradients are latest."""
+        pipeline = self._known()
+        return None if pipeline is None else pipeline.row()
+
+    def close(self) -> None:
+        """Do nothing: the engine frees its pipeline."""
 
 
 def start(engine: Any, channel: Channel, settings: AsyncPipelineConfig) -> AsyncPipeline:

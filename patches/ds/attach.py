@@ -31,7 +31,7 @@ from hybridcomp.patches.ds import (
     weights,
 )
 from hybridcomp.patches.ds.job_facts import loss_scale
-from hybridcomp.patches.ds.pipe import close
+from hybridcomp.patches.ds.pipe import PIPE, Pipe, close
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import IN_PLACE, Seam
 from hybridcomp.policy import Dimension
@@ -155,6 +155,7 @@ def _attach(
     channels.common = job_facts.common_names(engine)
     for attached in WHEN_ATTACHED.get("deepspeed", ()):
         attached(engine, channels)
+    _report_pipeline(engine, session)
     session.say(*notes)
     session.place(_data_parallel(engine))
     dtypes = dict.fromkeys(parameter.dtype for parameter in engine.module.parameters())
@@ -176,6 +177,14 @@ def _attach(
     process.share_session(engine, session)
     session.open_reporter()
     session.warn(dtypes)
+
+
+def _report_pipeline(engine: Any, session: EngineSession) -> None:
+    pipe: Pipe | None = getattr(engine, PIPE, None)
+    if pipe is not None and pipe.waitless is not None:
+        from hybridcomp.patches.ds.async_pipeline import PipelineRow
+
+        session.follow(PipelineRow(pipe.waitless))
 
 
 def _meet(engine: Any, session: EngineSession) -> None:

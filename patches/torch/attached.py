@@ -192,5 +192,13 @@ class Attached:
         """
         stateful.load(self, state.state if isinstance(state, stateful.SavedState) else state)
 
+    def __deepcopy__(self, memo: object) -> None:
+        """Return nothing: a copy of a model has none of its channels, hooks and optimizers."""
+        if not self.is_detached:
+            say(
+                "copy.deepcopy of an attached model: the copy sends natively; if it is trained, "
+                "too, call hybridcomp.attach on it"
+            )
+
     def __reduce__(self) -> tuple[type[stateful.SavedState], tuple[dict[str, Any]]]:
         return stateful.SavedState, (self.state_dict(),)

@@ -34,6 +34,10 @@ class Slot:
         self.reducer: weakref.ref[Reduce] | None = None
         self._model = weakref.ref(model)
 
+    def serves(self, model: object) -> bool:
+        """Return whether this is the slot of ``model``, not one that was copied along with it."""
+        return self._model() is model
+
     def leave(self, reducer: Reduce) -> None:
         """Let torch.distributed sum from now on, if ``reducer`` is the current one."""
         if self.reducer is not None and self.reducer() is reducer:
@@ -75,7 +79,8 @@ def occupy(model: DistributedDataParallel, reducer: Reduce) -> Slot:
 
 def slot_of(model: Any) -> Slot | None:
     """Return the slot of a model, None if it was never attached."""
-    return next((state for _, state in model._comm_hooks if isinstance(state, Slot)), None)
+    slots = (state for _, state in model._comm_hooks if isinstance(state, Slot))
+    return next((slot for slot in slots if slot.serves(model)), None)
 
 
 def _register(model: DistributedDataParallel) -> Slot:
@@ -89,7 +94,7 @@ def _register(model: DistributedDataParallel) -> Slot:
     }
     slot = Slot(model)
     try:
-        model.register_comm_hook(slot, hybridcomp_hook)
+        type(model).register_comm_hook(model, slot, hybridcomp_hook)  # a copy has _refuse, too
     except RuntimeError as error:
         todo = (
             f"DDP takes one communication hook and this model has one ({error}); remove that one, "

@@ -125,6 +125,9 @@ def test_blocks(tmp_path: Path) -> None:
         block_of("a={dp")
     with pytest.raises(CompareError, match="another name"):
         block_of("baseline=zhybrid")
+    for name in ("../over", "a/b", "..", ".", "/tmp/x"):
+        with pytest.raises(CompareError, match="names the folder of its runs"):
+            block_of(f"{name}=zhybrid")
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ class AsyncOutcome:
     evaluations: list[float]
     most_held: int = 1
     staleness: int = 0
+    row: dict[str, float] | None = None
     collectives: int = 0  # of all stages, in train_batch
 
 
@@ -189,6 +190,7 @@ class Collectives:
 def train(job: AsyncJob, stages: int, folder: str) -> AsyncOutcome:
     import hybridcomp
     from hybridcomp.patches.ds.pipe import PIPE
+    from hybridcomp.session.engine_session import session_of
 
     engine = engine_of(job, stages)
     first = 0
@@ -218,5 +220,9 @@ def train(job: AsyncJob, stages: int, folder: str) -> AsyncOutcome:
     if pipe is not None and pipe.waitless is not None:
         found.most_held = pipe.waitless.versions.most_held
         found.staleness = pipe.waitless.order.staleness
+        session = session_of(engine)
+        assert session is not None
+        (row,) = [f.row() for f in session.followers if f.name == "pipeline"]
+        found.row = None if row is None else dict(row)
     engine.destroy()
     return found

@@ -74,6 +74,8 @@ def test_recurrences(stages: int) -> None:
             ahead = (stages - 1 - stage) * (1 + (job.pipeline or {}).get("slack", 0))
             assert outcome.most_held <= held(job, ahead), f"{name}, stage {stage}"
             assert outcome.staleness == late(job, ahead), f"{name}, stage {stage}"
+            row = {"staleness": outcome.staleness, "held": outcome.most_held, "drains": 0}
+            assert outcome.row == row, "what the ledger reports"
             assert not torch.equal(found, synchronous.weights[stage][0])
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -303,3 +306,38 @@ def test_damaged_files_are_an_error_on_every_rank(tmp_path: Path) -> None:
     for first, second in run_ranks(2, damaged, tmp_path):
         assert "rank 1" in first and "is damaged" in first
         assert "rank 1" in second and "found no hybridcomp_model_" in second
+
+
+def copied() -> tuple[str, bool, float, list[str]]:
+    torch.manual_seed(0)
+    block = {"dp": {"codec": "blockint", "bits": 4}, "min_bytes": 0}
+    model = DistributedDataParallel(nn.Linear(64, 64))
+    assert hybridcomp.attach(model, block) is not None
+    said = io.StringIO()
+    with redirect_stdout(said):
+        clone = copy.deepcopy(model)
+    values = torch.randn(8, 64) * (1 + dist.get_rank())
+
+    def gradient() -> Tensor:
+        clone.zero_grad()
+        clone(values).square().sum().backward()
+        found: Tensor = clone.module.weight.grad
+        return found.clone()
+
+    native = gradient()
+    mean = torch.empty_like(native)
+    dist.all_reduce(mean.copy_(native))
+    attached = hybridcomp.attach(clone, block)
+    assert attached is not None
+    error = float((gradient() - native).abs().max() / native.abs().max())
+    entries = attached.channels.ledger.interval.items()
+    sent = [str(name) for (name, _), entry in entries if entry.messages]
+    return said.getvalue(), torch.equal(mean, 2 * native), error, sent
+
+
+def test_a_copy_of_an_attached_model_is_native_and_says_so() -> None:
+    """Torch copies DDP's list of hooks, but not the hook: an attached copy gets one of its own."""
+    first, _ = run_ranks(2, copied)
+    said, same, error, sent = first
+    assert "the copy sends natively" in said and same
+    assert 0 < error < 0.2 and sent == ["dp"]
