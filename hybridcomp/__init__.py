@@ -293,8 +293,8 @@ def publish(
         engine: an engine of DeepSpeed (ZeRO 0 to 3), torch's DistributedDataParallel or the root of
             fully_shard, or megatron-core's DistributedDataParallel (a list of them with virtual
             pipeline stages).
-        to: a folder (``file:///...``), on the first rank a stream with ``write``, or a process
-            group of torch.distributed that the first rank shares with the receivers.
+        to: a folder (``file:///...``), on the first rank a socket, a stream with ``write``, or a
+            process group of torch.distributed that the first rank shares with the receivers.
         every: optimizer steps from one version to the next.
         anchor_every: versions from one full version to the next.
         dtype: "bf16" or "fp16" for weights that have no 16 bits; None: what the model computes

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from hybridcomp.job import small_messages
 from hybridcomp.publishing.checksums import bytes_of
 from hybridcomp.publishing.records import Manifest
-from hybridcomp.publishing.sources import Offer, StreamSource
+from hybridcomp.publishing.sources import Offer
+from hybridcomp.publishing.stream_sources import StreamSource
 from hybridcomp.publishing.streams import Stream
 
 #: bytes of a write that wait for the next one: heads of frames travel with what follows
@@ -119,6 +120,11 @@ class GroupSource(StreamSource):
             else:
                 self._needs_full = held is None
 
-    def report(self, apply_s: float, failed: bool) -> None:
+    def ask(self, held: Manifest | None) -> str:
+        """Have the next greeting say that a full version is needed."""
+        self._needs_full = True
+        return "the sender's next version is a full one: update again"
+
+    def applied(self, apply_s: float) -> None:
         """Keep what the next greeting says."""
-        self._needs_full, self._apply_s = failed, apply_s
+        self._needs_full, self._apply_s = False, apply_s

@@ -14,7 +14,7 @@ from hybridcomp.errors import CodecError, PublishError
 from hybridcomp.foreign import one_line
 from hybridcomp.publishing.checksums import XXH3, compare, digest_of, empty_mask
 from hybridcomp.publishing.parts import RAW, SAME, STEPS, PieceEntry, ReadPart
-from hybridcomp.publishing.records import ASK, Manifest
+from hybridcomp.publishing.records import DamagedVersion, Manifest
 from hybridcomp.publishing.stretches import WeightRange
 from hybridcomp.publishing.weights import DTYPES, Table, uncovered
 
@@ -87,8 +87,9 @@ class Mirror:
 def stage(manifest: Manifest, parts: Sequence[ReadPart], mirror: Mirror | None) -> CheckedVersion:
     """Check and decode all pieces of a version; changes nothing of ``mirror``.
 
-    Raises PublishError where pieces are missing or double, a value of the mirror is not what the
-    sender compared with, or payloads or decoded values have another checksum.
+    Raises PublishError where pieces are missing or double, and DamagedVersion where a value of the
+    mirror is not what the sender compared with, or payloads or decoded values have another
+    checksum.
     """
     if mirror is None:
         assert manifest.full and manifest.table is not None
@@ -136,20 +137,20 @@ def _check_cover(manifest: Manifest, table: Table, pieces: Iterable[PieceEntry])
 
 
 def _check_before(manifest: Manifest, piece: PieceEntry, held: Tensor) -> None:
-    """Raise PublishError where the mirror's values are not those that the sender compared with."""
+    """Raise DamagedVersion where values of the mirror are not what the sender compared with."""
     if not manifest.full and digest_of(held, manifest.checksum) != piece.before:
-        raise PublishError(
+        raise DamagedVersion(
             f"version {manifest.version}: {one_line(piece.stretch.name)}: the receiver's values "
             f"are not those of version {manifest.parent}: somebody has written to the mirror, "
-            f"whose tensors are for reading; {ASK}"
+            "whose tensors are for reading"
         )
 
 
 def _check_after(manifest: Manifest, piece: PieceEntry, found: str) -> None:
-    """Raise PublishError where decoded values have another checksum than the sender's."""
+    """Raise DamagedVersion where decoded values have another checksum than the sender's."""
     if found != piece.after:
         where = f"version {manifest.version}: {one_line(piece.stretch.name)}"
-        raise PublishError(f"{where}: expected checksum {piece.after}, found another; {ASK}")
+        raise DamagedVersion(f"{where}: expected checksum {piece.after}, found another")
 
 
 def _decode(
@@ -164,7 +165,7 @@ def _decode(
             CODEC.decode(payload, held if piece.coding == STEPS else None, values)
     except (CodecError, OSError, RuntimeError, ValueError) as error:
         where = f"version {manifest.version}: {one_line(piece.stretch.name)}"
-        raise PublishError(f"{where}: {one_line(error)}; copy it again: {part.name}") from None
+        raise DamagedVersion(f"{where}: {one_line(error)}; copy it again: {part.name}") from None
 
 
 def _change(manifest: Manifest, piece: PieceEntry, values: Tensor, held: Tensor) -> Change | None:

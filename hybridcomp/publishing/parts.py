@@ -21,10 +21,16 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from hybridcomp.errors import PublishError
 from hybridcomp.foreign import one_line, parsed_json
 from hybridcomp.publishing.checksums import BLAKE2B, bytes_of, digest_of
-from hybridcomp.publishing.records import Manifest, PartEntry, is_count, is_hex, need
+from hybridcomp.publishing.records import (
+    DamagedVersion,
+    Manifest,
+    PartEntry,
+    is_count,
+    is_hex,
+    need,
+)
 from hybridcomp.publishing.stretches import WeightRange
 
 PART, TAIL = b"hcpart\x01\x00", b"hcpend\x01\x00"
@@ -109,11 +115,11 @@ class ReadPart:
 
 
 def read_part(file: BinaryIO, entry: PartEntry, manifest: Manifest) -> ReadPart:
-    """Check size, head and index of a part of ``manifest``. Raises PublishError."""
+    """Check size, head and index of a part of ``manifest``. Raises DamagedVersion."""
     where = f"version {manifest.version}: {entry.file}"
     size = file.seek(0, 2)
     if size != entry.nbytes:
-        raise PublishError(
+        raise DamagedVersion(
             f"{where}: expected {entry.nbytes} bytes, found {size}: it is half-written; copy it "
             "again, or wait until it is there"
         )
@@ -125,7 +131,7 @@ def read_part(file: BinaryIO, entry: PartEntry, manifest: Manifest) -> ReadPart:
         need(found == mine, "its version")
         return ReadPart(file, entry.file, [_piece(row, end, manifest) for row in index["pieces"]])
     except (KeyError, TypeError, ValueError, struct.error) as error:
-        raise PublishError(
+        raise DamagedVersion(
             f"{where}: expected a part of this version, found {one_line(error)}; copy it again "
             "from the sender"
         ) from None

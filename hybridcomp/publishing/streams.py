@@ -2,8 +2,9 @@
 
 A frame: 16 bytes (``hcf``, its kind, the rank whose part it belongs to, the bytes that follow) and
 these bytes. Kinds: D bytes of a part, V the manifest, which ends a version, X a version that is
-given up. The other ranks hand their parts to rank 0 one after the other, a bucket at a time:
-nobody holds more than a bucket of another rank's part.
+given up, and on the way back A, which asks for a full version. The other ranks hand their parts to
+rank 0 one after the other, a bucket at a time: nobody holds more than a bucket of another rank's
+part.
 """
 
 from __future__ import annotations
@@ -22,21 +23,27 @@ from hybridcomp.publishing.encoding import Sink
 from hybridcomp.publishing.records import Manifest
 
 MARK = b"hcf"
-DATA, VERSION, ABORT = b"D", b"V", b"X"
+DATA, VERSION, ABORT, ASK = b"D", b"V", b"X", b"A"
 FRAME = struct.Struct("<3scIQ")
 #: sizes that end a part on its way to rank 0: whole, or given up after an error
 WHOLE, GIVEN_UP = 0, -1
 
 
 class Writable(Protocol):
-    """A stream to which versions are written."""
+    """A stream to which versions are written.
+
+    Where it has a method ``wants_full``, that says whether a receiver has asked for a full version.
+    """
 
     def write(self, data: memoryview | bytes, /) -> object:
         """Take all of ``data``, or return how many bytes of it were taken."""
 
 
 class Readable(Protocol):
-    """A stream from which versions are read."""
+    """A stream from which versions are read.
+
+    Where it has a method ``ask_full``, that asks the sender for a full version.
+    """
 
     def read(self, nbytes: int, /) -> bytes:
         """Return up to ``nbytes`` bytes, at least one unless the stream has ended."""
@@ -52,10 +59,7 @@ def read_frame(stream: Readable, begun: bool) -> tuple[bytes, int, int] | None:
         data = stream.read(FRAME.size - len(head))
         if not data:
             if head or begun:
-                raise PublishError(
-                    "the stream ends inside a version, which is not applied; let the sender make a "
-                    "new stream, with a full version first"
-                )
+                raise cut()
             return None
         head += data
     mark, kind, rank, nbytes = FRAME.unpack(head)
@@ -65,6 +69,14 @@ def read_frame(stream: Readable, begun: bool) -> tuple[bytes, int, int] | None:
             "receiver a stream that only a publisher writes to"
         )
     return kind, rank, nbytes
+
+
+def cut() -> PublishError:
+    """Make the error about a stream that ends inside a version."""
+    return PublishError(
+        "the stream ends inside a version, which is not applied; let the sender make a new stream, "
+        "with a full version first"
+    )
 
 
 def write_all(stream: Writable, data: memoryview | bytes) -> None:
@@ -97,8 +109,9 @@ class Stream(Destination):
         self._lost: Exception | None = None  # what went wrong while others sent
 
     def wants_full(self) -> bool:
-        """Return False: a stream has no way back."""
-        return False
+        """Return whether the receiver has asked, where the stream has a way back."""
+        hook: Callable[[], object] | None = getattr(self._stream, "wants_full", None)
+        return hook is not None and bool(hook())
 
     def begin(self, version: int, rank: int) -> Sink:
         """Return what writes this rank's part to the stream, or sends it to rank 0."""
