@@ -14,7 +14,6 @@ from hybridcomp.codecs import StepCode
 from hybridcomp.errors import PublishError
 from hybridcomp.publishing.checksums import bytes_of, compare, digest_of
 from hybridcomp.publishing.parts import (
-    ALIGN,
     ALONE,
     RAW,
     SAME,
@@ -23,6 +22,7 @@ from hybridcomp.publishing.parts import (
     part_end,
     part_head,
 )
+from hybridcomp.publishing.spools import ALIGN
 from hybridcomp.publishing.stretches import WeightRange
 from hybridcomp.publishing.weights import DTYPES, DividedWeights, Owned
 

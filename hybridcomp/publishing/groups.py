@@ -8,21 +8,24 @@ uint8. The sender waits for receivers that have not called ``update`` yet.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hybridcomp.job import small_messages
 from hybridcomp.publishing.checksums import bytes_of
 from hybridcomp.publishing.records import Manifest
 from hybridcomp.publishing.sources import Offer
 from hybridcomp.publishing.stream_sources import StreamSource
-from hybridcomp.publishing.streams import Stream
+from hybridcomp.publishing.streams import Stream, tensor_of
 
 #: bytes of a write that wait for the next one: heads of frames travel with what follows
 SMALL = 64
+ANNOUNCED = struct.Struct(f"<QQ{SMALL}s")
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
@@ -43,25 +46,35 @@ def greet(
 
 
 class _Broadcasts:
-    """Writes bytes as broadcasts of this rank: a size, then the bytes."""
+    """Writes bytes as broadcasts of this rank: an announcement, then what is long as it is.
+
+    An announcement is ``ANNOUNCED``: how many bytes it holds itself, how many follow, and its own.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._device = group, device_of(group)
         self._waiting = bytearray()
 
     def write(self, data: memoryview | bytes, /) -> None:
-        self._waiting += data
         if len(data) > SMALL:
+            self._announce(len(data))
+            self._send(tensor_of(data))
+            return
+        if len(self._waiting) + len(data) > SMALL:
             self.flush()
+        self._waiting += data
 
     def flush(self) -> None:
         if self._waiting:
-            source = dist.get_rank()
-            size = torch.tensor([len(self._waiting)], dtype=torch.int64, device=self._device)
-            dist.broadcast(size, source, group=self._group)
-            values = torch.frombuffer(self._waiting, dtype=torch.uint8).to(self._device)
-            dist.broadcast(values, source, group=self._group)
-            self._waiting = bytearray()
+            self._announce(0)
+
+    def _announce(self, follows: int) -> None:
+        held, self._waiting = self._waiting, bytearray()
+        head = ANNOUNCED.pack(len(held), follows, bytes(held))
+        self._send(tensor_of(head))
+
+    def _send(self, values: Tensor) -> None:
+        dist.broadcast(values.to(self._device), dist.get_rank(), group=self._group)
 
 
 class _Heard:
@@ -71,16 +84,33 @@ class _Heard:
         self._group, self._device = group, device_of(group)
         self._source = dist.get_global_rank(group, sender)
         self._left = memoryview(b"")
+        self._follows = 0  # bytes of the broadcast that comes next
 
     def read(self, nbytes: int, /) -> bytes:
+        room = bytearray(nbytes)
+        return bytes(room[: self.readinto(memoryview(room))])
+
+    def readinto(self, room: memoryview, /) -> int:
+        """Fill ``room`` as far as one broadcast does; what is long is received right into it."""
+        if not len(self._left) and not self._follows:
+            head = self._receive(torch.empty(ANNOUNCED.size, dtype=torch.uint8))
+            held, self._follows, data = ANNOUNCED.unpack(bytes_of(head))
+            self._left = memoryview(data)[:held]
         if not len(self._left):
-            size = torch.empty(1, dtype=torch.int64, device=self._device)
-            dist.broadcast(size, self._source, group=self._group)
-            values = torch.empty(int(size.item()), dtype=torch.uint8, device=self._device)
-            dist.broadcast(values, self._source, group=self._group)
-            self._left = bytes_of(values.cpu())
-        found, self._left = bytes(self._left[:nbytes]), self._left[nbytes:]
+            follows, self._follows = self._follows, 0
+            if follows <= len(room):
+                self._receive(torch.frombuffer(room[:follows], dtype=torch.uint8))
+                return follows
+            self._left = bytes_of(self._receive(torch.empty(follows, dtype=torch.uint8)))
+        found = min(len(room), len(self._left))
+        room[:found], self._left = self._left[:found], self._left[found:]
         return found
+
+    def _receive(self, into: Tensor) -> Tensor:
+        """Receive a broadcast into ``into``, on the host, and return it."""
+        values = into.to(self._device)
+        dist.broadcast(values, self._source, group=self._group)
+        return into if values is into else into.copy_(values)
 
 
 class GroupDestination(Stream):

@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from hybridcomp.publishing.checksums import in_threads
 from hybridcomp.publishing.destinations import PARTS, manifests_in, read_manifest_file
 from hybridcomp.publishing.parts import ReadPart, read_part
 from hybridcomp.publishing.records import DamagedVersion, Manifest
+from hybridcomp.publishing.spools import FileBytes, PartBytes
 
 #: what to do where nothing leads back to the sender
 BY_HAND = "Publisher.ask_full() on the sender makes its next version a full one"
@@ -26,14 +27,14 @@ BY_HAND = "Publisher.ask_full() on the sender makes its next version a full one"
 
 @dataclass
 class Offer:
-    """A version that is there: its manifest, and its parts as files."""
+    """A version that is there: its manifest, and its parts."""
 
     manifest: Manifest
-    files: list[BinaryIO]
+    data: Sequence[PartBytes]
 
     def parts(self) -> list[ReadPart]:
         """Check and return the parts."""
-        found = zip(self.files, self.manifest.parts, strict=True)
+        found = zip(self.data, self.manifest.parts, strict=True)
         return in_threads(lambda one: read_part(one[0], one[1], self.manifest), found)
 
 
@@ -84,7 +85,7 @@ class FolderSource(Source):
                     continue
                 if files is None:
                     return
-                yield Offer(manifest, files)
+                yield Offer(manifest, [FileBytes(file) for file in files])
             held = manifest
 
     def _settled(self, held: Manifest | None, until: int | None) -> Manifest | None:

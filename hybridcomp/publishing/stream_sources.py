@@ -1,18 +1,22 @@
-"""Read versions for a receiver from a stream, which is spooled to temporary files."""
+"""Read versions for a receiver from a stream, whose parts are kept until their manifest comes."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from typing import Any
+from contextlib import ExitStack, closing
+
+import torch
 
 from hybridcomp.errors import PublishError
 from hybridcomp.foreign import one_line
+from hybridcomp.publishing.checksums import bytes_of
 from hybridcomp.publishing.records import DamagedVersion, Manifest, read_manifest
 from hybridcomp.publishing.sources import BY_HAND, Offer, Source
-from hybridcomp.publishing.streams import ABORT, DATA, VERSION, Readable, cut, read_frame
+from hybridcomp.publishing.spools import IN_MEMORY, Spool
+from hybridcomp.publishing.streams import ABORT, DATA, VERSION, Readable, cut, fill, read_frame
 
+#: bytes of a frame that are received at once
+CHUNK = 1 << 26
 #: most bytes of a manifest on a stream
 MOST_MANIFEST = 1 << 30
 
@@ -23,6 +27,7 @@ class StreamSource(Source):
     def __init__(self, stream: Readable) -> None:
         """Read from ``stream``."""
         self._stream: Readable = stream
+        self._in_memory = 0  # bytes of the version that is being received
         self._has_asked = False
         self._may_be_full = True  # whether the last version may have been a full one
 
@@ -56,47 +61,48 @@ class StreamSource(Source):
         ``after_abort``: whether to wait for the next version where one is given up. Raises
         PublishError where the stream is cut.
         """
-        files: dict[int, Any] = {}
+        parts: dict[int, Spool] = {}
+        self._in_memory = 0
         self._may_be_full = True
         while True:
-            frame = read_frame(self._stream, begun=bool(files))
+            frame = read_frame(self._stream, begun=bool(parts))
             if frame is None:
                 return None
             kind, rank, nbytes = frame
             if kind == DATA:
-                if rank not in files:
-                    files[rank] = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-                self._copy(nbytes, files[rank])
+                if rank not in parts:
+                    parts[rank] = stack.enter_context(closing(Spool()))
+                self._copy(nbytes, parts[rank])
             elif kind == ABORT:
-                for file in files.values():
-                    file.close()
-                files = {}
+                for part in parts.values():
+                    part.close()
+                parts, self._in_memory = {}, 0
                 if not after_abort:
                     return None
             elif kind == VERSION:
-                return self._offer(nbytes, files)
+                return self._offer(nbytes, parts)
 
-    def _copy(self, nbytes: int, file: Any) -> None:
+    def _copy(self, nbytes: int, part: Spool) -> None:
+        """Receive the bytes of a frame into ``part``."""
         while nbytes:
-            data = self._stream.read(min(nbytes, 1 << 22))
-            if not data:
+            chunk = torch.empty(min(nbytes, CHUNK), dtype=torch.uint8)
+            if fill(self._stream, bytes_of(chunk)) < len(chunk):
                 raise cut()
-            file.write(data)
-            nbytes -= len(data)
+            fits = self._in_memory + len(chunk) <= IN_MEMORY
+            self._in_memory += len(chunk) if fits else 0
+            part.keep(chunk, fits)
+            nbytes -= len(chunk)
 
-    def _offer(self, nbytes: int, files: dict[int, Any]) -> Offer:
-        text = bytearray()
-        while len(text) < min(nbytes, MOST_MANIFEST):
-            data = self._stream.read(nbytes - len(text))
-            if not data:
-                raise cut()
-            text += data
+    def _offer(self, nbytes: int, parts: dict[int, Spool]) -> Offer:
+        text = bytearray(min(nbytes, MOST_MANIFEST))
+        if fill(self._stream, memoryview(text)) < len(text):
+            raise cut()
         manifest = read_manifest(bytes(text), "the stream's manifest")
         self._may_be_full = manifest.full
-        missing = [part.rank for part in manifest.parts if part.rank not in files]
+        missing = [part.rank for part in manifest.parts if part.rank not in parts]
         if missing:
             raise _lacks(manifest, missing)
-        return Offer(manifest, [files[part.rank] for part in manifest.parts])
+        return Offer(manifest, [parts[part.rank] for part in manifest.parts])
 
 
 def _lacks(manifest: Manifest, ranks: list[int]) -> PublishError:

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hybridcomp.errors import PublishError
 from hybridcomp.publishing.checksums import bytes_of
@@ -25,6 +26,8 @@ from hybridcomp.publishing.records import Manifest
 MARK = b"hcf"
 DATA, VERSION, ABORT, ASK = b"D", b"V", b"X", b"A"
 FRAME = struct.Struct("<3scIQ")
+#: bytes that are read at once from streams without ``readinto``
+MOST_READ = 1 << 22
 #: sizes that end a part on its way to rank 0: whole, or given up after an error
 WHOLE, GIVEN_UP = 0, -1
 
@@ -42,7 +45,9 @@ class Writable(Protocol):
 class Readable(Protocol):
     """A stream from which versions are read.
 
-    Where it has a method ``ask_full``, that asks the sender for a full version.
+    Where it has a method ``ask_full``, that asks the sender for a full version. ``readinto``, which
+    fills a writable buffer and returns how many bytes it took, is used in place of ``read``: that
+    spares a copy.
     """
 
     def read(self, nbytes: int, /) -> bytes:
@@ -54,14 +59,12 @@ def read_frame(stream: Readable, begun: bool) -> tuple[bytes, int, int] | None:
 
     ``begun``: whether a version has begun, so that the end would cut it. Raises PublishError.
     """
-    head = bytearray()
-    while len(head) < FRAME.size:
-        data = stream.read(FRAME.size - len(head))
-        if not data:
-            if head or begun:
-                raise cut()
-            return None
-        head += data
+    head = bytearray(FRAME.size)
+    found = fill(stream, memoryview(head))
+    if found < FRAME.size:
+        if found or begun:
+            raise cut()
+        return None
     mark, kind, rank, nbytes = FRAME.unpack(head)
     if mark != MARK or kind not in (DATA, VERSION, ABORT):
         raise PublishError(
@@ -69,6 +72,23 @@ def read_frame(stream: Readable, begun: bool) -> tuple[bytes, int, int] | None:
             "receiver a stream that only a publisher writes to"
         )
     return kind, rank, nbytes
+
+
+def fill(stream: Readable, room: memoryview) -> int:
+    """Read until ``room`` is full or the stream has ended; returns the bytes that were read."""
+    into: Callable[[memoryview], int] | None = getattr(stream, "readinto", None)
+    done = 0
+    while done < len(room):
+        if into is not None:
+            found = into(room[done:])
+        else:
+            data = stream.read(min(len(room) - done, MOST_READ))
+            found = len(data)
+            room[done : done + found] = data
+        if not found:
+            break
+        done += found
+    return done
 
 
 def cut() -> PublishError:
@@ -85,6 +105,12 @@ def write_all(stream: Writable, data: memoryview | bytes) -> None:
     while len(left):
         taken = stream.write(left)
         left = left[taken if isinstance(taken, int) else len(left) :]
+
+
+def tensor_of(data: memoryview | bytes) -> Tensor:
+    """Return bytes as a uint8 tensor, which shares their memory where that can be written."""
+    view = memoryview(data)
+    return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
 
 
 def device_of_messages() -> torch.device:
@@ -133,13 +159,16 @@ class Stream(Destination):
     def _pass_on(self, place: int) -> None:
         """Copy the part of one rank to the stream; after an error of it still take the part."""
         sender, device = self._ranks[place], device_of_messages()
+        room = torch.empty(0, dtype=torch.uint8, device=device)
         while True:
             size = torch.empty(1, dtype=torch.int64, device=device)
             dist.recv(size, sender)
             nbytes = int(size.item())
             if nbytes in (WHOLE, GIVEN_UP):
                 return
-            data = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            if room.numel() < nbytes:
+                room = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            data = room[:nbytes]
             dist.recv(data, sender)
             try:
                 if self._lost is None:
@@ -186,8 +215,7 @@ class _Relay:
     def write(self, data: memoryview, /) -> None:
         if len(data):
             _send_size(self._writer, len(data))
-            values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            dist.send(values.to(self._device), self._writer)
+            dist.send(tensor_of(data).to(self._device), self._writer)
 
 
 def _send_size(writer: int, size: int) -> None:

@@ -24,6 +24,10 @@ class TwoWay:
         """Return up to ``nbytes`` bytes; none at the end of the stream."""
         return self._socket.recv(nbytes)
 
+    def readinto(self, room: memoryview, /) -> int:
+        """Receive into ``room``; return how many bytes, 0 at the end of the stream."""
+        return self._socket.recv_into(room)
+
     def write(self, data: memoryview | bytes, /) -> None:
         """Send all of ``data``."""
         self._socket.sendall(data)

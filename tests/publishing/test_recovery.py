@@ -345,14 +345,10 @@ def over_a_group() -> list[Any]:
 def damaging(copy: Callable[..., None]) -> Callable[..., None]:
     """``copy`` that changes a bit of what is long."""
 
-    def found(source: Any, nbytes: int, file: Any) -> None:
-        copy(source, nbytes, file)
+    def found(source: Any, nbytes: int, spool: Any) -> None:
+        copy(source, nbytes, spool)
         if nbytes > 100:
-            file.seek(-50, 2)
-            byte = file.read(1)
-            file.seek(-50, 2)
-            file.write(bytes([byte[0] ^ 1]))
-            file.seek(0, 2)
+            spool._chunks[-1][-50] ^= 1
 
     return found
 
