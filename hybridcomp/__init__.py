@@ -300,7 +300,7 @@ def publish(
         dtype: "bf16" or "fp16" for weights that have no 16 bits; None: what the model computes
             with.
         codec: "stepcode" for exact steps, "raw" for values as they are, or "auto": stepcode, and on
-            streams and groups raw where coding takes longer than it saves.
+            streams and groups raw where encoding and decoding take longer than they save.
         keep: full versions that remain in a folder, with those that follow them; None: all.
 
     Raises ConfigError where the engine's weights or the destination do not fit.

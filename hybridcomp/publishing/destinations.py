@@ -21,6 +21,7 @@ from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.foreign import one_line
 from hybridcomp.job.saved import NEW_FILE, sync_folder
 from hybridcomp.log import say
+from hybridcomp.publishing.choosing import ReceiverTimes
 from hybridcomp.publishing.encoding import Sink
 from hybridcomp.publishing.records import DamagedVersion, Manifest, read_manifest
 
@@ -35,11 +36,11 @@ class Destination(ABC):
     """Takes the parts of all ranks and the manifest of a version.
 
     Attributes:
-        apply_s: seconds in which the slowest receiver applied the last version; None: not known.
+        receivers: what the slowest receiver needed for the last version; None: not known.
         feels_link: whether writing takes as long as the link to the receivers.
     """
 
-    apply_s: float | None = None
+    receivers: ReceiverTimes | None = None
     feels_link: bool = False
 
     def latest(self) -> Manifest | None:

@@ -1,16 +1,19 @@
 """Versions over a process group of torch.distributed: the sender's first rank and the receivers.
 
-Every version begins with an all-reduce in which receivers say whether they need a full version and
-how long they have applied the last one; then the frames of a stream (``streams``) are broadcast as
-uint8. The sender waits for receivers that have not called ``update`` yet.
+Every version begins with an all-reduce in which receivers say whether they need a full version, and
+how long they have received, decoded and applied the last one; then the frames of a stream
+(``streams``) are broadcast as uint8. The sender waits for receivers that have not called
+``update`` yet.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,6 +21,7 @@ from torch import Tensor
 
 from hybridcomp.job import small_messages
 from hybridcomp.publishing.checksums import bytes_of
+from hybridcomp.publishing.choosing import ReceiverTimes
 from hybridcomp.publishing.records import Manifest
 from hybridcomp.publishing.sources import Offer
 from hybridcomp.publishing.stream_sources import StreamSource
@@ -35,14 +39,29 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
-def greet(
-    group: dist.ProcessGroup, *, sends: bool, needs_full: bool, apply_s: float
-) -> tuple[int, bool, float]:
-    """Begin a version: return the sender's rank in the group, what is needed, the most seconds."""
-    mine = [dist.get_rank(group) + 1 if sends else 0, int(needs_full), math.ceil(apply_s * 1e6)]
-    vector = torch.tensor(mine, dtype=torch.int64, device=device_of(group))
-    sender, needed, microseconds = small_messages.most(vector, group).tolist()
-    return sender - 1, bool(needed), microseconds / 1e6
+@dataclass
+class Greeting:
+    """What a member says at the begin of a version; after ``exchange`` the most of all members.
+
+    Attributes:
+        sender: the sender's rank in the group; -1 from all others.
+        needs_full: whether a receiver needs a full version.
+        apply_s, decode_s, receive_s: seconds that the last version took a receiver.
+    """
+
+    sender: int = -1
+    needs_full: bool = False
+    apply_s: float = 0.0
+    decode_s: float = 0.0
+    receive_s: float = 0.0
+
+    def exchange(self, group: dist.ProcessGroup) -> Greeting:
+        """Return the greeting of all members together; a collective."""
+        times = [math.ceil(s * 1e6) for s in (self.apply_s, self.decode_s, self.receive_s)]
+        mine = [self.sender + 1, int(self.needs_full), *times]
+        vector = torch.tensor(mine, dtype=torch.int64, device=device_of(group))
+        sender, needed, *found = small_messages.most(vector, group).tolist()
+        return Greeting(sender - 1, bool(needed), *(one / 1e6 for one in found))
 
 
 class _Broadcasts:
@@ -120,12 +139,21 @@ class GroupDestination(Stream):
         """Send to ``group``; ``ranks``: of the job, of which only the first is in it."""
         super().__init__(_Broadcasts(group), ranks)
         self._group = group
+        self._begun, self._sent_s = 0.0, 0.0  # of the version under way, and of the last one
 
     def wants_full(self) -> bool:
         """Wait for the receivers; return whether one of them needs a full version."""
-        _, needed, seconds = greet(self._group, sends=True, needs_full=False, apply_s=0.0)
-        self.apply_s = seconds or None
-        return needed
+        told = Greeting(sender=dist.get_rank(self._group)).exchange(self._group)
+        self._begun = time.perf_counter()
+        late_s = max(0.0, told.receive_s - self._sent_s)
+        has_applied = told.apply_s > 0.0
+        self.receivers = ReceiverTimes(told.apply_s, told.decode_s, late_s) if has_applied else None
+        return told.needs_full
+
+    def commit(self, manifest: Manifest) -> None:
+        """Send the manifest, which makes the version readable."""
+        super().commit(manifest)
+        self._sent_s = time.perf_counter() - self._begun
 
 
 class GroupSource(StreamSource):
@@ -134,27 +162,28 @@ class GroupSource(StreamSource):
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Receive from ``group``."""
         self._group = group
-        self._needs_full, self._apply_s = True, 0.0
+        self._next = Greeting(needs_full=True)
 
     def offers(self, held: Manifest | None, until: int | None = None) -> Iterator[Offer]:
         """Yield the sender's next version; nothing where the sender gave it up."""
-        sender, _, _ = greet(
-            self._group, sends=False, needs_full=self._needs_full, apply_s=self._apply_s
-        )
-        self._needs_full = True  # until this version is applied
-        self._stream = _Heard(self._group, sender)
+        told = self._next.exchange(self._group)
+        begun = time.perf_counter()
+        self._next = Greeting(needs_full=True)  # until this version is applied
+        self._stream = _Heard(self._group, told.sender)
         with ExitStack() as stack:
             offer = self._receive(stack, after_abort=False)
+            self._next.receive_s = time.perf_counter() - begun
             if offer is not None:
                 yield offer
             else:
-                self._needs_full = held is None
+                self._next = Greeting(needs_full=held is None)
 
     def ask(self, held: Manifest | None) -> str:
         """Have the next greeting say that a full version is needed."""
-        self._needs_full = True
+        self._next.needs_full = True
         return "the sender's next version is a full one: update again"
 
-    def applied(self, apply_s: float) -> None:
+    def applied(self, apply_s: float, decode_s: float) -> None:
         """Keep what the next greeting says."""
-        self._needs_full, self._apply_s = False, apply_s
+        # at least a microsecond: 0 is said by members that have applied nothing
+        self._next = Greeting(-1, False, max(apply_s, 1e-6), decode_s, self._next.receive_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ from hybridcomp.errors import CodecError, PublishError
 from hybridcomp.foreign import one_line
 from hybridcomp.publishing.checksums import XXH3, compare, digest_of, empty_mask
 from hybridcomp.publishing.parts import RAW, SAME, STEPS, PieceEntry, ReadPart
-from hybridcomp.publishing.records import DamagedVersion, Manifest
+from hybridcomp.publishing.records import DamagedVersion, Manifest, need
 from hybridcomp.publishing.stretches import WeightRange
 from hybridcomp.publishing.weights import DTYPES, Table, uncovered
 
@@ -60,6 +61,7 @@ class CheckedVersion:
     changes: list[Change] = field(default_factory=list)
     #: a mirror of its own, of the first version
     fresh: Mirror | None = None
+    decode_s: float = 0.0
 
 
 @dataclass
@@ -109,15 +111,16 @@ def stage(manifest: Manifest, parts: Sequence[ReadPart], mirror: Mirror | None) 
                 continue
             if room is None or room.numel() < held.numel() or room.dtype != held.dtype:
                 room = torch.empty_like(held)
-            values = room[: held.numel()]
-            _decode(manifest, part, piece, held, values)
+            begun = time.perf_counter()
+            values = _decode(manifest, part, piece, held, room[: held.numel()])
+            staged.decode_s += time.perf_counter() - begun
             if mirror is None:
                 _check_after(manifest, piece, digest_of(values, manifest.checksum))
                 view.copy_(values.view(view.shape))
             else:
                 change = _change(manifest, piece, values, held)
                 staged.changes += [] if change is None else [change]
-                if change is not None and change.values.data_ptr() == values.data_ptr():
+                if change is not None and change.values.data_ptr() == room.data_ptr():
                     room = None
     return staged
 
@@ -150,19 +153,22 @@ def _check_after(manifest: Manifest, piece: PieceEntry, found: str) -> None:
     """Raise DamagedVersion where decoded values have another checksum than the sender's."""
     if found != piece.after:
         where = f"version {manifest.version}: {one_line(piece.stretch.name)}"
-        raise DamagedVersion(f"{where}: expected checksum {piece.after}, found another")
+        raise DamagedVersion(
+            f"{where}: expected checksum {piece.after}, found another; copy it again"
+        )
 
 
 def _decode(
-    manifest: Manifest, part: ReadPart, piece: PieceEntry, held: Tensor, values: Tensor
-) -> None:
-    """Read a payload and decode it into ``values``."""
+    manifest: Manifest, part: ReadPart, piece: PieceEntry, held: Tensor, room: Tensor
+) -> Tensor:
+    """Read a payload and decode it into ``room``; raw values are returned as they were read."""
     try:
         payload = part.payload(piece)
         if piece.coding == RAW:
-            values.view(torch.uint8).copy_(payload)
-        else:
-            CODEC.decode(payload, held if piece.coding == STEPS else None, values)
+            need(payload.numel() == held.nbytes, "the size of raw values")
+            return payload.view(held.dtype)
+        CODEC.decode(payload, held if piece.coding == STEPS else None, room)
+        return room
     except (CodecError, OSError, RuntimeError, ValueError) as error:
         where = f"version {manifest.version}: {one_line(piece.stretch.name)}"
         raise DamagedVersion(f"{where}: {one_line(error)}; copy it again: {part.name}") from None

@@ -107,7 +107,9 @@ class ReadPart:
     def payload(self, piece: PieceEntry) -> Tensor:
         """Read the payload of a piece, as uint8. Raises ValueError where it is damaged."""
         room = self.data.at(piece.offset, -(-piece.nbytes // ALIGN) * ALIGN)
-        if piece.payload and digest_of(room) != piece.payload:
+        # the payload of raw values is the values, whose own checksum is looked at
+        is_looked_at = piece.coding == RAW and piece.payload == piece.after
+        if piece.payload and not is_looked_at and digest_of(room) != piece.payload:
             raise ValueError(f"another checksum of its payload in {self.name}")
         return room[: piece.nbytes]
 

@@ -18,7 +18,7 @@ from hybridcomp.foreign import one_line
 from hybridcomp.log import say
 from hybridcomp.publishing.destinations import folder_of
 from hybridcomp.publishing.groups import GroupSource
-from hybridcomp.publishing.mirror import Change, Mirror, stage
+from hybridcomp.publishing.mirror import Change, CheckedVersion, Mirror, stage
 from hybridcomp.publishing.records import DamagedVersion, Manifest, table_digest
 from hybridcomp.publishing.sources import FolderSource, Offer, Source
 from hybridcomp.publishing.stream_sources import StreamSource
@@ -137,18 +137,18 @@ class WeightReceiver:
         """Apply the source's offers, and add what they were to ``taken``."""
         for offer in self._source.offers(self._held, until):
             checking = time.perf_counter()
-            (changes, apply_s), is_first = self._apply(offer)
-            for change in changes:
+            staged, apply_s = self._apply(offer)
+            for change in staged.changes:
                 taken.changes.setdefault(change.stretch.name, []).append(change)
-            taken.is_new, taken.count = taken.is_new or is_first, taken.count + 1
+            taken.is_new, taken.count = taken.is_new or staged.fresh is not None, taken.count + 1
             taken.full = taken.full or offer.manifest.full
             taken.apply_s += apply_s
             taken.check_s += time.perf_counter() - checking - apply_s
             self._last = taken
-            self._source.applied(apply_s)
+            self._source.applied(apply_s, staged.decode_s)
 
-    def _apply(self, offer: Offer) -> tuple[tuple[list[Change], float], bool]:
-        """Check an offer, then apply it; returns its changes, and the seconds of writing."""
+    def _apply(self, offer: Offer) -> tuple[CheckedVersion, float]:
+        """Check an offer, then apply it; returns what it was, and the seconds of writing."""
         manifest = offer.manifest
         self._check(manifest)
         staged = stage(manifest, offer.parts(), self._mirror)
@@ -163,7 +163,7 @@ class WeightReceiver:
             self._mirror = self._held = None
             raise
         self._held = manifest
-        return (staged.changes, time.perf_counter() - begun), staged.fresh is not None
+        return staged, time.perf_counter() - begun
 
     def _check(self, manifest: Manifest) -> None:
         """Raise PublishError where a version does not follow the one that is held."""

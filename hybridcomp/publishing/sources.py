@@ -56,8 +56,8 @@ class Source(ABC):
         """Return whether a full version is there with which to go on from ``held`` at once."""
         return False
 
-    def applied(self, apply_s: float) -> None:  # noqa: B027
-        """Note that the last offer was applied, and how many seconds that took."""
+    def applied(self, apply_s: float, decode_s: float) -> None:  # noqa: B027
+        """Note that the last offer was applied, and the seconds of decoding and applying it."""
 
 
 class FolderSource(Source):
@@ -179,7 +179,7 @@ class FolderSource(Source):
             self._asked = path
         return f"a full version was asked for in {self.path}: update again when it is there"
 
-    def applied(self, apply_s: float) -> None:
+    def applied(self, apply_s: float, decode_s: float) -> None:
         """Withdraw what was asked for: the receiver has a version to go on from."""
         self._wants_full = False
         if self._asked is not None:

@@ -51,7 +51,7 @@ class StreamSource(Source):
             self._has_asked = True
         return "a full version was asked for: update again"
 
-    def applied(self, apply_s: float) -> None:
+    def applied(self, apply_s: float, decode_s: float) -> None:
         """Note that a later request is a new one."""
         self._has_asked = False
 
