@@ -293,14 +293,14 @@ def publish(
         engine: an engine of DeepSpeed (ZeRO 0 to 3), torch's DistributedDataParallel or the root of
             fully_shard, or megatron-core's DistributedDataParallel (a list of them with virtual
             pipeline stages).
-        to: a folder (``file:///...``), on the first rank a stream with ``write``, or a process
-            group of torch.distributed that the first rank shares with the receivers.
+        to: a folder (``file:///...``), on the first rank a socket, a stream with ``write``, or a
+            process group of torch.distributed that the first rank shares with the receivers.
         every: optimizer steps from one version to the next.
         anchor_every: versions from one full version to the next.
         dtype: "bf16" or "fp16" for weights that have no 16 bits; None: what the model computes
             with.
         codec: "stepcode" for exact steps, "raw" for values as they are, or "auto": stepcode, and on
-            streams and groups raw where coding takes longer than it saves.
+            streams and groups raw where encoding and decoding take longer than they save.
         keep: full versions that remain in a folder, with those that follow them; None: all.
 
     Raises ConfigError where the engine's weights or the destination do not fit.

@@ -20,8 +20,10 @@ from urllib.parse import unquote, urlsplit
 from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.foreign import one_line
 from hybridcomp.job.saved import NEW_FILE, sync_folder
+from hybridcomp.log import say
+from hybridcomp.publishing.choosing import ReceiverTimes
 from hybridcomp.publishing.encoding import Sink
-from hybridcomp.publishing.records import Manifest, read_manifest
+from hybridcomp.publishing.records import DamagedVersion, Manifest, read_manifest
 
 PARTS = "parts"
 _MANIFEST = re.compile(r"v(\d{10})\.json")
@@ -34,11 +36,11 @@ class Destination(ABC):
     """Takes the parts of all ranks and the manifest of a version.
 
     Attributes:
-        apply_s: seconds in which the slowest receiver applied the last version; None: not known.
+        receivers: what the slowest receiver needed for the last version; None: not known.
         feels_link: whether writing takes as long as the link to the receivers.
     """
 
-    apply_s: float | None = None
+    receivers: ReceiverTimes | None = None
     feels_link: bool = False
 
     def latest(self) -> Manifest | None:
@@ -97,7 +99,7 @@ def manifests_in(folder: Path) -> dict[int, Path]:
 def read_manifest_file(path: Path, version: int) -> Manifest:
     """Read the manifest at ``path``, which is to be of ``version``.
 
-    Raises PublishError, and FileNotFoundError where it is gone.
+    Raises PublishError, DamagedVersion, and FileNotFoundError where it is gone.
     """
     try:
         text = path.read_bytes()
@@ -110,7 +112,7 @@ def read_manifest_file(path: Path, version: int) -> Manifest:
         ) from None
     found = read_manifest(text, str(path))
     if found.version != version:
-        raise PublishError(
+        raise DamagedVersion(
             f"version {version}: {path.name} holds version {found.version}, a replay under another "
             "name; copy the folder again from the sender"
         )
@@ -194,9 +196,17 @@ class Folder(Destination):
                 os.fsync(file.fileno())
             _rename_new(unfinished, target)
             sync_folder(self.path)
-        for ask in self.path.glob(ASKS) if manifest.full else ():
-            with contextlib.suppress(OSError):
+        if manifest.full:
+            self._answer()
+
+    def _answer(self) -> None:
+        """Remove what asked for a full version, which is there now."""
+        for ask in self.path.glob(ASKS):
+            try:
                 ask.unlink(missing_ok=True)
+            except OSError as error:
+                said = f"publish: {one_line(ask)} cannot be removed ({error.strerror})"
+                say(f"{said}: all versions are full ones until it is gone", anywhere=True)
 
     def abandon(self) -> None:
         """Remove this rank's part."""

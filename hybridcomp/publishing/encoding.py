@@ -14,7 +14,6 @@ from hybridcomp.codecs import StepCode
 from hybridcomp.errors import PublishError
 from hybridcomp.publishing.checksums import bytes_of, compare, digest_of
 from hybridcomp.publishing.parts import (
-    ALIGN,
     ALONE,
     RAW,
     SAME,
@@ -23,6 +22,7 @@ from hybridcomp.publishing.parts import (
     part_end,
     part_head,
 )
+from hybridcomp.publishing.spools import ALIGN
 from hybridcomp.publishing.stretches import WeightRange
 from hybridcomp.publishing.weights import DTYPES, DividedWeights, Owned
 
@@ -150,34 +150,46 @@ class PartEncoder:
         changed, after = compare(values, reference) if before else (values.numel(), "")
         compared = time.perf_counter()
         # 2
-        coding, nbytes = SAME, 0
-        if not before:
-            coding, nbytes = self._encode(values, None)
-        elif changed:
-            coding, nbytes = self._encode(values, reference)
-        told.codec_s += time.perf_counter() - compared
-        padded = -(-nbytes // ALIGN) * ALIGN
-        self._room[nbytes:padded] = 0
-        if coding != SAME:
+        coding, nbytes, payload = SAME, 0, self._room[:0]
+        if changed:
+            coding, nbytes, payload = self._encode(values, reference if before else None, told)
             reference.copy_(values)
         told.raw_nbytes += values.nbytes if changed else 0
+        after = after or digest_of(values)
+        digest = ""
+        if len(payload):
+            is_same = coding == RAW and len(payload) == nbytes
+            digest = after if is_same else digest_of(payload)
         entry = PieceEntry(
-            shard.stretch.cut(low, high), coding, told.nbytes, nbytes, changed, before,
-            after or digest_of(values), digest_of(self._room[:padded]) if padded else "",
+            shard.stretch.cut(low, high), coding, told.nbytes, nbytes, changed, before, after,
+            digest,
         )  # fmt: skip
         told.compare_s += compared - begun
         told.encode_s += time.perf_counter() - compared
         told.changed += changed
-        return entry, bytes_of(self._room[:padded])
+        return entry, bytes_of(payload)
 
-    def _encode(self, values: Tensor, reference: Tensor | None) -> tuple[str, int]:
-        """Encode into the room; as they are where that is no longer."""
+    def _encode(
+        self, values: Tensor, reference: Tensor | None, told: PartSummary
+    ) -> tuple[str, int, Tensor]:
+        """Encode into the room, or take values as they are where that is no longer.
+
+        Returns the coding, its bytes, and these bytes with the zeros behind them.
+        """
+        begun = time.perf_counter()
+        coding, nbytes = RAW, values.nbytes
         if not self.raw and values.numel() >= LEAST:
-            nbytes = CODEC.encode(values, reference, self._room)
-            if nbytes < values.nbytes:
-                return (ALONE if reference is None else STEPS), nbytes
-        self._room[: values.nbytes] = values.view(torch.uint8)
-        return RAW, values.nbytes
+            coded = CODEC.encode(values, reference, self._room)
+            if coded < nbytes:
+                coding, nbytes = (ALONE if reference is None else STEPS), coded
+        padded = -(-nbytes // ALIGN) * ALIGN
+        told.codec_s += time.perf_counter() - begun
+        if coding == RAW and padded == nbytes:
+            return coding, nbytes, values.view(torch.uint8)
+        if coding == RAW:
+            self._room[:nbytes] = values.view(torch.uint8)
+        self._room[nbytes:padded] = 0
+        return coding, nbytes, self._room[:padded]
 
     @torch.no_grad()
     def take(self) -> dict[WeightRange, str]:

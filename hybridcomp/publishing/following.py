@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hybridcomp.publishing.publisher import Publisher, VersionSummary
+from hybridcomp.publishing.publisher import Publisher
+from hybridcomp.publishing.summaries import VersionSummary
 
 #: seconds of a summary -> the figure in a report, in milliseconds
 TIMES = {
@@ -44,7 +45,8 @@ class PublishedSteps:
     def row(self) -> dict[str, float] | None:
         """Return the figures of the versions since the last call; None where there were none.
 
-        Shares and bits are those of an average version, times are sums.
+        Shares and bits are those of an average version, times are sums; the link, and what a
+        version would take coded and raw on it, are those by which the last one's codec was chosen.
         """
         since, self._since = self._since, []
         if not since:
@@ -63,6 +65,11 @@ class PublishedSteps:
             known = [getattr(one, key) for one in since if getattr(one, key) is not None]
             if known:
                 found[figure] = sum(known) * 1e3
+        if (estimate := since[-1].estimate) is not None:
+            found |= {
+                "link_gbps": estimate.gbps, "coded_ms": estimate.coded_s * 1e3,
+                "raw_ms": estimate.raw_s * 1e3,
+            }  # fmt: skip
         return found
 
     def close(self) -> None:

@@ -1,27 +1,35 @@
 """Versions over a process group of torch.distributed: the sender's first rank and the receivers.
 
-Every version begins with an all-reduce in which receivers say whether they need a full version and
-how long they have applied the last one; then the frames of a stream (``streams``) are broadcast as
-uint8. The sender waits for receivers that have not called ``update`` yet.
+Every version begins with an all-reduce in which receivers say whether they need a full version, and
+how long they have received, decoded and applied the last one; then the frames of a stream
+(``streams``) are broadcast as uint8. The sender waits for receivers that have not called
+``update`` yet.
 """
 
 from __future__ import annotations
 
 import math
+import struct
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hybridcomp.job import small_messages
 from hybridcomp.publishing.checksums import bytes_of
+from hybridcomp.publishing.choosing import ReceiverTimes
 from hybridcomp.publishing.records import Manifest
-from hybridcomp.publishing.sources import Offer, StreamSource
-from hybridcomp.publishing.streams import Stream
+from hybridcomp.publishing.sources import Offer
+from hybridcomp.publishing.stream_sources import StreamSource
+from hybridcomp.publishing.streams import Stream, tensor_of
 
 #: bytes of a write that wait for the next one: heads of frames travel with what follows
 SMALL = 64
+ANNOUNCED = struct.Struct(f"<QQ{SMALL}s")
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
@@ -31,36 +39,61 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
-def greet(
-    group: dist.ProcessGroup, *, sends: bool, needs_full: bool, apply_s: float
-) -> tuple[int, bool, float]:
-    """Begin a version: return the sender's rank in the group, what is needed, the most seconds."""
-    mine = [dist.get_rank(group) + 1 if sends else 0, int(needs_full), math.ceil(apply_s * 1e6)]
-    vector = torch.tensor(mine, dtype=torch.int64, device=device_of(group))
-    sender, needed, microseconds = small_messages.most(vector, group).tolist()
-    return sender - 1, bool(needed), microseconds / 1e6
+@dataclass
+class Greeting:
+    """What a member says at the begin of a version; after ``exchange`` the most of all members.
+
+    Attributes:
+        sender: the sender's rank in the group; -1 from all others.
+        needs_full: whether a receiver needs a full version.
+        apply_s, decode_s, receive_s: seconds that the last version took a receiver.
+    """
+
+    sender: int = -1
+    needs_full: bool = False
+    apply_s: float = 0.0
+    decode_s: float = 0.0
+    receive_s: float = 0.0
+
+    def exchange(self, group: dist.ProcessGroup) -> Greeting:
+        """Return the greeting of all members together; a collective."""
+        times = [math.ceil(s * 1e6) for s in (self.apply_s, self.decode_s, self.receive_s)]
+        mine = [self.sender + 1, int(self.needs_full), *times]
+        vector = torch.tensor(mine, dtype=torch.int64, device=device_of(group))
+        sender, needed, *found = small_messages.most(vector, group).tolist()
+        return Greeting(sender - 1, bool(needed), *(one / 1e6 for one in found))
 
 
 class _Broadcasts:
-    """Writes bytes as broadcasts of this rank: a size, then the bytes."""
+    """Writes bytes as broadcasts of this rank: an announcement, then what is long as it is.
+
+    An announcement is ``ANNOUNCED``: how many bytes it holds itself, how many follow, and its own.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._device = group, device_of(group)
         self._waiting = bytearray()
 
     def write(self, data: memoryview | bytes, /) -> None:
-        self._waiting += data
         if len(data) > SMALL:
+            self._announce(len(data))
+            self._send(tensor_of(data))
+            return
+        if len(self._waiting) + len(data) > SMALL:
             self.flush()
+        self._waiting += data
 
     def flush(self) -> None:
         if self._waiting:
-            source = dist.get_rank()
-            size = torch.tensor([len(self._waiting)], dtype=torch.int64, device=self._device)
-            dist.broadcast(size, source, group=self._group)
-            values = torch.frombuffer(self._waiting, dtype=torch.uint8).to(self._device)
-            dist.broadcast(values, source, group=self._group)
-            self._waiting = bytearray()
+            self._announce(0)
+
+    def _announce(self, follows: int) -> None:
+        held, self._waiting = self._waiting, bytearray()
+        head = ANNOUNCED.pack(len(held), follows, bytes(held))
+        self._send(tensor_of(head))
+
+    def _send(self, values: Tensor) -> None:
+        dist.broadcast(values.to(self._device), dist.get_rank(), group=self._group)
 
 
 class _Heard:
@@ -70,16 +103,33 @@ class _Heard:
         self._group, self._device = group, device_of(group)
         self._source = dist.get_global_rank(group, sender)
         self._left = memoryview(b"")
+        self._follows = 0  # bytes of the broadcast that comes next
 
     def read(self, nbytes: int, /) -> bytes:
+        room = bytearray(nbytes)
+        return bytes(room[: self.readinto(memoryview(room))])
+
+    def readinto(self, room: memoryview, /) -> int:
+        """Fill ``room`` as far as one broadcast does; what is long is received right into it."""
+        if not len(self._left) and not self._follows:
+            head = self._receive(torch.empty(ANNOUNCED.size, dtype=torch.uint8))
+            held, self._follows, data = ANNOUNCED.unpack(bytes_of(head))
+            self._left = memoryview(data)[:held]
         if not len(self._left):
-            size = torch.empty(1, dtype=torch.int64, device=self._device)
-            dist.broadcast(size, self._source, group=self._group)
-            values = torch.empty(int(size.item()), dtype=torch.uint8, device=self._device)
-            dist.broadcast(values, self._source, group=self._group)
-            self._left = bytes_of(values.cpu())
-        found, self._left = bytes(self._left[:nbytes]), self._left[nbytes:]
+            follows, self._follows = self._follows, 0
+            if follows <= len(room):
+                self._receive(torch.frombuffer(room[:follows], dtype=torch.uint8))
+                return follows
+            self._left = bytes_of(self._receive(torch.empty(follows, dtype=torch.uint8)))
+        found = min(len(room), len(self._left))
+        room[:found], self._left = self._left[:found], self._left[found:]
         return found
+
+    def _receive(self, into: Tensor) -> Tensor:
+        """Receive a broadcast into ``into``, on the host, and return it."""
+        values = into.to(self._device)
+        dist.broadcast(values, self._source, group=self._group)
+        return into if values is into else into.copy_(values)
 
 
 class GroupDestination(Stream):
@@ -89,12 +139,21 @@ class GroupDestination(Stream):
         """Send to ``group``; ``ranks``: of the job, of which only the first is in it."""
         super().__init__(_Broadcasts(group), ranks)
         self._group = group
+        self._begun, self._sent_s = 0.0, 0.0  # of the version under way, and of the last one
 
     def wants_full(self) -> bool:
         """Wait for the receivers; return whether one of them needs a full version."""
-        _, needed, seconds = greet(self._group, sends=True, needs_full=False, apply_s=0.0)
-        self.apply_s = seconds or None
-        return needed
+        told = Greeting(sender=dist.get_rank(self._group)).exchange(self._group)
+        self._begun = time.perf_counter()
+        late_s = max(0.0, told.receive_s - self._sent_s)
+        has_applied = told.apply_s > 0.0
+        self.receivers = ReceiverTimes(told.apply_s, told.decode_s, late_s) if has_applied else None
+        return told.needs_full
+
+    def commit(self, manifest: Manifest) -> None:
+        """Send the manifest, which makes the version readable."""
+        super().commit(manifest)
+        self._sent_s = time.perf_counter() - self._begun
 
 
 class GroupSource(StreamSource):
@@ -103,22 +162,28 @@ class GroupSource(StreamSource):
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Receive from ``group``."""
         self._group = group
-        self._needs_full, self._apply_s = True, 0.0
+        self._next = Greeting(needs_full=True)
 
     def offers(self, held: Manifest | None, until: int | None = None) -> Iterator[Offer]:
         """Yield the sender's next version; nothing where the sender gave it up."""
-        sender, _, _ = greet(
-            self._group, sends=False, needs_full=self._needs_full, apply_s=self._apply_s
-        )
-        self._needs_full = True  # until this version is applied
-        self._stream = _Heard(self._group, sender)
+        told = self._next.exchange(self._group)
+        begun = time.perf_counter()
+        self._next = Greeting(needs_full=True)  # until this version is applied
+        self._stream = _Heard(self._group, told.sender)
         with ExitStack() as stack:
             offer = self._receive(stack, after_abort=False)
+            self._next.receive_s = time.perf_counter() - begun
             if offer is not None:
                 yield offer
             else:
-                self._needs_full = held is None
+                self._next = Greeting(needs_full=held is None)
 
-    def report(self, apply_s: float, failed: bool) -> None:
+    def ask(self, held: Manifest | None) -> str:
+        """Have the next greeting say that a full version is needed."""
+        self._next.needs_full = True
+        return "the sender's next version is a full one: update again"
+
+    def applied(self, apply_s: float, decode_s: float) -> None:
         """Keep what the next greeting says."""
-        self._needs_full, self._apply_s = failed, apply_s
+        # at least a microsecond: 0 is said by members that have applied nothing
+        self._next = Greeting(-1, False, max(apply_s, 1e-6), decode_s, self._next.receive_s)

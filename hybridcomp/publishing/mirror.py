@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ from hybridcomp.errors import CodecError, PublishError
 from hybridcomp.foreign import one_line
 from hybridcomp.publishing.checksums import XXH3, compare, digest_of, empty_mask
 from hybridcomp.publishing.parts import RAW, SAME, STEPS, PieceEntry, ReadPart
-from hybridcomp.publishing.records import ASK, Manifest
+from hybridcomp.publishing.records import DamagedVersion, Manifest, need
 from hybridcomp.publishing.stretches import WeightRange
 from hybridcomp.publishing.weights import DTYPES, Table, uncovered
 
@@ -60,6 +61,7 @@ class CheckedVersion:
     changes: list[Change] = field(default_factory=list)
     #: a mirror of its own, of the first version
     fresh: Mirror | None = None
+    decode_s: float = 0.0
 
 
 @dataclass
@@ -87,8 +89,9 @@ class Mirror:
 def stage(manifest: Manifest, parts: Sequence[ReadPart], mirror: Mirror | None) -> CheckedVersion:
     """Check and decode all pieces of a version; changes nothing of ``mirror``.
 
-    Raises PublishError where pieces are missing or double, a value of the mirror is not what the
-    sender compared with, or payloads or decoded values have another checksum.
+    Raises PublishError where pieces are missing or double, and DamagedVersion where a value of the
+    mirror is not what the sender compared with, or payloads or decoded values have another
+    checksum.
     """
     if mirror is None:
         assert manifest.full and manifest.table is not None
@@ -108,15 +111,16 @@ def stage(manifest: Manifest, parts: Sequence[ReadPart], mirror: Mirror | None) 
                 continue
             if room is None or room.numel() < held.numel() or room.dtype != held.dtype:
                 room = torch.empty_like(held)
-            values = room[: held.numel()]
-            _decode(manifest, part, piece, held, values)
+            begun = time.perf_counter()
+            values = _decode(manifest, part, piece, held, room[: held.numel()])
+            staged.decode_s += time.perf_counter() - begun
             if mirror is None:
                 _check_after(manifest, piece, digest_of(values, manifest.checksum))
                 view.copy_(values.view(view.shape))
             else:
                 change = _change(manifest, piece, values, held)
                 staged.changes += [] if change is None else [change]
-                if change is not None and change.values.data_ptr() == values.data_ptr():
+                if change is not None and change.values.data_ptr() == room.data_ptr():
                     room = None
     return staged
 
@@ -136,35 +140,38 @@ def _check_cover(manifest: Manifest, table: Table, pieces: Iterable[PieceEntry])
 
 
 def _check_before(manifest: Manifest, piece: PieceEntry, held: Tensor) -> None:
-    """Raise PublishError where the mirror's values are not those that the sender compared with."""
+    """Raise DamagedVersion where values of the mirror are not what the sender compared with."""
     if not manifest.full and digest_of(held, manifest.checksum) != piece.before:
-        raise PublishError(
+        raise DamagedVersion(
             f"version {manifest.version}: {one_line(piece.stretch.name)}: the receiver's values "
             f"are not those of version {manifest.parent}: somebody has written to the mirror, "
-            f"whose tensors are for reading; {ASK}"
+            "whose tensors are for reading"
         )
 
 
 def _check_after(manifest: Manifest, piece: PieceEntry, found: str) -> None:
-    """Raise PublishError where decoded values have another checksum than the sender's."""
+    """Raise DamagedVersion where decoded values have another checksum than the sender's."""
     if found != piece.after:
         where = f"version {manifest.version}: {one_line(piece.stretch.name)}"
-        raise PublishError(f"{where}: expected checksum {piece.after}, found another; {ASK}")
+        raise DamagedVersion(
+            f"{where}: expected checksum {piece.after}, found another; copy it again"
+        )
 
 
 def _decode(
-    manifest: Manifest, part: ReadPart, piece: PieceEntry, held: Tensor, values: Tensor
-) -> None:
-    """Read a payload and decode it into ``values``."""
+    manifest: Manifest, part: ReadPart, piece: PieceEntry, held: Tensor, room: Tensor
+) -> Tensor:
+    """Read a payload and decode it into ``room``; raw values are returned as they were read."""
     try:
         payload = part.payload(piece)
         if piece.coding == RAW:
-            values.view(torch.uint8).copy_(payload)
-        else:
-            CODEC.decode(payload, held if piece.coding == STEPS else None, values)
+            need(payload.numel() == held.nbytes, "the size of raw values")
+            return payload.view(held.dtype)
+        CODEC.decode(payload, held if piece.coding == STEPS else None, room)
+        return room
     except (CodecError, OSError, RuntimeError, ValueError) as error:
         where = f"version {manifest.version}: {one_line(piece.stretch.name)}"
-        raise PublishError(f"{where}: {one_line(error)}; copy it again: {part.name}") from None
+        raise DamagedVersion(f"{where}: {one_line(error)}; copy it again: {part.name}") from None
 
 
 def _change(manifest: Manifest, piece: PieceEntry, values: Tensor, held: Tensor) -> Change | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -15,55 +14,16 @@ from hybridcomp.foreign import one_line
 from hybridcomp.job import saved
 from hybridcomp.job.agreement import tell
 from hybridcomp.log import say
-from hybridcomp.publishing.choosing import AUTO, CHOICES, PublishedCodec
+from hybridcomp.publishing.choosing import AUTO, CHOICES, PublishedCodec, ReceiverTimes
 from hybridcomp.publishing.destinations import Destination, Folder
 from hybridcomp.publishing.encoding import BUCKET, PartEncoder, PartSummary
 from hybridcomp.publishing.records import Manifest, PartEntry, table_digest
 from hybridcomp.publishing.removing import remove_old
 from hybridcomp.publishing.resuming import Resumed, resume
+from hybridcomp.publishing.summaries import VersionSummary, check_all
 from hybridcomp.publishing.weights import DividedWeights, EngineWeights, agree_on_weights
 
 WHAT = "publishing weights"
-
-
-@dataclass(frozen=True)
-class VersionSummary:
-    """One published version, equal on all ranks.
-
-    Attributes:
-        version: its number, from 1 on.
-        full: whether it needs no version before it.
-        weights: weights of the model; ``changed``: those that differ from the version before, all
-            of them in a full version.
-        nbytes: bytes of all ranks' parts.
-        raw: whether changes were sent as they are, without a codec.
-        compare_s, encode_s, wire_s: seconds of the slowest rank in each.
-        apply_s: seconds in which the slowest receiver applied the version before; None where
-            receivers do not answer.
-        seconds: of the whole call.
-    """
-
-    version: int
-    full: bool
-    weights: int
-    changed: int
-    nbytes: int
-    raw: bool
-    compare_s: float
-    encode_s: float
-    wire_s: float
-    apply_s: float | None
-    seconds: float
-
-    @property
-    def changed_share(self) -> float:
-        """Return the changed share of the weights."""
-        return self.changed / max(1, self.weights)
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Return the bits sent for each weight of the model."""
-        return 8 * self.nbytes / max(1, self.weights)
 
 
 class Publisher:
@@ -94,7 +54,7 @@ class Publisher:
             anchor_every: versions from one full version to the next.
             dtype: "bf16" or "fp16" for weights that have no 16 bits; None: the model's own.
             codec: "stepcode", "raw" for values as they are, or "auto": stepcode, and on streams and
-                groups raw where coding takes longer than it saves.
+                groups raw where encoding and decoding take longer than they save.
             keep: full versions that remain in a folder, with those that follow them; older ones are
                 removed when a full one is there. None: all remain.
             bucket: most values that are encoded at once, the unit of checksums. A chain goes on
@@ -125,6 +85,7 @@ class Publisher:
         self._is_held = False  # whether the references are those of self._version
         self._asked = self._is_closed = False
         self._steps = 0
+        self._said: list[dict[str, Any]] | None = None  # what the parts of the last version took
         self._look()
 
     @property
@@ -197,10 +158,7 @@ class Publisher:
         self._is_held, self._asked = True, False
         self._version, self._digest = version, manifest.digest
         self._since_full = 1 if full else self._since_full + 1
-        raw = self._choice.is_raw
-        text = self._choice.note(said)
-        if text is not None and self._rank == 0:
-            say(text, anywhere=True)
+        self._said = None if full else said  # without a reference coding takes other times
         if full and self.keep is not None and self._rank == 0:
             self._remove_old(self.keep)
         slowest = {
@@ -208,7 +166,8 @@ class Publisher:
         }
         self.summary = VersionSummary(
             version, full, manifest.weights, manifest.changed, manifest.nbytes,
-            raw=raw, apply_s=apply_s, seconds=time.perf_counter() - begun, **slowest,
+            raw=self._choice.is_raw, apply_s=apply_s, seconds=time.perf_counter() - begun,
+            estimate=self._choice.estimate, **slowest,
         )  # fmt: skip
         return self.summary
 
@@ -228,7 +187,10 @@ class Publisher:
             say(f"publish: old versions were not removed: {one_line(error)}", anywhere=True)
 
     def _begin(self) -> tuple[bool, float | None]:
-        """Agree on whether the next version is full; returns that, and the receivers' seconds."""
+        """Agree on whether the next version is full, and choose its codec.
+
+        Returns whether it is, and the receivers' seconds of applying the version before.
+        """
         wanted, problem = False, None
         if self._rank == 0:
             found, problem = saved.attempt(self._destination.wants_full)
@@ -236,14 +198,20 @@ class Publisher:
             self._base = self._base or secrets.token_hex(16)
         mine = {
             "full": wanted or self._asked or not self._is_held, "problem": problem,
-            "base": self._base, "apply_s": self._destination.apply_s,
-            "version": self._version,
+            "base": self._base, "version": self._version,
+            "receivers": self._destination.receivers and vars(self._destination.receivers),
         }  # fmt: skip
         said = tell(mine, what=WHAT, ranks=self._weights.ranks)
-        _check(said, self._weights.ranks, f"version {self._version + 1}")
+        check_all(said, self._weights.ranks, f"version {self._version + 1}")
         self._base = said[0]["base"]
         full = any(one["full"] for one in said) or self._since_full >= self.anchor_every
-        return full, said[0]["apply_s"]
+        told = said[0]["receivers"]
+        receivers = None if told is None else ReceiverTimes(**told)
+        last, self._said = self._said, None
+        text = None if last is None else self._choice.note(last, receivers)
+        if text is not None and self._rank == 0:
+            say(text, anywhere=True)
+        return full, None if receivers is None else receivers.apply_s
 
     def _send(
         self, version: int, head: dict[str, Any], full: bool
@@ -272,7 +240,7 @@ class Publisher:
         if any(one["problem"] for one in said):
             # not where ``tell`` raises: rank 0 may have heard all, and have written the manifest
             self._destination.abandon()
-        _check(said, self._weights.ranks, f"version {version}")
+        check_all(said, self._weights.ranks, f"version {version}")
         return said
 
     def _manifest(
@@ -296,12 +264,3 @@ class Publisher:
         if self._rank == 0:
             _, problem = saved.attempt(lambda: self._destination.commit(manifest))
         self._all_well(problem, manifest.version, {})
-
-
-def _check(said: list[dict[str, Any]], ranks: tuple[int, ...], what: str) -> None:
-    """Raise PublishError, on every rank, where one has stated a problem."""
-    bad = [(ranks[place], one["problem"]) for place, one in enumerate(said) if one["problem"]]
-    if bad:
-        rank, problem = bad[0]
-        more = f" (also rank(s) {', '.join(str(r) for r, _ in bad[1:5])})" if bad[1:] else ""
-        raise PublishError(f"{what} was not published: rank {rank}: {problem}{more}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ from torch import Tensor
 
 from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.foreign import one_line
+from hybridcomp.log import say
 from hybridcomp.publishing.destinations import folder_of
 from hybridcomp.publishing.groups import GroupSource
-from hybridcomp.publishing.mirror import Change, Mirror, stage
-from hybridcomp.publishing.records import ASK, Manifest, table_digest
-from hybridcomp.publishing.sources import FolderSource, Offer, Source, StreamSource
+from hybridcomp.publishing.mirror import Change, CheckedVersion, Mirror, stage
+from hybridcomp.publishing.records import DamagedVersion, Manifest, table_digest
+from hybridcomp.publishing.sources import FolderSource, Offer, Source
+from hybridcomp.publishing.stream_sources import StreamSource
+from hybridcomp.publishing.two_way import TwoWay
 from hybridcomp.publishing.weights import DTYPES, Table
 
 
@@ -45,6 +49,18 @@ class AppliedVersion:
     seconds: float
 
 
+@dataclass
+class _Taken:
+    """What the offers of one update have changed, and what they took."""
+
+    changes: dict[str, list[Change]] = field(default_factory=dict)
+    is_new: bool = False  # whether the first version is among them
+    count: int = 0
+    full: bool = False
+    check_s: float = 0.0
+    apply_s: float = 0.0
+
+
 class WeightReceiver:
     """A mirror of published weights, and the source that it is updated from.
 
@@ -57,8 +73,8 @@ class WeightReceiver:
         """Hold the source; nothing is read before ``update``.
 
         Args:
-            source: a folder (``file://`` URL or path), a stream with ``read``, or a process group
-                of torch.distributed that the sender's first rank belongs to.
+            source: a folder (``file://`` URL or path), a connected socket, a stream with ``read``,
+                or a process group of torch.distributed that the sender's first rank belongs to.
             device: of the tensors that ``tensors`` and ``changed_values`` return. The mirror
                 itself is on the host: on another device they are copies.
         """
@@ -66,8 +82,7 @@ class WeightReceiver:
         self._device = torch.device(device)
         self._mirror: Mirror | None = None
         self._held: Manifest | None = None
-        self._changes: dict[str, list[Change]] = {}
-        self._is_new = False  # whether the last update brought the first version
+        self._last = _Taken()
 
     @property
     def version(self) -> int:
@@ -94,37 +109,46 @@ class WeightReceiver:
         returns None at the end of the stream.
 
         Raises PublishError, in one line with version, tensor and what to do; the mirror then holds
-        ``version``, whole, and the call may be repeated.
+        ``version``, whole, and the call may be repeated. Where a later full version puts it right,
+        the sender has been asked for one by then, and the error says so: call again.
         """
         begun = time.perf_counter()
-        changes: dict[str, list[Change]] = {}
-        is_new, count, full, check_s, apply_s = False, 0, False, 0.0, 0.0
+        taken = _Taken()
+        while True:
+            try:
+                self._take(until, taken)
+                break
+            except DamagedVersion as error:
+                if not self._source.turns_to_full(self._held, until):
+                    raise DamagedVersion(f"{error}; {self._source.ask(self._held)}") from None
+                say(f"receiver: {error}; a full version after it is taken instead", anywhere=True)
+        if not taken.count or self._held is None or self._mirror is None:
+            return None
+        names = tuple(self._mirror.table) if taken.is_new else tuple(sorted(taken.changes))
+        changed = self._held.weights if taken.is_new else sum(
+            one.changed for row in taken.changes.values() for one in row
+        )  # fmt: skip
+        return AppliedVersion(
+            self.version, names, taken.count, taken.full, changed, taken.check_s, taken.apply_s,
+            time.perf_counter() - begun,
+        )  # fmt: skip
+
+    def _take(self, until: int | None, taken: _Taken) -> None:
+        """Apply the source's offers, and add what they were to ``taken``."""
         for offer in self._source.offers(self._held, until):
             checking = time.perf_counter()
-            try:
-                found, is_first = self._apply(offer)
-            except BaseException:
-                self._source.report(0.0, failed=True)
-                raise
-            applied = time.perf_counter()
-            for change in found[0]:
-                changes.setdefault(change.stretch.name, []).append(change)
-            is_new, count, full = is_new or is_first, count + 1, full or offer.manifest.full
-            apply_s += found[1]
-            check_s += applied - checking - found[1]
-            self._changes, self._is_new = changes, is_new
-            self._source.report(found[1], failed=False)
-        if not count or self._held is None or self._mirror is None:
-            return None
-        names = tuple(self._mirror.table) if is_new else tuple(sorted(changes))
-        changed = self._held.weights if is_new else sum(
-            one.changed for row in changes.values() for one in row
-        )  # fmt: skip
-        seconds = time.perf_counter() - begun
-        return AppliedVersion(self.version, names, count, full, changed, check_s, apply_s, seconds)
+            staged, apply_s = self._apply(offer)
+            for change in staged.changes:
+                taken.changes.setdefault(change.stretch.name, []).append(change)
+            taken.is_new, taken.count = taken.is_new or staged.fresh is not None, taken.count + 1
+            taken.full = taken.full or offer.manifest.full
+            taken.apply_s += apply_s
+            taken.check_s += time.perf_counter() - checking - apply_s
+            self._last = taken
+            self._source.applied(apply_s, staged.decode_s)
 
-    def _apply(self, offer: Offer) -> tuple[tuple[list[Change], float], bool]:
-        """Check an offer, then apply it; returns its changes, and the seconds of writing."""
+    def _apply(self, offer: Offer) -> tuple[CheckedVersion, float]:
+        """Check an offer, then apply it; returns what it was, and the seconds of writing."""
         manifest = offer.manifest
         self._check(manifest)
         staged = stage(manifest, offer.parts(), self._mirror)
@@ -132,10 +156,14 @@ class WeightReceiver:
         if staged.fresh is not None:
             self._mirror = staged.fresh
         assert self._mirror is not None
-        for change in staged.changes:
-            change.apply(self._mirror.flats[change.stretch.name])
+        try:
+            for change in staged.changes:
+                change.apply(self._mirror.flats[change.stretch.name])
+        except BaseException:  # no memory, an interrupt: part of the mirror is of this version
+            self._mirror = self._held = None
+            raise
         self._held = manifest
-        return (staged.changes, time.perf_counter() - begun), staged.fresh is not None
+        return staged, time.perf_counter() - begun
 
     def _check(self, manifest: Manifest) -> None:
         """Raise PublishError where a version does not follow the one that is held."""
@@ -143,10 +171,10 @@ class WeightReceiver:
         if manifest.table is not None:
             found = table_digest(manifest.table, manifest.aliases)
             if found != manifest.table_digest:
-                raise PublishError(f"{at}: its table has another checksum; copy it again")
+                raise DamagedVersion(f"{at}: its table has another checksum; copy it again")
         if held is None:
             if not manifest.full:
-                raise PublishError(f"{at}: this receiver holds no version {manifest.parent}; {ASK}")
+                raise DamagedVersion(f"{at}: this receiver holds no version {manifest.parent}")
             return
         if manifest.base != held.base:
             raise PublishError(
@@ -160,9 +188,9 @@ class WeightReceiver:
             )
         parent = (manifest.parent, manifest.parent_digest)
         if not manifest.full and parent != (held.version, held.digest):
-            raise PublishError(
+            raise DamagedVersion(
                 f"{at}: it is made against version {manifest.parent}, this receiver holds version "
-                f"{held.version}: a version is missing or was replaced; {ASK}"
+                f"{held.version}: a version is missing or was replaced"
             )
         if manifest.table_digest != held.table_digest:
             raise PublishError(f"{at}: {self._difference(manifest.table)}")
@@ -197,10 +225,10 @@ class WeightReceiver:
             todo = "expected a name that tensors() yields"
             raise PublishError(f"version {self.version}: {one_line(name)} is not published; {todo}")
         flat = self._mirror.flats[name]
-        if self._is_new:
+        if self._last.is_new:
             where = torch.arange(flat.numel())
         else:
-            rows = [one.offsets() for one in self._changes.get(name, ())]
+            rows = [one.offsets() for one in self._last.changes.get(name, ())]
             where = torch.unique(torch.cat(rows)) if rows else torch.empty(0, dtype=torch.int64)
         return where.to(self._device), flat[where].to(self._device)
 
@@ -235,7 +263,9 @@ def _source_of(source: Any) -> Source:
         return FolderSource(folder_of(source))
     if isinstance(source, dist.ProcessGroup):
         return GroupSource(source)
+    if isinstance(source, socket.socket):
+        return StreamSource(TwoWay(source))
     if callable(getattr(source, "read", None)):
         return StreamSource(source)
-    todo = "expected a folder (file:///...), a stream with read(), or a process group"
+    todo = "expected a folder (file:///...), a socket, a stream with read(), or a process group"
     raise ConfigError("WeightReceiver.source", type(source).__name__, todo)

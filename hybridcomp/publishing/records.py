@@ -22,8 +22,11 @@ from hybridcomp.publishing.weights import DTYPES, Table
 FORMAT = "hybridcomp_weights"
 #: format versions that are read, by the checksum of their values; the last one is written
 FORMAT_VERSIONS = {BLAKE2B: 1, XXH3: 2}
-ASK = "ask for a full version: Publisher.ask_full() on the sender, or a new WeightReceiver"
 _HEX = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
+
+
+class DamagedVersion(PublishError):
+    """A version that cannot be applied, which a later full version puts right."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def table_digest(table: Table, aliases: Mapping[str, str]) -> str:
 
 
 def read_manifest(text: bytes, where: str) -> Manifest:
-    """Parse and check a manifest. ``where``: its file, for messages. Raises PublishError."""
+    """Parse and check a manifest. ``where``: its file, for messages. Raises DamagedVersion."""
     try:
         found = parsed_json(text.decode())
         stated = found.pop("digest")
@@ -102,7 +105,7 @@ def read_manifest(text: bytes, where: str) -> Manifest:
             raise ValueError("its checksum is wrong")
         return _manifest(found)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise PublishError(
+        raise DamagedVersion(
             f"{one_line(where)}: expected a manifest of this format, found another or a damaged "
             f"one ({one_line(error)}); copy it again from the sender"
         ) from None

@@ -1,4 +1,4 @@
-"""Read versions for a receiver: from a folder, or a stream that is spooled to temporary files."""
+"""What offers versions to a receiver, and a folder that does."""
 
 from __future__ import annotations
 
@@ -6,36 +6,35 @@ import contextlib
 import json
 import os
 import secrets
-import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from hybridcomp.errors import PublishError
 from hybridcomp.foreign import one_line
 from hybridcomp.publishing.checksums import in_threads
 from hybridcomp.publishing.destinations import PARTS, manifests_in, read_manifest_file
 from hybridcomp.publishing.parts import ReadPart, read_part
-from hybridcomp.publishing.records import ASK, Manifest, read_manifest
-from hybridcomp.publishing.streams import ABORT, DATA, VERSION, Readable, read_frame
+from hybridcomp.publishing.records import DamagedVersion, Manifest
+from hybridcomp.publishing.spools import FileBytes, PartBytes
 
-#: most bytes of a manifest on a stream
-MOST_MANIFEST = 1 << 30
+#: what to do where nothing leads back to the sender
+BY_HAND = "Publisher.ask_full() on the sender makes its next version a full one"
 
 
 @dataclass
 class Offer:
-    """A version that is there: its manifest, and its parts as files."""
+    """A version that is there: its manifest, and its parts."""
 
     manifest: Manifest
-    files: list[BinaryIO]
+    data: Sequence[PartBytes]
 
     def parts(self) -> list[ReadPart]:
         """Check and return the parts."""
-        found = zip(self.files, self.manifest.parts, strict=True)
+        found = zip(self.data, self.manifest.parts, strict=True)
         return in_threads(lambda one: read_part(one[0], one[1], self.manifest), found)
 
 
@@ -49,8 +48,16 @@ class Source(ABC):
         ``until``: the last version to yield; a stream yields its next one, whichever it is.
         """
 
-    def report(self, apply_s: float, failed: bool) -> None:  # noqa: B027
-        """Tell the sender, where it listens, what applying took, and whether it failed."""
+    @abstractmethod
+    def ask(self, held: Manifest | None) -> str:
+        """Ask the sender for a full version after ``held``; returns what a message says of it."""
+
+    def turns_to_full(self, held: Manifest | None, until: int | None) -> bool:
+        """Return whether a full version is there with which to go on from ``held`` at once."""
+        return False
+
+    def applied(self, apply_s: float, decode_s: float) -> None:  # noqa: B027
+        """Note that the last offer was applied, and the seconds of decoding and applying it."""
 
 
 class FolderSource(Source):
@@ -59,7 +66,8 @@ class FolderSource(Source):
     def __init__(self, path: Path) -> None:
         """Hold ``path``, which may not exist yet."""
         self.path = path
-        self._has_asked: set[int] = set()
+        self._wants_full = False  # since an offer could not be applied
+        self._asked: Path | None = None  # the file that asks; the sender removes it with its answer
 
     def offers(self, held: Manifest | None, until: int | None = None) -> Iterator[Offer]:
         """Yield the versions that lead to the newest one, or to ``until``.
@@ -77,7 +85,7 @@ class FolderSource(Source):
                     continue
                 if files is None:
                     return
-                yield Offer(manifest, files)
+                yield Offer(manifest, [FileBytes(file) for file in files])
             held = manifest
 
     def _settled(self, held: Manifest | None, until: int | None) -> Manifest | None:
@@ -89,17 +97,17 @@ class FolderSource(Source):
             except FileNotFoundError as error:
                 if manifests_in(self.path) == before:
                     todo = "copy the folder again from the sender"
-                    raise PublishError(f"{one_line(error.filename)} is not there; {todo}") from None
+                    at = one_line(error.filename)
+                    raise DamagedVersion(f"{at} is not there; {todo}") from None
 
     def _next(self, held: Manifest | None, until: int | None) -> Manifest | None:
         """Return the version to apply after ``held``; None where there is none."""
-        paths = manifests_in(self.path)
-        if until is not None:
-            paths = {version: path for version, path in paths.items() if version <= until}
-        newer = {v: path for v, path in paths.items() if held is None or v > held.version}
+        newer = self._newer(held, until)
         if not newer:
-            self._check_newest(paths, held)
+            self._check_newest(held, until)
             return None
+        if self._wants_full and (full := _newest_full(newer)) is not None:
+            return full
         if held is not None and held.version + 1 in newer:
             found = read_manifest_file(newer[held.version + 1], held.version + 1)
             if found.full or (found.parent, found.parent_digest) == (held.version, held.digest):
@@ -108,8 +116,15 @@ class FolderSource(Source):
                 return found  # the receiver says what is wrong with it
         return self._full(newer, held)
 
-    def _check_newest(self, paths: dict[int, Path], held: Manifest | None) -> None:
+    def _newer(self, held: Manifest | None, until: int | None) -> dict[int, Path]:
+        """Return the manifests after ``held`` up to ``until``."""
+        low = 0 if held is None else held.version
+        paths = manifests_in(self.path).items()
+        return {v: path for v, path in paths if v > low and (until is None or v <= until)}
+
+    def _check_newest(self, held: Manifest | None, until: int | None) -> None:
         """Raise PublishError where the folder's newest version is not the one that is held."""
+        paths = self._newer(None, until)
         if held is None or not paths:
             return
         found = read_manifest_file(paths[max(paths)], max(paths))
@@ -127,29 +142,50 @@ class FolderSource(Source):
         raise PublishError(f"version {found.version}: {what}; {todo}")
 
     def _full(self, newer: dict[int, Path], held: Manifest | None) -> Manifest:
-        """Return the newest full version; asks for one, and raises, where there is none."""
-        for version, path in reversed(newer.items()):
-            if (found := read_manifest_file(path, version)).full:
-                return found
+        """Return the newest full version. Raises DamagedVersion where there is none."""
+        if (found := _newest_full(newer)) is not None:
+            return found
         at = 1 if held is None else held.version + 1
-        last = max(newer)
-        self._ask(last)
-        missing = f"version {at} is missing" if at not in newer else (
-            f"version {at} does not follow the version {at - 1} of this receiver"
-        )  # fmt: skip
-        raise PublishError(
-            f"{missing}, and no full version comes after it (newest: {last}); a full version was "
-            f"asked for in {self.path}: wait for it, or copy the folder again"
+        if at not in newer:
+            missing = f"version {at} is missing"
+        else:
+            read_manifest_file(newer[at], at)
+            missing = f"version {at} does not follow the version {at - 1} of this receiver"
+        raise DamagedVersion(
+            f"{missing}, and no full version comes after it (newest: {max(newer)}); copy the "
+            "folder again"
         )
 
-    def _ask(self, newest: int) -> None:
-        """Leave a file that asks the sender for a full version; in a copy it asks in vain."""
-        if newest in self._has_asked:
-            return
-        self._has_asked.add(newest)
-        path = self.path / f"ask_full.{secrets.token_hex(4)}.json"
-        with contextlib.suppress(OSError), path.open("x") as file:
-            json.dump({"newest": newest}, file)
+    def turns_to_full(self, held: Manifest | None, until: int | None) -> bool:
+        """Prefer full versions until one is applied; return whether there is an untried one."""
+        if self._wants_full or held is None:
+            return False
+        self._wants_full = True
+        return _newest_full(self._newer(held, until)) is not None
+
+    def ask(self, held: Manifest | None) -> str:
+        """Leave a file that asks for a full version.
+
+        The sender removes the file when a full version is there, this receiver when it has applied
+        another version meanwhile. In a copy of the folder the file has to be carried back.
+        """
+        if self._asked is None or not self._asked.exists():
+            path = self.path / f"ask_full.{secrets.token_hex(4)}.json"
+            try:
+                with path.open("x") as file:
+                    json.dump({"held": 0 if held is None else held.version}, file)
+            except OSError as error:
+                return f"no full version was asked for ({error.strerror}); {BY_HAND}"
+            self._asked = path
+        return f"a full version was asked for in {self.path}: update again when it is there"
+
+    def applied(self, apply_s: float, decode_s: float) -> None:
+        """Withdraw what was asked for: the receiver has a version to go on from."""
+        self._wants_full = False
+        if self._asked is not None:
+            with contextlib.suppress(OSError):
+                self._asked.unlink(missing_ok=True)
+            self._asked = None
 
     def _open(self, manifest: Manifest, stack: ExitStack) -> list[BinaryIO] | None:
         """Open the parts; None where one is not there yet: copies come in any order."""
@@ -171,73 +207,10 @@ class FolderSource(Source):
         return manifest.version not in manifests_in(self.path)
 
 
-class StreamSource(Source):
-    """A stream of ``streams.FrameWriter``; an offer is one version."""
-
-    def __init__(self, stream: Readable) -> None:
-        """Read from ``stream``."""
-        self._stream: Readable = stream
-
-    def offers(self, held: Manifest | None, until: int | None = None) -> Iterator[Offer]:
-        """Yield the next version of the stream; nothing at its end."""
-        with ExitStack() as stack:
-            offer = self._receive(stack, after_abort=True)
-            if offer is not None:
-                yield offer
-
-    def _receive(self, stack: ExitStack, after_abort: bool) -> Offer | None:
-        """Spool parts until their manifest comes; None at the end of the stream.
-
-        ``after_abort``: whether to wait for the next version where one is given up. Raises
-        PublishError where the stream is cut.
-        """
-        files: dict[int, Any] = {}
-        while True:
-            frame = read_frame(self._stream, begun=bool(files))
-            if frame is None:
-                return None
-            kind, rank, nbytes = frame
-            if kind == DATA:
-                if rank not in files:
-                    files[rank] = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-                self._copy(nbytes, files[rank])
-            elif kind == ABORT:
-                for file in files.values():
-                    file.close()
-                files = {}
-                if not after_abort:
-                    return None
-            elif kind == VERSION:
-                return self._offer(nbytes, files)
-
-    def _copy(self, nbytes: int, file: Any) -> None:
-        while nbytes:
-            data = self._stream.read(min(nbytes, 1 << 22))
-            if not data:
-                raise cut()
-            file.write(data)
-            nbytes -= len(data)
-
-    def _offer(self, nbytes: int, files: dict[int, Any]) -> Offer:
-        text = bytearray()
-        while len(text) < min(nbytes, MOST_MANIFEST):
-            data = self._stream.read(nbytes - len(text))
-            if not data:
-                raise cut()
-            text += data
-        manifest = read_manifest(bytes(text), "the stream's manifest")
-        missing = [part.rank for part in manifest.parts if part.rank not in files]
-        if missing:
-            raise _lacks(manifest, missing)
-        return Offer(manifest, [files[part.rank] for part in manifest.parts])
-
-
-def cut() -> PublishError:
-    """Make the error about a stream that ends inside a version."""
-    return PublishError(f"the stream ends inside a version, which is not applied; {ASK}")
-
-
-def _lacks(manifest: Manifest, ranks: list[int]) -> PublishError:
-    return PublishError(
-        f"version {manifest.version}: the stream has no part of rank(s) {ranks[:8]}; {ASK}"
-    )
+def _newest_full(newer: dict[int, Path]) -> Manifest | None:
+    """Return the newest full version of ``newer``; damaged manifests are passed over."""
+    for version, path in reversed(newer.items()):
+        with contextlib.suppress(DamagedVersion):
+            if (found := read_manifest_file(path, version)).full:
+                return found
+    return None

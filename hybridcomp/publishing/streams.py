@@ -2,8 +2,9 @@
 
 A frame: 16 bytes (``hcf``, its kind, the rank whose part it belongs to, the bytes that follow) and
 these bytes. Kinds: D bytes of a part, V the manifest, which ends a version, X a version that is
-given up. The other ranks hand their parts to rank 0 one after the other, a bucket at a time:
-nobody holds more than a bucket of another rank's part.
+given up, and on the way back A, which asks for a full version. The other ranks hand their parts to
+rank 0 one after the other, a bucket at a time: nobody holds more than a bucket of another rank's
+part.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hybridcomp.errors import PublishError
 from hybridcomp.publishing.checksums import bytes_of
@@ -22,21 +24,31 @@ from hybridcomp.publishing.encoding import Sink
 from hybridcomp.publishing.records import Manifest
 
 MARK = b"hcf"
-DATA, VERSION, ABORT = b"D", b"V", b"X"
+DATA, VERSION, ABORT, ASK = b"D", b"V", b"X", b"A"
 FRAME = struct.Struct("<3scIQ")
+#: bytes that are read at once from streams without ``readinto``
+MOST_READ = 1 << 22
 #: sizes that end a part on its way to rank 0: whole, or given up after an error
 WHOLE, GIVEN_UP = 0, -1
 
 
 class Writable(Protocol):
-    """A stream to which versions are written."""
+    """A stream to which versions are written.
+
+    Where it has a method ``wants_full``, that says whether a receiver has asked for a full version.
+    """
 
     def write(self, data: memoryview | bytes, /) -> object:
         """Take all of ``data``, or return how many bytes of it were taken."""
 
 
 class Readable(Protocol):
-    """A stream from which versions are read."""
+    """A stream from which versions are read.
+
+    Where it has a method ``ask_full``, that asks the sender for a full version. ``readinto``, which
+    fills a writable buffer and returns how many bytes it took, is used in place of ``read``: that
+    spares a copy.
+    """
 
     def read(self, nbytes: int, /) -> bytes:
         """Return up to ``nbytes`` bytes, at least one unless the stream has ended."""
@@ -47,17 +59,12 @@ def read_frame(stream: Readable, begun: bool) -> tuple[bytes, int, int] | None:
 
     ``begun``: whether a version has begun, so that the end would cut it. Raises PublishError.
     """
-    head = bytearray()
-    while len(head) < FRAME.size:
-        data = stream.read(FRAME.size - len(head))
-        if not data:
-            if head or begun:
-                raise PublishError(
-                    "the stream ends inside a version, which is not applied; let the sender make a "
-                    "new stream, with a full version first"
-                )
-            return None
-        head += data
+    head = bytearray(FRAME.size)
+    found = fill(stream, memoryview(head))
+    if found < FRAME.size:
+        if found or begun:
+            raise cut()
+        return None
     mark, kind, rank, nbytes = FRAME.unpack(head)
     if mark != MARK or kind not in (DATA, VERSION, ABORT):
         raise PublishError(
@@ -67,12 +74,43 @@ def read_frame(stream: Readable, begun: bool) -> tuple[bytes, int, int] | None:
     return kind, rank, nbytes
 
 
+def fill(stream: Readable, room: memoryview) -> int:
+    """Read until ``room`` is full or the stream has ended; returns the bytes that were read."""
+    into: Callable[[memoryview], int] | None = getattr(stream, "readinto", None)
+    done = 0
+    while done < len(room):
+        if into is not None:
+            found = into(room[done:])
+        else:
+            data = stream.read(min(len(room) - done, MOST_READ))
+            found = len(data)
+            room[done : done + found] = data
+        if not found:
+            break
+        done += found
+    return done
+
+
+def cut() -> PublishError:
+    """Make the error about a stream that ends inside a version."""
+    return PublishError(
+        "the stream ends inside a version, which is not applied; let the sender make a new stream, "
+        "with a full version first"
+    )
+
+
 def write_all(stream: Writable, data: memoryview | bytes) -> None:
     """Write all of ``data``; sockets and pipes without a buffer may take less at once."""
     left = memoryview(data)
     while len(left):
         taken = stream.write(left)
         left = left[taken if isinstance(taken, int) else len(left) :]
+
+
+def tensor_of(data: memoryview | bytes) -> Tensor:
+    """Return bytes as a uint8 tensor, which shares their memory where that can be written."""
+    view = memoryview(data)
+    return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
 
 
 def device_of_messages() -> torch.device:
@@ -97,8 +135,9 @@ class Stream(Destination):
         self._lost: Exception | None = None  # what went wrong while others sent
 
     def wants_full(self) -> bool:
-        """Return False: a stream has no way back."""
-        return False
+        """Return whether the receiver has asked, where the stream has a way back."""
+        hook: Callable[[], object] | None = getattr(self._stream, "wants_full", None)
+        return hook is not None and bool(hook())
 
     def begin(self, version: int, rank: int) -> Sink:
         """Return what writes this rank's part to the stream, or sends it to rank 0."""
@@ -120,13 +159,16 @@ class Stream(Destination):
     def _pass_on(self, place: int) -> None:
         """Copy the part of one rank to the stream; after an error of it still take the part."""
         sender, device = self._ranks[place], device_of_messages()
+        room = torch.empty(0, dtype=torch.uint8, device=device)
         while True:
             size = torch.empty(1, dtype=torch.int64, device=device)
             dist.recv(size, sender)
             nbytes = int(size.item())
             if nbytes in (WHOLE, GIVEN_UP):
                 return
-            data = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            if room.numel() < nbytes:
+                room = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            data = room[:nbytes]
             dist.recv(data, sender)
             try:
                 if self._lost is None:
@@ -173,8 +215,7 @@ class _Relay:
     def write(self, data: memoryview, /) -> None:
         if len(data):
             _send_size(self._writer, len(data))
-            values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            dist.send(values.to(self._device), self._writer)
+            dist.send(tensor_of(data).to(self._device), self._writer)
 
 
 def _send_size(writer: int, size: int) -> None:

@@ -30,6 +30,9 @@ compare_ms          time of publishing, of the slowest rank: comparing          
 encode_ms           likewise: encoding, with checksums                                   ms
 wire_ms             likewise: handing to the folder, stream or group                     ms
 apply_ms            likewise: of the slowest receiver; where receivers answer            ms
+link_gbps           the link that "codec": "auto" of publish has measured                Gb/s
+coded_ms, raw_ms    what the last version was to take on it either way: encoding,        ms
+                    sending, decoding
 meetings            meetings of islands, by fragment; skipped: those with NaN
 meet_wait_ms        time for which rank 0 waited for messages of meetings                ms
 drift               norm of what islands have not in common, over that of the weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hybridcomp.publishing.destinations import Destination, Folder, folder_of
 from hybridcomp.publishing.following import PublishedSteps
 from hybridcomp.publishing.groups import GroupDestination
 from hybridcomp.publishing.streams import Stream
+from hybridcomp.publishing.two_way import TwoWay
 from hybridcomp.session.engine_session import EngineSession
 
 #: key of errors about an engine whose weights cannot be published
@@ -59,9 +61,11 @@ def destination_of(to: Any, weights: EngineWeights) -> Destination:
         return _of_group(to, weights) if first else Stream(None, weights.ranks)
     if not first and to in (None, dist.GroupMember.NON_GROUP_MEMBER):
         return Stream(None, weights.ranks)
+    if isinstance(to, socket.socket):
+        return Stream(TwoWay(to), weights.ranks)
     if callable(getattr(to, "write", None)):
         return Stream(to, weights.ranks)
-    todo = "expected a folder (file:///...), a stream with write(), or a process group"
+    todo = "expected a folder (file:///...), a socket, a stream with write(), or a process group"
     raise ConfigError("publish.to", Shown(type(to).__name__), todo)
 
 

@@ -14,10 +14,10 @@ The second table has the stages alone, on these weights: GB/s of weights, and th
 of that of `Tensor.copy_`; its last lines are the whole calls. With `--threads 1` its times are CPU
 time of that core: what waits for the disk or for other jobs is not in them.
 
-The third table is what a receiver waits for a version over a link, in seconds: dense is two bytes
-a weight with nothing else; a version is published, sent and applied, one after the other, all on as
-many threads. Beyond the link in the last column a version takes
-longer than dense weights: coding does not pay there, on so many cores.
+The third table is what a receiver waits for a version over a link, in seconds: it is published,
+sent and applied, one after the other, all on as many threads; coded by stepcode, or raw, which
+compares and checks as well. Dense is two bytes a weight with nothing else. Beyond the links in the
+last lines coding takes longer than raw versions, or than dense weights, on so many cores.
 """
 
 from __future__ import annotations
@@ -77,11 +77,18 @@ def _same(values: Tensor) -> Tensor:
 
 
 def measured(trace: Trace, mbytes: int, repeats: int, folder: Path) -> Row:
+    """Publish a trace coded, then raw; return sizes and the best times."""
+    coded = one_way(trace, mbytes, repeats, folder / "coded", "stepcode")
+    raw = one_way(trace, mbytes, repeats, folder / "raw", "raw")
+    return coded | {f"raw {key}": raw[key] for key in ("bits", "publish_s", "update_s")}
+
+
+def one_way(trace: Trace, mbytes: int, repeats: int, folder: Path, codec: str) -> Row:
     """Publish a trace there and back; return sizes, the best times, and the weights."""
     copies = -(-mbytes * 2**20 // (2 * trace.values.numel()))
     there, back = trace.values.repeat(copies), trace.reference.repeat(copies)
     held = back.clone()
-    publisher = Publisher(weights_of(held), Folder(folder), anchor_every=10**9)
+    publisher = Publisher(weights_of(held), Folder(folder), anchor_every=10**9, codec=codec)
     receiver = WeightReceiver(folder)
     full = publisher.publish()
     _received(receiver, held)
@@ -140,16 +147,17 @@ def stages(trace: Trace, repeats: int) -> Row:
 
 
 def waits(row: Row) -> Row:
-    """Return the seconds that a version and dense weights take over each link.
-
-    ``pays below``: the link in Gb/s from which on dense weights arrive earlier.
-    """
-    work = row["publish_s"] + row["update_s"]
+    """Return seconds of a version over each link either way, and up to which links coding pays."""
+    coded = row["publish_s"] + row["update_s"]
+    raw = row["raw publish_s"] + row["raw update_s"]
     found: Row = {}
     for link in LINKS:
-        found[f"{link:g} Gb/s, version"] = work + row["bits"] * row["weights"] / link / 1e9
+        found[f"{link:g} Gb/s, coded"] = coded + row["bits"] * row["weights"] / link / 1e9
+        found[f"{link:g} Gb/s, raw"] = raw + row["raw bits"] * row["weights"] / link / 1e9
         found[f"{link:g} Gb/s, dense"] = 16 * row["weights"] / link / 1e9
-    found["pays below, Gb/s"] = (16 - row["bits"]) * row["weights"] / work / 1e9
+    saved = (row["raw bits"] - row["bits"]) * row["weights"] / 1e9
+    found["pays against raw below, Gb/s"] = saved / max(coded - raw, 1e-9)
+    found["pays against dense below, Gb/s"] = (16 - row["bits"]) * row["weights"] / coded / 1e9
     return found
 
 

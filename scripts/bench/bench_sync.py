@@ -5,8 +5,9 @@
 
 Rank 0 publishes the traces of bench_deltas.py over a process group, rank 1 receives. A time is the
 smallest of `--repeats` from the call of `publish` to the end of `update`, in turns of: stepcode,
-raw (changed pieces as they are), and a broadcast of all weights, dense. Then `auto` publishes a few
-versions and says what it has chosen. `--traces FILE` keeps the traces for the next link.
+raw (changed pieces as they are), and a broadcast of all weights, dense. Then `auto` publishes until
+it has chosen: its link, what it expects of both ways, and 1 where it sends raw. `--traces FILE`
+keeps the traces for the next link.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from bench.bench_deltas import parser_of, table
 from bench.bench_publish import weights_of
 from bench.deltas_bench.traces import Size, Trace, traces
 from hybridcomp.patches.common.publishing_steps import destination_of
-from hybridcomp.publishing import Publisher, WeightReceiver
+from hybridcomp.publishing import Publisher, VersionSummary, WeightReceiver
 from hybridcomp.publishing.choosing import PATIENCE
 
 CODECS = ("stepcode", "raw", "auto")
@@ -49,15 +50,15 @@ class Sync:
         else:
             self._receiver = WeightReceiver(group)
 
-    def __call__(self) -> bool:
-        """Send one version and wait until it is applied; returns whether it was sent raw."""
+    def __call__(self) -> VersionSummary | None:
+        """Send one version and wait until it is applied; returns what it was, on the sender."""
+        summary = None
         if self._publisher is not None:
-            raw = self._publisher.publish().raw
-        else:
-            self._receiver.update()
-            raw = False
+            summary = self._publisher.publish()
+        elif self._receiver.update() is None:
+            raise RuntimeError("expected a version, found none")
         dist.barrier()
-        return raw
+        return summary
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -69,7 +70,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def measured(trace: Trace, mbytes: int, repeats: int) -> Row:
-    """Return the best seconds of each way, and what share of auto's last versions was raw."""
+    """Return the best seconds of each way, and what auto has measured and chosen."""
     copies = -(-mbytes * 2**20 // (2 * trace.values.numel()))
     there, back = trace.values.repeat(copies), trace.reference.repeat(copies)
     held = back.clone()
@@ -77,16 +78,20 @@ def measured(trace: Trace, mbytes: int, repeats: int) -> Row:
     for sync in ways.values():
         sync()
     best = dict.fromkeys(("stepcode", "raw", "dense"), float("inf"))
-    chosen = 0.0
     for number in range(repeats):
         held.copy_(back if number % 2 else there)
         for codec in ("stepcode", "raw"):
             best[codec] = min(best[codec], seconds(ways[codec]))
         best["dense"] = min(best["dense"], seconds(lambda: _broadcast(held)))
+    chosen: Row = {}
     for number in range(PATIENCE + 1):
         held.copy_(back if number % 2 else there)
-        chosen = float(ways["auto"]())
-    return {**best, "auto sends raw": chosen}
+        summary = ways["auto"]()
+        if summary is not None and (found := summary.estimate) is not None:
+            expected = {"coded": found.coded_s, "raw": found.raw_s, "link, Gb/s": found.gbps}
+            chosen = {f"auto: {name}": value for name, value in expected.items()}
+            chosen["auto sends raw"] = float(summary.raw)
+    return {**best, **chosen}
 
 
 def _broadcast(values: Tensor) -> None:

@@ -6,44 +6,156 @@ import io
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from hybridcomp.codecs import StepCode
 from hybridcomp.errors import ConfigError
-from hybridcomp.publishing import WeightReceiver
-from hybridcomp.publishing.choosing import AGAIN, AUTO, PATIENCE, STEPCODE, PublishedCodec
+from hybridcomp.patches.common.publishing_steps import destination_of
+from hybridcomp.publishing import Publisher, WeightReceiver
+from hybridcomp.publishing.choosing import (
+    AGAIN,
+    AUTO,
+    PATIENCE,
+    STEPCODE,
+    PublishedCodec,
+    ReceiverTimes,
+)
+from hybridcomp.publishing.following import PublishedSteps
+from hybridcomp.publishing.groups import GroupSource
 from hybridcomp.publishing.streams import Stream
 from tests.publishing.made import Weights, same
 from tests.ranks import RunRanks
 
 
-def version(link_s: float, codec_s: float = 0.5) -> list[dict[str, Any]]:
-    """Two parts of 25 MB that were 100 MB before, and what they took."""
-    part = {"raw_nbytes": 10**8, "nbytes": 25 * 10**6, "codec_s": codec_s, "link_s": link_s}
+def version(link_s: float, codec_s: float = 0.5, raw: bool = False) -> list[dict[str, Any]]:
+    """Two parts of 100 MB, sent as 25 MB or as they are; ``link_s``: of 25 MB."""
+    nbytes = 10**8 if raw else 25 * 10**6
+    part = {
+        "raw_nbytes": 10**8, "nbytes": nbytes, "codec_s": 0.0 if raw else codec_s,
+        "link_s": link_s * nbytes / 25e6,
+    }  # fmt: skip
     return [part, part]
 
 
-def test_a_fast_link_makes_versions_raw_and_a_slow_one_keeps_them_coded() -> None:
+def answered(decode_s: float = 0.0, late_s: float = 0.0) -> ReceiverTimes:
+    return ReceiverTimes(0.1, decode_s, late_s)
+
+
+def test_encoding_sending_and_decoding_decide() -> None:
     choice = PublishedCodec(AUTO, feels_link=True)
-    for _ in range(10):
-        assert choice.note(version(link_s=0.2)) is None and not choice.is_raw  # saves 1.2, takes 1
-    told = [choice.note(version(link_s=0.1)) for _ in range(PATIENCE)]  # saves 0.6
-    assert told[:-1] == [None] * (PATIENCE - 1) and choice.is_raw
-    assert told[-1] is not None and "2 Gb/s" in told[-1] and "takes 1 s" in told[-1]
-    for _ in range(AGAIN):
-        assert choice.is_raw
-        assert choice.note(version(link_s=0.1, codec_s=0.0)) is None
-    assert not choice.is_raw  # one is coded again: it loses, which is said no second time
-    assert choice.note(version(link_s=0.1)) is None and choice.is_raw
-    for _ in range(AGAIN):
-        choice.note(version(link_s=0.1))
-    assert choice.note(version(link_s=1.0)) is None and not choice.is_raw
+    for _ in range(10):  # saves 6 links, which is more than encoding and decoding take
+        assert choice.note(version(link_s=0.4), answered(decode_s=1.0)) is None
+    assert not choice.is_raw and choice.estimate is not None
+    assert choice.estimate.coded_s == pytest.approx(2.8)
+    assert choice.estimate.raw_s == pytest.approx(3.2)
+    slow = [choice.note(version(link_s=0.4), answered(decode_s=2.0)) for _ in range(PATIENCE)]
+    assert slow[:-1] == [None] * (PATIENCE - 1) and choice.is_raw
+    assert slow[-1] is not None and "(0.5 Gb/s) a version takes 3.8 s coded, 3.2 s raw" in slow[-1]
+
+
+def test_a_stream_without_an_answer_decodes_as_long_as_it_encodes() -> None:
+    for link_s, wants_raw in ((0.3, True), (0.35, False)):  # 6 links for 2 seconds of coding
+        choice = PublishedCodec(AUTO, feels_link=True)
+        for _ in range(PATIENCE):
+            choice.note(version(link_s), None)
+        assert choice.is_raw == wants_raw
+
+
+def test_bytes_that_wait_in_buffers_count_as_the_link() -> None:
+    choice = PublishedCodec(AUTO, feels_link=True)
+    for _ in range(PATIENCE):
+        choice.note(version(link_s=1e-6), answered(late_s=1.0))
+    assert not choice.is_raw and choice.estimate is not None
+    assert choice.estimate.gbps == pytest.approx(0.4, rel=1e-3)
+
+
+def test_a_link_that_changes_changes_the_choice() -> None:
+    choice = PublishedCodec(AUTO, feels_link=True)
+    for _ in range(PATIENCE):
+        choice.note(version(link_s=0.1), None)
+    assert choice.is_raw
+    told = [choice.note(version(link_s=2.0, raw=True), None) for _ in range(PATIENCE)]
+    assert not choice.is_raw and told[-1] is not None and "coded from now on" in told[-1]
+    told = [choice.note(version(link_s=0.1), None) for _ in range(PATIENCE)]
+    assert choice.is_raw and told[-1] is not None
+
+
+def test_one_version_of_many_is_coded_again() -> None:
+    choice = PublishedCodec(AUTO, feels_link=True)
+    for _ in range(PATIENCE):
+        choice.note(version(link_s=0.1), None)
+    for turn in range(2):
+        for _ in range(AGAIN):
+            assert choice.is_raw
+            assert choice.note(version(link_s=0.1, raw=True), None) is None
+        assert not choice.is_raw  # one is coded: it loses, which is said no second time
+        if turn == 0:
+            assert choice.note(version(link_s=0.1), None) is None and choice.is_raw
+    told = choice.note(version(link_s=0.1, codec_s=0.01), None)
+    assert not choice.is_raw and told is not None and "coded from now on" in told
 
 
 @pytest.mark.parametrize(("setting", "feels"), [(STEPCODE, True), (AUTO, False)])
 def test_a_folder_and_an_explicit_codec_stay_coded(setting: str, feels: bool) -> None:
     choice = PublishedCodec(setting, feels)
     for _ in range(9):
-        assert choice.note(version(link_s=1e-9)) is None
-    assert not choice.is_raw
+        assert choice.note(version(link_s=1e-9), None) is None
+    assert not choice.is_raw and choice.estimate is None
+
+
+SIDES = {"one": (1 << 18, 3)}
+VERSIONS = PATIENCE + 4
+
+
+def over_a_group() -> list[Any]:
+    """A receiver says that decoding has taken it 1,000 s: the sender changes to raw."""
+    group: Any = dist.new_group([0, 1])
+    weights = Weights(shapes=dict(SIDES))
+    if dist.get_rank() == 1:
+        return received(group, weights)
+    held = weights.held(count=1)
+    publisher = Publisher(held, destination_of(group, held))
+    found = []
+    for number in range(VERSIONS):
+        weights.step(number, 0.5)
+        found.append(publisher.publish())
+    rows = PublishedSteps(lambda: None)
+    rows._since = found
+    row = rows.row()
+    assert row is not None and row["raw_versions"] == sum(one.raw for one in found)
+    assert 0 < row["raw_ms"] < 1e6 < row["coded_ms"] and row["link_gbps"] > 0
+    return [[one.raw for one in found], found[-1].bits_per_weight >= 16]
+
+
+def received(group: Any, weights: Weights) -> list[Any]:
+    decode, applied = StepCode.decode, GroupSource.applied
+    seconds = [0.0]
+
+    def slow(*given: Any) -> None:
+        seconds[0] = 1000.0
+        decode(*given)
+
+    def say(source: GroupSource, apply_s: float, decode_s: float) -> None:
+        assert (decode_s > 0.0) >= (seconds[0] > 0.0)
+        applied(source, apply_s, seconds[0])
+        seconds[0] = 0.0
+
+    StepCode.decode, GroupSource.applied = slow, say  # type: ignore[method-assign, assignment]
+    try:
+        receiver = WeightReceiver(group)
+        right = []
+        for number in range(VERSIONS):
+            weights.step(number, 0.5)
+            receiver.update()
+            right.append(same(receiver, weights.values))
+        return right
+    finally:
+        StepCode.decode, GroupSource.applied = decode, applied  # type: ignore[method-assign]
+
+
+def test_a_sender_changes_to_raw(on_ranks: RunRanks) -> None:
+    sent, right = on_ranks(2, over_a_group)
+    assert sent == [[False] * (PATIENCE + 1) + [True] * 3, True] and right == [True] * VERSIONS
 
 
 def raw_stream() -> bool:

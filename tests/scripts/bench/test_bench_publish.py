@@ -15,13 +15,17 @@ from tests.ranks import run_ranks
 
 
 def test_beyond_the_break_even_link_dense_weights_arrive_earlier() -> None:
-    times = {"publish_s": 0.3, "update_s": 0.2}
-    found = bench_publish.waits({"weights": 1e9, "bits": 4.0, **times})
-    assert found["1 Gb/s, version"] == pytest.approx(4.5)
+    times = {"publish_s": 0.3, "update_s": 0.2, "raw publish_s": 0.1, "raw update_s": 0.1}
+    found = bench_publish.waits({"weights": 1e9, "bits": 4.0, "raw bits": 13.0, **times})
+    assert found["1 Gb/s, coded"] == pytest.approx(4.5)
+    assert found["1 Gb/s, raw"] == pytest.approx(13.2)
     assert found["1 Gb/s, dense"] == pytest.approx(16.0)
-    link = found["pays below, Gb/s"]
+    link = found["pays against dense below, Gb/s"]
     assert link == pytest.approx(24.0)
     assert 0.5 + 4.0 / link == pytest.approx(16.0 / link)
+    link = found["pays against raw below, Gb/s"]
+    assert link == pytest.approx(30.0)
+    assert 0.5 + 4.0 / link == pytest.approx(0.2 + 13.0 / link)
 
 
 def run(arguments: list[str]) -> tuple[int, str]:
@@ -42,5 +46,5 @@ def test_a_run_of_seconds() -> None:
     small = ["--width", "64", "--layers", "1", "--warmup", "2", "--settle", "1", "--mbytes", "1"]
     ((status, shown),) = run_ranks(1, run, [*small, "--rates", "1e-3", "--repeats", "2"])
     assert status == 0
-    assert "| bits | " in shown and "pays below, Gb/s" in shown
+    assert "| bits | " in shown and "pays against raw below, Gb/s" in shown
     assert "compare, with checksum, x copy" in shown and "update(), GB/s" in shown

@@ -1,0 +1,109 @@
+"""The bytes of a part, for a receiver: in a file, or as the frames of a stream bring them.
+
+A frame is received into memory once, and payloads are decoded from there without another copy. What
+is beyond the memory that a version may take goes to a temporary file.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from bisect import bisect_right
+from typing import Any, BinaryIO, Protocol
+
+import torch
+from torch import Tensor
+
+from hybridcomp.publishing.checksums import bytes_of
+from hybridcomp.publishing.records import need
+
+#: bytes of a version that stay in memory while it is received
+IN_MEMORY = 1 << 28
+#: what the codecs' payloads begin at a multiple of
+ALIGN = 16
+
+
+class PartBytes(Protocol):
+    """Bytes of one part, from which it is read."""
+
+    def size(self) -> int:
+        """Return the number of bytes."""
+
+    def at(self, offset: int, nbytes: int) -> Tensor:
+        """Return bytes as uint8 on the host, aligned. Raises ValueError where there are fewer."""
+
+
+class FileBytes:
+    """A file of a folder; it is the caller's, who closes it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        """Hold ``file``."""
+        self._file: Any = file
+
+    def size(self) -> int:
+        """Return the number of bytes."""
+        return int(self._file.seek(0, 2))
+
+    def at(self, offset: int, nbytes: int) -> Tensor:
+        """Read bytes. Raises ValueError where there are fewer."""
+        room = torch.empty(nbytes, dtype=torch.uint8)
+        self._file.seek(offset)
+        need(self._file.readinto(bytes_of(room)) == nbytes, "the size of its payload")
+        return room
+
+
+class Spool:
+    """Frames of one part, in order: each a tensor, or where it is in a temporary file.
+
+    The file has no name, and goes with the spool.
+    """
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self._starts: list[int] = []
+        self._chunks: list[Tensor | tuple[int, int]] = []
+        self._size = 0
+        self._file: Any = None
+
+    def keep(self, chunk: Tensor, in_memory: bool) -> None:
+        """Append ``chunk``, 1-D uint8, which is the spool's from now on."""
+        self._starts.append(self._size)
+        self._size += chunk.numel()
+        if in_memory:
+            self._chunks.append(chunk)
+            return
+        if self._file is None:
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115
+        self._chunks.append((self._file.seek(0, 2), chunk.numel()))
+        self._file.write(bytes_of(chunk))
+
+    def size(self) -> int:
+        """Return the number of bytes."""
+        return self._size
+
+    def at(self, offset: int, nbytes: int) -> Tensor:
+        """Return bytes, without a copy where they are one frame's in memory."""
+        need(offset >= 0 and nbytes >= 0 and offset + nbytes <= self._size, "the size of a payload")
+        pieces, number = [], bisect_right(self._starts, offset) - 1
+        while nbytes:
+            low = offset - self._starts[number]
+            piece = self._piece(number, low, nbytes)
+            pieces.append(piece)
+            offset, nbytes, number = offset + len(piece), nbytes - len(piece), number + 1
+        if len(pieces) != 1:
+            return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+        return pieces[0] if pieces[0].data_ptr() % ALIGN == 0 else pieces[0].clone()
+
+    def _piece(self, number: int, low: int, most: int) -> Tensor:
+        """Return bytes of a chunk from ``low`` on, ``most`` of them or up to its end."""
+        chunk = self._chunks[number]
+        if isinstance(chunk, Tensor):
+            return chunk[low : low + most]
+        start, length = chunk
+        return FileBytes(self._file).at(start + low, min(most, length - low))
+
+    def close(self) -> None:
+        """Free what is held."""
+        self._chunks, self._starts, self._size = [], [], 0
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -1,0 +1,62 @@
+"""What a version was: its sizes, its times, and the estimate by which its codec was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridcomp.errors import PublishError
+from hybridcomp.publishing.choosing import CodecEstimate
+
+
+@dataclass(frozen=True)
+class VersionSummary:
+    """One published version, equal on all ranks.
+
+    Attributes:
+        version: its number, from 1 on.
+        full: whether it needs no version before it.
+        weights: weights of the model; ``changed``: those that differ from the version before, all
+            of them in a full version.
+        nbytes: bytes of all ranks' parts.
+        raw: whether changes were sent as they are, without a codec.
+        compare_s, encode_s, wire_s: seconds of the slowest rank in each.
+        apply_s: seconds in which the slowest receiver applied the version before; None where
+            receivers do not answer.
+        seconds: of the whole call.
+        estimate: the seconds by which "auto" chose between coded and raw; None where it does not
+            choose, or knows no link yet.
+    """
+
+    version: int
+    full: bool
+    weights: int
+    changed: int
+    nbytes: int
+    raw: bool
+    compare_s: float
+    encode_s: float
+    wire_s: float
+    apply_s: float | None
+    seconds: float
+    estimate: CodecEstimate | None = None
+
+    @property
+    def changed_share(self) -> float:
+        """Return the changed share of the weights."""
+        return self.changed / max(1, self.weights)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Return the bits sent for each weight of the model."""
+        return 8 * self.nbytes / max(1, self.weights)
+
+
+def check_all(said: Sequence[Mapping[str, Any]], ranks: tuple[int, ...], what: str) -> None:
+    """Raise PublishError, on every rank, where one has stated a problem."""
+    bad = [(ranks[place], one["problem"]) for place, one in enumerate(said) if one["problem"]]
+    if bad:
+        rank, problem = bad[0]
+        more = f" (also rank(s) {', '.join(str(r) for r, _ in bad[1:5])})" if bad[1:] else ""
+        raise PublishError(f"{what} was not published: rank {rank}: {problem}{more}")

@@ -1,0 +1,55 @@
+"""A socket as a stream of versions, on both sides: receivers ask for full versions through it."""
+
+from __future__ import annotations
+
+import select
+import socket
+
+from hybridcomp.errors import PublishError
+from hybridcomp.publishing.streams import ASK, FRAME, MARK
+
+
+class TwoWay:
+    """A connected socket; the sender's has ``write``, the receiver's ``read``.
+
+    The socket stays its owner's, who closes it. A request is one frame without bytes.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Hold ``connection``, which is to block."""
+        self._socket = connection
+        self._back = bytearray()  # the begin of a request
+
+    def read(self, nbytes: int, /) -> bytes:
+        """Return up to ``nbytes`` bytes; none at the end of the stream."""
+        return self._socket.recv(nbytes)
+
+    def readinto(self, room: memoryview, /) -> int:
+        """Receive into ``room``; return how many bytes, 0 at the end of the stream."""
+        return self._socket.recv_into(room)
+
+    def write(self, data: memoryview | bytes, /) -> None:
+        """Send all of ``data``."""
+        self._socket.sendall(data)
+
+    def ask_full(self) -> None:
+        """Ask the sender for a full version."""
+        self._socket.sendall(FRAME.pack(MARK, ASK, 0, 0))
+
+    def wants_full(self) -> bool:
+        """Return whether a receiver has asked since the last call, without waiting for it."""
+        while select.select([self._socket], [], [], 0)[0]:
+            data = self._socket.recv(FRAME.size * 64)
+            if not data:
+                break  # the receiver has gone: writing says so
+            self._back += data
+        count = len(self._back) // FRAME.size
+        for number in range(count):
+            mark, kind, _, _ = FRAME.unpack_from(self._back, number * FRAME.size)
+            if (mark, kind) != (MARK, ASK):
+                raise PublishError(
+                    "expected a request of a receiver on the way back of the stream, found bytes "
+                    f"{bytes(self._back[:4])!r}; give publish a socket to a WeightReceiver"
+                )
+        del self._back[: count * FRAME.size]
+        return count > 0

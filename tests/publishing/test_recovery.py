@@ -1,0 +1,377 @@
+"""A receiver that meets damage keeps its version, asks for a full one, and goes on with that."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.errors import PublishError
+from hybridcomp.patches.common.publishing_steps import destination_of
+from hybridcomp.publishing import Publisher, WeightReceiver
+from hybridcomp.publishing.destinations import ASKS, PARTS, Folder
+from hybridcomp.publishing.groups import GroupSource
+from hybridcomp.publishing.mirror import Change
+from hybridcomp.publishing.streams import Stream
+from hybridcomp.publishing.two_way import TwoWay
+from tests.publishing.made import Weights, copy_of, same
+from tests.ranks import RunRanks
+
+
+def manifest(folder: Path, version: int) -> Path:
+    return folder / f"v{version:010d}.json"
+
+
+def part(folder: Path, version: int) -> Path:
+    return next((folder / PARTS).glob(f"v{version:010d}.*.part"))
+
+
+def flip(path: Path, place: int | None = None) -> None:
+    """Change a bit of a file, in its middle if nothing else is said."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if place is None else place] ^= 4
+    path.write_bytes(data)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-50])
+
+
+def rewritten(folder: Path) -> None:
+    """A manifest of version 3 that is made against another version 2, its checksum being right."""
+    from hybridcomp.publishing.records import _digest
+
+    found = json.loads(manifest(folder, 3).read_text())
+    del found["digest"]
+    found["parent_digest"] = "0" * 32
+    manifest(folder, 3).write_text(json.dumps({**found, "digest": _digest(found)}))
+
+
+#: what happens to version 3 in the folder before the receiver sees it, and words of the error
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "payload": (lambda folder: flip(part(folder, 3)), "checksum"),
+    "index": (lambda folder: flip(part(folder, 3), -100), "checksum"),
+    "half a part": (lambda folder: cut_short(part(folder, 3)), "half-written"),
+    "manifest": (lambda folder: flip(manifest(folder, 3)), "v0000000003.json"),
+    "half a manifest": (lambda folder: cut_short(manifest(folder, 3)), "v0000000003.json"),
+    "a missing version": (lambda folder: manifest(folder, 3).unlink(), "version 3 is missing"),
+    "another parent": (rewritten, "does not follow"),
+}  # fmt: skip
+
+
+def refused(receiver: WeightReceiver, expected: dict[str, Tensor], *words: str) -> str:
+    """The update is refused in one line with ``words``; the mirror is ``expected``, whole."""
+    with pytest.raises(PublishError) as caught:
+        receiver.update()
+    text = str(caught.value)
+    assert "\n" not in text and all(word in text for word in words), text
+    assert same(receiver, expected)
+    return text
+
+
+def through_a_folder(folder: Path) -> list[Any]:
+    """Versions of two ranks, of which the third is damaged; rank 0 receives."""
+    found = []
+    for name, (damage, word) in DAMAGES.items():
+        to = folder / name
+        weights = Weights()
+        publisher = weights.publisher(Folder(to))
+        receiver = WeightReceiver(to)
+        for number in range(2):
+            weights.step(number)
+            publisher.publish()
+        dist.barrier()
+        receiver.update()
+        before = copy_of(weights.values)
+        for number in range(2, 5):
+            weights.step(number)
+            publisher.publish()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            damage(to)
+            for _ in range(2):  # asked once, however often it looks
+                refused(receiver, before, word, "a full version was asked for")
+            assert receiver.version == 2 and len(list(to.glob(ASKS))) == 1
+        dist.barrier()
+        weights.step(5)
+        answer = publisher.publish()
+        dist.barrier()
+        applied = receiver.update()
+        assert applied is not None and same(receiver, weights.values), name
+        weights.step(6)
+        later = publisher.publish()
+        dist.barrier()
+        receiver.update()
+        right = same(receiver, weights.values) and not list(to.glob(ASKS))
+        found.append((name, answer.version, answer.full, later.full, receiver.version, right))
+        dist.barrier()
+    return found
+
+
+def test_the_next_version_of_a_folder_puts_damage_right(on_ranks: RunRanks, tmp_path: Path) -> None:
+    expected = [(name, 6, True, False, 7, True) for name in DAMAGES]
+    assert on_ranks(2, through_a_folder, tmp_path)[0] == expected
+
+
+def odd_ends(folder: Path) -> list[Any]:
+    """A replay asks for nothing; a copy that heals takes its request back; a full one may break."""
+    weights = Weights()
+    publisher = weights.publisher(Folder(folder))
+    receiver = WeightReceiver(folder)
+    publisher.publish()
+    receiver.update()
+    found: list[Any] = []
+    first = copy_of(weights.values)
+    weights.step(1)
+    publisher.publish()
+    kept = part(folder, 2).read_bytes()
+    flip(part(folder, 2))
+    refused(receiver, first, "checksum")
+    part(folder, 2).write_bytes(kept)
+    applied = receiver.update()
+    found.append(applied is not None and same(receiver, weights.values))
+    found.append(list(folder.glob(ASKS)))
+    second = copy_of(weights.values)
+    moved = manifest(folder, 2).rename(folder / "away")
+    refused(receiver, second, "replay")
+    moved.rename(manifest(folder, 2))
+    found.append(list(folder.glob(ASKS)))
+    for number in (3, 4):  # the version that answers is damaged as well: it is asked for again
+        weights.step(number)
+        found.append(publisher.publish().full)
+        flip(part(folder, number))
+        refused(receiver, second, f"version {number}", "a full version was asked for")
+    weights.step(5)
+    found.append(publisher.publish().full)
+    receiver.update()
+    found.append(same(receiver, weights.values))
+    slow = WeightReceiver(folder)  # with a full one behind the damage nothing is asked for
+    slow.update(until=1)
+    applied = slow.update()
+    found.append(applied is not None and applied.version == 5 and same(slow, weights.values))
+    found.append(list(folder.glob(ASKS)))
+    return found
+
+
+def test_requests_are_made_and_withdrawn(on_ranks: RunRanks, tmp_path: Path) -> None:
+    assert on_ranks(1, odd_ends, tmp_path) == [[True, [], [], False, True, True, True, True, []]]
+
+
+def made(folder: Path) -> None:
+    """Three versions of one rank."""
+    weights = Weights()
+    publisher = weights.publisher(Folder(folder))
+    for number in range(3):
+        weights.step(number)
+        publisher.publish()
+
+
+def test_a_folder_that_takes_no_request(
+    on_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_ranks(1, made, tmp_path)
+    flip(part(tmp_path, 1))
+
+    def read_only(path: Path, mode: str = "r", *given: Any) -> Any:
+        if mode == "x":
+            raise OSError(30, "Read-only file system")
+        return io.open(path, mode, *given)  # noqa: UP020
+
+    monkeypatch.setattr(Path, "open", read_only)
+    with pytest.raises(PublishError, match="Read-only file system.*Publisher.ask_full"):
+        WeightReceiver(tmp_path).update()
+
+
+def test_an_error_while_it_writes_leaves_no_half_of_a_version(
+    on_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_ranks(1, made, tmp_path)
+    receiver = WeightReceiver(tmp_path)
+    receiver.update(until=2)
+    apply, calls = Change.apply, []
+
+    def fails(change: Change, flat: Tensor) -> None:
+        calls.append(change)
+        if len(calls) == 2:
+            raise MemoryError
+        apply(change, flat)
+
+    monkeypatch.setattr(Change, "apply", fails)
+    with pytest.raises(MemoryError):
+        receiver.update()
+    assert receiver.version == 0 and not list(receiver.tensors())
+    applied = receiver.update()  # the newest full version, and what follows it
+    assert applied is not None and (applied.version, applied.versions) == (3, 3)
+    fresh = WeightReceiver(tmp_path)
+    fresh.update()
+    assert same(receiver, dict(fresh.tensors()))
+
+
+class Between:
+    """A link between two sockets, on which bytes may be damaged; requests go back unchanged."""
+
+    def __init__(self) -> None:
+        self.sender, self._here = socket.socketpair()
+        self._there, self.receiver = socket.socketpair()
+
+    def forward(self, damage: bool = False) -> None:
+        data = bytearray(self._here.recv(1 << 20))
+        if damage:
+            data[len(data) // 3] ^= 1
+        self._there.sendall(data)
+
+    def back(self) -> int:
+        """Pass requests on; returns their bytes."""
+        self._there.setblocking(False)
+        data = b""
+        with contextlib.suppress(BlockingIOError):
+            data = self._there.recv(1 << 20)
+        self._there.setblocking(True)
+        self._here.sendall(data)
+        return len(data)
+
+    def close(self) -> None:
+        for one in (self.sender, self._here, self._there, self.receiver):
+            one.close()
+
+
+def through_a_socket() -> list[Any]:
+    """Damage, and a version that is under way when the request is made."""
+    link = Between()
+    weights = Weights(shapes={"one": (64, 9), "two": (700,)})
+    held = weights.held()
+    publisher = Publisher(held, destination_of(link.sender, held))
+    receiver = WeightReceiver(link.receiver)
+    found: list[Any] = []
+
+    def publish(number: int, damage: bool = False) -> bool:
+        weights.step(number)
+        full = publisher.publish().full
+        link.forward(damage)
+        return full
+
+    publish(0)
+    receiver.update()
+    before = copy_of(weights.values)
+    found.append(publish(1, damage=True))
+    found.append(publish(2))  # under way
+    refused(receiver, before, "version 2", "a full version was asked for")
+    refused(receiver, before, "version 3", "a version is missing", "a full version was asked for")
+    found.append(link.back())
+    found.append(publish(3, damage=True))  # the answer is damaged: it is asked again
+    refused(receiver, before, "a full version was asked for")
+    found.append(link.back())
+    found.append(publish(4))
+    receiver.update()
+    found.append(same(receiver, weights.values))
+    found.append(publish(5))
+    receiver.update()
+    found.append(same(receiver, weights.values))
+    link.receiver.sendall(b"GET / HTTP/1.1\r\n")
+    link.back()
+    with pytest.raises(PublishError, match="expected a request of a receiver"):
+        publisher.publish()
+    link.close()
+    return found
+
+
+def test_a_socket_carries_the_request_back(on_ranks: RunRanks) -> None:
+    expected = [False, False, 16, True, 16, True, True, False, True]
+    assert on_ranks(1, through_a_socket) == [expected]
+
+
+def one_way() -> list[Any]:
+    """A stream without a way back: the error says what to do, and that helps."""
+    weights, stream = Weights(), io.BytesIO()
+    publisher = weights.publisher(Stream(stream, (0,)))
+    ends = []
+    for number in range(4):
+        weights.step(number)
+        if number == 3:
+            publisher.ask_full()
+        publisher.publish()
+        ends.append(stream.tell())
+    data = bytearray(stream.getvalue())
+    data[(ends[0] + ends[1]) // 2] ^= 1
+    receiver = WeightReceiver(io.BytesIO(bytes(data)))
+    receiver.update()
+    before = copy_of(dict(receiver.tensors()))
+    for _ in range(2):
+        refused(receiver, before, "Publisher.ask_full() on the sender")
+    receiver.update()
+    return [same(receiver, weights.values)]
+
+
+def test_a_stream_without_a_way_back(on_ranks: RunRanks) -> None:
+    assert on_ranks(1, one_way) == [[True]]
+
+
+def over_a_group() -> list[Any]:
+    """Bytes of the second version are damaged on their way to rank 1."""
+    group: Any = dist.new_group([0, 1])
+    weights = Weights()
+    if dist.get_rank() == 0:
+        held = weights.held(count=1)
+        publisher = Publisher(held, destination_of(group, held), bucket=1000)
+        found = []
+        for number in range(4):
+            weights.step(number)
+            found.append(publisher.publish().full)
+        return found
+    receiver = WeightReceiver(group)
+    copy = GroupSource._copy
+    for number in range(4):
+        before = copy_of(weights.values)
+        weights.step(number)
+        if number != 1:
+            applied = receiver.update()
+            assert applied is not None and same(receiver, weights.values)
+            continue
+        GroupSource._copy = damaging(copy)  # type: ignore[method-assign]
+        refused(receiver, before, "version 2", "the sender's next version is a full one")
+        GroupSource._copy = copy  # type: ignore[method-assign]
+    return [receiver.version]
+
+
+def damaging(copy: Callable[..., None]) -> Callable[..., None]:
+    """``copy`` that changes a bit of what is long."""
+
+    def found(source: Any, nbytes: int, spool: Any) -> None:
+        copy(source, nbytes, spool)
+        if nbytes > 100:
+            spool._chunks[-1][-50] ^= 1
+
+    return found
+
+
+def test_a_group_carries_the_request_back(on_ranks: RunRanks) -> None:
+    assert on_ranks(2, over_a_group) == [[True, False, True, False], [4]]
+
+
+def test_a_socket_ends_like_any_stream() -> None:
+    here, there = socket.socketpair()
+    here.sendall(b"hcf")
+    here.close()
+    with pytest.raises(PublishError, match="the stream ends inside a version"):
+        WeightReceiver(there).update()
+    assert not TwoWay(there).wants_full()
+    there.close()
+
+
+def test_asks_that_cannot_be_removed_are_told(
+    on_ranks: RunRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_ranks(1, made, tmp_path)
+    (tmp_path / "ask_full.1.json").mkdir()
+    Folder(tmp_path)._answer()
+    assert "ask_full.1.json cannot be removed" in "".join(capsys.readouterr())
+    shutil.rmtree(tmp_path / "ask_full.1.json")
