@@ -302,9 +302,9 @@ class Channels(EngineState):
         return [trip.told(name) for name, trip in fallen.items()]
 
     @property
-    def layout(self) -> list[int] | None:
-        """Return the node of every rank, by which residuals are split; None in one level."""
-        return list(self.nodes.of_rank) if self.nodes is not None and self.nodes.deep else None
+    def layout(self) -> list[Any] | None:
+        """Return the nodes of all ranks, by which residuals are split; None in one level."""
+        return None if self.nodes is None else self.nodes.layout
 
     def resync(self) -> None:
         """Send exact parameters in the next gather; it is enough that one rank calls it."""

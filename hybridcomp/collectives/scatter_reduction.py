@@ -117,7 +117,7 @@ def _in_two_levels(
     codec = how.codec.for_presummed(levels.width)
     # 1
     values, lengths, column = join_columns(
-        shards, _joined(shards) if levels.is_regular else None, levels
+        shards, _joined(shards) if levels.shape else None, levels
     )
     if not values.numel():
         return values.to(torch.float32)

@@ -1,8 +1,4 @@
-"""Find the ranks of each node, and make the process groups of a two-level reduction.
-
-DeepSpeed's launcher sets ``CROSS_RANK`` on every rank (its ``launch.py``), torchrun ``GROUP_RANK``
-(torch.distributed.elastic): the number of the node. Unless all ranks have one of these, ranks
-with the same host name and boot id share a node, as in NCCL (its ``getHostHash``).
+"""Keep the nodes of all ranks, and make the process groups of reductions in two levels or more.
 
 Subgroups are made once, at start-up, by all ranks of the job in the same order: ``new_group`` is a
 collective over the whole job. All engines of a process that reduce over the same ranks share them.
@@ -13,26 +9,22 @@ threads and sockets end with ``destroy_process_group``, or with ``let_go``.
 from __future__ import annotations
 
 import gc
-import os
-import socket
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Literal
+from itertools import chain
+from typing import Any
 
 import torch.distributed as dist
 
 from hybridcomp.collectives import Group, Levels
-from hybridcomp.errors import ConfigError
+from hybridcomp.collectives.hierarchical.discovery import Hierarchy, placed
+from hybridcomp.collectives.hierarchical.units import Arrangement, arrange
 from hybridcomp.job import peer_liveness
 from hybridcomp.job.agreement import tell
 
-#: ``auto``, ``none``, or the number of consecutive ranks that share a node
-Hierarchy = Literal["auto", "none"] | int
 Ranks = tuple[int, ...]
-#: environment variables with the number of the node, by launcher
-VARIABLES = ("CROSS_RANK", "GROUP_RANK")
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+#: numbers of levels, in words
+COUNTS = {2: "two", 3: "three", 4: "four"}
 
 _Reference = Callable[[], dist.ProcessGroup | None]
 #: subgroups of this process's default group, None where this rank is no member
@@ -41,11 +33,17 @@ _made_in: list[_Reference] = [lambda: None]  # the default group of ``_made``
 
 
 class Nodes:
-    """Nodes of all ranks, and the two levels of the groups that span nodes."""
+    """Nodes of all ranks, the units that hold several nodes, and the levels of groups that span
+    them."""
 
-    def __init__(self, of_rank: Sequence[int], source: str) -> None:
-        """``of_rank``: a number for the node of every global rank; ``source``: its origin."""
+    def __init__(self, of_rank: Sequence[int], source: str, *above: Sequence[int]) -> None:
+        """``of_rank``: a number for the node of every global rank; ``source``: its origin.
+
+        ``above``: the same for switches, sites and so on, which hold whole units of the level
+        before.
+        """
         self.of_rank = tuple(of_rank)
+        self.units = (self.of_rank, *map(tuple, above))
         self.source = source
         self._levels: dict[Ranks, Levels] = {}
         self.uses: set[Ranks] = set()  # subgroups of this rank
@@ -54,26 +52,35 @@ class Nodes:
         _users.add(self)
 
     @property
-    def deep(self) -> bool:
-        """Return whether any group of the job has two levels."""
-        return self._deep
+    def layout(self) -> list[Any] | None:
+        """Return the node of every rank, with units above nodes a list for each level, by which
+        residuals are split; None where no group of the job has two levels."""
+        if not self._deep:
+            return None
+        return list(self.of_rank) if len(self.units) == 1 else [list(one) for one in self.units]
 
     def group(self, group: dist.ProcessGroup | None, *, two_levels: bool) -> Group:
-        """Return a group with its remote ranks; with ``two_levels`` also its prepared levels."""
+        """Return a group with its remote ranks; with ``two_levels`` also its prepared levels.
+
+        Remote are the ranks of other units of the largest kind that the group spans.
+        """
         ranks, me = ranks_of(group), dist.get_rank()
-        far = [self.of_rank[rank] != self.of_rank[me] for rank in ranks]
-        remote = frozenset(index for index, is_far in enumerate(far) if is_far)
+        remote: frozenset[int] = frozenset()
+        for units in self.units:
+            far = [units[rank] != units[me] for rank in ranks]
+            remote = frozenset(i for i, is_far in enumerate(far) if is_far) or remote
         return Group.of(group, remote, self._levels.get(ranks) if two_levels else None)
 
     def rows(self, group: Ranks) -> list[Ranks]:
-        """Return the ranks that encode a sum together: each node in two levels, else each alone.
+        """Return the ranks that encode a sum together: each largest unit in two levels or more,
+        else each alone.
 
         ``group``: the global ranks of any group of the job; the same on all ranks.
         """
         return self._rows.get(group) or [(rank,) for rank in group]
 
     def prepare(self, groups: Iterable[Ranks]) -> list[str]:
-        """Make the subgroups of all groups of the job that have two levels; a collective.
+        """Make the subgroups of all groups of the job that have levels; a collective.
 
         ``groups``: the groups of this rank. Returns sentences for the user about the groups that
         span nodes, the same on all ranks.
@@ -86,17 +93,18 @@ class Nodes:
         count = len(set(self.of_rank))
         notes: dict[str, None] = {}
         for ranks in every:
-            grid = grid_of([self.of_rank[rank] for rank in ranks])
-            if isinstance(grid, str):
-                notes[grid] = None
-            elif grid is not None:
+            found = arrange([[units[rank] for rank in ranks] for units in self.units])
+            if isinstance(found, str):
+                notes[found] = None
+            elif found is not None:
                 self._deep = True
-                self._rows[ranks] = [tuple(ranks[index] for index in row) for row in grid]
-                self._make(ranks, grid)
-                notes[
-                    f"two levels over {count} nodes (by {self.source}): native inside a node, "
-                    f"encoded between {len(grid)} nodes of {len(grid[0])} ranks"
-                ] = None
+                self._rows[ranks] = [_of(ranks, row) for row in found.grid]
+                self._make(ranks, found)
+                levels = COUNTS.get(len(found.stages) + 1, f"{len(found.stages) + 1}")
+                way = _way(found, nodes=len(self.units) == 1)
+                notes[f"{levels} levels over {count} nodes (by {self.source}): {way}"] = None
+                if found.note:
+                    notes[found.note] = None
         if not notes and count == 1 and len(self.of_rank) > 1:
             notes[
                 f"all ranks share one node (by {self.source}), so nothing crosses nodes: "
@@ -104,19 +112,43 @@ class Nodes:
             ] = None
         return list(notes)
 
-    def _make(self, ranks: Ranks, grid: tuple[Ranks, ...]) -> None:
-        rows = [tuple(ranks[index] for index in row) for row in grid]
-        columns = [tuple(ranks[index] for index in column) for column in zip(*grid, strict=True)]
-        inner, outer = [_group(row) for row in rows], [_group(column) for column in columns]
-        if dist.get_rank() in ranks:
-            me = ranks.index(dist.get_rank())
-            node = next(index for index, row in enumerate(grid) if me in row)
-            local = grid[node].index(me)
-            others = frozenset(range(len(grid))) - {node}
-            near, far = inner[node], outer[local]
-            assert near is not None and far is not None  # None would be the default group
-            self._levels[ranks] = Levels(grid, node, local, Group.of(near), Group.of(far, others))
-            self.uses |= {rows[node], columns[local]}
+    def _make(self, ranks: Ranks, found: Arrangement) -> None:
+        """Make all subgroups of the group ``ranks``, on every rank of the job in one order."""
+        near = [[_of(ranks, row) for row in stage] for stage in found.stages]
+        whole = [tuple(sorted(_of(ranks, row))) for row in found.grid]
+        columns = [_of(ranks, column) for column in zip(*found.grid, strict=True)]
+        if len(near) > 1:
+            near.append(whole)
+        made = {row: _group(row) for row in chain(*near, columns)}
+        if dist.get_rank() not in ranks:
+            return
+        me = ranks.index(dist.get_rank())
+        node = next(index for index, row in enumerate(found.grid) if me in row)
+        local = found.grid[node].index(me)
+        mine = [next(row for row in stage if dist.get_rank() in row) for stage in near]
+        own = [made[row] for row in (*mine, columns[local])]
+        assert None not in own  # None would be the default group
+        *stages, far = own
+        others = frozenset(range(len(found.grid))) - {node}
+        self._levels[ranks] = Levels(
+            found.grid, node, local, Group.of(stages[-1]), Group.of(far, others),
+            tuple(map(Group.of, stages[:-1])),
+        )  # fmt: skip
+        self.uses |= {*mine, columns[local]}
+
+
+def _of(ranks: Ranks, members: Iterable[int]) -> Ranks:
+    """Return the global ranks of the group ranks ``members`` of ``ranks``."""
+    return tuple(ranks[index] for index in members)
+
+
+def _way(found: Arrangement, *, nodes: bool) -> str:
+    """Say what is native and what is encoded; ``nodes``: there are no units above nodes."""
+    units, width = len(found.grid), len(found.grid[0])
+    if nodes:
+        return f"native inside a node, encoded between {units} nodes of {width} ranks"
+    inner = ", then among ".join(map(str, found.widths))
+    return f"native among {inner} ranks, encoded between {units} units of {width} ranks"
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
@@ -124,56 +156,14 @@ def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
     return tuple(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
 
 
-def grid_of(nodes: Sequence[int]) -> tuple[Ranks, ...] | str | None:
-    """Group ranks by node, from the node of every group rank.
-
-    None where there are no two levels: one node, or one rank on each. A sentence where the group
-    spans nodes, but is no grid of nodes times local ranks.
-    """
-    rows: dict[int, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        rows.setdefault(node, []).append(rank)
-    counts = {len(row) for row in rows.values()}
-    if len(rows) < 2 or counts == {1}:
-        return None
-    if len(counts) > 1:
-        return (
-            f"a group has {' and '.join(map(str, sorted(counts)))} ranks on its nodes: two levels "
-            "need equally many, so every rank sends encoded messages to every other"
-        )
-    grid = tuple(tuple(row) for row in rows.values())
-    if any(list(column) != sorted(column) for column in zip(*grid, strict=True)):
-        return (
-            "the ranks of a group are dealt to its nodes in no regular order, so every rank sends "
-            "encoded messages to every other"
-        )
-    return grid
-
-
 def discover(hierarchy: Hierarchy) -> Nodes:
-    """Find the nodes of this job; a collective through the rendezvous store with ``auto``.
+    """Find the nodes of this job and the units above them; a collective with ``auto``.
 
-    Raises ConfigError when the integer ``hierarchy`` does not divide the number of ranks.
+    Raises ConfigError where a number does not divide what it groups, or nobody tells a unit.
     """
-    world_size = dist.get_world_size()
-    if isinstance(hierarchy, int):
-        if world_size % hierarchy:
-            raise ConfigError(
-                "compression.hierarchy",
-                hierarchy,
-                f"the job has {world_size} ranks, no multiple of it; write the number of ranks "
-                'that share a node, or "auto"',
-            )
-        return Nodes([rank // hierarchy for rank in range(world_size)], "compression.hierarchy")
-    said = tell(
-        {**{name: os.environ.get(name) for name in VARIABLES}, "host": _host()}, what="node"
-    )
-    for name in (*VARIABLES, "host"):
-        values = [statement[name] for statement in said]
-        if None not in values:
-            numbers = {value: index for index, value in enumerate(dict.fromkeys(values))}
-            return Nodes([numbers[value] for value in values], name)
-    raise AssertionError("every rank has a host")
+    found = placed(hierarchy)
+    nodes, *above = found.units
+    return Nodes(nodes, found.source, *above)
 
 
 def machines(device: str) -> list[tuple[int, str]]:
@@ -184,11 +174,6 @@ def machines(device: str) -> list[tuple[int, str]]:
     nodes = discover("auto")
     said = tell({"device": device}, what="device")
     return [(node, str(one["device"])) for node, one in zip(nodes.of_rank, said, strict=True)]
-
-
-def _host() -> str:
-    boot = BOOT_ID.read_text().strip() if BOOT_ID.is_file() else ""
-    return f"{socket.gethostname()} {boot}"
 
 
 def _alive() -> bool:

@@ -185,13 +185,21 @@ class _RanksOfReplica:
         return messages
 
     def _width(self) -> int:
-        """Return the ranks of a node that sum before they encode; 1 in one level."""
+        """Return the ranks of a largest unit that sum before they encode; 1 in one level."""
         if self.block.hierarchy == "none":
             return 1
-        of_node = self.block.hierarchy
-        local = of_node if isinstance(of_node, int) else self.job.ranks_per_node
-        local = max(1, local * self.replicas // self.job.world_size)
-        return local if 1 < local < self.replicas and self.replicas % local == 0 else 1
+        found = self.block.hierarchy
+        first, *above = found if isinstance(found, list) else [found]
+        units = [self.job.ranks_per_node if isinstance(first, str) else first]
+        for width in above:
+            if isinstance(width, str):  # only the job's launcher tells
+                break
+            units.append(width * units[-1])
+        for unit in reversed(units):
+            local = max(1, unit * self.replicas // self.job.world_size)
+            if local < self.replicas:
+                return local if self.replicas % local == 0 else 1
+        return 1
 
     def engine_nbytes(self) -> int:
         """Return the bytes of weights, gradients and Adam's states on a device, as sharded."""

@@ -12,6 +12,7 @@ import torch
 
 from hybridcomp.channels import checkpoint_note
 from hybridcomp.channels.ledger_file import unwritable
+from hybridcomp.collectives.hierarchical.discovery import check_widths
 from hybridcomp.commands import memory
 from hybridcomp.commands.job_files import read_job_file
 from hybridcomp.config import BLOCK, CompressionConfig, describe, idle_notes, load_config
@@ -73,6 +74,8 @@ def lines(
         if checkpoint is not None:
             yield from _resumed(None, checkpoint)
         return
+    if world_size is not None:
+        check_widths(block.hierarchy, world_size)
     notes = [*idle_notes(block), *_ledger_notes(block)]
     if not bare:
         if found.dtype is not None:

@@ -41,6 +41,10 @@ from hybridcomp.policy import Limits, Policy, Rung
 BLOCK = "compression"
 
 
+#: for each level of ``hierarchy``: the units of the level below that a unit has
+Widths = Annotated[list[Literal["auto"] | Annotated[int, Field(ge=2)]], Field(min_length=2)]
+
+
 class CompressionConfig(DimensionFields):
     """The block, with its preset merged in."""
 
@@ -60,13 +64,16 @@ class CompressionConfig(DimensionFields):
         ge=0,
         description="Optimizer steps that are native before compression starts; for a warm-up.",
     )
-    hierarchy: Literal["auto", "none"] | Annotated[int, Field(ge=1)] = Field(
+    hierarchy: Literal["auto", "none"] | Annotated[int, Field(ge=1)] | Widths = Field(
         "auto",
         description=f"Two levels for {listed(TWO_LEVELS)} where a group spans nodes: native "
         "inside a node, encoded between nodes, which then carry the bytes of one rank instead of "
         "those of all its ranks. auto: nodes as the launcher numbers them (CROSS_RANK, "
         "GROUP_RANK), else by host. N: every N consecutive ranks share a node. none: one level. A "
-        "group inside one node, or with one rank on each, is always compressed in one level.",
+        "group inside one node, or with one rank on each, is always compressed in one level. "
+        "[8, 4]: three levels, nodes of 8 ranks, switches or sites of 4 nodes, and what is encoded "
+        'between these; more numbers, more levels. "auto" in place of a number: as the launcher '
+        "tells, of switches Slurm's SLURM_TOPOLOGY_ADDR.",
     )
     on_unsupported: Literal["error", "native"] = Field(
         "error",
@@ -90,8 +97,11 @@ class CompressionConfig(DimensionFields):
     @field_validator("hierarchy", mode="before")
     @classmethod
     def _one_of(cls, found: Any) -> Any:
-        number = isinstance(found, int) and not isinstance(found, bool) and found > 0
-        if not number and found not in ("auto", "none"):
+        if isinstance(found, list):
+            if len(found) < 2 or not all(each == "auto" or _counts(each, 2) for each in found):
+                todo = "expected two or more numbers of 2 or more, such as [8, 4]: ranks of a node,"
+                raise problem("", found, f'{todo} nodes of a site; "auto" where the launcher tells')
+        elif not _counts(found, 1) and found not in ("auto", "none"):
             todo = 'expected "auto", "none" or the number of consecutive ranks that share a node'
             raise problem("", found, todo)
         return found
@@ -268,3 +278,7 @@ class CompressionConfig(DimensionFields):
             for name in DIMENSIONS
             for way in ROWS[name].directions
         }
+
+
+def _counts(found: Any, least: int) -> bool:
+    return isinstance(found, int) and not isinstance(found, bool) and found >= least

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -40,6 +40,8 @@ def describe(config: CompressionConfig, absent: Collection[Dimension] = ()) -> l
     lines += _guarded(config, absent)
     if isinstance(config.hierarchy, int):
         lines.append(f"{'nodes':13} every {config.hierarchy} consecutive ranks share one")
+    elif isinstance(config.hierarchy, list):
+        lines.append(f"{'levels':13} {_levels(config.hierarchy)}")
     if config.pipeline.waitless:
         lines.append(f"{'pipeline':13} {_waitless(config.pipeline)}")
     if config.publish is not None:
@@ -52,6 +54,17 @@ def describe(config: CompressionConfig, absent: Collection[Dimension] = ()) -> l
     start = f"; all messages before step {config.start_step}" if config.start_step else ""
     lines.append(f"{'also native':13} messages under {config.min_bytes} bytes{start}")
     return lines
+
+
+def _levels(widths: Sequence[int | str]) -> str:
+    """Say what a unit of each level consists of."""
+    below = ["ranks", "nodes", *["of these"] * len(widths)]
+    told = [
+        f"{'units' if level else 'nodes'} "
+        + ("by the launcher" if width == "auto" else f"of {width} {below[level]}")
+        for level, width in enumerate(widths)
+    ]
+    return f"{', '.join(told)}: native inside, encoded between the last"
 
 
 def _waitless(settings: AsyncPipelineConfig) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from hybridcomp.collectives.topology import Hierarchy
+from hybridcomp.collectives.hierarchical.discovery import Hierarchy
 from hybridcomp.errors import ConfigError, HybridcompError
 from hybridcomp.log import say
 from hybridcomp.measure.block import BlockSize

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from hybridcomp.collectives.topology import Hierarchy, discover
+from hybridcomp.collectives.hierarchical.discovery import Hierarchy
+from hybridcomp.collectives.topology import discover
 from hybridcomp.errors import ConfigError
 from hybridcomp.job.devices import device_name
 from hybridcomp.log import say

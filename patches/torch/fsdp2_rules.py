@@ -183,10 +183,13 @@ FSDP2: tuple[Rule[ShardedJob], ...] = (*_FSDP2, *engine.without_seam(dimensions.
 
 def check_hierarchy(block: CompressionConfig, job: ShardedJob) -> None:
     """Raise ConfigError where ``hierarchy`` and an HSDP mesh disagree about the nodes."""
-    if job.replicas > 1 and isinstance(block.hierarchy, int) and block.hierarchy != job.shards:
+    found = block.hierarchy
+    of_node = found[0] if isinstance(found, list) else found
+    if job.replicas > 1 and isinstance(of_node, int) and of_node != job.shards:
         todo = (
             f"the HSDP mesh shards over {job.shards} ranks and says by that which share a node; "
-            f'write {job.shards}, "auto" (native inside a shard group, encoded between replicas) '
+            f"write {job.shards}{' first' if isinstance(found, list) else ''}, "
+            '"auto" (native inside a shard group, encoded between replicas) '
             'or "none" (both encoded)'
         )
         raise ConfigError(f"{BLOCK}.hierarchy", block.hierarchy, todo)

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hybridcomp.collectives import topology
+from hybridcomp.collectives.hierarchical.units import grid_of
 from hybridcomp.config import CompressionConfig
 from hybridcomp.job import agreement
 from hybridcomp.job.statements import StatementRound
@@ -183,7 +184,7 @@ def begun(store: Any, ranks: int) -> dict[str, float]:
         session.place([tuple(range(ranks))])
         seconds = time.perf_counter() - start - asked.made_up_s
         assert session.channels.nodes is not None
-        grid = topology.grid_of(session.channels.nodes.of_rank)
+        grid = grid_of(session.channels.nodes.of_rank)
         subgroups = 0 if grid is None else len(grid) + PER_HOST
         session.close()
     return {"session": seconds, "requests": asked.requests, "subgroups": subgroups}

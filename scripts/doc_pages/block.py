@@ -109,6 +109,11 @@ def _kind(part: Schema) -> str:
         return "an object"
     if "enum" in part:
         return ", ".join(_code(value) for value in part["enum"])
+    if part.get("type") == "array":
+        items = part["items"]
+        return f"list of ({' or '.join(map(_kind, items.get('anyOf', (items,))))})"
+    if "const" in part:
+        return _code(part["const"])
     found = {"integer": "whole number", "boolean": "`true`, `false`"}.get(
         str(part.get("type")), str(part.get("type"))
     )

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hybridcomp.channels import Channels, checkpoint
 from hybridcomp.channels.error_feedback import Piece, held_in
+from hybridcomp.collectives.hierarchical.discovery import Hierarchy
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import CheckpointError
 from tests.channels import sent
@@ -22,7 +23,7 @@ PIECES = [Piece(name, 0, numel) for name, numel in NUMELS.items()]
 WHOLE = sum(NUMELS.values())
 
 
-def channels_in(hierarchy: int | str, bits: int = 32) -> Channels:
+def channels_in(hierarchy: Hierarchy, bits: int = 32) -> Channels:
     """``hierarchy``: "low rank" for powersgd, in a job whose gathers have nodes of two ranks."""
     feedback = {**FEEDBACK, "error_feedback": True if bits == 32 else {"bits": bits}}
     block = {"dp": feedback, "min_bytes": 0, "hierarchy": hierarchy, "ledger": {"every": 1000}}
@@ -60,7 +61,7 @@ def gradients(step: int) -> torch.Tensor:
 
 
 def first_run(
-    folder: str, hierarchy: int | str, bits: int = 32
+    folder: str, hierarchy: Hierarchy, bits: int = 32
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Two steps, saved: what was applied less what was given, and what is held."""
     channels = channels_in(hierarchy, bits)
@@ -73,7 +74,7 @@ def first_run(
     return owed, missing(channels)
 
 
-def saved_again(folder: str, hierarchy: int | str, times: int, bits: int = 32) -> torch.Tensor:
+def saved_again(folder: str, hierarchy: Hierarchy, times: int, bits: int = 32) -> torch.Tensor:
     """Load and save ``times`` times with no step in between; what is held in the end."""
     for _ in range(times):
         channels = channels_in(hierarchy, bits)
@@ -87,7 +88,7 @@ def saved_again(folder: str, hierarchy: int | str, times: int, bits: int = 32) -
 
 
 def flushed(
-    folder: str, hierarchy: int | str, bits: int = 32
+    folder: str, hierarchy: Hierarchy, bits: int = 32
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Load, send nothing but residuals, losslessly; what arrived, what is left, memory."""
     from hybridcomp.codecs import LOSSLESS
@@ -108,8 +109,10 @@ def flushed(
     ("old", "new"),
     [((4, "none"), (2, "none")), ((2, "none"), (4, 2)), ((4, 2), (4, "none")),
      ((4, "none"), (4, 2)), ((4, 2), (2, "none")), ((4, "none"), (1, "none")),
-     ((2, "none"), (3, "none")), ((4, "low rank"), (4, "low rank"))],
-    ids=["4 to 2", "2 to 2x2", "2x2 to 4", "4 to 2x2", "2x2 to 2", "4 to 1", "2 to 3", "low rank"],
+     ((2, "none"), (3, "none")), ((4, "low rank"), (4, "low rank")),
+     ((8, [2, 2]), (8, 2)), ((8, [2, 2]), (4, "none")), ((4, 2), (8, [2, 2]))],
+    ids=["4 to 2", "2 to 2x2", "2x2 to 4", "4 to 2x2", "2x2 to 2", "4 to 1", "2 to 3", "low rank",
+         "2x2x2 to 4x2", "2x2x2 to 4", "2x2 to 2x2x2"],
 )  # fmt: skip
 def test_sums_stay_and_all_is_sent(
     old: tuple[int, Any], new: tuple[int, Any], on_ranks: RunRanks, tmp_path: Path
@@ -158,7 +161,7 @@ def _nbytes_held(path: Path) -> int:
     return sum((v["data"] if isinstance(v, dict) else v).nbytes for v in found)
 
 
-def a_step_later(folder: str, hierarchy: int | str) -> tuple[torch.Tensor, torch.Tensor]:
+def a_step_later(folder: str, hierarchy: Hierarchy) -> tuple[torch.Tensor, torch.Tensor]:
     """Load and take a step: what that was given less what it applied, and what is held then."""
     channels = channels_in(hierarchy)
     checkpoint.load(Path(folder), channels, 1.0)
@@ -167,12 +170,12 @@ def a_step_later(folder: str, hierarchy: int | str) -> tuple[torch.Tensor, torch
     return given - sum_up(channels, gradients(2)), missing(channels)
 
 
-@pytest.mark.parametrize("hierarchy", [2, "low rank"])
+@pytest.mark.parametrize(("hierarchy", "ranks"), [(2, 4), ("low rank", 4), ([2, 2], 8)], ids=str)
 def test_a_step_takes_each_value_once(
-    hierarchy: int | str, on_ranks: RunRanks, tmp_path: Path
+    hierarchy: Hierarchy, ranks: int, on_ranks: RunRanks, tmp_path: Path
 ) -> None:
-    owed, _ = on_ranks(2, first_run, str(tmp_path), hierarchy)[0]
-    for more, held in on_ranks(4, a_step_later, str(tmp_path), hierarchy):
+    owed, _ = on_ranks(ranks // 2, first_run, str(tmp_path), hierarchy)[0]
+    for more, held in on_ranks(ranks, a_step_later, str(tmp_path), hierarchy):
         torch.testing.assert_close(held, owed + more, rtol=1e-4, atol=1e-5)
 
 

@@ -221,6 +221,17 @@ def test_validate_shows_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "note: dp, zero, tp, pp: one rank" in out
 
 
+def test_validate_holds_levels_to_the_number_of_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, {"dp": "blockint", "hierarchy": [8, 4]})
+    assert cli.main(["validate", path, "--world-size", "64"]) == 0
+    assert "nodes of 8 ranks, units of 4 nodes" in capsys.readouterr().out
+    assert cli.main(["validate", path, "--world-size", "48"]) != 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "compression.hierarchy: found [8, 4]; the job has 6 nodes, no multiple of 4" in line
+
+
 def test_schema_is_what_is_committed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["schema"]) == 0
     committed = (CONFIGS / "compression.schema.json").read_text()

@@ -278,6 +278,10 @@ BROKEN: list[tuple[Any, str, tuple[str, ...]]] = [
     ({"dp": "bf16", "hierarchy": True}, "compression.hierarchy", ("found true",)),
     ({"dp": "bf16", "hierarchy": 0}, "compression.hierarchy", ("found 0",)),
     ({"pp": "bf16", "hierarchy": 2}, "compression.hierarchy", ("only dp and zero",)),
+    *(
+        ({"dp": "bf16", "hierarchy": found}, "compression.hierarchy", ("found [", "such as [8, 4]"))
+        for found in ([], [8], [8, 1], [8, True], [8, "none"], [2, 2.0], ["auto", [2]])
+    ),
     ({"dp": "bf16", "on_unsupported": "warn"}, "compression.on_unsupported", ("'native'",)),
     ({"dp": "bf16", "enabled": "yes"}, "compression.enabled", ("expected true or false",)),
     ({"dp": "bf16", "ledger": None}, "compression.ledger", ("found null", "expected an object")),
@@ -438,6 +442,11 @@ def test_hierarchy() -> None:
     assert nodes_of_8.flat()["compression.hierarchy"] == 8
     assert any("every 8 consecutive ranks" in line for line in describe(nodes_of_8))
     assert parse({"pp": "bf16", "hierarchy": "none"}).hierarchy == "none"
+    sites = parse({"dp": "bf16", "hierarchy": [8, 4]})
+    assert sites.flat()["compression.hierarchy"] == [8, 4]
+    assert any("nodes of 8 ranks, units of 4 nodes: native" in line for line in describe(sites))
+    found = {parse({"dp": "bf16", "hierarchy": each}).digest() for each in (8, [8, 4], ["auto", 4])}
+    assert len(found) == 3, "ranks agree on levels"
 
 
 def test_ranks_agree_on_deltas() -> None:

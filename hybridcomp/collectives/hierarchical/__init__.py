@@ -1,1 +1,1 @@
-"""Collectives in two levels: native messages inside a node, encoded ones between nodes."""
+"""Collectives in two levels or more: native messages inside the largest units, encoded between."""

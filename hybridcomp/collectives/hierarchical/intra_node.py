@@ -12,6 +12,10 @@ holds as it is, with the codec's budget split for N senders and as many quantiza
 
 Residuals belong to a node's sum: a rank holds only those of its stretch, so the ranks of a node
 hold every element once.
+
+In more than two levels "node" here stands for a largest unit, such as a site of several nodes: its
+ranks sum and gather level by level, all of it natively, and what leaves the unit is quantized as
+often as in two levels.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from torch import Tensor
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.wire import (
     POOL,
+    Group,
     Levels,
     Meter,
     OwnedRange,
@@ -44,29 +49,67 @@ def node_sum(
     ``values`` (1-D, contiguous) holds a stretch of ``lengths[l]`` elements for every local rank l.
     They travel in their dtype and are summed in fp32 in local order: an all-to-all costs the bytes
     of a reduce-scatter, and no 16-bit rounding of partial sums. The sum is fp32, or of the dtype of
-    ``values`` for a lossless codec that flushes no residuals.
+    ``values`` for a lossless codec that flushes no residuals. In more than two levels the sums of a
+    level are the fp32 values of the next.
     """
-    levels, meter = how.group.levels, how.meter
+    levels, dtype = how.group.levels, values.dtype
     assert levels is not None
-    mine, size = lengths[levels.local], values.dtype.itemsize
-    wire = POOL.take(levels.width * mine * size, values.device)
-    received = wire[: levels.width * mine * size]
+    buffer: Tensor | None = None
+    for group in levels.stages:
+        each = len(lengths) // group.size
+        cut = [sum(lengths[at : at + each]) for at in range(0, len(lengths), each)]
+        lengths = lengths[group.rank * each :][:each]
+        summed, values = yield from _sum_stretch(values, cut, group, how.meter)
+        POOL.give(buffer)
+        buffer = summed
+    assert buffer is not None
+    return buffer, values.to(dtype) if codec.lossless and not how.flush else values
+
+
+def _sum_stretch(
+    values: Tensor, lengths: Sequence[int], group: Group, meter: Meter
+) -> Steps[tuple[Tensor, Tensor]]:
+    """Sum over ``group``: ``(buffer to give back, the fp32 sum of this rank's stretch)``.
+
+    ``lengths``: elements of ``values`` for every rank of ``group``, in order.
+    """
+    mine, size = lengths[group.rank], values.dtype.itemsize
+    wire = POOL.take(group.size * mine * size, values.device)
+    received = wire[: group.size * mine * size]
     yield transport.all_to_all(
         received,
         values.view(torch.uint8),
-        [mine * size] * levels.width,
+        [mine * size] * group.size,
         [length * size for length in lengths],
-        levels.inner,
+        group,
         meter,
     )
     buffer, total = POOL.take_fp32(mine, values.device)
     with meter.coding():
-        own, *others = received.view(values.dtype).view(levels.width, mine)
+        own, *others = received.view(values.dtype).view(group.size, mine)
         total.copy_(own)
         for row in others:
             total.add_(row)
     POOL.give(wire)
-    return buffer, total.to(values.dtype) if codec.lossless and not how.flush else total
+    return buffer, total
+
+
+def _gather(values: Tensor, levels: Levels, meter: Meter) -> Steps[tuple[Tensor, Tensor]]:
+    """Gather the equally long ``values`` (1-D, contiguous) of all local ranks, by local index.
+
+    Returns ``(buffer to give back, what was gathered)``: the last level first, so that what one
+    level has gathered is one message of the next.
+    """
+    buffer: Tensor | None = None
+    for group in reversed(levels.stages):
+        nbytes = group.size * values.nbytes
+        wire = POOL.take(nbytes, values.device)
+        gathered = first(wire, nbytes)
+        yield transport.all_gather(gathered, values.view(torch.uint8), group, meter)
+        POOL.give(buffer)
+        buffer, values = wire, gathered[:nbytes].view(values.dtype)
+    assert buffer is not None
+    return buffer, values
 
 
 def join_columns(
@@ -75,14 +118,14 @@ def join_columns(
     """Join ``shards``, by group rank, in the order in which ``node_sum`` takes them.
 
     Returns ``(values, elements for each local rank, elements of this rank's column by node)``.
-    ``flat``: the shards as one tensor, where they are one in memory and nodes are regular. Equal
-    ones are brought into that order by one copy.
+    ``flat``: the shards as one tensor, where they are one in memory and ``levels`` has a shape.
+    Equal ones are brought into that order by one copy.
     """
     each = shards[0].numel()
     if flat is not None and flat.numel() == each * len(shards):
-        cube = flat.view(levels.nodes, levels.width, each)
+        shape = levels.shape
         return (
-            cube.transpose(0, 1).flatten(),
+            _reversed(flat.view(*shape, each)).flatten(),
             [levels.nodes * each] * levels.width,
             ([each] * levels.nodes),
         )
@@ -98,17 +141,18 @@ def place_columns(column: Tensor, out: Tensor, levels: Levels, meter: Meter) -> 
     ``column``: equally long shards, by node, of the ranks with this local index; ``out``: those of
     all ranks, by group rank. One copy writes all.
     """
-    numel = column.numel() // levels.nodes
-    wire = POOL.take(levels.width * column.nbytes, column.device)
-    gathered = first(wire, levels.width * column.nbytes)
-    yield transport.all_gather(gathered, column.view(torch.uint8), levels.inner, meter)
-    found = gathered[: levels.width * column.nbytes].view(out.dtype)
-    if levels.is_regular:
-        cube = found.view(levels.width, levels.nodes, numel)
-        out.view(levels.nodes, levels.width, numel).copy_(cube.transpose(0, 1))
+    numel, shape = column.numel() // levels.nodes, levels.shape
+    wire, found = yield from _gather(column, levels, meter)
+    if shape:
+        out.view(*shape, numel).copy_(_reversed(found.view(*reversed(shape), numel)))
     else:
         out.view(-1, numel).index_copy_(0, levels.by_column(out.device), found.view(-1, numel))
     POOL.give(wire)
+
+
+def _reversed(cube: Tensor) -> Tensor:
+    """Return ``cube`` with all dimensions but the last in reverse order; a view."""
+    return cube.permute(*range(cube.dim() - 2, -1, -1), -1)
 
 
 def gather_inside(
@@ -118,14 +162,12 @@ def gather_inside(
 
     ``shard``: ``lengths[levels.local]`` elements; slots are as long as the longest.
     """
-    slot, size = max(lengths), shard.dtype.itemsize
+    slot = max(lengths)
     padded = shard
     if shard.numel() < slot:
         padded = torch.cat([shard, shard.new_zeros(slot - shard.numel())])
-    wire = POOL.take(levels.width * slot * size, shard.device)
-    gathered = wire[: levels.width * slot * size]
-    yield transport.all_gather(gathered, padded.view(torch.uint8), levels.inner, meter)
-    rows = gathered.view(shard.dtype).view(levels.width, slot)
+    wire, gathered = yield from _gather(padded, levels, meter)
+    rows = gathered.view(levels.width, slot)
     return wire, [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
@@ -196,10 +238,11 @@ def _exchange_inside(
     All fp32. Tensors that a rank sends to itself are returned as they are.
     """
     me = levels.local
-    gives = [sum(part.numel() for part in row) if i != me else 0 for i, row in enumerate(rows)]
-    takes = [sum(row) if i != me else 0 for i, row in enumerate(numels)]
-    parts = [part for i, row in enumerate(rows) for part in row if i != me]
+    order = [local for local in levels.order if local != me]
+    parts = [part for local in order for part in rows[local]]
     sent = torch.cat(parts) if parts else torch.empty(0, device=device)
+    gives = [sum(part.numel() for part in rows[i]) if i != me else 0 for i in levels.order]
+    takes = [sum(numels[i]) if i != me else 0 for i in levels.order]
     received = torch.empty(sum(takes), dtype=torch.float32, device=device)
     yield transport.all_to_all(
         received.view(torch.uint8),
@@ -209,8 +252,8 @@ def _exchange_inside(
         levels.inner,
         meter,
     )
-    stretches = torch.split(received, takes)
-    return [
-        list(rows[me]) if i == me else list(torch.split(stretch, list(row)))
-        for i, (stretch, row) in enumerate(zip(stretches, numels, strict=True))
-    ]
+    arrived = {me: list(rows[me])}
+    for local, stretch in zip(levels.order, torch.split(received, takes), strict=True):
+        if local != me:
+            arrived[local] = list(torch.split(stretch, list(numels[local])))
+    return [arrived[local] for local in range(levels.width)]

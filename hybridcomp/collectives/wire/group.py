@@ -1,4 +1,4 @@
-"""Group: the ranks of a message, in one level or in two (nodes times local ranks).
+"""Group: the ranks of a message, in one level, in two (nodes times local ranks) or in more.
 
 torch.distributed's functions look a group up in global tables, 2 us each; the properties of a group
 that messages need are plain data here, and a channel keeps one ``Group`` for each process group.
@@ -38,7 +38,7 @@ class Group:
 
     Attributes:
         rank, size: this rank's group rank, and the number of ranks.
-        remote: group ranks on other nodes.
+        remote: group ranks on other nodes; in more than two levels, in other units of the largest.
         levels: the grid of nodes times local ranks; None: messages have one level.
         ring: share of a ring's bytes that this rank sends to another node, 0.0 or 1.0.
         width, local: number of ranks of a node, which sum their values before each encodes a
@@ -91,13 +91,19 @@ class Group:
 
 @dataclass(frozen=True)
 class Levels:
-    """Position of a rank in a group with equally many ranks on each of its nodes."""
+    """Position of a rank in a group with equally many ranks on each of its nodes.
+
+    In more than two levels a "node" is a largest unit (a site), whose ranks sum level by level:
+    ``parts`` has the groups over which this rank's sums go, one a level, the innermost first. A
+    local index then counts through the places in these groups, those in the last one fastest.
+    """
 
     grid: tuple[tuple[int, ...], ...]  # group ranks by node, then by local index
     node: int  # the row of this rank
     local: int  # its column
-    inner: Group  # the ranks of this node, by local index
+    inner: Group  # the ranks of this node, in two levels by local index, else ascending
     outer: Group  # the ranks with this local index, by node; all others are remote
+    parts: tuple[Group, ...] = ()  # in two levels none
 
     @property
     def nodes(self) -> int:
@@ -108,10 +114,25 @@ class Levels:
         """Return the number of ranks of a node."""
         return len(self.grid[0])
 
+    @property
+    def stages(self) -> tuple[Group, ...]:
+        """Return the groups over which the ranks of a node sum, one after the other."""
+        return self.parts or (self.inner,)
+
     @cached_property
-    def is_regular(self) -> bool:
-        """Return whether group ranks count node by node, as most launchers number them."""
-        return [rank for row in self.grid for rank in row] == list(range(self.nodes * self.width))
+    def shape(self) -> tuple[int, ...]:
+        """Return nodes and the widths of ``stages``, the last first, if group ranks count in this
+        order, as most launchers number them; else nothing."""
+        shape = (self.nodes, *(group.size for group in reversed(self.stages)))
+        numbers = torch.arange(self.nodes * self.width).view(shape)
+        columns = numbers.permute(*reversed(range(len(shape)))).reshape(self.width, self.nodes)
+        return shape if columns.T.tolist() == [list(row) for row in self.grid] else ()
+
+    @cached_property
+    def order(self) -> Sequence[int]:
+        """Return the local indices of the ranks of ``inner``, by rank in there."""
+        row = self.grid[self.node]
+        return sorted(range(self.width), key=row.__getitem__)
 
     @cached_property
     def node_of(self) -> dict[int, int]:

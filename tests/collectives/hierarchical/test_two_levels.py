@@ -13,7 +13,8 @@ from torch import Tensor
 from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Levels, Meter, OwnedRange, chunk_ranges
-from hybridcomp.collectives.topology import Nodes, discover, grid_of
+from hybridcomp.collectives.hierarchical.units import grid_of
+from hybridcomp.collectives.topology import Nodes, discover
 from hybridcomp.errors import ConfigError
 from tests.collectives import calls
 from tests.collectives.common import all_reduce_wire, bound, digest, rank_order_sum, values_of
@@ -229,7 +230,7 @@ def _dealt(codec: Codec) -> None:
     nodes = Nodes([rank % 2 for rank in range(ranks)], "test")
     nodes.prepare([tuple(range(ranks))])
     levels = nodes.group(None, two_levels=True).levels
-    assert levels is not None and levels.grid == ((0, 2), (1, 3)) and not levels.is_regular
+    assert levels is not None and levels.grid == ((0, 2), (1, 3)) and not levels.shape
     for numel in (1, 33, 1000):
         shard = values_of(me, numel, torch.bfloat16)
         flat, deep = (torch.zeros(ranks * numel, dtype=torch.bfloat16) for _ in range(2))

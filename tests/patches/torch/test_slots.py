@@ -147,6 +147,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "custom all-gather": (custom, {"zero": B8}, "set_custom_all_gather"),
     "symmetric memory": (symmetric, {"zero": B8}, "set_symm_mem_for_comm"),
     "nodes": (replicated_mesh, {"dp": B8, "hierarchy": 2}, "compression.hierarchy"),
+    "levels": (replicated_mesh, {"dp": B8, "hierarchy": [2, 2]}, "compression.hierarchy"),
     "no shards": (replicated_mesh, {"dp": B8, "zero": B8}, "compression.zero"),
     "neither": (wide, {"dp": B8}, "DistributedDataParallel"),
 }

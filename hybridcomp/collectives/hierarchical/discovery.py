@@ -1,0 +1,136 @@
+"""Find the node of every rank, and the switches and sites that hold the nodes.
+
+DeepSpeed's launcher sets ``CROSS_RANK`` on every rank (its ``launch.py``), torchrun ``GROUP_RANK``
+(torch.distributed.elastic): the number of the node. Unless all ranks have one of these, ranks
+with the same host name and boot id share a node, as in NCCL (its ``getHostHash``). Switches above
+nodes are told by Slurm's ``SLURM_TOPOLOGY_ADDR`` (its topology/tree), such as ``s0.s3.node7``.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch.distributed as dist
+
+from hybridcomp.errors import ConfigError
+from hybridcomp.job.agreement import tell
+
+#: ``auto``, ``none``, the number of consecutive ranks that share a node, or a list: ranks of a
+#: node, nodes of a switch or site, and so on, ``auto`` where the launcher tells
+Hierarchy = Literal["auto", "none"] | int | list[int | Literal["auto"]]
+#: environment variables with the number of the node, by launcher
+VARIABLES = ("CROSS_RANK", "GROUP_RANK")
+#: environment variable with the switches above a node and the node, the outermost first
+ADDRESS = "SLURM_TOPOLOGY_ADDR"
+KEY = "compression.hierarchy"
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class PlacedRanks:
+    """Where the ranks of a job are.
+
+    Attributes:
+        units: by level, the innermost first, a number for the unit of every global rank.
+        source: what told the nodes.
+    """
+
+    units: list[list[int]]
+    source: str
+
+
+def placed(hierarchy: Hierarchy) -> PlacedRanks:
+    """Find the units that hold each rank; a collective through the rendezvous store with ``auto``.
+
+    Raises ConfigError where a number does not divide what it groups, or nobody tells a unit.
+    """
+    first, *above = _widths(hierarchy)
+    if isinstance(first, int):
+        _check_divides(hierarchy, 0, first, dist.get_world_size())
+        units, source = [[rank // first for rank in range(dist.get_world_size())]], KEY
+    else:
+        nodes, source = _launched()
+        units = [nodes]
+    for level, width in enumerate(above, 1):
+        below = units[-1]
+        if isinstance(width, int):
+            _check_divides(hierarchy, level, width, len(set(below)))
+            units.append([number // width for number in below])
+        else:
+            units.append(_switches(hierarchy, below, level))
+    return PlacedRanks(units, source)
+
+
+def check_widths(hierarchy: Hierarchy, ranks: int) -> None:
+    """Raise ConfigError where a number does not divide what it groups in a job of ``ranks``.
+
+    Levels above one that only the launcher tells are not checked.
+    """
+    count = ranks
+    for level, width in enumerate(_widths(hierarchy)):
+        if not isinstance(width, int):
+            return
+        _check_divides(hierarchy, level, width, count)
+        count //= width
+
+
+def _widths(hierarchy: Hierarchy) -> Sequence[int | str]:
+    return hierarchy if isinstance(hierarchy, list) else [hierarchy]
+
+
+def _check_divides(hierarchy: Hierarchy, level: int, width: int, count: int) -> None:
+    if count % width == 0:
+        return
+    units = ("ranks", "nodes")[level] if level < 2 else f"units of level {level}"
+    what = "a node" if level == 0 else "a switch or a site"
+    of = width if isinstance(hierarchy, list) else "it"
+    why = f"the job has {count} {units}, no multiple of {of}"
+    raise ConfigError(
+        KEY, hierarchy, f'{why}; write the number of {units} that share {what}, or "auto"'
+    )
+
+
+def _launched() -> tuple[list[int], str]:
+    """Return the node of every rank and the name of what tells it; a collective."""
+    said = tell(
+        {**{name: os.environ.get(name) for name in VARIABLES}, "host": _host()}, what="node"
+    )
+    for name in (*VARIABLES, "host"):
+        values = [statement[name] for statement in said]
+        if None not in values:
+            return _numbered(values), name
+    raise AssertionError("every rank has a host")
+
+
+def _switches(hierarchy: Hierarchy, below: Sequence[int], level: int) -> list[int]:
+    """Return the switch of every rank, ``level`` above its node, as Slurm tells; a collective.
+
+    ``below``: the unit of every rank one level below.
+    """
+    said = tell({"address": os.environ.get(ADDRESS)}, what="switch")
+    addresses = [str(statement["address"] or "").split(".") for statement in said]
+    if min(map(len, addresses)) <= level:
+        why = f"no launcher tells level {level + 1} ({ADDRESS} has no such switch on every rank)"
+        raise ConfigError(KEY, hierarchy, f'{why}; write a number in place of this "auto"')
+    found = _numbered([tuple(address[:-level]) for address in addresses])
+    if len(set(zip(below, found, strict=True))) > len(set(below)):
+        why = f"by {ADDRESS} ranks of one unit of level {level} are on different switches"
+        raise ConfigError(KEY, hierarchy, f"{why}; write numbers that fit the machines")
+    return found
+
+
+def _numbered(values: Iterable[Hashable]) -> list[int]:
+    """Number ``values`` in the order in which they appear first."""
+    every = list(values)
+    numbers = {value: index for index, value in enumerate(dict.fromkeys(every))}
+    return [numbers[value] for value in every]
+
+
+def _host() -> str:
+    boot = BOOT_ID.read_text().strip() if BOOT_ID.is_file() else ""
+    return f"{socket.gethostname()} {boot}"

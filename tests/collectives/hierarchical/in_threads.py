@@ -1,0 +1,59 @@
+"""Levels of any depth among ranks that are threads, arranged as ``topology`` arranges processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hybridcomp.collectives import Group, Levels
+from hybridcomp.collectives.hierarchical.units import Arrangement, arrange
+from tests.collectives.calls import group_of
+from tests.stand_ins import thread_groups
+
+
+def units_of(widths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Units of consecutive ranks, by level, the innermost first."""
+    found, width = [], 1
+    for more in widths:
+        width *= more
+        found.append([rank // width for rank in range(ranks)])
+    return found
+
+
+def deep_groups(
+    units: Sequence[Sequence[int]],
+) -> tuple[Arrangement, Callable[[int], Levels], list[Any]]:
+    """The arrangement, what makes the levels of a rank, and the boards that its groups use."""
+    found = arrange(units)
+    assert isinstance(found, Arrangement)
+    columns = tuple(zip(*found.grid, strict=True))
+    whole = tuple(tuple(sorted(row)) for row in found.grid)
+    steps = [*found.stages, whole] if len(found.stages) > 1 else [found.stages[0]]
+    boards = {row: thread_groups.Board(len(row)) for step in (*steps, columns) for row in step}
+
+    def group_with(step: Sequence[tuple[int, ...]], rank: int) -> Any:
+        row = next(row for row in step if rank in row)
+        return group_of(thread_groups.Member(boards[row], row.index(rank)))
+
+    def levels(rank: int) -> Levels:
+        node = next(index for index, row in enumerate(found.grid) if rank in row)
+        *parts, inner = (group_with(step, rank) for step in steps)
+        far = group_with(columns, rank)
+        outer = Group(far.process_group, node, far.size, frozenset(range(far.size)) - {node})
+        return Levels(found.grid, node, found.grid[node].index(rank), inner, outer, tuple(parts))
+
+    return found, levels, list(boards.values())
+
+
+def everywhere(units: Sequence[Sequence[int]], run: Callable[[Any, int], Any]) -> list[Any]:
+    """What ``run`` returns on each rank, given its levels of ``units``."""
+    ranks = len(units[0])
+    with thread_groups.in_process():
+        _, levels, boards = deep_groups(units)
+        return thread_groups.run(ranks, lambda _, rank: run(levels(rank), rank), boards)
+
+
+def flat(ranks: int, run: Callable[[Any, int], Any]) -> list[Any]:
+    """What ``run`` returns on each rank of a group in one level."""
+    with thread_groups.in_process():
+        return thread_groups.run(ranks, run)

@@ -1,0 +1,325 @@
+"""Three levels and more: sums of sums, within the bound of two quantizations, whoever is where."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.codecs import make_codec
+from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives import Levels, Meter, OwnedRange, chunk_ranges
+from hybridcomp.collectives.hierarchical.discovery import ADDRESS
+from hybridcomp.collectives.hierarchical.units import Arrangement, arrange
+from hybridcomp.collectives.topology import Nodes, discover
+from hybridcomp.errors import ConfigError
+from tests.collectives import calls
+from tests.collectives.common import all_reduce_wire, bound, digest, rank_order_sum, values_of
+from tests.collectives.hierarchical.in_threads import everywhere, flat, units_of
+from tests.ranks import RunRanks
+from tests.stand_ins.plain_codecs import Identity, Int8, Wide
+
+CODECS: tuple[Codec, ...] = (
+    Identity(), Int8(), Wide(), make_codec("expcode"), make_codec("blockint", bits=4),
+    make_codec("radix", error_bound=1e-2),
+)  # fmt: skip
+WIDTHS = (2, 2)
+#: units of consecutive ranks, and ranks
+SHAPES = [((2, 2), 8), ((2, 3), 12), ((3, 2), 18), ((2, 2, 2), 16), ((1, 2), 4)]
+NUMELS = (1, 33, 1000)
+EVERYWHERE = [OwnedRange(0, 40, tuple(range(8))), OwnedRange(40, 999, (5,))]
+OWNERS = [
+    [OwnedRange(100 * rank, 100 * rank + 100, (rank,)) for rank in range(8)],
+    [OwnedRange(0, 300, (6,)), OwnedRange(300, 300, (0,)), OwnedRange(300, 1000, (3, 4))],
+    EVERYWHERE,
+]
+
+
+def site_sum(values: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
+    """The fp32 sum of a unit's ranks, level by level, in the order in which they take part."""
+    for width in widths:
+        values = [rank_order_sum(list(values[i : i + width])) for i in range(0, len(values), width)]
+    (total,) = values
+    return total
+
+
+def check(
+    result: Tensor, codec: Codec, inputs: Sequence[Tensor], widths: Sequence[int], hops: int
+) -> None:
+    """Lossless: the sum of sums, bit by bit. Else within the bound of so many quantizations."""
+    dtype, width = inputs[0].dtype, math.prod(widths)
+    sums = [site_sum(inputs[i : i + width], widths) for i in range(0, len(inputs), width)]
+    if codec.lossless:
+        exact = rank_order_sum([total.to(dtype) for total in sums])
+        assert torch.equal(result.to(dtype), exact.to(dtype))
+        return
+    exact = rank_order_sum(sums)
+    rounding = float(exact.abs().max()) * torch.finfo(dtype).eps if exact.numel() else 0.0
+    error = float((result.float() - exact).abs().max()) if exact.numel() else 0.0
+    assert error <= bound(codec, sums, hops) + rounding
+    assert bound(codec, sums, hops) <= bound(codec, list(inputs), hops) * 1.001
+
+
+def on_levels(widths: Sequence[int], ranks: int, run: Callable[[Levels, int], Any]) -> list[Any]:
+    """What ``run`` returns on each of the ranks, which are threads."""
+    return everywhere(units_of(widths, ranks), run)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize(("widths", "ranks"), SHAPES, ids=str)
+def test_all_reduce(widths: tuple[int, ...], ranks: int, codec: Codec) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for numel in NUMELS:
+            inputs = [values_of(rank, numel, dtype) for rank in range(ranks)]
+
+            def run(
+                levels: Levels, rank: int, inputs: list[Tensor] = inputs, numel: int = numel
+            ) -> Tensor:
+                tensor, meter = inputs[rank].clone(), Meter()
+                calls.all_reduce(tensor, codec, levels, meter=meter, async_op=True).wait()
+                if codec.fixed_size:
+                    assert meter.inter_nbytes == between(codec, numel, tensor.dtype, levels)
+                return tensor
+
+            found = on_levels(widths, ranks, run)
+            assert len({digest(tensor) for tensor in found}) == 1
+            check(found[0], codec, inputs, widths, hops=2)
+
+
+def between(codec: Codec, numel: int, dtype: torch.dtype, levels: Levels) -> int:
+    """Closed form of what a rank sends out of its largest unit."""
+    start, stop = chunk_ranges(numel, levels.width)[levels.local]
+    sent = dtype if codec.lossless else torch.float32
+    return all_reduce_wire(codec, stop - start, sent, levels.node, levels.nodes)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize(("widths", "ranks"), SHAPES[:4], ids=str)
+def test_reduce_scatter(widths: tuple[int, ...], ranks: int, codec: Codec) -> None:
+    uneven = [(100, 0, 7, 333)[rank % 4] for rank in range(ranks)]
+    for lengths in ([64] * ranks, uneven, [0] * ranks):
+        inputs = [values_of(rank, sum(lengths), torch.float16) for rank in range(ranks)]
+
+        def run(
+            levels: Levels,
+            rank: int,
+            inputs: list[Tensor] = inputs,
+            lengths: list[int] = lengths,
+        ) -> Tensor:
+            shards = torch.split(inputs[rank], lengths)
+            return calls.reduce_scatter(shards, codec, levels, meter=Meter()).wait()
+
+        for rank, total in enumerate(on_levels(widths, ranks, run)):
+            assert total.dtype == torch.float32 and total.numel() == lengths[rank]
+            parts = [torch.split(values, lengths)[rank] for values in inputs]
+            check(total, codec, parts, widths, hops=1)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("widths", [(2, 2), (4, 1), (1, 2)], ids=str)
+def test_all_gather_has_the_bits_of_one_level(widths: tuple[int, ...], codec: Codec) -> None:
+    for numel in (0, 1, 100, 1000):
+        shards = [values_of(rank, numel, torch.bfloat16) for rank in range(8)]
+
+        def run(group: Any, rank: int, numel: int = numel, shards: Any = shards) -> Tensor:
+            out = torch.zeros(8 * numel, dtype=torch.bfloat16)
+            calls.all_gather(shards[rank], out, codec, group, meter=Meter()).wait()
+            return out
+
+        alone = flat(8, run)[0]
+        assert all(torch.equal(out, alone) for out in on_levels(widths, 8, run))
+
+
+@pytest.mark.parametrize("codec", [Identity(), make_codec("expcode"), Int8()], ids=str)
+def test_whole_numbers_are_summed_as_in_one_level(codec: Codec) -> None:
+    """Their fp32 sums are exact in any order: so the flat sum's bits, with 127 as the largest."""
+    inputs = [torch.full((300,), float(rank % 3)) for rank in range(12)]
+    for values in inputs:
+        values[::10] = 127 / 12  # Int8's step is a whole number
+
+    def run(group: Any, rank: int) -> Tensor:
+        tensor = inputs[rank].round().clone()
+        calls.all_reduce(tensor, codec, group, meter=Meter())
+        return tensor
+
+    if codec.lossless:
+        alone = flat(12, run)[0]
+        assert all(torch.equal(out, alone) for out in on_levels((2, 3), 12, run))
+    else:
+        exact = rank_order_sum([values.round() for values in inputs])
+        for out in on_levels((2, 3), 12, run):
+            assert float((out - exact).abs().max()) <= bound(codec, inputs, 2)
+
+
+def _processes(codec: Codec) -> dict[str, Any]:
+    """All sums of a job of eight ranks: two sites of two nodes of two ranks."""
+    me, ranks = dist.get_rank(), dist.get_world_size()
+    nodes = discover(list(WIDTHS))
+    (note,) = nodes.prepare([tuple(range(ranks))])
+    assert note == (
+        "three levels over 4 nodes (by compression.hierarchy): native among 2, then among 2 ranks, "
+        "encoded between 2 units of 4 ranks"
+    )
+    group = nodes.group(None, two_levels=True)
+    levels = group.levels
+    assert levels is not None and levels.shape == (2, 2, 2)
+    assert sorted(group.remote) == [rank for rank in range(8) if rank // 4 != me // 4]
+    found: dict[str, Any] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = [values_of(rank, 1000, dtype) for rank in range(ranks)]
+        tensor, meter = inputs[me].clone(), Meter()
+        calls.all_reduce(tensor, codec, group, meter=meter)
+        check(tensor, codec, inputs, WIDTHS, hops=2)
+        if codec.fixed_size:
+            assert meter.inter_nbytes == between(codec, 1000, dtype, levels)
+        found[f"sum {dtype}"] = digest(tensor)
+        for ranges in OWNERS:
+            numel = ranges[-1].stop
+            parts = [values[:numel] for values in inputs]
+            sums = calls.reduce_to_owners(parts[me].clone(), ranges, codec, group, meter=Meter())
+            mine = [owned for owned in ranges if me in owned.ranks]
+            for owned, total in zip(mine, sums, strict=True):
+                own = [v[owned.start : owned.stop] for v in parts]
+                check(total, codec, own, WIDTHS, hops=2)
+        shard, out = inputs[me][:100].clone(), torch.zeros(800, dtype=dtype)
+        calls.all_gather(shard, out, codec, group, meter=Meter()).wait()
+        for rank, values in enumerate(out.view(ranks, 100)):
+            error = float((values.float() - inputs[rank][:100].float()).abs().max())
+            assert error <= bound(codec, [inputs[rank][:100]], hops=1)
+        found[f"gather {dtype}"] = digest(out)
+    return found
+
+
+@pytest.mark.parametrize("codec", [CODECS[0], *CODECS[3:]], ids=str)
+def test_processes(on_ranks: RunRanks, codec: Codec) -> None:
+    results = on_ranks(8, _processes, codec)
+    assert all(found == results[0] for found in results)
+
+
+def test_nothing_is_lost() -> None:
+    """What was given is what was delivered and what the residuals of all ranks hold."""
+    numel, ranks = 1000, 8
+    for codec in (Int8(), make_codec("blockint", bits=4)):
+
+        def run(levels: Levels, me: int, codec: Codec = codec) -> tuple[Tensor, Tensor, Tensor]:
+            start, stop = chunk_ranges(numel, levels.width)[levels.local]
+            low, high = chunk_ranges(stop - start, levels.nodes)[levels.node]
+            residual, owner = torch.zeros(stop - start), torch.zeros(high - low)
+            given, delivered = torch.zeros(numel).double(), torch.zeros(numel).double()
+            for step in range(3):
+                tensor = values_of(me, numel, seed=step)
+                given += tensor
+                left = {"residual": residual, "owner_residual": owner}
+                calls.all_reduce(tensor, codec, levels, meter=Meter(), **left)
+                delivered += tensor / ranks
+            held = torch.zeros(numel).double()
+            held[start:stop] += residual
+            held[start + low : start + high] += owner
+            return given, delivered, held
+
+        found = on_levels(WIDTHS, ranks, run)
+        given, delivered, held = (sum(part) for part in zip(*found, strict=True))
+        assert float((given - delivered - held).abs().max()) <= 1e-5 * float(given.abs().max())
+        assert held.abs().max() > 0
+
+
+def _of_parts() -> list[Any]:
+    """Groups inside one site, over sites with one rank a node, and inside one node."""
+    me = dist.get_rank()
+    nodes = discover([2, 2])
+    groups = [(0, 1, 2, 3), (4, 6), (5, 7), (0, 2, 4, 6), (1, 3, 5, 7)]
+    said = nodes.prepare([group for group in groups if me in group])
+    found = []
+    for ranks in groups:
+        made = dist.new_group(list(ranks))
+        if me not in ranks:
+            continue
+        group = nodes.group(made, two_levels=True)
+        levels = group.levels
+        shape = None if levels is None else (levels.shape, [one.size for one in levels.stages])
+        tensor = torch.full((64,), float(me))
+        calls.all_reduce(tensor, Identity(), group, meter=Meter())
+        found.append((ranks, sorted(group.remote), shape, float(tensor[0])))
+    return [said, found]
+
+
+def test_groups_that_are_parts_of_the_job(on_ranks: RunRanks) -> None:
+    results = on_ranks(8, _of_parts)
+    (said, found), (_, last) = results[0], results[7]
+    assert said == [
+        "two levels over 4 nodes (by compression.hierarchy): native among 2 ranks, encoded between "
+        "2 units of 2 ranks"
+    ]
+    assert found == [
+        ((0, 1, 2, 3), [2, 3], ((2, 2), [2]), 6.0),
+        ((0, 2, 4, 6), [2, 3], ((2, 2), [2]), 12.0),
+    ]
+    assert last == [((5, 7), [0], None, 12.0), ((1, 3, 5, 7), [0, 1], ((2, 2), [2]), 16.0)]
+
+
+def test_arrangements() -> None:
+    found = arrange(units_of((2, 2), 8))
+    assert isinstance(found, Arrangement)
+    assert found.grid == ((0, 2, 1, 3), (4, 6, 5, 7)), "places in the last level count fastest"
+    assert found.stages[0] == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert found.stages[1] == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert found.widths == (2, 2) and not found.note
+    assert arrange(units_of((2, 2), 4)) == arrange([[0, 0, 1, 1]]), "one site only"
+    assert arrange([[0] * 4, [0] * 4]) is None and arrange([[0, 1], [0, 1]]) is None
+    uneven = arrange([[0, 0, 0, 1, 2, 2, 3, 3], [0] * 4 + [1] * 4])
+    assert isinstance(uneven, Arrangement) and "in one step" in uneven.note
+    assert uneven.stages == (uneven.grid,) and uneven.grid == ((0, 1, 2, 3), (4, 5, 6, 7))
+    other = arrange([[0, 0, 1, 1, 2, 3, 4, 5], [0] * 4 + [1] * 4])
+    assert isinstance(other, Arrangement) and "in one step" in other.note
+    dealt = arrange([[0, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+    assert "no regular order" in str(dealt)
+    assert "1 and 3 ranks" in str(arrange([[0, 0, 0, 1], [0, 0, 0, 1]]))
+
+
+def _told() -> list[Any]:
+    rank = dist.get_rank()
+    try:
+        os.environ[ADDRESS] = f"s0.s{rank // 4}.n{rank // 2}"
+        found = [discover([2, "auto"]), discover([2, "auto", "auto"])]
+        os.environ["GROUP_RANK"] = str(rank // 2)
+        found.append(discover(["auto", 2]))
+        if rank == 3:
+            os.environ[ADDRESS] = "n1"
+        with pytest.raises(ConfigError, match=r"compression.hierarchy: found \[2, 'auto'\]; no la"):
+            discover([2, "auto"])
+        os.environ[ADDRESS] = f"s{rank % 2}.n{rank // 2}"
+        with pytest.raises(ConfigError, match="ranks of one unit of level 1 are on different swi"):
+            discover([2, "auto"])
+    finally:
+        os.environ.pop("GROUP_RANK", None)
+        os.environ.pop(ADDRESS, None)
+    with pytest.raises(ConfigError, match=r"found \[2, 3\]; the job has 4 nodes, no multiple of 3"):
+        discover([2, 3])
+    with pytest.raises(ConfigError, match=r"found \[3, 2\]; the job has 8 ranks, no multiple of 3"):
+        discover([3, 2])
+    return [(nodes.units, nodes.source) for nodes in found]
+
+
+def test_units_come_from_the_launcher(on_ranks: RunRanks) -> None:
+    node, site = (0, 0, 1, 1, 2, 2, 3, 3), (0, 0, 0, 0, 1, 1, 1, 1)
+    expected = [
+        ((node, site), "compression.hierarchy"),
+        ((node, site, (0,) * 8), "compression.hierarchy"),
+        ((node, site), "GROUP_RANK"),
+    ]
+    assert on_ranks(8, _told) == [expected] * 8
+
+
+def test_the_layout_of_a_checkpoint_has_every_level() -> None:
+    """Residuals are split by it: two jobs with the same nodes and other sites differ."""
+    plain, deep = Nodes([0, 0, 1, 1], "test"), Nodes([0, 0, 1, 1], "test", [0, 0, 0, 0])
+    assert plain.layout is None and deep.layout is None, "no group in levels yet"
+    for nodes in (plain, deep):
+        nodes._deep = True
+    assert plain.layout == [0, 0, 1, 1] and deep.layout == [[0, 0, 1, 1], [0, 0, 0, 0]]
