@@ -11,8 +11,10 @@ it owns and encodes again; of fp32, or of fewer bits (``codecs/quantized_residua
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -35,6 +37,8 @@ HOPS: tuple[Hop, ...] = ("sender", "owner")
 COMMON = "common"
 #: where a stretch begins in its parameter, and its values
 Held = tuple[int, Residual]
+#: messages that are known by the identity of their pieces
+MOST_KNOWN = 4096
 
 
 class Piece(NamedTuple):
@@ -71,12 +75,54 @@ def borders(pieces: Iterable[Piece]) -> list[int]:
     return found
 
 
+class _Place(NamedTuple):
+    """Elements ``[low, stop)`` of a parameter, which begin at ``position`` of a flat tensor."""
+
+    low: int
+    stop: int
+    position: int
+
+
+class _Places:
+    """Where a flat tensor has parts of one parameter, ordered by their offsets in it."""
+
+    def __init__(self, places: Iterable[_Place]) -> None:
+        self.every = sorted(places)
+        self._lows = [place.low for place in self.every]
+        self._longest = max(place.stop - place.low for place in self.every)
+
+    def within(self, low: int, stop: int) -> Iterator[_Place]:
+        """Yield what is in elements ``[low, stop)`` of the parameter, without walking the rest."""
+        for place in self.every[bisect_left(self._lows, low - self._longest) :]:
+            if place.low >= stop:
+                return
+            first, last = max(low, place.low), min(stop, place.stop)
+            if first < last:
+                yield _Place(first, last, place.position + first - place.low)
+
+
+def _places_of(pieces: Iterable[Piece]) -> dict[str, _Places]:
+    """Return the places of ``pieces``, which make a flat tensor, by name; without padding."""
+    found: dict[str, list[_Place]] = {}
+    position = 0
+    for name, offset, numel in pieces:
+        if name and numel:
+            found.setdefault(name, []).append(_Place(offset, offset + numel, position))
+        position += numel
+    return {name: _Places(places) for name, places in found.items()}
+
+
 @dataclass
 class _Stretch:
     """One flat residual and the pieces that it covers, in order."""
 
     pieces: tuple[Piece, ...]
     flat: Residual
+
+    @cached_property
+    def places(self) -> dict[str, _Places]:
+        """Where the parameters are in ``flat``, by name."""
+        return _places_of(self.pieces)
 
     def parts(self) -> Iterator[tuple[Piece, Residual]]:
         position = 0
@@ -124,6 +170,10 @@ class Residuals:
     _common: dict[str, list[NodeStretch]] = field(default_factory=dict)
     #: names of parameters for which this rank may hold residuals of the owner hop
     _owned: set[str] = field(default_factory=set)
+    #: stretches that hold parts of a parameter, by hop and name, in the order of ``_stretches``
+    _holders: dict[tuple[Hop, str], list[_Stretch]] = field(default_factory=dict)
+    #: by hop and identity of a tuple of pieces, which is kept: a message of many ranks has many
+    _known: dict[tuple[Hop, int], tuple[tuple[Piece, ...], _Stretch]] = field(default_factory=dict)
 
     def get(
         self,
@@ -138,7 +188,8 @@ class Residuals:
 
         Args:
             hop: which quantization.
-            pieces: the stretches of parameters that the flat tensor consists of, in order.
+            pieces: the stretches of parameters that the flat tensor consists of, in order. A tuple
+                that comes back is not walked again.
             like: gives the device.
             last: no owner encodes the sum again, so residuals of the owner hop that this rank has
                 from steps with two hops are added to this one.
@@ -147,12 +198,12 @@ class Residuals:
         """
         found = self._stretch(hop, pieces, like)
         if hop == "owner":
-            self._owned.update(piece.name for piece in pieces)
-        elif last and any(piece.name in self._owned for piece in pieces):
+            self._owned.update(found.places)
+        elif last and not self._owned.isdisjoint(found.places):
             self._collect_all("owner", found)
         if self._common and hop == "sender":
-            for piece in message:
-                self._common_out_of(piece, None)
+            for name, places in _places_of(message).items():
+                self._common_out_of(name, places, None)
         return found.flat
 
     def pair(
@@ -167,7 +218,7 @@ class Residuals:
         ``chunk``: the part of ``pieces`` that this rank owns. Where an earlier message was cut
         differently, owner residuals outside ``chunk`` are moved to the sender's.
         """
-        is_new = ("sender", tuple(pieces)) not in self._stretches
+        is_new = self._met("sender", pieces) is None
         owner = self.get("owner", chunk, like)
         sender = self.get("sender", pieces, like, message=message)
         if is_new:
@@ -175,43 +226,54 @@ class Residuals:
             self._collect_all("owner", taker, but=self._stretches["owner", tuple(chunk)])
         return sender, owner
 
+    def _met(self, hop: Hop, pieces: Sequence[Piece]) -> _Stretch | None:
+        """Return the stretch of these pieces, None for a first message."""
+        found = self._stretches.get((hop, tuple(pieces)))
+        if found is not None and isinstance(pieces, tuple):
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known[hop, id(pieces)] = pieces, found
+        return found
+
     def _stretch(self, hop: Hop, pieces: Sequence[Piece], like: Tensor) -> _Stretch:
-        key = (hop, tuple(pieces))
-        found = self._stretches.get(key)
+        known = self._known.get((hop, id(pieces)))
+        found = self._met(hop, pieces) if known is None else known[1]
         if found is None:
             numel = sum(piece.numel for piece in pieces)
-            found = _Stretch(key[1], torch.zeros(numel, dtype=torch.float32, device=like.device))
+            flat = torch.zeros(numel, dtype=torch.float32, device=like.device)
+            found = _Stretch(tuple(pieces), flat)
             self._collect_all(hop, found)
             if self.bits != 32:
                 found.flat = QuantizedResidual.of(as_fp32(found.flat), self.bits)
-            self._stretches[key] = found
+            self._stretches[hop, found.pieces] = found
+            for name in found.places:
+                self._holders.setdefault((hop, name), []).append(found)
         return found
 
     def _collect_all(self, hop: Hop, taker: _Stretch, but: _Stretch | None = None) -> None:
         """Move all residuals of its pieces into ``taker``, so that each is applied only once."""
-        for piece, part in taker.parts():
-            if not piece.name:
-                continue
-            for (other_hop, _), stretch in self._stretches.items():
-                if other_hop == hop and stretch is not taker and stretch is not but:
-                    for other, source in stretch.parts():
-                        if other.name == piece.name:
-                            _move(piece, part, other.offset, source)
-            if (hop, piece.name) in self._restored:
-                left = _taken_out(self._restored.pop((hop, piece.name)), piece, part)
+        for name, places in taker.places.items():
+            for stretch in self._holders.get((hop, name), ()):
+                if stretch is not taker and stretch is not but:
+                    _move(stretch, taker, name)
+            if (hop, name) in self._restored:
+                left = _taken_out(self._restored.pop((hop, name)), places, taker.flat)
                 if left:
-                    self._restored[hop, piece.name] = left
+                    self._restored[hop, name] = left
             if hop == "sender":
-                self._common_out_of(piece, part)
+                self._common_out_of(name, places, taker.flat)
 
-    def _common_out_of(self, piece: Piece, part: Residual | None) -> None:
-        """Move the node's residual of ``piece`` into ``part``; None: drop it, as another has it."""
+    def _common_out_of(self, name: str, places: _Places, flat: Residual | None) -> None:
+        """Move the node's residual of a parameter to its ``places`` in ``flat``.
+
+        None: drop it, as another rank has it.
+        """
         left: list[NodeStretch] = []
-        for one in self._common.pop(piece.name, ()):
-            rest = _taken_out([(one.offset, one.values)], piece, part)
+        for one in self._common.pop(name, ()):
+            rest = _taken_out([(one.offset, one.values)], places, flat)
             left += [replace(one, offset=offset, values=values) for offset, values in rest]
         if left:
-            self._common[piece.name] = left
+            self._common[name] = left
 
     def scale(self, factor: float) -> None:
         """Multiply all residuals by ``factor``, by which the loss scale has changed."""
@@ -237,8 +299,8 @@ class Residuals:
     def clear(self) -> None:
         """Drop all residuals and free their memory."""
         self.drop()
-        self._stretches.clear()
-        self._owned.clear()
+        for known in (self._stretches, self._holders, self._known, self._owned):
+            known.clear()
 
     def _all(self) -> Iterator[Residual]:
         yield from (stretch.flat for stretch in self._stretches.values())
@@ -399,27 +461,41 @@ class Withheld:
         self._kept.clear()
 
 
-def _taken_out(stored: Iterable[Held], piece: Piece, part: Residual | None) -> list[Held]:
-    """Move the values of ``piece`` from ``stored`` into ``part`` (None: drop); return the rest."""
+def _taken_out(stored: Iterable[Held], places: _Places, flat: Residual | None) -> list[Held]:
+    """Add what ``stored`` has of a parameter at its ``places`` in ``flat``; return the rest.
+
+    None: drop it.
+    """
     left: list[Held] = []
     for offset, source in stored:
-        low = max(piece.offset, offset)
-        high = min(piece.offset + piece.numel, offset + source.numel())
-        if low >= high:
+        stop = offset + source.numel()
+        taken: list[tuple[int, int]] = []
+        done = offset
+        for low, high, position in places.within(offset, stop):
+            first = max(low, done)  # each value once, also where places overlap
+            if first >= high:
+                continue
+            if flat is not None:
+                found = as_fp32(source[first - offset : high - offset])
+                at = position + first - low
+                flat[at : at + high - first].add_(found.to(flat.device))
+            taken.append((first, high))
+            done = high
+        if not taken:
             left.append((offset, source))
             continue
-        before, behind = source[: low - offset], source[high - offset :]
-        left += [(at, rest.clone()) for at, rest in ((offset, before), (high, behind)) if len(rest)]
-        if part is not None:
-            _move(piece, part, offset, source)
+        edges = [offset, *(edge for both in taken for edge in both), stop]
+        rest = zip(edges[::2], edges[1::2], strict=True)
+        left += [(a, source[a - offset : b - offset].clone()) for a, b in rest if a < b]
     return left
 
 
-def _move(piece: Piece, part: Residual, offset: int, source: Residual) -> None:
-    """Add the overlap of ``source`` (which starts at ``offset``) to ``part`` and zero it there."""
-    low = max(piece.offset, offset)
-    high = min(piece.offset + piece.numel, offset + source.numel())
-    if low < high:
-        overlap = source[low - offset : high - offset]
-        part[low - piece.offset : high - piece.offset].add_(as_fp32(overlap).to(part.device))
-        overlap.zero_()
+def _move(source: _Stretch, taker: _Stretch, name: str) -> None:
+    """Add the residual of a parameter in ``source`` to that in ``taker``, and zero it there."""
+    for place in taker.places[name].every:
+        for low, stop, position in source.places[name].within(place.low, place.stop):
+            overlap = source.flat[position : position + stop - low]
+            at = place.position + low - place.low
+            part = taker.flat[at : at + stop - low]
+            part.add_(as_fp32(overlap).to(part.device))
+            overlap.zero_()

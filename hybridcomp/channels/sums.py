@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,9 +45,12 @@ from hybridcomp.policy import Direction
 Residuals = tuple[Residual | None, Residual | None]
 #: pieces that one rank encodes, and of these the ones whose sum it owns
 PartsOfRank = tuple[tuple[Piece, ...], tuple[Piece, ...]]
+#: pieces of the shards that one rank encodes, and the elements of each shard and of the gap behind
+ShardsOfRank = tuple[tuple[Piece, ...], list[int]]
 MOST_KNOWN_PARTS = 4096
 #: by identity of pieces and group, which are kept so that no others take their place
 _KNOWN_PARTS: dict[tuple[int, int], tuple[Sequence[Piece], Group, PartsOfRank]] = {}
+_KNOWN_SHARDS: dict[tuple[int, int, bool], tuple[Any, Group, ShardsOfRank]] = {}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -240,12 +244,8 @@ def _scattered(
 
     Those of few bits begin between blocks, as only then the kernels of codecs write them.
     """
-    held, numels, flat = channel.state.residuals, [], list[Piece]()
-    for rank in group.receivers:
-        numel = shards[rank].numel()
-        gap = -numel % BLOCK if held.bits != 32 else 0
-        flat += [*pieces[rank], *([Piece("", 0, gap)] if gap else [])]
-        numels += [numel, gap]
+    held = channel.state.residuals
+    flat, numels = _shards(pieces, group, held.bits != 32)
     whole = [piece for row in pieces for piece in row] if group.levels else ()
     found = held.get("sender", flat, shards[0], last=True, message=whole)
     if isinstance(shards, Shards) and isinstance(found, Tensor) and not group.levels:
@@ -335,6 +335,29 @@ def _low_rank(channel: Channel, direction: Direction) -> Factored:
     """Return the factors and residuals of low-rank sums, and what samples their error."""
     measure = partial(channel.samples.factors, direction) if channel.sampling else None
     return Factored(channel.state.residuals, channel.state.factors, measure)
+
+
+def _shards(pieces: Sequence[Sequence[Piece]], group: Group, aligned: bool) -> ShardsOfRank:
+    """Return the pieces of the shards that this rank encodes, one after the other.
+
+    ``aligned``: shards begin between blocks of the codec. For a tuple they are worked out once.
+    """
+    key = (id(pieces), id(group), aligned)
+    known = _KNOWN_SHARDS.get(key)
+    if known is not None:
+        return known[2]
+    numels, flat = list[int](), list[Piece]()
+    for rank in group.receivers:
+        numel = sum(piece.numel for piece in pieces[rank])
+        gap = -numel % BLOCK if aligned else 0
+        flat += [*pieces[rank], *([Piece("", 0, gap)] if gap else [])]
+        numels += [numel, gap]
+    found = tuple(flat), numels
+    if isinstance(pieces, tuple):
+        if len(_KNOWN_SHARDS) >= MOST_KNOWN_PARTS:
+            _KNOWN_SHARDS.clear()
+        _KNOWN_SHARDS[key] = (pieces, group, found)
+    return found
 
 
 def _parts(pieces: Sequence[Piece], group: Group) -> PartsOfRank:

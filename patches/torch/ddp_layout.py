@@ -53,7 +53,7 @@ class BucketLayout:
             self._parameters.append(_Parameter(start, numel, column, chunk))
             start, column = start + numel, column + chunk
         self.columns = column
-        self.pieces = [piece for row in range(world_size) for piece in self._row(row)]
+        self.pieces = tuple(piece for row in range(world_size) for piece in self._row(row))
 
     def _row(self, row: int) -> list[Piece]:
         """Return the pieces of one rank's row: the parameters' chunks and their padding."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 from typing import Any
 
 import pytest
@@ -56,6 +57,44 @@ def test_other_bucket_takes_over_and_leaves_nothing_behind() -> None:
     other = fp32_of(residuals, "sender", [Piece("b", 1, 2), C, Piece("a", 2, 3)], LIKE)
     assert other.tolist() == [7.0, 8.0, 0, 0, 0, 0, 3.0, 4.0, 5.0]
     assert float(flat.sum() + other.sum()) == total
+
+
+def many_ranks(ranks: int, names: str = "abc", chunk: int = 2) -> tuple[Piece, ...]:
+    """The shards of all ranks, one after the other, each with a part of every parameter."""
+    return tuple(Piece(name, chunk * rank, chunk) for rank in range(ranks) for name in names)
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+def test_shards_of_many_ranks_take_over_as_one_tensor_would(bits: int) -> None:
+    whole = [Piece(name, 0, 128) for name in "abc"]
+    flat = torch.arange(1.0, 385)
+    old, new = Residuals(bits), Residuals(bits)
+    old.get("sender", whole, LIKE).add_(flat)
+    kept = as_fp32(old.get("sender", whole, LIKE)).clone()
+    new.load(old.state_dict())
+    for residuals in (old, new):  # from a message that was cut differently, and from a file
+        found = as_fp32(residuals.get("sender", many_ranks(64), LIKE))
+        by_rank = kept.view(3, 64, 2).transpose(0, 1).reshape(-1)
+        torch.testing.assert_close(found, by_rank, rtol=0, atol=0 if bits == 32 else 4.0)
+        assert not as_fp32(residuals.get("sender", whole[:1], LIKE)).equal(torch.zeros(128))
+        assert not as_fp32(residuals.get("sender", many_ranks(64), LIKE))[:2].any(), "only once"
+
+
+def test_a_first_message_of_many_ranks_takes_time_by_their_number_alone() -> None:
+    """Every piece was once compared with every other one: eight seconds at 256 ranks."""
+    calls = []
+    for ranks in (64, 512):
+        residuals = Residuals()
+        residuals.get("sender", tuple(reversed(many_ranks(ranks))), LIKE).add_(1.0)
+        pieces, profile = many_ranks(ranks), cProfile.Profile()
+        with profile:
+            residuals.get("sender", pieces, LIKE)
+            residuals.pair(pieces, pieces[: ranks // 2], LIKE)
+        calls.append(sum(one.callcount for one in profile.getstats()))
+        with cProfile.Profile() as again:
+            residuals.get("sender", pieces, LIKE)
+        assert sum(one.callcount for one in again.getstats()) < 30, "a tuple that was met"
+    assert calls[1] < 10 * calls[0]
 
 
 def test_padding_has_no_memory() -> None:
