@@ -34,6 +34,8 @@ meetings            meetings of islands, by fragment; skipped: those with NaN
 meet_wait_ms        time for which rank 0 waited for messages of meetings                ms
 drift               norm of what islands have not in common, over that of the weights
 staleness           meetings that an island was ahead
+islands             islands that the next meeting waits for, where they are jobs of their own
+left_out            islands that were left out of meetings, this one included; joined: that came
 =================== ==================================================================== =========
 
 The first four keep their names, one record a step. The others are of one dimension and direction,
