@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     # weights and updates of pipelines that do not wait
     "pipelines": {"config", "errors"},
     # islands that train by themselves and meet: the arithmetic, groups, meetings, their state
-    "sync": {"channels", "collectives", "config", "errors", "job"},
+    "sync": {"channels", "codecs", "collectives", "config", "errors", "job"},
     # versions of weights, from what an engine's adapter says of them to a receiver's mirror
     "publishing": {"codecs", "errors", "foreign", "job", "log"},
     # what upstream does with traffic that no seam covers: tables, without an upstream

@@ -185,7 +185,8 @@ class Channels(EngineState):
             return "islands sent at their meetings alone, and sync has no codec"
         if not here:
             return "the dimensions that the block compresses send nothing in this job"
-        if dist.is_initialized() and dist.get_world_size() < 2:
+        alone = dist.is_initialized() and dist.get_world_size() < 2
+        if alone and self.config.sync.jobs is None:
             return "one rank sends nothing"
         if all(n in self.verdicts.by_dimension and self.verdicts.native(n, step) for n in here):
             return ALL_NATIVE

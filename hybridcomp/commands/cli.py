@@ -102,6 +102,14 @@ def _parser() -> argparse.ArgumentParser:
     options.add_arguments(measure)
     measure.set_defaults(run=_measure)
 
+    meet = commands.add_parser(
+        "rendezvous", help="hold the store at which islands meet that are jobs of their own",
+        description="Hold the store at which islands meet that are jobs of their own, until it is "
+        "ended. Whoever reaches the port can read and change what they send.",
+    )  # fmt: skip
+    meet.add_argument("--port", type=int, default=29400, help="to listen on; 0: any (29400)")
+    meet.set_defaults(run=_rendezvous)
+
     _add_pays(commands.add_parser("pays", help="up to which speed of the link compression pays"))
 
     plan = commands.add_parser(
@@ -209,6 +217,12 @@ def _measure(options: argparse.Namespace) -> int:
     from hybridcomp.measure import command
 
     return command.run(options)
+
+
+def _rendezvous(options: argparse.Namespace) -> int:
+    from hybridcomp.commands import rendezvous
+
+    return rendezvous.run(options.port)
 
 
 def _version(name: str) -> str | None:

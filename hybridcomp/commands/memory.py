@@ -99,7 +99,10 @@ def lines(block: CompressionConfig, file: JobFile, job: JobSize) -> Iterator[str
     replicas, numel = job.world_size // split, -(-job.parameters // split)
     if block.sync.acts:  # the island takes the place of all replicas
         of_island = block.sync.islands
-        replicas = max(1, (job.ranks_per_node if of_island == "node" else of_island) // split)
+        if isinstance(of_island, str | int):  # else it is the whole job
+            replicas = max(
+                1, (of_island if isinstance(of_island, int) else job.ranks_per_node) // split
+            )
     ranks = _RanksOfReplica(block, file, numel, replicas, job)
     messages = ranks.messages()
     share = -(-numel // replicas)

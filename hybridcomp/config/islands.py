@@ -20,6 +20,7 @@ from hybridcomp.config.codec_settings import (
 )
 from hybridcomp.config.dimension import DimensionConfig
 from hybridcomp.config.error_messages import near_key, problem
+from hybridcomp.config.rendezvous import RendezvousConfig
 from hybridcomp.dimensions import Direction
 
 #: settings to start from, which the keys beside ``preset`` override
@@ -66,11 +67,12 @@ class IslandConfig(_Declared):
         None, description=ISLAND_CODEC, json_schema_extra=codec_schema(ISLAND_CODEC, "sync")
     )
     every: int = Field(30, ge=1, description="Optimizer steps from one meeting to the next.")
-    islands: Literal["node"] | Annotated[int, Field(ge=1)] = Field(
+    islands: Literal["node"] | Annotated[int, Field(ge=1)] | RendezvousConfig = Field(
         "node",
         description="node: each node is an island. N: every N consecutive ranks. The engine's "
         "data-parallel group is the island: DeepSpeed gets it from here, torch's wrappers by "
-        "`hybridcomp.island_group`.",
+        "`hybridcomp.island_group`. An object: each island is a job of its own, "
+        "[see below](#islands-that-are-jobs).",
     )
     error_feedback: bool = Field(
         False,
@@ -114,8 +116,13 @@ class IslandConfig(_Declared):
     @classmethod
     def _one_of(cls, found: Any) -> Any:
         number = isinstance(found, int) and not isinstance(found, bool) and found > 0
+        if isinstance(found, RendezvousConfig):
+            return found
+        if isinstance(found, Mapping):
+            return RendezvousConfig.read(found)
         if not number and found != "node":
-            raise problem("", found, 'expected "node" or the number of consecutive ranks of each')
+            todo = 'expected "node", the number of consecutive ranks of each, or {"rendezvous": '
+            raise problem("", found, f'{todo}"tcp://host:port"}}')
         return found
 
     @model_validator(mode="before")
@@ -145,11 +152,18 @@ class IslandConfig(_Declared):
         return build_codec(self.settings(direction), "", under="sync")
 
     @property
+    def jobs(self) -> RendezvousConfig | None:
+        """Return where islands meet that are jobs of their own; None: they are parts of one."""
+        return self.islands if isinstance(self.islands, RendezvousConfig) else None
+
+    @property
     def remark(self) -> str:
         """Say when islands meet, and what they do with a mean."""
         if not self.acts:
             return ""
         whose = "nodes" if self.islands == "node" else f"islands of {self.islands} rank(s)"
+        if self.jobs is not None:
+            whose = f"jobs at {self.jobs.rendezvous}"
         outer, parts = self.outer, [f"every {self.every} steps between {whose}"]
         nesterov = "Nesterov " if outer.nesterov and outer.momentum else ""
         parts += [f"outer {nesterov}SGD lr {outer.lr:g} momentum {outer.momentum:g}"]
@@ -167,11 +181,16 @@ class IslandConfig(_Declared):
         names = (
             "every", "islands", "error_feedback", "decay", "fragments", "delay", "mix", "staleness",
         )  # fmt: skip
-        return {**{name: getattr(self, name) for name in names}, **self.outer.model_dump()}
+        found = {name: getattr(self, name) for name in names}
+        if self.jobs is not None:
+            found["islands"] = self.jobs.model_dump()
+        return {**found, **self.outer.model_dump()}
 
     def _check_codecs(self) -> None:
         codec = build_codec(self.given(), "", under="sync")
         self._check_feedback(codec)
+        if self.jobs is not None:
+            self._check_jobs()
         if self.fragments > self.every:
             todo = f"fragments meet in turn within every = {self.every} steps; lower it"
             raise problem("fragments", self.fragments, todo)
@@ -182,6 +201,16 @@ class IslandConfig(_Declared):
             if value := getattr(self, name):
                 todo = "with staleness a mean is taken at a later meeting and own progress is kept"
                 raise problem(name, value, f"{todo}; remove it, or staleness")
+
+    def _check_jobs(self) -> None:
+        """Refuse what islands that are jobs cannot do: they hold one meeting after the other."""
+        for name, plain in (("fragments", 1), ("delay", 0), ("staleness", 0)):
+            if (value := getattr(self, name)) != plain:
+                todo = "islands that meet at a rendezvous send all weights and wait for the mean"
+                raise problem(name, value, f"{todo}; remove it, or make them parts of one job")
+        if self.ramp is not None:
+            todo = "islands that join count other steps, so their codecs would differ; remove it"
+            raise problem("ramp", self.ramp.model_dump(by_alias=True), todo)
 
     def _check_feedback(self, codec: Codec | None) -> None:
         if codec is not None and CODECS[codec.name].sparse and not self.error_feedback:

@@ -199,7 +199,8 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         lambda job: job.tensor_parallel > 1 and job.tensor_parallel == job.world_size,
     ),
     Rule(
-        "note", BETWEEN_RANKS, "one rank",
+        # islands of one rank meet others, or are refused
+        "note", tuple(name for name in BETWEEN_RANKS if name != "sync"), "one rank",
         "nothing is sent, so nothing is compressed", "", lambda job: job.world_size == 1,
     ),
     Rule(

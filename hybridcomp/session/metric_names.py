@@ -40,6 +40,8 @@ staleness           meetings that an island was ahead; of a pipeline that does n
                     steps so far by which gradients of the first stage were late
 held                versions of the weights that the first stage has held at once, the most so far
 drains              how often such a pipeline was emptied so far
+islands             islands that the next meeting waits for, where they are jobs of their own
+left_out            islands that were left out of meetings, this one included; joined: that came
 =================== ==================================================================== =========
 
 The first four keep their names, one record a step. The others are of one dimension and direction,

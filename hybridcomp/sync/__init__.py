@@ -4,13 +4,25 @@
 2. An engine's adapter (``patches/``) says which weights this rank's optimizer changes: ``Masters``.
 3. ``IslandMeetings`` follows the optimizer steps: it sends what each fragment has moved, through
    the channel of ``sync``, and takes the mean by the ``recurrence``.
+
+Islands that are jobs of their own need no groups: ``JobMeetings`` sends through a store that
+outlives them (``rendezvous``), in which islands come and go.
 """
 
 from __future__ import annotations
 
 from hybridcomp.sync.islands import Islands, islands_of
+from hybridcomp.sync.job_meetings import JobMeetings
 from hybridcomp.sync.masters import Masters
 from hybridcomp.sync.meetings import IslandMeetings
 from hybridcomp.sync.recurrence import Fragment, OuterRule
 
-__all__ = ["Fragment", "IslandMeetings", "Islands", "Masters", "OuterRule", "islands_of"]
+__all__ = [
+    "Fragment",
+    "IslandMeetings",
+    "Islands",
+    "JobMeetings",
+    "Masters",
+    "OuterRule",
+    "islands_of",
+]

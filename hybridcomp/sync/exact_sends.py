@@ -13,7 +13,10 @@ def broadcast(values: Tensor, source: int, group: dist.ProcessGroup) -> None:
     dist.broadcast(values, source, group=group)
 
 
-def start_gather(out: Tensor, values: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start to gather ``values``, equally many on all ranks, into ``out`` by group rank."""
+def start_gather(out: Tensor, values: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    """Start to gather ``values``, equally many on all ranks, into ``out`` by group rank.
+
+    ``group``: None for all ranks of the job.
+    """
     work: dist.Work = all_gather_single(out, values, group=group, async_op=True)
     return work

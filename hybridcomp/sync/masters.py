@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from hybridcomp.sync.exact_sends import start_gather
+from hybridcomp.sync.progress import Part
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,23 @@ class Masters:
         """Copy the first ``high - low`` of ``values`` into elements ``low`` to ``high``."""
         for tensor, start, stop, at in self._overlaps(low, high):
             tensor[start:stop].copy_(values[at : at + stop - start])
+
+    def write_part(
+        self, part: Part, values: Tensor, whole: tuple[int, int], inside: dist.ProcessGroup | None
+    ) -> None:
+        """Write this rank's ``part``; where all ranks hold the same vector, also the others'.
+
+        Args:
+            whole: beginning and end of the fragment that the parts make up.
+            inside: the ranks of the island, which gather the parts then; None: all of the job.
+        """
+        width = dist.get_world_size(inside) if self.replicated else 1
+        if width == 1:
+            self.write(part.low, part.high, values)
+            return
+        gathered = values.new_empty(width * part.numel)
+        start_gather(gathered, values.contiguous(), inside).wait()
+        self.write(*whole, gathered)
 
     def _overlaps(self, low: int, high: int) -> list[tuple[Tensor, int, int, int]]:
         """Return flat tensors with the stretch of each in the range, and its place in that."""

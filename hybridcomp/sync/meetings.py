@@ -61,6 +61,15 @@ def rule_of(config: IslandConfig) -> OuterRule:
     )
 
 
+def drift_of(rows: Tensor, weights: Tensor) -> float:
+    """Return how far islands lie apart: the norm of what is not common, over that of the weights.
+
+    ``rows``: what each has moved.
+    """
+    apart = (rows - rows.mean(dim=0)).square().sum() / len(rows)
+    return float((apart / weights.square().sum().clamp(min=1e-30)).sqrt())
+
+
 class IslandMeetings:
     """A ``StepFollower`` that holds meetings; all ranks of the job call it at the same steps.
 
@@ -236,7 +245,8 @@ class IslandMeetings:
         self._figures.wait_s += time.perf_counter() - began
         now = self.masters.read(part.low, part.high, part.numel)
         if not bad:
-            self._measure(part, rows)
+            self._figures.meetings += 1
+            self._figures.drift += drift_of(rows, part.fragment.start)
             new = part.fragment.arrive(rows.unbind(), self.islands.index, now)
             self._write(meeting.index, new)
             return True
@@ -251,22 +261,10 @@ class IslandMeetings:
             self._write(meeting.index, part.fragment.fall_back())
         return self.islands.index in bad
 
-    def _measure(self, part: Part, rows: Tensor) -> None:
-        """Add how far the islands lie apart: the norm of what is not common, over the weights'."""
-        apart = (rows - rows.mean(dim=0)).square().sum() / len(rows)
-        size = part.fragment.start.square().sum().clamp(min=1e-30)
-        self._figures.meetings += 1
-        self._figures.drift += float((apart / size).sqrt())
-
     def _write(self, index: int, values: Tensor) -> None:
         """Put this rank's part into its weights; where all ranks hold all, also the others'."""
-        masters, islands, part = self.masters, self.islands, self.parts[index]
-        if not masters.replicated or islands.width == 1:
-            masters.write(part.low, part.high, values)
-            return
-        whole = values.new_empty(islands.width * part.numel)
-        start_gather(whole, values.contiguous(), islands.inside).wait()
-        masters.write(*bounds(masters.numel, len(self.parts), index), whole)
+        whole = bounds(self.masters.numel, len(self.parts), index)
+        self.masters.write_part(self.parts[index], values, whole, self.islands.inside)
 
     # state
 
@@ -279,7 +277,8 @@ class IslandMeetings:
             return None
         for meeting in self.under_way:
             meeting.wait()
-        return state_of(self.progress, self.islands, self.masters.digest)
+        count, index = len(self.islands.rows), self.islands.index
+        return state_of(self.progress, self.masters.digest, count, index)
 
     def save(self, folder: Path) -> None:
         """Write this rank's state into ``folder``."""

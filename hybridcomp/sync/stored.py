@@ -30,17 +30,17 @@ WHAT = "the state of islands"
 _KEYS = ("world_size", "rank", "islands", "index", "clock", "weights", "parts", "meetings")
 
 
-def state_of(progress: Progress, islands: Islands, weights: str) -> dict[str, Any]:
+def state_of(progress: Progress, weights: str, islands: int, index: int) -> dict[str, Any]:
     """Return the entry of this rank; all that is under way has arrived.
 
-    ``weights``: digest of what it holds.
+    ``weights``: digest of what it holds; ``islands``: of the job; ``index``: of this rank's.
     """
     return {
         "format": saved.FORMAT,
         "world_size": dist.get_world_size(),
         "rank": dist.get_rank(),
-        "islands": len(islands.rows),
-        "index": islands.index,
+        "islands": islands,
+        "index": index,
         "clock": progress.clock,
         "weights": weights,
         "parts": [_part_state(part) for part in progress.parts],
@@ -142,13 +142,36 @@ def taken_over(
     if not all(rank["fits"] for rank in said):
         return "the checkpoint is of islands of another width, or with other fragments or weights"
     if all(rank["own"] for rank in said):
-        _load_own(entries[0], progress)
+        load_entry(entries[0], progress)
     else:
         _load_shared(entries, progress, islands, max(rank["count"] for rank in said))
     return None
 
 
-def _load_own(entry: Mapping[str, Any], progress: Progress) -> None:
+def entry_of_island(
+    entries: Sequence[Mapping[str, Any]], progress: Progress, weights: str
+) -> Mapping[str, Any] | None:
+    """Return this rank's own entry of an island that was a job; a collective of the job.
+
+    None on all ranks where the entries are of as many other ranks, other weights, or of islands
+    that were parts of a job.
+    """
+    own = (dist.get_world_size(), dist.get_rank(), 1)
+    here = [[part.low, part.high, part.numel] for part in progress.parts]
+    fits = len(entries) == 1 and all(
+        (one["world_size"], one["rank"], one["islands"]) == own
+        and [part["cut"] for part in one["parts"]] == here
+        and one["weights"] == weights
+        and isinstance(one.get("run"), str)
+        and saved.is_count(one.get("meeting"))
+        for one in entries
+    )
+    said = tell({"fits": fits}, what=WHAT)
+    return entries[0] if all(rank["fits"] for rank in said) else None
+
+
+def load_entry(entry: Mapping[str, Any], progress: Progress) -> None:
+    """Put a rank's own entry into ``progress``, bit for bit."""
     progress.clock = int(entry["clock"])
     for part, state in zip(progress.parts, entry["parts"], strict=True):
         fragment, like = part.fragment, part.fragment.start

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch.distributed as dist
+
 from hybridcomp.collectives.topology import Ranks
 from hybridcomp.config import CompressionConfig
 from hybridcomp.config.error_messages import Shown
+from hybridcomp.config.rendezvous import RendezvousConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.session.engine_session import EngineSession
-from hybridcomp.sync import IslandMeetings, Islands, Masters, islands_of
+from hybridcomp.sync import IslandMeetings, Islands, JobMeetings, Masters, islands_of
 
 KEY = "compression.sync"
 
 
 def islands_in(block: CompressionConfig) -> Islands | None:
-    """Return the islands that a block asks for; None: none. A collective of the job."""
-    return islands_of(block.sync.islands) if block.sync.acts else None
+    """Return the islands into which a block cuts the job; None: none. A collective of the job."""
+    if not block.sync.acts or isinstance(block.sync.islands, RendezvousConfig):
+        return None
+    return islands_of(block.sync.islands)
 
 
 def start(session: EngineSession, make: Callable[[], Masters], ranks: Ranks, todo: str) -> None:
@@ -28,7 +33,14 @@ def start(session: EngineSession, make: Callable[[], Masters], ranks: Ranks, tod
         ranks: those over which the engine averages gradients.
         todo: what the user can do where these are not the island.
     """
-    islands = islands_in(session.channels.config)
+    config = session.channels.config
+    if config.sync.jobs is not None:
+        if len(ranks) != dist.get_world_size():
+            told = f"the island is the whole job, of {dist.get_world_size()} ranks"
+            raise ConfigError(f"{KEY}.islands", Shown(f"ranks {list(ranks)}"), f"{told}; {todo}")
+        session.follow(JobMeetings(session.channels["sync"], make, session.say))
+        return
+    islands = islands_in(config)
     if islands is None:
         return
     if tuple(sorted(ranks)) != tuple(sorted(islands.ranks)):

@@ -50,6 +50,9 @@ def read(source: Source | None) -> CompressionConfig | None:
 def island_group(source: Source | None) -> dist.ProcessGroup:
     """See ``hybridcomp.island_group``."""
     block = read(source)
+    whole = dist.group.WORLD
+    if block is not None and block.sync.jobs is not None and whole is not None:
+        return whole
     islands = None if block is None else island_steps.islands_in(block)
     if islands is None:
         todo = 'the block has no "sync", and so no islands; add it'

@@ -36,6 +36,9 @@ PARTS = (
      "([publishing](publishing.md))."),
     ("outer", "OuterConfig",
      'The outer optimizer of `sync`: `"outer": {"lr": 0.7, "momentum": 0.9}`.'),
+    ("islands that are jobs", "RendezvousConfig",
+     'Islands of `sync` that are jobs of their own: `"islands": {"rendezvous": '
+     '"tcp://10.0.0.1:29400"}` ([islands](sync.md#islands-that-are-jobs-of-their-own)).'),
     ("guard", "GuardConfig",
      'When a dimension gives up: `"guard": {"error": 0.5}`; `"none"` for no limits.'),
     ("ramp", "RampConfig",

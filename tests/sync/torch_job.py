@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
 from hybridcomp.patches.torch.attached import Attached
-from hybridcomp.sync import IslandMeetings
+from hybridcomp.session.followers import StepFollower
+from hybridcomp.sync import IslandMeetings, JobMeetings
 
 WIDTH = 12
 
@@ -36,7 +37,10 @@ class Tied(nn.Module):
 
 @dataclass
 class Job:
-    """A rank's model, optimizer and attachment; the block None: one native island of all ranks."""
+    """A rank's model, optimizer and attachment; the block None: one native island of all ranks.
+
+    ``first``: where the data of this job's ranks begins, for islands that are jobs of their own.
+    """
 
     block: dict[str, Any] | None
     engine: str = "ddp"
@@ -47,6 +51,7 @@ class Job:
     optimizer: Any = None
     attached: Attached | None = None
     step: int = 0
+    first: int = 0
     data: torch.Generator = field(default_factory=torch.Generator)
 
     def build(self) -> Job:
@@ -77,7 +82,9 @@ class Job:
         """Train on batches of this rank, which depend on rank and step alone."""
         for _ in range(steps):
             for micro in range(micro_batches):
-                self.data.manual_seed(1000 * self.step + 10 * dist.get_rank() + micro)
+                self.data.manual_seed(
+                    1000 * self.step + 10 * (self.first + dist.get_rank()) + micro
+                )
                 tokens = torch.randint(0, 17, (3, 5), generator=self.data)
                 logits = self.model(tokens)
                 loss = nn.functional.cross_entropy(logits.view(-1, 17), tokens.roll(1, 1).view(-1))
@@ -89,10 +96,19 @@ class Job:
 
     @property
     def meetings(self) -> IslandMeetings:
-        assert self.attached is not None
-        (found,) = self.attached.session.followers
+        (found,) = self._followers()
         assert isinstance(found, IslandMeetings)
         return found
+
+    @property
+    def job_meetings(self) -> JobMeetings:
+        (found,) = self._followers()
+        assert isinstance(found, JobMeetings)
+        return found
+
+    def _followers(self) -> list[StepFollower]:
+        assert self.attached is not None
+        return self.attached.session.followers
 
     def weights(self) -> Tensor:
         """Return all weights of this rank, whole."""

@@ -1,0 +1,81 @@
+"""The object below ``sync.islands``: islands that are jobs of their own, and where they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, ValidationError, field_validator
+
+from hybridcomp.config.codec_settings import Strict
+from hybridcomp.config.error_messages import problem, translate
+
+
+class RendezvousConfig(Strict):
+    """Islands that are jobs of their own, and the store at which they meet."""
+
+    rendezvous: str = Field(
+        description="Where `hybridcomp rendezvous` listens: `tcp://host:port`, the same for all "
+        "islands. Whoever reaches it can read and change what the islands send.",
+    )
+    name: str | None = Field(
+        None,
+        min_length=1,
+        description="What the island is called in messages. Default: a number, from 0 on as they "
+        "come.",
+    )
+    at_start: int = Field(
+        2, ge=1, description="Islands with which a run begins. Others join at a later meeting."
+    )
+    timeout_s: float = Field(
+        120.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds for which an island waits at a meeting for those that are missing. "
+        "They are left out then, and lose what they have moved since the meeting before.",
+    )
+    join_timeout_s: float = Field(
+        3600.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds for which an island that comes waits for a meeting: more than the "
+        "others take from one to the next.",
+    )
+
+    @classmethod
+    def read(cls, found: Mapping[str, Any]) -> RendezvousConfig:
+        """Read the object below ``islands``; errors name the key below that."""
+        try:
+            return cls.model_validate(found)
+        except ValidationError as error:
+            wrong = translate(error, cls, "islands")
+            raise problem(wrong.key.removeprefix("islands."), wrong.found, wrong.todo) from None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Return host and port."""
+        return split_address(self.rendezvous)
+
+    @field_validator("rendezvous")
+    @classmethod
+    def _address(cls, found: str) -> str:
+        host, port = split_address(found)
+        if not host or not 0 < port < 1 << 16:
+            raise problem("", found, "expected tcp://host:port, where `hybridcomp rendezvous` is")
+        return found
+
+    @field_validator("name")
+    @classmethod
+    def _one_word(cls, found: str | None) -> str | None:
+        if found is not None and not all(c.isalnum() or c in "-_." for c in found):
+            raise problem("", found, "expected letters, digits, -, _ and . alone")
+        return found
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of ``tcp://host:port``; "" and 0 where it is none."""
+    scheme, _, rest = address.partition("://")
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not port.isascii() or not port.isdigit() or len(port) > 5:
+        return "", 0
+    return host.removeprefix("[").removesuffix("]"), int(port)

@@ -1,0 +1,95 @@
+"""What islands that are jobs send each other: values and state as bytes that describe themselves.
+
+In front of the values stands a line that says how they are encoded. An island that has just begun
+may send natively where others encode (``start_step``), and a guard gives up in one island alone.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridcomp.channels import Channel
+from hybridcomp.codecs.base import Codec
+from hybridcomp.errors import CodecError
+
+#: the ends of a message, by which a codec is chosen: there may be any number of islands
+ENDS = 2
+NATIVE = "none"
+
+
+def pack(channel: Channel, values: Tensor) -> bytes:
+    """Return ``values``, 1-D contiguous, as bytes, encoded as the block says; counts them."""
+    codec = channel.choice.of_message(values.numel(), values.dtype, None, ENDS, "forward", None)
+    if codec is None:
+        channel.count_native(values.nbytes)
+        return _line(NATIVE, values) + _bytes(values)
+    codec, meter = _whole(codec, values.dtype), channel.meter(values.device)
+    channel.sample(values, codec, "forward")
+    with meter.coding():
+        room = codec.wire_nbytes(values.numel(), values.dtype)
+        buffer = torch.empty(room, dtype=torch.uint8, device=values.device)
+        buffer = buffer[: codec.encode(values, buffer)]
+    meter.use(codec.spec)
+    meter.sent(buffer.numel())
+    channel.record_nbytes(meter, values.nbytes, "forward", 1.0)
+    return _line(codec.spec, values) + _bytes(buffer)
+
+
+def unpack(channel: Channel, data: bytes | bytearray, out: Tensor) -> None:
+    """Decode ``data`` into ``out``. Raises CodecError where it is of other values."""
+    line, _, rest = bytes(data).partition(b"\n")
+    try:
+        spec, dtype, numel = json.loads(line)
+    except ValueError:
+        raise CodecError(f"a message of another island is damaged: {line[:60]!r}") from None
+    if (dtype, numel) != (str(out.dtype), out.numel()):
+        raise CodecError(
+            f"another island sent {numel} values of {dtype}, and {out.numel()} of {out.dtype} were "
+            "expected; start all with the same model and version"
+        )
+    payload = torch.frombuffer(bytearray(rest), dtype=torch.uint8) if rest else out.new_empty(0)
+    if spec == NATIVE:
+        out.copy_(payload.view(out.dtype))
+        return
+    codec = channel.state.policy.codecs.get(("sync", "forward"))
+    if codec is not None:
+        codec = _whole(codec.for_message(out.numel(), out.dtype, ENDS), out.dtype)
+    if codec is None or codec.spec != spec:
+        raise CodecError(
+            f"another island encoded with {spec}, and this one has {codec and codec.spec}; start "
+            "all with the same block"
+        )
+    codec.decode(payload.to(out.device), out)
+
+
+def pack_state(state: Mapping[str, Any]) -> memoryview:
+    """Return plain types and CPU tensors as bytes."""
+    file = io.BytesIO()
+    torch.save(dict(state), file)
+    return file.getbuffer()
+
+
+def unpack_state(data: bytes | bytearray) -> dict[str, Any]:
+    """Return what was packed."""
+    found: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    return found
+
+
+def _whole(codec: Codec, dtype: torch.dtype) -> Codec:
+    """Return ``codec`` with the whole error budget: a message is quantized once."""
+    (only,) = codec.split_error_budget(1, 1, result=dtype)
+    return only
+
+
+def _line(spec: str, values: Tensor) -> bytes:
+    return json.dumps([spec, str(values.dtype), values.numel()]).encode() + b"\n"
+
+
+def _bytes(values: Tensor) -> bytes:
+    return values.detach().cpu().view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,140 @@
+"""The part that one island, a job of its own, takes in a run: it joins, is left out, and leaves.
+
+All ranks of the island hold the same: what its first rank does alone at the rendezvous is told to
+the others, errors as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from hybridcomp.config.rendezvous import RendezvousConfig
+from hybridcomp.errors import HybridcompError, PeerError
+from hybridcomp.job import small_messages
+from hybridcomp.sync.rendezvous import Reached, Rendezvous, Roster
+from hybridcomp.sync.store_line import KEY, StoreLine
+
+#: times that an island tries to join where its givers end
+TRIES = 10
+
+
+class Membership:
+    """An island's place in a run, on one rank.
+
+    Attributes:
+        meet: the rendezvous.
+        own: what the island is called; a new name each time that it joins.
+        run: identifier of the run.
+        last: what was decided of the last meeting.
+        left_out, joined: islands that were left out, and that have joined, since they were read.
+    """
+
+    def __init__(
+        self, jobs: RendezvousConfig, facts: Mapping[str, Any], say: Callable[..., object]
+    ) -> None:
+        """Connect, and compare ``facts`` with the run's; a collective of the island.
+
+        ``say``: tells the user a sentence, on the first rank. Raises AgreementError, PeerError.
+        """
+        self._say, self._limit_s = say, jobs.timeout_s
+        line = StoreLine(*jobs.address, jobs.timeout_s)
+        self.meet = Rendezvous(
+            line, dist.get_rank(), jobs.at_start, jobs.timeout_s, jobs.join_timeout_s
+        )
+        self.own, self.last = "", Roster(-1, [])
+        self.left_out = self.joined = 0
+
+        def introduced() -> tuple[str, str]:
+            name = self.meet.named(jobs.name)
+            return name, self.meet.compare(facts, name)
+
+        self._name, self.run = self._of_first(introduced)
+
+    def join(self, reached: Reached, has_state: Callable[[Roster], bool]) -> None:
+        """Announce this island and wait until it is in; a collective of the island.
+
+        Args:
+            reached: how far its own state had got.
+            has_state: gets start copies and momentum as a decision says; False where none come.
+        """
+        for _ in range(TRIES):
+            since, self.own = self._of_first(
+                lambda: (self.meet.decisions(), self.meet.announce(self._name, reached))
+            )
+            self.last = self.meet.admitted(self.own, since, self._say)
+            if has_state(self.last):
+                self._tell_joined()
+                return
+            if not self.meet.place:
+                self.meet.give_up(self.own, self.last)
+            self._say(f"sync: island {self.own} got no weights from {self.last.giver}")
+        raise PeerError(
+            f"{KEY}: island {self.own} got no weights from {TRIES} peers within "
+            f"{self._limit_s:g} s each; raise timeout_s"
+        )
+
+    def come_back(self, has_state: Callable[[Roster], bool]) -> None:
+        """Join again, as a meeting was held without this island; a collective of the island."""
+        number = self.last.number + 1
+        self.meet.withdraw(self.own, number)
+        self.left_out += 1
+        self._say(
+            f"sync: meeting {number} was held without island {self.own}, which came too late; what "
+            "it has moved since the meeting before is lost, and it takes the weights of a peer"
+        )
+        self.join(None, has_state)
+
+    def held(self, now: Roster, bad: Sequence[str]) -> None:
+        """Go on to the next meeting, and say who was not there, who has left and who comes.
+
+        ``bad``: islands that sent NaN or Inf.
+        """
+        before, self.last = self.last, now
+        self.meet.forget(before, now, self.own)
+        self.left_out += len(now.silent)
+        self.joined += len(now.joining)
+        left = [one for one in before.members if one not in (*now.present, *now.silent)]
+        words = []
+        if now.silent:
+            words += [f"without {', '.join(now.silent)}, silent for {self._limit_s:g} s"]
+        words += [f"{', '.join(left)} left the run"] if left else []
+        words += [f"{', '.join(bad)} sent NaN or Inf and did not count"] if bad else []
+        words += [f"{', '.join(now.joining)} joins"] if now.joining else []
+        if words:
+            count = len(now.present)
+            self._say(f"sync: meeting {now.number} of {count} island(s): {'; '.join(words)}")
+
+    def leave(self) -> None:
+        """Leave the run, so that nobody waits for this island. No collective."""
+        if not self.own or self.meet.place:
+            return
+        try:
+            self.meet.leave(self.own, self.last.number + 1)
+        except PeerError as error:  # the others wait once, or have gone with the store
+            self._say(f"sync: island {self.own} ends without a word: {error}")
+
+    def _of_first(self, work: Callable[[], Any]) -> Any:
+        """Return on all ranks what ``work`` gives on the first; raise on all what it raises."""
+        found: tuple[Any, HybridcompError | None] = None, None
+        if not self.meet.place:
+            try:
+                found = work(), None
+            except HybridcompError as error:
+                error.__cause__ = None  # torch's errors cannot be sent
+                found = None, error
+        result, problem = small_messages.from_first(found)
+        if problem is not None:
+            raise problem
+        return result
+
+    def _tell_joined(self) -> None:
+        own, last = self.own, self.last
+        weights = "its own weights" if last.giver == own else f"the weights of {last.giver}"
+        others = ", ".join(one for one in last.members if one != own) or "none"
+        self._say(
+            f"sync: island {own} joins after meeting {last.number} with {weights}; "
+            f"the others: {others}"
+        )

@@ -1,0 +1,280 @@
+"""Meetings of islands that are jobs of their own, through a store that outlives them all.
+
+The store keeps two lists that only grow. In the list of announcements stands every start of an
+island. In the list of decisions, number n says who is in after meeting n: ``present``, whose
+messages count, ``joining``, who take weights from ``giver`` and meet with the others from n + 1 on,
+and who was ``silent``. Whoever appends number n first has decided it, and all read the same.
+
+1. Each rank puts its message for meeting n into the store (``post``). Once all ranks of the island
+   have, its first rank says so (``stand``).
+2. The first rank of each island waits until all members of the last decision stand, at most
+   ``timeout_s``, and appends decision n: everybody else reads it (``decide``).
+3. A rank of a present island takes the messages of all present ones with its place
+   (``message_of``). They lie in the store, so that the end of an island breaks no meeting.
+4. An island that stood too late finds itself left out, and announces itself again.
+
+Messages of meeting n are overwritten by those of n + 2: whoever stands at n + 1 has read them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hybridcomp.errors import AgreementError, PeerError
+from hybridcomp.sync.store_line import KEY, StoreLine, awaited
+
+#: what an island says of a meeting: it stands, or it has left for good
+HERE, BYE = b"here", b"bye"
+#: seconds that ranks of an island wait for its first rank longer than that waits for others
+SLACK_S = 60.0
+#: seconds between two words on what an island waits for before it may join
+WORD_S = 60.0
+#: how far an island has got, in a run: the run, and its meetings; None: nowhere
+Reached = tuple[str, int] | None
+
+
+@dataclass(frozen=True)
+class Roster:
+    """What was decided of a meeting.
+
+    Attributes:
+        number: of the meeting; 0 is none, but the beginning of a run.
+        present: islands whose messages count, in one order on all.
+        joining: islands that take part from the next one on, with how far they had got.
+        giver: the island from which these take weights; "" where none joins.
+        silent: members that did not stand in time.
+        heard: announcements that were looked at.
+    """
+
+    number: int
+    present: list[str]
+    joining: dict[str, list[Any] | None] = field(default_factory=dict)
+    giver: str = ""
+    silent: list[str] = field(default_factory=list)
+    heard: int = 0
+
+    @property
+    def members(self) -> list[str]:
+        """Return the islands that the next meeting waits for."""
+        return [*self.present, *self.joining]
+
+
+class Rendezvous:
+    """What one rank of an island asks of the store.
+
+    Args:
+        line: to the store.
+        place: of the rank in its island; the first decides for the island.
+        at_start: islands with which a run begins.
+        timeout_s: seconds for which an island waits for the others at a meeting.
+        join_timeout_s: seconds for which an island waits until it may join.
+    """
+
+    def __init__(
+        self, line: StoreLine, place: int, at_start: int, timeout_s: float, join_timeout_s: float
+    ) -> None:
+        self.line, self.place, self.at_start = line, place, at_start
+        self.timeout_s, self.join_timeout_s = timeout_s, join_timeout_s
+
+    # who takes part; of the first rank of an island, where nothing else is said
+
+    def compare(self, facts: Mapping[str, Any], name: str) -> str:
+        """Compare ``facts`` (JSON-like) with those of the run; return the identifier of the run.
+
+        The first island of a run states them. Raises AgreementError on another, which names the
+        first fact that differs: the others of the run do not notice.
+        """
+        mine = json.dumps({"of": name, "run": f"{time.time_ns():x}", "facts": facts})
+        theirs = json.loads(self.line.first("facts", mine))
+        own = json.loads(mine)["facts"]
+        differing = [k for k in {**theirs["facts"], **own} if theirs["facts"].get(k) != own.get(k)]
+        if differing:
+            key, more = differing[0], f" (also: {', '.join(differing[1:])})"
+            raise AgreementError(
+                f"{key}: island {name} has {own.get(key)!r}, and the run at {self.line.address} "
+                f"was begun by island {theirs['of']} with {theirs['facts'].get(key)!r}"
+                f"{more if differing[1:] else ''}; start it with the same model, layout and block"
+            )
+        return str(theirs["run"])
+
+    def named(self, name: str | None) -> str:
+        """Return ``name``, or one that nobody has in this run."""
+        return name or str(self.line.add("names", 1) - 1)
+
+    def announce(self, name: str, reached: Reached) -> str:
+        """Say that an island wants to join; return what it is called: the name, how often it came.
+
+        ``reached``: how far the state that it has loaded had got.
+        """
+        times = self.line.add(f"starts/{name}", 1)
+        own = name if times == 1 else f"{name}#{times}"
+        self.line.append("joins", json.dumps({"island": own, "reached": reached}))
+        return own
+
+    def admitted(self, own: str, since: int, say: Any = print) -> Roster:
+        """Wait until ``own`` is joining, and return the decision; all ranks call it.
+
+        ``since``: decisions that were there before it was announced. Where there is no run yet, or
+        all have left it, the first rank begins one as soon as ``at_start`` islands are there.
+        Raises PeerError after ``join_timeout_s``.
+        """
+        number, told = since, time.monotonic()
+        deadline = told + self.join_timeout_s + (SLACK_S if self.place else 0.0)
+        while time.monotonic() < deadline:
+            found = awaited(functools.partial(self._found, number), 1.0)
+            if found is not None and own in found.joining:
+                return found
+            if found is not None:
+                number += 1
+            elif not self.place and time.monotonic() - told > WORD_S:
+                told = time.monotonic()
+                say(f"sync: island {own} waits {self._awaited(number)}")
+        raise PeerError(
+            f"{KEY}: island {own} was not let in within {self.join_timeout_s:g} s; it waited "
+            f"{self._awaited(number)}: start what is missing, or raise join_timeout_s"
+        )
+
+    def decisions(self) -> int:
+        """Return how many decisions there are."""
+        return self.line.length("decided")
+
+    def decision(self, number: int) -> Roster | None:
+        """Return a decision; None: there is none yet."""
+        found = self.line.get(f"decided/{number}")
+        return None if found is None else Roster(**json.loads(found))
+
+    def leave(self, own: str, number: int) -> None:
+        """Say that the island takes part in no meeting from ``number`` on; nobody waits for it."""
+        self.line.set(f"stands/{number}/{own}", BYE)
+
+    # a meeting
+
+    def post(self, own: str, number: int, message: bytes | memoryview) -> None:
+        """Put this rank's message for meeting ``number`` into the store."""
+        self.line.put(self._message(own, number), number, message)
+
+    def stand(self, own: str, number: int) -> None:
+        """Say that all ranks of the island have posted."""
+        self.line.set(f"stands/{number}/{own}", HERE)
+        self.line.drop(f"stands/{number - 2}/{own}")
+
+    def decide(self, last: Roster, own: str) -> Roster:
+        """Return the decision on the meeting after ``last``; all ranks of the island call it.
+
+        The first waits for the members of ``last``, as long as ``timeout_s``, and decides, unless
+        somebody else has; the others wait for what is decided.
+        """
+        number = last.number + 1
+        if self.place:
+            limit = self.timeout_s + SLACK_S
+            found = awaited(lambda: self.decision(number), limit)
+            if found is None:
+                raise PeerError(
+                    f"{KEY}: the first rank of island {own} has decided nothing on meeting "
+                    f"{number} for {limit:g} s; see what became of it"
+                )
+            return found
+        keys = [f"stands/{number}/{member}" for member in last.members]
+
+        def look() -> Roster | bool | None:
+            return self.decision(number) or (True if self.line.has(*keys) else None)
+
+        found_or_all = awaited(look, self.timeout_s)
+        if isinstance(found_or_all, Roster):
+            return found_or_all
+        stands = {member: self.line.get(f"stands/{number}/{member}") for member in last.members}
+        present = [member for member, word in stands.items() if word == HERE]
+        silent = [member for member, word in stands.items() if word is None]
+        joining, heard = self._announced(last.heard)
+        giver = present[0] if present and joining else ""
+        return self._append(Roster(number, present, joining, giver, silent, heard))
+
+    def message_of(self, island: str, number: int) -> bytearray | None:
+        """Return the message of the rank of ``island`` with this place; None: it is gone."""
+        return self.line.take(self._message(island, number), number)
+
+    def withdraw(self, own: str, number: int) -> None:
+        """Delete what rank ``place`` of an island posted that is left out of meeting ``number``."""
+        for one in (number, number - 1):
+            self.line.drop_pieces(self._message(own, one))
+            self.line.drop(f"stands/{one}/{own}")
+
+    def forget(self, last: Roster, now: Roster, own: str) -> None:
+        """Delete what nobody reads after ``now`` any more; of all ranks of a present island."""
+        if own != now.present[0]:
+            return
+        for island in (*last.present, *last.joining):
+            if island not in now.present:
+                self.withdraw(island, now.number)
+        if last.joining:
+            self.line.drop_pieces(self._state(last.number))
+
+    # weights for those that join
+
+    def give(self, number: int, state: bytes | memoryview) -> None:
+        """Put the state of this rank's place after meeting ``number`` into the store."""
+        self.line.put(self._state(number), number, state)
+
+    def take(self, number: int) -> bytearray | None:
+        """Wait for what the giver gives, as long as ``timeout_s``; None: nothing came."""
+        return awaited(lambda: self.line.take(self._state(number), number), self.timeout_s)
+
+    def give_up(self, own: str, decision: Roster) -> None:
+        """Leave before the first meeting, as nothing came from the giver.
+
+        At the beginning of a run nobody else would notice that this has ended, so it is taken to
+        have left, too; where it is alive after all, it finds itself left out.
+        """
+        self.leave(own, decision.number + 1)
+        if not decision.present:
+            self.line.first(f"stands/{decision.number + 1}/{decision.giver}", BYE.decode())
+
+    # inside
+
+    def _found(self, number: int) -> Roster | None:
+        """Return decision ``number``; where it is on the beginning of a run, maybe make it."""
+        found = self.decision(number)
+        if found is not None or self.place:
+            return found
+        last = self.decision(number - 1) if number else Roster(-1, [])
+        if last is None or any(
+            self.line.get(f"stands/{number}/{member}") != BYE for member in last.members
+        ):
+            return None
+        joining, heard = self._announced(last.heard)
+        if len(joining) < self.at_start:
+            return None
+        giver = max(joining, key=lambda island: (joining[island] or ["", -1])[1])
+        return self._append(Roster(number, [], joining, giver, [], heard))
+
+    def _announced(self, heard: int) -> tuple[dict[str, list[Any] | None], int]:
+        """Return who has announced itself since ``heard`` announcements, and how many there are."""
+        found = {}
+        while (text := self.line.get(f"joins/{heard}")) is not None:
+            one = json.loads(text)
+            found[one["island"]] = one["reached"]
+            heard += 1
+        return found, heard
+
+    def _append(self, decision: Roster) -> Roster:
+        text = self.line.first(f"decided/{decision.number}", json.dumps(asdict(decision)))
+        return Roster(**json.loads(text))
+
+    def _awaited(self, number: int) -> str:
+        """Say what an island waits for that wants to join."""
+        last = self.decision(number - 1) if number else None
+        if last is None or not last.members:
+            there = len(self._announced(0 if last is None else last.heard)[0])
+            return f"for a run to begin: {there} of {self.at_start} islands (at_start) are there"
+        return f"for meeting {number} of {', '.join(last.members)}"
+
+    def _message(self, island: str, number: int) -> str:
+        return f"message/{island}/{number % 2}/{self.place}"
+
+    def _state(self, number: int) -> str:
+        return f"state/{number}/{self.place}"

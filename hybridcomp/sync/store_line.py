@@ -1,0 +1,191 @@
+"""The line of one rank to the rendezvous of its islands: torch's TCPStore, never without a limit.
+
+A store whose process was stopped, or whose host is cut off, answers nothing, and torch waits for
+some of its answers without a limit. So each request runs in a thread of its own, and one that takes
+too long is an error that names the rendezvous. Values of any size are cut into pieces.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from hybridcomp.errors import PeerError
+from hybridcomp.job.statements import PIECE_NBYTES
+
+T = TypeVar("T")
+KEY = "compression.sync.islands.rendezvous"
+#: seconds that one request may take, a piece of PIECE_NBYTES over a slow link among them
+REQUEST_S = 60.0
+#: seconds between two looks at a key that is waited for: at first, and at most
+LOOK_S, SELDOM_S = 0.01, 0.2
+#: of a piece: what it belongs to, its index, how many there are
+_HEAD = struct.Struct("<qII")
+TODO = "start it again with `hybridcomp rendezvous`, and the islands from their checkpoints"
+
+
+class StoreLine:
+    """A connection to the store at ``host`` and ``port``.
+
+    Args:
+        connect_s: seconds in which the rendezvous has to answer for the first time.
+        request_s: seconds that a request may take.
+
+    All methods raise PeerError, one line that names the rendezvous, where it does not answer.
+    """
+
+    def __init__(
+        self, host: str, port: int, connect_s: float = 60.0, request_s: float = REQUEST_S
+    ) -> None:
+        self.address, self._request_s = f"tcp://{host}:{port}", request_s
+        self._await_listener(host, port, connect_s)
+        limit = timedelta(seconds=connect_s)
+        self._store: Any = self._within(
+            connect_s,
+            lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit),
+        )
+        self._store.set_timeout(timedelta(seconds=request_s / 2))
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Set ``key``."""
+        self._ask(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> bytes | None:
+        """Return the value of ``key``; None where there is none."""
+        return self._ask(lambda: self._get(key))
+
+    def has(self, *keys: str) -> bool:
+        """Return whether all ``keys`` are there."""
+        return self._ask(lambda: bool(self._store.check(list(keys))))
+
+    def first(self, key: str, value: str) -> bytes:
+        """Set ``key`` unless somebody has; return what it holds then: all get the same."""
+        return self._ask(lambda: bytes(self._store.compare_set(key, "", value)))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number ``key``, 0 in the beginning; return the sum."""
+        return self._ask(lambda: int(self._store.add(key, amount)))
+
+    def drop(self, key: str) -> bool:
+        """Delete ``key``; return whether it was there."""
+        return self._ask(lambda: bool(self._store.delete_key(key)))
+
+    # values of any size
+
+    def put(self, key: str, mark: int, data: bytes | memoryview) -> None:
+        """Set ``key`` to ``data`` in pieces that carry ``mark``; they are there on return."""
+        view = memoryview(data)
+        count = max(1, -(-len(view) // PIECE_NBYTES))
+        for index in range(count):
+            piece = view[index * PIECE_NBYTES : (index + 1) * PIECE_NBYTES]
+            self.set(f"{key}/{index}", _HEAD.pack(mark, index, count) + bytes(piece))
+        self.has(f"{key}/{count - 1}")  # the store has then taken what this line sent before
+
+    def take(self, key: str, mark: int) -> bytearray | None:
+        """Return what was ``put`` with ``mark``; None: it is not there, or no longer."""
+        found, index, count = bytearray(), 0, 1
+        while index < count:
+            piece = self.get(f"{key}/{index}")
+            if piece is None or len(piece) < _HEAD.size:
+                return None
+            of, at, count = _HEAD.unpack_from(piece)
+            if (of, at) != (mark, index):
+                return None
+            found += memoryview(piece)[_HEAD.size :]
+            index += 1
+        return found
+
+    def drop_pieces(self, key: str) -> None:
+        """Delete what was ``put``."""
+        index = 0
+        while self.drop(f"{key}/{index}"):
+            index += 1
+
+    # a list to which everybody may append
+
+    def append(self, name: str, value: str) -> int:
+        """Append ``value``, unlike all others, to the list ``name``; return its index."""
+        index = self.length(name)
+        while self.first(f"{name}/{index}", value) != value.encode():
+            index += 1
+        return index
+
+    def length(self, name: str) -> int:
+        """Return the entries of a list, by halving: it has no gaps."""
+        low, high = 0, 1
+        while self.has(f"{name}/{high - 1}"):
+            low, high = high, 2 * high
+        while low < high - 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.has(f"{name}/{middle - 1}") else (low, middle)
+        return low
+
+    # inside
+
+    def _get(self, key: str) -> bytes | None:
+        if not self._store.check([key]):
+            return None
+        try:
+            return bytes(self._store.get(key))
+        except dist.DistNetworkError:
+            raise
+        except dist.DistStoreError:  # deleted in between
+            return None
+
+    def _ask(self, work: Callable[[], T]) -> T:
+        return self._within(self._request_s, work)
+
+    def _within(self, seconds: float, work: Callable[[], T]) -> T:
+        """Return the result of ``work``, in a thread that may be left behind."""
+        result: list[T] = []
+        problem: list[Exception] = []
+
+        def run() -> None:
+            try:
+                result.append(work())
+            except Exception as error:
+                problem.append(error)
+
+        thread = threading.Thread(target=run, name="hybridcomp rendezvous", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if result:
+            return result[0]
+        if problem:
+            words = (str(problem[0]).strip() or type(problem[0]).__name__).splitlines()[0][:200]
+            raise self._gone(f"does not answer ({words})") from problem[0]
+        raise self._gone(f"has not answered for {seconds:g} s")
+
+    def _await_listener(self, host: str, port: int, seconds: float) -> None:
+        """Return once somebody listens there: torch fills the screen where nobody does."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                socket.create_connection((host, port), timeout=max(0.1, seconds)).close()
+                return
+            except OSError as error:
+                if time.monotonic() >= deadline:
+                    raise self._gone(f"was not there for {seconds:g} s ({error})") from error
+            time.sleep(SELDOM_S)
+
+    def _gone(self, words: str) -> PeerError:
+        return PeerError(f"{KEY}: the rendezvous at {self.address} {words}; {TODO}")
+
+
+def awaited(look: Callable[[], T | None], seconds: float) -> T | None:
+    """Return what ``look`` finds, as soon as that is not None; None after ``seconds``."""
+    deadline, pause = time.monotonic() + seconds, LOOK_S
+    while True:
+        found = look()
+        if found is not None or time.monotonic() >= deadline:
+            return found
+        time.sleep(pause)
+        pause = min(SELDOM_S, 1.5 * pause)

@@ -1,0 +1,218 @@
+"""The rendezvous of islands that are jobs: decisions, silence, returns, bad input. No engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from hybridcomp.commands import rendezvous
+from hybridcomp.errors import AgreementError, ConfigError, PeerError
+from hybridcomp.sync.rendezvous import Rendezvous, Roster
+from hybridcomp.sync.store_line import StoreLine
+from tests.ranks import fork_server
+from tests.scripts_on_ranks import free_port
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
+    )
+    yield store.port
+    del store
+
+
+@dataclass
+class Counter:
+    """An island of one rank whose weights are a number: at each meeting all add their steps.
+
+    ``sums`` has the number after each meeting.
+    """
+
+    port: int
+    name: str
+    at_start: int = 2
+    timeout_s: float = 10.0
+    reached: tuple[str, int] | None = None
+    weights: int = 0
+    sums: dict[int, int] = field(default_factory=dict)
+    last: Roster | None = None
+    own: str = ""
+
+    def __post_init__(self) -> None:
+        self.line = StoreLine("127.0.0.1", self.port, 5.0, 10.0)
+        self.meet = Rendezvous(self.line, 0, self.at_start, self.timeout_s, 20.0)
+
+    def join(self) -> Counter:
+        """Join, with the weights of the giver; begin again where it gives none."""
+        since = self.meet.decisions()
+        self.own = self.meet.announce(self.name, self.reached)
+        self.last = self.meet.admitted(self.own, since, print)
+        if self.last.giver == self.own:
+            self.meet.give(self.last.number, str(self.weights).encode())
+            return self
+        state = self.meet.take(self.last.number)
+        if state is None:
+            self.meet.give_up(self.own, self.last)
+            return self.join()
+        self.weights = int(state)
+        return self
+
+    def hold(self, moved: int = 1) -> Roster:
+        """Hold the next meeting; join again where it was held without this island."""
+        assert self.last is not None
+        number = self.last.number + 1
+        self.meet.post(self.own, number, str(moved).encode())
+        self.meet.stand(self.own, number)
+        now = self.meet.decide(self.last, self.own)
+        if self.own not in now.present:
+            self.meet.withdraw(self.own, number)
+            self.join()
+            return now
+        messages = [self.meet.message_of(one, number) for one in now.present]
+        self.weights += sum(int(one) for one in messages if one is not None)
+        assert None not in messages
+        if now.giver == self.own:
+            self.meet.give(number, str(self.weights).encode())
+        self.meet.forget(self.last, now, self.own)
+        self.sums[number] = self.weights
+        self.last = now
+        return now
+
+
+def together(*work: Any) -> None:
+    """Run functions in threads; raise what one raises."""
+    problems: list[BaseException] = []
+
+    def guarded(one: Any) -> None:
+        try:
+            one()
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(one,), daemon=True) for one in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "hangs"
+    if problems:
+        raise problems[0]
+
+
+def test_islands_meet_one_comes_later_one_leaves(port: int) -> None:
+    one, two, three = Counter(port, "a", weights=7), Counter(port, "b"), Counter(port, "c")
+    together(one.join, two.join)
+    assert one.last == two.last and one.last is not None and one.last.number == 0
+    given = {"a": 7, "b": 0}[one.last.giver]
+    together(one.hold, lambda: two.hold(2))
+    assert (one.weights, two.weights) == (given + 3, given + 3)
+
+    def one_and_two() -> None:
+        while three.own not in one.last.members:  # type: ignore[union-attr]
+            together(one.hold, two.hold)
+
+    together(three.join, one_and_two)
+    assert three.weights == one.weights
+    together(one.hold, two.hold, three.hold)
+    two.meet.leave(two.own, two.last.number + 1)  # type: ignore[union-attr]
+    together(one.hold, three.hold)  # nobody waits for it
+    assert one.last == three.last and one.last is not None
+    assert sorted(one.last.present) == ["a", "c"] and not one.last.silent
+    shared = one.sums.keys() & three.sums.keys()
+    assert len(shared) == 2 and all(one.sums[n] == three.sums[n] for n in shared)
+
+
+def test_a_silent_island_is_left_out_and_comes_back(port: int) -> None:
+    islands = [Counter(port, name, 3, timeout_s=3.0) for name in "abc"]
+    together(*(one.join for one in islands))
+    one, two, late = islands
+    together(*(one.hold for one in islands))
+    together(one.hold, two.hold)
+    assert one.last is not None and one.last == two.last
+    assert one.last.silent == ["c"] and sorted(one.last.present) == ["a", "b"]
+
+    def others() -> None:
+        while not any(m.startswith("c") for m in one.last.members):  # type: ignore[union-attr]
+            together(one.hold, two.hold)
+
+    together(late.hold, others)
+    assert late.own == "c#2" and late.weights == one.weights == two.weights
+    together(*(one.hold for one in islands))
+    assert late.weights == one.weights and late.own in one.last.present
+    # what lay in the store of the one that was left out is gone; of the others two meetings are
+    assert not one.line.has("message/c/0/0/0") and not one.line.has("message/c/1/0/0")
+    assert all(one.line.has(f"message/a/{slot}/0/0") for slot in (0, 1))
+
+
+def test_a_run_whose_giver_has_ended_begins_again(port: int) -> None:
+    giver = Counter(port, "far", 3, timeout_s=3.0, reached=("run", 9))
+    giver.meet.announce("far", giver.reached)  # and ends
+    one, two = Counter(port, "a", 2, timeout_s=3.0), Counter(port, "b", 2, timeout_s=3.0)
+    one.meet.at_start = two.meet.at_start = 3
+    three = Counter(port, "c", 3, timeout_s=3.0)
+    together(one.join, two.join, three.join)
+    together(one.hold, two.hold, three.hold)
+    assert one.weights == two.weights == three.weights
+    assert one.last is not None and len(one.last.present) == 3
+
+
+def test_large_messages_go_in_pieces(port: int) -> None:
+    line = StoreLine("127.0.0.1", port)
+    data = os.urandom((9 << 20) + 3)
+    line.put("big", 4, data)
+    assert line.take("big", 4) == data and line.take("big", 5) is None
+    line.put("big", 6, b"")
+    assert line.take("big", 6) == b""
+    line.drop_pieces("big")
+    assert line.take("big", 6) is None and not line.has("big/2")
+
+
+def test_bad_input_is_named_in_one_line(port: int) -> None:
+    line = StoreLine("127.0.0.1", port)
+    meet = Rendezvous(line, 0, 2, 1.0, 0.5)
+    run = meet.compare({"compression.sync.every": 30, "elements": 12}, "a")
+    assert meet.compare({"compression.sync.every": 30, "elements": 12}, "b") == run
+    words = r"^compression.sync.every: island b has 10, .* begun by island a with 30 \(also: el.*\)"
+    with pytest.raises(AgreementError, match=words) as error:
+        meet.compare({"compression.sync.every": 10, "elements": 13}, "b")
+    assert "\n" not in str(error.value)
+    assert [meet.named(None), meet.named("x"), meet.named(None)] == ["0", "x", "1"]
+    since = meet.decisions()
+    own = meet.announce("a", None)
+    with pytest.raises(PeerError, match=r"island a was not let in .* 1 of 2 islands \(at_start\)"):
+        meet.admitted(own, since)
+
+
+def test_a_rendezvous_that_is_away_or_stopped_is_an_error() -> None:
+    with pytest.raises(PeerError, match=r"rendezvous at tcp://127.0.0.1:9 was not there for 0.3 s"):
+        StoreLine("127.0.0.1", 9, 0.3)
+    port = free_port()
+    server = fork_server().Process(target=rendezvous.run, args=(port,), daemon=True)
+    server.start()
+    try:
+        line = StoreLine("127.0.0.1", port, request_s=1.0)
+        line.set("a", "b")
+        assert line.get("a") == b"b" and server.pid is not None
+        with pytest.raises(ConfigError, match=rf"^--port: found {port}; .* in use; name another"):
+            rendezvous.run(port)
+        os.kill(server.pid, signal.SIGSTOP)
+        with pytest.raises(PeerError, match=r"rendezvous at .* has not answered for 1 s; start it"):
+            line.get("a")
+        os.kill(server.pid, signal.SIGCONT)
+        os.kill(server.pid, signal.SIGTERM)
+        server.join(20)
+        assert server.exitcode == 0
+        with pytest.raises(PeerError, match="does not answer|has not answered"):
+            line.get("a")
+    finally:
+        server.kill()
+        server.join()
