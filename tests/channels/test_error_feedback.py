@@ -85,7 +85,7 @@ def test_a_first_message_of_many_ranks_takes_time_by_their_number_alone() -> Non
     calls = []
     for ranks in (64, 512):
         residuals = Residuals()
-        residuals.get("sender", tuple(reversed(many_ranks(ranks))), LIKE).add_(1.0)
+        residuals.get("sender", tuple(reversed(many_ranks(ranks))), LIKE).add_(torch.tensor(1.0))
         pieces, profile = many_ranks(ranks), cProfile.Profile()
         with profile:
             residuals.get("sender", pieces, LIKE)

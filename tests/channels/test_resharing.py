@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -23,10 +23,15 @@ PIECES = [Piece(name, 0, numel) for name, numel in NUMELS.items()]
 WHOLE = sum(NUMELS.values())
 
 
-def channels_in(hierarchy: Hierarchy, bits: int = 32) -> Channels:
+def channels_in(hierarchy: Hierarchy | Literal["low rank"], bits: int = 32) -> Channels:
     """``hierarchy``: "low rank" for powersgd, in a job whose gathers have nodes of two ranks."""
     feedback = {**FEEDBACK, "error_feedback": True if bits == 32 else {"bits": bits}}
-    block = {"dp": feedback, "min_bytes": 0, "hierarchy": hierarchy, "ledger": {"every": 1000}}
+    block: dict[str, Any] = {
+        "dp": feedback,
+        "min_bytes": 0,
+        "hierarchy": hierarchy,
+        "ledger": {"every": 1000},
+    }
     if hierarchy == "low rank":
         block |= {"dp": {"codec": "powersgd", "rank": 1}, "zero": "blockint", "hierarchy": 2}
     channels = Channels(CompressionConfig.parse(block))

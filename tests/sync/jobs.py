@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.ranks import run_ranks
 
@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 @contextmanager
 def rendezvous() -> Iterator[str]:
     """Hold a store; gives its address."""
-    store = dist.TCPStore(
+    store = TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
     yield f"tcp://127.0.0.1:{store.port}"

@@ -215,7 +215,7 @@ def test_nothing_is_lost() -> None:
             for step in range(3):
                 tensor = values_of(me, numel, seed=step)
                 given += tensor
-                left = {"residual": residual, "owner_residual": owner}
+                left: dict[str, Any] = {"residual": residual, "owner_residual": owner}
                 calls.all_reduce(tensor, codec, levels, meter=Meter(), **left)
                 delivered += tensor / ranks
             held = torch.zeros(numel).double()

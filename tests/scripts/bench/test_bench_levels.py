@@ -17,11 +17,12 @@ CODEC = {"codec": "blockint", "bits": 8, "error_bound": 0.05}
 NUMEL = 8 * SEGMENT
 
 
-def arms() -> dict[str, tuple[float, float, int, int]]:
+def arms() -> dict[str, tuple[float, float, float, float]]:
     """By arm: errors of a sum and a gather over what is allowed, bytes to the other site."""
     values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(dist.get_rank()))
     most = values.view(-1, SEGMENT).abs().amax(1)
-    exact, found = {}, {}
+    exact: dict[str, torch.Tensor] = {}
+    found: dict[str, tuple[float, float, float, float]] = {}
     for name, hierarchy in ARMS.items():
         arm = Arm(hierarchy, CODEC, values)
         errors = []
@@ -30,11 +31,11 @@ def arms() -> dict[str, tuple[float, float, int, int]]:
             exact.setdefault(kind, result.clone())
             errors.append(of_bound(result, exact[kind], most.amax().expand(8) * 8, 0.05))
             assert seconds > 0
-        sent = (0, 0)
+        sent: tuple[float, float] = (0, 0)
         if arm.channels is not None:
             every = [arm.channels.ledger.interval[n, "forward"] for n in ("dp", "zero")]
-            sent = tuple(entry.inter_nbytes for entry in every)
-        found[name] = (*errors, *sent)
+            sent = every[0].inter_nbytes, every[1].inter_nbytes
+        found[name] = (errors[0], errors[1], *sent)
     return found
 
 
