@@ -65,6 +65,7 @@ class PublishedCodec:
     feels_link: bool
     is_raw: bool = False
     estimate: CodecEstimate | None = None
+    _rate: float | None = None  # bytes a second of the link
     _share: float = 1.0  # bytes of a coded version for each raw byte
     _coding: float | None = None  # its seconds of encoding and decoding for each raw byte
     _copying: float = 0.0  # those of a raw version
@@ -76,14 +77,15 @@ class PublishedCodec:
         self.is_raw = self.setting == RAW_VALUES
 
     def note(
-        self, said: Sequence[Mapping[str, Any]], receivers: ReceiverTimes | None
+        self, said: Sequence[Mapping[str, Any]], receivers: ReceiverTimes | None, full: bool = False
     ) -> str | None:
         """Take what a version took, and choose for the next one.
 
         ``said``: of each rank's part ``raw_nbytes``, ``nbytes``, ``codec_s`` and ``link_s``. The
         parts of a stream go one after the other: bytes and seconds of coding add up. The speed of
-        the link is that of the first rank, which writes. Where no receiver answers, decoding is
-        taken to be as long as encoding.
+        the link is that of the first rank, which writes, in the last version that had enough bytes.
+        Where no receiver answers, decoding is taken to be as long as encoding. Of a ``full``
+        version, which is coded without a reference, only the link counts.
 
         Returns a sentence where the choice changes.
         """
@@ -92,10 +94,12 @@ class PublishedCodec:
         keys = ("raw_nbytes", "nbytes", "codec_s")
         raw, sent, codec_s = (sum(one[key] for one in said) for key in keys)
         first = said[0]
-        if raw < LEAST_NBYTES or not first["link_s"] or not first["nbytes"]:
+        if sent >= LEAST_NBYTES and first["link_s"] and first["nbytes"]:
+            late_s = receivers.late_s if receivers else 0.0
+            self._rate = sent / (first["link_s"] * sent / first["nbytes"] + late_s)
+        if full or raw < LEAST_NBYTES or self._rate is None:
             return None
-        link_s = first["link_s"] * sent / first["nbytes"] + (receivers.late_s if receivers else 0.0)
-        rate = sent / link_s
+        rate = self._rate
         each = (codec_s + (receivers.decode_s if receivers else codec_s)) / raw
         if self.is_raw:
             self._copying = each

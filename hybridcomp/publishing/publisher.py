@@ -85,7 +85,8 @@ class Publisher:
         self._is_held = False  # whether the references are those of self._version
         self._asked = self._is_closed = False
         self._steps = 0
-        self._said: list[dict[str, Any]] | None = None  # what the parts of the last version took
+        #: what the parts of the last version took, and whether it was a full one
+        self._said: tuple[list[dict[str, Any]], bool] | None = None
         self._look()
 
     @property
@@ -158,7 +159,7 @@ class Publisher:
         self._is_held, self._asked = True, False
         self._version, self._digest = version, manifest.digest
         self._since_full = 1 if full else self._since_full + 1
-        self._said = None if full else said  # without a reference coding takes other times
+        self._said = said, full
         if full and self.keep is not None and self._rank == 0:
             self._remove_old(self.keep)
         slowest = {
@@ -208,7 +209,7 @@ class Publisher:
         told = said[0]["receivers"]
         receivers = None if told is None else ReceiverTimes(**told)
         last, self._said = self._said, None
-        text = None if last is None else self._choice.note(last, receivers)
+        text = None if last is None else self._choice.note(last[0], receivers, last[1])
         if text is not None and self._rank == 0:
             say(text, anywhere=True)
         return full, None if receivers is None else receivers.apply_s

@@ -14,16 +14,18 @@ The second table has the stages alone, on these weights: GB/s of weights, and th
 of that of `Tensor.copy_`; its last lines are the whole calls. With `--threads 1` its times are CPU
 time of that core: what waits for the disk or for other jobs is not in them.
 
-The third table is what a receiver waits for a version over a link, in seconds: it is published,
-sent and applied, one after the other, all on as many threads; coded by stepcode, or raw, which
-compares and checks as well. Dense is two bytes a weight with nothing else. Beyond the links in the
-last lines coding takes longer than raw versions, or than dense weights, on so many cores.
+The third table is what a receiver waits for a version over a link, in seconds: it is published
+to a stream in memory, sent, and applied, one after the other, all on as many threads; coded by
+stepcode, or raw, which compares and checks as well. Dense is two bytes a weight with nothing else.
+Beyond the links in the last lines coding takes longer than raw versions, or than dense weights, on
+so many cores.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable
@@ -49,12 +51,14 @@ from hybridcomp.publishing import (
     WeightReceiver,
 )
 from hybridcomp.publishing.checksums import compare, digest_of, empty_mask
-from hybridcomp.publishing.destinations import Folder
+from hybridcomp.publishing.destinations import Destination, Folder
+from hybridcomp.publishing.streams import Stream
 
 #: Gb/s of the links that are looked at
 LINKS = (0.1, 1.0, 10.0, 100.0)
 #: values of a parameter of the published model
 PARAMETER = 1 << 22
+WAYS = ("stepcode", "raw")
 TIMES = ("compare_s", "encode_s", "wire_s", "check_s", "apply_s")
 
 Row = dict[str, float]
@@ -76,20 +80,51 @@ def _same(values: Tensor) -> Tensor:
     return values
 
 
+class Memory:
+    """A stream in memory: what is written is read from the begin, and then forgotten."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+        self._read = 0
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Keep a copy of ``data``."""
+        self._data += data
+
+    def read(self, nbytes: int) -> bytes:
+        """Return the next bytes."""
+        room = bytearray(nbytes)
+        return bytes(room[: self.readinto(memoryview(room))])
+
+    def readinto(self, room: memoryview) -> int:
+        """Fill ``room`` with the next bytes; return how many there were."""
+        found = min(len(room), len(self._data) - self._read)
+        room[:found] = memoryview(self._data)[self._read : self._read + found]
+        self._read += found
+        if self._read == len(self._data):
+            self._data, self._read = bytearray(), 0
+        return found
+
+
 def measured(trace: Trace, mbytes: int, repeats: int, folder: Path) -> Row:
-    """Publish a trace coded, then raw; return sizes and the best times."""
-    coded = one_way(trace, mbytes, repeats, folder / "coded", "stepcode")
-    raw = one_way(trace, mbytes, repeats, folder / "raw", "raw")
-    return coded | {f"raw {key}": raw[key] for key in ("bits", "publish_s", "update_s")}
+    """Publish a trace to a folder, then through memory either way; return sizes and best times."""
+    found = one_way(trace, mbytes, repeats, Folder(folder), folder, "stepcode")
+    for codec in WAYS:
+        stream = Memory()
+        row = one_way(trace, mbytes, repeats, Stream(stream, (0,)), stream, codec)
+        found |= {f"{codec}: {key}": row[key] for key in ("bits", "publish_s", "update_s")}
+    return found
 
 
-def one_way(trace: Trace, mbytes: int, repeats: int, folder: Path, codec: str) -> Row:
+def one_way(
+    trace: Trace, mbytes: int, repeats: int, to: Destination, source: object, codec: str
+) -> Row:
     """Publish a trace there and back; return sizes, the best times, and the weights."""
     copies = -(-mbytes * 2**20 // (2 * trace.values.numel()))
     there, back = trace.values.repeat(copies), trace.reference.repeat(copies)
     held = back.clone()
-    publisher = Publisher(weights_of(held), Folder(folder), anchor_every=10**9, codec=codec)
-    receiver = WeightReceiver(folder)
+    publisher = Publisher(weights_of(held), to, anchor_every=10**9, codec=codec)
+    receiver = WeightReceiver(source)
     full = publisher.publish()
     _received(receiver, held)
     rows: list[Row] = []
@@ -148,16 +183,16 @@ def stages(trace: Trace, repeats: int) -> Row:
 
 def waits(row: Row) -> Row:
     """Return seconds of a version over each link either way, and up to which links coding pays."""
-    coded = row["publish_s"] + row["update_s"]
-    raw = row["raw publish_s"] + row["raw update_s"]
+    coded, raw = (row[f"{way}: publish_s"] + row[f"{way}: update_s"] for way in WAYS)
+    bits, raw_bits = (row[f"{way}: bits"] for way in WAYS)
     found: Row = {}
     for link in LINKS:
-        found[f"{link:g} Gb/s, coded"] = coded + row["bits"] * row["weights"] / link / 1e9
-        found[f"{link:g} Gb/s, raw"] = raw + row["raw bits"] * row["weights"] / link / 1e9
+        found[f"{link:g} Gb/s, coded"] = coded + bits * row["weights"] / link / 1e9
+        found[f"{link:g} Gb/s, raw"] = raw + raw_bits * row["weights"] / link / 1e9
         found[f"{link:g} Gb/s, dense"] = 16 * row["weights"] / link / 1e9
-    saved = (row["raw bits"] - row["bits"]) * row["weights"] / 1e9
-    found["pays against raw below, Gb/s"] = saved / max(coded - raw, 1e-9)
-    found["pays against dense below, Gb/s"] = (16 - row["bits"]) * row["weights"] / coded / 1e9
+    saved = (raw_bits - bits) * row["weights"] / 1e9
+    found["pays against raw below, Gb/s"] = saved / (coded - raw) if coded > raw else math.inf
+    found["pays against dense below, Gb/s"] = (16 - bits) * row["weights"] / coded / 1e9
     return found
 
 

@@ -95,6 +95,18 @@ def test_one_version_of_many_is_coded_again() -> None:
     assert not choice.is_raw and told is not None and "coded from now on" in told
 
 
+def test_few_bytes_say_nothing_about_a_link() -> None:
+    choice = PublishedCodec(AUTO, feels_link=True)
+    few = {"raw_nbytes": 10**8, "nbytes": 10**5, "codec_s": 0.1, "link_s": 0.3}
+    assert choice.note([few], None) is None and choice.estimate is None
+    full = {"raw_nbytes": 10**8, "nbytes": 7 * 10**7, "codec_s": 9.0, "link_s": 0.7}
+    assert choice.note([full], None, full=True) is None and choice.estimate is None
+    choice.note([few], None)
+    assert choice.estimate is not None and choice.estimate.gbps == pytest.approx(0.8)
+    assert choice.estimate.coded_s == pytest.approx(0.201)
+    assert choice.estimate.raw_s == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize(("setting", "feels"), [(STEPCODE, True), (AUTO, False)])
 def test_a_folder_and_an_explicit_codec_stay_coded(setting: str, feels: bool) -> None:
     choice = PublishedCodec(setting, feels)
@@ -103,7 +115,7 @@ def test_a_folder_and_an_explicit_codec_stay_coded(setting: str, feels: bool) ->
     assert not choice.is_raw and choice.estimate is None
 
 
-SIDES = {"one": (1 << 18, 3)}
+SIDES = {"one": (1 << 18, 4)}
 VERSIONS = PATIENCE + 4
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -98,19 +99,31 @@ def step_code_bits(reference: Tensor, values: Tensor) -> int:
     return 8 * StepCode().encode(values, reference, room)
 
 
-def compressors() -> dict[str, Callable[[bytes], bytes]]:
+@dataclass(frozen=True)
+class Compressor:
+    """A general compressor, both ways."""
+
+    compress: Callable[[bytes], bytes]
+    decompress: Callable[[bytes], bytes]
+
+
+def compressors() -> dict[str, Compressor]:
     """Return zstd at levels 1 and 3: of the package zstandard, or of Python 3.14; else zlib."""
     if find_spec("zstandard") is not None:
         zstandard = import_module("zstandard")
-        return {f"zstd-{level}": zstandard.ZstdCompressor(level=level).compress for level in (1, 3)}
+        decompress = zstandard.ZstdDecompressor().decompress
+        return {
+            f"zstd-{level}": Compressor(zstandard.ZstdCompressor(level=level).compress, decompress)
+            for level in (1, 3)
+        }
     if find_spec("compression") is not None:  # Python 3.14
-        compress = import_module("compression.zstd").compress
-        return {f"zstd-{level}": partial(compress, level=level) for level in (1, 3)}
-    return {f"zlib-{level}": _zlib(level) for level in (1, 6)}
-
-
-def _zlib(level: int) -> Callable[[bytes], bytes]:
-    return lambda data: zlib.compress(data, level)
+        zstd = import_module("compression.zstd")
+        return {
+            f"zstd-{level}": Compressor(partial(zstd.compress, level=level), zstd.decompress)
+            for level in (1, 3)
+        }
+    levels = {level: partial(zlib.compress, level=level) for level in (1, 6)}
+    return {f"zlib-{n}": Compressor(compress, zlib.decompress) for n, compress in levels.items()}
 
 
 def gaps_and_values(reference: Tensor, values: Tensor) -> bytes:
@@ -144,9 +157,9 @@ def sent(reference: Tensor, values: Tensor) -> dict[str, float]:
         "int32 + bf16": 48 * changed,
     }
     gaps, masked = gaps_and_values(reference, values), _halves(differs)
-    for name, compress in compressors().items():
-        bits[f"gaps, {name}"] = 8 * len(compress(gaps))
-        bits[f"xor, {name}"] = 8 * len(compress(masked))
+    for name, one in compressors().items():
+        bits[f"gaps, {name}"] = 8 * len(one.compress(gaps))
+        bits[f"xor, {name}"] = 8 * len(one.compress(masked))
     bits["mpc of differences"] = payload_bits(make_codec("mpc"), change)
     bits["expcode"] = payload_bits(make_codec("expcode"), values)
     bits["raw"] = 16 * values.numel()

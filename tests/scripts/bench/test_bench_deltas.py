@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench import bench_deltas
-from bench.deltas_bench import bits, traces
+from bench.deltas_bench import bits, others, traces
 
 
 def test_bits_of_known_steps() -> None:
@@ -53,6 +53,20 @@ def test_zlib_stands_in_where_zstandard_is_missing() -> None:
         assert list(bits.compressors()) == ["zlib-1", "zlib-6"]
 
 
+@pytest.mark.parametrize("share", [0.0, 0.002, 0.3])
+def test_others_bring_back_every_bit(share: float) -> None:
+    generator = torch.Generator().manual_seed(2)
+    reference = torch.randn(5000, generator=generator).bfloat16()
+    moved = torch.rand(5000, generator=generator) < share
+    values = (reference.view(torch.int16) + moved.to(torch.int16)).view(torch.bfloat16)
+    found = others.others()
+    assert len(found) == 5
+    for name, way in found.items():
+        back = way.decode(way.encode(reference, values), reference)
+        assert torch.equal(back.view(torch.int16), values.view(torch.int16)), name
+    assert len(found["int32 + bf16"].encode(reference, values)) == 6 * int(moved.sum())
+
+
 def test_a_run_of_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench_deltas.py", "--width", "64", "--layers", "1", "--warmup", "2", "--settle"]
     command += ["1", "--rates", "1e-3", "--mbytes", "1", "--repeats", "1"]
@@ -64,6 +78,7 @@ def test_a_run_of_seconds(capsys: pytest.CaptureFixture[str]) -> None:
         torch.set_num_threads(threads)
     shown = capsys.readouterr().out
     assert "| stepcode |" in shown and "| encode x copy |" in shown
+    assert "| int32 + bf16: decode GB/s |" in shown
 
 
 def test_missed_targets_are_named() -> None:
@@ -74,6 +89,11 @@ def test_missed_targets_are_named() -> None:
     missed = bench_deltas.missed_targets({1e-3: row, 1e-6: sparse})
     assert len(missed) == 4 and "1.125 times the entropy" in missed[0]
     assert "10.00 bits a changed value" in missed[3]
+    few = {"stepcode": 0.2, "changed": 0.04, "int32 + bf16": 1.1, "gaps, zstd-1": 0.45}
+    assert bench_deltas._missed_by_few(few | {"gaps, zstd-3": 0.6}) == [
+        "0.18 of int32 + bf16, expected 0.17", "0.44 of gaps, expected 0.4",
+    ]  # fmt: skip
+    assert bench_deltas._missed_by_few({"stepcode": 0.2, "changed": 0.04}) == []
 
 
 def test_a_trace_is_one_step() -> None:

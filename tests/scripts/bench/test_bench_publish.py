@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import sys
 from unittest import mock
 
@@ -15,8 +16,9 @@ from tests.ranks import run_ranks
 
 
 def test_beyond_the_break_even_link_dense_weights_arrive_earlier() -> None:
-    times = {"publish_s": 0.3, "update_s": 0.2, "raw publish_s": 0.1, "raw update_s": 0.1}
-    found = bench_publish.waits({"weights": 1e9, "bits": 4.0, "raw bits": 13.0, **times})
+    coded = {"stepcode: publish_s": 0.3, "stepcode: update_s": 0.2, "stepcode: bits": 4.0}
+    raw = {"raw: publish_s": 0.1, "raw: update_s": 0.1, "raw: bits": 13.0}
+    found = bench_publish.waits({"weights": 1e9, **coded, **raw})
     assert found["1 Gb/s, coded"] == pytest.approx(4.5)
     assert found["1 Gb/s, raw"] == pytest.approx(13.2)
     assert found["1 Gb/s, dense"] == pytest.approx(16.0)
@@ -26,6 +28,8 @@ def test_beyond_the_break_even_link_dense_weights_arrive_earlier() -> None:
     link = found["pays against raw below, Gb/s"]
     assert link == pytest.approx(30.0)
     assert 0.5 + 4.0 / link == pytest.approx(0.2 + 13.0 / link)
+    always = bench_publish.waits({"weights": 1e9, **coded, **raw, "raw: update_s": 0.5})
+    assert math.isinf(always["pays against raw below, Gb/s"])
 
 
 def run(arguments: list[str]) -> tuple[int, str]:
