@@ -124,6 +124,21 @@ class _Stretch:
         """Where the parameters are in ``flat``, by name."""
         return _places_of(self.pieces)
 
+    def saved(self) -> Iterator[tuple[str, tuple[int, Any]]]:
+        """Yield name, offset and values as a checkpoint holds them, fp32 neighbours as one."""
+        for name, places in self.places.items():
+            joined: list[list[_Place]] = []
+            for place in places.every:
+                follows = bool(joined) and place.low == joined[-1][-1].stop
+                if follows and isinstance(self.flat, Tensor):
+                    joined[-1].append(place)
+                else:
+                    joined.append([place])
+            for run in joined:
+                parts = [self.flat[at : at + stop - low] for low, stop, at in run]
+                whole = torch.cat(list(map(as_fp32, parts))) if len(parts) > 1 else parts[0]
+                yield name, (run[0].low, _saved(whole))
+
     def parts(self) -> Iterator[tuple[Piece, Residual]]:
         position = 0
         for piece in self.pieces:
@@ -327,14 +342,14 @@ class Residuals:
     def state_dict(self) -> dict[str, dict[str, list[Any]]]:
         """Return ``{hop: {parameter: [(offset, values)]}}``, with unused loaded ones.
 
-        Values are fp32 on the CPU, or what ``QuantizedResidual.state`` makes of them. ``COMMON``,
-        if the node has any, holds ``{parameter: [(offset, values, index, count)]}``.
+        Values are fp32 on the CPU, neighbours in a parameter as one, as the parts of all ranks in
+        shards are; or what ``QuantizedResidual.state`` makes of each. ``COMMON``, if the node has
+        any, holds ``{parameter: [(offset, values, index, count)]}``.
         """
         state: dict[str, dict[str, list[Any]]] = {hop: {} for hop in HOPS}
         for (hop, _), stretch in self._stretches.items():
-            for piece, part in stretch.parts():
-                if piece.name:
-                    state[hop].setdefault(piece.name, []).append((piece.offset, _saved(part)))
+            for name, held in stretch.saved():
+                state[hop].setdefault(name, []).append(held)
         for (hop, name), stored in self._restored.items():
             state[hop].setdefault(name, []).extend((o, _saved(values)) for o, values in stored)
         if self._common:

@@ -17,7 +17,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -72,10 +73,11 @@ _START: Scope[int | None] = Scope("bucket_start", None)
 _DECLINED: Scope[bool] = Scope("bucket_declined", False)
 
 
-@dataclass(frozen=True)
-class Slice:
-    """One slice of a bucket, as upstream passes it."""
+class Slice(NamedTuple):
+    """One slice of a bucket, as upstream passes it; a bucket has one for each of its owners."""
 
+    start: int  # in the memory of the bucket
+    numel: int
     ranks: tuple[int, ...]  # group ranks that own it
     values: Tensor  # 1-D view into the bucket, becomes the reduced gradient
     output: Tensor | None  # fp32 accumulator of a compact partition (0.19.8), is added to
@@ -122,8 +124,8 @@ def make_allreduce_and_scatter(original: Callable[..., None]) -> Callable[..., N
             native()
             return
         # 1
-        slices = sorted(map(_slice, bucket), key=lambda part: part.values.storage_offset())
-        ranges = _ranges(tuple((part.ranks, part.values.numel()) for part in slices))
+        slices = sorted(map(_slice, bucket), key=itemgetter(0))
+        ranges = _ranges(tuple([(part.ranks, part.numel) for part in slices]))
         message = _Bucket(
             numel=ranges[-1].stop,
             dtype=torch.float32 if self.sequence_parallel_size > 1 else communication_data_type,
@@ -194,25 +196,22 @@ def _ranges(slices: tuple[tuple[tuple[int, ...], int], ...]) -> tuple[OwnedRange
 def _slice(element: Sequence[Any]) -> Slice:
     """Convert an element of upstream's bucket: (ranks, slice) or, since 0.19.8, with an output."""
     ranks, values = element[0], element[1]
+    if values.dim() != 1:
+        values = values.view(-1)
     owners = tuple(sorted(ranks)) if isinstance(ranks, frozenset) else (int(ranks),)
-    return Slice(owners, values.view(-1), element[2] if len(element) > 2 else None)
+    output = element[2] if len(element) > 2 else None
+    return Slice(values.storage_offset(), values.numel(), owners, values, output)
 
 
 def _flatten(slices: Sequence[Slice]) -> Tensor:
     """Join the slices into one tensor: a view where they are adjacent in memory, else a copy."""
-    first = slices[0].values
-    position = first.storage_offset()
-    for part in slices:
-        if part.values.storage_offset() != position or not same_storage(part.values, first):
+    first, size = slices[0], slices[0].values.itemsize
+    position, base = first.start, first.values.data_ptr() - size * first.start
+    for part in slices:  # two storages cannot begin at one address
+        if part.start != position or part.values.data_ptr() != base + size * position:
             return torch.cat([part.values for part in slices])
-        position += part.values.numel()
-    numel = position - first.storage_offset()
-    return first.as_strided((numel,), (1,), first.storage_offset())
-
-
-def same_storage(left: Tensor, right: Tensor) -> bool:
-    """Return whether two tensors are views of one storage."""
-    return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+        position += part.numel
+    return first.values.as_strided((position - first.start,), (1,), first.start)
 
 
 def _pieces(
@@ -225,9 +224,8 @@ def _pieces(
         optimizer.bit16_groups[group][index]
         for group, index, _ in optimizer.ipg_buckets[bucket_dtype].params
     ]
-    lows = [int(part.values.storage_offset()) - start for part in slices]
     whole = [Piece(getattr(param, NAME), 0, param.numel()) for param in params]
-    edges = [(low, low + part.values.numel()) for low, part in zip(lows, slices, strict=True)]
+    edges = [(part.start - start, part.start - start + part.numel) for part in slices]
     return _cut_pieces(tuple(whole), tuple(edges))
 
 

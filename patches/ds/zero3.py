@@ -5,8 +5,9 @@ replacing it in ``coalesced_collectives`` would change nothing. ``__avg_scatter_
 wrapped only to know which parameters are reduced.
 
 Upstream pads every parameter to a multiple of the ranks with ``torch.empty`` and sends the padding
-too; here nothing is padded, so undefined values never affect a codec's scale. The gradients are
-divided by the number of ranks before the sum, as upstream does.
+too; here undefined values never affect a codec's scale: shards end with zeros where several would
+be shorter than the first, so that all are encoded in one launch, and are not padded elsewhere. The
+gradients are divided by the number of ranks before the sum, as upstream does.
 
 Not covered: ``reduce_scatter: false`` and qgZ, which the check of the config refuses or announces.
 """
@@ -14,8 +15,9 @@ Not covered: ``reduce_scatter: false`` and qgZ, which the check of the config re
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from torch import Tensor
 from hybridcomp.channels import NAME, Channel, ReduceScatter, channels_of, native_nbytes
 from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import ReduceScatterHandle
+from hybridcomp.collectives import ReduceScatterHandle, Shards
 from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
@@ -100,40 +102,93 @@ class _Gradients(ReduceScatter):
         padded = sum(_chunk(tensor.numel(), size) * size for tensor in self.tensors)
         return native_nbytes.reduce_scatter_nbytes(padded, self.dtype, size)
 
-    def _part(self, tensor: Tensor, destination: int) -> Tensor:
-        chunk = _chunk(tensor.numel(), dist.get_world_size(self.group))
-        return tensor.reshape(-1)[destination * chunk : (destination + 1) * chunk]
-
     @torch.no_grad()
     def load(self, codec: Codec) -> Sequence[Tensor]:
         """Lay out and divide the gradients."""
-        size = dist.get_world_size(self.group)
+        layout, parts = self._layout, []
         # 1
-        rows = [[self._part(tensor, to) for tensor in self.tensors] for to in range(size)]
+        flats = [tensor.reshape(-1) for tensor in self.tensors]
+        for low, high, lengths, gap in layout.runs:
+            starts = [low * chunk for chunk in layout.chunks]
+            rows = zip(flats, starts, lengths, strict=True)
+            table = [flat[at : at + (high - low) * n].view(-1, n) for flat, at, n in rows if n]
+            zeros = [flats[0].new_zeros(high - low, gap)] if gap else []
+            parts.append(torch.cat([*table, *zeros], dim=1).view(-1))
         # 2
         work = torch.float32 if self.in_fp32 else self.dtype
-        flat = torch.cat([part for row in rows for part in row]).to(work).div_(size)
-        return torch.split(flat, [sum(part.numel() for part in row) for row in rows])
+        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return Shards(flat.to(work).div_(layout.ranks), layout.each)
 
-    def pieces(self) -> list[list[Piece]]:
+    def pieces(self) -> tuple[tuple[Piece, ...], ...]:
         """Return the parts of parameters in each destination's shard."""
-        size = dist.get_world_size(self.group)
-        return [[self._piece(t, p, to, size) for t, p in self._both()] for to in range(size)]
+        return _pieces(tuple(getattr(param, NAME) for param in self.params), self._layout)
 
-    def _both(self) -> Iterator[tuple[Tensor, Any]]:
-        return zip(self.tensors, self.params, strict=True)
-
-    def _piece(self, tensor: Tensor, param: Any, destination: int, size: int) -> Piece:
-        start = destination * _chunk(tensor.numel(), size)
-        return Piece(getattr(param, NAME), start, self._part(tensor, destination).numel())
+    @functools.cached_property
+    def _layout(self) -> _Layout:
+        numels = tuple(tensor.numel() for tensor in self.tensors)
+        return _layout(numels, dist.get_world_size(self.group))
 
     @torch.no_grad()
     def finish(self, handle: ReduceScatterHandle) -> list[Tensor]:
         """Complete the sum and return this rank's part of each gradient."""
         # 3
-        rank = dist.get_rank(self.group)
-        numels = [self._part(tensor, rank).numel() for tensor in self.tensors]
-        return list(torch.split(handle.wait().to(self.dtype), numels))
+        numels = list(self._layout.lengths(dist.get_rank(self.group)))
+        return list(torch.split(handle.wait().to(self.dtype)[: sum(numels)], numels))
+
+
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """How gradients of these elements lie by destination; the same object for equal gradients.
+
+    Attributes:
+        chunks: elements of a part, by gradient; those of the last destinations may be shorter or
+            empty.
+        runs: destinations ``[low, high)`` whose parts have the same lengths, these lengths, and how
+            many zeros follow.
+        each: elements of a shard, zeros included; the last one may be shorter.
+    """
+
+    numels: tuple[int, ...]
+    ranks: int
+    chunks: tuple[int, ...]
+    runs: tuple[tuple[int, int, tuple[int, ...], int], ...]
+    each: int
+
+    def lengths(self, destination: int) -> tuple[int, ...]:
+        """Return the elements of each gradient's part for ``destination``."""
+        both = zip(self.numels, self.chunks, strict=True)
+        return tuple(max(0, min(chunk, n - destination * chunk)) for n, chunk in both)
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(numels: tuple[int, ...], ranks: int) -> _Layout:
+    """Lay out gradients, of which at least one is not empty, by runs and not by destination."""
+    chunks = tuple(_chunk(numel, ranks) for numel in numels)
+    plain = _Layout(numels, ranks, chunks, (), sum(chunks))
+    edges = {0, ranks}
+    for numel, chunk in zip(numels, chunks, strict=True):
+        whole = numel // chunk if chunk else 0
+        edges |= {min(whole, ranks), min(whole + 1, ranks)}
+    runs = [(low, high, plain.lengths(low)) for low, high in pairwise(sorted(edges))]
+    short = sum(high - low for low, high, lengths in runs if sum(lengths) < plain.each)
+    pads = short > 1 or not any(runs[-1][2])
+    gaps = [(plain.each - sum(lengths)) * pads for _, _, lengths in runs]
+    return replace(plain, runs=tuple((*run, gap) for run, gap in zip(runs, gaps, strict=True)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _pieces(names: tuple[str, ...], layout: _Layout) -> tuple[tuple[Piece, ...], ...]:
+    """Return the parts of the parameters ``names`` by destination; always the same tuple."""
+    found = []
+    starts = list(zip(names, layout.chunks, strict=True))
+    for low, high, lengths, gap in layout.runs:
+        parts = list(zip(starts, lengths, strict=True))
+        zeros = (Piece("", 0, gap),) if gap else ()
+        found += [
+            (*(Piece(name, to * chunk, n) for (name, chunk), n in parts), *zeros)
+            for to in range(low, high)
+        ]
+    return tuple(found)
 
 
 def _chunk(numel: int, world_size: int) -> int:

@@ -80,6 +80,18 @@ def test_shards_of_many_ranks_take_over_as_one_tensor_would(bits: int) -> None:
         assert not as_fp32(residuals.get("sender", many_ranks(64), LIKE))[:2].any(), "only once"
 
 
+def test_a_checkpoint_has_a_tensor_for_each_parameter_however_many_ranks() -> None:
+    residuals = Residuals()
+    as_fp32(residuals.get("sender", many_ranks(64), LIKE)).copy_(torch.arange(384))
+    state = residuals.state_dict()["sender"]
+    assert {name: [offset for offset, _ in held] for name, held in state.items()} == {
+        name: [0] for name in "abc"
+    }
+    by_rank = torch.arange(384.0).view(64, 3, 2)
+    for index, name in enumerate("abc"):
+        assert state[name][0][1].tolist() == by_rank[:, index].reshape(-1).tolist()
+
+
 def test_a_first_message_of_many_ranks_takes_time_by_their_number_alone() -> None:
     """Every piece was once compared with every other one: eight seconds at 256 ranks."""
     calls = []
