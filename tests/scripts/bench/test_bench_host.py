@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import importlib
 import json
 from pathlib import Path
@@ -65,6 +66,21 @@ def test_what_moves_takes_as_many_launches_among_many_ranks(bench: Any, kind: st
             run()
         counts.append(launch.call_count)
     assert counts == [2, 2]
+
+
+@pytest.mark.parametrize("kind", ["reduce_scatter", "reduce_scatter levels"])
+def test_shards_stay_one_tensor_among_many_ranks(bench: Any, kind: str) -> None:
+    """As many calls, of Python and of C, in a group of 8 and of 160: nobody goes through shards."""
+    counts = []
+    for ranks in (8, 160):
+        with bench.as_on_a_gpu(ranks):
+            codec = bench.make_codec("blockint", bits=4)
+            run = bench.kinds_of(codec, bench.torch.randn(1 << 14), ranks)[kind]
+            run()
+            with cProfile.Profile() as found:
+                run()
+        counts.append(sum(entry.callcount for entry in found.getstats()))
+    assert counts[0] == counts[1] > 50
 
 
 def test_a_profile(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
