@@ -248,7 +248,7 @@ def _scattered(
     flat, numels = _shards(pieces, group, held.bits != 32)
     whole = [piece for row in pieces for piece in row] if group.levels else ()
     found = held.get("sender", flat, shards[0], last=True, message=whole)
-    if isinstance(shards, Shards) and isinstance(found, Tensor) and not group.levels:
+    if isinstance(shards, Shards) and isinstance(found, Tensor):
         return Shards(found, shards.numel)
     if isinstance(found, Tensor):
         return list(torch.split(found, numels)[::2])

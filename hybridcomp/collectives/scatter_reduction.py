@@ -125,8 +125,7 @@ def _in_two_levels(
     if how.probe is not None:
         how.probe(work, (), None if residuals is None else torch.cat(list(map(as_fp32, residuals))))
     # 2
-    is_even = column[0] > 0 and len(set(column)) == 1
-    mine = Shards(work, column[0]) if is_even else torch.split(work, column)
+    mine = Shards(work, column) if isinstance(column, int) else torch.split(work, column)
     between = Reduction(codec, levels.outer, how.meter, flush=how.flush)
     result = yield from _flat(mine, between, residuals, cuts)
     POOL.give(buffer)
@@ -173,8 +172,10 @@ def _joined(shards: Sequence[Tensor]) -> Tensor | None:
 
 def _joined_residuals(residuals: Sequence[Residual]) -> Tensor | None:
     """Return fp32 residuals as ``_joined`` does; None for those of fewer bits."""
+    if isinstance(residuals, Shards):
+        return residuals.flat
     wide = [one for one in residuals if isinstance(one, Tensor)]
-    return _joined(residuals if isinstance(residuals, Shards) else wide) if wide else None
+    return _joined(wide) if wide else None
 
 
 def _in_rounds(

@@ -16,7 +16,7 @@ import torch
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.registry import CODECS
 from hybridcomp.config.codec_settings import build_codec
-from hybridcomp.dimensions import KEYS, ROWS, Key
+from hybridcomp.dimensions import KEYS, ROWS, TWO_LEVELS, Key
 from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.pays import bits as typical_bits
 
@@ -155,8 +155,11 @@ class Choices:
         """Return these choices with ``key`` set to ``choice``."""
         return Choices.of({**self._found, key: choice})
 
-    def block(self, *, hierarchy: bool = True) -> dict[str, Any]:
-        """Return the ``"compression"`` block, by direction where those differ; else preset none."""
+    def block(self, *, hierarchy: bool | tuple[int, int] = True) -> dict[str, Any]:
+        """Return the ``"compression"`` block, by direction where those differ; else preset none.
+
+        ``hierarchy``: as in a layout.
+        """
         found: dict[str, Any] = {}
         for name in dict.fromkeys(name for (name, _), _ in self.items):
             ways = ROWS[name].directions
@@ -167,4 +170,7 @@ class Choices:
                 found[name] = dict(zip(ways, (one.written for one in chosen), strict=True))
         if not found:
             return {"preset": "none"}
+        if isinstance(hierarchy, tuple):
+            deep = any(name in found for name in TWO_LEVELS)
+            return {**found, "hierarchy": list(hierarchy)} if deep else found
         return found if hierarchy else {**found, "hierarchy": "none"}

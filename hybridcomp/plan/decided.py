@@ -9,7 +9,7 @@ from hybridcomp.plan.layout import ContextWay, Layout
 
 DEGREES = ("tensor", "stages", "virtual", "data", "expert", "context", "micro_batch",
            "accumulation", "mesh")  # fmt: skip
-SWITCHES = ("sequence", "offload", "hierarchy")
+SWITCHES = ("sequence", "offload")
 #: follows from the cuts of a model that is no chain
 DERIVED = "nodes"
 
@@ -30,6 +30,10 @@ def _unfit(name: str, value: Any) -> str:
         return "" if _is_whole(value) and value >= 1 else "a whole number of 1 or more"
     if name in SWITCHES:
         return "" if value in (True, False) else "true or false"
+    if name == "hierarchy":
+        pair = isinstance(value, list | tuple) and len(value) == 2
+        fits = value in (True, False) or (pair and all(_is_whole(one) and one > 1 for one in value))
+        return "" if fits else "true, false, or ranks of a node and nodes of a site, such as [8, 4]"
     if name == "zero_stage":
         return "" if _is_whole(value) and value in range(4) else "0, 1, 2 or 3"
     if name == "context_way":

@@ -44,7 +44,8 @@ class Layout:
         pipeline over micro-batches.
     recompute: segments ``[start, stop)`` of layers that keep only their input for backward.
     nodes: of a model that is no chain, the layers of every stage.
-    offload: optimizer states on the host. hierarchy: two levels for dp and zero across nodes.
+    offload: optimizer states on the host. hierarchy: two levels for dp and zero across nodes; two
+        numbers, ranks of a node and nodes of a site: three levels.
     """
 
     tensor: int = 1
@@ -61,7 +62,7 @@ class Layout:
     accumulation: int = 1
     recompute: tuple[tuple[int, int], ...] = ()
     offload: bool = False
-    hierarchy: bool = True
+    hierarchy: bool | tuple[int, int] = True
     nodes: tuple[tuple[int, ...], ...] = ()
     mesh: int = 1
     slices: tuple[int, ...] = ()
@@ -97,6 +98,11 @@ class Layout:
         if self.context_way not in get_args(ContextWay):
             raise HybridcompError(f"layout: context_way {self.context_way!r}; expected ulysses "
                                   "or ring")  # fmt: skip
+
+    @property
+    def levels(self) -> int:
+        """Levels of messages of dp and zero, where their group spans as many."""
+        return 3 if isinstance(self.hierarchy, tuple) else 1 + self.hierarchy
 
     @property
     def ranks(self) -> int:
@@ -169,6 +175,8 @@ class Layout:
         found["nodes"] = [list(stage) for stage in self.nodes]
         found["recompute"] = [list(segment) for segment in self.recompute]
         found["slices"] = list(self.slices)
+        if isinstance(self.hierarchy, tuple):
+            found["hierarchy"] = list(self.hierarchy)
         for name in LATER:
             if getattr(self, name) == type(self).__dataclass_fields__[name].default:
                 del found[name]
@@ -187,6 +195,8 @@ class Layout:
         values["cuts"] = tuple(values.get("cuts", ()))
         values["nodes"] = tuple(map(tuple, values.get("nodes", ())))
         values["slices"] = tuple(values.get("slices", ()))
+        if isinstance(values.get("hierarchy"), list):
+            values["hierarchy"] = tuple(values["hierarchy"])
         values["recompute"] = tuple(
             (int(start), int(stop)) for start, stop in values.get("recompute", ())
         )
@@ -208,6 +218,8 @@ class Layout:
             f"mb{self.micro_batch}x{self.accumulation}",
             f"recompute {len(self.recomputed)}" if self.recompute else "",
             "offload" if self.offload else "",
+            f"levels {'x'.join(map(str, self.hierarchy))}"
+            if isinstance(self.hierarchy, tuple) else "",
         ]  # fmt: skip
         return " ".join(word for word in words if word)
 

@@ -70,6 +70,9 @@ def test_choices_are_the_block() -> None:
     choices = Choices.of_block(block)
     assert choices.block() == block
     CompressionConfig.parse(choices.block(hierarchy=False))
+    assert choices.block(hierarchy=(8, 4)) == {**block, "hierarchy": [8, 4]}
+    CompressionConfig.parse(choices.block(hierarchy=(8, 4)))
+    assert "hierarchy" not in Choices.of_block({"tp": "expcode"}).block(hierarchy=(8, 4))
     assert choices["pp", "forward"] == NATIVE and choices["cp", "forward"].native
     assert choices["dp", "forward"].bits(torch.bfloat16) == pytest.approx(4.26, abs=0.01)
     assert choices["zero", "forward"].bits(torch.bfloat16) == pytest.approx(7.6)

@@ -114,25 +114,23 @@ def _gather(values: Tensor, levels: Levels, meter: Meter) -> Steps[tuple[Tensor,
 
 def join_columns(
     shards: Sequence[Tensor], flat: Tensor | None, levels: Levels
-) -> tuple[Tensor, list[int], list[int]]:
+) -> tuple[Tensor, list[int], int | list[int]]:
     """Join ``shards``, by group rank, in the order in which ``node_sum`` takes them.
 
-    Returns ``(values, elements for each local rank, elements of this rank's column by node)``.
-    ``flat``: the shards as one tensor, where they are one in memory and ``levels`` has a shape.
-    Equal ones are brought into that order by one copy.
+    Returns ``(values, elements for each local rank, elements of this rank's column)``, the last one
+    number where shards are equally long, else a number for each node. ``flat``: the shards as one
+    tensor, where they are one in memory and ``levels`` has a shape. Equal ones are brought into
+    that order by one copy, and nobody goes through them one by one.
     """
     each = shards[0].numel()
     if flat is not None and flat.numel() == each * len(shards):
-        shape = levels.shape
-        return (
-            _reversed(flat.view(*shape, each)).flatten(),
-            [levels.nodes * each] * levels.width,
-            ([each] * levels.nodes),
-        )
+        values = _reversed(flat.view(*levels.shape, each)).flatten()
+        return values, [levels.nodes * each] * levels.width, each
     columns = [[row[column] for row in levels.grid] for column in range(levels.width)]
     lengths = [sum(shards[rank].numel() for rank in column) for column in columns]
     values = torch.cat([shards[rank] for column in columns for rank in column])
-    return values, lengths, [shards[rank].numel() for rank in columns[levels.local]]
+    own = [shards[rank].numel() for rank in levels.column]
+    return values, lengths, own[0] if own[0] and len(set(own)) == 1 else own
 
 
 def place_columns(column: Tensor, out: Tensor, levels: Levels, meter: Meter) -> Steps[None]:

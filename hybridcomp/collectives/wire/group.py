@@ -86,7 +86,7 @@ class Group:
         """Return the group ranks whose shards of a reduce-scatter this rank encodes."""
         if self.levels is None:
             return range(self.size)
-        return [row[self.levels.local] for row in self.levels.grid]
+        return self.levels.column
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,11 @@ class Levels:
         """Return the local indices of the ranks of ``inner``, by rank in there."""
         row = self.grid[self.node]
         return sorted(range(self.width), key=row.__getitem__)
+
+    @cached_property
+    def column(self) -> Sequence[int]:
+        """Return the group ranks with this local index, by node."""
+        return [row[self.local] for row in self.grid]
 
     @cached_property
     def node_of(self) -> dict[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -13,9 +13,11 @@ import torch
 from hybridcomp.dimensions import ROWS, Key
 from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.choices import Choice, Choices
+from hybridcomp.plan.cost.calls import NOTHING, Coded, EngineCall
 from hybridcomp.plan.cost.copies import Copying, Whole, copyings
 from hybridcomp.plan.cost.host import Host, Hosts, Style, least, nearest, style_of
-from hybridcomp.plan.cost.prices import NOTHING, Coded, EngineCall, Prices
+from hybridcomp.plan.cost.prices import Prices
+from hybridcomp.plan.cost.spans import GroupSpans
 from hybridcomp.plan.layout import Group, Layout
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.estimates import Estimate
@@ -30,7 +32,8 @@ SEEN = 0.75
 #: calls of a codec for keys and values, in halves, and for gradients of both
 KEYS_PARTS, GRADIENTS_PARTS = 4, 2
 #: collectives that replace an all-reduce under sequence parallelism
-GATHER_AND_SCATTER: tuple[Operation, Operation] = ("all_gather", "reduce_scatter")
+GATHER_AND_SCATTER: tuple[Operation, ...] = ("all_gather", "reduce_scatter")
+ALL_REDUCE: tuple[Operation, ...] = ("all_reduce",)
 
 
 @dataclass(frozen=True)
@@ -189,46 +192,30 @@ class PlannedJob:
         share = min(self.cluster.speeds) / self.cluster.speeds[rank]
         return least(nearest(self.hosts, stage, style).times(share) for style in styles)
 
-    def nodes(self, layout: Layout, group: Group, stage: int = 0) -> int:
-        """Return the number of nodes that a group of ``stage`` spans."""
-        first = stage * layout.ranks_per_stage
-        key = first, layout.stride(group), layout.size(group)
-        if key not in self._spans:
-            self._spans[key] = self.cluster.nodes_of(layout.members(group, first))
-        return self._spans[key]
-
     @cached_property
-    def _spans(self) -> dict[tuple[int, int, int], int]:
-        """Cache nodes of groups by first rank, stride and size: a search asks a million times."""
-        return {}
+    def groups(self) -> GroupSpans:
+        """Nodes and sites of groups, kept, as a search asks a million times."""
+        return GroupSpans(self.cluster)
 
     def layer_items(
         self, layout: Layout, stage: int, messages: Messages, way: Direction
     ) -> Iterator[Item]:
         """Yield the messages of one layer in one pass of one micro-batch."""
-        sizes = layout.tensor, self.nodes(layout, "tensor", stage)
         for numel in messages.tensor:
-            if layout.sequence:
-                for operation in GATHER_AND_SCATTER:
-                    call = EngineCall(operation, numel, *sizes)
-                    yield Item(("tp", way), call, self.dtype)
-            else:
-                yield Item(("tp", way), EngineCall("all_reduce", numel, *sizes), self.dtype)
+            for operation in GATHER_AND_SCATTER if layout.sequence else ALL_REDUCE:
+                call = self.groups.call(operation, numel, layout, "tensor", stage)
+                yield Item(("tp", way), call, self.dtype)
         if layout.context_way == "ring":
             yield from self._ring_items(layout, stage, messages.ring, way)
         else:
-            count = self.nodes(layout, "context", stage)
             for numel in messages.context:
-                call = EngineCall("all_to_all", numel, layout.context, count)
+                call = self.groups.call("all_to_all", numel, layout, "context", stage)
                 yield Item(("cp", way), call, self.dtype)
         for block in messages.mesh:
-            count = min(2, self.nodes(layout, block.line, stage))
-            call = EngineCall("send", block.numel, 2, count)
+            call = self.groups.send(block.numel, layout, block.line, stage)
             yield Item(("tp2d", block.kind), call, self.dtype, layout.mesh - 1)
         for numel in messages.expert:
-            call = EngineCall(
-                "all_to_all", numel, layout.expert, self.nodes(layout, "expert", stage)
-            )
+            call = self.groups.call("all_to_all", numel, layout, "expert", stage)
             yield Item(("ep", way), call, self.dtype)
 
     def _ring_items(
@@ -242,16 +229,16 @@ class PlannedJob:
         """
         if not keys:
             return
-        nodes, hops = min(2, self.nodes(layout, "context", stage)), layout.context - 1
+        hops = layout.context - 1
         opened = Coded("decode", SEEN * KEYS_PARTS, 1 / KEYS_PARTS)
         packed = Coded("encode", KEYS_PARTS / hops, 1 / KEYS_PARTS)
         coded = (packed, opened) if way == "forward" else (opened,)
-        call = EngineCall("send", sum(keys), 2, nodes, coded=coded)
+        call = self.groups.send(sum(keys), layout, "context", stage, coded)
         yield Item(("cp", "forward"), call, self.dtype, hops)
         if way == "backward":
             one = 1 / GRADIENTS_PARTS
             sums = Coded("encode", GRADIENTS_PARTS, one), Coded("decode_add", GRADIENTS_PARTS, one)
-            call = EngineCall("send", SEEN * sum(keys), 2, nodes, coded=sums)
+            call = self.groups.send(SEEN * sum(keys), layout, "context", stage, sums)
             yield Item(("cp", "backward"), call, self.dtype, hops)
 
     def sends(self, layout: Layout, stage: int, values: float, way: Direction) -> list[Item]:
@@ -267,16 +254,16 @@ class PlannedJob:
         parts = 1
         if self.limits.engine != "megatron" and not layout.sequence:
             parts = layout.tensor
-        nodes = self.cluster.nodes_of((rank, other))
-        found = [Item(("pp", way), EngineCall("send", values / parts, 2, nodes), self.dtype)]
+        nodes, sites = self.cluster.nodes_of((rank, other)), self.cluster.sites_of((rank, other))
+        call = EngineCall("send", values / parts, 2, nodes, sites=sites)
+        found = [Item(("pp", way), call, self.dtype)]
         if parts > 1:
-            gather = EngineCall("all_gather", values, parts, self.nodes(layout, "tensor", stage))
+            gather = self.groups.call("all_gather", values, layout, "tensor", stage)
             found.append(Item(("pp", way), gather, self.dtype, fixed=True))
         return found
 
     def gradient_items(self, layout: Layout, stage: int, values: float, group: Group) -> list[Item]:
         """Return one reduction of ``values`` gradients over ``group``, in the engine's buckets."""
-        ranks, nodes = layout.size(group), self.nodes(layout, group, stage)
         buckets = max(1, math.ceil(values / self.limits.bucket_numel))
         operation: Operation = "all_reduce"
         encoded: Operation = "all_reduce"
@@ -284,7 +271,8 @@ class PlannedJob:
             operation = encoded = "reduce_scatter"
         elif layout.zero_stage:  # DeepSpeed all-reduces whole buckets, of which a part is kept
             encoded = "reduce_scatter"
-        call = EngineCall(operation, values / buckets, ranks, nodes, encoded, layout.hierarchy)
+        call = self.groups.call(operation, values / buckets, layout, group, stage)
+        call = replace(call, encoded_as=encoded, levels=layout.levels)
         return [Item(("dp", "forward"), call, self.gradient_dtype, buckets)]
 
     def copy_items(self, layout: Layout, values: float, layers: int, whole: Whole) -> list[Item]:
@@ -300,7 +288,7 @@ class PlannedJob:
 
     def gather_items(self, layout: Layout, stage: int, values: float, group: Group) -> list[Item]:
         """Return one all-gather of ``values`` parameters over ``group``, in buckets."""
-        ranks, nodes = layout.size(group), self.nodes(layout, group, stage)
         buckets = max(1, math.ceil(values / self.limits.bucket_numel))
-        call = EngineCall("all_gather", values / buckets, ranks, nodes, None, layout.hierarchy)
+        call = self.groups.call("all_gather", values / buckets, layout, group, stage)
+        call = replace(call, levels=layout.levels)
         return [Item(("zero", "forward"), call, self.dtype, buckets)]

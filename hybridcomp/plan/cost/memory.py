@@ -7,8 +7,9 @@ come later in backward are not allocated yet.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridcomp.config.memory import RankMessages, Way, reference_nbytes, residual_nbytes
 from hybridcomp.plan.choices import Choices
@@ -105,8 +106,9 @@ def kept_by_codecs(
 
 def _reduced(job: PlannedJob, layout: Layout, values: float) -> RankMessages:
     """Return the messages that reduce ``values``: a bucket, and what it cannot hold as another."""
-    ranks, local = layout.size("replicas"), job.nodes(layout, "replicas")
-    width = ranks // local if layout.hierarchy and 1 < local < ranks else 1
+    ranks = layout.size("replicas")
+    call = replace(job.groups.call("all_reduce", 0.0, layout, "replicas", 0), levels=layout.levels)
+    width = math.prod(call.inside)
     bucket = min(round(values), round(job.limits.bucket_numel))
     numels = tuple(filter(None, (bucket, round(values) - bucket)))
     how: Way = "own" if layout.zero_stage in (1, 2) else "sum"

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from hybridcomp.dimensions import DIMENSIONS, Dimension
 from hybridcomp.plan.choices import Choices
+from hybridcomp.plan.cost.calls import FREE, Price
 from hybridcomp.plan.cost.job import PlannedJob
 from hybridcomp.plan.cost.memory import device_nbytes, memory_of
-from hybridcomp.plan.cost.prices import FREE, Price
 from hybridcomp.plan.cost.step import Step, simulated, step_of
 from hybridcomp.plan.cost.times import HIGH, LOW, View
 from hybridcomp.plan.cost.work import StageWork, Work, by_dimension

@@ -3,14 +3,15 @@
 Native messages take the seconds that the cluster measured. Encoded ones are the collectives of
 ``hybridcomp.collectives``: their coding, the messages that carry the payloads, and the overhead of
 a call. Over several nodes with several ranks on each, ``dp`` and ``zero`` go in two levels
-(``collectives.hierarchical``): native inside a node, encoded between nodes.
+(``collectives.hierarchical``), native inside a node, encoded between nodes; over several sites in
+three, native also between the nodes of a site.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import math
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -24,91 +25,18 @@ from hybridcomp.collectives.native_nbytes import (
 from hybridcomp.dimensions import Dimension
 from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.choices import Choice
+from hybridcomp.plan.cost.calls import FREE, NOTHING, Coded, EngineCall, Price
 from hybridcomp.plan.cost.copies import Copying
 from hybridcomp.plan.machines import rings
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.estimates import Estimate
 from hybridcomp.plan.machines.rows import Direction, Operation
 
-NOTHING = Estimate(0.0, 0.0, 0.0)
 #: messages of fewer bytes stay native: the block's default of ``min_bytes``
 MIN_BYTES = 65536
 #: directions of a codec on the sender and on the receiver
 CODING: tuple[Direction, Direction] = ("encode", "decode")
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
-@dataclass(frozen=True)
-class Price:
-    """Cost of one message, or of several together, on one rank.
-
-    coding: seconds of the device in encoding and decoding, calls included. wire: seconds of the
-    link between nodes. inside: seconds of the link inside a node, and of its native messages that
-    go with an encoded one; of a copy to or from the host, those of the bus and of the host's codec.
-    nbytes, native_nbytes: bytes that this rank sends to others, as sent, and as native messages
-    would be. between_nbytes, between_native_nbytes: the part of both that goes to other nodes.
-    """
-
-    coding: Estimate = NOTHING
-    wire: Estimate = NOTHING
-    inside: Estimate = NOTHING
-    nbytes: float = 0.0
-    native_nbytes: float = 0.0
-    between_nbytes: float = 0.0
-    between_native_nbytes: float = 0.0
-
-    def plus(self, other: Price) -> Price:
-        """Return the sum of both prices."""
-        return Price(
-            self.coding.plus(other.coding), self.wire.plus(other.wire),
-            self.inside.plus(other.inside), self.nbytes + other.nbytes,
-            self.native_nbytes + other.native_nbytes,
-            self.between_nbytes + other.between_nbytes,
-            self.between_native_nbytes + other.between_native_nbytes,
-        )  # fmt: skip
-
-    def times(self, count: float) -> Price:
-        """Return the price of ``count`` such messages."""
-        return Price(
-            self.coding.times(count), self.wire.times(count), self.inside.times(count),
-            count * self.nbytes, count * self.native_nbytes,
-            count * self.between_nbytes, count * self.between_native_nbytes,
-        )  # fmt: skip
-
-    @property
-    def seconds(self) -> Estimate:
-        """Seconds of coding, wire and messages inside the node, in series."""
-        return self.coding.plus(self.wire).plus(self.inside)
-
-
-FREE = Price()
-
-
-class Coded(NamedTuple):
-    """Average calls of a codec a message; each codes this share of the message's values."""
-
-    direction: Direction
-    calls: float
-    share: float
-
-
-@dataclass(frozen=True)
-class EngineCall:
-    """A collective or a send as the engine calls it.
-
-    operation: the engine's. encoded_as: the collective that replaces it where it is encoded (a
-    bucket of which every rank keeps only its part is reduce-scattered). numel: values, counted as
-    in ``rows``. ranks, nodes: of its group. two_levels: whether ``hierarchy`` applies. coded: calls
-    of the codec, where they are not those of its collective.
-    """
-
-    operation: Operation
-    numel: float
-    ranks: int
-    nodes: int
-    encoded_as: Operation | None = None
-    two_levels: bool = False
-    coded: tuple[Coded, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,9 +87,8 @@ class Prices:
         if choice.native or call.numel * dtype.itemsize < MIN_BYTES:
             found = self._native(call, call.operation, dtype, native)
             return found.plus(self._channel(call, dimension))
-        local = call.ranks / call.nodes
-        if call.two_levels and call.nodes > 1 and local > 1:
-            return self._two_levels(call, choice, dtype, native)
+        if call.inside:
+            return self._in_levels(call, choice, dtype, native)
         return self._encoded(call, choice, dtype, native, dimension)
 
     def _channel(self, call: EngineCall, dimension: str) -> Price:
@@ -178,7 +105,7 @@ class Prices:
         self, call: EngineCall, operation: Operation, dtype: torch.dtype, native: float
     ) -> Price:
         nbytes = call.numel * dtype.itemsize
-        seconds = self._seconds(operation, nbytes, call.ranks, call.nodes)
+        seconds = self._seconds(operation, nbytes, call)
         where = {"wire": seconds} if call.nodes > 1 else {"inside": seconds}
         crossing = _crossing(call, dtype)
         return Price(
@@ -186,9 +113,11 @@ class Prices:
             between_native_nbytes=crossing, **where,
         )  # fmt: skip
 
-    def _seconds(self, operation: Operation, nbytes: float, ranks: int, nodes: int) -> Estimate:
+    def _seconds(self, operation: Operation, nbytes: float, call: EngineCall) -> Estimate:
         """A native message beside those of all other groups, where there are others."""
-        return self.cluster.seconds(operation, nbytes, ranks, nodes, busy=self._busy(ranks))
+        busy = self._busy(call.ranks)
+        sites = call.sites
+        return self.cluster.seconds(operation, nbytes, call.ranks, call.nodes, busy, sites=sites)
 
     def _encoded(
         self,
@@ -212,8 +141,7 @@ class Prices:
         )  # fmt: skip
         # 2.
         wire = Estimate.total(
-            self._seconds(part, share * payload, call.ranks, call.nodes)
-            for part, share in shape.sent
+            self._seconds(part, share * payload, call) for part, share in shape.sent
         )
         # 3.
         busy = self._busy(call.ranks)
@@ -256,13 +184,16 @@ class Prices:
         bus = cluster.copy(call.direction, payload)
         return Price(device, inside=bus.plus(host), nbytes=payload, native_nbytes=native)
 
-    def _two_levels(
+    def _in_levels(
         self, call: EngineCall, choice: Choice, dtype: torch.dtype, native: float
     ) -> Price:
-        """Price a two-level message: native inside a node, encoded stretches between nodes."""
-        local = round(call.ranks / call.nodes)
-        operation = call.encoded_as or call.operation
-        stretch = EngineCall(operation, call.numel / local, call.nodes, call.nodes)
+        """Price a message in levels: native inside nodes, or sites, encoded stretches between.
+
+        Sums that a second level takes up are fp32.
+        """
+        operation, width = call.encoded_as or call.operation, math.prod(call.inside)
+        units = call.ranks // width
+        stretch = EngineCall(operation, call.numel / width, units, units, sites=call.sites)
         between = self._encoded(stretch, choice, dtype, 0.0)
         parts: tuple[Operation, ...] = ("all_to_all", "all_gather")
         if operation == "reduce_scatter":
@@ -273,12 +204,15 @@ class Prices:
             between.coding, between.wire, NOTHING, between.nbytes, native, between.between_nbytes,
             _crossing(call, dtype),
         )  # fmt: skip
-        for part in parts:
-            inner = EngineCall(part, call.numel, local, 1)
-            own = native_nbytes(part, call.numel, dtype, local)
-            found = found.plus(Price(
-                inside=self._native(inner, part, dtype, own).inside, nbytes=own
-            ))  # fmt: skip
+        numel, local = call.numel, call.ranks // call.nodes
+        for level, ranks in enumerate(call.inside):
+            nodes = ranks if level or local == 1 else 1
+            for part in parts:
+                own = torch.float32 if level and part == "all_to_all" else dtype
+                inner = EngineCall(part, numel, ranks, nodes)
+                cost = self._native(inner, part, own, native_nbytes(part, numel, own, ranks))
+                found = found.plus(replace(cost, native_nbytes=0.0, between_native_nbytes=0.0))
+            numel /= ranks
         return found
 
 

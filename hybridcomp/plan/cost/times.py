@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridcomp.plan.choices import Choices
+from hybridcomp.plan.cost.calls import EngineCall, Price
 from hybridcomp.plan.cost.job import PlannedJob
-from hybridcomp.plan.cost.prices import EngineCall, Price
 from hybridcomp.plan.cost.work import Items, StageWork, Wish, Work, lands_behind, price
 from hybridcomp.plan.machines.estimates import Estimate
 

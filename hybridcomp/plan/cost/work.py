@@ -13,9 +13,9 @@ from typing import Protocol
 
 from hybridcomp.dimensions import Dimension
 from hybridcomp.plan.choices import NATIVE, Choices
+from hybridcomp.plan.cost.calls import FREE, NOTHING, EngineCall, Price
 from hybridcomp.plan.cost.copies import Whole, whole_of
 from hybridcomp.plan.cost.job import Item, PlannedJob
-from hybridcomp.plan.cost.prices import FREE, NOTHING, EngineCall, Price
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.machines.estimates import Estimate
 from hybridcomp.plan.models.model import ModelLayer
@@ -161,8 +161,9 @@ def _with_step(job: PlannedJob, layout: Layout, index: int, stage: StageWork) ->
         and layout.stages > 1
         and (index in (0, layout.stages - 1))
     ):  # both ends hold the weight and sum its gradient
-        nodes = min(2, job.nodes(layout, "pipeline"))
-        call = EngineCall("all_reduce", job.model.shared(job.shape(layout)), 2, nodes)
+        nodes, sites = (min(2, count) for count in job.groups.of(layout, "pipeline"))
+        numel = job.model.shared(job.shape(layout))
+        call = EngineCall("all_reduce", numel, 2, nodes, sites=sites)
         reduce.append(Item(("dp", "forward"), call, job.gradient_dtype, fixed=True))
     micro: list[Item] = []
     if layout.zero_stage == 3:

@@ -23,6 +23,7 @@ from hybridcomp.plan.machines.rows import (
     Carried,
     Coding,
     Copy,
+    Count,
     Direction,
     Encoded,
     Kernel,
@@ -43,7 +44,8 @@ class Cluster:
     encoded, channels: messages of collectives alone, and through the channels of their dimensions.
     host_codecs: codecs on the hosts of GPUs, with the cores that copies between device and host
     use; on CPUs ``codecs`` stands for them. left_out: messages of both kinds that were not timed.
-    made: versions and back end that it was measured with.
+    made: versions and back end that it was measured with. nodes_per_site: consecutive nodes that
+    share a switch or a site (0: there are no sites), uplinks: sends between two sites.
     """
 
     __pydantic_config__ = STRICT
@@ -60,6 +62,8 @@ class Cluster:
     left_out: tuple[LeftOut, ...] = ()
     by_hand: bool = False
     made: Mapping[str, str] = field(default_factory=dict)
+    nodes_per_site: Count = 0
+    uplinks: tuple[Timing, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -97,12 +101,18 @@ class Cluster:
         """Return the number of nodes that a group of these ranks spans."""
         return len({self.ranks[rank].node for rank in ranks})
 
+    def sites_of(self, ranks: Iterable[int]) -> int:
+        """Return the number of sites that a group of these ranks spans; 1 without sites."""
+        if not self.nodes_per_site:
+            return 1
+        return len({self.ranks[rank].node // self.nodes_per_site for rank in ranks})
+
     def seconds(
         self, operation: Operation, nbytes: float, ranks: int, nodes: int,
-        busy: bool = False, computing: bool = False,
+        busy: bool = False, computing: bool = False, sites: int = 1,
     ) -> Estimate:  # fmt: skip
         """Return the seconds of one native collective (``Links.seconds``)."""
-        return self._links.seconds(operation, nbytes, ranks, nodes, busy, computing)
+        return self._links.seconds(operation, nbytes, ranks, nodes, busy, computing, sites)
 
     def compute_left(self, operation: Operation, nbytes: float, ranks: int, nodes: int) -> float:
         """Return a rank's compute speed during a message, as a share (``Links.compute_left``)."""
@@ -223,7 +233,8 @@ class Cluster:
 
     @cached_property
     def _links(self) -> Links:
-        return Links(self.links, self.ranks_per_node)
+        of_site = self.ranks_per_node * self.nodes_per_site
+        return Links(self.links, self.ranks_per_node, self.uplinks, of_site)
 
     @cached_property
     def _codings(self) -> dict[tuple[Any, ...], Curve]:

@@ -71,6 +71,9 @@ def parse(found: object, name: str = "cluster") -> Cluster:
         raise _told(error, name) from error
     if not cluster.ranks:
         raise ConfigError(f"{name}: ranks", [], f"expected at least one rank; {AGAIN}")
+    if bool(cluster.nodes_per_site) != bool(cluster.uplinks):
+        todo = "sites need nodes_per_site and uplinks, sends between two of them; write both"
+        raise ConfigError(f"{name}: nodes_per_site", cluster.nodes_per_site, todo)
     _check_rates(cluster, name)
     strange = next((row for row in cluster.kernels if row.rank >= cluster.world_size), None)
     if strange is not None:

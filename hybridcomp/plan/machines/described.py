@@ -40,7 +40,7 @@ class Link:
     """A link: its latency and its bandwidth.
 
     gbytes_per_second (1e9): inside a node, of one rank to another; between nodes, of a whole node,
-        which its ranks share.
+        which its ranks share; an uplink, of a whole site.
     """
 
     __pydantic_config__ = STRICT
@@ -97,6 +97,7 @@ class Description:
         memory_gb: of a rank (1e9 bytes).
         tflops: speed of a rank in a transformer's matrix products (1e12 FLOP/s), by dtype.
         inside, between: links inside and between nodes.
+        nodes_per_site: consecutive nodes that share a switch or a site. uplink: link of a site.
         memory_gbytes_per_second: of the device's memory, for everything that is no matrix product.
         speeds: ranks that are slower than the others, such as ``{"3": 0.5}``.
         codecs: by name or setting, such as ``blockint`` or ``blockint(bits=4)``.
@@ -115,6 +116,8 @@ class Description:
     tflops: Annotated[Mapping[str, Above], Field(min_length=1)]
     inside: Link | None = None
     between: Link | None = None
+    nodes_per_site: Whole | None = None
+    uplink: Link | None = None
     memory_gbytes_per_second: Above | None = None
     speeds: Mapping[Annotated[int, Field(ge=0)], Above] = field(default_factory=dict)
     codecs: Mapping[str, CodecSpeed] = field(default_factory=dict)
@@ -132,6 +135,10 @@ class Description:
             raise ValueError('several nodes need the link "between" them')
         if self.ranks_per_node > 1 and self.inside is None:
             raise ValueError('several ranks on a node need the link "inside" it')
+        if (self.nodes_per_site is None) != (self.uplink is None):
+            raise ValueError('"nodes_per_site" and the "uplink" of a site need each other')
+        if self.nodes_per_site and self.nodes % self.nodes_per_site:
+            raise ValueError(f"{self.nodes} nodes are no multiple of {self.nodes_per_site} a site")
         strange = [rank for rank in self.speeds if rank >= count]
         if strange:
             raise ValueError(f'"speeds" names rank {strange[0]}; there are {count} ranks')
@@ -158,6 +165,8 @@ class Description:
         return Cluster(
             tuple(ranks), tuple(links), codecs=codecs, host_codecs=on_host,
             copies=tuple(self._copies()), kernels=tuple(kernels), by_hand=True,
+            nodes_per_site=self.nodes_per_site or 0,
+            uplinks=tuple(self.uplink.timings(2, self.spread)) if self.uplink else (),
         )  # fmt: skip
 
     def _kernels(self, rank: int, speed: float) -> list[Kernel]:

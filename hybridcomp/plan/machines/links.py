@@ -19,10 +19,22 @@ NOTHING = Estimate(0.0, 0.0, 0.0)
 
 
 class Links:
-    """Seconds of native messages. ``ranks_per_node``: of the largest node."""
+    """Seconds of native messages. ``ranks_per_node``: of the largest node.
 
-    def __init__(self, rows: Sequence[Timing], ranks_per_node: int) -> None:
+    ``uplinks``: sends between sites of ``ranks_per_site`` ranks, which share a site's link.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Timing],
+        ranks_per_node: int,
+        uplinks: Sequence[Timing] = (),
+        ranks_per_site: int = 1,
+    ) -> None:
         self._rows, self._ranks_per_node = rows, ranks_per_node
+        self._ranks_per_site = ranks_per_site
+        sends = [(row.nbytes, row.seconds) for row in uplinks]
+        self._uplink = Curve.through(sends) if sends else None
         self._curves: dict[tuple[Any, ...], Curve] = curves(
             ((row.operation, row.ranks, row.nodes, row.beside), row.nbytes, row.seconds)
             for row in rows
@@ -35,18 +47,32 @@ class Links:
 
     def seconds(
         self, operation: Operation, nbytes: float, ranks: int, nodes: int,
-        busy: bool = False, computing: bool = False,
+        busy: bool = False, computing: bool = False, sites: int = 1,
     ) -> Estimate:  # fmt: skip
         """Return the seconds of one native collective of ``ranks`` ranks on ``nodes`` nodes.
 
         Args:
             busy: all other groups of this shape send at the same time.
             computing: they do, and the ranks compute at the same time.
+            sites: that the ranks are on; over several it takes what the slower links take.
 
         Raises HybridcompError where neither this nor a send over such links is known.
         """
         if ranks < 2 or not nbytes:
             return NOTHING
+        found = self._between(operation, nbytes, ranks, nodes, busy, computing)
+        if sites < 2 or self._uplink is None:
+            return found
+        others = busy or computing
+        sharing = max(1.0, self._ranks_per_site * sites / ranks) if others else 1.0
+        up = rings.ring(operation, nbytes, ranks, sites, None, self._uplink.at, sharing)
+        return up if up.value > found.value else found
+
+    def _between(
+        self, operation: Operation, nbytes: float, ranks: int, nodes: int, busy: bool,
+        computing: bool,
+    ) -> Estimate:  # fmt: skip
+        """Return the seconds that the links of nodes, or inside of one, take."""
         wanted: tuple[Beside, ...] = ("compute", "groups") if computing else ("groups",)
         for beside in wanted if busy or computing else ():
             curve = self._curves.get((operation, ranks, nodes, beside))

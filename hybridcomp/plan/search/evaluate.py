@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from hybridcomp.dimensions import KEYS, ROWS, Key
 from hybridcomp.plan.choices import NATIVE, Choice, Choices
+from hybridcomp.plan.cost.calls import Price
 from hybridcomp.plan.cost.job import Item, PlannedJob
 from hybridcomp.plan.cost.memory import device_nbytes, kept_by_codecs, memory_of
-from hybridcomp.plan.cost.prices import Price
 from hybridcomp.plan.cost.step import seconds_of
 from hybridcomp.plan.cost.times import least_seconds, stage_times
 from hybridcomp.plan.cost.work import Items, StageWork, Work, lands_behind, price

@@ -11,9 +11,9 @@ from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.algorithms import cuts, ideals
 from hybridcomp.plan.algorithms.recompute import Stored
 from hybridcomp.plan.choices import Choices
+from hybridcomp.plan.cost.calls import EngineCall
 from hybridcomp.plan.cost.job import PlannedJob
 from hybridcomp.plan.cost.memory import FP32, device_nbytes, memory_of, states
-from hybridcomp.plan.cost.prices import EngineCall
 from hybridcomp.plan.cost.schedule import in_flight
 from hybridcomp.plan.cost.work import StageWork, Work, price, work_of
 from hybridcomp.plan.engines import RECOMPUTE_REASONS, can_recompute, recomputations

@@ -135,6 +135,10 @@ def _undecided(job: PlannedJob, layout: Layout) -> str | None:
         return f"slices hold {tokens} tokens, and a sample has {job.batch.length}"
     if fixed.get("offload") and not job.cluster.copies:
         return "offload was decided, and the cluster has no figure for copies to the host"
+    levels, has = fixed.get("hierarchy"), _units(job)
+    if isinstance(levels, tuple) and levels != has:
+        told = f"nodes of {has[0]} ranks and sites of {has[1]} nodes"
+        return f"hierarchy {list(levels)} was decided, and the cluster has {told}"
     cuts, chunks = fixed.get("cuts", ()), layout.stages * layout.virtual
     if cuts and sum(cuts) != depth:
         return f"cuts {list(cuts)} hold {sum(cuts)} layers, and the model has {depth}"
@@ -177,12 +181,23 @@ def _slices(job: PlannedJob, layout: Layout) -> Iterator[tuple[int, ...]]:
             yield slices
 
 
-def _levels(job: PlannedJob, layout: Layout) -> tuple[bool, ...]:
-    """Return the values of ``hierarchy`` to try: both where nodes have several replicas each."""
+def _levels(job: PlannedJob, layout: Layout) -> tuple[bool | tuple[int, int], ...]:
+    """Return the values of ``hierarchy`` to try: those of which a group of replicas has levels."""
     if "hierarchy" in job.limits.fixed:
-        return (bool(job.limits.fixed["hierarchy"]),)
-    nodes = job.nodes(layout, "replicas")
-    return (True, False) if 1 < nodes < layout.size("replicas") else (True,)
+        given = job.limits.fixed["hierarchy"]
+        return (given if isinstance(given, tuple) else bool(given),)
+    nodes, sites = job.groups.of(layout, "replicas")
+    found: list[bool | tuple[int, int]] = [True]
+    if 1 < nodes < layout.size("replicas"):
+        found.append(False)
+    if 1 < sites < nodes:
+        found.append(_units(job))
+    return tuple(found)
+
+
+def _units(job: PlannedJob) -> tuple[int, int]:
+    """Return ranks of a node and nodes of a site (0: there are none), as a block's hierarchy."""
+    return job.cluster.ranks_per_node, job.cluster.nodes_per_site
 
 
 def _unfit(job: PlannedJob, layout: Layout) -> str | None:

@@ -17,9 +17,9 @@ from hybridcomp.codecs import make_codec
 from hybridcomp.config import CompressionConfig
 from hybridcomp.nn import ring_attention
 from hybridcomp.plan.choices import Choices
+from hybridcomp.plan.cost.calls import EngineCall
 from hybridcomp.plan.cost.job import Item, PlannedJob
 from hybridcomp.plan.cost.memory import memory_of
-from hybridcomp.plan.cost.prices import EngineCall
 from hybridcomp.plan.cost.work import priced, work_of
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.models.model import Messages

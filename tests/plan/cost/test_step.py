@@ -11,9 +11,10 @@ import torch
 from hybridcomp.plan.algorithms.timeline import simulate
 from hybridcomp.plan.choices import Choice, Choices
 from hybridcomp.plan.cost.blocking_pipeline import moves
+from hybridcomp.plan.cost.calls import EngineCall
 from hybridcomp.plan.cost.job import PlannedJob
 from hybridcomp.plan.cost.predict import predicted
-from hybridcomp.plan.cost.prices import EngineCall, Prices, native_nbytes
+from hybridcomp.plan.cost.prices import Prices, native_nbytes
 from hybridcomp.plan.cost.recurrence import step_seconds
 from hybridcomp.plan.cost.schedule import Op, in_flight, order
 from hybridcomp.plan.cost.step import MOST_PASSES, sample, seconds_of, simulated, tasks_of
@@ -192,7 +193,7 @@ def test_bytes_are_those_that_the_bench_has_measured(name: str, arm: str) -> Non
 def test_messages_cost_what_the_cluster_says() -> None:
     machines = cluster(nodes=2, ranks_per_node=2)
     prices = Prices(machines)
-    call = EngineCall("all_reduce", 1e6, 4, 2, "all_reduce", two_levels=True)
+    call = EngineCall("all_reduce", 1e6, 4, 2, "all_reduce", levels=2)
     native = prices.of(call, Choice(), torch.bfloat16)
     assert native.nbytes == native.native_nbytes == 2 * 3 / 4 * 2e6
     assert native.coding.value == 0 and native.inside.value == 0
@@ -205,6 +206,32 @@ def test_messages_cost_what_the_cluster_says() -> None:
     small_one = EngineCall("all_reduce", 1000.0, 4, 2)
     assert prices.of(small_one, bits_8, torch.bfloat16).coding.value == 0
     assert native_nbytes("send", 10, torch.bfloat16, 2) == 20
+
+
+def test_three_levels_send_least_over_uplinks() -> None:
+    """Eight ranks, two sites of two nodes of two: bytes as the collectives send them over NCCL."""
+    uplink = {"gbytes_per_second": 0.00625, "latency_us": 50}
+    machines = cluster(4, 2, gbits=1.0, nodes_per_site=2, uplink=uplink)
+    assert machines.sites_of(range(8)) == 2 and machines.sites_of(range(4)) == 1
+    prices, bits_8 = Prices(machines), Choice.of({"codec": "blockint", "bits": 8})
+    found = {}
+    for levels in (1, 2, 3):
+        call = EngineCall("all_reduce", 1e6, 8, 4, "all_reduce", levels=levels, sites=2)
+        found[levels] = prices.of(call, bits_8, torch.float32)
+    flat = prices.of(EngineCall("all_reduce", 1e6, 8, 4, sites=2), Choice(), torch.float32)
+    assert found[3].seconds.value < found[2].seconds.value < found[1].seconds.value
+    # a native ring over the slow uplink: 2 * 7 steps of an eighth, at 6.25 MB/s
+    assert flat.wire.value == pytest.approx(14 * (4e6 / 8 / 6.25e6 + 50e-6), rel=1e-3)
+    payload = 1e6 * 8.2578125 / 8
+    # sites swap a quarter's payload; 2 MB there and back in a node, then 1 MB between its nodes
+    assert found[3].nbytes == pytest.approx(payload / 4 + 6e6)
+    assert found[3].between_nbytes == pytest.approx(payload / 4 + 2e6)
+    assert found[3].native_nbytes == flat.native_nbytes
+    # without sites the third level is the second
+    plain = Prices(cluster(4, 2))
+    same = [EngineCall("all_reduce", 1e6, 8, 4, "all_reduce", levels=n) for n in (2, 3)]
+    assert len({plain.of(call, bits_8, torch.float32) for call in same}) == 1
+    assert EngineCall("all_reduce", 1.0, 6, 4, levels=2).inside == [], "no grid: one level"
 
 
 def test_prediction_of_a_pipeline() -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hybridcomp.plan.choices import Choice
-from hybridcomp.plan.cost.prices import EngineCall, Prices
+from hybridcomp.plan.cost.calls import EngineCall
+from hybridcomp.plan.cost.prices import Prices
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.missing import missing
 from hybridcomp.plan.machines.rows import (

@@ -16,11 +16,12 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.answer import files
 from hybridcomp.plan.choices import Choices
+from hybridcomp.plan.cost.calls import Price
 from hybridcomp.plan.cost.copies import MOST_NUMEL, Copying, Whole, whole_of
 from hybridcomp.plan.cost.job import PlannedJob
 from hybridcomp.plan.cost.memory import kept_by_codecs
 from hybridcomp.plan.cost.predict import predicted
-from hybridcomp.plan.cost.prices import Price, Prices
+from hybridcomp.plan.cost.prices import Prices
 from hybridcomp.plan.cost.work import StageWork, price, work_of
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.machines.cluster import Cluster

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter, defaultdict
 from typing import Any
 
@@ -316,3 +317,24 @@ def test_recomputation_that_an_engine_cannot_run_is_told() -> None:
     found = search(small(), cluster(2, 1), BUDGET, Batch(8, 128), limits)
     assert not found.plans
     assert any("Megatron recomputes the first layers" in why for why in found.refused)
+
+
+def test_three_levels_are_tried_where_a_group_spans_sites() -> None:
+    limits = SearchLimits(dtype="fp32")
+    uplink = {"gbytes_per_second": 0.01}
+    machines = cluster(nodes=4, ranks_per_node=2, nodes_per_site=2, uplink=uplink)
+    found = every(PlannedJob(small(), machines, Batch(8, 128), limits))
+    assert {one.hierarchy for one in found if one.data == 8} == {True, False, (2, 2)}
+    assert {one.hierarchy for one in found if one.data == 4 and one.tensor == 2} == {True, (2, 2)}
+    assert {one.hierarchy for one in found if one.size("replicas") == 2} == {True}
+    deep = next(one for one in found if one.hierarchy == (2, 2))
+    assert Layout.from_json(json.loads(json.dumps(deep.to_json()))) == deep
+    assert "levels 2x2" in str(deep)
+    given = SearchLimits(dtype="fp32", fixed={"hierarchy": (2, 2)})
+    fixed = every(PlannedJob(small(), machines, Batch(8, 128), given))
+    assert {one.hierarchy for one in fixed} == {(2, 2)}
+    other, refused = SearchLimits(dtype="fp32", fixed={"hierarchy": (2, 4)}), Counter[str]()
+    assert not list(layouts(PlannedJob(small(), machines, Batch(8, 128), other), refused))
+    assert any("nodes of 2 ranks and sites of 2 nodes" in why for why in refused), refused
+    with pytest.raises(ConfigError, match=r"ranks of a node and nodes of a site, such as \[8, 4\]"):
+        SearchLimits(fixed={"hierarchy": [2]})
