@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
 from torch import Tensor
 
+from hybridcomp.codecs.base import Codec, CollectiveKernel, PartsKernel
 from hybridcomp.collectives.fused import (
     fused_all_gather,
     fused_all_to_all,
@@ -18,6 +20,8 @@ from hybridcomp.collectives.hierarchical.intra_node import place_columns
 from hybridcomp.collectives.wire import (
     POOL,
     EncodeRequest,
+    ExchangePlan,
+    GatherPlan,
     Group,
     Handle,
     Meter,
@@ -30,9 +34,10 @@ from hybridcomp.collectives.wire import (
     encode_all,
     exchange,
     gather,
-    gather_room,
     given,
     overlapped,
+    plan_exchange,
+    plan_gather,
     rounds,
     stretches,
     transfer,
@@ -101,46 +106,89 @@ def _all_gather(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
     if group.size == 1 or numel == 0:
         out.copy_(shard)
         return given(None)
-    (codec,) = via.codec.split_error_budget(1, 1, result=shard.dtype)
-    via.meter.use(codec.spec)
-    only = Transfer(codec, group, via.meter)
-    fused = None if via.cuts else codec.fused(shard.device)
-    if fused is not None:
-        return fused_all_gather(shard, out, fused, only)
-    parts = codec.parts(shard.device) if via.cuts else None
-    if parts is not None:
-        return gather_parts(shard, out, parts, Transfer(codec, group, via.meter, via.cuts))
+    plan = _planned(shard, via)
+    via.meter.use(plan.spec)
+    only = Transfer(plan.codec, group, via.meter, via.cuts)
+    if plan.fused is not None:
+        return fused_all_gather(shard, out, plan.fused, only)
+    if plan.parts is not None:
+        return gather_parts(shard, out, plan.parts, only)
     places = torch.split(out, numel)
-    cut = rounds([stretches(0, numel, via.cuts)], (codec,), shard.device, group)
-    return overlapped(_gather_round(shard, places, row, only) for (row,) in cut if row)
+    return overlapped([_gather_round(shard, places, each, only) for each in plan.rounds])
+
+
+@dataclass(frozen=True, eq=False)
+class _PlannedGather:
+    """How a group gathers messages that are alike, on one level: by one of three ways.
+
+    Attributes:
+        held: the codec of the gather, for the key.
+        codec, spec: of the quantization.
+        fused: kernels for two launches; ``parts``: those of shards with cuts.
+        rounds: each with its stretches of a shard.
+    """
+
+    held: Codec
+    codec: Codec
+    spec: str
+    fused: CollectiveKernel | None
+    parts: PartsKernel | None
+    rounds: list[tuple[list[Range], GatherPlan]]
+
+
+def _planned(shard: Tensor, via: Transfer) -> _PlannedGather:
+    """Return the plan of this message, made at the first one that is like it.
+
+    A codec ``against`` earlier values is one message's alone, and so is the plan with it.
+    """
+    cuts, group = tuple(via.cuts), via.group
+    key = ("all_gather", id(via.codec), shard.numel(), shard.dtype, shard.device, cuts)
+    found: _PlannedGather | None = group.plans.get(key)
+    if found is None:
+        found = _plan(shard, via)
+        if not via.codec.references:
+            group.keep(key, found, group.size * (1 + len(found.rounds)) + len(cuts))
+    return found
+
+
+def _plan(shard: Tensor, via: Transfer) -> _PlannedGather:
+    group, dtype, device = via.group, shard.dtype, shard.device
+    (codec,) = via.codec.split_error_budget(1, 1, result=dtype)
+    fused = None if via.cuts else codec.fused(device)
+    parts = codec.parts(device) if via.cuts else None
+    each: list[tuple[list[Range], GatherPlan]] = []
+    if fused is None and parts is None:
+        for (row,) in rounds([stretches(0, shard.numel(), via.cuts)], (codec,), device, group):
+            numels = [[stop - start for start, stop in row]] * group.size
+            if row:
+                each.append((row, plan_gather(numels, codec, dtype, device, group)))
+    return _PlannedGather(via.codec, codec, codec.spec, fused, parts, each)
 
 
 def _gather_round(
-    shard: Tensor, places: Sequence[Tensor], row: Sequence[Range], via: Transfer
+    shard: Tensor, places: Sequence[Tensor], each: tuple[list[Range], GatherPlan], via: Transfer
 ) -> Steps[None]:
-    """1 encode stretches ``row`` of the shard, 2 all-gather, 3 decode into ``places``, by rank."""
+    """1 encode the stretches of the shard, 2 all-gather, 3 decode into ``places``, by rank."""
     # 1
-    codec, me = via.codec, via.group.rank
-    dtype, lengths = shard.dtype, [stop - start for start, stop in row]
-    numels = [lengths] * len(places)
-    own = gather_room(numels, dtype, shard.device, via)
+    (row, plan), codec, me = each, via.codec, via.group.rank
     with via.meter.coding():
-        encode_all(codec, [shard[start:stop] for start, stop in row], own, dtype, row)
+        own = encode_all(plan, [shard[start:stop] for start, stop in row], row)
         if codec.lossless and places[me].data_ptr() != shard.data_ptr():
             for start, stop in row:
                 places[me][start:stop].copy_(shard[start:stop])
     # 2
-    payloads, gathered = yield from gather(own, numels, dtype, via)
+    payloads, gathered = yield from gather(own, plan, via.group, via.meter)
     # 3
     with via.meter.coding():
-        whole = lengths == [places[0].numel()]
+        whole = row == [(0, shard.numel())]
         missing = [rank for rank in range(len(places)) if rank != me or not codec.lossless]
         out = [
             places[rank] if whole else places[rank][start:stop]
             for rank in missing
             for start, stop in row
         ]
-        decode_all(codec, list(chain(*(payloads[rank] for rank in missing))), out)
+        arrived = list(chain.from_iterable([payloads[rank] for rank in missing]))
+        decode_all(codec, plan.each, arrived, out)
     POOL.give(own.buffer, gathered)
 
 
@@ -209,37 +257,74 @@ def _all_to_all(
     out: Tensor, values: Tensor, takes: Splits, gives: Splits, via: Transfer
 ) -> Steps[None]:
     """Exchange in two launches where the codec has such kernels; else encode part by part."""
-    (codec,) = via.codec.split_error_budget(1, 1, result=values.dtype)
-    only = Transfer(codec, via.group, via.meter)
     if len(gives) == 1:
         out.copy_(values)
         return given(None)
-    via.meter.use(codec.spec)
-    fused = codec.fused(values.device) if takes.each == gives.each > 0 else None
-    if fused is not None:
-        return fused_all_to_all(out, values, fused, only)
-    parts = codec.parts(values.device)
-    if parts is not None:
-        return parts_to_all(out, values, takes, gives, parts, only)
-    return _parts_to_all(torch.split(out, takes.numels), torch.split(values, gives.numels), only)
+    group, dtype, device = via.group, values.dtype, values.device
+    key = ("all_to_all", id(via.codec), id(takes), id(gives), dtype, device)
+    plan: _PlannedParts | None = group.plans.get(key)
+    if plan is None:
+        (codec,) = via.codec.split_error_budget(1, 1, result=dtype)
+        fused = codec.fused(device) if takes.each == gives.each > 0 else None
+        parts = codec.parts(device) if fused is None else None
+        each = None
+        if fused is None and parts is None:
+            each = _plan_parts(takes, gives, codec, dtype, device, group)
+        plan = _PlannedParts((via.codec, takes, gives), codec, codec.spec, fused, parts, each)
+        group.keep(key, plan, group.size)
+    only = Transfer(plan.codec, group, via.meter)
+    via.meter.use(plan.spec)
+    if plan.fused is not None:
+        return fused_all_to_all(out, values, plan.fused, only)
+    if plan.parts is not None:
+        return parts_to_all(out, values, takes, gives, plan.parts, only)
+    assert plan.exchange is not None
+    places, sources = torch.split(out, takes.numels), torch.split(values, gives.numels)
+    return _parts_to_all(places, sources, plan.exchange, only)
+
+
+@dataclass(frozen=True, eq=False)
+class _PlannedParts:
+    """How a group exchanges parts of the same lengths: by one of three ways.
+
+    Attributes:
+        held: the codec and the lengths, for the key.
+        codec, spec: of the quantization.
+        fused: kernels for two launches; ``parts``: those of unequal parts.
+        exchange: without such kernels.
+    """
+
+    held: tuple[Codec, Splits, Splits]
+    codec: Codec
+    spec: str
+    fused: CollectiveKernel | None
+    parts: PartsKernel | None
+    exchange: ExchangePlan | None
+
+
+def _plan_parts(
+    takes: Splits, gives: Splits, codec: Codec, dtype: torch.dtype, device: torch.device,
+    group: Group,
+) -> ExchangePlan:  # fmt: skip
+    others = [rank != group.rank for rank in range(group.size)]
+    jobs = [numel for numel, other in zip(gives.numels, others, strict=True) if numel and other]
+    number = iter(range(len(jobs)))
+    rows = [[next(number)] if n and o else [] for n, o in zip(gives.numels, others, strict=True)]
+    come = [[n] if n and other else [] for n, other in zip(takes.numels, others, strict=True)]
+    return plan_exchange(rows, jobs, come, codec, dtype, device, group)
 
 
 def _parts_to_all(
-    places: Sequence[Tensor], sources: Sequence[Tensor], via: Transfer
+    places: Sequence[Tensor], sources: Sequence[Tensor], plan: ExchangePlan, via: Transfer
 ) -> Steps[None]:
     """1 encode and exchange, 2 decode; by group rank."""
-    me, own = via.group.rank, sources[via.group.rank]
-    places[me].copy_(own)
+    me = via.group.rank
+    places[me].copy_(sources[me])
     # 1
-    payloads = yield from exchange(
-        [[EncodeRequest(s)] if s.numel() and rank != me else [] for rank, s in enumerate(sources)],
-        [[p.numel()] if p.numel() and rank != me else [] for rank, p in enumerate(places)],
-        own.dtype,
-        own.device,
-        via,
-    )
+    jobs = [EncodeRequest(s) for s, row in zip(sources, plan.rows, strict=True) if row]
+    payloads = yield from exchange(plan, jobs, via.group, via.meter)
     # 2
     with via.meter.coding():
         others = [place for place, row in zip(places, payloads.received, strict=True) if row]
-        decode_all(via.codec, list(chain(*payloads.received)), others)
-    payloads.release()
+        decode_all(plan.codec, plan.each, list(chain(*payloads.received)), others)
+    POOL.give(*payloads.buffers)

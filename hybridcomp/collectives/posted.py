@@ -20,10 +20,9 @@ from hybridcomp.collectives.wire import (
     Header,
     Meter,
     Pending,
-    Transfer,
     check_match,
     gather,
-    gather_room,
+    plan_gather,
     spec_digest,
     transfer,
     transport,
@@ -117,11 +116,11 @@ class Posting:
             transfer(lambda: transport.all_gather(out, own, holders, meter), meter)
             return out.chunk(self.parts)
         numels = [[values.numel() // self.parts]] * self.parts
-        via = Transfer(self.codec, self.holders, meter)
-        room = gather_room(numels, values.dtype, own.device, via)  # over gloo behind its size
+        plan = plan_gather(numels, self.codec, values.dtype, own.device, self.holders)
+        room = plan.room()  # over gloo behind its size
         room.buffer[room.head : room.head + own.numel()].copy_(own)
         room.nbytes = [own.numel()]
-        steps = gather(room, numels, values.dtype, via)
+        steps = gather(room, plan, self.holders, meter)
         rows, _ = Pending(steps, meter, async_op=False).wait()
         POOL.give(room.buffer)
         return [payload for (payload,) in rows]

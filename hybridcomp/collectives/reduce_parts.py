@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,72 +12,129 @@ from torch import Tensor
 from hybridcomp.codecs.base import Codec, MultiTensorKernel
 from hybridcomp.codecs.quantized_residual import Residual
 from hybridcomp.collectives.wire import (
+    POOL,
     EncodeRequest,
+    ExchangePlan,
+    Group,
+    Meter,
     Steps,
-    Transfer,
     add_values,
     decode_fp32,
     exchange,
-    sent_dtype,
+    plan_exchange,
 )
 
 
-@dataclass
-class ReducedPart:
-    """A stretch of the tensor to reduce.
+class SummedPart(NamedTuple):
+    """A stretch of the tensors to reduce.
 
-    ``out`` receives the sum on the owners (fp32) and is None elsewhere. It may be ``values`` itself
-    on ranks 0 and 1: x0 + x1 == x1 + x0, so a sum that starts with this rank's values has the bits
-    of one in rank order.
+    Attributes:
+        start, stop: its elements.
+        owners: group ranks that need its sum.
+        place: where the sum begins in this rank's tensor of sums, if it is an owner.
+        source: number of the tensor that has it, where there are several.
     """
 
-    values: Tensor
-    owners: tuple[int, ...]  # group ranks
-    residual: Residual | None = None
-    out: Tensor | None = None
-    fresh: bool = True  # ``out`` holds nothing yet; otherwise the sum is added to it
-
-    def exact_on(self, rank: int) -> bool:
-        """Return whether ``rank`` adds its values unquantized.
-
-        Only a sole owner may: several owners must hold the same sum, so each decodes its
-        contribution from the payload that the others got.
-        """
-        return self.owners == (rank,)
+    start: int
+    stop: int
+    owners: tuple[int, ...]
+    place: int = 0
+    source: int = 0
 
 
-def sum_parts(parts: Sequence[ReducedPart], via: Transfer) -> Steps[None]:
-    """Fill in ``out`` of the parts that this rank owns; update the residuals.
+@dataclass(frozen=True, eq=False)
+class SumPlan:
+    """One round of a reduction, as one rank takes part in it, for messages of any values.
+
+    Attributes:
+        exchange: of the payloads.
+        sent: the parts that this rank encodes; job i of the exchange is number i of them.
+        owned: the parts that it sums, each with the number of its job. None: it adds its values
+            unquantized, as only a sole owner may: several owners must hold the same sum, so each
+            decodes its contribution from the payload that the others got.
+        each: kernels for all sums in one launch, where there are several and the back end has them.
+    """
+
+    exchange: ExchangePlan
+    sent: list[SummedPart]
+    owned: list[tuple[SummedPart, int | None]]
+    each: MultiTensorKernel | None
+
+
+def plan_sum(
+    parts: Sequence[SummedPart],
+    codec: Codec,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Group,
+) -> SumPlan:
+    """Plan the sum of ``parts``, the same on all ranks; ``dtype``: in which they are encoded."""
+    me, filled = group.rank, [part for part in parts if part.start < part.stop]
+    sent = [part for part in filled if part.owners != (me,)]
+    rows: list[list[int]] = [[] for _ in range(group.size)]
+    for job, part in enumerate(sent):
+        for rank in part.owners:
+            if rank != me:
+                rows[rank].append(job)
+    jobs = {part: job for job, part in enumerate(sent)}
+    owned = [(part, jobs.get(part)) for part in filled if me in part.owners]
+    numels = [part.stop - part.start for part, _ in owned]
+    incoming = [numels] * group.size
+    incoming[me] = []
+    lengths = [part.stop - part.start for part in sent]
+    return SumPlan(
+        plan_exchange(rows, lengths, incoming, codec, dtype, device, group),
+        sent,
+        owned,
+        codec.each(device) if len(owned) > 1 else None,
+    )
+
+
+def sum_parts(
+    plan: SumPlan,
+    values: Sequence[Tensor],
+    residuals: Sequence[Residual] | None,
+    total: Tensor | None,
+    group: Group,
+    meter: Meter,
+    begun: bool = False,
+) -> Steps[None]:
+    """Sum the parts that this rank owns into ``total`` (fp32), and update the residuals.
+
+    ``values`` and ``residuals``: by ``source``. ``begun``: the sums are added to what ``total``
+    holds. Without a ``total`` sums are made in place of ``values``, only on ranks 0 and 1:
+    x0 + x1 == x1 + x0, so that they have the bits of sums in rank order.
 
     1 encode each part for its owners, 2 exchange, 3 sum in fp32 in rank order.
     """
-    me, device = via.group.rank, parts[0].values.device
-    wide = parts[0].residual is not None
-    dtype = sent_dtype(via.codec, parts[0].values.dtype, wide, via.flush)
-    filled = [part for part in parts if part.values.numel()]
+    codec, dtype = plan.exchange.codec, plan.exchange.dtype
     # 1, 2
-    jobs = [None if p.exact_on(me) else EncodeRequest(p.values, p.residual) for p in filled]
-    outgoing: list[list[EncodeRequest]] = [[] for _ in range(via.group.size)]
-    for part, sent in zip(filled, jobs, strict=True):
-        for rank in part.owners:
-            if sent is not None and rank != me:
-                outgoing[rank].append(sent)
-    owned = [(part, job) for part, job in zip(filled, jobs, strict=True) if me in part.owners]
-    numels = [part.values.numel() for part, _ in owned]
-    incoming = [numels] * via.group.size
-    incoming[me] = []
-    payloads = yield from exchange(outgoing, incoming, dtype, device, via)
+    jobs = [
+        EncodeRequest(
+            values[part.source][part.start : part.stop],
+            None if residuals is None else residuals[part.source][part.start : part.stop],
+        )
+        for part in plan.sent
+    ]
+    payloads = yield from exchange(plan.exchange, jobs, group, meter)
     # 3
-    with via.meter.coding():
-        rows: list[list[Tensor | None]] = [
-            [*row] if row else [None] * len(owned) for row in payloads.received
-        ]
-        rows[me] = [payloads.encoded[job] if job else None for _, job in owned]
-        sums = [_PartSum.of(part, exact=job is None) for part, job in owned]
-        _add_rows(sums, rows, via.codec, dtype)
-        for total in sums:
-            total.settle()
-    payloads.release()
+    start = meter.clock.begin()
+    rows: list[list[Tensor | None]] = [
+        [*row] if row else [None] * len(plan.owned) for row in payloads.received
+    ]
+    rows[group.rank] = [None if job is None else payloads.encoded[job] for _, job in plan.owned]
+    sums = [_begin(part, job, values, residuals, total, begun) for part, job in plan.owned]
+    if plan.each is not None:
+        for row in rows:
+            _add_row(sums, row, plan.each)
+    else:
+        for sum_, column in zip(sums, zip(*rows, strict=True), strict=True):
+            _add_column(sum_, column, codec, dtype)
+    for sum_ in sums:
+        if sum_.residual is not None:
+            sum_.residual.zero_()
+    meter.clock.end(meter, "codec", start)
+    POOL.give(*payloads.buffers)
 
 
 @dataclass
@@ -95,19 +153,6 @@ class _PartSum:
     residual: Residual | None
     fresh: bool
 
-    @classmethod
-    def of(cls, part: ReducedPart, exact: bool) -> _PartSum:
-        """Begin the sum; ``exact``: this rank adds its values and residual unquantized."""
-        assert part.out is not None, "this rank does not own the part"
-        in_place, residual = part.out is part.values, part.residual if exact else None
-        own = part.values
-        if residual is not None:
-            own = residual if isinstance(residual, Tensor) else residual.unpack()
-            add_values(own, part.values)
-            if in_place:
-                part.values.copy_(own)
-        return cls(part.out, None if in_place else own, residual, part.fresh and not in_place)
-
     def add_own(self) -> None:
         """Add this rank's exact values."""
         if self.own is None:
@@ -117,37 +162,44 @@ class _PartSum:
         else:
             add_values(self.out, self.own)
 
-    def settle(self) -> None:
-        """Set the residual to 0 where it was added with the exact values."""
-        if self.residual is not None:
-            self.residual.zero_()
+
+def _begin(
+    part: SummedPart,
+    job: int | None,
+    values: Sequence[Tensor],
+    residuals: Sequence[Residual] | None,
+    total: Tensor | None,
+    begun: bool,
+) -> _PartSum:
+    """Begin the sum of ``part``; without a ``job`` this rank adds its own values unquantized."""
+    here = slice(part.start, part.stop)
+    own, residual = values[part.source][here], None
+    out = own if total is None else total[part.place : part.place + part.stop - part.start]
+    if residuals is not None and job is None:
+        residual, added = residuals[part.source][here], own
+        own = residual if isinstance(residual, Tensor) else residual.unpack()
+        add_values(own, added)
+        if total is None:
+            out.copy_(own)
+    fresh = total is not None and not begun
+    return _PartSum(out, None if total is None else own, residual, fresh)
 
 
-def _add_rows(
-    sums: Sequence[_PartSum],
-    rows: Sequence[Sequence[Tensor | None]],
-    codec: Codec,
-    dtype: torch.dtype,
+def _add_column(
+    sum_: _PartSum, column: Sequence[Tensor | None], codec: Codec, dtype: torch.dtype
 ) -> None:
-    """Add up in rank order; ``rows``: for each rank a row with the payload of every sum.
+    """Add up one sum in rank order, so that it stays in the cache.
 
-    None stands for this rank's exact values. One launch per row where the codec has such kernels;
-    else sum by sum, so that each stays in the cache.
+    ``column``: each rank's payload; None stands for this rank's exact values.
     """
-    each = codec.each(sums[0].out.device) if len(sums) > 1 else None
-    if each is not None:
-        for row in rows:
-            _add_row(sums, row, each)
-        return
-    for total, column in zip(sums, zip(*rows, strict=True), strict=True):
-        for payload in column:
-            if payload is None:
-                total.add_own()
-            elif total.fresh:
-                decode_fp32(codec, payload, total.out, dtype)
-            else:
-                codec.decode_add(payload, total.out, dtype)
-            total.fresh = False
+    for payload in column:
+        if payload is None:
+            sum_.add_own()
+        elif sum_.fresh:
+            decode_fp32(codec, payload, sum_.out, dtype)
+        else:
+            codec.decode_add(payload, sum_.out, dtype)
+        sum_.fresh = False
 
 
 def _add_row(
@@ -156,12 +208,12 @@ def _add_row(
     """Add one rank's payloads to their sums, in one launch for fresh and one for begun sums."""
     for begun in (False, True):
         chosen = [
-            (payload, total.out)
-            for payload, total in zip(row, sums, strict=True)
-            if payload is not None and total.fresh is not begun
+            (payload, sum_.out)
+            for payload, sum_ in zip(row, sums, strict=True)
+            if payload is not None and sum_.fresh is not begun
         ]
         each.decode([payload for payload, _ in chosen], [out for _, out in chosen], add=begun)
-    for payload, total in zip(row, sums, strict=True):
+    for payload, sum_ in zip(row, sums, strict=True):
         if payload is None:
-            total.add_own()
-        total.fresh = False
+            sum_.add_own()
+        sum_.fresh = False

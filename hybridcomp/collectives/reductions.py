@@ -10,18 +10,20 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec, CollectiveKernel
-from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual
+from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.collectives.fused import fused_all_reduce
 from hybridcomp.collectives.hierarchical.intra_node import gather_inside, node_sum
-from hybridcomp.collectives.reduce_parts import ReducedPart, sum_parts
+from hybridcomp.collectives.reduce_parts import SummedPart, SumPlan, plan_sum, sum_parts
 from hybridcomp.collectives.wire import (
     POOL,
     EncodeRequest,
+    ExchangePlan,
+    GatherPlan,
+    Group,
     Handle,
     Range,
     Reduction,
     Steps,
-    Transfer,
     add_alone,
     check_residual,
     check_values,
@@ -30,9 +32,10 @@ from hybridcomp.collectives.wire import (
     encode_all,
     exchange,
     gather,
-    gather_room,
     given,
     overlapped,
+    plan_exchange,
+    plan_gather,
     rounds,
     sent_dtype,
     settle,
@@ -120,42 +123,144 @@ def _in_two_levels(tensor: Tensor, how: Reduction) -> Steps[None]:
     POOL.give(buffer, wire)
 
 
+@dataclass(frozen=True, eq=False)
+class _Planned:
+    """How a group sums messages that are alike, on one level: by one of three ways.
+
+    Attributes:
+        codec: of the reduction, held for the key.
+        codecs: of the quantizations, with their ``specs``.
+        fused: kernels for three launches.
+        pairs: of two ranks that swap: the rounds of one quantization.
+        rounds: of two quantizations.
+    """
+
+    codec: Codec
+    codecs: tuple[Codec, ...]
+    specs: tuple[str, ...]
+    fused: CollectiveKernel | None = None
+    pairs: tuple[_PairRound, ...] = ()
+    rounds: tuple[_SumRound, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class _PairRound:
+    """One round of a swap between two ranks: the stretches ``row`` of the tensor."""
+
+    row: list[Range]
+    exchange: ExchangePlan
+
+
+@dataclass(frozen=True, eq=False)
+class _SumRound:
+    """One round of a sum: every rank's stretches in the tensor, and this rank's in its chunk."""
+
+    stretches: list[Range]
+    mine: Range
+    lengths: list[int]  # of this rank's stretches
+    sum: SumPlan
+    gather: GatherPlan
+
+
+def _planned(tensor: Tensor, how: Reduction) -> _Planned:
+    """Return the plan of this message, made at the first one that is like it."""
+    cuts, kinds = tuple(how.cuts), (type(how.residual), how.flush)
+    key = ("all_reduce", id(how.codec), tensor.numel(), tensor.dtype, tensor.device, cuts, *kinds)
+    found: _Planned | None = how.group.plans.get(key)
+    if found is None:
+        found = _plan(tensor, how)
+        weight = how.group.size * (len(found.pairs) + len(found.rounds)) + len(cuts)
+        found = how.group.keep(key, found, 1 + weight)
+    return found
+
+
+def _plan(tensor: Tensor, how: Reduction) -> _Planned:
+    group, device, wide = how.group, tensor.device, how.residual is not None
+    codecs, fused = _codecs(how.codec, tensor.dtype, group.size, device, how.cuts)
+    specs = tuple(each.spec for each in codecs)
+    if fused is not None and not isinstance(how.residual, QuantizedResidual):
+        return _Planned(how.codec, codecs, specs, fused)
+    dtype = sent_dtype(codecs[0], tensor.dtype, wide, how.flush)
+    if len(codecs) == 1:
+        rows = [stretches(0, tensor.numel(), how.cuts)]
+        pairs = []
+        for (row,) in rounds(rows, codecs, device, group):
+            jobs, other = list(range(len(row))), 1 - group.rank
+            numels = [stop - start for start, stop in row]
+            to, come = (
+                [each if rank == other else [] for rank in range(2)] for each in (jobs, numels)
+            )
+            plan = plan_exchange(to, numels, come, codecs[0], dtype, device, group)
+            pairs.append(_PairRound(row, plan))
+        return _Planned(how.codec, codecs, specs, pairs=tuple(pairs))
+    chunks = chunk_ranges(tensor.numel(), group.size)
+    rows, begin = [stretches(*chunk, how.cuts) for chunk in chunks], chunks[group.rank][0]
+    return _Planned(
+        how.codec,
+        codecs,
+        specs,
+        rounds=tuple(
+            _plan_round(share, begin, dtype, tensor, codecs, group)
+            for share in rounds(rows, codecs, device, group)
+        ),
+    )
+
+
+def _plan_round(
+    rows: Sequence[Sequence[Range]],
+    begin: int,
+    dtype: torch.dtype,
+    tensor: Tensor,
+    codecs: Sequence[Codec],
+    group: Group,
+) -> _SumRound:
+    """Plan a round; ``rows``: by rank, the stretches of ``tensor`` that it sums.
+
+    ``begin``: of this rank's chunk. ``dtype``: in which values are sent.
+    """
+    (first, second), device, row = codecs, tensor.device, rows[group.rank]
+    parts = [
+        SummedPart(low, high, (rank,), low - begin if rank == group.rank else 0)
+        for rank, of_rank in enumerate(rows)
+        for low, high in of_rank
+    ]
+    numels = [[stop - start for start, stop in of_rank] for of_rank in rows]
+    wide = sent_dtype(second, tensor.dtype, wide=True)
+    return _SumRound(
+        list(chain(*rows)),
+        (row[0][0] - begin, row[-1][1] - begin) if row else (0, 0),
+        numels[group.rank],
+        plan_sum(parts, first, dtype, device, group),
+        plan_gather(numels, second, wide, device, group),
+    )
+
+
 def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
     """Sum on one level: in three launches, in a swap between two ranks, or in rounds.
 
     Returns the generator of these steps instead of delegating to it, which would cost at each step.
     """
-    group, device = how.group, tensor.device
+    group = how.group
     if group.size == 1 and how.residual is not None:
         add_alone(how.residual, tensor)
     if group.size == 1 or tensor.numel() == 0:
         return given(None)
     if how.probe is not None:
         how.probe(tensor, how.cuts, how.residual)
-    codecs, fused = _codecs(how.codec, tensor.dtype, group.size, device, how.cuts)
-    how.meter.use(*[each.spec for each in codecs])
-    if fused is not None and not isinstance(how.residual, QuantizedResidual):
-        return fused_all_reduce(tensor, codecs[0], fused, how)
-    if len(codecs) == 1:
-        via = Transfer(codecs[0], group, how.meter, flush=how.flush)
-        rows = [stretches(0, tensor.numel(), how.cuts)]
-        return overlapped(
-            _pair(tensor, row, how.residual, via) for (row,) in rounds(rows, codecs, device, group)
-        )
-    return _in_rounds(tensor, codecs, how)
+    plan = _planned(tensor, how)
+    how.meter.use(*plan.specs)
+    if plan.fused is not None:
+        return fused_all_reduce(tensor, plan.codecs[0], plan.fused, how)
+    if plan.pairs:
+        return overlapped([_pair(tensor, each, how) for each in plan.pairs])
+    return _in_rounds(tensor, plan, how)
 
 
-def _in_rounds(tensor: Tensor, codecs: Sequence[Codec], how: Reduction) -> Steps[None]:
+def _in_rounds(tensor: Tensor, plan: _Planned, how: Reduction) -> Steps[None]:
     """Sum in rounds that overlap (``_round``)."""
-    group, (first, second) = how.group, codecs
-    chunks = chunk_ranges(tensor.numel(), group.size)
-    own = tensor[slice(*chunks[group.rank])]
+    own = tensor[slice(*chunk_ranges(tensor.numel(), how.group.size)[how.group.rank])]
     scratch, total = _accumulator(own, how)
-    whole = _WholeSum(tensor, own, total, chunks[group.rank][0], how)
-    rows = [stretches(*chunk, how.cuts) for chunk in chunks]
-    yield from overlapped(
-        _round(whole, share, first, second) for share in rounds(rows, codecs, tensor.device, group)
-    )
+    yield from overlapped([_round(tensor, own, total, each, how) for each in plan.rounds])
     POOL.give(scratch)
 
 
@@ -163,7 +268,7 @@ def _accumulator(own: Tensor, how: Reduction) -> tuple[Tensor | None, Tensor]:
     """Return ``(buffer to give back, fp32 tensor that will hold the sum)``.
 
     The sum is made where it takes no further pass over memory: on top of the owner's residual, or
-    of this rank's values where that keeps the bits of the rank order (see ``ReducedPart``).
+    of this rank's values where that keeps the bits of the rank order (see ``sum_parts``).
     """
     if isinstance(how.owner_residual, Tensor):
         return None, how.owner_residual
@@ -175,68 +280,40 @@ def _accumulator(own: Tensor, how: Reduction) -> tuple[Tensor | None, Tensor]:
     return POOL.take_fp32(own.numel(), own.device)
 
 
-@dataclass(frozen=True)
-class _WholeSum:
-    """The tensors of one all_reduce in two hops."""
-
-    tensor: Tensor
-    own: Tensor  # this rank's chunk of it
-    total: Tensor  # fp32: where that chunk is summed
-    start: int  # of the chunk in ``tensor``
-    how: Reduction
-
-    def parts(self, rows: Sequence[Sequence[Range]], sums: Sequence[Tensor]) -> list[ReducedPart]:
-        """Return the stretches ``rows`` of all ranks as parts; this rank's have ``sums`` as out."""
-        residual, me = self.how.residual, self.how.group.rank
-        found = [
-            ReducedPart(self.tensor[a:b], (rank,), None if residual is None else residual[a:b])
-            for rank, row in enumerate(rows)
-            for a, b in row
-        ]
-        in_place, fresh = self.total is self.own, self.how.owner_residual is None
-        for part, out in zip((p for p in found if p.owners == (me,)), sums, strict=True):
-            part.out, part.fresh = part.values if in_place else out, fresh
-        return found
-
-
 def _round(
-    whole: _WholeSum, rows: Sequence[Sequence[Range]], first: Codec, second: Codec
+    tensor: Tensor, own: Tensor, total: Tensor, plan: _SumRound, how: Reduction
 ) -> Steps[None]:
     """1-3 sum this rank's part (``sum_parts``), 4 encode the sum, 5 all-gather, 6 decode.
 
-    ``rows``: by rank, the stretches of the tensor that it sums in this round.
+    ``own``: this rank's chunk of ``tensor``; ``total``: fp32, where that chunk is summed.
     """
-    group, meter, tensor = whole.how.group, whole.how.meter, whole.tensor
-    row = rows[group.rank]
-    mine = slice(row[0][0] - whole.start, row[-1][1] - whole.start) if row else slice(0, 0)
-    numels = [[stop - start for start, stop in of_rank] for of_rank in rows]
-    total = whole.total[mine]
-    sums = torch.split(total, numels[group.rank])
+    group, meter, clock, kept = how.group, how.meter, how.meter.clock, how.owner_residual
     # 1-3
-    hop = Transfer(first, group, meter, flush=whole.how.flush)
-    yield from sum_parts(whole.parts(rows, sums), hop)
+    residuals = None if how.residual is None else [how.residual]
+    place = None if total is own else total
+    yield from sum_parts(plan.sum, [tensor], residuals, place, group, meter, kept is not None)
     # 4
-    dtype, via = sent_dtype(second, tensor.dtype, wide=True), Transfer(second, group, meter)
-    own = gather_room(numels, dtype, tensor.device, via)
-    with meter.coding():
-        show_overflow(total, tensor.dtype)
-        encode_all(second, sums, own, dtype)
+    mine = slice(*plan.mine)
+    summed = total[mine]
+    start = clock.begin()
+    show_overflow(summed, tensor.dtype)
+    encoded = encode_all(plan.gather, torch.split(summed, plan.lengths))
+    clock.end(meter, "codec", start)
     # 5
-    payloads, gathered = yield from gather(own, numels, dtype, via)
+    payloads, gathered = yield from gather(encoded, plan.gather, group, meter)
     # 6
-    with meter.coding():
-        places = [tensor[start:stop] for of_rank in rows for start, stop in of_rank]
-        decode_all(second, list(chain(*payloads)), places)
-        if whole.how.owner_residual is not None:
-            settle(total, whole.own[mine])
-        if isinstance(whole.how.owner_residual, QuantizedResidual):
-            whole.how.owner_residual[mine].pack(total)
-    POOL.give(own.buffer, gathered)
+    start = clock.begin()
+    places = [tensor[low:high] for low, high in plan.stretches]
+    decode_all(plan.gather.codec, plan.gather.each, list(chain(*payloads)), places)
+    if kept is not None:
+        settle(summed, own[mine])
+    if isinstance(kept, QuantizedResidual):
+        kept[mine].pack(summed)
+    clock.end(meter, "codec", start)
+    POOL.give(encoded.buffer, gathered)
 
 
-def _pair(
-    tensor: Tensor, row: Sequence[Range], residual: Residual | None, via: Transfer
-) -> Steps[None]:
+def _pair(tensor: Tensor, plan: _PairRound, how: Reduction) -> Steps[None]:
     """1 encode and decode this rank's values, 2 exchange payloads, 3 add the other rank's values.
 
     As many bytes as in two hops, in which each sends half of its values and then half of the sums.
@@ -244,26 +321,23 @@ def _pair(
     codecs of fixed size make two thirds of the squared error; and there is one wait instead of two.
     Both ranks add the same two decoded tensors, and a + b is b + a, so their bits are equal.
     """
-    me, start, stop = via.group.rank, row[0][0], row[-1][1]
-    dtype = sent_dtype(via.codec, tensor.dtype, residual is not None, via.flush)
+    row, codec, meter, residual = plan.row, plan.exchange.codec, how.meter, how.residual
+    begin, stop = row[0][0], row[-1][1]
     # 1
-    buffer, total = None, tensor[start:stop]
+    buffer, total = None, tensor[begin:stop]
     if tensor.dtype != torch.float32:
-        buffer, total = POOL.take_fp32(stop - start, tensor.device)
-    sums = [total[low - start : high - start] for low, high in row]
+        buffer, total = POOL.take_fp32(stop - begin, tensor.device)
+    sums = [total[low - begin : high - begin] for low, high in row]
     left = [None if residual is None else residual[low:high] for low, high in row]
     values = [tensor[low:high] for low, high in row]
     jobs = [EncodeRequest(*each) for each in zip(values, left, sums, strict=True)]
     # 2
-    numels = [high - low for low, high in row]
-    to = [jobs if rank != me else [] for rank in range(2)]
-    come = [numels if rank != me else [] for rank in range(2)]
-    payloads = yield from exchange(to, come, dtype, tensor.device, via)
+    payloads = yield from exchange(plan.exchange, jobs, how.group, meter)
     # 3
-    with via.meter.coding():
-        for payload, out in zip(payloads.received[1 - me], sums, strict=True):
-            via.codec.decode_add(payload, out, dtype)
-        if buffer is not None:
-            tensor[start:stop].copy_(total)
-    payloads.release()
-    POOL.give(buffer)
+    start = meter.clock.begin()
+    for payload, out in zip(payloads.received[1 - how.group.rank], sums, strict=True):
+        codec.decode_add(payload, out, plan.exchange.dtype)
+    if buffer is not None:
+        tensor[begin:stop].copy_(total)
+    meter.clock.end(meter, "codec", start)
+    POOL.give(buffer, *payloads.buffers)

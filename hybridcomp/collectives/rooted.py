@@ -9,25 +9,35 @@ No upstream sends the native messages of hybridcomp's layers: ``broadcast_native
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
 import torch
 from torch import Tensor
 
-from hybridcomp.collectives.reduce_parts import ReducedPart, sum_parts
+from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives.reduce_parts import SummedPart, SumPlan, plan_sum, sum_parts
 from hybridcomp.collectives.wire import (
     POOL,
     EncodeRequest,
+    ExchangePlan,
     Group,
     Handle,
     Meter,
+    Range,
     Steps,
     Transfer,
     check_values,
     exchange,
     overlapped,
+    plan_exchange,
     rounds,
     transport,
 )
 from hybridcomp.errors import CodecError
+
+T = TypeVar("T")
 
 
 def broadcast(
@@ -67,35 +77,60 @@ def _broadcast(values: Tensor | None, out: Tensor, root: int, via: Transfer) -> 
         out.copy_(values)
     if group.size == 1 or not numel:
         return
-    (codec,) = via.codec.split_error_budget(1, 1, result=out.dtype)
-    via.meter.use(codec.spec)
-    only = Transfer(codec, group, via.meter)
-    cut = rounds([[(0, numel)]], (codec,), out.device, group)
-    yield from overlapped(
-        _broadcast_round(
-            None if values is None else values[row[0][0] : row[-1][1]],
-            out[row[0][0] : row[-1][1]],
-            root,
-            only,
-        )
-        for (row,) in cut
-        if row
-    )
+    key = ("broadcast", id(via.codec), root, numel, out.dtype, out.device)
+    plan: _Planned[_BroadcastRound] | None = group.plans.get(key)
+    if plan is None:
+        (codec,) = via.codec.split_error_budget(1, 1, result=out.dtype)
+        cut = rounds([[(0, numel)]], (codec,), out.device, group)
+        each = [_plan_broadcast(row, codec, out, root, group) for (row,) in cut if row]
+        plan = group.keep(key, _Planned(via.codec, codec.spec, each), group.size * len(each))
+    via.meter.use(plan.spec)
+    yield from overlapped([_broadcast_round(each, values, out, root, via) for each in plan.rounds])
 
 
-def _broadcast_round(values: Tensor | None, out: Tensor, root: int, via: Transfer) -> Steps[None]:
+@dataclass(frozen=True, eq=False)
+class _Planned(Generic[T]):
+    """The rounds of messages that are alike; ``held``: their codec, for the key."""
+
+    held: Codec
+    spec: str  # of the codec that encodes
+    rounds: list[T]
+
+
+@dataclass(frozen=True, eq=False)
+class _BroadcastRound:
+    """Elements ``[start, stop)`` of a broadcast, and their exchange."""
+
+    start: int
+    stop: int
+    exchange: ExchangePlan
+
+
+def _plan_broadcast(
+    row: Sequence[Range], codec: Codec, out: Tensor, root: int, group: Group
+) -> _BroadcastRound:
+    (start, _), (_, stop) = row[0], row[-1]
+    sends, ranks = group.rank == root, range(group.size)
+    to = [[0] if sends and rank != root else [] for rank in ranks]
+    come = [[stop - start] if not sends and rank == root else [] for rank in ranks]
+    jobs = [stop - start] if sends else []
+    plan = plan_exchange(to, jobs, come, codec, out.dtype, out.device, group)
+    return _BroadcastRound(start, stop, plan)
+
+
+def _broadcast_round(
+    plan: _BroadcastRound, values: Tensor | None, out: Tensor, root: int, via: Transfer
+) -> Steps[None]:
     """1 the root encodes and sends to the others, 2 all ranks decode."""
-    me, ranks = via.group.rank, range(via.group.size)
+    here = slice(plan.start, plan.stop)
     # 1
-    job = None if values is None else EncodeRequest(values)
-    to = [[job] if job is not None and rank != me else [] for rank in ranks]
-    come = [[out.numel()] if job is None and rank == root else [] for rank in ranks]
-    payloads = yield from exchange(to, come, out.dtype, out.device, via)
+    jobs = [] if values is None else [EncodeRequest(values[here])]
+    payloads = yield from exchange(plan.exchange, jobs, via.group, via.meter)
     # 2
-    payload = payloads.received[root][0] if job is None else payloads.encoded[job]
+    payload = payloads.encoded[0] if jobs else payloads.received[root][0]
     with via.meter.coding():
-        via.codec.decode(payload, out)
-    payloads.release()
+        plan.exchange.codec.decode(payload, out[here])
+    POOL.give(*payloads.buffers)
 
 
 def reduce(
@@ -128,22 +163,25 @@ def _reduce(values: Tensor, out: Tensor | None, root: int, via: Transfer) -> Ste
         out.copy_(values)
     if group.size == 1 or not numel:
         return
-    (codec,) = via.codec.split_error_budget(1, group.size, exact=1)
-    via.meter.use(codec.spec)
-    hop = Transfer(codec, group, via.meter)
-    cut = rounds([[(0, numel)]], (codec,), values.device, group)
+    key = ("reduce", id(via.codec), root, numel, values.dtype, values.device)
+    plan: _Planned[SumPlan] | None = group.plans.get(key)
+    if plan is None:
+        (codec,) = via.codec.split_error_budget(1, group.size, exact=1)
+        each = [
+            plan_sum(
+                [SummedPart(start, stop, (root,), start) for start, stop in row],
+                codec,
+                values.dtype,
+                values.device,
+                group,
+            )
+            for (row,) in rounds([[(0, numel)]], (codec,), values.device, group)
+            if row
+        ]
+        plan = group.keep(key, _Planned(via.codec, codec.spec, each), group.size * len(each))
+    via.meter.use(plan.spec)
     yield from overlapped(
-        sum_parts(
-            [
-                ReducedPart(
-                    values[start:stop], (root,), None, None if out is None else out[start:stop]
-                )
-                for start, stop in row
-            ],
-            hop,
-        )
-        for (row,) in cut
-        if row
+        [sum_parts(each, [values], None, out, group, via.meter) for each in plan.rounds]
     )
 
 

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import overload
 
 import torch
 from torch import Tensor
 
+from hybridcomp.codecs.base import Codec, CollectiveKernel
 from hybridcomp.codecs.quantized_residual import Residual, as_fp32
 from hybridcomp.collectives.fused import adjacent, fused_reduce_scatter
 from hybridcomp.collectives.hierarchical.intra_node import join_columns, node_sum
-from hybridcomp.collectives.reduce_parts import ReducedPart, sum_parts
+from hybridcomp.collectives.reduce_parts import SummedPart, SumPlan, plan_sum, sum_parts
 from hybridcomp.collectives.wire import (
     POOL,
-    Range,
     ReduceScatterHandle,
     Reduction,
     Steps,
-    Transfer,
     add_alone,
     check_residual,
     check_values,
     given,
     overlapped,
     rounds,
+    sent_dtype,
     stretches,
 )
 from hybridcomp.errors import CodecError
@@ -153,16 +154,86 @@ def _flat(
     total = own.new_empty(own.numel(), dtype=torch.float32)
     if not own.numel() and not any(shard.numel() for shard in shards):
         return given(total)
-    (codec,) = how.codec.split_error_budget(1, len(shards), exact=1)
-    how.meter.use(codec.spec)
-    fused = None if cuts and any(cuts) else codec.fused(total.device)
-    flat = None if fused is None else _joined(shards)
+    plan = _planned(shards, residuals, cuts, how)
+    how.meter.use(plan.spec)
+    flat = None if plan.fused is None else _joined(shards)
     left = None if flat is None or residuals is None else _joined_residuals(residuals)
-    if fused is not None and flat is not None and (residuals is None or left is not None):
-        only = Reduction(codec, how.group, how.meter, residual=left)
-        return fused_reduce_scatter(flat, shards[0].numel(), total, fused, only)
-    hop = Transfer(codec, how.group, how.meter, flush=how.flush)
-    return _in_rounds(shards, total, residuals, cuts, hop)
+    if plan.fused is not None and flat is not None and (residuals is None or left is not None):
+        only = Reduction(plan.codec, how.group, how.meter, residual=left)
+        return fused_reduce_scatter(flat, shards[0].numel(), total, plan.fused, only)
+    if not plan.rounds:
+        plan.rounds.extend(_plan_rounds(shards, residuals, cuts, plan, how))
+    return _in_rounds(shards, total, residuals, plan, how)
+
+
+@dataclass(frozen=True, eq=False)
+class _Planned:
+    """How a group reduce-scatters messages that are alike, on one level.
+
+    Attributes:
+        held: the codec of the reduction, for the key.
+        codec, spec: of the quantization.
+        fused: kernels for two launches, for shards that are one in memory.
+        rounds: for all others, planned at the first one of these.
+        is_one: whether the rounds take values and residuals as one tensor each.
+    """
+
+    held: Codec
+    codec: Codec
+    spec: str
+    fused: CollectiveKernel | None
+    is_one: bool
+    rounds: list[SumPlan] = field(default_factory=list)
+
+
+def _planned(
+    shards: Sequence[Tensor], residuals: Residuals, cuts: Cuts, how: Reduction
+) -> _Planned:
+    """Return the plan of this message, made at the first one that is like it."""
+    one, like = isinstance(shards, Shards), shards[how.group.rank]
+    is_one = one and (residuals is None or isinstance(residuals, Shards))
+    lengths = (
+        (shards.flat.numel(), shards.numel)
+        if isinstance(shards, Shards)
+        else tuple(shard.numel() for shard in shards)
+    )
+    edges = tuple(map(tuple, cuts)) if cuts and any(cuts) else ()
+    kinds = (is_one, residuals is None, how.flush, like.dtype, like.device)
+    key = ("reduce_scatter", id(how.codec), one, lengths, edges, *kinds)
+    found: _Planned | None = how.group.plans.get(key)
+    if found is None:
+        (codec,) = how.codec.split_error_budget(1, how.group.size, exact=1)
+        fused = None if edges else codec.fused(like.device)
+        found = _Planned(how.codec, codec, codec.spec, fused, is_one)
+        found = how.group.keep(key, found, how.group.size)
+    return found
+
+
+def _plan_rounds(
+    shards: Sequence[Tensor], residuals: Residuals, cuts: Cuts, plan: _Planned, how: Reduction
+) -> list[SumPlan]:
+    group, like = how.group, shards[how.group.rank]
+    dtype = sent_dtype(plan.codec, like.dtype, residuals is not None, how.flush)
+    rows = [
+        stretches(0, shard.numel(), cuts[rank] if cuts else ()) for rank, shard in enumerate(shards)
+    ]
+    numel = shards.numel if isinstance(shards, Shards) else 0
+    return [
+        plan_sum(
+            [
+                SummedPart(low + rank * numel, high + rank * numel, (rank,), low)
+                if plan.is_one
+                else SummedPart(low, high, (rank,), low, rank)
+                for rank, row in enumerate(share)
+                for low, high in row
+            ],
+            plan.codec,
+            dtype,
+            like.device,
+            group,
+        )
+        for share in rounds(rows, (plan.codec,), like.device, group)
+    ]
 
 
 def _joined(shards: Sequence[Tensor]) -> Tensor | None:
@@ -179,16 +250,15 @@ def _joined_residuals(residuals: Sequence[Residual]) -> Tensor | None:
 
 
 def _in_rounds(
-    shards: Sequence[Tensor], total: Tensor, residuals: Residuals, cuts: Cuts, via: Transfer
+    shards: Sequence[Tensor], total: Tensor, residuals: Residuals, plan: _Planned, how: Reduction
 ) -> Steps[Tensor]:
     """Sum this rank's shard into ``total``, in rounds that overlap (``sum_parts``)."""
-    group = via.group
-    rows = [
-        stretches(0, shard.numel(), cuts[rank] if cuts else ()) for rank, shard in enumerate(shards)
-    ]
+    values: Sequence[Tensor] = shards
+    if plan.is_one and isinstance(shards, Shards):
+        values = [shards.flat]
+        residuals = [residuals.flat] if isinstance(residuals, Shards) else None
     yield from overlapped(
-        sum_parts(_parts(shards, share, residuals, total, group.rank), via)
-        for share in rounds(rows, (via.codec,), total.device, group)
+        [sum_parts(each, values, residuals, total, how.group, how.meter) for each in plan.rounds]
     )
     return total
 
@@ -201,23 +271,3 @@ def _check_residuals(shards: Sequence[Tensor], residuals: Sequence[Residual]) ->
         return
     for rank, (shard, residual) in enumerate(zip(shards, residuals, strict=True)):
         check_residual(f"residuals[{rank}]", residual, shard.numel())
-
-
-def _parts(
-    shards: Sequence[Tensor],
-    rows: Sequence[Sequence[Range]],
-    residuals: Residuals,
-    total: Tensor,
-    me: int,
-) -> list[ReducedPart]:
-    """Cut the ``shards`` of all ranks into parts at ``rows``; ``me`` sums its own in ``total``."""
-    return [
-        ReducedPart(
-            shards[rank][low:high],
-            (rank,),
-            None if residuals is None else residuals[rank][low:high],
-            total[low:high] if rank == me else None,
-        )
-        for rank, row in enumerate(rows)
-        for low, high in row
-    ]

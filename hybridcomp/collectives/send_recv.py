@@ -19,12 +19,11 @@ from hybridcomp.collectives.wire import (
     UNREAD,
     Header,
     Pending,
-    Slots,
     Steps,
     Transfer,
     check_match,
     check_values,
-    encode_all,
+    encode_values,
     payload_sizes,
     spec_digest,
     transport,
@@ -62,16 +61,15 @@ def _send(tensor: Tensor, dst: int, via: Transfer) -> Steps[None]:
     (codec,) = via.codec.split_error_budget(1, 1, result=tensor.dtype)
     meter.use(codec.spec)
     payload = POOL.take(codec.wire_nbytes(tensor.numel(), tensor.dtype), tensor.device)
+    late = payload_sizes.SIZES.stay(codec, tensor.device) and tensor.numel() > 0
+    word = payload.new_empty(1, dtype=torch.int64) if late else None
     with meter.coding():
-        filled = [tensor] if tensor.numel() else []
-        own = Slots(payload, [])
-        encode_all(codec, filled, own, tensor.dtype)
-    used = sum(own.nbytes)
+        used = encode_values(codec, tensor, payload, word) if tensor.numel() else 0
     header = Header(spec_digest(codec.spec), tensor.dtype, tensor.numel(), used)
     packed, arrival = _packed(header, tensor.device), None
-    if own.words is not None and used:
-        packed, arrival = packed.clone(), payload_sizes.SIZES.copied(own.words)
-        packed[_SIZE_AT].copy_(own.words.view(torch.uint8))
+    if word is not None:
+        packed, arrival = packed.clone(), payload_sizes.SIZES.copied(word)
+        packed[_SIZE_AT].copy_(word.view(torch.uint8))
     yield transport.send(packed, dst, group, meter)
     if arrival is not None:  # the receiver has its header already
         yield arrival

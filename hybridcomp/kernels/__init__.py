@@ -112,10 +112,14 @@ class KernelSet(Generic[Functions_co]):
 
     def __init__(self, codec: str) -> None:
         self.codec = codec
+        self._last: tuple[Kernels | None, object] = (None, None)  # the back end of the last call
 
     def on(self, device: torch.device) -> Functions_co:
         """Return the functions for tensors on ``device``. Raises CodecError as ``kernels_of``."""
-        return cast(Functions_co, kernels_of(device).functions(self.codec))
+        kernels, last = kernels_of(device), self._last
+        if last[0] is not kernels:
+            last = self._last = kernels, kernels.functions(self.codec)
+        return cast(Functions_co, last[1])
 
 
 class CpuKernels:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs import make_codec
-from hybridcomp.collectives import Meter, OwnedRange, Shards, owner_plan
+from hybridcomp import collectives
+from hybridcomp.codecs import Codec, make_codec
+from hybridcomp.collectives import Group, Meter, OwnedRange, Shards, Transfer, owner_plan
 from hybridcomp.collectives.owner_plan import find_plan
+from hybridcomp.collectives.wire import exchange_plan, gathers
+from hybridcomp.collectives.wire import group as wire_group
 from hybridcomp.errors import CodecError
-from tests.collectives.calls import reduce_scatter
+from tests.collectives.calls import all_reduce, reduce_scatter, reduce_to_owners
+from tests.collectives.common import values_of
 from tests.stand_ins import thread_groups
 
 
@@ -99,3 +106,115 @@ def test_wrong_shards_are_refused() -> None:
     for count, dtype, residual in thread_groups.run(2, refused):
         assert "expected 2 shards" in count and "torch.float64" in dtype
         assert "residuals: expected 8" in residual
+
+
+@functools.lru_cache
+def _buckets(size: int) -> tuple[tuple[OwnedRange, ...], ...]:
+    """Ranges that go directly to their owners, and some that go by the balanced plan."""
+    numel = 40 * size
+    direct = (OwnedRange(0, 40, (0,)), OwnedRange(40, numel, tuple(range(size))))
+    return direct, (OwnedRange(0, numel, (1,)),)
+
+
+def _messages(codec: Codec, group: Group, size: int) -> list[Tensor]:
+    """Send every message that has a plan over ``group``; what this rank got."""
+    me, numel = group.rank, 40 * size
+    values = values_of(me, numel)
+    out, total, spread = torch.empty(40 * size), torch.empty(numel), torch.empty(numel)
+    meter, parts, same = Meter(), torch.empty(numel), values.clone()
+    all_reduce(same, codec, group, meter=meter)
+    shard = reduce_scatter(torch.split(values, 40), codec, group, meter=meter).wait()
+    sums = [
+        one
+        for each in _buckets(size)
+        for one in reduce_to_owners(values, each, codec, group, meter=meter)
+    ]
+    via = Transfer(codec, group, meter)
+    collectives.all_gather(values[:40], out, via)
+    collectives.all_to_all(parts, values, via)
+    collectives.broadcast(values if me == 1 else None, spread, 1, via)
+    collectives.reduce(values, total if me == 1 else None, 1, via)
+    return [same, shard, *sums, out, parts, spread, *([total] if me == 1 else [])]
+
+
+CODECS_OF_BOTH_KINDS = [("blockint", {"bits": 4}), ("radix", {"error_bound": 1e-2})]
+
+
+@pytest.mark.parametrize(("name", "settings"), CODECS_OF_BOTH_KINDS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_message_that_comes_again_is_not_planned_again(
+    name: str, settings: dict[str, Any], size: int
+) -> None:
+    codec, plans = make_codec(name, **settings), [dict[Any, Any]() for _ in range(size)]
+
+    def once(member: Any, me: int) -> list[Tensor]:
+        group = Group(member, me, size)
+        group.plans = plans[me]
+        return _messages(codec, group, size)
+
+    first = thread_groups.run(size, once)
+    with (
+        mock.patch.object(exchange_plan, "ExchangePlan", side_effect=AssertionError),
+        mock.patch.object(gathers, "GatherPlan", side_effect=AssertionError),
+    ):
+        again = thread_groups.run(size, once)
+    for left, right in zip(first, again, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize(("name", "settings"), CODECS_OF_BOTH_KINDS)
+def test_plans_go_with_their_group(name: str, settings: dict[str, Any]) -> None:
+    """At once: what waited for the collector would keep the threads of a destroyed group."""
+
+    def gone(member: Any, me: int) -> bool:
+        group, codec = Group(member, me, 3), make_codec(name, **settings)
+        _messages(codec, group, 3)
+        assert len(group.plans) == 8, "every message has one"
+        plans = [weakref.ref(plan) for plan in group.plans.values()]
+        dead = weakref.ref(group)
+        del group
+        return dead() is None and not any(plan() for plan in plans)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert all(thread_groups.run(3, gone))
+    finally:
+        gc.enable()
+
+
+def test_a_plan_holds_the_codec_that_it_is_found_by() -> None:
+    """Else a new codec at the same address would take the plan of the one before."""
+
+    def sums(member: Any, me: int) -> list[list[Tensor]]:
+        kept, found = Group(member, me, 3), []
+        for bits in (2, 8, 3, 7, 4, 6):
+            for group in (kept, Group(member, me, 3)):
+                found.append(_messages(make_codec("blockint", bits=bits), group, 3))
+        return found
+
+    for found in thread_groups.run(3, sums):
+        for with_plans, without in zip(found[::2], found[1::2], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(with_plans, without, strict=True))
+
+
+def test_a_group_keeps_so_many_plans() -> None:
+    group = Group(cast(Any, None), 0, 1)
+    with mock.patch.object(wire_group, "MOST_PLANNED", 10):
+        for number in range(3):
+            group.keep((number,), number, weight=4)
+            group.keep((number, "light"), number)
+    assert group.plans == {(2,): 2, (2, "light"): 2}, "the first four weigh ten"
+
+
+def test_a_codec_against_earlier_values_leaves_no_plan() -> None:
+    """It is made for one message, and holds what receivers have."""
+
+    def gathered(member: Any, me: int) -> int:
+        group, held = Group(member, me, 2), torch.zeros(100, dtype=torch.bfloat16)
+        codec, out = make_codec("stepcode").against(held), torch.zeros(200, dtype=torch.bfloat16)
+        collectives.all_gather(torch.ones_like(held), out, Transfer(codec, group, Meter()))
+        assert bool((out == 1).all())
+        return len(group.plans)
+
+    assert thread_groups.run(2, gathered) == [0, 0]

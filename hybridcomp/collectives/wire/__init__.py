@@ -4,7 +4,9 @@ group          the ranks of a message, how values travel between them and how th
 handle         steps of a collective, the handle that drives them, the meter of what they cost
 cuts           chunks of ranks, stretches between parameters, rounds
 encoding       values into payloads and back, error feedback, buffers
+exchange_plan  what all-to-alls of payloads of the same lengths have in common
 exchanges      all-to-all of payloads, and the number of rounds of a message
+varying        payloads whose sizes vary with the values
 gathers        all-gather of payloads
 payload_sizes  sizes of payloads of variable size
 splits         lengths of the parts of an all-to-all
@@ -26,13 +28,21 @@ from hybridcomp.collectives.wire.encoding import (
     check_residual,
     check_values,
     decode_fp32,
+    encode_values,
     first,
     sent_dtype,
     settle,
     show_overflow,
 )
+from hybridcomp.collectives.wire.exchange_plan import ExchangePlan, plan_exchange
 from hybridcomp.collectives.wire.exchanges import exchange, round_count, rounds
-from hybridcomp.collectives.wire.gathers import Slots, decode_all, encode_all, gather, gather_room
+from hybridcomp.collectives.wire.gathers import (
+    GatherPlan,
+    decode_all,
+    encode_all,
+    gather,
+    plan_gather,
+)
 from hybridcomp.collectives.wire.group import Group, Levels, Probe, Reduction, Transfer
 from hybridcomp.collectives.wire.handle import (
     HOST,
@@ -59,6 +69,8 @@ from hybridcomp.collectives.wire.splits import Splits
 
 __all__ = [
     "Clock",
+    "ExchangePlan",
+    "GatherPlan",
     "Group",
     "HEADER_NBYTES",
     "HOST",
@@ -74,7 +86,6 @@ __all__ = [
     "Range",
     "ReduceScatterHandle",
     "Reduction",
-    "Slots",
     "Splits",
     "Steps",
     "Transfer",
@@ -90,13 +101,15 @@ __all__ = [
     "decode_all",
     "decode_fp32",
     "encode_all",
+    "encode_values",
     "exchange",
     "first",
     "gather",
-    "gather_room",
     "given",
     "overlapped",
     "payload_sizes",
+    "plan_exchange",
+    "plan_gather",
     "poll_headers",
     "round_count",
     "rounds",

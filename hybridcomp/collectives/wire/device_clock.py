@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hybridcomp.collectives.wire.handle import Kind, StreamSpan, Timed
+from hybridcomp.collectives.wire.handle import Kind, StreamSpan, Timed, TimedBody
 
 #: spans kept until the end of a step; an evaluation sends any number of messages within a step
 WAITING = 1024
@@ -34,27 +34,18 @@ class SilentClock:
     on_device = True
     _nothing = nullcontext()
 
+    def begin(self) -> None:
+        """Mark nothing."""
+
+    def end(self, timed: Timed, kind: Kind, start: None) -> None:
+        """Measure nothing."""
+
     def time(self, timed: Timed, kind: Kind) -> AbstractContextManager[None]:
         """Return a context that measures nothing."""
         return self._nothing
 
 
 SILENT = SilentClock()
-
-
-class _DeviceTime:
-    """Context that records an event before and after its body, on the current stream."""
-
-    __slots__ = ("_clock", "_kind", "_start", "_timed")
-
-    def __init__(self, clock: DeviceClock, timed: Timed, kind: Kind) -> None:
-        self._clock, self._timed, self._kind = clock, timed, kind
-
-    def __enter__(self) -> None:
-        self._start = self._clock.marked()
-
-    def __exit__(self, *_: object) -> None:
-        self._timed.spans.append(StreamSpan(self._kind, self._start, self._clock.marked()))
 
 
 def _cuda_event() -> Any:
@@ -80,9 +71,13 @@ class DeviceClock:
 
     def time(self, timed: Timed, kind: Kind) -> AbstractContextManager[None]:
         """Return a context that times its body by two events, as a span of ``timed``."""
-        return _DeviceTime(self, timed, kind)
+        return TimedBody(self, timed, kind)
 
-    def marked(self) -> Any:
+    def end(self, timed: Timed, kind: Kind, start: Any) -> None:
+        """Record a second event; the time between them becomes a span of ``timed``."""
+        timed.spans.append(StreamSpan(kind, start, self.begin()))
+
+    def begin(self) -> Any:
         """Record and return an event behind all work of the current stream."""
         event = self._free.pop() if self._free else self.make()
         event.record()

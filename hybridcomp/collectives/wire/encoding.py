@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import PAYLOAD_ALIGN, VALUE_DTYPES, Codec
+from hybridcomp.codecs.base import PAYLOAD_ALIGN, VALUE_DTYPES, Codec, MultiTensorKernel
 from hybridcomp.codecs.casts import CAST_TO
 from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual, as_fp32
 from hybridcomp.errors import CodecError
@@ -279,15 +279,17 @@ def encode_values(codec: Codec, values: Tensor, out: Tensor, word: Tensor | None
 
 
 def encode_jobs(
-    codec: Codec, jobs: Sequence[EncodeRequest], slots: Sequence[Tensor], dtype: torch.dtype
+    each: MultiTensorKernel,
+    jobs: Sequence[EncodeRequest],
+    slots: Sequence[Tensor],
+    dtype: torch.dtype,
 ) -> bool:
     """Encode all ``jobs`` as ``dtype`` in one launch if possible; return whether it was.
 
     The codec is of fixed size. Not possible where a job has ``decoded``, or its sum as residual.
     """
-    each = codec.each(slots[0].device) if len(jobs) > 1 else None
     plain = [job.residual is None for job in jobs]
-    if each is None or any(job.decoded is not None or job.values is job.residual for job in jobs):
+    if any(job.decoded is not None or job.values is job.residual for job in jobs):
         return False
     if all(plain):
         each.encode([job.values.to(dtype) for job in jobs], slots)

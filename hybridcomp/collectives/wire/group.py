@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,11 @@ from torch.distributed import ProcessGroup
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.quantized_residual import Residual
 from hybridcomp.collectives.wire.handle import Meter
+
+P = TypeVar("P")
+#: weight of all plans that a group keeps: thousands of a few ranks, sixteen with a part for each of
+#: 4,096 ranks
+MOST_PLANNED = 1 << 16
 
 #: called with the values to encode, the positions in them that no codec block may cross, and their
 #: residual
@@ -47,6 +53,8 @@ class Group:
             all of the group in one level, one of each node in two.
         global_ranks, backends: by group rank and by type of device, filled in at first use.
         limit: time limit of a message over gloo, filled in at first use; None: no limit.
+        plans: what collectives have worked out for messages that come again, by what these have in
+            common (``keep``). They hold neither the group nor tensors of a message, and go with it.
     """
 
     process_group: ProcessGroup
@@ -62,6 +70,8 @@ class Group:
     global_ranks: tuple[int, ...] = field(init=False, default=())
     backends: dict[str, str] = field(init=False, default_factory=dict)
     limit: timedelta | None = field(init=False, default=None)
+    plans: dict[tuple[object, ...], Any] = field(init=False, default_factory=dict, repr=False)
+    _weight: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.ring = float((self.rank + 1) % self.size in self.remote)
@@ -80,6 +90,19 @@ class Group:
         """Make the group of torch's ``group``; None is the default group."""
         found = resolved(group)
         return cls(found, found.rank(), found.size(), remote, levels)
+
+    def keep(self, key: tuple[object, ...], plan: P, weight: int = 1) -> P:
+        """Keep ``plan`` for the next message with the same ``key``, and return it.
+
+        Objects that the key names by identity must be held by the plan. ``weight``: of how many
+        parts it consists; where all plans together weigh too much, those before it are forgotten.
+        """
+        if self._weight + weight > MOST_PLANNED:
+            self.plans.clear()
+            self._weight = 0
+        self.plans[key] = plan
+        self._weight += weight
+        return plan
 
     @property
     def receivers(self) -> Sequence[int]:

@@ -57,38 +57,51 @@ class Clock(Protocol):
 
     on_device: bool
 
+    def begin(self) -> Any:
+        """Return a mark of this moment, for ``end``."""
+        ...
+
+    def end(self, timed: Timed, kind: Kind, start: Any) -> None:
+        """Add the time since the mark ``start`` to ``timed``."""
+        ...
+
     def time(self, timed: Timed, kind: Kind) -> AbstractContextManager[None]:
         """Return a context that adds the time of its body to ``timed``."""
         ...
 
 
-class _HostTime:
-    """Context that adds up its body's host seconds; not a generator, which takes 1 us more."""
+class TimedBody:
+    """Context that adds up its body's seconds; not a generator, which takes 1 us more."""
 
-    __slots__ = ("_kind", "_start", "_timed")
+    __slots__ = ("_clock", "_kind", "_start", "_timed")
 
-    def __init__(self, timed: Timed, kind: Kind) -> None:
-        self._timed, self._kind = timed, kind
+    def __init__(self, clock: Clock, timed: Timed, kind: Kind) -> None:
+        self._clock, self._timed, self._kind = clock, timed, kind
 
     def __enter__(self) -> None:
-        self._start = time.perf_counter()
+        self._start = self._clock.begin()
 
     def __exit__(self, *_: object) -> None:
-        seconds = time.perf_counter() - self._start
-        if self._kind == "codec":
-            self._timed.codec_s += seconds
-        else:
-            self._timed.wait_s += seconds
+        self._clock.end(self._timed, self._kind, self._start)
 
 
 class HostClock:
     """Clock of host seconds, added when the body ends."""
 
     on_device = False
+    begin = staticmethod(time.perf_counter)
+
+    def end(self, timed: Timed, kind: Kind, start: float) -> None:
+        """Add the host's time since ``start`` to ``timed``."""
+        seconds = time.perf_counter() - start
+        if kind == "codec":
+            timed.codec_s += seconds
+        else:
+            timed.wait_s += seconds
 
     def time(self, timed: Timed, kind: Kind) -> AbstractContextManager[None]:
         """Return a context that adds the host's time of its body to ``timed``."""
-        return _HostTime(timed, kind)
+        return TimedBody(self, timed, kind)
 
 
 HOST = HostClock()
@@ -99,7 +112,7 @@ class Works(Work):
 
     #: works deleted without a wait. gloo cancels a receive when its work is freed, and the message
     #: would then be matched with the next receive from the same sender
-    _forgotten: ClassVar[deque[list[Work]]] = deque()
+    forgotten: ClassVar[deque[list[Work]]] = deque()
 
     def __init__(self, works: Sequence[Work], limit: timedelta | None) -> None:
         super().__init__()
@@ -115,7 +128,7 @@ class Works(Work):
 
     def __del__(self) -> None:
         if self._works:
-            self._forgotten.append(self._works)
+            self.forgotten.append(self._works)
 
     @classmethod
     def wait_for_forgotten(cls) -> None:
@@ -123,8 +136,8 @@ class Works(Work):
 
         The last ``MOST_FORGOTTEN`` stay, whose messages may still be on their way.
         """
-        while len(cls._forgotten) > MOST_FORGOTTEN:
-            for work in cls._forgotten.popleft():
+        while len(cls.forgotten) > MOST_FORGOTTEN:
+            for work in cls.forgotten.popleft():
                 work.wait()
 
 
@@ -206,10 +219,13 @@ class Pending(Generic[T]):
         while not self._completed:
             if self._error is not None:
                 raise self._error
-            assert self._work is not None
+            work, clock = self._work, self._meter.clock
+            assert work is not None
             try:
-                with self._meter.waiting():
-                    self._work.wait()
+                if work is not UNDER_WAY:
+                    start = clock.begin()
+                    work.wait()
+                    clock.end(self._meter, "wait", start)
             except BaseException as error:
                 failure = self._failed(error)
                 if failure is error:

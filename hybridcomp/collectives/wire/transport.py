@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from hybridcomp.collectives.wire.group import Group
-from hybridcomp.collectives.wire.handle import Meter, Works
+from hybridcomp.collectives.wire.handle import MOST_FORGOTTEN, Meter, Works
 from hybridcomp.collectives.wire.splits import Splits
 from hybridcomp.job import peer_liveness
 
@@ -41,8 +42,8 @@ TAG = int.from_bytes(b"hc", "big")
 def all_to_all(
     out: Tensor,
     values: Tensor,
-    out_splits: Sequence[int] | Splits,
-    in_splits: Sequence[int] | Splits,
+    out_splits: list[int] | Splits,
+    in_splits: list[int] | Splits,
     group: Group,
     meter: Meter,
 ) -> Work:
@@ -57,8 +58,8 @@ def all_to_all(
         sent = sum(in_splits) - in_splits[group.rank]
         far = sum([in_splits[rank] for rank in group.remote])
     meter.sent(values.itemsize * sent, values.itemsize * far)
-    takes = out_splits.numels if isinstance(out_splits, Splits) else list(out_splits)
-    gives = in_splits.numels if isinstance(in_splits, Splits) else list(in_splits)
+    takes = out_splits.numels if isinstance(out_splits, Splits) else out_splits
+    gives = in_splits.numels if isinstance(in_splits, Splits) else in_splits
     if not STAGING.needed(out, group):
         return _exchange(out, values, takes, gives, group)
     room = STAGING.room(out)
@@ -129,7 +130,8 @@ def _spread(values: Tensor, root: int, sends: bool, group: Group) -> Work:
             return between_pairs(nothing, to, group)
         come = [values if rank == root else values[:0] for rank in range(group.size)]
         return between_pairs(come, nothing, group)
-    _learn(group)
+    if not group.global_ranks:
+        _learn(group)
     own = group.process_group
     return _posted(dist.broadcast(values, group.global_ranks[root], group=own, async_op=True))
 
@@ -190,7 +192,8 @@ def _between_two(
     out: Tensor | None, values: Tensor | None, src: int, dst: int, group: Group
 ) -> Work:
     """Post a receive and then a send; over NCCL as one call, so that none waits for the other."""
-    _learn(group)
+    if not group.global_ranks:
+        _learn(group)
     ranks, own = group.global_ranks, group.process_group
     device = (values if out is None else out).device  # type: ignore[union-attr]
     if not over_gloo(device, group) and backend_of(group, device) != "gloo":
@@ -223,37 +226,41 @@ def between_pairs(out: Sequence[Tensor], values: Sequence[Tensor], group: Group)
     Tensors without elements are not sent, and both sides must know it. ``out[r]`` may be longer
     than the message: gloo only requires that it fits.
     """
-    Works.wait_for_forgotten()
-    _learn(group)
+    if len(Works.forgotten) > MOST_FORGOTTEN:
+        Works.wait_for_forgotten()
+    if not group.global_ranks:
+        _learn(group)
     me, ranks, world = group.rank, len(out), group.global_ranks
     out[me].copy_(values[me])
     # every rank begins with a different peer, so that no rank gets all messages at once
     others = [(me + step) % ranks for step in range(1, ranks)]
+    own = group.process_group
     works = [
-        _posted(dist.irecv(out[rank], world[rank], group=group.process_group, tag=TAG))
+        dist.irecv(out[rank], world[rank], group=own, tag=TAG)
         for rank in reversed(others)
         if out[rank].numel()
     ]
     works += [
-        _posted(dist.isend(values[rank], world[rank], group=group.process_group, tag=TAG))
+        dist.isend(values[rank], world[rank], group=own, tag=TAG)
         for rank in others
         if values[rank].numel()
     ]
-    return Works(works, group.limit)
+    assert None not in works, "this rank is not in the group"
+    return Works(cast(list[Work], works), group.limit)
 
 
 def _learn(group: Group) -> None:
-    """Fill in, once, the group's global ranks and its time limit for messages over gloo."""
-    if not group.global_ranks:
-        group.global_ranks = tuple(dist.get_process_group_ranks(group.process_group))
-        group.limit = peer_liveness.time_limit(group.process_group)
+    """Fill in the group's global ranks and its time limit for messages over gloo."""
+    group.global_ranks = tuple(dist.get_process_group_ranks(group.process_group))
+    group.limit = peer_liveness.time_limit(group.process_group)
 
 
 def _limited(work: Work, tensor: Tensor, group: Group) -> Work:
     """Return ``work``, over gloo with the time limit of its group (``presence.time_limit``)."""
     if not over_gloo(tensor.device, group):
         return work
-    _learn(group)
+    if not group.global_ranks:
+        _learn(group)
     return Works([work], group.limit)
 
 

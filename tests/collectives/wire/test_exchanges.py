@@ -21,7 +21,7 @@ from hybridcomp.collectives import Meter, OwnedRange, chunk_ranges, owner_plan
 from hybridcomp.collectives.owner_plan import plan_of
 from hybridcomp.collectives.wire import Group, cuts, exchanges, payload_sizes, stretches, transport
 from hybridcomp.collectives.wire.encoding import settle_job
-from hybridcomp.collectives.wire.exchanges import cut_payloads
+from hybridcomp.collectives.wire.varying import cut_payloads
 from hybridcomp.errors import CodecError
 from tests.collectives.calls import all_gather, all_reduce, reduce_scatter, reduce_to_owners
 from tests.collectives.common import CODECS, LOSSY, values_of

@@ -1,0 +1,224 @@
+"""Plan how a group reduces buckets that are alike: codecs, kernels and the messages of every round.
+
+``owner_plan`` says which rank sums what; here this becomes messages with a codec, a dtype and cuts,
+of one rank. A plan is made at the first bucket and kept with the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridcomp.codecs.base import Codec, CollectiveKernel, MultiTensorKernel, PlannedKernel
+from hybridcomp.codecs.quantized_residual import QuantizedResidual
+from hybridcomp.collectives.owner_plan import (
+    OwnedPart,
+    OwnedSums,
+    OwnerPlan,
+    find_plan,
+    part_rounds,
+    range_rounds,
+)
+from hybridcomp.collectives.reduce_parts import SummedPart, SumPlan, plan_sum
+from hybridcomp.collectives.wire import (
+    ExchangePlan,
+    Group,
+    OwnedRange,
+    Range,
+    Reduction,
+    plan_exchange,
+    round_count,
+    sent_dtype,
+)
+from hybridcomp.errors import CodecError
+
+
+@dataclass(frozen=True, eq=False)
+class BucketPlan:
+    """How a group sums buckets that are alike to their owners, on one level.
+
+    Attributes:
+        held: codec and ranges of the reduction, for the key.
+        owners, mine: which ranks sum what, and where this rank's sums lie.
+        codecs: of the quantizations, one in a direct plan and two in a balanced one; ``specs``.
+        kernel: for the stretches of a direct plan, or of the second hop of a balanced one.
+        fused: kernels for the first hop of a balanced plan.
+        sums: the rounds of the first hop without such kernels.
+        scatters: the same of the second hop.
+    """
+
+    held: tuple[Codec, Sequence[OwnedRange]]
+    owners: OwnerPlan
+    mine: OwnedSums
+    codecs: tuple[Codec, ...] = ()
+    specs: tuple[str, ...] = ()
+    kernel: PlannedKernel | None = None
+    fused: CollectiveKernel | None = None
+    sums: tuple[SumPlan, ...] = ()
+    scatters: tuple[ScatterRound, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class ScatterRound:
+    """One round in which sums go from the ranks that made them to their owners.
+
+    Ranges are in this rank's chunk of the even split, or in the tensor of the sums that it owns.
+
+    Attributes:
+        exchange: of the payloads; ``sent``: its jobs, in the chunk.
+        arriving: where payloads of others are decoded to, by source.
+        again: jobs whose payloads this rank decodes as well, as one of several owners, and where.
+        stays: what this rank alone needs: in the chunk, and in its sums.
+        each: kernels for several payloads in one launch, if the back end has them.
+    """
+
+    exchange: ExchangePlan
+    sent: list[Range]
+    arriving: list[Range]
+    again: list[tuple[int, Range]]
+    stays: list[tuple[Range, Range]]
+    each: MultiTensorKernel | None
+
+
+def bucket_plan(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> BucketPlan:
+    """Return the plan of this bucket, made at the first one that is like it.
+
+    Raises CodecError when the ranges do not cover the tensor.
+    """
+    cuts, same = tuple(how.cuts), id(ranges) if isinstance(ranges, tuple) else tuple(ranges)
+    kinds = (tensor.numel(), tensor.dtype, tensor.device, type(how.residual), how.flush)
+    key = ("owners", id(how.codec), same, cuts, *kinds)
+    found: BucketPlan | None = how.group.plans.get(key)
+    if found is None:
+        found = _plan(tensor, ranges, cuts, how)
+        weight = how.group.size * (len(found.sums) + len(found.scatters))
+        found = how.group.keep(key, found, 1 + weight + len(ranges) + len(cuts))
+    return found
+
+
+def _plan(
+    tensor: Tensor, ranges: Sequence[OwnedRange], cuts: tuple[int, ...], how: Reduction
+) -> BucketPlan:
+    group, held = how.group, (how.codec, ranges)
+    owners = find_plan(ranges, group.size)
+    if owners.numel != tensor.numel():
+        raise CodecError(
+            f"ranges: expected to cover {tensor.numel()} elements, found {owners.numel}"
+        )
+    mine = owners.sums_of(group.rank)
+    if group.size == 1 or not owners.runs:
+        return BucketPlan(held, owners, mine)
+    make = _direct if owners.kind == "direct" else _balanced
+    return make(tensor, BucketPlan(held, owners, mine), cuts, how)
+
+
+def _direct(tensor: Tensor, plan: BucketPlan, cuts: tuple[int, ...], how: Reduction) -> BucketPlan:
+    """Plan to send every range to its owners, who sum it."""
+    group, device, owners, mine = how.group, tensor.device, plan.owners, plan.mine
+    (codec,) = how.codec.split_error_budget(1, group.size, exact=int(owners.sole))
+    kernel = codec.planned(device) if owners.sole and not cuts else None
+    sums: tuple[SumPlan, ...] = ()
+    if kernel is None or isinstance(how.residual, QuantizedResidual):
+        kernel, wide = None, how.residual is not None
+        dtype = sent_dtype(codec, tensor.dtype, wide, how.flush)
+        count = round_count(owners.longest[0], (codec,), device, group)
+        sums = tuple(
+            plan_sum([_part(owned, mine, group) for owned in share], codec, dtype, device, group)
+            for share in range_rounds(owners.runs, cuts, count)
+        )
+    return BucketPlan(plan.held, owners, mine, (codec,), (codec.spec,), kernel, None, sums)
+
+
+def _part(owned: OwnedRange, mine: OwnedSums, group: Group) -> SummedPart:
+    place = mine.place_of(owned.start) if group.rank in owned.ranks else 0
+    return SummedPart(owned.start, owned.stop, owned.ranks, place)
+
+
+def _balanced(
+    tensor: Tensor, plan: BucketPlan, cuts: tuple[int, ...], how: Reduction
+) -> BucketPlan:
+    """Plan to sum an even split and to send the sums to their owners.
+
+    A bounded codec must encode the same stretches in both, so both are cut where owners change.
+    """
+    group, device, owners = how.group, tensor.device, plan.owners
+    codecs = how.codec.split_error_budget(2, group.size, exact=1)
+    if how.codec.bounded:
+        cuts = tuple(sorted({*cuts, *(run.start for run in owners.runs)}))
+    fused = None if cuts else codecs[0].fused(device)
+    kernel = codecs[1].planned(device) if owners.sole and not cuts else None
+    sums: tuple[SumPlan, ...] = ()
+    scatters: tuple[ScatterRound, ...] = ()
+    if fused is None or isinstance(how.residual, QuantizedResidual):
+        fused, wide, start = None, how.residual is not None, owners.even[group.rank].start
+        dtype = sent_dtype(codecs[0], tensor.dtype, wide, how.flush)
+        count = round_count(owners.longest[1], codecs[:1], device, group)
+        sums = tuple(
+            plan_sum(
+                [
+                    SummedPart(
+                        owned.start,
+                        owned.stop,
+                        owned.ranks,
+                        owned.start - start if owned.ranks == (group.rank,) else 0,
+                    )
+                    for owned in share
+                ],
+                codecs[0],
+                dtype,
+                device,
+                group,
+            )
+            for share in range_rounds(owners.even, cuts, count)
+        )
+    if kernel is None:
+        dtype = sent_dtype(codecs[1], tensor.dtype, wide=True, flush=how.flush)
+        count = round_count(owners.longest[2], codecs[1:], device, group)
+        scatters = tuple(
+            _scatter_round(share, plan, codecs[1], dtype, device, group)
+            for share in part_rounds(owners.runs, cuts, group.size, count)
+        )
+    specs = (codecs[0].spec, codecs[1].spec)
+    return BucketPlan(plan.held, owners, plan.mine, codecs, specs, kernel, fused, sums, scatters)
+
+
+def _scatter_round(
+    parts: Sequence[OwnedPart],
+    plan: BucketPlan,
+    codec: Codec,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Group,
+) -> ScatterRound:
+    me, start = group.rank, plan.owners.even[group.rank].start
+    rows: list[list[int]] = [[] for _ in range(group.size)]
+    come: list[list[OwnedPart]] = [[] for _ in range(group.size)]
+    sent = [part for part in parts if part.source == me and not part.stays]
+    for job, part in enumerate(sent):
+        for rank in part.ranks:
+            if rank != me:
+                rows[rank].append(job)
+    for part in parts:
+        if part.source != me and me in part.ranks:
+            come[part.source].append(part)
+
+    def here(part: OwnedPart) -> Range:
+        return part.start - start, part.stop - start
+
+    def there(part: OwnedPart) -> Range:
+        place = plan.mine.place_of(part.start)
+        return place, place + part.numel
+
+    numels = [[part.numel for part in row] for row in come]
+    jobs = [part.numel for part in sent]
+    return ScatterRound(
+        plan_exchange(rows, jobs, numels, codec, dtype, device, group),
+        [here(part) for part in sent],
+        [there(part) for row in come for part in row],
+        [(job, there(part)) for job, part in enumerate(sent) if me in part.ranks],
+        [(here(part), there(part)) for part in parts if part.source == me and part.stays],
+        codec.each(device),
+    )

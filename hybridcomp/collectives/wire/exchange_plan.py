@@ -1,0 +1,134 @@
+"""Plan an exchange of payloads: slots, sizes, and whose payload goes where.
+
+Messages come again at every step. What does not depend on the values of one is worked out once for
+all messages alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from hybridcomp.codecs.base import Codec, MultiTensorKernel
+from hybridcomp.collectives.wire import payload_sizes
+from hybridcomp.collectives.wire.group import Group
+from hybridcomp.collectives.wire.splits import Splits
+
+
+@dataclass(frozen=True, eq=False)
+class ExchangePlan:
+    """One all-to-all of payloads, as one rank takes part in it, for messages of any values.
+
+    Attributes:
+        codec, dtype, device: of the encoded values; the dtype is that of all ranks.
+        rows: by destination, the numbers of the jobs whose payloads go there, one after the other.
+        rooms: by job, the bytes of its payload, the most where sizes vary.
+        arriving: by source, the bytes of the payloads that come from there, the most.
+        heads: by destination and by source, the bytes for sizes in front of the payloads.
+        gives, takes: bytes to and from each rank, the most; heads included.
+        slots: bytes of the payloads in the order in which they are sent.
+        places: by job, its first slot.
+        copies: further slots of payloads: (first one, this one).
+        pieces: bytes of the payloads in the order in which they come.
+        each: kernels for several payloads in one launch, if the back end has them.
+        is_late: the encoder leaves sizes on the device.
+        sizes_in_front: sizes travel in front of the payloads.
+        settles_later: this rank decodes its payloads once the message has left, on a CPU, where
+            that takes as long as encoding them.
+    """
+
+    codec: Codec
+    dtype: torch.dtype
+    device: torch.device
+    rows: list[list[int]]
+    rooms: list[int]
+    arriving: list[list[int]]
+    heads: tuple[list[int], list[int]]
+    gives: Splits
+    takes: Splits
+    slots: list[int]
+    places: list[int]
+    copies: list[tuple[int, int]]
+    pieces: list[int]
+    each: MultiTensorKernel | None
+    is_late: bool
+    sizes_in_front: bool
+    settles_later: bool
+
+
+def plan_exchange(
+    rows: list[list[int]],
+    jobs: Sequence[int],
+    numels: Sequence[Sequence[int]],
+    codec: Codec,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Group,
+) -> ExchangePlan:
+    """Plan an exchange.
+
+    Args:
+        rows: per group rank, the numbers of the jobs that go there; none to this rank itself. Every
+            job goes somewhere.
+        jobs: by number, the elements of a job.
+        numels: per group rank, the elements of each job that comes from there.
+        codec, dtype, device: of the encoded values.
+    """
+    rooms = [codec.wire_nbytes(numel, dtype) for numel in jobs]
+    arriving = [[codec.wire_nbytes(numel, dtype) for numel in row] for row in numels]
+    heads = [[0] * len(rows), [0] * len(numels)]
+    sizes_in_front = payload_sizes.in_front(codec, device, group)
+    if sizes_in_front:
+        heads = [[payload_sizes.head_nbytes(len(row)) for row in each] for each in (rows, numels)]
+    order = list(chain(*rows))
+    seen: dict[int, int] = {}
+    copies = [
+        (seen[job], slot) for slot, job in enumerate(order) if seen.setdefault(job, slot) != slot
+    ]
+    leaving = [[rooms[job] for job in row] for row in rows]
+    gives, takes = (
+        Splits([head + sum(row) for head, row in zip(of_rank, each, strict=True)])
+        for of_rank, each in zip(heads, (leaving, arriving), strict=True)
+    )
+    pieces = list(chain(*arriving))
+    is_late = payload_sizes.SIZES.stay(codec, device)
+    return ExchangePlan(
+        codec=codec,
+        dtype=dtype,
+        device=device,
+        rows=rows,
+        rooms=rooms,
+        arriving=arriving,
+        heads=(heads[0], heads[1]),
+        gives=gives,
+        takes=takes,
+        slots=[rooms[job] for job in order],
+        places=[seen[job] for job in range(len(jobs))],
+        copies=copies,
+        pieces=pieces,
+        each=codec.each(device) if max(len(jobs), len(pieces)) > 1 else None,
+        is_late=is_late,
+        sizes_in_front=sizes_in_front,
+        settles_later=device.type == "cpu" and not is_late,
+    )
+
+
+@dataclass
+class Payloads:
+    """Views into the wire buffers of one exchange; who is done gives the buffers back to the pool.
+
+    Attributes:
+        encoded: by job, this rank's payloads.
+        buffers: in use; a message that leaves is at the start of the last one.
+        is_unsettled: the residuals of the jobs hold what was encoded, not yet its error.
+        received: by group rank, then in the order of that rank's jobs.
+    """
+
+    encoded: list[Tensor]
+    buffers: list[Tensor]
+    is_unsettled: bool
+    received: list[list[Tensor]] = field(default_factory=list)
