@@ -32,7 +32,6 @@ ATTRIBUTE = "_hybridcomp_islands"
 _KEPT = (
     ("single_partition_of_fp32_groups", False),  # stages 1 and 2
     ("fp32_groups_flat_partition", False),  # BF16_Optimizer
-    ("fp32_partitioned_groups_flat", False),  # stage 3
     ("fp32_groups_flat", True),  # FP16_Optimizer
 )
 
@@ -134,6 +133,8 @@ def masters_of(engine: Any) -> Masters:
     """Return the fp32 weights that this rank's optimizer changes. Raises ConfigError."""
     _check(engine)
     optimizer = engine.optimizer
+    if getattr(optimizer, "fp32_partitioned_groups_flat", None):
+        return _masters_of_stage_3(optimizer)
     for name, replicated in _KEPT:
         tensors = getattr(optimizer, name, None)
         if tensors:
@@ -154,6 +155,29 @@ def masters_of(engine: Any) -> Masters:
         lambda: None,
         replicated=True,
     )
+
+
+def _masters_of_stage_3(optimizer: Any) -> Masters:
+    """Return the weights of this rank's partitions, without what pads them.
+
+    Stage 3 pads the partition of each parameter with whatever lies in memory, such as 1e38, next to
+    which a codec sees no weights.
+    """
+    flats, stretches, names = optimizer.fp32_partitioned_groups_flat, [], []
+    for index, (flat, group) in enumerate(zip(flats, optimizer.fp16_groups, strict=True)):
+        start = 0
+        for number, parameter in enumerate(group):
+            size, place = parameter.ds_tensor.ds_numel, dist.get_rank(parameter.ds_process_group)
+            real = min(max(parameter.ds_numel - place * size, 0), size)
+            stretches.append((index, start, real))
+            names.append((f"group {index}, parameter {number}", real))
+            start += size
+        assert start == flat.numel(), "partitions lie one after the other"
+
+    def tensors() -> list[Tensor]:
+        return [flats[index].data[start : start + real] for index, start, real in stretches]
+
+    return Masters(names, tensors, functools.partial(_written, optimizer), replicated=False)
 
 
 def _data(tensors: Sequence[Tensor]) -> list[Tensor]:
