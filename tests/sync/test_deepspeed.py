@@ -75,6 +75,34 @@ def test_every_step_is_the_native_job(stage: int) -> None:
     run_ranks(4, every_step, jobs, timeout=600.0)
 
 
+def unpadded() -> None:
+    """What lies behind the weights of a partition of stage 3 is not sent, nor touched."""
+    from hybridcomp.patches.ds import island_unit
+
+    engine = make_engine(Job(stage=3, dtype="bf16", block=LOCAL))
+    masters = island_unit.masters_of(engine)
+    (flat,) = engine.optimizer.fp32_partitioned_groups_flat
+    before = flat.clone()
+    masters.write(0, masters.numel, torch.full((masters.numel,), 7.0))
+    padded = flat != 7.0
+    assert int(padded.sum()) == flat.numel() - masters.numel
+    unlike = flat[padded].view(torch.int32) != before[padded].view(torch.int32)  # maybe NaN
+    assert not bool(unlike.any())
+    assert bool((masters.read(0, masters.numel) == 7.0).all())
+    numel = torch.tensor([masters.numel])
+    torch.distributed.all_reduce(numel)
+    # two islands hold all weights each, and some partitions are padded
+    assert int(numel) == 2 * sum(parameter.ds_numel for parameter in engine.module.parameters())
+    padding = torch.tensor([flat.numel() - masters.numel])
+    torch.distributed.all_reduce(padding)
+    assert int(padding) > 0
+    engine.destroy()
+
+
+def test_padding_of_stage_3_is_not_sent() -> None:
+    run_ranks(4, unpadded, timeout=600.0)
+
+
 def dealt() -> None:
     """Training data goes to all ranks of the job, and a script sees no layout of an island's."""
     import deepspeed
