@@ -33,6 +33,7 @@ ATTRIBUTE = "_hybridcomp_islands"
 _KEPT = (
     ("single_partition_of_fp32_groups", False),  # stages 1 and 2
     ("fp32_groups_flat_partition", False),  # BF16_Optimizer
+    ("fp32_partitioned_groups_flat", False),  # stage 3
     ("fp32_groups_flat", True),  # FP16_Optimizer
 )
 

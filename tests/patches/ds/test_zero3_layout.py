@@ -14,7 +14,7 @@ from hybridcomp.channels import NAME
 from hybridcomp.codecs import make_codec
 from hybridcomp.patches.ds.zero3 import _Gradients
 
-CASES = {
+CASES: dict[str, tuple[int, list[tuple[int, ...]]]] = {
     "even": (4, [(8, 4), (16,)]),
     "the last is shorter": (4, [(13,), (8,)]),
     "the last has nothing": (4, [(9,)]),
