@@ -16,6 +16,8 @@ from hybridcomp.compare.statistics import gap_curves, running_mean
 #: distinct for colour-blind readers too (Okabe and Ito); the baseline is grey and wide, so that it
 #: can be seen below a curve that covers it
 COLOURS = ("#9A9A9A", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+#: of the runs behind those that took each colour once
+DASHES = ("-", "--", ":", "-.")
 #: start of the part of a run that scales the panel of gaps: before it gaps are noise
 SETTLED = 1 / 3
 #: share of a run, at its start, whose high losses may leave the panel at the top
@@ -43,8 +45,7 @@ def draw(result: Result, path: Path, smooth: int, title: str) -> None:
     gaps = figure.add_subplot(grid[1, 0], sharex=tokens)
     words = figure.add_subplot(grid[:, 1] if clock is None else grid[1, 1])
     for number in range(len(result.runs)):
-        colour = COLOURS[0] if number == 0 else COLOURS[1 + (number - 1) % (len(COLOURS) - 1)]
-        style = {"color": colour, "lw": 4.0 if number == 0 else 1.5, "solid_capstyle": "round"}
+        style = style_of(number)
         smoothed = running_mean(result.aligned.losses[number], window).mean(axis=0)
         tokens.plot(
             result.aligned.axis, smoothed, label=foreign.picture(_legend(result, number)), **style
@@ -53,7 +54,7 @@ def draw(result: Result, path: Path, smooth: int, title: str) -> None:
             clock.plot(clocks[number].mean(axis=0), smoothed, **style)
             clock.set_xlabel("seconds of training")
         if number:
-            _gap(gaps, result, number, window, colour)
+            _gap(gaps, result, number, window, style)
     figure.suptitle(foreign.picture(title))
     _label(result, tokens, gaps, window)
     for axes in (tokens, gaps) if clock is None else (tokens, clock, gaps):
@@ -68,15 +69,24 @@ def draw(result: Result, path: Path, smooth: int, title: str) -> None:
     pyplot.close(figure)
 
 
-def _gap(axes: Any, result: Result, number: int, window: int, colour: str) -> None:
+def style_of(number: int) -> dict[str, Any]:
+    """Return how run ``number`` is drawn: no two of 29 alike; 0 is the baseline."""
+    if not number:
+        return {"color": COLOURS[0], "lw": 4.0, "solid_capstyle": "round"}
+    round_, colour = divmod(number - 1, len(COLOURS) - 1)
+    dash = DASHES[round_ % len(DASHES)]
+    return {"color": COLOURS[1 + colour], "lw": 1.5, "linestyle": dash, "solid_capstyle": "round"}
+
+
+def _gap(axes: Any, result: Result, number: int, window: int, style: dict[str, Any]) -> None:
     curves = gap_curves(result.runs, result.aligned, number, window)
-    axes.plot(result.aligned.axis, curves.mean(axis=0), color=colour, lw=1.5)
+    axes.plot(result.aligned.axis, curves.mean(axis=0), **style)
     if len(curves) > 1:
         axes.fill_between(
             result.aligned.axis,
             curves.min(axis=0),
             curves.max(axis=0),
-            color=colour,
+            color=style["color"],
             alpha=0.15,
             lw=0,
         )

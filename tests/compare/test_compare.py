@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hybridcomp.commands import cli
-from hybridcomp.compare import CompareError, Wishes, compared
+from hybridcomp.compare import CompareError, Wishes, compared, draw
 from hybridcomp.compare.reading import read_run, split_label
 from hybridcomp.compare.runs import short
 from tests.compare.made import record, write_run
@@ -203,3 +203,8 @@ def test_commas_between_paths_and_in_them(tmp_path: Path) -> None:
         assert read_run("ours", paths, "ledger.jsonl").seeds == [0, 1, 2]
     with pytest.raises(CompareError, match=r"^missing: no such run"):
         read_run("ours", f"{plain},missing,{logs[0]}", "ledger.jsonl")
+
+
+def test_every_run_of_a_picture_looks_different() -> None:
+    styles = [draw.style_of(number) for number in range(29)]
+    assert len({(style["color"], style.get("linestyle")) for style in styles}) == 29
