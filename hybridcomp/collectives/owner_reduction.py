@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual
-from hybridcomp.collectives.fused import fused_reduce_scatter
+from hybridcomp.collectives.fused import fits, fused_reduce_scatter
 from hybridcomp.collectives.hierarchical.intra_node import (
     node_sum,
     ranges_of_nodes,
@@ -149,7 +149,7 @@ def _direct(tensor: Tensor, plan: OwnerPlan, sums: _BucketSums, how: Reduction) 
     (codec,) = how.codec.split_error_budget(1, group.size, exact=int(plan.sole))
     how.meter.use(codec.spec)
     kernel = codec.planned(device) if plan.sole and not how.cuts else None
-    if kernel is not None and not isinstance(how.residual, QuantizedResidual):
+    if kernel is not None:
         exchange = exchange_of(plan, kernel, codec, tensor, how)
         return sum_at_owners(tensor, sums.flat, exchange, kernel, how)
     hop = Transfer(codec, group, how.meter, flush=how.flush)
@@ -191,7 +191,7 @@ def _balanced(tensor: Tensor, plan: OwnerPlan, sums: _BucketSums, how: Reduction
         if kept is not None:
             kept.unpack(total)
     fused = None if cuts else first.fused(device)
-    if fused is not None and not isinstance(how.residual, QuantizedResidual):
+    if fused is not None and fits(how.residual):
         only = Reduction(first, group, how.meter, residual=how.residual)
         begun = how.owner_residual is not None
         yield from fused_reduce_scatter(tensor, plan.lengths[0], total, fused, only, begun)

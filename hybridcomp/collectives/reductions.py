@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridcomp.codecs.base import Codec, CollectiveKernel
 from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual
-from hybridcomp.collectives.fused import fused_all_reduce
+from hybridcomp.collectives.fused import fits, fused_all_reduce
 from hybridcomp.collectives.hierarchical.intra_node import gather_inside, node_sum
 from hybridcomp.collectives.reduce_parts import ReducedPart, sum_parts
 from hybridcomp.collectives.wire import (
@@ -134,7 +134,7 @@ def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
         how.probe(tensor, how.cuts, how.residual)
     codecs, fused = _codecs(how.codec, tensor.dtype, group.size, device, how.cuts)
     how.meter.use(*[each.spec for each in codecs])
-    if fused is not None and not isinstance(how.residual, QuantizedResidual):
+    if fused is not None and fits(how.residual, how.owner_residual):
         return fused_all_reduce(tensor, codecs[0], fused, how)
     if len(codecs) == 1:
         via = Transfer(codecs[0], group, how.meter, flush=how.flush)
