@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hybridcomp.kernels.kept import Kept
 from hybridcomp.kernels.parts import Parts
 from hybridcomp.kernels.stretches import PlannedStretch, StretchTable
 
@@ -25,7 +26,8 @@ class CollectiveKernel(Protocol):
 
     Chunk c holds elements ``[c * chunk, (c + 1) * chunk)``; the payloads of the chunks, without
     that of ``skip`` if there is one, follow each other ``slot`` bytes apart, the size of a whole
-    chunk's.
+    chunk's. Residuals are fp32, or of fewer bits: then both are of as many, and in
+    ``encode`` that of chunk c begins at value ``c * n``, n being ``chunk`` up to a multiple of 32.
     """
 
     def encode(
@@ -35,11 +37,11 @@ class CollectiveKernel(Protocol):
         slot: int,
         skip: int,
         out: Tensor,
-        residual: Tensor | None = None,
+        residual: Kept | None = None,
     ) -> None:
         """Encode every chunk but ``skip`` into ``out``.
 
-        With a ``residual`` (fp32, as long as ``values``) ``values + residual`` is sent, and outside
+        With a ``residual`` (as long as ``values``) ``values + residual`` is sent, and outside
         of ``skip`` the residual becomes the error of the encoding, 0 where that is not finite.
         """
 
@@ -50,13 +52,13 @@ class CollectiveKernel(Protocol):
         ranks: int,
         me: int,
         out: Tensor,
-        residual: Tensor | None = None,
-        owner_residual: Tensor | None = None,
+        residual: Kept | None = None,
+        owner_residual: Kept | None = None,
     ) -> None:
         """Encode the fp32 sum, in rank order, of ``own`` (exact) and the others' ``payloads``.
 
-        A 16-bit result that would overflow becomes Inf in the sum, as natively. ``residual`` (fp32,
-        as long as ``own``) is added to ``own`` and becomes 0. The sum starts from
+        A 16-bit result that would overflow becomes Inf in the sum, as natively. ``residual`` (as
+        long as ``own``) is added to ``own`` and becomes 0. The sum starts from
         ``owner_residual``, which becomes its error after decoding to the dtype of ``own``.
         """
 
@@ -67,7 +69,7 @@ class CollectiveKernel(Protocol):
         ranks: int,
         me: int,
         out: Tensor,
-        residual: Tensor | None = None,
+        residual: Kept | None = None,
         begun: bool = False,
     ) -> None:
         """Sum in fp32 and rank order into ``out``; ``own`` and ``residual`` as in ``reduce``.
@@ -91,11 +93,11 @@ class MultiTensorKernel(Protocol):
         self,
         values: Sequence[Tensor],
         out: Sequence[Tensor],
-        residuals: Sequence[Tensor] | None = None,
+        residuals: Sequence[Kept] | None = None,
     ) -> None:
         """Encode each of ``values`` into its ``out``.
 
-        With ``residuals`` (fp32) ``values + residual`` is sent, and the residual becomes the error
+        With ``residuals`` ``values + residual`` is sent, and the residual becomes the error
         of the encoding, 0 where that is not finite.
         """
 
@@ -140,13 +142,14 @@ class PlannedKernel(Protocol):
         table: StretchTable,
         values: Tensor | None,
         payloads: Tensor,
-        residual: Tensor | None = None,
+        residual: Kept | None = None,
     ) -> None:
         """Encode every stretch of ``values`` into its place in ``payloads``.
 
-        With a ``residual`` (fp32, as long as ``values``) ``values + residual`` is sent, and the
-        residual becomes the error of the encoding, 0 where that is not finite. None as ``values``:
-        the residual has that sum already.
+        With a ``residual`` (as long as ``values``) ``values + residual`` is sent, and the residual
+        becomes the error of the encoding, 0 where that is not finite. One of fewer bits than 32
+        needs stretches that begin at multiples of 32. None as ``values``: the residual, fp32, has
+        that sum already.
         """
 
     def decode(self, table: StretchTable, payloads: Tensor, out: Tensor) -> None:
@@ -160,7 +163,7 @@ class PlannedKernel(Protocol):
         ranks: int,
         me: int,
         out: Tensor,
-        residual: Tensor | None = None,
+        residual: Kept | None = None,
     ) -> None:
         """Sum every stretch in fp32 and in rank order into its place in ``out``.
 

@@ -112,12 +112,9 @@ class QuantizedResidual:
             values = torch.empty(wide.numel(), dtype=torch.float32, device=self.device)
         else:
             values = out
-        if self.device.type == "cpu":
-            threads = torch.get_num_threads()
-            kernels, places = _KERNELS.on(self.device), wide.addresses()
-            kernels.load(self.bits, *places, wide.numel(), values.data_ptr(), threads)
-        else:
-            values.copy_(wide._loaded())
+        threads, places = torch.get_num_threads(), wide.addresses()
+        kernels = _KERNELS.on(self.device)
+        kernels.load(self.bits, *places, wide.numel(), values.data_ptr(), threads)
         if out is None or out is values:
             return values[self._within(wide)] if values.numel() != self.numel() else values
         return out.copy_(values[self._within(wide)])
@@ -132,12 +129,9 @@ class QuantizedResidual:
             around = wide.unpack()
             around[self._within(wide)] = values
             values = around
-        if self.device.type == "cpu":
-            threads = torch.get_num_threads()
-            kernels, places = _KERNELS.on(self.device), wide.addresses()
-            kernels.store(self.bits, values.data_ptr(), wide.numel(), *places, threads)
-        else:
-            wide._store(values)
+        threads, places = torch.get_num_threads(), wide.addresses()
+        kernels = _KERNELS.on(self.device)
+        kernels.store(self.bits, values.data_ptr(), wide.numel(), *places, threads)
 
     def _parts(self) -> tuple[Tensor, Tensor]:
         """Return levels (uint8) and steps (int16) of the blocks of a view that is ``in_blocks``."""
@@ -146,46 +140,13 @@ class QuantizedResidual:
         steps = self._data[edge:].view(torch.int16)[first : first + blocks]
         return self._data[: first * each + blocks * each][first * each :], steps
 
-    def _loaded(self) -> Tensor:
-        """Unpack a view that is ``in_blocks`` with torch's operations, the bits of the kernels."""
-        levels, steps = self._parts()
-        if self.bits == 16:
-            return levels.view(torch.bfloat16).float()[: self.numel()]
-        signed = levels.view(torch.int8).view(-1, self.bits, 4)
-        if self.bits == 4:  # shifts of the lower half up and down again extend its sign
-            signed = torch.stack(((signed << 4) >> 4, signed >> 4), dim=1).view(-1, 8, 4)
-        signed = signed.transpose(1, 2).reshape(-1, BLOCK)
-        values = signed.float() * _floats_of(steps).unsqueeze(1)
-        return values.view(-1)[: self.numel()]
-
-    def _store(self, values: Tensor) -> None:
-        """Do what ``pack`` does with a view that is ``in_blocks`` with torch's operations."""
-        levels, steps = self._parts()
-        blocks = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
-        blocks = torch.where(blocks.isfinite(), blocks, 0.0)
-        if self.bits == 16:
-            kept = blocks.bfloat16()
-            most = torch.finfo(torch.bfloat16).max
-            levels.view(torch.bfloat16).copy_(kept.clamp(-most, most).view(-1))
-            return
-        top, largest = _TOP[self.bits]
-        step = blocks.abs().amax(dim=1) / top
-        codes = (step.view(torch.int32) + ((1 << _DROPPED) - 1)) >> _DROPPED
-        codes = codes.clamp(_SMALLEST, largest).to(torch.int16)
-        rounded = (blocks * (1.0 / _floats_of(codes)).unsqueeze(1)).round().to(torch.int8)
-        words = rounded.view(-1, 4, 8).transpose(1, 2)
-        if self.bits == 4:
-            words = (words[:, :4] & 15) | (words[:, 4:] << 4)
-        levels.copy_(words.reshape(-1).view(torch.uint8))
-        steps.copy_(codes)
-
     def add_(self, values: Tensor) -> None:
         """Add ``values`` (fp32) to the values, in place."""
         self.pack(self.unpack().add_(values.to(self.device)))
 
     def zero_(self) -> None:
         """Set the values to zero."""
-        if self.in_blocks:
+        if self.in_blocks:  # the steps stay, as where kernels write zeros
             self._parts()[0].zero_()
         else:
             self.pack(torch.zeros(self.numel(), device=self.device))
@@ -270,6 +231,26 @@ def split(residual: Residual, numels: Sequence[int]) -> list[Residual]:
         found.append(residual[start : start + numel])
         start += numel
     return found
+
+
+def joined(parts: Sequence[Residual]) -> QuantizedResidual | None:
+    """Return ``parts`` as one view, if each begins at the first block behind the one before.
+
+    None for others, for parts of fp32, and for a first part that does not begin at a block.
+    """
+    first = parts[0]
+    if not isinstance(first, QuantizedResidual) or first._start % BLOCK:
+        return None
+    place, stop = first._start, first._stop
+    for part in parts:
+        if not isinstance(part, QuantizedResidual) or part._data is not first._data:
+            return None
+        if part.numel():
+            if part._start != place:
+                return None
+            stop = part._stop
+            place = -(-stop // BLOCK) * BLOCK
+    return first._view(first._start, stop)
 
 
 def squared(residual: Residual) -> float:

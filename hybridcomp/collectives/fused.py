@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybridcomp.codecs.base import Codec, CollectiveKernel, PartsKernel
 from hybridcomp.codecs.launches import NO_CHUNK, Parts
-from hybridcomp.codecs.quantized_residual import QuantizedResidual
+from hybridcomp.codecs.quantized_residual import BLOCK, QuantizedResidual, Residual
 from hybridcomp.collectives.wire import (
     POOL,
     Reduction,
@@ -83,6 +83,19 @@ def places_of(*nbytes: int) -> tuple[int, ...]:
     return tuple(chain.from_iterable((size, -size % PLACE) for size in nbytes))
 
 
+def fits(*residuals: Residual | None) -> bool:
+    """Return whether the kernels for all chunks take these residuals."""
+    return all(not isinstance(r, QuantizedResidual) or r.in_blocks for r in residuals)
+
+
+def _own(residual: Residual | None, plan: _Plan, me: int) -> Residual | None:
+    """Return this rank's part of the residual of all chunks."""
+    if residual is None or isinstance(residual, Tensor):
+        return None if residual is None else residual[plan.mine]
+    start = me * -(-plan.chunk // BLOCK) * BLOCK
+    return residual[start : start + plan.mine.stop - plan.mine.start]
+
+
 def fused_all_reduce(
     tensor: Tensor, codec: Codec, fused: CollectiveKernel, how: Reduction
 ) -> Steps[None]:
@@ -92,8 +105,6 @@ def fused_all_reduce(
     which writes no sum to memory, 4 all-gather, 5 decode all chunks.
     """
     group, meter, residual, owner_residual = how.group, how.meter, how.residual, how.owner_residual
-    assert not isinstance(residual, QuantizedResidual), "kernels of collectives have fp32 residuals"
-    assert not isinstance(owner_residual, QuantizedResidual), "as above"
     me, ranks = group.rank, group.size
     numel = tensor.numel()
     chunk = chunk_ranges(numel, ranks)[0][1]
@@ -105,7 +116,7 @@ def fused_all_reduce(
     # 2
     yield transport.all_to_all(received, sent, plan.takes, plan.gives, group, meter)
     # 3
-    left = None if residual is None else residual[plan.mine]
+    left = _own(residual, plan, me)
     with meter.coding():
         fused.reduce(received, tensor[plan.mine], ranks, me, payload, left, owner_residual)
     # 4
@@ -127,13 +138,12 @@ def fused_reduce_scatter(
     """Sum this rank's shard over ``group`` into ``total``: bytes and bits of ``reduce_scatter``.
 
     ``flat`` and the residual: the shards of all ranks one after the other, of ``chunk`` elements
-    each, the last ones shorter or empty.
+    each, the last ones shorter or empty; in a residual of few bits each begins at a block.
     ``begun``: the sum starts from what ``total`` holds.
 
     1 encode all shards but this rank's, 2 all-to-all, 3 sum in rank order.
     """
     group, meter, residual = how.group, how.meter, how.residual
-    assert not isinstance(residual, QuantizedResidual), "kernels of collectives have fp32 residuals"
     me, ranks = group.rank, group.size
     plan = _planned(how.codec, flat.dtype, flat.numel(), chunk, ranks, me, False)
     room, (sent, received) = room_of(plan.places, flat.device)
@@ -143,7 +153,7 @@ def fused_reduce_scatter(
     # 2
     yield transport.all_to_all(received, sent, plan.takes, plan.gives, group, meter)
     # 3
-    left = None if residual is None else residual[plan.mine]
+    left = _own(residual, plan, me)
     with meter.coding():
         fused.sum(received, flat[plan.mine], ranks, me, total, left, begun)
     POOL.give(room)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hybridcomp.codecs.base import Codec, PlannedKernel
 from hybridcomp.codecs.launches import PlannedStretch, StretchTable
-from hybridcomp.codecs.quantized_residual import QuantizedResidual
+from hybridcomp.codecs.quantized_residual import BLOCK, QuantizedResidual
 from hybridcomp.collectives.fused import places_of, room_of
 from hybridcomp.collectives.owner_plan import OwnerPlan, cut_at_chunks
 from hybridcomp.collectives.wire import (
@@ -39,6 +39,7 @@ class OwnerExchange:
         gives, takes: bytes to and from each rank.
         places: of the buffers of both, in one allocation.
         outgoing, incoming: stretches that are encoded, and that are summed or decoded.
+        in_blocks: whether stretches of values begin at blocks of a residual of few bits.
         stays: sums that this rank made and owns: ``[start, stop)`` in its chunk, and where they
             begin in the tensor of its sums.
     """
@@ -48,6 +49,7 @@ class OwnerExchange:
     places: tuple[int, ...]
     outgoing: StretchTable
     incoming: StretchTable
+    in_blocks: bool = True
     stays: tuple[tuple[Range, int], ...] = ()
 
 
@@ -101,6 +103,7 @@ def _direct(plan: OwnerPlan, kernel: PlannedKernel, of: _Context) -> OwnerExchan
         places_of(gives.total, takes.total),
         kernel.table(outgoing, of.device),
         kernel.table(incoming, of.device, sums=True),
+        all(run.start % BLOCK == 0 for run in plan.runs),
     )
 
 
@@ -125,7 +128,7 @@ def _balanced(plan: OwnerPlan, kernel: PlannedKernel, of: _Context) -> OwnerExch
         places_of(gives.total, takes.total),
         kernel.table(outgoing, of.device),
         kernel.table(incoming, of.device),
-        tuple(stays),
+        stays=tuple(stays),
     )
 
 
@@ -149,9 +152,15 @@ def _laid_out(
 def sum_at_owners(
     tensor: Tensor, sums: Tensor, exchange: OwnerExchange, kernel: PlannedKernel, how: Reduction
 ) -> Steps[None]:
-    """1 encode all runs of other ranks, 2 all-to-all, 3 sum this rank's runs in rank order."""
-    group, meter, residual = how.group, how.meter, how.residual
-    assert not isinstance(residual, QuantizedResidual), "kernels of plans have fp32 residuals"
+    """1 encode all runs of other ranks, 2 all-to-all, 3 sum this rank's runs in rank order.
+
+    A residual of few bits is fp32 in between where a run begins inside of one of its blocks.
+    """
+    group, meter, residual, buffer = how.group, how.meter, how.residual, None
+    kept = residual if isinstance(residual, QuantizedResidual) else None
+    if kept is not None and not (exchange.in_blocks and kept.in_blocks):
+        buffer, wide = POOL.take_fp32(kept.numel(), tensor.device)
+        residual = kept.unpack(wide)
     room, (sent, received) = room_of(exchange.places, tensor.device)
     # 1
     with meter.coding():
@@ -162,7 +171,9 @@ def sum_at_owners(
     with meter.coding():
         ranks, me = group.size, group.rank
         kernel.sum(exchange.incoming, received, tensor, ranks, me, sums, residual)
-    POOL.give(room)
+        if kept is not None and isinstance(residual, Tensor):
+            kept.pack(residual)
+    POOL.give(room, buffer)
 
 
 def send_sums(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybridcomp.codecs.base import Codec, CollectiveKernel, MultiTensorKernel, PlannedKernel
 from hybridcomp.codecs.quantized_residual import QuantizedResidual
+from hybridcomp.collectives.fused import fits
 from hybridcomp.collectives.owner_plan import (
     OwnedPart,
     OwnedSums,
@@ -89,7 +90,9 @@ def bucket_plan(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) ->
     Raises CodecError when the ranges do not cover the tensor.
     """
     cuts, same = tuple(how.cuts), id(ranges) if isinstance(ranges, tuple) else tuple(ranges)
-    kinds = (tensor.numel(), tensor.dtype, tensor.device, type(how.residual), how.flush)
+    left = how.residual
+    of_residual = (isinstance(left, QuantizedResidual) and left.in_blocks, type(left))
+    kinds = (tensor.numel(), tensor.dtype, tensor.device, *of_residual, how.flush)
     key = ("owners", id(how.codec), same, cuts, *kinds)
     found: BucketPlan | None = how.group.plans.get(key)
     if found is None:
@@ -121,8 +124,8 @@ def _direct(tensor: Tensor, plan: BucketPlan, cuts: tuple[int, ...], how: Reduct
     (codec,) = how.codec.split_error_budget(1, group.size, exact=int(owners.sole))
     kernel = codec.planned(device) if owners.sole and not cuts else None
     sums: tuple[SumPlan, ...] = ()
-    if kernel is None or isinstance(how.residual, QuantizedResidual):
-        kernel, wide = None, how.residual is not None
+    if kernel is None:
+        wide = how.residual is not None
         dtype = sent_dtype(codec, tensor.dtype, wide, how.flush)
         count = round_count(owners.longest[0], (codec,), device, group)
         sums = tuple(
@@ -152,7 +155,7 @@ def _balanced(
     kernel = codecs[1].planned(device) if owners.sole and not cuts else None
     sums: tuple[SumPlan, ...] = ()
     scatters: tuple[ScatterRound, ...] = ()
-    if fused is None or isinstance(how.residual, QuantizedResidual):
+    if fused is None or not fits(how.residual):
         fused, wide, start = None, how.residual is not None, owners.even[group.rank].start
         dtype = sent_dtype(codecs[0], tensor.dtype, wide, how.flush)
         count = round_count(owners.longest[1], codecs[:1], device, group)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridcomp.codecs.base import Codec, CollectiveKernel
 from hybridcomp.codecs.quantized_residual import QuantizedResidual
-from hybridcomp.collectives.fused import fused_all_reduce
+from hybridcomp.collectives.fused import fits, fused_all_reduce
 from hybridcomp.collectives.hierarchical.intra_node import gather_inside, node_sum
 from hybridcomp.collectives.reduce_parts import SummedPart, SumPlan, plan_sum, sum_parts
 from hybridcomp.collectives.wire import (
@@ -164,7 +164,9 @@ class _SumRound:
 
 def _planned(tensor: Tensor, how: Reduction) -> _Planned:
     """Return the plan of this message, made at the first one that is like it."""
-    cuts, kinds = tuple(how.cuts), (type(how.residual), how.flush)
+    cuts, left = tuple(how.cuts), how.residual
+    few = isinstance(left, QuantizedResidual)
+    kinds = (few and fits(left, how.owner_residual), type(left), how.flush)
     key = ("all_reduce", id(how.codec), tensor.numel(), tensor.dtype, tensor.device, cuts, *kinds)
     found: _Planned | None = how.group.plans.get(key)
     if found is None:
@@ -178,7 +180,7 @@ def _plan(tensor: Tensor, how: Reduction) -> _Planned:
     group, device, wide = how.group, tensor.device, how.residual is not None
     codecs, fused = _codecs(how.codec, tensor.dtype, group.size, device, how.cuts)
     specs = tuple(each.spec for each in codecs)
-    if fused is not None and not isinstance(how.residual, QuantizedResidual):
+    if fused is not None and fits(how.residual, how.owner_residual):
         return _Planned(how.codec, codecs, specs, fused)
     dtype = sent_dtype(codecs[0], tensor.dtype, wide, how.flush)
     if len(codecs) == 1:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec, CollectiveKernel
-from hybridcomp.codecs.quantized_residual import Residual, as_fp32
+from hybridcomp.codecs.quantized_residual import Residual, as_fp32, joined
 from hybridcomp.collectives.fused import adjacent, fused_reduce_scatter
 from hybridcomp.collectives.hierarchical.intra_node import join_columns, node_sum
 from hybridcomp.collectives.reduce_parts import SummedPart, SumPlan, plan_sum, sum_parts
@@ -241,12 +241,12 @@ def _joined(shards: Sequence[Tensor]) -> Tensor | None:
     return shards.flat if isinstance(shards, Shards) else adjacent(shards)
 
 
-def _joined_residuals(residuals: Sequence[Residual]) -> Tensor | None:
-    """Return fp32 residuals as ``_joined`` does; None for those of fewer bits."""
+def _joined_residuals(residuals: Sequence[Residual]) -> Residual | None:
+    """Return residuals as one if they are one in memory, those of few bits with gaps; else None."""
     if isinstance(residuals, Shards):
         return residuals.flat
     wide = [one for one in residuals if isinstance(one, Tensor)]
-    return _joined(wide) if wide else None
+    return adjacent(wide) if wide else joined(residuals)
 
 
 def _in_rounds(

@@ -14,6 +14,7 @@ from hybridcomp.codecs.quantized_residual import (
     QuantizedResidual,
     as_fp32,
     is_state,
+    joined,
     nbytes_of,
     split,
     squared,
@@ -48,17 +49,13 @@ def most(values: Tensor, bits: int) -> Tensor:
 
 
 @pytest.mark.parametrize("bits", FEW)
-def test_off_by_half_a_step_at_most_and_the_same_bytes_on_every_device(bits: int) -> None:
+def test_off_by_half_a_step_at_most(bits: int) -> None:
     for numel in NUMELS:
         values = left_out(numel)
         kept = QuantizedResidual.of(values, bits)
         again = kept.unpack()
         assert bool(((again - values).abs() <= most(values, bits)).all())
         assert kept.nbytes == nbytes_of(bits, numel)
-        elsewhere = QuantizedResidual(bits, numel, values.device)  # what a GPU runs
-        elsewhere._store(values)
-        assert torch.equal(elsewhere._data, kept._data)
-        assert torch.equal(elsewhere._loaded(), again)
 
 
 @pytest.mark.parametrize("bits", FEW)
@@ -104,6 +101,19 @@ def test_views(bits: int) -> None:
     first, second = (as_fp32(one) for one in split(kept, [37, 463]))
     assert torch.equal(torch.cat([first, second]), whole)
     assert squared(kept[3:450]) == pytest.approx(float(whole[3:450].double().square().sum()))
+
+
+def test_which_views_are_one() -> None:
+    kept = QuantizedResidual.of(left_out(500), 8)
+    for numels, until in (([32, 64, 404], 500), ([40, 24, 30, 0, 2, 404], 500), ([40, 24, 30], 94)):
+        found = joined(
+            [one for i, one in enumerate(split(kept, numels)) if numels[i] not in (24, 2)]
+        )
+        assert found is not None and torch.equal(found.unpack(), kept[:until].unpack())
+    apart = QuantizedResidual.of(left_out(500), 8)
+    for parts in ([kept[:30], kept[30:]], [kept[5:32], kept[32:]], [kept[:32], apart[32:]]):
+        assert joined(parts) is None
+    assert joined([kept[:32], kept[32:].unpack()]) is None and joined([torch.zeros(3)]) is None
 
 
 @pytest.mark.parametrize("bits", FEW)

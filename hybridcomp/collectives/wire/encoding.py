@@ -294,8 +294,9 @@ def encode_jobs(
     if all(plain):
         each.encode([job.values.to(dtype) for job in jobs], slots)
         return True
-    residuals = [job.residual for job in jobs if isinstance(job.residual, Tensor)]
-    if len(residuals) < len(jobs) or dtype != torch.float32:
+    residuals = [job.residual for job in jobs if job.residual is not None]
+    few = [one for one in residuals if isinstance(one, QuantizedResidual)]
+    if len(residuals) < len(jobs) or dtype != torch.float32 or not all(r.in_blocks for r in few):
         return False
     each.encode([job.values for job in jobs], slots, residuals)
     return True

@@ -1,20 +1,22 @@
 // CUDA kernels of blockint that encode and decode; a warp takes a tile (blockint_tile.h). Sums over
 // ranks: blockint_sum.cu. HC_DTYPE (0 fp32, 1 bf16, 2 fp16; kernels/cpu/cpu.h) chooses whose kernels an image
-// has, else it has all: what is compiled at first use is what a run needs.
+// has, else it has all: what is compiled at first use is what a run needs. With HC_KEPT below 32 an image has
+// the kernels with residuals of so many bits alone.
 #include "blockint_tile.h"
 
 namespace hybridcomp {
 namespace blockint {
 
-// A row of the grid for each chunk.
+// A row of the grid for each chunk. Of few bits, each chunk's residual begins at a block of its own.
 template <class E, bool FEEDBACK>
 HC_INLINE void encode(const void* source, u64 numel, u64 chunk, u64 slot, u64 skip, u8* out,
-                      float* residual) {
+                      Kept residual) {
     Chunk mine(numel, chunk, slot, skip);
     u64 tile = warp_id();
     if (tile >= ceil_div(mine.count, TILE)) return;  // the whole warp
+    u64 kept = FEW ? mine.index * ceil_div(chunk, BLOCK) * BLOCK : mine.first;
     encode_tile<E, FEEDBACK>((const typename E::Stored*)source + mine.first, mine.count, tile,
-                             out + mine.payload, FEEDBACK ? residual + mine.first : nullptr);
+                             out + mine.payload, FEEDBACK ? residual + kept : residual);
 }
 
 template <class E, bool ADD>
@@ -41,7 +43,8 @@ HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, vo
 #define HC_ENCODE_WIDE_BLOCKS (HC_MORE_WIDE ? (HC_ROTATE ? 3 : 4) : HC_ENCODE_BLOCKS)
 #endif
 #ifndef HC_FEEDBACK_BLOCKS
-#define HC_FEEDBACK_BLOCKS (HC_ARCH < 900 ? 2 : 3)
+#define HC_MORE_KEPT (HC_KEPT < 32 && (HC_ROTATE || HC_GAUSSIAN || HC_BITS % 4 || HC_ARCH >= 1000))
+#define HC_FEEDBACK_BLOCKS (HC_ARCH < 900 || HC_MORE_KEPT ? 2 : 3)
 #endif
 #ifndef HC_DECODE_BLOCKS
 #define HC_DECODE_BLOCKS (HC_ROTATE ? 4 : 5)
@@ -54,6 +57,19 @@ HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, vo
         hybridcomp::blockint::decode<hybridcomp::E, ADD>(in, numel, chunk, slot, skip, out);     \
     }
 
+#define HC_FEEDBACK(NAME, E)                                                                     \
+    extern "C" __global__ void __launch_bounds__(256, HC_FEEDBACK_BLOCKS)                        \
+    blockint_encode_feedback_##NAME(const void* values, unsigned long long numel,                \
+                                    unsigned long long chunk, unsigned long long slot,           \
+                                    unsigned long long skip, unsigned char* out,                 \
+                                    HC_LEFT(residual)) {                                         \
+        hybridcomp::blockint::encode<hybridcomp::E, true>(values, numel, chunk, slot, skip, out, \
+                                                          HC_LEFT_OF(residual));                 \
+    }
+
+#if HC_KEPT < 32
+#define HC_KERNELS(NAME, E, BLOCKS) HC_FEEDBACK(NAME, E)
+#else
 #define HC_KERNELS(NAME, E, BLOCKS)                                                              \
     extern "C" __global__ void __launch_bounds__(256, BLOCKS)                                    \
     blockint_encode_##NAME(const void* values, unsigned long long numel,                         \
@@ -62,19 +78,15 @@ HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, vo
         hybridcomp::blockint::encode<hybridcomp::E, false>(values, numel, chunk, slot, skip,     \
                                                            out, nullptr);                        \
     }                                                                                            \
-    extern "C" __global__ void __launch_bounds__(256, HC_FEEDBACK_BLOCKS)                        \
-    blockint_encode_feedback_##NAME(const void* values, unsigned long long numel,                \
-                                    unsigned long long chunk, unsigned long long slot,           \
-                                    unsigned long long skip, unsigned char* out,                 \
-                                    float* residual) {                                           \
-        hybridcomp::blockint::encode<hybridcomp::E, true>(values, numel, chunk, slot, skip, out, \
-                                                          residual);                             \
-    }                                                                                            \
+    HC_FEEDBACK(NAME, E)                                                                         \
     HC_DECODE(decode_##NAME, E, false)
+#endif
 
 #if !defined(HC_DTYPE) || HC_DTYPE == 0
 HC_KERNELS(fp32, EightFp32, HC_ENCODE_WIDE_BLOCKS)
+#if HC_KEPT == 32
 HC_DECODE(add, EightFp32, true)
+#endif
 #endif
 #if !defined(HC_DTYPE) || HC_DTYPE == 1
 HC_KERNELS(bf16, EightBf16, HC_ENCODE_BLOCKS)

@@ -28,6 +28,17 @@ class BlockIntOnCuda(CudaFunctions):
             ceil_div(numel, 1024 * WARPS), (values, numel, numel, 0, WHOLE, out),
         )  # fmt: skip
 
+    def encode_kept(
+        self, setting: int, dtype: int, values: int, numel: int, out: int, nbytes: int, bits: int,
+        levels: int, steps: int, threads: int, /,
+    ) -> None:  # fmt: skip
+        """Encode with a residual of ``bits``, one warp for each tile."""
+        self._fixed(
+            "blockint.cu", blockint_image(setting, dtype, bits),
+            f"blockint_encode_feedback_{DTYPES[dtype]}", out, ceil_div(numel, 1024 * WARPS),
+            (values, numel, numel, 0, WHOLE, out, levels, steps),
+        )  # fmt: skip
+
     def decode(
         self, setting: int, dtype: int, payload: int, nbytes: int, out: int, numel: int,
         add: bool, threads: int, /,

@@ -80,10 +80,15 @@ struct Fetches {
 };
 
 // held += the own values, with `residual` (else null), which becomes zero.
-template <class E, bool FEEDBACK, class R>
-HC_INLINE void add_own(float* held, R& room, const typename E::Stored* own, float* residual,
+template <class E, bool FEEDBACK, class R, class K>
+HC_INLINE void add_own(float* held, R& room, const typename E::Stored* own, K residual,
                        const Span& span) {
-    if (FEEDBACK && residual) await_fetch<0>();
+    KeptBlock<HC_KEPT> few;
+    bool there = span.first() < span.count;
+    if (FEEDBACK && residual) {
+        if constexpr (FEW) few.load(residual, span.block, there);
+        else await_fetch<0>();
+    }
 #pragma unroll
     for (int i = 0; i < BLOCK / EACH; ++i) {
         E mine;
@@ -91,7 +96,10 @@ HC_INLINE void add_own(float* held, R& room, const typename E::Stored* own, floa
         u64 at = span.first() + i * EACH;
         if (span.whole) read_eight(room.own, i, mine);
         else mine.load_some(own + at, eight_of(at, span.count));
-        if constexpr (FEEDBACK) {
+        if constexpr (FEEDBACK && FEW) {
+#pragma unroll
+            for (int k = 0; k < EACH; ++k) kept.values[k] = few.value(i * EACH + k);
+        } else if constexpr (FEEDBACK) {
             if (residual && span.whole) read_eight(room.wide, i, kept);
             else if (residual) kept.load_some(residual + at, eight_of(at, span.count));
         }
@@ -103,7 +111,9 @@ HC_INLINE void add_own(float* held, R& room, const typename E::Stored* own, floa
         }
         finish_iteration();
     }
-    if constexpr (FEEDBACK) {
+    if constexpr (FEEDBACK && FEW) {
+        if (residual && there) clear_kept<HC_KEPT>(residual, span.block);
+    } else if constexpr (FEEDBACK) {
         if (!residual) return;
         if (span.whole) {
 #pragma unroll
@@ -135,21 +145,46 @@ HC_INLINE void flush_chunks(const Shared<float>& shared, float* out, const Span&
     shared.flush(out + span.tile_first());
 }
 
+// What a sum begins with: on its way, then held.
+HC_INLINE void fetch_start(Shared<float>& shared, const float* owner, const Span& span) {
+    shared.fetch(owner + span.tile_first());
+}
+HC_INLINE void fetch_start(Shared<float>&, const FewBits&, const Span&) {}
+
+HC_INLINE void start_from(float* held, Shared<float>& shared, const float* owner, const Span& span) {
+#pragma unroll
+    for (int i = 0; i < BLOCK / EACH; ++i) {
+        EightFp32 start;
+        u64 at = span.first() + i * EACH;
+        if (span.whole) read_eight(shared, i, start);
+        else start.load_some(owner + at, eight_of(at, span.count));
+#pragma unroll
+        for (int k = 0; k < EACH; ++k) held[i * EACH + k] = start.values[k];
+        finish_iteration();
+    }
+    __syncwarp();
+}
+HC_INLINE void start_from(float* held, Shared<float>&, const FewBits& owner, const Span& span) {
+    KeptBlock<FEW ? HC_KEPT : 8> start;
+    start.load(owner, span.block, span.first() < span.count);
+#pragma unroll
+    for (int k = 0; k < BLOCK; ++k) held[k] = start.value(k);
+}
+
 // held += `ranks` contributions to a tile of `numel` values, in rank order: this rank's own exact values,
-// and the payloads of the others, `slot` bytes apart. With FEEDBACK there may be the residual `owner`,
+// and the payloads of the others, `slot` bytes apart. With FEEDBACK there may be `owner`, fp32 or a residual,
 // which the sum begins with, and one of the own values, which they take with them and which becomes 0.
 // `turn`: the number of this block of threads among those of the message.
-template <class E, bool FEEDBACK, class R>
+template <class E, bool FEEDBACK, class R, class K, class O>
 HC_INLINE void add_ranks(float* held, R& room, const u8* payloads, const typename E::Stored* own, u64 ranks,
-                         u64 me, u64 slot, float* residual, const float* owner, const Span& span,
-                         u32 turn) {
+                         u64 me, u64 slot, K residual, O owner, const Span& span, u32 turn) {
     Layout layout(span.count);
     u32 blocks = layout.blocks_of(span.tile()), others = (u32)ranks - 1;
     bool group = !ROTATE || in_group(span.first(), span.count);
     if (span.whole) {
         room.own.fetch(own + span.tile_first());
         if constexpr (FEEDBACK) {
-            if (owner) room.wide.fetch(owner + span.tile_first());
+            if (owner) fetch_start(room.wide, owner, span);
         }
     }
     close_fetch();
@@ -162,20 +197,10 @@ HC_INLINE void add_ranks(float* held, R& room, const u8* payloads, const typenam
     }
     await_fetch<HC_STAGES>();
     if constexpr (FEEDBACK) {
-        if (owner) {
-#pragma unroll
-            for (int i = 0; i < BLOCK / EACH; ++i) {
-                EightFp32 start;
-                u64 at = span.first() + i * EACH;
-                if (span.whole) read_eight(room.wide, i, start);
-                else start.load_some(owner + at, eight_of(at, span.count));
-#pragma unroll
-                for (int k = 0; k < EACH; ++k) held[i * EACH + k] = start.values[k];
-                finish_iteration();
-            }
-            __syncwarp();
+        if (owner) start_from(held, room.wide, owner, span);
+        if constexpr (!FEW) {
+            if (residual && span.whole) room.wide.fetch(residual + span.tile_first());
         }
-        if (residual && span.whole) room.wide.fetch(residual + span.tile_first());
         close_fetch();
     }
     Magic magic(room, span.block >> 31);
@@ -230,9 +255,9 @@ HC_INLINE void store_block(const float* held, float inverse, u32* out) {
 }
 
 // What the levels of `held` leave out of it (rotated: of what waits in `shared`), into `owner`.
-template <class E>
+template <class E, class K>
 HC_INLINE void settle_block(float* held, float inverse, u32 code, u32 base, Shared<float>& shared,
-                            float* owner, const Span& span) {
+                            K owner, const Span& span) {
     bool twice;
     float step = careful_step(code, base, twice);
     if constexpr (ROTATE) {
@@ -245,6 +270,7 @@ HC_INLINE void settle_block(float* held, float inverse, u32 code, u32 base, Shar
     } else {
         __syncwarp();  // all of the room was read
     }
+    u32 there = span.there();
 #pragma unroll
     for (u32 i = 0; i < BLOCK / 4; ++i) {
         float kept[4], sent[4];
@@ -260,11 +286,15 @@ HC_INLINE void settle_block(float* held, float inverse, u32 code, u32 base, Shar
         }
         E::through(sent[0], sent[1]), E::through(sent[2], sent[3]);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) kept[k] = left_out(kept[k], sent[k]);
-        write_chunk(kept, i, shared, owner, span);
+        for (int k = 0; k < 4; ++k) {
+            kept[k] = residual::left_out(kept[k], sent[k]);
+            if (FEW) held[4 * i + k] = 4 * i + k < there ? kept[k] : 0.0f;
+        }
+        if constexpr (!FEW) write_chunk(kept, i, shared, owner, span);
         finish_iteration();
     }
-    flush_chunks(shared, owner, span);
+    if constexpr (!FEW) flush_chunks(shared, owner, span);
+    else if (there) store_kept_block<HC_KEPT>(held, owner, span.block);
 }
 
 }  // namespace blockint

@@ -1,5 +1,5 @@
 // CUDA kernels of blockint that add up ranks: decode, sum and, for an all_reduce, encode again; a warp
-// takes a tile (blockint_ranks.h). HC_DTYPE: as in blockint.cu. The sums of a plan (table.h) are those of
+// takes a tile (blockint_ranks.h). HC_DTYPE and HC_KEPT: as in blockint.cu. The sums of a plan (table.h) are those of
 // several stretches, each of whole blocks of threads.
 #include "blockint_ranks.h"
 #include "table.h"
@@ -8,16 +8,17 @@ namespace hybridcomp {
 namespace blockint {
 
 // The sum, in fp32. With FEEDBACK it may begin with `owner`, which may be `out`.
-template <class E, bool FEEDBACK>
+template <class E, bool FEEDBACK, class K>
 HC_INLINE void add_up(const u8* payloads, const void* own, u64 numel, u64 ranks, u64 me, u64 slot,
-                      float* out, float* residual, const float* owner, u32 turn) {
+                      float* out, K residual, const float* owner, u32 turn) {
     __shared__ Room<E, true> rooms[SUM_WARPS];
     auto& room = rooms[threadIdx.x / WARP];
     Span span = {turn * HC_SUM_THREADS + threadIdx.x, numel, false};
     if (span.tile() >= ceil_div(numel, TILE)) return;  // the whole warp
     const auto* values = (const typename E::Stored*)own;
     span.whole = span.tile_first() + TILE <= numel && whole_vectors(values) && whole_vectors(out) &&
-                 whole_vectors(residual) && whole_vectors(owner);
+                 whole_vectors(owner);
+    if constexpr (!FEW) span.whole = span.whole && whole_vectors(residual);
     float held[BLOCK];
 #pragma unroll
     for (int k = 0; k < BLOCK; ++k) held[k] = -0.0f;  // changes nothing
@@ -33,26 +34,28 @@ HC_INLINE void add_up(const u8* payloads, const void* own, u64 numel, u64 ranks,
 // of one rank for all of them are `slot` bytes apart from those of the next.
 template <class E, bool FEEDBACK>
 HC_INLINE void add_up_planned(const PlannedRow* rows, u64 count, const u8* payloads, const void* own,
-                              u64 ranks, u64 me, u64 slot, float* out, float* residual) {
+                              u64 ranks, u64 me, u64 slot, float* out, Kept residual) {
     const PlannedRow& row = row_of(rows, count, (u64)blockIdx.x * SUM_WARPS);
     add_up<E, FEEDBACK>(payloads + row.payload, (const typename E::Stored*)own + row.values, row.numel, ranks,
-                        me, slot, out + row.out, FEEDBACK ? residual + row.values : nullptr, nullptr,
+                        me, slot, out + row.out, FEEDBACK ? residual + row.values : residual, nullptr,
                         blockIdx.x - (u32)(row.first / SUM_WARPS));
 }
 
 // The sum, encoded into `out`. With FEEDBACK there may be the residual `owner`, which becomes what the
 // encoding leaves out.
-template <class E, bool HALF, bool FEEDBACK>
+template <class E, bool HALF, bool FEEDBACK, class K>
 HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks, u64 me, u64 slot,
-                      u8* out, float* residual, float* owner) {
+                      u8* out, K residual, K owner) {
     __shared__ Room<E, FEEDBACK> rooms[SUM_WARPS];
     auto& room = rooms[threadIdx.x / WARP];
     Layout layout(numel);
     Span span = {blockIdx.x * HC_SUM_THREADS + threadIdx.x, numel, false};
     if (span.tile() >= layout.tiles) return;
     const auto* values = (const typename E::Stored*)own;
-    span.whole = span.tile_first() + TILE <= numel && whole_vectors(values) &&
-                 (!FEEDBACK || (whole_vectors(residual) && whole_vectors(owner)));
+    span.whole = span.tile_first() + TILE <= numel && whole_vectors(values);
+    if constexpr (FEEDBACK && !FEW) {
+        span.whole = span.whole && whole_vectors(residual) && whole_vectors(owner);
+    }
     float held[BLOCK];
 #pragma unroll
     for (int k = 0; k < BLOCK; ++k) held[k] = 0.0f;
@@ -95,50 +98,64 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
 }  // namespace hybridcomp
 
 // Blocks a multiprocessor: on an H100 ten were as fast as eight or twelve, or faster. Before sm_80, where
-// shared memory has no room for so many, the compiler needs more registers for rotations.
+// shared memory has no room for so many, the compiler needs more registers for rotations, and everywhere
+// for those with a residual of few bits, which a lane unpacks by itself.
 #ifndef HC_SUM_BLOCKS
-#define HC_SUM_BLOCKS (HC_ARCH > 0 && HC_ARCH < 800 && HC_ROTATE ? 8 : 10)
+#define HC_SUM_BLOCKS (HC_ROTATE && (HC_KEPT < 32 || (HC_ARCH > 0 && HC_ARCH < 800)) ? 8 : 10)
+#endif
+#ifndef HC_PLANNED_SUM_BLOCKS
+#define HC_PLANNED_SUM_BLOCKS (HC_KEPT < 32 ? 8 : HC_SUM_BLOCKS)
 #endif
 
 #define HC_SUM_ARGUMENTS                                                              \
     const unsigned char *payloads, const void *own, unsigned long long numel,        \
         unsigned long long ranks, unsigned long long me, unsigned long long slot
 
+#define HC_NO_RESIDUAL hybridcomp::blockint::Kept()
 #define HC_PLANNED_SUM(NAME, E, FEEDBACK)                                                     \
-    extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_BLOCKS)               \
+    extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_PLANNED_SUM_BLOCKS)       \
     blockint_planned_sum_##NAME(const hybridcomp::PlannedRow* rows, unsigned long long count, \
                                 const unsigned char* payloads, const void* own,               \
                                 unsigned long long ranks, unsigned long long me,              \
-                                unsigned long long slot, float* out, float* residual) {       \
+                                unsigned long long slot, float* out, HC_LEFT(residual)) {     \
         hybridcomp::blockint::add_up_planned<E, FEEDBACK>(rows, count, payloads, own, ranks,  \
-                                                          me, slot, out, residual);           \
+                                                          me, slot, out, HC_LEFT_OF(residual)); \
     }
 
+#define HC_FEEDBACK(NAME, E, HALF)                                                                \
+    extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_BLOCKS)                   \
+    blockint_reduce_feedback_##NAME(HC_SUM_ARGUMENTS, unsigned char* out, HC_LEFT(residual),      \
+                                    HC_LEFT(owner)) {                                             \
+        hybridcomp::blockint::reduce<hybridcomp::E, HALF, true>(                                  \
+            payloads, own, numel, ranks, me, slot, out, HC_LEFT_OF(residual), HC_LEFT_OF(owner)); \
+    }                                                                                             \
+    extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_BLOCKS)                   \
+    blockint_sum_feedback_##NAME(HC_SUM_ARGUMENTS, float* out, HC_LEFT(residual), float* owner) { \
+        hybridcomp::blockint::add_up<hybridcomp::E, true>(payloads, own, numel, ranks, me, slot,  \
+                                                          out, HC_LEFT_OF(residual), owner,       \
+                                                          blockIdx.x);                            \
+    }                                                                                             \
+    HC_PLANNED_SUM(feedback_##NAME, hybridcomp::E, true)
+
+#if HC_KEPT < 32
+#define HC_KERNELS HC_FEEDBACK
+#else
 #define HC_KERNELS(NAME, E, HALF)                                                                 \
     extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_BLOCKS)                   \
     blockint_reduce_##NAME(HC_SUM_ARGUMENTS, unsigned char* out) {                                \
         hybridcomp::blockint::reduce<hybridcomp::E, HALF, false>(payloads, own, numel, ranks, me, \
-                                                                 slot, out, nullptr, nullptr);    \
-    }                                                                                             \
-    extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_BLOCKS)          \
-    blockint_reduce_feedback_##NAME(HC_SUM_ARGUMENTS, unsigned char* out, float* residual,        \
-                                    float* owner) {                                               \
-        hybridcomp::blockint::reduce<hybridcomp::E, HALF, true>(payloads, own, numel, ranks, me,  \
-                                                                slot, out, residual, owner);      \
+                                                                 slot, out, HC_NO_RESIDUAL,       \
+                                                                 HC_NO_RESIDUAL);                 \
     }                                                                                             \
     extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_BLOCKS)                   \
     blockint_sum_##NAME(HC_SUM_ARGUMENTS, float* out) {                                           \
         hybridcomp::blockint::add_up<hybridcomp::E, false>(payloads, own, numel, ranks, me, slot, \
-                                                           out, nullptr, nullptr, blockIdx.x);    \
-    }                                                                                             \
-    extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_BLOCKS)          \
-    blockint_sum_feedback_##NAME(HC_SUM_ARGUMENTS, float* out, float* residual,        \
-                                 float* owner) {                                                \
-        hybridcomp::blockint::add_up<hybridcomp::E, true>(payloads, own, numel, ranks, me, slot,  \
-                                                          out, residual, owner, blockIdx.x);      \
+                                                           out, HC_NO_RESIDUAL, nullptr,          \
+                                                           blockIdx.x);                           \
     }                                                                                             \
     HC_PLANNED_SUM(NAME, hybridcomp::E, false)                                                    \
-    HC_PLANNED_SUM(feedback_##NAME, hybridcomp::E, true)
+    HC_FEEDBACK(NAME, E, HALF)
+#endif
 
 #if !defined(HC_DTYPE) || HC_DTYPE == 0
 HC_KERNELS(fp32, EightFp32, false)

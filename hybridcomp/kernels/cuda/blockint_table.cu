@@ -1,6 +1,6 @@
 // CUDA kernels of blockint for a table of tensors, each with a payload of its own: the parameters of one
-// gather, the parts of a bucket. A warp takes a tile, as in blockint.cu. HC_DTYPE: as there. Those of a plan
-// (`planned`) take any number of stretches of one tensor.
+// gather, the parts of a bucket. A warp takes a tile, as in blockint.cu. HC_DTYPE and HC_KEPT: as there. Those
+// of a plan (`planned`) take any number of stretches of one tensor.
 #include "blockint_tile.h"
 #include "table.h"
 
@@ -13,8 +13,10 @@ HC_INLINE void encode_row(const Table& table) {
     const Row& row = row_of(table, tile);
     tile -= row.first;
     if (tile >= ceil_div(row.numel, TILE)) return;  // the whole warp
+    Kept residual;
+    point(residual, row.residual, row.steps);
     encode_tile<E, FEEDBACK>((const typename E::Stored*)row.values, row.numel, tile, (u8*)row.payload,
-                             FEEDBACK ? (float*)row.residual : nullptr);
+                             residual);
 }
 
 template <class E, bool ADD>
@@ -28,13 +30,13 @@ HC_INLINE void decode_row(const Table& table) {
 
 template <class E, bool FEEDBACK, bool HELD>
 HC_INLINE void encode_planned(const PlannedRow* rows, u64 count, const void* values, u8* payloads,
-                              float* residual) {
+                              Kept residual) {
     u64 tile = warp_id();
     const PlannedRow& row = row_of(rows, count, tile);
     tile -= row.first;
     if (tile >= ceil_div(row.numel, TILE)) return;  // the whole warp
     encode_tile<E, FEEDBACK, HELD>((const typename E::Stored*)values + row.values, row.numel, tile,
-                                   payloads + row.payload, FEEDBACK ? residual + row.values : nullptr);
+                                   payloads + row.payload, FEEDBACK ? residual + row.values : residual);
 }
 
 HC_INLINE void decode_planned(const PlannedRow* rows, u64 count, const u8* payloads, float* out) {
@@ -56,26 +58,35 @@ HC_INLINE void decode_planned(const PlannedRow* rows, u64 count, const u8* paylo
 #define HC_PLANNED const hybridcomp::PlannedRow *rows, unsigned long long count
 #define HC_PLANNED_ENCODE(NAME, BLOCKS, ...)                                                \
     extern "C" __global__ void __launch_bounds__(256, BLOCKS) blockint_planned_##NAME(      \
-        HC_PLANNED, const void* values, unsigned char* payloads, float* residual) {         \
-        hybridcomp::blockint::encode_planned<__VA_ARGS__>(rows, count, values, payloads, residual); \
+        HC_PLANNED, const void* values, unsigned char* payloads, HC_LEFT(residual)) {       \
+        hybridcomp::blockint::encode_planned<__VA_ARGS__>(rows, count, values, payloads,    \
+                                                          HC_LEFT_OF(residual));            \
     }
+#define HC_COMMA ,
+#define HC_FEEDBACK(NAME, E)                                                                \
+    HC_PLANNED_ENCODE(encode_feedback_##NAME, 2, hybridcomp::E, true, false)                 \
+    HC_KERNEL(encode_feedback_##NAME, encode_row<hybridcomp::E HC_COMMA true>, 2)
 
+#if HC_KEPT < 32
+#define HC_KERNELS HC_FEEDBACK
+#else
 #define HC_KERNELS(NAME, E)                                                                 \
     HC_PLANNED_ENCODE(encode_##NAME, HC_ROTATE ? 3 : 4, hybridcomp::E, false, false)         \
-    HC_PLANNED_ENCODE(encode_feedback_##NAME, 2, hybridcomp::E, true, false)                 \
     HC_KERNEL(encode_##NAME, encode_row<hybridcomp::E HC_COMMA false>, HC_ROTATE ? 3 : 4)    \
-    HC_KERNEL(encode_feedback_##NAME, encode_row<hybridcomp::E HC_COMMA true>, 2)            \
+    HC_FEEDBACK(NAME, E)                                                                    \
     HC_KERNEL(decode_##NAME, decode_row<hybridcomp::E HC_COMMA false>, HC_ROTATE ? 4 : 5)
-#define HC_COMMA ,
+#endif
 
 #if !defined(HC_DTYPE) || HC_DTYPE == 0
 HC_KERNELS(fp32, EightFp32)
+#if HC_KEPT == 32
 HC_KERNEL(add, decode_row<hybridcomp::EightFp32 HC_COMMA true>, HC_ROTATE ? 4 : 5)
 HC_PLANNED_ENCODE(encode_held_fp32, 2, hybridcomp::EightFp32, true, true)
 extern "C" __global__ void __launch_bounds__(256, HC_ROTATE ? 4 : 5) blockint_planned_decode_fp32(
     HC_PLANNED, const unsigned char* payloads, float* out) {
     hybridcomp::blockint::decode_planned(rows, count, payloads, out);
 }
+#endif
 #endif
 #if !defined(HC_DTYPE) || HC_DTYPE == 1
 HC_KERNELS(bf16, EightBf16)

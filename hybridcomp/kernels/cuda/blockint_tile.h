@@ -3,45 +3,10 @@
 // asked about once a warp. All lanes of the warp call these.
 #pragma once
 
-#include "blockint_rotated.h"
+#include "blockint_feedback.h"
 
 namespace hybridcomp {
 namespace blockint {
-
-// Values [first, first + 1024) of `count`, zeros after the end. `whole`: all of them are there, aligned.
-template <class E>
-HC_INLINE void load_tile(E* held, const typename E::Stored* values, u64 first, u64 count, bool whole) {
-    if (whole) {
-        const auto* at = values + first + lane_id() * EACH;
-#pragma unroll
-        for (int i = 0; i < ROUNDS; ++i) held[i].load(at + i * ROUND);
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) {
-        u64 at = first + lane_id() * EACH + i * ROUND;
-        held[i].load_some(values + at, eight_of(at, count));
-    }
-}
-
-// Eight values of each lane, from `at` on.
-HC_INLINE void store_eight(const float* values, float* out, u64 at, u64 count, bool whole) {
-    if (whole) {
-        store_sectors(values, out + at);
-        return;
-    }
-    u32 there = eight_of(at, count);
-#pragma unroll
-    for (int k = 0; k < EACH; ++k) {
-        if ((u32)k < there) out[at + k] = values[k];
-    }
-}
-
-// What a message leaves out; 0 where that is not finite: an overflow must not stay for ever.
-HC_INLINE float left_out(float value, float sent) {
-    float left = value - sent;
-    return magnitude_bits(left) < INF_BITS ? left : 0.0f;
-}
 
 // What the levels `q` of eight values leave out of them once receivers round to E, into `residual`.
 // Rotated values take the registers of the values, which wait where the residual will stand.
@@ -69,15 +34,16 @@ HC_INLINE void settle(const float* values, const u32* q, u32 code, u32 base, flo
     for (int k = 0; k < EACH; k += 2) {
         float a = sent[k], b = sent[k + 1];
         E::through(a, b);
-        kept[k] = left_out(kept[k], a), kept[k + 1] = left_out(kept[k + 1], b);
+        kept[k] = residual::left_out(kept[k], a), kept[k + 1] = residual::left_out(kept[k + 1], b);
     }
     store_eight(kept, residual, at, count, whole);
 }
 
 // A tile in registers -> its place in the payload `out` of `count` values. With a `residual` (else null),
-// what receivers that round to E do not get goes there; `whole`: it is all there, and aligned.
-template <class E, bool SETTLE, class H>
-HC_INLINE void encode_held(const H* held, u64 tile, u64 count, u8* out, float* residual, bool whole) {
+// what receivers that round to E do not get goes there; `whole`: it is all there, and aligned. One of few
+// bits takes that from where the sum was, in the end.
+template <class E, bool SETTLE, class H, class R>
+HC_INLINE void encode_held(H* held, u64 tile, u64 count, u8* out, R residual, bool whole) {
     Layout layout(count);
     Place place;
     u32 tops[ROUNDS];
@@ -101,9 +67,11 @@ HC_INLINE void encode_held(const H* held, u64 tile, u64 count, u8* out, float* r
         if constexpr (SETTLE) {
             u32 known = of_round(code, i, place);
             u64 at = tile * TILE + i * ROUND + lane_id() * EACH;
-            if (residual) settle<E>(held[i].values, q, known, base, residual, at, count, whole);
+            if constexpr (FEW) residual.settle(held[i], i, q, known, base);
+            else if (residual) settle<E>(held[i].values, q, known, base, residual, at, count, whole);
         }
     }
+    if constexpr (SETTLE && FEW) residual.finish(held, place);
     if (place.own_block() < blocks) out[layout.scales + first + place.own_block()] = (u8)code;
     if (lane_id() == 0) out[layout.bases + tile] = (u8)base;
     if (tile + 1 == layout.tiles) pad_payload(out, layout.used, layout.total);
@@ -112,42 +80,49 @@ HC_INLINE void encode_held(const H* held, u64 tile, u64 count, u8* out, float* r
 // Tile `tile` of `count` values -> its place in their payload, which begins at `out`. With FEEDBACK,
 // values + residual is sent, and the residual becomes what is left; HELD: it has the sum already, and
 // nothing is read at `values`.
-template <class E, bool FEEDBACK, bool HELD = false>
-HC_INLINE void encode_tile(const typename E::Stored* values, u64 count, u64 tile, u8* out,
-                           float* residual) {
+template <class E, bool FEEDBACK, bool HELD = false, class K = float*>
+HC_INLINE void encode_tile(const typename E::Stored* values, u64 count, u64 tile, u8* out, K residual) {
     u64 first = tile * TILE;
     bool full = first + TILE <= count;
-    E held[ROUNDS];
-    if constexpr (!HELD) load_tile(held, values, first, count, full && whole_vectors(values));
-    if constexpr (!FEEDBACK && !ROTATE) {
-        encode_held<E, false>(held, tile, count, out, nullptr, false);
+    if constexpr (FEW) {
+        FewFeedback<E> feedback = {values, residual, tile, count, full};
+        EightFp32 sums[ROUNDS];
+        feedback.load(sums);
+        encode_held<EightFp32, true>(sums, tile, count, out, feedback, false);
         return;
     } else {
-        bool whole = FEEDBACK && full && whole_vectors(residual);
-        EightFp32 sums[ROUNDS];
-        if constexpr (FEEDBACK) load_tile(sums, residual, first, count, whole);
+        E held[ROUNDS];
+        if constexpr (!HELD) load_tile(held, values, first, count, full && whole_vectors(values));
+        if constexpr (!FEEDBACK && !ROTATE) {
+            encode_held<E, false>(held, tile, count, out, (float*)nullptr, false);
+            return;
+        } else {
+            bool whole = FEEDBACK && full && whole_vectors(residual);
+            EightFp32 sums[ROUNDS];
+            if constexpr (FEEDBACK) load_tile(sums, residual, first, count, whole);
 #pragma unroll
-        for (int i = 0; i < ROUNDS; ++i) {
-            u64 at = first + i * ROUND + lane_id() * EACH;
+            for (int i = 0; i < ROUNDS; ++i) {
+                u64 at = first + i * ROUND + lane_id() * EACH;
 #pragma unroll
-            for (int k = 0; k < EACH; ++k) {
-                float value = -0.0f;  // changes nothing
-                if constexpr (!HELD) value = held[i].value(k);
-                sums[i].values[k] = FEEDBACK ? sums[i].values[k] + value : value;
-            }
-            if constexpr (ROTATE) {
-                if (FEEDBACK) {
-                    if (whole) {
-                        sums[i].store(residual + at);
-                    } else {
-                        for (u32 k = 0; k < eight_of(at, count); ++k) residual[at + k] = sums[i].values[k];
-                    }
+                for (int k = 0; k < EACH; ++k) {
+                    float value = -0.0f;  // changes nothing
+                    if constexpr (!HELD) value = held[i].value(k);
+                    sums[i].values[k] = FEEDBACK ? sums[i].values[k] + value : value;
                 }
-                rotate(sums[i].values, full || in_group(at, count));
+                if constexpr (ROTATE) {
+                    if (FEEDBACK) {
+                        if (whole) {
+                            sums[i].store(residual + at);
+                        } else {
+                            for (u32 k = 0; k < eight_of(at, count); ++k) residual[at + k] = sums[i].values[k];
+                        }
+                    }
+                    rotate(sums[i].values, full || in_group(at, count));
+                }
             }
+            // who gets this adds it up in fp32
+            encode_held<EightFp32, FEEDBACK>(sums, tile, count, out, residual, whole);
         }
-        // who gets this adds it up in fp32
-        encode_held<EightFp32, FEEDBACK>(sums, tile, count, out, residual, whole);
     }
 }
 

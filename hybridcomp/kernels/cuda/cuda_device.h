@@ -107,10 +107,10 @@ HC_INLINE u64 align16(u64 nbytes) { return (nbytes + 15) & ~15ull; }
 // A message of `numel` values in chunks of `chunk`, one payload each, `slot` bytes apart. Row y of the
 // grid handles one chunk; `skip` (none: ~0) has no payload, and those after it move up.
 struct Chunk {
-    u64 first, count, payload;
+    u64 index, first, count, payload;
     HC_INLINE_MEMBER Chunk(u64 numel, u64 chunk, u64 slot, u64 skip) {
         u64 row = blockIdx.y;
-        u64 index = row + (row >= skip ? 1 : 0);
+        index = row + (row >= skip ? 1 : 0);
         first = index * chunk < numel ? index * chunk : numel;
         count = numel - first < chunk ? numel - first : chunk;
         payload = row * slot;

@@ -10,6 +10,7 @@ from torch import Tensor
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import DTYPE_CODES
 from hybridcomp.kernels.cuda.launcher import DTYPES, WARPS, Launcher, ceil_div
+from hybridcomp.kernels.kept import Kept, bits_of, words_of
 
 TILES = 1024 * WARPS  # elements of a block of blockint.cu
 #: limit on values of a rank's chunk: 32 bits hold a block's number (blockint_ranks.h, Span)
@@ -25,9 +26,13 @@ def blockint_macros(setting: int) -> tuple[str, ...]:
     return (f"HC_BITS={setting & 15}", *rotate, *gaussian)
 
 
-def blockint_image(setting: int, dtype: int) -> tuple[str, ...]:
-    """Return the macros of the image with the kernels of one setting and one dtype."""
-    return (*blockint_macros(setting), f"HC_DTYPE={dtype}")
+def blockint_image(setting: int, dtype: int, kept: int = 32) -> tuple[str, ...]:
+    """Return the macros of the image with the kernels of one setting and one dtype.
+
+    ``kept`` below 32: those alone that have a residual, of so many bits a value.
+    """
+    few = (f"HC_KEPT={kept}",) if kept < 32 else ()
+    return (*blockint_macros(setting), *few, f"HC_DTYPE={dtype}")
 
 
 class FusedBlockInt:
@@ -39,40 +44,37 @@ class FusedBlockInt:
 
     def encode(
         self, values: Tensor, chunk: int, slot: int, skip: int, out: Tensor,
-        residual: Tensor | None = None,
+        residual: Kept | None = None,
     ) -> None:  # fmt: skip
         """Encode, a row of thread blocks for each chunk."""
-        numel = values.numel()
-        words = (values.data_ptr(), numel, chunk, slot, skip, out.data_ptr())
-        if residual is None:
-            self._rows("encode", values.dtype, numel, chunk, skip, *words)
-        else:
-            left = residual.data_ptr()
-            self._rows("encode_feedback", values.dtype, numel, chunk, skip, *words, left)
+        words = (values.data_ptr(), values.numel(), chunk, slot, skip, out.data_ptr())
+        self._rows("encode", values, chunk, skip, words, residual)
 
     def reduce(
         self, payloads: Tensor, own: Tensor, ranks: int, me: int, out: Tensor,
-        residual: Tensor | None = None, owner_residual: Tensor | None = None,
+        residual: Kept | None = None, owner_residual: Kept | None = None,
     ) -> None:  # fmt: skip
         """Reduce, a warp for each tile: the sum stays in registers until it is encoded."""
-        words = self._sum(payloads, own, ranks, me, out)
+        words, both = self._sum(payloads, own, ranks, me, out), (residual, owner_residual)
         if residual is None and owner_residual is None:
-            self._add("reduce", own, *words)
+            self._add("reduce", own, 32, *words)
         else:
-            left = (0 if r is None else r.data_ptr() for r in (residual, owner_residual))
-            self._add("reduce_feedback", own, *words, *left)
+            bits = bits_of(*both)
+            left = (word for one in both for word in words_of(one, bits))
+            self._add("reduce_feedback", own, bits, *words, *left)
 
     def sum(
         self, payloads: Tensor, own: Tensor, ranks: int, me: int, out: Tensor,
-        residual: Tensor | None = None, begun: bool = False,
+        residual: Kept | None = None, begun: bool = False,
     ) -> None:  # fmt: skip
         """Sum, a warp for each tile."""
         words = self._sum(payloads, own, ranks, me, out)
         if residual is None and not begun:
-            self._add("sum", own, *words)
+            self._add("sum", own, 32, *words)
         else:
-            left = 0 if residual is None else residual.data_ptr()
-            self._add("sum_feedback", own, *words, left, out.data_ptr() if begun else 0)
+            bits = bits_of(residual)
+            left = (*words_of(residual, bits), out.data_ptr() if begun else 0)
+            self._add("sum_feedback", own, bits, *words, *left)
 
     @staticmethod
     def _sum(payloads: Tensor, own: Tensor, ranks: int, me: int, out: Tensor) -> tuple[int, ...]:
@@ -84,28 +86,34 @@ class FusedBlockInt:
 
     def decode(self, payloads: Tensor, chunk: int, slot: int, out: Tensor, skip: int = -1) -> None:
         """Decode, a row of thread blocks for each chunk."""
-        numel = out.numel()
-        words = (payloads.data_ptr(), numel, chunk, slot, skip, out.data_ptr())
-        self._rows("decode", out.dtype, numel, chunk, skip, *words)
+        words = (payloads.data_ptr(), out.numel(), chunk, slot, skip, out.data_ptr())
+        self._rows("decode", out, chunk, skip, words)
 
     def _rows(
-        self, kernel: str, dtype: torch.dtype, numel: int, chunk: int, skip: int, *words: int
-    ) -> None:
+        self, kernel: str, values: Tensor, chunk: int, skip: int, words: tuple[int, ...],
+        residual: Kept | None = None,
+    ) -> None:  # fmt: skip
         """Launch a warp for each tile, and a row of the grid for each chunk but ``skip``."""
-        rows = ceil_div(numel, chunk)
+        rows, bits = ceil_div(values.numel(), chunk), 32
         rows -= 0 <= skip < rows
+        if residual is not None:
+            bits, kernel = bits_of(residual), f"{kernel}_feedback"
+            words = (*words, *words_of(residual, bits))
         if rows:
-            image, name = image_of(self._setting, kernel, dtype)
+            image, name = image_of(self._setting, kernel, values.dtype, bits)
             grid = (ceil_div(chunk, TILES), rows)
             self._launcher.launch("blockint.cu", image, name, grid, *words)
 
-    def _add(self, kernel: str, own: Tensor, *words: int) -> None:
-        """Launch a warp for each tile. Raises CodecError for more values than kernels can count."""
+    def _add(self, kernel: str, own: Tensor, bits: int, *words: int) -> None:
+        """Launch a warp for each tile. Raises CodecError for more values than kernels can count.
+
+        ``bits``: of a value of the residuals.
+        """
         numel = own.numel()
         check_summed(numel)
         blocks = ceil_div(numel, 32 * SUM_THREADS)
         if blocks:
-            image, name = image_of(self._setting, kernel, own.dtype)
+            image, name = image_of(self._setting, kernel, own.dtype, bits)
             self._launcher.launch(
                 "blockint_sum.cu", image, name, (blocks, 1), *words, threads=SUM_THREADS
             )
@@ -121,7 +129,9 @@ def check_summed(numel: int) -> None:
 
 
 @cache
-def image_of(setting: int, kernel: str, dtype: torch.dtype) -> tuple[tuple[str, ...], str]:
+def image_of(
+    setting: int, kernel: str, dtype: torch.dtype, kept: int = 32
+) -> tuple[tuple[str, ...], str]:
     """Return the macros of an image and the kernel's name in it; cached, as each launch asks."""
     code = DTYPE_CODES[dtype]
-    return blockint_image(setting, code), f"blockint_{kernel}_{DTYPES[code]}"
+    return blockint_image(setting, code, kept), f"blockint_{kernel}_{DTYPES[code]}"

@@ -10,6 +10,7 @@ from torch import Tensor
 from hybridcomp.kernels.cuda.fused import SUM_THREADS, check_summed, image_of
 from hybridcomp.kernels.cuda.launcher import WARPS, Launcher, ceil_div
 from hybridcomp.kernels.cuda.table import TILE
+from hybridcomp.kernels.kept import Kept, bits_of, words_of
 from hybridcomp.kernels.stretches import PlannedStretch, StretchTable
 
 
@@ -36,17 +37,18 @@ class PlannedBlockInt:
 
     def encode(
         self, table: StretchTable, values: Tensor | None, payloads: Tensor,
-        residual: Tensor | None = None,
+        residual: Kept | None = None,
     ) -> None:  # fmt: skip
         """Encode, one warp for each tile."""
         if values is None:
-            assert residual is not None, "neither values nor a residual that has them"
-            kernel, like, start = "encode_held", residual, 0
+            assert isinstance(residual, Tensor), "neither values nor an fp32 residual that has them"
+            kernel, dtype, start = "encode_held", residual.dtype, 0
         else:
-            kernel, like, start = "encode", values, values.data_ptr()
+            kernel, dtype, start = "encode", values.dtype, values.data_ptr()
             kernel += "" if residual is None else "_feedback"
-        left = 0 if residual is None else residual.data_ptr()
-        self._launch(kernel, like.dtype, table, start, payloads.data_ptr(), left)
+        bits = bits_of(residual)
+        left = words_of(residual, bits)
+        self._launch(kernel, dtype, table, start, payloads.data_ptr(), *left, bits=bits)
 
     def decode(self, table: StretchTable, payloads: Tensor, out: Tensor) -> None:
         """Decode, one warp for each tile."""
@@ -54,20 +56,20 @@ class PlannedBlockInt:
 
     def sum(
         self, table: StretchTable, payloads: Tensor, own: Tensor, ranks: int, me: int, out: Tensor,
-        residual: Tensor | None = None,
+        residual: Kept | None = None,
     ) -> None:  # fmt: skip
         """Sum, one warp for each tile."""
         slot = payloads.numel() // max(ranks - 1, 1)
         words = (payloads.data_ptr(), own.data_ptr(), ranks, me, slot, out.data_ptr())
-        kernel, left = "sum", 0
-        if residual is not None:
-            kernel, left = "sum_feedback", residual.data_ptr()
-        self._launch(kernel, own.dtype, table, *words, left)
+        kernel, bits = "sum" if residual is None else "sum_feedback", bits_of(residual)
+        self._launch(kernel, own.dtype, table, *words, *words_of(residual, bits), bits=bits)
 
-    def _launch(self, kernel: str, dtype: torch.dtype, table: StretchTable, *words: int) -> None:
+    def _launch(
+        self, kernel: str, dtype: torch.dtype, table: StretchTable, *words: int, bits: int = 32
+    ) -> None:
         if not table.blocks:
             return
-        image, name = image_of(self._setting, f"planned_{kernel}", dtype)
+        image, name = image_of(self._setting, f"planned_{kernel}", dtype, bits)
         source, threads = _BLOCKS[kernel.startswith("sum")]
         self._launcher.launch(
             source, image, name, (table.blocks, 1), table.words.data_ptr(), table.count, *words,

@@ -10,11 +10,12 @@
 
 namespace hybridcomp {
 
-// By whole tiles one after the other: `first` is the number of the row's first tile.
+// By whole tiles one after the other: `first` is the number of the row's first tile. Of a residual of few
+// bits, `residual` is where its levels are and `steps` where its steps are.
 struct Row {
-    u64 first, values, numel, payload, residual;
+    u64 first, values, numel, payload, residual, steps;
 };
-constexpr u32 TABLE_ROWS = 96;  // arguments of a kernel are at most 4 KB
+constexpr u32 TABLE_ROWS = 84;  // arguments of a kernel are at most 4 KB
 
 struct Table {
     u64 count;

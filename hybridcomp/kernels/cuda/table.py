@@ -12,10 +12,11 @@ from hybridcomp.kernels import DTYPE_CODES
 from hybridcomp.kernels.cuda.functions import ALIGN
 from hybridcomp.kernels.cuda.fused import blockint_image
 from hybridcomp.kernels.cuda.launcher import DTYPES, WARPS, Launcher, ceil_div
+from hybridcomp.kernels.kept import Kept, bits_of, words_of
 
 #: rows of table.h; more tensors take more launches
-ROWS = 96
-ROW_WORDS = 5
+ROWS = 84
+ROW_WORDS = 6
 TILE = 1024
 
 
@@ -28,7 +29,7 @@ class EachBlockInt:
 
     def encode(
         self, values: Sequence[Tensor], out: Sequence[Tensor],
-        residuals: Sequence[Tensor] | None = None,
+        residuals: Sequence[Kept] | None = None,
     ) -> None:  # fmt: skip
         """Encode, one warp for each tile."""
         if values:
@@ -46,9 +47,10 @@ class EachBlockInt:
 
     def _run(
         self, kernel: str, dtype: int, values: Sequence[Tensor], payloads: Sequence[Tensor],
-        residuals: Sequence[Tensor] | None,
+        residuals: Sequence[Kept] | None,
     ) -> None:  # fmt: skip
-        name, image = f"blockint_table_{kernel}", blockint_image(self._setting, dtype)
+        kept = bits_of(*residuals or ())
+        name, image = f"blockint_table_{kernel}", blockint_image(self._setting, dtype, kept)
         for tiles, table in _tables(values, payloads, residuals):
             # blocks of 32, 64 and 128 threads are no faster, from 64 KB on (H100)
             grid = (ceil_div(tiles, WARPS), 1)
@@ -56,7 +58,7 @@ class EachBlockInt:
 
 
 def _tables(
-    values: Sequence[Tensor], payloads: Sequence[Tensor], residuals: Sequence[Tensor] | None
+    values: Sequence[Tensor], payloads: Sequence[Tensor], residuals: Sequence[Kept] | None
 ) -> Iterator[tuple[int, bytes]]:
     """Yield tables of at most ROWS non-empty tensors, with the number of tiles of each table."""
     words: list[int] = []
@@ -67,8 +69,8 @@ def _tables(
             continue
         if address % ALIGN:
             raise ValueError(f"blockint: a payload must begin at a multiple of {ALIGN} bytes")
-        left = 0 if residual is None else residual.data_ptr()
-        words += (tiles, one.data_ptr(), numel, address, left)
+        left = (*words_of(residual, 32), 0)[:2]
+        words += (tiles, one.data_ptr(), numel, address, *left)
         tiles += ceil_div(numel, TILE)
         if len(words) == ROWS * ROW_WORDS:
             yield tiles, _packed(words)

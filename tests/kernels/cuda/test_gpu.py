@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from hybridcomp import kernels
-from hybridcomp.codecs import VALUE_DTYPES, Codec, make_codec
+from hybridcomp.codecs import VALUE_DTYPES, BlockInt, Codec, make_codec
+from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.collectives import Meter, chunk_ranges
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels.cuda import CudaKernels, images
@@ -169,6 +170,24 @@ def test_a_graph_replays_what_eager_does(codec: Codec) -> None:
     assert torch.equal(payload.cpu(), expected)
     bits = arrays.bits_of(out.cpu())
     assert torch.equal(bits, decoded(codec, expected, 100_000, torch.float32))
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+def test_residuals_of_few_bits_are_the_cpus(dtype: torch.dtype, bits: int) -> None:
+    """Encoded with values, and loaded and stored alone."""
+    numel = 300_007
+    for codec in (BlockInt(8), BlockInt(4), BlockInt(4, rotate=True)):
+        values = arrays.make("nonfinite", numel, 1, dtype)
+        here = QuantizedResidual.of(arrays.make("outliers", numel, 2) / 100, bits)
+        there = QuantizedResidual.of(arrays.make("outliers", numel, 2).cuda() / 100, bits)
+        nbytes = codec.wire_nbytes(numel, torch.float32)
+        right = torch.zeros(nbytes, dtype=torch.uint8)
+        found = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+        assert codec.encode_kept(values, here, right)
+        assert codec.encode_kept(values.cuda(), there, found)
+        assert torch.equal(found.cpu(), right) and torch.equal(there._data.cpu(), here._data)
+        assert torch.equal(there.unpack().cpu(), here.unpack())
 
 
 @pytest.mark.parametrize("feedback", [False, True], ids=["plain", "feedback"])
