@@ -282,6 +282,7 @@ def publish(
     dtype: str | None = None,
     codec: str = "auto",
     keep: int | None = None,
+    names: str = "own",
 ) -> Publisher:
     """Publish the weights of an engine, version by version, to inference engines.
 
@@ -302,13 +303,15 @@ def publish(
         codec: "stepcode" for exact steps, "raw" for values as they are, or "auto": stepcode, and on
             streams and groups raw where encoding and decoding take longer than they save.
         keep: full versions that remain in a folder, with those that follow them; None: all.
+        names: "own", or "hf": names and tensors as Hugging Face has them, from megatron-core models
+            of the families of Llama and GPT-2.
 
     Raises ConfigError where the engine's weights or the destination do not fit.
     """
     from hybridcomp.patches.published import publish
 
     given = {"every": every, "anchor_every": anchor_every, "keep": keep}
-    return publish(engine, to, **given, dtype=dtype, codec=codec)
+    return publish(engine, to, names, **given, dtype=dtype, codec=codec)
 
 
 def __getattr__(name: str) -> Any:

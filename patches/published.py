@@ -8,11 +8,12 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common.publishing_steps import destination_of
 from hybridcomp.publishing import EngineWeights, Publisher
+from hybridcomp.publishing.weights import named
 
 
-def publish(engine: Any, to: Any, **options: Any) -> Publisher:
+def publish(engine: Any, to: Any, names: str, **options: Any) -> Publisher:
     """See ``hybridcomp.publish``, which names the ``options``."""
-    weights = weights_of(engine)
+    weights = named(weights_of(engine), names)
     return Publisher(weights, destination_of(to, weights), **options)
 
 

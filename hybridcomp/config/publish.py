@@ -45,6 +45,12 @@ class PublishConfig(Strict):
         description="The 16 bits in which weights that have more are published. Default: what the "
         "model computes with, which has to be bf16 or fp16 then.",
     )
+    names: Literal["own", "hf"] = Field(
+        "own",
+        description="Under whose names. own: those of the module, under megatron-core those of its "
+        "checkpoints. hf: names and tensors as Hugging Face has them, from megatron-core models of "
+        "the families of Llama and GPT-2.",
+    )
 
     @field_validator("to")
     @classmethod

@@ -22,6 +22,9 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 #: entries of a table: name of a parameter -> its shape and the name of its dtype
 Table = dict[str, tuple[tuple[int, ...], str]]
 KEY = "publish"
+#: under whose names weights are published
+OWN, HUGGING_FACE = "own", "hf"
+NAMINGS = (OWN, HUGGING_FACE)
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class EngineWeights:
         aliases: further names of tied parameters, with the name under which each is published.
         ranks: global ranks of the job, in order; all of them call the publisher together.
         ready: called before weights are read, on all ranks: finishes gathers that are under way.
+        hugging_face: returns the same weights under the names, shapes and cuts that Hugging Face
+            has; None where the module's own names are those, or nobody knows them.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -51,6 +56,7 @@ class EngineWeights:
     ranks: tuple[int, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
     ready: Callable[[], object] = lambda: None
+    hugging_face: Callable[[], EngineWeights] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,21 @@ class DividedWeights:
     def numel(self) -> int:
         """Return the number of weights of the job."""
         return sum(math.prod(shape) for shape, _ in self.table.values())
+
+
+def named(weights: EngineWeights, names: str) -> EngineWeights:
+    """Return ``weights`` under the names that ``names`` asks for, one of NAMINGS.
+
+    Raises ConfigError where the engine has no others, or the model is of no known family.
+    """
+    if names not in NAMINGS:
+        raise ConfigError(f"{KEY}.names", names, f"expected one of {', '.join(NAMINGS)}")
+    if names == OWN:
+        return weights
+    if weights.hugging_face is None:
+        todo = "weights of this engine have the names of its module already; leave it out"
+        raise ConfigError(f"{KEY}.names", names, todo)
+    return weights.hugging_face()
 
 
 def published_dtype(weights: EngineWeights, asked: str | None) -> dict[str, str]:

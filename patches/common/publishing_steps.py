@@ -18,6 +18,7 @@ from hybridcomp.publishing.following import PublishedSteps
 from hybridcomp.publishing.groups import GroupDestination
 from hybridcomp.publishing.streams import Stream
 from hybridcomp.publishing.two_way import TwoWay
+from hybridcomp.publishing.weights import named
 from hybridcomp.session.engine_session import EngineSession
 
 #: key of errors about an engine whose weights cannot be published
@@ -38,9 +39,9 @@ def start(session: EngineSession, weights: Callable[[], EngineWeights]) -> None:
 
     def make() -> Publisher | None:
         try:
-            found = weights()
+            found = named(weights(), settings.names)
             to = destination_of(settings.to, found)
-            given = settings.model_dump(exclude={"to"})
+            given = settings.model_dump(exclude={"to", "names"})
             return Publisher(found, to, **given)
         except ConfigError as error:
             key = f"{BLOCK}.{error.key}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from torch import Tensor
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common import publishing_steps
-from hybridcomp.publishing import EngineWeights, Held, WeightRange, stretch_of_block
+from hybridcomp.patches.mcore.hugging_face_names import EMBEDDING, HuggingFaceNames, WeightPart
+from hybridcomp.publishing import EngineWeights, Held, stretch_of_block
 from hybridcomp.session import process
 from hybridcomp.session.engine_session import EngineSession
 
@@ -50,12 +51,41 @@ def weights_of(engine: Any) -> EngineWeights:
     """
     chunks: Sequence[Any] = engine if isinstance(engine, (list, tuple)) else [engine]
     _check(chunks)
+    parts = [part for chunk in chunks for part in _parts(chunk)]
+    return _as_they_are(chunks, parts, {}, functools.partial(_hugging_face, chunks, parts))
+
+
+def _hugging_face(chunks: Sequence[Any], parts: Sequence[WeightPart]) -> EngineWeights:
+    """Return the weights under Hugging Face's names. Raises ConfigError on unknown models."""
+    module = chunks[0]
+    while hasattr(module, "module"):
+        module = module.module
+    names = HuggingFaceNames.of(module)
+    aliases = {}
+    if getattr(module, "share_embeddings_and_output_weights", False):
+        aliases = {"lm_head.weight": f"{names.family.outside[EMBEDDING]}.weight"}
+    found = [one for part in parts for one in names.translate(part)]
+    return _as_they_are(chunks, found, aliases, None)
+
+
+def _as_they_are(
+    chunks: Sequence[Any],
+    parts: Sequence[WeightPart],
+    aliases: dict[str, str],
+    hugging_face: Callable[[], EngineWeights] | None,
+) -> EngineWeights:
     shapes, dtypes, held = {}, {}, []
-    for name, shape, stretch, values in (part for chunk in chunks for part in _parts(chunk)):
-        shapes[name], dtypes[name] = shape, values.dtype
-        held.append(Held(stretch, functools.partial(_detached, values)))
-    ranks = tuple(range(dist.get_world_size()))
-    return EngineWeights(shapes, dtypes, held, ranks, ready=functools.partial(_gather, chunks))
+    for part in parts:
+        stretch = stretch_of_block(part.name, part.shape, part.offset, part.local)
+        if stretch is None:
+            shown = Shown(f"{part.name} {part.shape} of which {part.local} is here")
+            raise ConfigError(KEY, shown, "its values on a rank are no evenly spaced rows")
+        shapes[part.name], dtypes[part.name] = part.shape, part.values.dtype
+        held.append(Held(stretch, functools.partial(_detached, part.values)))
+    return EngineWeights(
+        shapes, dtypes, held, tuple(range(dist.get_world_size())), aliases,
+        functools.partial(_gather, chunks), hugging_face,
+    )  # fmt: skip
 
 
 def note(session: EngineSession, wrapper: Any) -> None:
@@ -74,8 +104,8 @@ def _detached(values: Tensor) -> Tensor:
     return values.detach()
 
 
-def _parts(chunk: Any) -> Iterator[tuple[str, tuple[int, ...], WeightRange, Tensor]]:
-    """Yield name, whole shape, stretch and values of every part of a parameter on this rank."""
+def _parts(chunk: Any) -> Iterator[WeightPart]:
+    """Yield every part of a parameter on this rank, under the name of Megatron's checkpoints."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
     found = chunk.module.sharded_state_dict(metadata=dict(METADATA))
@@ -88,11 +118,8 @@ def _parts(chunk: Any) -> Iterator[tuple[str, tuple[int, ...], WeightRange, Tens
         if values.untyped_storage().data_ptr() not in memory:
             continue
         local = (1,) * part.prepend_axis_num + tuple(part.local_shape)
-        stretch = stretch_of_block(part.key, part.global_shape, part.global_offset, local)
-        if stretch is None:
-            shown = Shown(f"{part.key} {tuple(part.global_shape)} of which {local} is here")
-            raise ConfigError(KEY, shown, "its values on a rank are no evenly spaced rows")
-        yield part.key, tuple(part.global_shape), stretch, values
+        shape, offset = tuple(part.global_shape), tuple(part.global_offset)
+        yield WeightPart(part.key, shape, offset, local, values)
 
 
 def _leaves(found: Any) -> Iterator[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,3 +65,99 @@ def test_versions_are_what_the_ranks_hold(tmp_path: Path) -> None:
         assert seen == set(found)
         last = read_manifest((tmp_path / str(number) / f"v{STEPS:010d}.json").read_bytes(), "")
         assert not last.full and last.weights == sum(value.numel() for value in found.values())
+
+
+def llama(folder: Path) -> list[Any]:
+    """A small model like Llama on two tensor ranks: what is published, and what Megatron holds."""
+    import hybridcomp
+    from tests.training import mcore_trainer
+
+    mcore_trainer.run([])  # megatron-core on CPUs
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    tensor_parallel.model_parallel_cuda_manual_seed(3)
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2,
+        ffn_hidden_size=48, gated_linear_unit=True, add_bias_linear=False,
+        activation_func=torch.nn.functional.silu, use_cpu_initialization=True,
+        tensor_model_parallel_size=2, bf16=True, params_dtype=torch.bfloat16,
+        gradient_accumulation_fusion=False, bias_activation_fusion=False, bias_dropout_fusion=False,
+        persist_layer_norm=False,
+    )  # fmt: skip
+    model = GPTModel(
+        config=config, transformer_layer_spec=get_gpt_layer_local_spec(), vocab_size=64,
+        max_sequence_length=16, position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    ).to(torch.bfloat16)  # fmt: skip
+    for parameter in model.parameters():
+        mcore_trainer.tensor_parallel_defaults(parameter)
+    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    publisher = hybridcomp.publish(wrapped, folder, names="hf")
+    publisher.publish()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.view(torch.int16).add_(1)
+    summary = publisher.publish()
+    state = {name: value.detach().float() for name, value in model.named_parameters()}
+    parallel_state.destroy_model_parallel()
+    mcore_trainer.destroy_groups()
+    return [summary.full, state]
+
+
+def test_a_model_like_llama_has_the_names_of_hugging_face(tmp_path: Path) -> None:
+    """Expected tensors are made from both ranks' own, by another way than the adapter's."""
+    (full, first), (_, second) = run_ranks(2, llama, tmp_path, timeout=600.0)
+    assert not full
+    receiver = WeightReceiver(tmp_path)
+    receiver.update()
+    found = {name: value.float() for name, value in receiver.tensors()}
+    expected = {
+        "model.embed_tokens.weight": _joined(first, second, "embedding.word_embeddings.weight"),
+        "lm_head.weight": _joined(first, second, "output_layer.weight"),
+        "model.norm.weight": first["decoder.final_layernorm.weight"],
+    }
+    for n in range(2):
+        here, there = f"decoder.layers.{n}.", f"model.layers.{n}."
+        qkv = _joined(first, second, f"{here}self_attention.linear_qkv.weight").view(2, 4, 8, 32)
+        expected |= {
+            f"{there}self_attn.q_proj.weight": qkv[:, :2].reshape(32, 32),
+            f"{there}self_attn.k_proj.weight": qkv[:, 2].reshape(16, 32),
+            f"{there}self_attn.v_proj.weight": qkv[:, 3].reshape(16, 32),
+            f"{there}self_attn.o_proj.weight": _joined(
+                first, second, f"{here}self_attention.linear_proj.weight", 1
+            ),
+            f"{there}mlp.down_proj.weight": _joined(
+                first, second, f"{here}mlp.linear_fc2.weight", 1
+            ),
+            f"{there}input_layernorm.weight": first[f"{here}input_layernorm.weight"],
+            f"{there}post_attention_layernorm.weight": first[f"{here}pre_mlp_layernorm.weight"],
+        }
+        halves = [rank[f"{here}mlp.linear_fc1.weight"].chunk(2) for rank in (first, second)]
+        for which, name in enumerate(("gate_proj", "up_proj")):
+            expected[f"{there}mlp.{name}.weight"] = torch.cat([half[which] for half in halves])
+    norms = {name for name in found if name.endswith("norm.bias")}  # LayerNorm of the local spec
+    assert found.keys() - norms == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def _joined(first: dict[str, Tensor], second: dict[str, Tensor], name: str, dim: int = 0) -> Tensor:
+    return torch.cat([first[name], second[name]], dim)
+
+
+def test_the_block_asks_for_names(tmp_path: Path) -> None:
+    """GPT-2's, from a job that trains."""
+    block = {"publish": {"to": str(tmp_path / "gpt"), "names": "hf"}}
+    job = Job(bf16=True, steps=2, lr=1e-3, tp=2, block=block)
+    for (outcome,) in run_ranks(2, run, [job], timeout=600.0):
+        assert not isinstance(outcome, str), outcome
+    receiver = WeightReceiver(tmp_path / "gpt")
+    receiver.update()
+    shapes = {name: tuple(value.shape) for name, value in receiver.tensors()}
+    assert receiver.version == 2 and shapes["transformer.h.1.attn.c_attn.weight"] == (32, 96)
+    assert shapes["transformer.wte.weight"] == (32, 32) and "lm_head.weight" in shapes
+    assert shapes["transformer.h.0.mlp.c_fc.weight"] == (32, 128)

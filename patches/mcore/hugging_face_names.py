@@ -1,0 +1,204 @@
+"""Give parts of megatron-core's parameters the names, shapes and cuts that Hugging Face has.
+
+Megatron fuses what Hugging Face keeps apart: `linear_qkv` has, for each group of heads, the rows of
+its queries, of its key and of its value; `linear_fc1` of a gated MLP has all rows of the gate, then
+those of the up projection. Every part is translated in checkpoint coordinates, from where Megatron
+says that it is: a rank names what it holds, and nobody holds a whole tensor. GPT-2 has its matrices
+transposed; a part is then read as a transposed view.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError
+
+KEY = "publish.names"
+EMBEDDING = "embedding.word_embeddings"
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """A block of a parameter: its name, whole shape, where the block begins, and its values."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    local: tuple[int, ...]
+    values: Tensor
+
+    def rows(self, name: str, low: int, high: int, at: int, rows: int) -> WeightPart:
+        """Return rows ``low`` to ``high`` of the block as rows from ``at`` on of another tensor.
+
+        ``rows``: how many that one has.
+        """
+        return WeightPart(
+            name, (rows, *self.shape[1:]), (at, *self.offset[1:]),
+            (high - low, *self.local[1:]), self.values[low:high],
+        )  # fmt: skip
+
+    def transposed(self) -> WeightPart:
+        """Return the part of the transposed matrix; a vector as it is."""
+        if len(self.shape) == 1:
+            return self
+        return WeightPart(
+            self.name, self.shape[::-1], self.offset[::-1], self.local[::-1], self.values.t()
+        )
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names of one architecture: outside of layers, and in layers behind a prefix.
+
+    Attributes:
+        outside, inside: Megatron's name without ``.weight`` or ``.bias`` -> Hugging Face's.
+        layer: the prefix of a layer, with ``{}`` for its number.
+        qkv: names of queries, keys and values; the same one where they are one tensor.
+        gated: names of gate and up projection, None without a gate.
+        is_transposed: whether matrices in layers are transposed.
+    """
+
+    outside: dict[str, str]
+    inside: dict[str, str]
+    layer: str
+    qkv: tuple[str, str, str]
+    gated: tuple[str, str] | None
+    is_transposed: bool
+
+
+LLAMA = Family(
+    {
+        EMBEDDING: "model.embed_tokens", "decoder.final_layernorm": "model.norm",
+        "output_layer": "lm_head",
+    },
+    {
+        "input_layernorm": "input_layernorm",
+        "self_attention.linear_qkv.layer_norm": "input_layernorm",
+        "self_attention.q_layernorm": "self_attn.q_norm",
+        "self_attention.k_layernorm": "self_attn.k_norm",
+        "self_attention.linear_proj": "self_attn.o_proj",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+        "mlp.linear_fc1.layer_norm": "post_attention_layernorm",
+        "mlp.linear_fc2": "mlp.down_proj",
+    },
+    "model.layers.{}.", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("mlp.gate_proj", "mlp.up_proj"), False,
+)  # fmt: skip
+GPT2 = Family(
+    {
+        EMBEDDING: "transformer.wte",
+        "embedding.position_embeddings": "transformer.wpe",
+        "decoder.final_layernorm": "transformer.ln_f", "output_layer": "lm_head",
+    },
+    {
+        "input_layernorm": "ln_1", "self_attention.linear_qkv.layer_norm": "ln_1",
+        "self_attention.linear_proj": "attn.c_proj", "pre_mlp_layernorm": "ln_2",
+        "mlp.linear_fc1.layer_norm": "ln_2", "mlp.linear_fc1": "mlp.c_fc",
+        "mlp.linear_fc2": "mlp.c_proj",
+    },
+    "transformer.h.{}.", ("attn.c_attn",) * 3, None, True,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HuggingFaceNames:
+    """Translates the parts of one model.
+
+    Attributes:
+        family: the names.
+        heads: heads of the queries; ``groups``: of keys and values; ``width``: values of a head.
+    """
+
+    family: Family
+    heads: int
+    groups: int
+    width: int
+
+    @classmethod
+    def of(cls, module: Any) -> HuggingFaceNames:
+        """Return the names of a model of megatron-core. Raises ConfigError on others than two."""
+        config = module.config
+        positions = getattr(module, "position_embedding_type", None)
+        gated = bool(config.gated_linear_unit)
+        known = {(True, "rope"): LLAMA, (False, "learned_absolute"): GPT2}
+        family = known.get((gated, str(positions)))
+        odd = [
+            name
+            for name in ("num_moe_experts", "multi_latent_attention", "mtp_num_layers")
+            if getattr(config, name, None)
+        ]
+        if family is None or odd:
+            found = ", ".join([f"positions {positions!r}", f"gated {gated}", *odd])
+            todo = (
+                'names are known of gated models with "rope" (Llama, Qwen) and of GPT-2; leave '
+                '"names" out to publish under those of Megatron\'s checkpoints'
+            )
+            raise ConfigError(KEY, Shown(f"a model with {found}"), todo)
+        heads = config.num_attention_heads
+        groups = getattr(config, "num_query_groups", None) or heads
+        return cls(family, heads, groups, getattr(config, "kv_channels", None) or 0)
+
+    def translate(self, part: WeightPart) -> Iterator[WeightPart]:
+        """Yield the parts that ``part`` is under Hugging Face's names. Raises ConfigError."""
+        stem, _, kind = part.name.rpartition(".")
+        if kind.startswith("layer_norm_"):  # of a fused layer of Transformer Engine
+            stem, kind = f"{stem}.layer_norm", kind.removeprefix("layer_norm_")
+        family, layer = self.family, _LAYER.fullmatch(stem)
+        if layer is None:
+            yield replace(part, name=f"{self._known(family.outside, stem, part)}.{kind}")
+            return
+        before, inside = family.layer.format(layer[1]), layer[2]
+        if inside == "self_attention.linear_qkv":
+            found = self._queries_keys_values(part, before, kind)
+        elif inside == "mlp.linear_fc1" and family.gated is not None:
+            found = self._gate_and_up(part, [f"{before}{name}.{kind}" for name in family.gated])
+        else:
+            name = f"{before}{self._known(family.inside, inside, part)}.{kind}"
+            found = iter([replace(part, name=name)])
+        for one in found:
+            yield one.transposed() if family.is_transposed else one
+
+    def _known(self, names: dict[str, str], name: str, part: WeightPart) -> str:
+        if name not in names:
+            todo = 'Hugging Face\'s name of it is not known here; leave "names" out'
+            raise ConfigError(KEY, Shown(part.name), todo)
+        return names[name]
+
+    def _queries_keys_values(
+        self, part: WeightPart, before: str, kind: str
+    ) -> Iterator[WeightPart]:
+        """Yield what each group of heads has here: rows of its queries, its key and its value."""
+        each = self.heads // self.groups
+        unit = (each + 2) * self.width  # rows of a group
+        low, high = part.offset[0], part.offset[0] + part.local[0]
+        if part.shape[0] != self.groups * unit or low % unit or high % unit:
+            todo = "expected whole groups of heads on a rank: use at most as many tensor ranks"
+            raise ConfigError(KEY, Shown(f"{part.name} {part.shape}, {low} to {high}"), todo)
+        names = [f"{before}{name}.{kind}" for name in self.family.qkv]
+        sizes = [self.heads * self.width, self.groups * self.width, self.groups * self.width]
+        starts = [0, 0, 0]
+        if names[0] == names[1]:  # one tensor: queries, keys, values one behind the other
+            starts, sizes = [0, sizes[0], sizes[0] + sizes[1]], [sum(sizes)] * 3
+        for group in range(low // unit, high // unit):
+            at = group * unit - low
+            for which, count in enumerate((each, 1, 1)):
+                rows = count * self.width
+                to = starts[which] + group * rows
+                yield part.rows(names[which], at, at + rows, to, sizes[which])
+                at += rows
+
+    def _gate_and_up(self, part: WeightPart, names: list[str]) -> Iterator[WeightPart]:
+        """Yield the rows of the gate that are here, and those of the up projection."""
+        half, low = part.shape[0] // 2, part.offset[0]
+        for which, name in enumerate(names):
+            first = max(low, which * half)
+            last = min(low + part.local[0], (which + 1) * half)
+            if first < last:
+                yield part.rows(name, first - low, last - low, first - which * half, half)

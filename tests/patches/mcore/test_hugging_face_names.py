@@ -1,0 +1,151 @@
+"""Fused and cut tensors of Megatron, translated: every value is where Hugging Face has it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridcomp.errors import ConfigError
+from hybridcomp.patches.mcore.hugging_face_names import GPT2, LLAMA, HuggingFaceNames, WeightPart
+from hybridcomp.publishing import EngineWeights, stretch_of_block
+from hybridcomp.publishing.weights import named, uncovered
+
+HIDDEN, WIDTH = 10, 3
+LAYER = "decoder.layers.7."
+
+
+def values(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape) + sum(shape)))
+
+
+def cut(name: str, whole: Tensor, ranks: int, dim: int = 0) -> list[WeightPart]:
+    """The parts of a tensor on each of ``ranks`` tensor ranks."""
+    found = []
+    for rank, part in enumerate(whole.chunk(ranks, dim)):
+        offset = [0] * whole.dim()
+        offset[dim] = rank * part.shape[dim]
+        shape = (tuple(whole.shape), tuple(offset), tuple(part.shape))
+        found.append(WeightPart(f"{LAYER}{name}", *shape, part.contiguous()))
+    return found
+
+
+def joined(names: HuggingFaceNames, parts: list[WeightPart]) -> dict[str, Tensor]:
+    """The tensors that the translated parts are together, each value from one part."""
+    found: dict[str, Tensor] = {}
+    stretches = []
+    for one in (new for part in parts for new in names.translate(part)):
+        stretch = stretch_of_block(one.name, one.shape, one.offset, one.local)
+        assert stretch is not None
+        stretches.append(stretch)
+        whole = found.setdefault(one.name, torch.full(one.shape, float("nan")))
+        target = stretch.of(whole.view(-1))
+        target.copy_(one.values.reshape(target.shape))
+    table = {name: (tuple(whole.shape), "bf16") for name, whole in found.items()}
+    assert uncovered(table, stretches) == []
+    return found
+
+
+def fused(queries: Tensor, keys: Tensor, entries: Tensor, groups: int) -> Tensor:
+    """Megatron's rows: group by group its queries, its key, its value."""
+    rows = [one.chunk(groups) for one in (queries, keys, entries)]
+    return torch.cat([part for group in zip(*rows, strict=True) for part in group])
+
+
+@pytest.mark.parametrize(("heads", "groups", "ranks"), [(4, 4, 1), (4, 2, 2), (8, 4, 2), (6, 2, 1)])
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_queries_keys_and_values(heads: int, groups: int, ranks: int, kind: str) -> None:
+    more = (HIDDEN,) if kind == "weight" else ()
+    parts = [values(count * WIDTH, *more) + count for count in (heads, groups, groups + 10)]
+    parts[2] = values(groups * WIDTH, *more) + 5
+    names = HuggingFaceNames(LLAMA, heads, groups, WIDTH)
+    whole = fused(*parts, groups)
+    found = joined(names, cut(f"self_attention.linear_qkv.{kind}", whole, ranks))
+    before = "model.layers.7.self_attn"
+    assert list(found) == [f"{before}.{one}_proj.{kind}" for one in "qkv"]
+    assert all(torch.equal(a, b) for a, b in zip(found.values(), parts, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_gate_and_up_projection(ranks: int) -> None:
+    """Megatron's checkpoints have the gate's rows of all ranks, then those of the other."""
+    gate, up = values(8, HIDDEN), values(8, HIDDEN) + 3
+    name, whole = "mlp.linear_fc1.weight", torch.cat([gate, up])
+    halves = [*cut(name, whole, 2 * ranks)]
+    found = joined(HuggingFaceNames(LLAMA, 4, 4, WIDTH), halves)
+    assert torch.equal(found["model.layers.7.mlp.gate_proj.weight"], gate)
+    assert torch.equal(found["model.layers.7.mlp.up_proj.weight"], up)
+    (one,) = cut(name, whole, 1)  # both in one part
+    assert len(list(HuggingFaceNames(LLAMA, 4, 4, WIDTH).translate(one))) == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gpt_2_has_its_matrices_transposed(ranks: int) -> None:
+    heads = 4
+    names = HuggingFaceNames(GPT2, heads, heads, WIDTH)
+    q, k, v = (values(heads * WIDTH, HIDDEN) + n for n in range(3))
+    whole = fused(q, k, v, heads)
+    found = joined(names, cut("self_attention.linear_qkv.weight", whole, ranks))
+    assert torch.equal(found["transformer.h.7.attn.c_attn.weight"], torch.cat([q, k, v]).t())
+    bias = [one[:, 0].contiguous() for one in (q, k, v)]
+    found = joined(names, cut("self_attention.linear_qkv.bias", fused(*bias, heads), ranks))
+    assert torch.equal(found["transformer.h.7.attn.c_attn.bias"], torch.cat(bias))
+    for name, there, dim in (
+        ("mlp.linear_fc1", "mlp.c_fc", 0),
+        ("mlp.linear_fc2", "mlp.c_proj", 1),
+        ("self_attention.linear_proj", "attn.c_proj", 1),
+    ):
+        matrix = values(6, 8)
+        found = joined(names, cut(f"{name}.weight", matrix, ranks, dim))
+        assert torch.equal(found[f"transformer.h.7.{there}.weight"], matrix.t())
+
+
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [
+        (f"{LAYER}self_attention.linear_qkv.layer_norm_weight", "layers.7.input_layernorm.weight"),
+        (f"{LAYER}input_layernorm.weight", "layers.7.input_layernorm.weight"),
+        (f"{LAYER}mlp.linear_fc1.layer_norm_weight", "layers.7.post_attention_layernorm.weight"),
+        (f"{LAYER}pre_mlp_layernorm.weight", "layers.7.post_attention_layernorm.weight"),
+        ("decoder.final_layernorm.weight", "norm.weight"),
+        ("embedding.word_embeddings.weight", "embed_tokens.weight"),
+    ],
+)
+def test_names_of_what_is_not_fused(name: str, there: str) -> None:
+    part = WeightPart(name, (4,), (0,), (4,), values(4))
+    (found,) = HuggingFaceNames(LLAMA, 4, 4, WIDTH).translate(part)
+    assert found.name == f"model.{there}" and found.values is part.values
+
+
+def test_engines_whose_names_are_their_modules_have_no_others() -> None:
+    weights = EngineWeights({}, {}, [], (0,))
+    assert named(weights, "own") is weights
+    for names, text in (("hf", "leave it out"), ("megatron", "expected one of own, hf")):
+        with pytest.raises(ConfigError, match=f"publish.names: found '{names}'.*{text}"):
+            named(weights, names)
+
+
+def model(**given: Any) -> Any:
+    config = {"gated_linear_unit": True, "num_attention_heads": 8, "num_query_groups": 2}
+    config |= {"kv_channels": 16, **given}
+    positions = config.pop("positions", "rope")
+    return SimpleNamespace(config=SimpleNamespace(**config), position_embedding_type=positions)
+
+
+def test_other_models_are_refused_in_one_line() -> None:
+    assert HuggingFaceNames.of(model()) == HuggingFaceNames(LLAMA, 8, 2, 16)
+    for odd in ({"positions": "none"}, {"num_moe_experts": 4}, {"gated_linear_unit": False}):
+        with pytest.raises(ConfigError, match="publish.names: found a model with positions"):
+            HuggingFaceNames.of(model(**odd))
+    names = HuggingFaceNames(LLAMA, 8, 2, 16)
+    part = WeightPart(f"{LAYER}mlp.adapter.weight", (4,), (0,), (4,), values(4))
+    with pytest.raises(ConfigError, match=r"found decoder.layers.7.mlp.adapter.weight"):
+        list(names.translate(part))
+    cut_group = WeightPart(
+        f"{LAYER}self_attention.linear_qkv.weight", (192,), (0,), (48,), part.values
+    )
+    with pytest.raises(ConfigError, match="whole groups of heads on a rank"):
+        list(names.translate(cut_group))
