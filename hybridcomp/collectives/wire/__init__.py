@@ -16,7 +16,7 @@ Operations above import from here, not from its parts.
 
 from __future__ import annotations
 
-from hybridcomp.collectives.wire import payload_sizes, transport
+from hybridcomp.collectives.wire import payload_sizes, relays, transport
 from hybridcomp.collectives.wire.cuts import OwnedRange, Range, chunk_ranges, cut_rows, stretches
 from hybridcomp.collectives.wire.encoding import (
     POOL,
@@ -99,6 +99,7 @@ __all__ = [
     "payload_sizes",
     "poll_headers",
     "round_count",
+    "relays",
     "rounds",
     "sent_dtype",
     "settle",

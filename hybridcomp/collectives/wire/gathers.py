@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives.wire import payload_sizes, transport
+from hybridcomp.collectives.wire import payload_sizes, relays, transport
 from hybridcomp.collectives.wire.cuts import Range
 from hybridcomp.collectives.wire.encoding import POOL, encode_values, first
 from hybridcomp.collectives.wire.exchanges import cut_payloads
@@ -114,7 +114,7 @@ def gather(
         torch.cat([part[:size] for part, size in parts], out=payload[: sum(found[me])])
     buffer = POOL.take(world_size * slot, payload.device)
     wire = first(buffer, world_size * slot)
-    yield transport.all_gather(wire, first(payload, slot), group, via.meter)
+    yield relays.all_gather(wire, first(payload, slot), group, via.meter)
     POOL.give(together)
     return cut_payloads(wire, [slot] * world_size, heads, found), buffer
 
@@ -144,11 +144,11 @@ def _gather_sizes(
     missing = [0] * (most - len(own.nbytes))
     if own.words is None:
         mine = torch.tensor([*own.nbytes, *missing], dtype=torch.int64, device=device)
-        yield transport.all_gather(theirs, mine, via.group, via.meter)
+        yield relays.all_gather(theirs, mine, via.group, via.meter)
         flat = theirs.tolist()
     else:
         mine = torch.cat([own.words, own.words.new_zeros(len(missing))]) if missing else own.words
-        message = transport.all_gather(theirs, mine, via.group, via.meter)
+        message = relays.all_gather(theirs, mine, via.group, via.meter)
         flat = yield from payload_sizes.SIZES.fetch(theirs, message, via.group)
     return [flat[most * rank :][: len(row)] for rank, row in enumerate(numels)]
 

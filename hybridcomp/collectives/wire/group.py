@@ -47,6 +47,8 @@ class Group:
             all of the group in one level, one of each node in two.
         global_ranks, backends: by group rank and by type of device, filled in at first use.
         limit: time limit of a message over gloo, filled in at first use; None: no limit.
+        hops: of a group that only gathers: the groups whose gathers, one after the other, are its
+            own, with the ranks of the first counting fastest; none: it has a process group.
     """
 
     process_group: ProcessGroup
@@ -62,6 +64,7 @@ class Group:
     global_ranks: tuple[int, ...] = field(init=False, default=())
     backends: dict[str, str] = field(init=False, default_factory=dict)
     limit: timedelta | None = field(init=False, default=None)
+    hops: tuple[Group, ...] = ()
 
     def __post_init__(self) -> None:
         self.ring = float((self.rank + 1) % self.size in self.remote)
@@ -127,6 +130,20 @@ class Levels:
         numbers = torch.arange(self.nodes * self.width).view(shape)
         columns = numbers.permute(*reversed(range(len(shape)))).reshape(self.width, self.nodes)
         return shape if columns.T.tolist() == [list(row) for row in self.grid] else ()
+
+    @cached_property
+    def gathered(self) -> Group:
+        """Return the ranks whose shards this rank decodes in a gather: those whose sums on the
+        first level are of its stretch, by local index and then by node; in two levels ``outer``."""
+        later = self.stages[1:]
+        if not later:
+            return self.outer
+        place = 0
+        for group in later:
+            place = place * group.size + group.rank
+        size = self.nodes * self.width // self.stages[0].size
+        me, hops = place * self.nodes + self.node, (self.outer, *reversed(later))
+        return Group(self.outer.process_group, me, size, hops=hops)
 
     @cached_property
     def order(self) -> Sequence[int]:
