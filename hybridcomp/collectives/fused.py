@@ -27,6 +27,7 @@ from hybridcomp.collectives.wire import (
     Transfer,
     chunk_ranges,
     first,
+    relays,
     stretches,
     transport,
 )
@@ -174,7 +175,7 @@ def fused_all_gather(
     with meter.coding():
         fused.encode(shard, numel, plan.slot, NO_CHUNK, payload)
     # 2
-    yield transport.all_gather(gathered, payload, group, meter)
+    yield relays.all_gather(gathered, payload, group, meter)
     # 3
     with meter.coding():
         fused.decode(gathered, numel, plan.slot, out)
@@ -293,7 +294,7 @@ def gather_parts(shard: Tensor, out: Tensor, kernel: PartsKernel, via: Transfer)
     with meter.coding():
         kernel.encode(shard, parts, payload)
     # 2
-    yield transport.all_gather(gathered, payload, group, meter)
+    yield relays.all_gather(gathered, payload, group, meter)
     # 3
     with meter.coding():
         kernel.decode(gathered, parts, out, group.size, slot)

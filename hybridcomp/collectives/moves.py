@@ -81,18 +81,21 @@ def _in_two_levels(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
     """1 gather this rank's column of the grid between nodes, encoded, 2 gather columns inside.
 
     A ring over all ranks carries every payload into N nodes, these steps into N - 1, which saves
-    1/N of the bytes between nodes. Every rank decodes N shards instead of N * L.
+    1/N of the bytes between nodes. Every rank decodes N shards instead of N * L. In more levels
+    payloads cross to a site once and then go to its nodes, still encoded.
     """
     levels, numel = via.group.levels, shard.numel()
     assert levels is not None
     if not numel:
         return
     # 1
-    column = shard.new_empty(levels.nodes * numel)
+    far = levels.gathered
+    column = shard.new_empty(far.size * numel)
     if via.codec.references:  # decoding needs what this rank holds of the column
-        held = levels.by_column(out.device)[levels.local * levels.nodes :][: levels.nodes]
+        first = levels.stages[0].rank * far.size
+        held = levels.by_column(out.device)[first : first + far.size]
         torch.index_select(out.view(-1, numel), 0, held, out=column.view(-1, numel))
-    yield from _all_gather(shard, column, Transfer(via.codec, levels.outer, via.meter, via.cuts))
+    yield from _all_gather(shard, column, Transfer(via.codec, far, via.meter, via.cuts))
     # 2
     yield from place_columns(column, out, levels, via.meter)
 

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from hybridcomp.channels import Channels, parameter_deltas
 from hybridcomp.codecs import StepCode
+from hybridcomp.collectives.hierarchical.discovery import Hierarchy
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import CodecError
-from tests.ranks import RankPool
+from tests.ranks import RankPool, RunRanks
 
 RANKS, SHARE = 4, 1000
 STEPS = 8
@@ -34,16 +35,17 @@ class Replica:
     """A buffer as an optimizer leaves it: shares gathered after each step, fp32 masters."""
 
     def __init__(
-        self, zero: dict[str, Any], dtype: torch.dtype, hierarchy: int | str = "none"
+        self, zero: dict[str, Any], dtype: torch.dtype, hierarchy: Hierarchy = "none"
     ) -> None:
         block = {"zero": {"delta": True, **zero}, "min_bytes": 0, "hierarchy": hierarchy}
+        self.ranks = dist.get_world_size()
         self.channels = Channels(CompressionConfig.parse(block))
-        self.channels.place([tuple(range(RANKS))])
+        self.channels.place([tuple(range(self.ranks))])
         self.channel = self.channels["zero"]
         self.generator = torch.Generator().manual_seed(dist.get_rank())
         self.master = torch.randn(SHARE, generator=self.generator)
-        self.buffer = torch.zeros(RANKS * SHARE, dtype=dtype)
-        self.own = self.buffer.view(RANKS, -1)[dist.get_rank()]
+        self.buffer = torch.zeros(self.ranks * SHARE, dtype=dtype)
+        self.own = self.buffer.view(self.ranks, -1)[dist.get_rank()]
 
     def step(self, cuts: int = 1, async_op: bool = False) -> bool:
         """One optimizer step and its gather; whether it went by deltas."""
@@ -67,13 +69,13 @@ class Replica:
 
     def exact(self) -> None:
         """What upstream does."""
-        parts = [torch.empty_like(self.own) for _ in range(RANKS)]
+        parts = [torch.empty_like(self.own) for _ in range(self.ranks)]
         dist.all_gather(parts, self.own.clone())
         self.buffer.copy_(torch.cat(parts))
 
     def target(self) -> Tensor:
         """The masters of all ranks in fp32."""
-        parts = [torch.empty_like(self.master) for _ in range(RANKS)]
+        parts = [torch.empty_like(self.master) for _ in range(self.ranks)]
         dist.all_gather(parts, self.master)
         return torch.cat(parts)
 
@@ -87,7 +89,7 @@ def follow(
     dtype: torch.dtype,
     cuts: int,
     async_op: bool,
-    hierarchy: int | str = "none",
+    hierarchy: Hierarchy = "none",
 ) -> tuple[list[bytes], list[float], list[bool]]:
     """By step: the buffer, its relative error, whether deltas were sent."""
     replica = Replica(zero, dtype, hierarchy)
@@ -159,6 +161,14 @@ def test_two_levels_hold_the_same(pool: RankPool, codec: str) -> None:
     """Nodes of two ranks: native inside, encoded between them."""
     flat, *_ = pool.run(follow, {"codec": codec}, torch.bfloat16, 1, False)
     for found in pool.run(follow, {"codec": codec}, torch.bfloat16, 1, False, 2):
+        assert found == flat
+
+
+@pytest.mark.parametrize("codec", ["blockint", "stepcode"])
+def test_three_levels_hold_the_same(on_ranks: RunRanks, codec: str) -> None:
+    """Two sites of two nodes: payloads go on between nodes encoded, and are steps from the same."""
+    flat, *_ = on_ranks(8, follow, {"codec": codec}, torch.bfloat16, 1, False)
+    for found in on_ranks(8, follow, {"codec": codec}, torch.bfloat16, 1, False, [2, 2]):
         assert found == flat
 
 

@@ -94,14 +94,14 @@ def _sum_stretch(
     return buffer, total
 
 
-def _gather(values: Tensor, levels: Levels, meter: Meter) -> Steps[tuple[Tensor, Tensor]]:
-    """Gather the equally long ``values`` (1-D, contiguous) of all local ranks, by local index.
+def _gather(values: Tensor, stages: Sequence[Group], meter: Meter) -> Steps[tuple[Tensor, Tensor]]:
+    """Gather equally long ``values`` (1-D, contiguous) over the groups ``stages``, the last first.
 
-    Returns ``(buffer to give back, what was gathered)``: the last level first, so that what one
-    level has gathered is one message of the next.
+    So what one level has gathered is one message of the next, and in the end all lies by local
+    index. Returns ``(buffer to give back, what was gathered)``.
     """
     buffer: Tensor | None = None
-    for group in reversed(levels.stages):
+    for group in reversed(stages):
         nbytes = group.size * values.nbytes
         wire = POOL.take(nbytes, values.device)
         gathered = first(wire, nbytes)
@@ -136,11 +136,11 @@ def join_columns(
 def place_columns(column: Tensor, out: Tensor, levels: Levels, meter: Meter) -> Steps[None]:
     """Gather the ``column`` of every local rank over the node and write it into ``out``.
 
-    ``column``: equally long shards, by node, of the ranks with this local index; ``out``: those of
-    all ranks, by group rank. One copy writes all.
+    ``column``: equally long shards of the ranks of ``levels.gathered``, in order; ``out``: those of
+    all ranks, by group rank. One copy writes all. In more than two levels a node is the innermost.
     """
-    numel, shape = column.numel() // levels.nodes, levels.shape
-    wire, found = yield from _gather(column, levels, meter)
+    numel, shape = column.numel() // levels.gathered.size, levels.shape
+    wire, found = yield from _gather(column, levels.stages[:1], meter)
     if shape:
         out.view(*shape, numel).copy_(_reversed(found.view(*reversed(shape), numel)))
     else:
@@ -164,7 +164,7 @@ def gather_inside(
     padded = shard
     if shard.numel() < slot:
         padded = torch.cat([shard, shard.new_zeros(slot - shard.numel())])
-    wire, gathered = yield from _gather(padded, levels, meter)
+    wire, gathered = yield from _gather(padded, levels.stages, meter)
     rows = gathered.view(levels.width, slot)
     return wire, [row[:length] for row, length in zip(rows, lengths, strict=True)]
 

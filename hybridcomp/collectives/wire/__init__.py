@@ -18,7 +18,7 @@ Operations above import from here, not from its parts.
 
 from __future__ import annotations
 
-from hybridcomp.collectives.wire import payload_sizes, transport
+from hybridcomp.collectives.wire import payload_sizes, relays, transport
 from hybridcomp.collectives.wire.cuts import OwnedRange, Range, chunk_ranges, cut_rows, stretches
 from hybridcomp.collectives.wire.encoding import (
     POOL,
@@ -112,6 +112,7 @@ __all__ = [
     "plan_gather",
     "poll_headers",
     "round_count",
+    "relays",
     "rounds",
     "sent_dtype",
     "settle",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec, MultiTensorKernel
-from hybridcomp.collectives.wire import payload_sizes, transport
+from hybridcomp.collectives.wire import payload_sizes, relays, transport
 from hybridcomp.collectives.wire.cuts import Range
 from hybridcomp.collectives.wire.encoding import POOL, encode_values, first
 from hybridcomp.collectives.wire.group import Group
@@ -154,7 +154,7 @@ def gather(
         torch.cat([part[:size] for part, size in parts], out=payload[: sum(mine)])
     buffer = POOL.take(len(found) * slot, payload.device)
     wire = first(buffer, len(found) * slot)
-    yield transport.all_gather(wire, first(payload, slot), group, meter)
+    yield relays.all_gather(wire, first(payload, slot), group, meter)
     POOL.give(together)
     if not plan.codec.fixed_size:
         return cut_payloads(wire, [slot] * len(found), plan.heads, found), buffer
@@ -187,10 +187,10 @@ def _gather_sizes(
     missing = [0] * (most - len(own.nbytes))
     if own.words is None:
         mine = torch.tensor([*own.nbytes, *missing], dtype=torch.int64, device=device)
-        yield transport.all_gather(theirs, mine, group, meter)
+        yield relays.all_gather(theirs, mine, group, meter)
         flat = theirs.tolist()
     else:
         mine = torch.cat([own.words, own.words.new_zeros(len(missing))]) if missing else own.words
-        message = transport.all_gather(theirs, mine, group, meter)
+        message = relays.all_gather(theirs, mine, group, meter)
         flat = yield from payload_sizes.SIZES.fetch(theirs, message, group)
     return [flat[most * rank :][: len(row)] for rank, row in enumerate(rows)]

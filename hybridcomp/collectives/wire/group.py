@@ -55,6 +55,8 @@ class Group:
         limit: time limit of a message over gloo, filled in at first use; None: no limit.
         plans: what collectives have worked out for messages that come again, by what these have in
             common (``keep``). They hold neither the group nor tensors of a message, and go with it.
+        hops: of a group that only gathers: the groups whose gathers, one after the other, are its
+            own, with the ranks of the first counting fastest; none: it has a process group.
     """
 
     process_group: ProcessGroup
@@ -72,6 +74,7 @@ class Group:
     limit: timedelta | None = field(init=False, default=None)
     plans: dict[tuple[object, ...], Any] = field(init=False, default_factory=dict, repr=False)
     _weight: int = field(init=False, default=0)
+    hops: tuple[Group, ...] = ()
 
     def __post_init__(self) -> None:
         self.ring = float((self.rank + 1) % self.size in self.remote)
@@ -150,6 +153,20 @@ class Levels:
         numbers = torch.arange(self.nodes * self.width).view(shape)
         columns = numbers.permute(*reversed(range(len(shape)))).reshape(self.width, self.nodes)
         return shape if columns.T.tolist() == [list(row) for row in self.grid] else ()
+
+    @cached_property
+    def gathered(self) -> Group:
+        """Return the ranks whose shards this rank decodes in a gather: those whose sums on the
+        first level are of its stretch, by local index and then by node; in two levels ``outer``."""
+        later = self.stages[1:]
+        if not later:
+            return self.outer
+        place = 0
+        for group in later:
+            place = place * group.size + group.rank
+        size = self.nodes * self.width // self.stages[0].size
+        me, hops = place * self.nodes + self.node, (self.outer, *reversed(later))
+        return Group(self.outer.process_group, me, size, hops=hops)
 
     @cached_property
     def order(self) -> Sequence[int]:

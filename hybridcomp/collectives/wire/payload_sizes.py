@@ -94,9 +94,12 @@ SIZES = SizeReader()
 
 
 def in_front(codec: Codec, device: torch.device, group: Group) -> bool:
-    """Return whether sizes of payloads of ``codec`` stand in front of them; equal on all ranks."""
+    """Return whether sizes of payloads of ``codec`` stand in front of them; equal on all ranks.
+
+    Not where payloads go over several hops, of which the later ones would not know their lengths.
+    """
     stay = codec.fixed_size or SIZES.stay(codec, device)
-    return not stay and transport.over_gloo(device, group)
+    return not stay and not group.hops and transport.over_gloo(device, group)
 
 
 def head_nbytes(count: int) -> int:

@@ -189,7 +189,7 @@ class Prices:
     ) -> Price:
         """Price a message in levels: native inside nodes, or sites, encoded stretches between.
 
-        Sums that a second level takes up are fp32.
+        Sums that a second level takes up are fp32. A gather's payloads cross it encoded.
         """
         operation, width = call.encoded_as or call.operation, math.prod(call.inside)
         units = call.ranks // width
@@ -207,6 +207,9 @@ class Prices:
         numel, local = call.numel, call.ranks // call.nodes
         for level, ranks in enumerate(call.inside):
             nodes = ranks if level or local == 1 else 1
+            if level and operation == "all_gather":
+                found = found.plus(self._relayed(numel, ranks, choice, dtype))
+                break
             for part in parts:
                 own = torch.float32 if level and part == "all_to_all" else dtype
                 inner = EngineCall(part, numel, ranks, nodes)
@@ -214,6 +217,19 @@ class Prices:
                 found = found.plus(replace(cost, native_nbytes=0.0, between_native_nbytes=0.0))
             numel /= ranks
         return found
+
+    def _relayed(self, numel: float, ranks: int, choice: Choice, dtype: torch.dtype) -> Price:
+        """Price the payloads of a gather that go on between the nodes of a site, and are decoded
+        there: all of ``numel`` values but those that every node has from other sites."""
+        assert choice.codec is not None
+        share = choice.bits(dtype) / (8 * dtype.itemsize)
+        call = EngineCall("all_gather", numel * share, ranks, ranks)
+        nbytes = native_nbytes("all_gather", numel, dtype, ranks) * share
+        cost = self._native(call, "all_gather", dtype, nbytes)
+        values = numel * (ranks - 1) / ranks
+        coding = self.cluster.coding(_timed(choice.codec, dtype), NAMES[dtype], values, "decode")
+        found = replace(cost, native_nbytes=0.0, between_native_nbytes=0.0)
+        return found.plus(Price(coding=coding))
 
 
 @functools.lru_cache(maxsize=4096)

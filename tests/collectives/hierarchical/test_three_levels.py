@@ -122,7 +122,7 @@ def test_reduce_scatter(widths: tuple[int, ...], ranks: int, codec: Codec) -> No
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-@pytest.mark.parametrize("widths", [(2, 2), (4, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("widths", [(2, 2), (4, 1), (1, 2), (2, 2, 1)], ids=str)
 def test_all_gather_has_the_bits_of_one_level(widths: tuple[int, ...], codec: Codec) -> None:
     for numel in (0, 1, 100, 1000):
         shards = [values_of(rank, numel, torch.bfloat16) for rank in range(8)]
@@ -134,6 +134,20 @@ def test_all_gather_has_the_bits_of_one_level(widths: tuple[int, ...], codec: Co
 
         alone = flat(8, run)[0]
         assert all(torch.equal(out, alone) for out in on_levels(widths, 8, run))
+
+
+def test_a_gather_over_four_levels() -> None:
+    """Sixteen ranks: payloads go over two levels of relays, and come out in group order."""
+    for codec in (make_codec("blockint", bits=8), make_codec("radix", error_bound=1e-2)):
+        shards = [values_of(rank, 100, torch.bfloat16) for rank in range(16)]
+
+        def run(group: Any, rank: int, codec: Codec = codec, shards: Any = shards) -> Tensor:
+            out = torch.zeros(1600, dtype=torch.bfloat16)
+            calls.all_gather(shards[rank], out, codec, group, meter=Meter()).wait()
+            return out
+
+        alone = flat(16, run)[0]
+        assert all(torch.equal(out, alone) for out in on_levels((2, 2, 2), 16, run))
 
 
 @pytest.mark.parametrize("codec", [Identity(), make_codec("expcode"), Int8()], ids=str)
@@ -188,11 +202,32 @@ def _processes(codec: Codec) -> dict[str, Any]:
                 own = [v[owned.start : owned.stop] for v in parts]
                 check(total, codec, own, WIDTHS, hops=2)
         shard, out = inputs[me][:100].clone(), torch.zeros(800, dtype=dtype)
-        calls.all_gather(shard, out, codec, group, meter=Meter()).wait()
+        meter = Meter()
+        calls.all_gather(shard, out, codec, group, meter=meter).wait()
+        if (
+            codec.fixed_size
+        ):  # to the other site; two payloads to the other node; four shards inside
+            slot = codec.wire_nbytes(100, dtype)
+            assert meter.inter_nbytes == slot
+            assert meter.wire_nbytes == slot + 2 * slot + 4 * 100 * dtype.itemsize
         for rank, values in enumerate(out.view(ranks, 100)):
             error = float((values.float() - inputs[rank][:100].float()).abs().max())
             assert error <= bound(codec, [inputs[rank][:100]], hops=1)
         found[f"gather {dtype}"] = digest(out)
+        cut = torch.zeros(800, dtype=dtype)  # as several parameters at once
+        calls.all_gather(shard, cut, codec, group, meter=Meter(), cuts=[60]).wait()
+        for rank, values in enumerate(cut.view(ranks, 100)):
+            error = float((values.float() - inputs[rank][:100].float()).abs().max())
+            assert error <= bound(codec, [inputs[rank][:100]], hops=1)
+    several = [torch.zeros(8 * n, dtype=torch.float32) for n in (64, 4096, 9)]
+    shards = [values_of(me, out.numel() // 8, torch.float32) for out in several]
+    handles = [
+        calls.all_gather(shard, out, codec, group, meter=Meter(), async_op=True)
+        for shard, out in zip(shards, several, strict=True)
+    ]
+    for handle in handles:  # waited for in the order in which they began, on all ranks
+        handle.wait()
+    found["several"] = digest(*several)
     return found
 
 

@@ -173,18 +173,18 @@ class Step:
         meter = Meter()
         if name == "all_reduce":
             out, first, owner = values.clone(), self.first, self.owner
-            left: dict[str, Any] = {"residual": first, "owner_residual": owner}
-            all_reduce(out, self.codec, None, meter=meter, **left).wait()
+            held: dict[str, Any] = {"residual": first, "owner_residual": owner}
+            all_reduce(out, self.codec, None, meter=meter, **held).wait()
             return [out]
         if name == "reduce_scatter":
             numels = [n for length in LENGTHS for n in (length, -length % 32)]
             left = split(self.shards, numels)[::2]
             shards = torch.split(values[: sum(LENGTHS)], LENGTHS)
             return [reduce_scatter(shards, self.codec, None, meter=meter, residuals=left).wait()]
-        owner = self.owner if name == "balanced" else None
+        whose = self.owner if name == "balanced" else None
         return reduce_to_owners(
             values, RANGES[name], self.codec, None, meter=meter, residual=self.first,
-            owner_residual=owner,
+            owner_residual=whose,
         )  # fmt: skip
 
     def held(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Two levels under DeepSpeed: 4 ranks as 2 nodes, all stages of ZeRO, and another layout later."""
+"""Levels under DeepSpeed: 4 ranks as 2 nodes, 8 as 2 sites, ZeRO, and another layout later."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from hybridcomp.collectives.hierarchical.discovery import Hierarchy
 from tests.ranks import RankPool
+from tests.selection import by_day
 
 if find_spec("deepspeed") is None:
     pytest.skip("needs deepspeed", allow_module_level=True)
@@ -33,7 +35,7 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def with_block(job: Job, hierarchy: int | str) -> Job:
+def with_block(job: Job, hierarchy: Hierarchy) -> Job:
     block: dict[str, Any] = {**LEVELS, "hierarchy": hierarchy}
     if job.stage == 0:
         del block["zero"]
@@ -99,3 +101,27 @@ def test_residuals_survive_other_nodes(
         total = sum(found.get(name, 0.0) for found in saved)
         after_load = sum(found.get(name, 0.0) for found in loaded)
         assert after_load == pytest.approx(total, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", by_day(list(JOBS), ["zero2"]))
+def test_training_in_three_levels(name: str, tmp_path: Any) -> None:
+    """Two sites of two nodes: the loss follows that of two levels, and as much leaves a site."""
+    job = JOBS[name]
+    with RankPool(8) as ranks:
+        jobs = [with_block(job, 4), with_block(job, [2, 2])]
+        sites, levels = zip(*ranks.run(run, jobs, timeout=400), strict=True)
+        losses = [sum(sum(o.losses[-4:]) for o in outcomes) for outcomes in (sites, levels)]
+        assert abs(losses[1] - losses[0]) < 0.02 * losses[0], losses
+        assert all(outcome.digests == levels[0].digests for outcome in levels)
+        for dimension in ("dp", "zero") if job.stage else ("dp",):
+            two, three = (
+                [sum(o.between[dimension][i] for o in outcomes) for i in (0, 1)]
+                for outcomes in (sites, levels)
+            )
+            assert three == two and 0 < three[1] < three[0], "what leaves a site is the same"
+        saved = ranks.run(residual_sum, jobs[1], None, str(tmp_path))
+        loaded = ranks.run(residual_sum, jobs[0], str(tmp_path), None)
+    for parameter in set().union(*saved):
+        total = sum(found.get(parameter, 0.0) for found in saved)
+        after = sum(found.get(parameter, 0.0) for found in loaded)
+        assert after == pytest.approx(total, rel=1e-3, abs=1e-6)

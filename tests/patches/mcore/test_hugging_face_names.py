@@ -62,7 +62,7 @@ def test_queries_keys_and_values(heads: int, groups: int, ranks: int, kind: str)
     parts = [values(count * WIDTH, *more) + count for count in (heads, groups, groups + 10)]
     parts[2] = values(groups * WIDTH, *more) + 5
     names = HuggingFaceNames(LLAMA, heads, groups, WIDTH)
-    whole = fused(*parts, groups)
+    whole = fused(parts[0], parts[1], parts[2], groups)
     found = joined(names, cut(f"self_attention.linear_qkv.{kind}", whole, ranks))
     before = "model.layers.7.self_attn"
     assert list(found) == [f"{before}.{one}_proj.{kind}" for one in "qkv"]
@@ -91,7 +91,9 @@ def test_gpt_2_has_its_matrices_transposed(ranks: int) -> None:
     found = joined(names, cut("self_attention.linear_qkv.weight", whole, ranks))
     assert torch.equal(found["transformer.h.7.attn.c_attn.weight"], torch.cat([q, k, v]).t())
     bias = [one[:, 0].contiguous() for one in (q, k, v)]
-    found = joined(names, cut("self_attention.linear_qkv.bias", fused(*bias, heads), ranks))
+    found = joined(
+        names, cut("self_attention.linear_qkv.bias", fused(bias[0], bias[1], bias[2], heads), ranks)
+    )
     assert torch.equal(found["transformer.h.7.attn.c_attn.bias"], torch.cat(bias))
     for name, there, dim in (
         ("mlp.linear_fc1", "mlp.c_fc", 0),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hybridcomp
+from hybridcomp.collectives.hierarchical.discovery import Hierarchy
 from tests.patches.torch.test_state import HSDP, JOBS, load, save, started
 from tests.patches.torch.trainer import Job, sum_of_residuals, train
 from tests.ranks import RunRanks
@@ -36,25 +37,30 @@ def taken_by(job: Job, folder: Path) -> tuple[dict[str, torch.Tensor], bool]:
     return held, attached.channels.residuals.is_restored
 
 
-def two_levels(job: Job, hierarchy: int | str) -> Job:
+def two_levels(job: Job, hierarchy: Hierarchy) -> Job:
     return replace(job, block={**(job.block or {}), "hierarchy": hierarchy})
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "ranks"),
     [
-        (JOBS["FSDP2"], two_levels(HSDP, "auto")),
-        (HSDP, JOBS["FSDP2"]),
-        (JOBS["FSDP2"], HSDP),
-        (JOBS["DDP"], two_levels(JOBS["DDP"], 2)),
-        (two_levels(JOBS["DDP"], 2), JOBS["DDP"]),
+        (JOBS["FSDP2"], two_levels(HSDP, "auto"), 4),
+        (HSDP, JOBS["FSDP2"], 4),
+        (JOBS["FSDP2"], HSDP, 4),
+        (JOBS["DDP"], two_levels(JOBS["DDP"], 2), 4),
+        (two_levels(JOBS["DDP"], 2), JOBS["DDP"], 4),
+        (two_levels(JOBS["DDP"], [2, 2]), two_levels(JOBS["DDP"], 4), 8),
+        (JOBS["FSDP2"], two_levels(JOBS["FSDP2"], [2, 2]), 8),
     ],
-    ids=["FSDP to HSDP by nodes", "HSDP to FSDP", "FSDP to HSDP", "DDP to nodes", "DDP from nodes"],
-)
-def test_all_of_it_is_sent(before: Job, after: Job, on_ranks: RunRanks, tmp_path: Path) -> None:
-    missing = on_ranks(4, saved_by, before, tmp_path)[0]
+    ids=["FSDP to HSDP by nodes", "HSDP to FSDP", "FSDP to HSDP", "DDP to nodes", "DDP from nodes",
+         "DDP from sites of nodes", "FSDP to sites of nodes"],
+)  # fmt: skip
+def test_all_of_it_is_sent(
+    before: Job, after: Job, ranks: int, on_ranks: RunRanks, tmp_path: Path
+) -> None:
+    missing = on_ranks(ranks, saved_by, before, tmp_path)[0]
     assert any(float(tensor.norm()) > 0 for tensor in missing.values())
-    for held, waits in on_ranks(4, taken_by, after, tmp_path):
+    for held, waits in on_ranks(ranks, taken_by, after, tmp_path):
         assert not waits
         assert set(held) == set(missing)
         for name, tensor in missing.items():
