@@ -28,6 +28,7 @@ from hybridcomp.config import IslandConfig
 from hybridcomp.errors import HybridcompError
 from hybridcomp.job import small_messages
 from hybridcomp.sync import island_payloads
+from hybridcomp.sync.claimed_folders import claim
 from hybridcomp.sync.island_facts import facts_of
 from hybridcomp.sync.masters import Masters, cut
 from hybridcomp.sync.meetings import Figures, drift_of, rule_of
@@ -175,12 +176,9 @@ class JobMeetings:
             return False
         state = island_payloads.unpack_state(data)
         part, like = self.part, self.part.fragment.start
-        momentum = state["momentum"]
-        part.fragment = Fragment(
-            part.fragment.rule,
-            state["start"].to(like.device, like.dtype),
-            None if momentum is None else momentum.to(like.device, like.dtype),
-        )
+        part.fragment = Fragment(part.fragment.rule, state["start"].to(like))
+        if state["momentum"] is not None:
+            part.fragment.momentum = state["momentum"].to(like)
         self.progress.clock = int(state["clock"])
         self._write(part.fragment.start)
         return True
@@ -280,7 +278,9 @@ class JobMeetings:
         return {**found, "run": self.membership.run, "meeting": self.membership.last.number}
 
     def save(self, folder: Path) -> None:
-        """Write this rank's state into ``folder``."""
+        """Write this rank's state into ``folder``, which no other island has written to."""
+        if self._membership is not None:
+            claim(folder, self._membership.run, self._membership.name)
         write(folder, self.state())
 
     def read(self, folder: Path) -> None:

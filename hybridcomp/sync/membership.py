@@ -26,7 +26,8 @@ class Membership:
 
     Attributes:
         meet: the rendezvous.
-        own: what the island is called; a new name each time that it joins.
+        name: of the island, always the same.
+        own: what it is called since it joined; where it comes again, the name with a number.
         run: identifier of the run.
         last: what was decided of the last meeting.
         left_out, joined: islands that were left out, and that have joined, since they were read.
@@ -51,7 +52,7 @@ class Membership:
             name = self.meet.named(jobs.name)
             return name, self.meet.compare(facts, name)
 
-        self._name, self.run = self._of_first(introduced)
+        self.name, self.run = self._of_first(introduced)
 
     def join(self, reached: Reached, has_state: Callable[[Roster], bool]) -> None:
         """Announce this island and wait until it is in; a collective of the island.
@@ -62,7 +63,7 @@ class Membership:
         """
         for _ in range(TRIES):
             since, self.own = self._of_first(
-                lambda: (self.meet.decisions(), self.meet.announce(self._name, reached))
+                lambda: (self.meet.decisions(), self.meet.announce(self.name, reached))
             )
             self.last = self.meet.admitted(self.own, since, self._say)
             if has_state(self.last):

@@ -136,7 +136,8 @@ class Rendezvous:
                 say(f"sync: island {own} waits {self._awaited(number)}")
         raise PeerError(
             f"{KEY}: island {own} was not let in within {self.join_timeout_s:g} s; it waited "
-            f"{self._awaited(number)}: start what is missing, or raise join_timeout_s"
+            f"{self._awaited(number)}: start what is missing, raise join_timeout_s, or, where "
+            "those have ended, begin with another rendezvous"
         )
 
     def decisions(self) -> int:

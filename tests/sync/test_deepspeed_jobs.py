@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybridcomp.errors import CheckpointError
 from hybridcomp.session.engine_session import session_of
 from hybridcomp.sync import JobMeetings
 from tests.ranks import run_ranks
@@ -92,8 +94,8 @@ def until(job: Job, number: int, name: str, ends: bool) -> dict[int, torch.Tenso
     return found
 
 
-def named(address: str, name: str) -> dict[str, Any]:
-    where = block(address, 6.0, **FED_BACK)
+def named(address: str, name: str, at_start: int = 2) -> dict[str, Any]:
+    where = block(address, 6.0, at_start, **FED_BACK)
     where["sync"]["islands"]["name"] = name
     return where
 
@@ -134,6 +136,31 @@ def loads(job: Job, folder: Path) -> tuple[torch.Tensor, int]:
     found, clock = flat(engine), meetings_of(engine).clock
     engine.destroy()
     return found, clock
+
+
+def saves_into(job: Job, folder: Path, first: int) -> str:
+    """Save where both islands save; returns what it is told."""
+    engine = make_engine(job)
+    steps(engine, job, first, range(2))
+    told = ""
+    try:
+        engine.save_checkpoint(str(folder), "two")
+    except CheckpointError as error:
+        told = str(error)
+    engine.destroy()
+    return told
+
+
+def test_islands_do_not_save_into_one_folder(tmp_path: Path) -> None:
+    with rendezvous() as address:
+        jobs = [Job(stage=1, block=named(address, name, at_start=1)) for name in "ab"]
+        assert run_ranks(1, saves_into, jobs[0], tmp_path, 0) == [""]
+        (told,) = run_ranks(1, saves_into, jobs[1], tmp_path, 1)  # of the same run
+    words = r"two has what island a of this run has saved, and island b would overwrite"
+    assert re.search(words, told) and "\n" not in told
+    with rendezvous() as address:  # another run may
+        job = Job(stage=1, block=block(address, at_start=1, **FED_BACK))
+        assert run_ranks(1, saves_into, job, tmp_path, 0) == [""]
 
 
 @pytest.mark.parametrize("stage", by_day(range(4), [2]))
