@@ -6,6 +6,7 @@ cuts           chunks of ranks, stretches between parameters, rounds
 encoding       values into payloads and back, error feedback, buffers
 exchanges      all-to-all of payloads, and the number of rounds of a message
 gathers        all-gather of payloads
+relays         all-gather over several groups, one after the other
 payload_sizes  sizes of payloads of variable size
 splits         lengths of the parts of an all-to-all
 transport      bytes between ranks; only this calls torch.distributed for messages
