@@ -50,7 +50,8 @@ def two_levels(job: Job, hierarchy: Hierarchy) -> Job:
         (JOBS["DDP"], two_levels(JOBS["DDP"], 2), 4),
         (two_levels(JOBS["DDP"], 2), JOBS["DDP"], 4),
         pytest.param(
-            two_levels(JOBS["DDP"], [2, 2]), two_levels(JOBS["DDP"], 4), 8, marks=pytest.mark.nightly
+            two_levels(JOBS["DDP"], [2, 2]), two_levels(JOBS["DDP"], 4), 8,
+            marks=pytest.mark.nightly,
         ),
         (JOBS["FSDP2"], two_levels(JOBS["FSDP2"], [2, 2]), 8),
     ],
