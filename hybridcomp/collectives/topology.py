@@ -148,7 +148,8 @@ def _way(found: Arrangement, *, nodes: bool) -> str:
     if nodes:
         return f"native inside a node, encoded between {units} nodes of {width} ranks"
     inner = ", then among ".join(map(str, found.widths))
-    return f"native among {inner} ranks, encoded between {units} units of {width} ranks"
+    twice = "quantized twice at most"
+    return f"native among {inner} ranks, encoded between {units} units of {width} ranks, {twice}"
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> Ranks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from itertools import pairwise
@@ -15,18 +16,18 @@ from torch import Tensor
 from hybridcomp.codecs import Bounded
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.codecs.budget import FLOOR, Mode
-from hybridcomp.collectives import Levels, Meter, OwnedRange, chunk_ranges
+from hybridcomp.collectives import Meter, OwnedRange, chunk_ranges
 from hybridcomp.collectives.owner_plan import plan_of
 from tests.collectives.calls import (
     all_gather,
     all_reduce,
     all_to_all,
-    group_of,
     recv,
     reduce_scatter,
     reduce_to_owners,
     send,
 )
+from tests.collectives.hierarchical.in_threads import deep_groups, units_of
 from tests.collectives.oracle import Promise, check
 from tests.stand_ins import thread_groups
 
@@ -307,15 +308,18 @@ def _error_feedback(rng: np.random.Generator, ranks: int, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(2, 2), (3, 2), (2, 4)], ids=str)
-def test_hierarchy(shape: tuple[int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("shape", [(2, 2), (3, 2), (2, 4), (2, 2, 2), (3, 2, 2)], ids=str)
+def test_hierarchy(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     for rng in cases(sum(shape)):
         _hierarchy(rng, shape, dtype)
 
 
-def _hierarchy(rng: np.random.Generator, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """(nodes, ranks on a node): sums inside a node are native, those between nodes encoded."""
-    nodes, width = shape
+def _hierarchy(rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """(nodes, ranks on a node): sums inside a node are native, those between nodes encoded; with
+    (sites, nodes, ranks) those between sites.
+    """
+    nodes, *widths = shape
+    width = math.prod(widths)
     ranks = nodes * width
     codec, promise, vanish = promises(rng)
     numel = numel_of(rng)
@@ -323,19 +327,10 @@ def _hierarchy(rng: np.random.Generator, shape: tuple[int, int], dtype: torch.dt
     numels = [numel_of(rng) for _ in range(ranks)]
     shards = values_of(rng, ranks, sum(numels), dtype)
     parts = [(a, [a + b for b in chunk_edges(z - a, nodes)]) for a, z in chunk_ranges(numel, width)]
-    inner = [thread_groups.Board(width) for _ in range(nodes)]
-    outer = [thread_groups.Board(nodes) for _ in range(width)]
-    grid = tuple(tuple(range(n * width, (n + 1) * width)) for n in range(nodes))
+    _, levels_of, boards = deep_groups(units_of(widths[::-1], ranks))
 
     def one(_: object, rank: int) -> tuple[Tensor, Tensor]:
-        node, local = divmod(rank, width)
-        levels = Levels(
-            grid,
-            node,
-            local,
-            group_of(thread_groups.Member(inner[node], local)),
-            group_of(thread_groups.Member(outer[local], node)),
-        )
+        levels = levels_of(rank)
         tensor = values[rank].clone()
         chosen = codec.for_message(numel, dtype, ranks)
         all_reduce(tensor, chosen, levels, meter=Meter())
@@ -343,7 +338,7 @@ def _hierarchy(rng: np.random.Generator, shape: tuple[int, int], dtype: torch.dt
         chosen = codec.for_message(sum(numels), dtype, ranks)
         return tensor, reduce_scatter(own, chosen, levels, meter=Meter()).wait()
 
-    results = thread_groups.run(ranks, one, [*inner, *outer])
+    results = thread_groups.run(ranks, one, boards)
     assert all(same_bits(tensor, results[0][0]) for tensor, _ in results)
     if keeps(codec, dtype, 2):
         edges = [edge for start, inside in parts for edge in (start, *inside)]

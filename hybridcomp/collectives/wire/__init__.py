@@ -8,6 +8,7 @@ exchange_plan  what all-to-alls of payloads of the same lengths have in common
 exchanges      all-to-all of payloads, and the number of rounds of a message
 varying        payloads whose sizes vary with the values
 gathers        all-gather of payloads
+relays         all-gather over several groups, one after the other
 payload_sizes  sizes of payloads of variable size
 splits         lengths of the parts of an all-to-all
 transport      bytes between ranks; only this calls torch.distributed for messages

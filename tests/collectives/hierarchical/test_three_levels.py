@@ -178,7 +178,7 @@ def _processes(codec: Codec) -> dict[str, Any]:
     (note,) = nodes.prepare([tuple(range(ranks))])
     assert note == (
         "three levels over 4 nodes (by compression.hierarchy): native among 2, then among 2 ranks, "
-        "encoded between 2 units of 4 ranks"
+        "encoded between 2 units of 4 ranks, quantized twice at most"
     )
     group = nodes.group(None, two_levels=True)
     levels = group.levels
@@ -289,7 +289,7 @@ def test_groups_that_are_parts_of_the_job(on_ranks: RunRanks) -> None:
     (said, found), (_, last) = results[0], results[7]
     assert said == [
         "two levels over 4 nodes (by compression.hierarchy): native among 2 ranks, encoded between "
-        "2 units of 2 ranks"
+        "2 units of 2 ranks, quantized twice at most"
     ]
     assert found == [
         ((0, 1, 2, 3), [2, 3], ((2, 2), [2]), 6.0),

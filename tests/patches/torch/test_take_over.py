@@ -49,7 +49,10 @@ def two_levels(job: Job, hierarchy: Hierarchy) -> Job:
         (JOBS["FSDP2"], HSDP, 4),
         (JOBS["DDP"], two_levels(JOBS["DDP"], 2), 4),
         (two_levels(JOBS["DDP"], 2), JOBS["DDP"], 4),
-        (two_levels(JOBS["DDP"], [2, 2]), two_levels(JOBS["DDP"], 4), 8),
+        pytest.param(
+            two_levels(JOBS["DDP"], [2, 2]), two_levels(JOBS["DDP"], 4), 8,
+            marks=pytest.mark.nightly,
+        ),
         (JOBS["FSDP2"], two_levels(JOBS["FSDP2"], [2, 2]), 8),
     ],
     ids=["FSDP to HSDP by nodes", "HSDP to FSDP", "FSDP to HSDP", "DDP to nodes", "DDP from nodes",
