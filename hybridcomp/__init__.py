@@ -159,8 +159,9 @@ def island_group(
 
     Build DistributedDataParallel with it, or the mesh of fully_shard; DeepSpeed's engines take it
     by themselves. Every rank calls it, after ``init_process_group``; a second call returns the same
-    group. ``block``: as for ``attach``. Raises ConfigError where the block has no islands, or the
-    job cannot be cut into them.
+    group. It is that of the whole job where islands are jobs of their own. ``block``: as for
+    ``attach``. Raises ConfigError where the block has no islands, or the job cannot be cut into
+    them.
     """
     from hybridcomp.patches.torch.session import island_group
 

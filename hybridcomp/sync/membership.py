@@ -78,13 +78,13 @@ class Membership:
         )
 
     def come_back(self, has_state: Callable[[Roster], bool]) -> None:
-        """Join again, as a meeting was held without this island; a collective of the island."""
+        """Join again, as this island came too late for a meeting; a collective of the island."""
         number = self.last.number + 1
         self.meet.withdraw(self.own, number)
         self.left_out += 1
         self._say(
-            f"sync: meeting {number} was held without island {self.own}, which came too late; what "
-            "it has moved since the meeting before is lost, and it takes the weights of a peer"
+            f"sync: island {self.own} came too late for meeting {number} and takes the weights of "
+            "a peer; what it has moved and the others have not counted is lost"
         )
         self.join(None, has_state)
 

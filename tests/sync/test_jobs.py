@@ -121,6 +121,31 @@ def test_one_hangs_and_comes_back() -> None:
     assert 3 not in second and alike(first, second) == len(second) > 5
 
 
+def overflowing(address: str, number: int) -> tuple[Tensor, dict[str, float]]:
+    """Train with a loss scaler, which skips a step of the first island."""
+    job = Job(block(address, **FED_BACK), first=number).build()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for step in range(4):
+        loss = job.model(torch.arange(4)[None] + number).square().mean()
+        scaler.scale(loss * torch.inf if step == 1 and not number else loss).backward()
+        scaler.step(job.optimizer)
+        scaler.update()
+        job.optimizer.zero_grad()
+        assert job.job_meetings.clock == step + 1
+    row, weights = job.job_meetings.row(), job.weights()
+    assert row is not None
+    hybridcomp.detach(job.model)
+    return weights, row
+
+
+def test_an_overflow_in_one_moves_no_meeting() -> None:
+    with rendezvous() as address:
+        (one,), (two,) = beside(*((1, overflowing, (address, number)) for number in range(2)))
+    assert torch.equal(one[0], two[0]) and bool(one[0].isfinite().all())
+    for row in (one[1], two[1]):
+        assert (row["meetings"], row["skipped"], row["left_out"], row["islands"]) == (2, 0, 0, 2)
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "H": ({"every": 3}, r"^compression.sync.every: island x has 3, and the run .* with 2; start"),
     "codec": ({"bits": 3}, r"^compression.sync.codec: island x has 'blockint.bits=3.'"),

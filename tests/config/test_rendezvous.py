@@ -1,0 +1,55 @@
+"""``sync.islands`` as an object: where islands meet that are jobs, and what is refused with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import ConfigError
+
+WHERE = {"rendezvous": "tcp://10.0.0.1:29400"}
+ISLANDS: dict[str, tuple[object, str]] = {
+    "empty": ({}, "islands.rendezvous: found nothing; rendezvous is required"),
+    "no scheme": ({"rendezvous": "a:1"}, r'islands.rendezvous: found "a:1"; expected tcp://host'),
+    "no port": ({"rendezvous": "tcp://a:0"}, "islands.rendezvous: found .*; expected tcp://host"),
+    "a number": ({"rendezvous": 3}, "islands.rendezvous: found 3; expected a string"),
+    "words": ({**WHERE, "name": "a b"}, 'islands.name: found "a b"; expected letters, digits'),
+    "no time": ({**WHERE, "timeout_s": 0}, "islands.timeout_s: found 0; expected greater than 0"),
+    "none": ({**WHERE, "at_start": 0}, "islands.at_start: found 0; expected greater than or"),
+    "unknown": ({**WHERE, "every": 3}, "islands.every: found 3; unknown key; known keys are rend"),
+    "text": ("x", r'islands: found "x"; expected "node", the number .*, or \{"rendezvous":'),
+}
+BESIDE: dict[str, tuple[dict[str, Any], str]] = {
+    "fragments": ({"fragments": 2}, "sync.fragments: found 2; islands that meet at a rendezvous"),
+    "delay": ({"delay": 2}, "sync.delay: found 2; islands that meet at a rendezvous"),
+    "wsp": ({"preset": "wsp"}, "sync.staleness: found 1; islands that meet at a rendezvous"),
+    "ramp": (
+        {"codec": "blockint", "bits": 4, "ramp": {"from": 8, "steps": 10}},
+        "sync.ramp: found .*; islands that join count other steps",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ISLANDS)
+def test_a_bad_object_is_named(name: str) -> None:
+    islands, words = ISLANDS[name]
+    with pytest.raises(ConfigError, match=f"^compression.sync.{words}") as error:
+        CompressionConfig.parse({"sync": {"islands": islands}})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_such_islands_cannot_do_is_refused(name: str) -> None:
+    sync, words = BESIDE[name]
+    CompressionConfig.parse({"sync": {"islands": 2, **sync}})
+    with pytest.raises(ConfigError, match=f"^compression.{words}"):
+        CompressionConfig.parse({"sync": {"islands": WHERE, **sync}})
+
+
+def test_an_address_of_ipv6_and_what_is_agreed() -> None:
+    block = CompressionConfig.parse({"sync": {"islands": {"rendezvous": "tcp://[fe80::1]:29400"}}})
+    assert block.sync.jobs is not None and block.sync.jobs.address == ("fe80::1", 29400)
+    other = CompressionConfig.parse({"sync": {"islands": WHERE}})
+    assert block.flat() != other.flat()
