@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -85,33 +86,37 @@ def llama(folder: Path) -> list[Any]:
         num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2,
         ffn_hidden_size=48, gated_linear_unit=True, add_bias_linear=False,
         activation_func=torch.nn.functional.silu, use_cpu_initialization=True,
-        tensor_model_parallel_size=2, bf16=True, params_dtype=torch.bfloat16,
+        tensor_model_parallel_size=2,
         gradient_accumulation_fusion=False, bias_activation_fusion=False, bias_dropout_fusion=False,
-        persist_layer_norm=False,
+        persist_layer_norm=False, normalization="RMSNorm", masked_softmax_fusion=False,
+        hidden_dropout=0.0, attention_dropout=0.0,
     )  # fmt: skip
     model = GPTModel(
-        config=config, transformer_layer_spec=get_gpt_layer_local_spec(), vocab_size=64,
-        max_sequence_length=16, position_embedding_type="rope",
+        config=config, transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
+        vocab_size=64, max_sequence_length=16, position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
-    ).to(torch.bfloat16)  # fmt: skip
+    )  # fmt: skip
     for parameter in model.parameters():
         mcore_trainer.tensor_parallel_defaults(parameter)
     wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
-    publisher = hybridcomp.publish(wrapped, folder, names="hf")
+    publisher = hybridcomp.publish(wrapped, folder, names="hf", dtype="bf16")
     publisher.publish()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.view(torch.int16).add_(1)
+            parameter.copy_((parameter * 1.01).bfloat16())
     summary = publisher.publish()
-    state = {name: value.detach().float() for name, value in model.named_parameters()}
+    state = {name: value.detach().clone() for name, value in model.named_parameters()}
+    text = torch.arange(16).view(1, -1) * 3
+    ahead = torch.ones(1, 1, 16, 16).triu(1).bool()
+    logits = model(text, torch.arange(16).view(1, -1), ahead).detach()
     parallel_state.destroy_model_parallel()
     mcore_trainer.destroy_groups()
-    return [summary.full, state]
+    return [summary.full, state, logits]
 
 
 def test_a_model_like_llama_has_the_names_of_hugging_face(tmp_path: Path) -> None:
     """Expected tensors are made from both ranks' own, by another way than the adapter's."""
-    (full, first), (_, second) = run_ranks(2, llama, tmp_path, timeout=600.0)
+    (full, first, _), (_, second, _) = run_ranks(2, llama, tmp_path, timeout=600.0)
     assert not full
     receiver = WeightReceiver(tmp_path)
     receiver.update()
@@ -140,9 +145,26 @@ def test_a_model_like_llama_has_the_names_of_hugging_face(tmp_path: Path) -> Non
         halves = [rank[f"{here}mlp.linear_fc1.weight"].chunk(2) for rank in (first, second)]
         for which, name in enumerate(("gate_proj", "up_proj")):
             expected[f"{there}mlp.{name}.weight"] = torch.cat([half[which] for half in halves])
-    norms = {name for name in found if name.endswith("norm.bias")}  # LayerNorm of the local spec
-    assert found.keys() - norms == expected.keys()
+    assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_transformers_computes_the_same_with_them(tmp_path: Path) -> None:
+    """Its own model takes every published tensor, by name and shape, and has the same logits."""
+    transformers = pytest.importorskip("transformers")
+    ranks = run_ranks(2, llama, tmp_path, timeout=600.0)
+    receiver = WeightReceiver(tmp_path)
+    receiver.update()
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5, max_position_embeddings=16,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).float()
+    model.load_state_dict({name: value.float() for name, value in receiver.tensors()}, strict=True)
+    found = model(torch.arange(16).view(1, -1) * 3).logits
+    expected = torch.cat([logits for *_, logits in ranks], -1)
+    assert float(expected.std()) > 0.01
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
 def _joined(first: dict[str, Tensor], second: dict[str, Tensor], name: str, dim: int = 0) -> Tensor:
