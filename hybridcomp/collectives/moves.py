@@ -107,9 +107,9 @@ def _all_gather(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
     fused = None if via.cuts else codec.fused(shard.device)
     if fused is not None:
         return fused_all_gather(shard, out, fused, only)
-    parts = codec.parts(shard.device) if via.cuts else None
-    if parts is not None:
-        return gather_parts(shard, out, parts, Transfer(codec, group, via.meter, via.cuts))
+    planned = codec.planned(shard.device) if via.cuts else None
+    if planned is not None:
+        return gather_parts(shard, out, planned, Transfer(codec, group, via.meter, via.cuts))
     places = torch.split(out, numel)
     cut = rounds([stretches(0, numel, via.cuts)], (codec,), shard.device, group)
     return overlapped(_gather_round(shard, places, row, only) for (row,) in cut if row)
@@ -218,9 +218,9 @@ def _all_to_all(
     fused = codec.fused(values.device) if takes.each == gives.each > 0 else None
     if fused is not None:
         return fused_all_to_all(out, values, fused, only)
-    parts = codec.parts(values.device)
-    if parts is not None:
-        return parts_to_all(out, values, takes, gives, parts, only)
+    planned = codec.planned(values.device)
+    if planned is not None:
+        return parts_to_all(out, values, takes, gives, planned, only)
     return _parts_to_all(torch.split(out, takes.numels), torch.split(values, gives.numels), only)
 
 
