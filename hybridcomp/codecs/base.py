@@ -18,7 +18,6 @@ from hybridcomp.codecs.capabilities import Capabilities
 from hybridcomp.codecs.launches import (
     CollectiveKernel,
     MultiTensorKernel,
-    PartsKernel,
     PlannedKernel,
 )
 from hybridcomp.codecs.quantized_residual import QuantizedResidual
@@ -26,7 +25,7 @@ from hybridcomp.errors import CodecError
 from hybridcomp.kernels import DTYPE_CODES, FixedKernels, KernelSet
 
 __all__ = [
-    "Codec", "CollectiveKernel", "FixedCodec", "MultiTensorKernel", "PAYLOAD_ALIGN", "PartsKernel",
+    "Codec", "CollectiveKernel", "FixedCodec", "MultiTensorKernel", "PAYLOAD_ALIGN",
     "PlannedKernel", "VALUE_DTYPES", "align", "check_add", "check_decode", "check_dtype",
     "check_encode", "check_payload", "check_size",
 ]  # fmt: skip
@@ -119,10 +118,6 @@ class Codec(Capabilities, ABC):
 
     def each(self, device: torch.device) -> MultiTensorKernel | None:
         """Return kernels for several tensors, where the back end of ``device`` has them."""
-        return None
-
-    def parts(self, device: torch.device) -> PartsKernel | None:
-        """Return kernels for parts of one tensor, where the back end of ``device`` has them."""
         return None
 
     def wire_nbytes_of(self, numels: Lengths, dtype: torch.dtype) -> Lengths:

@@ -19,7 +19,6 @@ from hybridcomp.codecs.base import (
     FixedCodec,
     Lengths,
     MultiTensorKernel,
-    PartsKernel,
     PlannedKernel,
     check_dtype,
     check_encode,
@@ -154,11 +153,6 @@ class BlockInt(FixedCodec):
         make = getattr(self.kernels.on(device), "each", None)
         each: MultiTensorKernel | None = None if make is None else make(self._setting)
         return each
-
-    def parts(self, device: torch.device) -> PartsKernel | None:
-        make = getattr(self.kernels.on(device), "parts", None)
-        parts: PartsKernel | None = None if make is None else make(self._setting)
-        return parts
 
     def planned(self, device: torch.device) -> PlannedKernel | None:
         make = getattr(self.kernels.on(device), "planned", None)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from hybridcomp.kernels.kept import Kept
-from hybridcomp.kernels.parts import Parts
 from hybridcomp.kernels.stretches import PlannedStretch, StretchTable
 
 __all__ = [
-    "NO_CHUNK", "CollectiveKernel", "MultiTensorKernel", "Parts", "PartsKernel", "PlannedKernel",
+    "NO_CHUNK", "CollectiveKernel", "MultiTensorKernel", "PlannedKernel",
     "PlannedStretch", "StretchTable",
 ]  # fmt: skip
 
@@ -107,35 +105,15 @@ class MultiTensorKernel(Protocol):
         """Decode each of ``payloads`` into its ``out``; ``add``: add to ``out``, in fp32."""
 
 
-class PartsKernel(Protocol):
-    """Kernels that take all parts of one tensor in one launch, however many they are.
-
-    Tensors must satisfy the codec's ``encode`` and ``decode``; they are not checked again.
-    """
-
-    def encode(self, values: Tensor, parts: Parts, out: Tensor) -> None:
-        """Encode the ``parts`` of ``values``, each into its payload in ``out``."""
-
-    def decode(
-        self, payloads: Tensor, parts: Parts, out: Tensor, ranks: int = 1, slot: int = 0
-    ) -> None:
-        """Decode payloads into the ``parts`` of ``out``.
-
-        With several ``ranks`` each has such payloads, ``slot`` bytes behind those of the rank
-        before, and such parts of its own, an equal share of ``out``.
-        """
-
-
 class PlannedKernel(Protocol):
     """Kernels that take any number of stretches of one tensor in one launch.
 
-    Payloads are the codec's. A table is made once; a launch takes tensors of any address.
+    Payloads are the codec's. A table is made once; a launch takes tensors of any address, which
+    must satisfy the codec's ``encode`` and ``decode``; they are not checked again.
     """
 
-    def table(
-        self, stretches: Sequence[PlannedStretch], device: torch.device, *, sums: bool = False
-    ) -> StretchTable:
-        """Copy ``stretches`` to ``device``; waits for it. ``sums``: for ``sum``."""
+    def table(self, stretches: Sequence[PlannedStretch], *, sums: bool = False) -> StretchTable:
+        """Return the table of ``stretches``. ``sums``: for ``sum``."""
 
     def encode(
         self,
@@ -152,8 +130,14 @@ class PlannedKernel(Protocol):
         that sum already.
         """
 
-    def decode(self, table: StretchTable, payloads: Tensor, out: Tensor) -> None:
-        """Decode the payload of every stretch into its place in ``out``, fp32."""
+    def decode(
+        self, table: StretchTable, payloads: Tensor, out: Tensor, ranks: int = 1, slot: int = 0
+    ) -> None:
+        """Decode the payload of every stretch into its place in ``out``.
+
+        With several ``ranks`` each has such payloads, ``slot`` bytes behind those of the rank
+        before, and such stretches of its own, an equal share of ``out``.
+        """
 
     def sum(
         self,

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import Codec, CollectiveKernel, PartsKernel
-from hybridcomp.codecs.launches import NO_CHUNK, Parts
+from hybridcomp.codecs.base import Codec, CollectiveKernel, PlannedKernel
+from hybridcomp.codecs.launches import NO_CHUNK, StretchTable
 from hybridcomp.codecs.quantized_residual import BLOCK, QuantizedResidual, Residual
 from hybridcomp.collectives.wire import (
     POOL,
@@ -186,8 +186,8 @@ def fused_all_gather(
 class _PartsPlan:
     """Sizes and places common to all messages whose parts have the same lengths."""
 
-    sent: Parts  # those for other ranks, and their payloads
-    received: Parts
+    sent: StretchTable  # those for other ranks, and their payloads
+    received: StretchTable
     gives: Splits  # bytes to each rank
     takes: Splits
     places: tuple[int, ...]
@@ -208,25 +208,28 @@ def _planned_parts(
 
 
 @lru_cache(maxsize=256)
-def _parts_of(codec: Codec, dtype: torch.dtype, splits: Splits, me: int) -> tuple[Parts, Splits]:
+def _parts_of(
+    codec: Codec, dtype: torch.dtype, splits: Splits, me: int
+) -> tuple[StretchTable, Splits]:
     """Return the parts for all ranks but ``me`` with their payloads, and the bytes of these."""
     numels = splits.array.copy()
     starts = numels.cumsum() - numels
     numels[me] = 0
     nbytes = codec.wire_nbytes_of(numels, dtype)
-    return Parts(starts, numels, nbytes.cumsum() - nbytes), Splits(nbytes)
+    return StretchTable(starts, numels, nbytes.cumsum() - nbytes, starts), Splits(nbytes)
 
 
 @lru_cache(maxsize=1024)
 def _planned_stretches(
     codec: Codec, dtype: torch.dtype, numel: int, cuts: tuple[int, ...], ranks: int
-) -> tuple[Parts, int, tuple[int, ...]]:
+) -> tuple[StretchTable, int, tuple[int, ...]]:
     """Plan a gather of shards of ``numel`` elements with cuts: ``(parts, bytes, places)``."""
     edges = np.array(stretches(0, numel, cuts), dtype=np.int64)
     numels = edges[:, 1] - edges[:, 0]
     nbytes = codec.wire_nbytes_of(numels, dtype)
     slot = int(nbytes.sum())
-    return Parts(edges[:, 0], numels, nbytes.cumsum() - nbytes), slot, places_of(slot, ranks * slot)
+    table = StretchTable(edges[:, 0], numels, nbytes.cumsum() - nbytes, edges[:, 0])
+    return table, slot, places_of(slot, ranks * slot)
 
 
 def fused_all_to_all(
@@ -258,7 +261,7 @@ def parts_to_all(
     values: Tensor,
     takes: Splits,
     gives: Splits,
-    kernel: PartsKernel,
+    kernel: PlannedKernel,
     via: Transfer,
 ) -> Steps[None]:
     """Exchange parts of any lengths, by rank: bytes and bits of ``moves.all_to_all``.
@@ -271,16 +274,16 @@ def parts_to_all(
     # 1
     out[plan.own[1]].copy_(values[plan.own[0]])
     with meter.coding():
-        kernel.encode(values, plan.sent, sent)
+        kernel.encode(plan.sent, values, sent)
     # 2
     yield transport.all_to_all(received, sent, plan.takes, plan.gives, group, meter)
     # 3
     with meter.coding():
-        kernel.decode(received, plan.received, out)
+        kernel.decode(plan.received, received, out)
     POOL.give(room)
 
 
-def gather_parts(shard: Tensor, out: Tensor, kernel: PartsKernel, via: Transfer) -> Steps[None]:
+def gather_parts(shard: Tensor, out: Tensor, kernel: PlannedKernel, via: Transfer) -> Steps[None]:
     """Gather shards with cuts into ``out``: bytes and bits of ``moves.all_gather``.
 
     1 encode every stretch of this rank's shard, 2 all-gather, 3 decode those of all ranks.
@@ -292,12 +295,12 @@ def gather_parts(shard: Tensor, out: Tensor, kernel: PartsKernel, via: Transfer)
     room, (payload, gathered) = room_of(places, shard.device)
     # 1
     with meter.coding():
-        kernel.encode(shard, parts, payload)
+        kernel.encode(parts, shard, payload)
     # 2
     yield relays.all_gather(gathered, payload, group, meter)
     # 3
     with meter.coding():
-        kernel.decode(gathered, parts, out, group.size, slot)
+        kernel.decode(parts, gathered, out, group.size, slot)
     POOL.give(room)
 
 

@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import Codec, CollectiveKernel, PartsKernel
+from hybridcomp.codecs.base import Codec, CollectiveKernel, PlannedKernel
 from hybridcomp.collectives.fused import (
     fused_all_gather,
     fused_all_to_all,
@@ -135,7 +135,7 @@ class _PlannedGather:
     codec: Codec
     spec: str
     fused: CollectiveKernel | None
-    parts: PartsKernel | None
+    parts: PlannedKernel | None
     rounds: list[tuple[list[Range], GatherPlan]]
 
 
@@ -158,7 +158,7 @@ def _plan(shard: Tensor, via: Transfer) -> _PlannedGather:
     group, dtype, device = via.group, shard.dtype, shard.device
     (codec,) = via.codec.split_error_budget(1, 1, result=dtype)
     fused = None if via.cuts else codec.fused(device)
-    parts = codec.parts(device) if via.cuts else None
+    parts = codec.planned(device) if via.cuts else None
     each: list[tuple[list[Range], GatherPlan]] = []
     if fused is None and parts is None:
         for (row,) in rounds([stretches(0, shard.numel(), via.cuts)], (codec,), device, group):
@@ -269,7 +269,7 @@ def _all_to_all(
     if plan is None:
         (codec,) = via.codec.split_error_budget(1, 1, result=dtype)
         fused = codec.fused(device) if takes.each == gives.each > 0 else None
-        parts = codec.parts(device) if fused is None else None
+        parts = codec.planned(device) if fused is None else None
         each = None
         if fused is None and parts is None:
             each = _plan_parts(takes, gives, codec, dtype, device, group)
@@ -301,7 +301,7 @@ class _PlannedParts:
     codec: Codec
     spec: str
     fused: CollectiveKernel | None
-    parts: PartsKernel | None
+    parts: PlannedKernel | None
     exchange: ExchangePlan | None
 
 

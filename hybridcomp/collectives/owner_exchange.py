@@ -101,8 +101,8 @@ def _direct(plan: OwnerPlan, kernel: PlannedKernel, of: _Context) -> OwnerExchan
         gives,
         takes,
         places_of(gives.total, takes.total),
-        kernel.table(outgoing, of.device),
-        kernel.table(incoming, of.device, sums=True),
+        kernel.table(outgoing),
+        kernel.table(incoming, sums=True),
         all(run.start % BLOCK == 0 for run in plan.runs),
     )
 
@@ -126,8 +126,8 @@ def _balanced(plan: OwnerPlan, kernel: PlannedKernel, of: _Context) -> OwnerExch
         gives,
         takes,
         places_of(gives.total, takes.total),
-        kernel.table(outgoing, of.device),
-        kernel.table(incoming, of.device),
+        kernel.table(outgoing),
+        kernel.table(incoming),
         stays=tuple(stays),
     )
 

@@ -1,11 +1,22 @@
-"""Stretches of tensors whose places a plan knows, and their table on a device."""
+"""Stretches of tensors whose places a plan knows, as a table that kernels of GPUs read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import struct
+from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
+
+Offsets = npt.NDArray[np.int64]
+#: elements that a warp encodes, a power of two: a shift takes a fifth of a division's time
+TILE = 1024
+#: rows of a table that comes by value (``cuda/table.h``); a longer one is copied to the device
+NEAR, ROW_WORDS = 96, 5
 
 
 class PlannedStretch(NamedTuple):
@@ -24,15 +35,67 @@ class PlannedStretch(NamedTuple):
     out: int = 0
 
 
-@dataclass(frozen=True, eq=False)
 class StretchTable:
-    """Stretches on a device, for every message that is cut in the same way.
+    """Stretches for every message that is cut in the same way; those without elements are left out.
 
-    Attributes:
-        words: int64 (count, 5) on the device, rows of ``kernels/cuda/table.h``.
-        blocks: thread blocks of a launch over all rows; 0: there is nothing to launch.
+    Positions count from the start of tensors, so that one table serves all of them. Copies of the
+    rows on a device live as long as the table, one for each stream.
+
+    Args:
+        stretches: columns of ``PlannedStretch``, int64; payloads begin at multiples of 16.
+        step: tiles of which the rows begin at multiples: those of a thread block where a block
+            takes one row.
     """
 
-    words: Tensor
-    count: int
-    blocks: int
+    def __init__(
+        self, values: Offsets, numels: Offsets, payloads: Offsets, outs: Offsets, step: int = 1
+    ) -> None:
+        full = numels.nonzero()[0]
+        if len(full) < len(numels):
+            values, numels = values[full], numels[full]
+            payloads, outs = payloads[full], outs[full]
+        tiles = (numels + (TILE - 1)) >> TILE.bit_length() - 1
+        if step > 1:
+            tiles = -(-tiles // step) * step
+        self.rows = np.empty((len(numels), ROW_WORDS), dtype=np.int64)
+        np.cumsum(tiles, out=self.rows[:, 0])
+        self.tiles = int(self.rows[-1, 0]) if len(numels) else 0
+        self.rows[:, 0] -= tiles
+        for column, each in enumerate((values, numels, payloads, outs), start=1):
+            self.rows[:, column] = each
+        self._on: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
+
+    @classmethod
+    def of(cls, stretches: Sequence[PlannedStretch], step: int = 1) -> StretchTable:
+        """Return the table of ``stretches``."""
+        values, numels, payloads, outs = np.array(stretches, dtype=np.int64).reshape(-1, 4).T
+        return cls(values, numels, payloads, outs, step)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def on(self, device: torch.device, stream: int) -> Tensor:
+        """Return the rows on ``device``, copied for ``stream`` at the first call; nobody waits."""
+        found = self._on.get((device, stream))
+        if found is None:
+            rows = torch.from_numpy(self.rows)
+            if device.type == "cuda":  # a graph that captures the copy reads the pinned one again
+                rows = torch.empty(rows.shape, dtype=torch.int64, pin_memory=True).copy_(rows)
+            there = torch.empty(rows.shape, dtype=torch.int64, device=device)
+            found = self._on[device, stream] = rows, there.copy_(rows, non_blocking=True)
+        return found[1]
+
+    @cached_property
+    def near(self) -> bytes | None:
+        """``NearTable`` of ``cuda/table.h`` with the rows in it; None for more than NEAR."""
+        if len(self) > NEAR:
+            return None
+        words = self.rows.tobytes()
+        return struct.pack("<2Q", len(self), 0) + words.ljust(8 * ROW_WORDS * NEAR, b"\0")
+
+    def far(self, words: Tensor) -> bytes:
+        """Return a ``NearTable`` whose rows are at ``words``."""
+        return struct.pack("<2Q", len(self), words.data_ptr()) + _NOTHING
+
+
+_NOTHING = bytes(8 * ROW_WORDS * NEAR)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from hybridcomp.kernels.cuda.functions import CudaFunctions, DamageFlag
 from hybridcomp.kernels.cuda.fused import FusedBlockInt, blockint_image
 from hybridcomp.kernels.cuda.launcher import DTYPES, WARPS, WHOLE, Launcher, ceil_div
-from hybridcomp.kernels.cuda.parts import PartsBlockInt
 from hybridcomp.kernels.cuda.planned import PlannedBlockInt
 from hybridcomp.kernels.cuda.table import EachBlockInt
 
@@ -16,7 +15,7 @@ class BlockIntOnCuda(CudaFunctions):
     def __init__(self, launcher: Launcher, damage: DamageFlag) -> None:
         super().__init__(launcher, damage)
         self._fused: dict[int, FusedBlockInt] = {}  # by setting, as every message asks
-        self._parts: dict[int, PartsBlockInt] = {}
+        self._planned: dict[int, PlannedBlockInt] = {}
 
     def encode(
         self, setting: int, dtype: int, values: int, numel: int, out: int, nbytes: int,
@@ -58,16 +57,12 @@ class BlockIntOnCuda(CudaFunctions):
         return found
 
     def planned(self, setting: int) -> PlannedBlockInt:
-        """Return kernels for the stretches of a plan."""
-        return PlannedBlockInt(self._launcher, setting)
+        """Return kernels for the stretches of one tensor."""
+        found = self._planned.get(setting)
+        if found is None:
+            found = self._planned[setting] = PlannedBlockInt(self._launcher, setting)
+        return found
 
     def each(self, setting: int) -> EachBlockInt:
         """Return kernels for several tensors with a payload each."""
         return EachBlockInt(self._launcher, setting)
-
-    def parts(self, setting: int) -> PartsBlockInt:
-        """Return kernels for the parts of one tensor."""
-        found = self._parts.get(setting)
-        if found is None:
-            found = self._parts[setting] = PartsBlockInt(self._launcher, setting)
-        return found

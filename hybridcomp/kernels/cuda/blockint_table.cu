@@ -1,6 +1,7 @@
 // CUDA kernels of blockint for a table of tensors, each with a payload of its own: the parameters of one
 // gather, the parts of a bucket. A warp takes a tile, as in blockint.cu. HC_DTYPE and HC_KEPT: as there. Those
-// of a plan (`planned`) take any number of stretches of one tensor.
+// of a plan (`planned`) take any number of stretches of one tensor: of a bucket, what goes to every rank of
+// an all-to-all, the parameters in the shards of a gather.
 #include "blockint_tile.h"
 #include "table.h"
 
@@ -39,19 +40,33 @@ HC_INLINE void encode_planned(const PlannedRow* rows, u64 count, const void* val
                                    payloads + row.payload, FEEDBACK ? residual + row.values : residual);
 }
 
-HC_INLINE void decode_planned(const PlannedRow* rows, u64 count, const u8* payloads, float* out) {
+// Stretches of a tensor without a residual.
+template <class E>
+HC_INLINE void encode_near(const NearTable& rows, const void* values, u8* payloads) {
     u64 tile = warp_id();
-    const PlannedRow& row = row_of(rows, count, tile);
+    PlannedRow row = row_of(rows, tile);
     tile -= row.first;
     if (tile >= ceil_div(row.numel, TILE)) return;
-    decode_tile<EightFp32, false>(payloads + row.payload, row.numel, tile, out + row.out);
+    encode_tile<E, false>((const typename E::Stored*)values + row.values, row.numel, tile,
+                          payloads + row.payload, (float*)nullptr);
+}
+
+// A row of the grid takes one rank's payloads, `slot` bytes apart, into values that lie `step` apart.
+template <class E>
+HC_INLINE void decode_near(const NearTable& rows, const u8* payloads, void* out, u64 step, u64 slot) {
+    u64 tile = warp_id(), rank = blockIdx.y;
+    PlannedRow row = row_of(rows, tile);
+    tile -= row.first;
+    if (tile >= ceil_div(row.numel, TILE)) return;
+    decode_tile<E, false>(payloads + rank * slot + row.payload, row.numel, tile,
+                          (typename E::Stored*)out + rank * step + row.out);
 }
 
 }  // namespace blockint
 }  // namespace hybridcomp
 
 #define HC_KERNEL(NAME, CODE, BLOCKS)                                                         \
-    extern "C" __global__ void __launch_bounds__(256, BLOCKS) blockint_table_##NAME(HC_TABLE table) { \
+    extern "C" __global__ void __launch_bounds__(256, BLOCKS) blockint_table_##NAME(HC_BY_VALUE(Table) table) { \
         hybridcomp::blockint::CODE(hybridcomp::as_table(table));                              \
     }
 
@@ -71,7 +86,18 @@ HC_INLINE void decode_planned(const PlannedRow* rows, u64 count, const u8* paylo
 #define HC_KERNELS HC_FEEDBACK
 #else
 #define HC_KERNELS(NAME, E)                                                                 \
-    HC_PLANNED_ENCODE(encode_##NAME, HC_ROTATE ? 3 : 4, hybridcomp::E, false, false)         \
+    extern "C" __global__ void __launch_bounds__(256, HC_ROTATE ? 3 : 4)                     \
+    blockint_planned_encode_##NAME(HC_BY_VALUE(NearTable) rows, const void* values,         \
+                                   unsigned char* payloads) {                               \
+        hybridcomp::blockint::encode_near<hybridcomp::E>(hybridcomp::as_table(rows), values, \
+                                                         payloads);                         \
+    }                                                                                       \
+    extern "C" __global__ void __launch_bounds__(256, HC_ROTATE ? 4 : 5)                     \
+    blockint_planned_decode_##NAME(HC_BY_VALUE(NearTable) rows, const unsigned char* payloads, \
+                                   void* out, unsigned long long step, unsigned long long slot) { \
+        hybridcomp::blockint::decode_near<hybridcomp::E>(hybridcomp::as_table(rows), payloads, \
+                                                         out, step, slot);                  \
+    }                                                                                       \
     HC_KERNEL(encode_##NAME, encode_row<hybridcomp::E HC_COMMA false>, HC_ROTATE ? 3 : 4)    \
     HC_FEEDBACK(NAME, E)                                                                    \
     HC_KERNEL(decode_##NAME, decode_row<hybridcomp::E HC_COMMA false>, HC_ROTATE ? 4 : 5)
@@ -82,10 +108,6 @@ HC_KERNELS(fp32, EightFp32)
 #if HC_KEPT == 32
 HC_KERNEL(add, decode_row<hybridcomp::EightFp32 HC_COMMA true>, HC_ROTATE ? 4 : 5)
 HC_PLANNED_ENCODE(encode_held_fp32, 2, hybridcomp::EightFp32, true, true)
-extern "C" __global__ void __launch_bounds__(256, HC_ROTATE ? 4 : 5) blockint_planned_decode_fp32(
-    HC_PLANNED, const unsigned char* payloads, float* out) {
-    hybridcomp::blockint::decode_planned(rows, count, payloads, out);
-}
 #endif
 #endif
 #if !defined(HC_DTYPE) || HC_DTYPE == 1

@@ -1,4 +1,4 @@
-"""Launch kernels for the stretches of a plan, which lie in a table on the device."""
+"""Launch kernels for stretches of one tensor, however many they are; blockint has them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hybridcomp.kernels.cuda.functions import ALIGN
 from hybridcomp.kernels.cuda.fused import SUM_THREADS, check_summed, image_of
-from hybridcomp.kernels.cuda.launcher import WARPS, Launcher, ceil_div
-from hybridcomp.kernels.cuda.table import TILE
+from hybridcomp.kernels.cuda.launcher import WARPS, Launcher, ceil_div, stream_getter
 from hybridcomp.kernels.kept import Kept, bits_of, words_of
 from hybridcomp.kernels.stretches import PlannedStretch, StretchTable
+
+_stream = stream_getter()
 
 
 class PlannedBlockInt:
@@ -19,40 +21,42 @@ class PlannedBlockInt:
 
     def __init__(self, launcher: Launcher, setting: int) -> None:
         self._launcher, self._setting = launcher, setting
+        #: tables whose rows on a device CUDA graphs read at every replay: they are never freed
+        self._captured: set[StretchTable] = set()
 
-    def table(
-        self, stretches: Sequence[PlannedStretch], device: torch.device, *, sums: bool = False
-    ) -> StretchTable:
+    def table(self, stretches: Sequence[PlannedStretch], *, sums: bool = False) -> StretchTable:
         """Number the tiles of all rows one after the other, from whole thread blocks on in sums."""
-        step = SUM_THREADS // 32 if sums else 1
-        rows, tiles = [], 0
+        if not sums:
+            return StretchTable.of(stretches)
         for one in stretches:
-            if sums:
-                check_summed(one.numel)
-            if one.numel:
-                rows.append((tiles, one.values, one.numel, one.payload, one.out))
-                tiles += ceil_div(ceil_div(one.numel, TILE), step) * step
-        words = torch.tensor(rows, dtype=torch.int64).view(-1, 5).to(device)
-        return StretchTable(words, len(rows), ceil_div(tiles, step if sums else WARPS))
+            check_summed(one.numel)
+        return StretchTable.of(stretches, SUM_THREADS // 32)
 
     def encode(
         self, table: StretchTable, values: Tensor | None, payloads: Tensor,
         residual: Kept | None = None,
     ) -> None:  # fmt: skip
         """Encode, one warp for each tile."""
+        if residual is None:
+            assert values is not None, "neither values nor a residual that has them"
+            start = values.data_ptr()
+            self._launch_near("encode", values, table, 1, start, _start_of(payloads))
+            return
         if values is None:
-            assert isinstance(residual, Tensor), "neither values nor an fp32 residual that has them"
-            kernel, dtype, start = "encode_held", residual.dtype, 0
+            assert isinstance(residual, Tensor), "an fp32 residual has the values"
+            kernel, like, start = "encode_held", residual, 0
         else:
-            kernel, dtype, start = "encode", values.dtype, values.data_ptr()
-            kernel += "" if residual is None else "_feedback"
+            kernel, like, start = "encode_feedback", values, values.data_ptr()
         bits = bits_of(residual)
-        left = words_of(residual, bits)
-        self._launch(kernel, dtype, table, start, payloads.data_ptr(), *left, bits=bits)
+        words = (start, _start_of(payloads), *words_of(residual, bits))
+        self._launch(kernel, like, table, *words, bits=bits)
 
-    def decode(self, table: StretchTable, payloads: Tensor, out: Tensor) -> None:
+    def decode(
+        self, table: StretchTable, payloads: Tensor, out: Tensor, ranks: int = 1, slot: int = 0
+    ) -> None:
         """Decode, one warp for each tile."""
-        self._launch("decode", out.dtype, table, payloads.data_ptr(), out.data_ptr())
+        words = (_start_of(payloads), out.data_ptr(), out.numel() // ranks, slot)
+        self._launch_near("decode", out, table, ranks, *words)
 
     def sum(
         self, table: StretchTable, payloads: Tensor, own: Tensor, ranks: int, me: int, out: Tensor,
@@ -62,19 +66,46 @@ class PlannedBlockInt:
         slot = payloads.numel() // max(ranks - 1, 1)
         words = (payloads.data_ptr(), own.data_ptr(), ranks, me, slot, out.data_ptr())
         kernel, bits = "sum" if residual is None else "sum_feedback", bits_of(residual)
-        self._launch(kernel, own.dtype, table, *words, *words_of(residual, bits), bits=bits)
+        self._launch(kernel, own, table, *words, *words_of(residual, bits), bits=bits)
+
+    def _words(self, table: StretchTable, device: torch.device) -> Tensor:
+        """Return the rows of ``table`` on ``device``, ready for the current stream."""
+        if device.type != "cuda":
+            return table.on(device, 0)
+        if torch.cuda.is_current_stream_capturing():
+            self._captured.add(table)
+        return table.on(device, _stream(device.index))
+
+    def _launch_near(
+        self, kernel: str, like: Tensor, table: StretchTable, ranks: int, *words: int
+    ) -> None:
+        """Launch with the rows by value, if they are few: then nothing is copied ahead."""
+        if not table.tiles:
+            return
+        near = table.near or table.far(self._words(table, like.device))
+        image, name = image_of(self._setting, f"planned_{kernel}", like.dtype)
+        grid = (ceil_div(table.tiles, WARPS), ranks)
+        self._launcher.launch("blockint_table.cu", image, name, grid, *words, table=near)
 
     def _launch(
-        self, kernel: str, dtype: torch.dtype, table: StretchTable, *words: int, bits: int = 32
+        self, kernel: str, like: Tensor, table: StretchTable, *words: int, bits: int
     ) -> None:
-        if not table.blocks:
+        if not table.tiles:
             return
-        image, name = image_of(self._setting, f"planned_{kernel}", dtype, bits)
+        image, name = image_of(self._setting, f"planned_{kernel}", like.dtype, bits)
         source, threads = _BLOCKS[kernel.startswith("sum")]
         self._launcher.launch(
-            source, image, name, (table.blocks, 1), table.words.data_ptr(), table.count, *words,
-            threads=threads,
+            source, image, name, (ceil_div(32 * table.tiles, threads), 1),
+            self._words(table, like.device).data_ptr(), len(table), *words, threads=threads,
         )  # fmt: skip
+
+
+def _start_of(payloads: Tensor) -> int:
+    """Return the address of ``payloads``. Raises ValueError where kernels cannot write there."""
+    start = payloads.data_ptr()
+    if start % ALIGN:
+        raise ValueError(f"blockint: a payload must begin at a multiple of {ALIGN} bytes")
+    return start
 
 
 #: source and threads of a block, of sums and of all else

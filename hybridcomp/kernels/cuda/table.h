@@ -2,8 +2,9 @@
 // host more than a GPU needs for a short tensor. It is handed over by value, so there is nothing to copy
 // ahead, nothing to keep alive, and a CUDA graph holds it.
 //
-// The rows of a plan lie in the device's memory instead: they hold positions in tensors whose addresses are
-// arguments, so that all messages with that plan share them, however many there are.
+// The rows of a plan hold positions in tensors whose addresses are arguments, so that all messages with that
+// plan share them. There are as many as the message has stretches: few come by value too, many lie in the
+// device's memory.
 #pragma once
 
 #include "cuda_device.h"
@@ -50,16 +51,29 @@ HC_INLINE const PlannedRow& row_of(const PlannedRow* rows, u64 count, u64 tile) 
     return rows[low];
 }
 
-HC_INLINE const Table& as_table(const Table& table) { return table; }
-HC_INLINE const Table& as_table(const Table* table) { return *table; }
+constexpr u32 NEAR_ROWS = 96;
+struct NearTable {
+    u64 count;
+    const PlannedRow* far;  // null: the rows are `near`
+    PlannedRow near[NEAR_ROWS];
+};
+
+HC_INLINE const PlannedRow& row_of(const NearTable& table, u64 tile) {
+    return row_of(table.far ? table.far : table.near, table.count, tile);
+}
+
+template <class T>
+HC_INLINE const T& as_table(const T& table) { return table; }
+template <class T>
+HC_INLINE const T& as_table(const T* table) { return *table; }
 
 }  // namespace hybridcomp
 
 // How a kernel declares it. The emulator hands all arguments over as words: there it is an address.
 #if !defined(__CUDACC__)
-#define HC_TABLE const hybridcomp::Table*
+#define HC_BY_VALUE(TABLE) const hybridcomp::TABLE*
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700
-#define HC_TABLE const hybridcomp::Table
+#define HC_BY_VALUE(TABLE) const hybridcomp::TABLE
 #else
-#define HC_TABLE const __grid_constant__ hybridcomp::Table
+#define HC_BY_VALUE(TABLE) const __grid_constant__ hybridcomp::TABLE
 #endif

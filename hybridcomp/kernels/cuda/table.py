@@ -13,11 +13,11 @@ from hybridcomp.kernels.cuda.functions import ALIGN
 from hybridcomp.kernels.cuda.fused import blockint_image
 from hybridcomp.kernels.cuda.launcher import DTYPES, WARPS, Launcher, ceil_div
 from hybridcomp.kernels.kept import Kept, bits_of, words_of
+from hybridcomp.kernels.stretches import TILE
 
 #: rows of table.h; more tensors take more launches
 ROWS = 84
 ROW_WORDS = 6
-TILE = 1024
 
 
 class EachBlockInt:

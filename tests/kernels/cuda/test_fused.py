@@ -307,10 +307,9 @@ def exchanged(dtype: torch.dtype) -> list[Any]:
 
 @pytest.mark.nightly
 def test_parts_of_any_length_take_two_launches() -> None:
-    for macros in (f"HC_DTYPE={code}" for code in range(3)):
-        emulated("blockint_parts.cu", "HC_BITS=4", macros)
+    emulated("blockint_table.cu", "HC_BITS=4")
     for dtype in VALUE_DTYPES:
-        launches = ["blockint_parts_encode", "blockint_parts_decode"]
+        launches = ["blockint_planned_encode", "blockint_planned_decode"]
         assert run_ranks(3, exchanged, dtype) == [[True, True, launches]] * 3
 
 

@@ -31,7 +31,6 @@ from tests.ranks import run_ranks
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 KERNELS = CudaKernels(EmulatedLauncher())
 FEW = (4, 8, 16)
-CPU = torch.device("cpu")
 ALL: list[dict[str, Any]] = [
     *({"bits": bits} for bits in range(2, 9)), {"bits": 4, "levels": "gaussian"},
     *({"bits": bits, "rotate": True} for bits in (2, 3, 4)),
@@ -107,7 +106,7 @@ def test_encoded_in_tables(settings: dict[str, Any], bits: int) -> None:
     kernel = PlannedBlockInt(launcher, codec._setting)
     places = itertools.accumulate(sizes[:-1], initial=0)
     stretches = list(map(PlannedStretch, starts, lengths, places))
-    kernel.encode(kernel.table(stretches, CPU), values, planned, third)
+    kernel.encode(kernel.table(stretches), values, planned, third)
     for payloads, kept in ((tables, second), (planned, third)):
         assert torch.equal(payloads, right) and torch.equal(kept._data, first._data)
     assert launcher.kernels == [
@@ -132,9 +131,9 @@ def test_sums_of_a_plan(settings: dict[str, Any], bits: int) -> None:
         FusedBlockInt(launcher, codec._setting),
     )
     for rank, room in enumerate(torch.split(sent, slot)):
-        planned.encode(planned.table(rows, CPU), arrays.make("normal", 3137, rank), room)
+        planned.encode(planned.table(rows), arrays.make("normal", 3137, rank), room)
     found, second = torch.zeros(3137), first.clone()
-    planned.sum(planned.table(rows, CPU, sums=True), sent, own, ranks, me, found, second)
+    planned.sum(planned.table(rows, sums=True), sent, own, ranks, me, found, second)
     for row in rows:
         here, right = slice(row.values, row.values + row.numel), torch.empty(row.numel)
         size = codec.wire_nbytes(row.numel, torch.float32)

@@ -10,11 +10,15 @@ import torch
 
 from hybridcomp.codecs import VALUE_DTYPES, make_codec
 from hybridcomp.kernels.cuda import CudaKernels
-from hybridcomp.kernels.cuda.parts import NEAR
-from hybridcomp.kernels.parts import Parts
+from hybridcomp.kernels.cuda.planned import PlannedBlockInt
+from hybridcomp.kernels.stretches import NEAR, StretchTable
 from tests.codecs import arrays
 from tests.kernels.cuda.common import kernels_replaced
 from tests.kernels.cuda.emulated import THREADS, EmulatedLauncher
+from tests.stand_ins.gpu.common import gpu
+from tests.stand_ins.gpu.machine import DEVICE, Gpu
+
+__all__ = ["gpu"]  # a fixture
 
 SETTINGS: list[dict[str, Any]] = [{"bits": 4}, {"bits": 4, "rotate": True}]
 #: one value, whole tiles and parts of them, nothing, more than the block of threads takes
@@ -47,16 +51,17 @@ def test_parts_of_a_tensor(settings: dict[str, Any], lengths: tuple[int, ...]) -
         whole = [arrays.make("nonfinite", sum(lengths), rank, dtype) for rank in range(ranks)]
         sizes = codec.wire_nbytes_of(numels, dtype)
         assert sizes.tolist() == [codec.wire_nbytes(n, dtype) for n in lengths]
-        parts = Parts(numels.cumsum() - numels, numels, sizes.cumsum() - sizes)
+        starts = numels.cumsum() - numels
+        parts = StretchTable(starts, numels, sizes.cumsum() - sizes, starts)
         slot = int(sizes.sum())
         payloads = torch.full((ranks * slot,), 0xA5, dtype=torch.uint8)
         out = torch.full((ranks * sum(lengths),), 3.0, dtype=dtype)
         with kernels_replaced(CudaKernels(launcher)):
-            kernel = codec.parts(torch.device("cpu"))
+            kernel = codec.planned(torch.device("cpu"))
             assert kernel is not None
             for rank, values in enumerate(whole):
-                kernel.encode(values, parts, payloads[rank * slot : (rank + 1) * slot])
-            kernel.decode(payloads, parts, out, ranks, slot)
+                kernel.encode(parts, values, payloads[rank * slot : (rank + 1) * slot])
+            kernel.decode(parts, payloads, out, ranks, slot)
         backs = torch.split(out, sum(lengths))
         for values, payload, back in zip(whole, torch.split(payloads, slot), backs, strict=True):
             rooms = torch.split(payload, sizes.tolist())
@@ -80,10 +85,28 @@ def test_parts_without_values_and_a_wrong_place() -> None:
     codec, launcher = make_codec("blockint", bits=4), Tables()
     nothing, one = (np.array([n], dtype=np.int64) for n in (0, 40))
     with kernels_replaced(CudaKernels(launcher)):
-        kernel = codec.parts(torch.device("cpu"))
+        kernel = codec.planned(torch.device("cpu"))
         assert kernel is not None
-        kernel.encode(torch.randn(40), Parts(nothing, nothing, nothing), torch.empty(0))
+        kernel.encode(StretchTable(*[nothing] * 4), torch.randn(40), torch.empty(0))
         assert not launcher.kernels
         with pytest.raises(ValueError, match="multiple of 16 bytes"):
             room = torch.zeros(100, dtype=torch.uint8)[1:]
-            kernel.encode(torch.randn(40), Parts(nothing, one, nothing), room)
+            kernel.encode(StretchTable(nothing, one, nothing, nothing), torch.randn(40), room)
+
+
+def test_a_table_on_a_device_is_copied_once_and_kept_once_for_graphs(gpu: Gpu) -> None:
+    """However often a graph is captured again; the host waits for none of it."""
+    codec = make_codec("blockint", bits=3)
+    kernel = codec.planned(DEVICE)
+    assert isinstance(kernel, PlannedBlockInt)
+    numels = np.full(NEAR + 1, 40, dtype=np.int64)
+    starts, sizes = numels.cumsum() - numels, codec.wire_nbytes_of(numels, torch.float32)
+    parts = StretchTable(starts, numels, sizes.cumsum() - sizes, starts)
+    values = torch.zeros(int(numels.sum()), device=DEVICE)
+    payloads = torch.zeros(int(sizes.sum()), dtype=torch.uint8, device=DEVICE)
+    for capturing in (False, True, True, True):
+        gpu.capturing = capturing
+        kernel.encode(parts, values, payloads)
+        kernel.decode(parts, payloads, values)
+    gpu.capturing = False
+    assert kernel._captured == {parts} and len(parts._on) == 1 and not gpu.waits

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from hybridcomp.codecs import VALUE_DTYPES, BlockInt, make_codec
 from hybridcomp.errors import CodecError
@@ -16,7 +15,6 @@ from hybridcomp.kernels.stretches import PlannedStretch
 from tests.codecs import arrays
 from tests.kernels.cuda.emulated import EmulatedLauncher
 
-CPU = torch.device("cpu")
 SETTINGS: list[dict[str, Any]] = [{"bits": 8}, {"bits": 4, "rotate": True}]
 #: where stretches begin, some where no vector does: one value, nothing, whole tiles and parts
 STARTS, NUMEL = (0, 1, 1025, 1058, 1058, 6058, 8106), 8123
@@ -55,7 +53,7 @@ def test_stretches_have_the_payloads_of_single_calls(
     rows, nbytes = laid_out(codec, ORDER)
     planned, sent = kernels_of(codec), torch.full((nbytes,), 0xA5, dtype=torch.uint8)
     out = torch.full((NUMEL + 3,), 3.0)
-    table = planned.table(rows, CPU)
+    table = planned.table(rows)
     planned.encode(table, values, sent)
     planned.decode(table, sent, out)
     for row in rows:
@@ -80,7 +78,7 @@ def test_residuals_keep_what_is_left(settings: dict[str, Any], held: bool) -> No
     rows, nbytes = laid_out(codec, ORDER)
     total = left.clone() if held else left + values
     sent, planned = torch.zeros(nbytes, dtype=torch.uint8), kernels_of(codec)
-    planned.encode(planned.table(rows, CPU), None if held else values, sent, left)
+    planned.encode(planned.table(rows), None if held else values, sent, left)
     for row in rows:
         here = slice(row.values, row.values + row.numel)
         right = torch.empty(codec.wire_nbytes(row.numel, torch.float32), dtype=torch.uint8)
@@ -102,8 +100,8 @@ def test_sums_are_those_of_single_launches(settings: dict[str, Any], ranks: int)
     sent = torch.empty((ranks - 1) * slot, dtype=torch.uint8)
     for rank, one in enumerate(torch.split(sent, slot)):
         kind = "nonfinite" if rank == 1 else "normal"
-        planned.encode(planned.table(rows, CPU), arrays.make(kind, NUMEL, rank), one)
-    table = planned.table(rows, CPU, sums=True)
+        planned.encode(planned.table(rows), arrays.make(kind, NUMEL, rank), one)
+    table = planned.table(rows, sums=True)
     for residual in (None, left):
         found, kept = torch.full((NUMEL + 3,), 3.0), None if residual is None else left.clone()
         planned.sum(table, sent, own, ranks, me, found, kept)
@@ -122,14 +120,14 @@ def test_sums_are_those_of_single_launches(settings: dict[str, Any], ranks: int)
 
 def test_nothing_is_launched_for_nothing_and_too_much_is_refused() -> None:
     planned, none = kernels_of(BlockInt(bits=4)), torch.empty(0)
-    table = planned.table([PlannedStretch(0, 0, 0)], CPU)
-    assert (table.count, table.blocks) == (0, 0)
+    table = planned.table([PlannedStretch(0, 0, 0)])
+    assert (len(table), table.tiles) == (0, 0)
     planned.decode(table, torch.empty(0, dtype=torch.uint8), none)
     with pytest.raises(CodecError, match="reduce in smaller buckets"):
-        planned.table([PlannedStretch(0, MOST_SUMMED, 0)], CPU, sums=True)
+        planned.table([PlannedStretch(0, MOST_SUMMED, 0)], sums=True)
 
 
-def rows_of(found: Tensor) -> list[list[int]]:
+def rows_of(found: Any) -> list[list[int]]:
     rows: list[list[int]] = found.tolist()
     return rows
 
@@ -137,6 +135,6 @@ def rows_of(found: Tensor) -> list[list[int]]:
 def test_rows_of_sums_begin_at_thread_blocks() -> None:
     planned = kernels_of(BlockInt(bits=4))
     rows = [PlannedStretch(0, 1025, 0), PlannedStretch(2000, 1, 64), PlannedStretch(3000, 3000, 9)]
-    assert [row[0] for row in rows_of(planned.table(rows, CPU).words)] == [0, 2, 3]
-    table = planned.table(rows, CPU, sums=True)
-    assert [row[0] for row in rows_of(table.words)] == [0, 2, 4] and table.blocks == 4
+    assert [row[0] for row in rows_of(planned.table(rows).rows)] == [0, 2, 3]
+    table = planned.table(rows, sums=True)
+    assert [row[0] for row in rows_of(table.rows)] == [0, 2, 4] and table.tiles == 8
