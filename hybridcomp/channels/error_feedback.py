@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -77,6 +78,11 @@ class _Stretch:
 
     pieces: tuple[Piece, ...]
     flat: Residual
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names of its parameters."""
+        return frozenset(piece.name for piece in self.pieces)
 
     def parts(self) -> Iterator[tuple[Piece, Residual]]:
         position = 0
@@ -145,10 +151,11 @@ class Residuals:
             message: all pieces of the message; other ranks of this node encode those that are not
                 in ``pieces``.
         """
-        found = self._stretch(hop, pieces, like)
+        key = (hop, tuple(pieces))
+        found = self._stretches.get(key) or self._new_stretch(key, like)
         if hop == "owner":
-            self._owned.update(piece.name for piece in pieces)
-        elif last and any(piece.name in self._owned for piece in pieces):
+            self._owned |= found.names
+        elif last and not self._owned.isdisjoint(found.names):
             self._collect_all("owner", found)
         if self._common and hop == "sender":
             for piece in message:
@@ -175,16 +182,14 @@ class Residuals:
             self._collect_all("owner", taker, but=self._stretches["owner", tuple(chunk)])
         return sender, owner
 
-    def _stretch(self, hop: Hop, pieces: Sequence[Piece], like: Tensor) -> _Stretch:
-        key = (hop, tuple(pieces))
-        found = self._stretches.get(key)
-        if found is None:
-            numel = sum(piece.numel for piece in pieces)
-            found = _Stretch(key[1], torch.zeros(numel, dtype=torch.float32, device=like.device))
-            self._collect_all(hop, found)
-            if self.bits != 32:
-                found.flat = QuantizedResidual.of(as_fp32(found.flat), self.bits)
-            self._stretches[key] = found
+    def _new_stretch(self, key: tuple[Hop, tuple[Piece, ...]], like: Tensor) -> _Stretch:
+        hop, pieces = key
+        numel = sum(piece.numel for piece in pieces)
+        found = _Stretch(pieces, torch.zeros(numel, dtype=torch.float32, device=like.device))
+        self._collect_all(hop, found)
+        if self.bits != 32:
+            found.flat = QuantizedResidual.of(as_fp32(found.flat), self.bits)
+        self._stretches[key] = found
         return found
 
     def _collect_all(self, hop: Hop, taker: _Stretch, but: _Stretch | None = None) -> None:

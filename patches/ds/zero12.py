@@ -162,8 +162,17 @@ class _Bucket(ReduceToOwners):
         return flat
 
     def pieces(self) -> tuple[Piece, ...]:
-        """Return the parameters that the slices are parts of."""
-        return _pieces(self.optimizer, self.bucket_dtype, self.slices)
+        """Return the parameters that the slices are parts of: whole ones, in order."""
+        start, optimizer = _START.get(), self.optimizer
+        assert start is not None, "a bucket outside average_tensor"
+        params = [
+            optimizer.bit16_groups[group][index]
+            for group, index, _ in optimizer.ipg_buckets[self.bucket_dtype].params
+        ]
+        whole = [Piece(getattr(param, NAME), 0, param.numel()) for param in params]
+        lows = [int(part.values.storage_offset()) - start for part in self.slices]
+        rows = zip(lows, self.slices, strict=True)
+        return _cut_pieces(tuple(whole), tuple([(low, low + p.values.numel()) for low, p in rows]))
 
     def deliver(self, sums: Sequence[Tensor]) -> None:
         """Write the sums into the slices that this rank owns, and add them to accumulators."""
@@ -201,34 +210,14 @@ def _slice(element: Sequence[Any]) -> Slice:
 def _flatten(slices: Sequence[Slice]) -> Tensor:
     """Join the slices into one tensor: a view where they are adjacent in memory, else a copy."""
     first = slices[0].values
-    position = first.storage_offset()
+    position, storage = first.storage_offset(), first.untyped_storage().data_ptr()
     for part in slices:
-        if part.values.storage_offset() != position or not same_storage(part.values, first):
+        values = part.values
+        if values.storage_offset() != position or values.untyped_storage().data_ptr() != storage:
             return torch.cat([part.values for part in slices])
-        position += part.values.numel()
+        position += values.numel()
     numel = position - first.storage_offset()
     return first.as_strided((numel,), (1,), first.storage_offset())
-
-
-def same_storage(left: Tensor, right: Tensor) -> bool:
-    """Return whether two tensors are views of one storage."""
-    return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
-
-
-def _pieces(
-    optimizer: Any, bucket_dtype: torch.dtype, slices: Sequence[Slice]
-) -> tuple[Piece, ...]:
-    """Return the slices' parameters as pieces: the bucket holds whole parameters, in order."""
-    start = _START.get()
-    assert start is not None, "a bucket outside average_tensor"
-    params = [
-        optimizer.bit16_groups[group][index]
-        for group, index, _ in optimizer.ipg_buckets[bucket_dtype].params
-    ]
-    lows = [int(part.values.storage_offset()) - start for part in slices]
-    whole = [Piece(getattr(param, NAME), 0, param.numel()) for param in params]
-    edges = [(low, low + part.values.numel()) for low, part in zip(lows, slices, strict=True)]
-    return _cut_pieces(tuple(whole), tuple(edges))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -73,7 +73,7 @@ class Members:
         self._prepare: Any = None  # torch's own, while ours is in its place
         self._touched: set[int] = set()
         self._hooks: dict[int, Any] = {}  # by id of the unsharded parameter
-        self._pieces: dict[tuple[int, ...], list[list[Piece]]] = {}
+        self._pieces: dict[tuple[int, ...], tuple[list[Piece], ...]] = {}
 
     @property
     def shards(self) -> dist.ProcessGroup | None:
@@ -163,8 +163,8 @@ class Members:
             "torch"
         )
 
-    def pieces(self, places: tuple[int, ...], world_size: int) -> list[list[Piece]]:
-        """Return the pieces of a message with these parameters, by rank."""
+    def pieces(self, places: tuple[int, ...], world_size: int) -> tuple[list[Piece], ...]:
+        """Return the pieces of a message with these parameters, by rank; always the same tuple."""
         key = (*places, world_size)
         if key not in self._pieces:
             rows: list[list[Piece]] = [[] for _ in range(world_size)]
@@ -172,7 +172,7 @@ class Members:
                 of_rank = self.members[place].pieces(world_size)
                 for row, more in zip(rows, of_rank, strict=True):
                     row += more
-            self._pieces[key] = rows
+            self._pieces[key] = tuple(rows)
         return self._pieces[key]
 
     def cuts(self, world_size: int) -> list[int]:
