@@ -135,7 +135,9 @@ def disturb(
     islands: Sequence[Struck], meet: Rendezvous, args: argparse.Namespace
 ) -> tuple[list[tuple[str, str, int]], list[str], float]:
     """Strike islands; return the strikes, what went wrong, the longest time without a meeting."""
-    chance, strikes, wrong = random.Random(args.seed), [], []
+    chance = random.Random(args.seed)
+    strikes: list[tuple[str, str, int]] = []
+    wrong: list[str] = []
     limit = 2 * args.timeout + START_S
     held, since, longest, due = 0, time.monotonic(), 0.0, 0.0
     while len(strikes) < args.strikes or any(one.back_at for one in islands):

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -83,6 +83,23 @@ class Message(ABC, Generic[R]):
         """Encode the message with ``codec``, send it over ``group``, and record it."""
 
 
+class Handling(NamedTuple):
+    """How sums with one codec treat the parameters that a tensor holds.
+
+    Attributes:
+        by_parameter: whether they must be known at all.
+        separate: they are encoded independently of each other.
+        common: those that tensor-parallel ranks share are summed exactly.
+        flush: residuals are sent for the last time. Error feedback is on with lossy codecs only,
+            so a lossless one marks such a step.
+    """
+
+    by_parameter: bool
+    separate: bool
+    common: bool
+    flush: bool
+
+
 class Channel:
     """One dimension of one engine: chooses codecs, knows groups, samples errors, records.
 
@@ -117,8 +134,9 @@ class Channel:
         Returns:
             What ``native`` or ``encoded`` returns.
         """
-        codec = self.codec(
-            message.numel, message.dtype, message.group, message.direction, message.between
+        size = self.group(message.group).size
+        codec = self.choice.of_message(
+            message.numel, message.dtype, message.group, size, message.direction, message.between
         )
         if codec is None or message.stays_native(self, codec):
             return self.run_native(message, native)
@@ -199,10 +217,12 @@ class Channel:
         finally:
             self.choice.is_suspended = False
 
-    def wants_pieces(self, codec: Codec) -> bool:
-        """Return whether a reduction with ``codec`` needs the parameters that a tensor holds."""
+    def handling(self, codec: Codec) -> Handling:
+        """Return how sums with ``codec`` treat the parameters that a tensor holds."""
         common = bool(self.state.common) and not codec.lossless
-        return self.error_feedback or codec.bounded or common
+        separate = codec.bounded or common
+        flush = self.error_feedback and codec.lossless
+        return Handling(self.error_feedback or separate, separate, common, flush)
 
     @property
     def sampling(self) -> bool:
@@ -259,7 +279,7 @@ class Channel:
     def record(self, meter: Meter, message: Message[Any], inter: float) -> None:
         """Count an encoded message; ``inter``: the share of native bytes that crosses nodes."""
         nbytes = message.native_nbytes(self.group(message.group).size)
-        self.record_nbytes(meter, nbytes, message.direction, inter)
+        self.state.ledger.record((self.dimension, message.direction), nbytes, meter, inter)
 
     def record_nbytes(
         self, meter: Meter, raw_nbytes: int, direction: Direction, inter: float
@@ -269,9 +289,7 @@ class Channel:
 
     def recorded(self, handle: H, meter: Meter, message: Message[Any], inter: float) -> H:
         """Count an encoded message once ``handle`` is complete; return ``handle``."""
-        nbytes = message.native_nbytes(self.group(message.group).size)
-        direction = message.direction
-        handle.then(lambda: self.record_nbytes(meter, nbytes, direction, inter))
+        handle.then(lambda: self.record(meter, message, inter))
         return handle
 
     def landed(self, meter: Meter, message: Message[Any], inter: float) -> None:

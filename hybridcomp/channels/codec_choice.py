@@ -7,6 +7,7 @@ dtype, the step, and decisions the ranks agreed on, such as a measured link or a
 from __future__ import annotations
 
 import functools
+from typing import NoReturn
 
 import torch
 from torch.distributed import ProcessGroup
@@ -75,11 +76,17 @@ class CodecChoice:
         if self.is_suspended:
             return None
         step, guard, verdicts = self._state.step, self._state.guard, self._state.verdicts
-        codec = self._by_policy(numel, dtype, ends, direction)
+        policy, key = self._state.policy, (numel, dtype, ends, direction)
+        known = self._settled[0] is policy and step >= policy.settles_at
+        settled = self._settled[1] if known else {}
+        codec = settled[key] if key in settled else self._by_policy(key, step)
         if codec is None:
             return None
-        too_fast, flushes = self._too_fast(step), False
+        if self._insists and not self._state.is_weighed:
+            self._refuse()
+        too_fast = flushes = False
         if verdicts.by_dimension:
+            too_fast = verdicts.native(self._dimension, step)
             flushes = verdicts.flushes(self._dimension, step)
         if guard.trips and guard.native(self._dimension, step):
             return guard.flush(self._dimension, step) if self._error_feedback else None
@@ -87,30 +94,19 @@ class CodecChoice:
             return guard.lossless if self._error_feedback and flushes else None
         return codec
 
-    def _by_policy(
-        self, numel: int, dtype: torch.dtype, ends: int, direction: Direction
-    ) -> Codec | None:
+    def _by_policy(self, key: _Key, step: int) -> Codec | None:
         """Return what the block says; asked once for all messages alike, once no ramp is left."""
-        policy, step = self._state.policy, self._state.step
-        key = (numel, dtype, ends, direction)
-        settled = step >= policy.settles_at
-        if settled and self._settled[0] is policy and key in self._settled[1]:
-            return self._settled[1][key]
+        policy, (numel, dtype, ends, direction) = self._state.policy, key
         codec = policy.choose(Traffic(self._dimension, direction, dtype, numel, ends, step))
-        if settled:
+        if step >= policy.settles_at:
             if self._settled[0] is not policy or len(self._settled[1]) >= MOST_SETTLED:
                 self._settled = (policy, {})
             self._settled[1][key] = codec
         return codec
 
-    def _too_fast(self, step: int) -> bool:
-        """Return whether the link was measured to be faster than the codec. Raises ConfigError
-        where it should have been measured before the first message and was not."""
-        state, name = self._state, self._dimension
-        if not state.is_weighed and self._insists:
-            todo = (
-                "nothing was measured, as this job makes its groups in a way of its own; write "
-                '"always"'
-            )
-            raise ConfigError(f"compression.{name}.when", "auto", todo)
-        return bool(state.verdicts.by_dimension) and state.verdicts.native(name, step)
+    def _refuse(self) -> NoReturn:
+        """Raise ConfigError: the link should have been measured before the first message."""
+        todo = (
+            'nothing was measured, as this job makes its groups in a way of its own; write "always"'
+        )
+        raise ConfigError(f"compression.{self._dimension}.when", "auto", todo)

@@ -211,7 +211,8 @@ class Residuals:
             message: all pieces of the message; other ranks of this node encode those that are not
                 in ``pieces``.
         """
-        found = self._stretch(hop, pieces, like)
+        known = self._known.get((hop, id(pieces)))
+        found = self._stretch(hop, pieces, like) if known is None else known[1]
         if hop == "owner":
             self._owned.update(found.places)
         elif last and not self._owned.isdisjoint(found.places):
@@ -233,7 +234,8 @@ class Residuals:
         ``chunk``: the part of ``pieces`` that this rank owns. Where an earlier message was cut
         differently, owner residuals outside ``chunk`` are moved to the sender's.
         """
-        is_new = self._met("sender", pieces) is None
+        known = self._known.get(("sender", id(pieces)))
+        is_new = known is None and self._met("sender", pieces) is None
         owner = self.get("owner", chunk, like)
         sender = self.get("sender", pieces, like, message=message)
         if is_new:
@@ -251,8 +253,7 @@ class Residuals:
         return found
 
     def _stretch(self, hop: Hop, pieces: Sequence[Piece], like: Tensor) -> _Stretch:
-        known = self._known.get((hop, id(pieces)))
-        found = self._met(hop, pieces) if known is None else known[1]
+        found = self._met(hop, pieces)
         if found is None:
             numel = sum(piece.numel for piece in pieces)
             flat = torch.zeros(numel, dtype=torch.float32, device=like.device)

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridcomp import collectives
 from hybridcomp.channels import low_rank
-from hybridcomp.channels.channel import Channel, Message, R
+from hybridcomp.channels.channel import Channel, Handling, Message, R
 from hybridcomp.channels.error_feedback import Piece, Withheld, borders, cut
 from hybridcomp.channels.low_rank import Factored
 from hybridcomp.channels.replicated import UncompressedParams, stretches_of
@@ -41,16 +41,10 @@ from hybridcomp.collectives import (
 )
 from hybridcomp.policy import Direction
 
-#: residuals of this rank's values (first hop) and of the sum that it owns (second hop)
-Residuals = tuple[Residual | None, Residual | None]
 #: pieces that one rank encodes, and of these the ones whose sum it owns
 PartsOfRank = tuple[tuple[Piece, ...], tuple[Piece, ...]]
-#: pieces of the shards that one rank encodes, and the elements of each shard and of the gap behind
-ShardsOfRank = tuple[tuple[Piece, ...], list[int]]
-MOST_KNOWN_PARTS = 4096
-#: by identity of pieces and group, which are kept so that no others take their place
-_KNOWN_PARTS: dict[tuple[int, int], tuple[Sequence[Piece], Group, PartsOfRank]] = {}
-_KNOWN_SHARDS: dict[tuple[int, int, bool], tuple[Any, Group, ShardsOfRank]] = {}
+#: pieces that count as much as a plan, of what a group keeps: they are references to what is there
+WEIGHED = 64
 
 
 @dataclass(eq=False, kw_only=True)
@@ -103,10 +97,12 @@ class AllReduce(Sum[Handle]):
 
     def send(self, channel: Channel, codec: Codec) -> Handle:
         """Sum the loaded tensor over ``group`` in place; see ``collectives.all_reduce``."""
-        tensor = self.load(codec)
-        pieces = self.pieces() if channel.wants_pieces(codec) else None
+        tensor, handling = self.load(codec), channel.handling(codec)
+        pieces = self.pieces() if handling.by_parameter else None
         known, meter = channel.group(self.group), channel.meter(tensor.device)
-        exact = _take(channel, [tensor], None if pieces is None else [pieces], codec, known, meter)
+        exact = None
+        if handling.common and pieces is not None:
+            exact = _take(channel, [tensor], [pieces], known, meter)
         taken = self.taken()
         kept = Withheld(taken) if taken and channel.error_feedback else None
         if codec.low_rank is not None:
@@ -116,9 +112,9 @@ class AllReduce(Sum[Handle]):
                 kept.take(held, pieces)
             handle = low_rank.all_reduce(tensor, via, factors, pieces, self.async_op)
         else:
-            how = Reduction(codec, known, meter, flush=_flushes(channel, codec))
+            how = Reduction(codec, known, meter, flush=handling.flush)
             if pieces is not None or channel.sampling:
-                _watch(channel, how, tensor, pieces, self.direction)
+                _watch(channel, how, tensor, pieces, self.direction, handling)
             if kept is not None and pieces is not None:
                 own, chunk = _parts(pieces, known)
                 kept.take(how.residual, own)
@@ -160,16 +156,18 @@ class ReduceScatter(Message[ReduceScatterHandle]):
 
     def send(self, channel: Channel, codec: Codec) -> ReduceScatterHandle:
         """Sum the loaded shards; see ``collectives.reduce_scatter``."""
-        shards = self.load(codec)
-        pieces = self.pieces() if channel.wants_pieces(codec) else None
+        shards, handling = self.load(codec), channel.handling(codec)
+        pieces = self.pieces() if handling.by_parameter else None
         known, meter = channel.group(self.group), channel.meter(shards[0].device)
-        exact = _take(channel, shards, pieces, codec, known, meter)
+        exact = None
+        if handling.common and pieces is not None:
+            exact = _take(channel, shards, pieces, known, meter)
         if codec.low_rank is not None:
             via, factors = Transfer(codec, known, meter), _low_rank(channel, self.direction)
             handle = low_rank.reduce_scatter(shards, via, factors, pieces, self.async_op)
         else:
-            how = Reduction(codec, known, meter, flush=_flushes(channel, codec))
-            handle = self._scatter(channel, shards, how, pieces)
+            how = Reduction(codec, known, meter, flush=handling.flush)
+            handle = self._scatter(channel, shards, how, pieces, handling)
         if exact is not None:
             handle.then(lambda: exact.put(handle.wait(), known.rank))
         return channel.recorded(handle, meter, self, known.ring)
@@ -180,13 +178,14 @@ class ReduceScatter(Message[ReduceScatterHandle]):
         shards: Sequence[Tensor],
         how: Reduction,
         pieces: Sequence[Sequence[Piece]] | None,
+        handling: Handling,
     ) -> ReduceScatterHandle:
         """Reduce-scatter ``shards``, with residuals for those that this rank encodes."""
-        group, encoded = how.group, how.group.receivers
+        group = how.group
         cuts: list[list[int]] | None = None
         residuals: Sequence[Residual] | None = None
-        if pieces is not None and _separates(channel, how.codec):
-            cuts = [borders(pieces[rank]) for rank in encoded]
+        if pieces is not None and handling.separate:
+            cuts = [borders(pieces[rank]) for rank in group.receivers]
         if pieces is not None and channel.error_feedback:
             residuals = _scattered(channel, shards, pieces, group)
         if channel.sampling:
@@ -211,23 +210,25 @@ class ReduceToOwners(Sum[list[Tensor]]):
 
     def send(self, channel: Channel, codec: Codec) -> list[Tensor]:
         """Sum the loaded tensor to its owners; see ``collectives.reduce_to_owners``."""
-        tensor, ranges = self.load(codec), self.ranges
-        pieces = self.pieces() if channel.wants_pieces(codec) else None
+        tensor, ranges, handling = self.load(codec), self.ranges, channel.handling(codec)
+        pieces = self.pieces() if handling.by_parameter else None
         known, meter = channel.group(self.group), channel.meter(tensor.device)
-        exact = _take(channel, [tensor], None if pieces is None else [pieces], codec, known, meter)
+        exact = None
+        if handling.common and pieces is not None:
+            exact = _take(channel, [tensor], [pieces], known, meter)
         if codec.low_rank is not None:
             via, factors = Transfer(codec, known, meter), _low_rank(channel, "forward")
             sums = low_rank.reduce_to_owners(tensor, ranges, via, factors, pieces)
         else:
+            how = Reduction(codec, known, meter, flush=handling.flush)
             hops = owner_hops(ranges, tensor.numel(), known)
-            cuts = _cuts(channel, codec, pieces, known)
-            left = _residuals(channel, pieces, known, tensor, hops)
-            probe = None
+            if pieces is not None and handling.separate:
+                how.cuts = borders(_parts(pieces, known)[0])
+            if pieces is not None and channel.error_feedback:
+                _set_residuals(channel, how, tensor, pieces, hops)
             if channel.sampling:
                 first = codec.split_error_budget(hops, known.encoders, exact=1)[0]
-                probe = _probe(channel, first, "forward")
-            flush = _flushes(channel, codec)
-            how = Reduction(codec, known, meter, cuts, *left, probe, flush=flush)
+                how.probe = _probe(channel, first, "forward")
             sums = collectives.reduce_to_owners(tensor, ranges, how)
         if exact is not None:
             owned = [part for part in ranges if known.rank in part.ranks]
@@ -245,14 +246,45 @@ def _scattered(
     Those of few bits begin between blocks, as only then the kernels of codecs write them.
     """
     held = channel.state.residuals
-    flat, numels = _shards(pieces, group, held.bits != 32)
-    whole = [piece for row in pieces for piece in row] if group.levels else ()
-    found = held.get("sender", flat, shards[0], last=True, message=whole)
+    key = ("shards", id(pieces), held.bits)
+    known: _ShardPieces | None = group.plans.get(key)
+    if known is None:
+        known = _shard_pieces(pieces, group, BLOCK if held.bits != 32 else 1)
+        if isinstance(pieces, tuple):
+            group.keep(key, known, 1 + (len(known.flat) + len(known.whole)) // WEIGHED)
+    found = held.get("sender", known.flat, shards[0], last=True, message=known.whole)
     if isinstance(shards, Shards) and isinstance(found, Tensor):
         return Shards(found, shards.numel)
     if isinstance(found, Tensor):
-        return list(torch.split(found, numels)[::2])
-    return split(found, numels)[::2]
+        return list(torch.split(found, known.numels)[::2])
+    return split(found, known.numels)[::2]
+
+
+class _ShardPieces(NamedTuple):
+    """The pieces of a reduce-scatter as one residual has them.
+
+    Attributes:
+        held: the pieces by rank, for the key.
+        flat: those of the shards that this rank encodes, each with a gap behind it.
+        whole: in two levels, those of all shards.
+        numels: elements of each of these shards, and of its gap.
+    """
+
+    held: Sequence[Sequence[Piece]]
+    flat: tuple[Piece, ...]
+    whole: tuple[Piece, ...]
+    numels: list[int]
+
+
+def _shard_pieces(pieces: Sequence[Sequence[Piece]], group: Group, block: int) -> _ShardPieces:
+    flat, numels = list[Piece](), list[int]()
+    for rank in group.receivers:
+        numel = sum(piece.numel for piece in pieces[rank])
+        gap = -numel % block
+        flat += [*pieces[rank], *([Piece("", 0, gap)] if gap else [])]
+        numels += [numel, gap]
+    whole = tuple(piece for row in pieces for piece in row) if group.levels else ()
+    return _ShardPieces(pieces, tuple(flat), whole, numels)
 
 
 def _watch(
@@ -261,65 +293,40 @@ def _watch(
     tensor: Tensor,
     pieces: Sequence[Piece] | None,
     direction: Direction,
+    handling: Handling,
 ) -> None:
     """Set the cuts, residuals and error probe of the all-reduce ``how`` of ``tensor``."""
-    how.cuts = _cuts(channel, how.codec, pieces, how.group)
+    if pieces is not None and handling.separate:
+        how.cuts = borders(_parts(pieces, how.group)[0])
     codecs = all_reduce_codecs(how.codec, tensor.dtype, how.group.encoders, tensor.device, how.cuts)
-    left = _residuals(channel, pieces, how.group, tensor, len(codecs))
-    how.residual, how.owner_residual = left
+    if pieces is not None and channel.error_feedback:
+        _set_residuals(channel, how, tensor, pieces, len(codecs))
     if channel.sampling:
         how.probe = _probe(channel, codecs[0], direction)
+
+
+def _set_residuals(
+    channel: Channel, how: Reduction, tensor: Tensor, pieces: Sequence[Piece], hops: int
+) -> None:
+    """Set the sender's residual and, for two ``hops``, the owner's."""
+    held, (own, chunk) = channel.state.residuals, _parts(pieces, how.group)
+    whole = pieces if how.group.levels else ()
+    if hops == 1:
+        how.residual = held.get("sender", own, tensor, last=True, message=whole)
+    else:
+        how.residual, how.owner_residual = held.pair(own, chunk, tensor, message=whole)
 
 
 def _take(
     channel: Channel,
     tensors: Sequence[Tensor],
-    pieces: Sequence[Sequence[Piece]] | None,
-    codec: Codec,
+    pieces: Sequence[Sequence[Piece]],
     group: Group,
     meter: Meter,
 ) -> UncompressedParams | None:
     """Take parameters common to tensor-parallel ranks out of a message; sum them exactly."""
-    names = channel.state.common
-    if pieces is None or codec.lossless or not names:
-        return None
-    stretches = stretches_of(pieces, names)
+    stretches = stretches_of(pieces, channel.state.common)
     return UncompressedParams(tensors, stretches, group, meter) if stretches else None
-
-
-def _flushes(channel: Channel, codec: Codec) -> bool:
-    """Return whether a message with ``codec`` sends the residuals for the last time.
-
-    Error feedback is on with lossy codecs only, so a lossless one marks such a step.
-    """
-    return channel.error_feedback and codec.lossless
-
-
-def _separates(channel: Channel, codec: Codec) -> bool:
-    """Return whether parameters of one message must be encoded independently of each other."""
-    return codec.bounded or (bool(channel.state.common) and not codec.lossless)
-
-
-def _cuts(
-    channel: Channel, codec: Codec, pieces: Sequence[Piece] | None, group: Group
-) -> Sequence[int]:
-    """Return the borders of parameters, in this rank's part, that ``codec`` must not cross."""
-    if pieces is None or not _separates(channel, codec):
-        return ()
-    return borders(_parts(pieces, group)[0])
-
-
-def _residuals(
-    channel: Channel, pieces: Sequence[Piece] | None, group: Group, like: Tensor, hops: int
-) -> Residuals:
-    """Return the sender's residual and, for two hops, the owner's; None: no error feedback."""
-    if pieces is None or not channel.error_feedback:
-        return None, None
-    held, (own, chunk) = channel.state.residuals, _parts(pieces, group)
-    whole = pieces if group.levels else ()
-    if hops == 1:
-        return held.get("sender", own, like, last=True, message=whole), None
-    return held.pair(own, chunk, like, message=whole)
 
 
 def _probe(channel: Channel, first: Codec, direction: Direction) -> Probe:
@@ -337,46 +344,21 @@ def _low_rank(channel: Channel, direction: Direction) -> Factored:
     return Factored(channel.state.residuals, channel.state.factors, measure)
 
 
-def _shards(pieces: Sequence[Sequence[Piece]], group: Group, aligned: bool) -> ShardsOfRank:
-    """Return the pieces of the shards that this rank encodes, one after the other.
-
-    ``aligned``: shards begin between blocks of the codec. For a tuple they are worked out once.
-    """
-    key = (id(pieces), id(group), aligned)
-    known = _KNOWN_SHARDS.get(key)
-    if known is not None:
-        return known[2]
-    numels, flat = list[int](), list[Piece]()
-    for rank in group.receivers:
-        numel = sum(piece.numel for piece in pieces[rank])
-        gap = -numel % BLOCK if aligned else 0
-        flat += [*pieces[rank], *([Piece("", 0, gap)] if gap else [])]
-        numels += [numel, gap]
-    found = tuple(flat), numels
-    if isinstance(pieces, tuple):
-        if len(_KNOWN_SHARDS) >= MOST_KNOWN_PARTS:
-            _KNOWN_SHARDS.clear()
-        _KNOWN_SHARDS[key] = (pieces, group, found)
-    return found
-
-
 def _parts(pieces: Sequence[Piece], group: Group) -> PartsOfRank:
     """Return the pieces that this rank encodes, and of these the ones whose sum it owns.
 
     All of a message, or its stretch of the node's; it encodes the sums of the latter again. For a
     tuple of pieces they are worked out once.
     """
-    key = (id(pieces), id(group))
-    known = _KNOWN_PARTS.get(key)
+    key = ("parts", id(pieces))
+    known: tuple[Sequence[Piece], PartsOfRank] | None = group.plans.get(key)
     if known is not None:
-        return known[2]
+        return known[1]
     numel = sum(piece.numel for piece in pieces)
     start, stop = chunk_ranges(numel, group.width)[group.local]
     own = tuple(cut(pieces, start, stop))
     edges = chunk_ranges(stop - start, group.encoders)[group.index]
     found = own, tuple(cut(own, *edges))
     if isinstance(pieces, tuple):
-        if len(_KNOWN_PARTS) >= MOST_KNOWN_PARTS:
-            _KNOWN_PARTS.clear()
-        _KNOWN_PARTS[key] = (pieces, group, found)
+        group.keep(key, (pieces, found), len(pieces))
     return found

@@ -11,9 +11,10 @@ group, as ``wait()`` may post a second message.
 
 from __future__ import annotations
 
+from hybridcomp.collectives.all_reduce_plan import all_reduce_codecs
 from hybridcomp.collectives.moves import all_gather, all_to_all, gather_words
 from hybridcomp.collectives.owner_reduction import owner_hops, reduce_to_owners
-from hybridcomp.collectives.reductions import all_reduce, all_reduce_codecs
+from hybridcomp.collectives.reductions import all_reduce
 from hybridcomp.collectives.rooted import broadcast, broadcast_native, reduce, reduce_native
 from hybridcomp.collectives.scatter_reduction import Shards, reduce_scatter
 from hybridcomp.collectives.send_recv import recv, send

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import Codec, CollectiveKernel, PlannedKernel
 from hybridcomp.collectives.fused import (
     fused_all_gather,
     fused_all_to_all,
@@ -17,6 +15,12 @@ from hybridcomp.collectives.fused import (
     parts_to_all,
 )
 from hybridcomp.collectives.hierarchical.intra_node import place_columns
+from hybridcomp.collectives.move_plans import (
+    AllGatherPlan,
+    AllToAllPlan,
+    plan_all_gather,
+    plan_all_to_all,
+)
 from hybridcomp.collectives.wire import (
     POOL,
     EncodeRequest,
@@ -36,10 +40,6 @@ from hybridcomp.collectives.wire import (
     gather,
     given,
     overlapped,
-    plan_exchange,
-    plan_gather,
-    rounds,
-    stretches,
     transfer,
     transport,
 )
@@ -120,52 +120,19 @@ def _all_gather(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
     return overlapped([_gather_round(shard, places, each, only) for each in plan.rounds])
 
 
-@dataclass(frozen=True, eq=False)
-class _PlannedGather:
-    """How a group gathers messages that are alike, on one level: by one of three ways.
-
-    Attributes:
-        held: the codec of the gather, for the key.
-        codec, spec: of the quantization.
-        fused: kernels for two launches; ``parts``: those of shards with cuts.
-        rounds: each with its stretches of a shard.
-    """
-
-    held: Codec
-    codec: Codec
-    spec: str
-    fused: CollectiveKernel | None
-    parts: PlannedKernel | None
-    rounds: list[tuple[list[Range], GatherPlan]]
-
-
-def _planned(shard: Tensor, via: Transfer) -> _PlannedGather:
+def _planned(shard: Tensor, via: Transfer) -> AllGatherPlan:
     """Return the plan of this message, made at the first one that is like it.
 
     A codec ``against`` earlier values is one message's alone, and so is the plan with it.
     """
     cuts, group = tuple(via.cuts), via.group
     key = ("all_gather", id(via.codec), shard.numel(), shard.dtype, shard.device, cuts)
-    found: _PlannedGather | None = group.plans.get(key)
+    found: AllGatherPlan | None = group.plans.get(key)
     if found is None:
-        found = _plan(shard, via)
+        found = plan_all_gather(shard, via)
         if not via.codec.references:
-            group.keep(key, found, group.size * (1 + len(found.rounds)) + len(cuts))
+            group.keep(key, found, 1 + group.size * len(found.rounds) + len(cuts))
     return found
-
-
-def _plan(shard: Tensor, via: Transfer) -> _PlannedGather:
-    group, dtype, device = via.group, shard.dtype, shard.device
-    (codec,) = via.codec.split_error_budget(1, 1, result=dtype)
-    fused = None if via.cuts else codec.fused(device)
-    parts = codec.planned(device) if via.cuts else None
-    each: list[tuple[list[Range], GatherPlan]] = []
-    if fused is None and parts is None:
-        for (row,) in rounds([stretches(0, shard.numel(), via.cuts)], (codec,), device, group):
-            numels = [[stop - start for start, stop in row]] * group.size
-            if row:
-                each.append((row, plan_gather(numels, codec, dtype, device, group)))
-    return _PlannedGather(via.codec, codec, codec.spec, fused, parts, each)
 
 
 def _gather_round(
@@ -265,16 +232,10 @@ def _all_to_all(
         return given(None)
     group, dtype, device = via.group, values.dtype, values.device
     key = ("all_to_all", id(via.codec), id(takes), id(gives), dtype, device)
-    plan: _PlannedParts | None = group.plans.get(key)
+    plan: AllToAllPlan | None = group.plans.get(key)
     if plan is None:
-        (codec,) = via.codec.split_error_budget(1, 1, result=dtype)
-        fused = codec.fused(device) if takes.each == gives.each > 0 else None
-        parts = codec.planned(device) if fused is None else None
-        each = None
-        if fused is None and parts is None:
-            each = _plan_parts(takes, gives, codec, dtype, device, group)
-        plan = _PlannedParts((via.codec, takes, gives), codec, codec.spec, fused, parts, each)
-        group.keep(key, plan, group.size)
+        plan = plan_all_to_all(takes, gives, dtype, device, via)
+        group.keep(key, plan, 1 if plan.fused is not None else group.size)
     only = Transfer(plan.codec, group, via.meter)
     via.meter.use(plan.spec)
     if plan.fused is not None:
@@ -284,37 +245,6 @@ def _all_to_all(
     assert plan.exchange is not None
     places, sources = torch.split(out, takes.numels), torch.split(values, gives.numels)
     return _parts_to_all(places, sources, plan.exchange, only)
-
-
-@dataclass(frozen=True, eq=False)
-class _PlannedParts:
-    """How a group exchanges parts of the same lengths: by one of three ways.
-
-    Attributes:
-        held: the codec and the lengths, for the key.
-        codec, spec: of the quantization.
-        fused: kernels for two launches; ``parts``: those of unequal parts.
-        exchange: without such kernels.
-    """
-
-    held: tuple[Codec, Splits, Splits]
-    codec: Codec
-    spec: str
-    fused: CollectiveKernel | None
-    parts: PlannedKernel | None
-    exchange: ExchangePlan | None
-
-
-def _plan_parts(
-    takes: Splits, gives: Splits, codec: Codec, dtype: torch.dtype, device: torch.device,
-    group: Group,
-) -> ExchangePlan:  # fmt: skip
-    others = [rank != group.rank for rank in range(group.size)]
-    jobs = [numel for numel, other in zip(gives.numels, others, strict=True) if numel and other]
-    number = iter(range(len(jobs)))
-    rows = [[next(number)] if n and o else [] for n, o in zip(gives.numels, others, strict=True)]
-    come = [[n] if n and other else [] for n, other in zip(takes.numels, others, strict=True)]
-    return plan_exchange(rows, jobs, come, codec, dtype, device, group)
 
 
 def _parts_to_all(

@@ -17,7 +17,7 @@ from hybridcomp.collectives.hierarchical.intra_node import (
 )
 from hybridcomp.collectives.owner_exchange import exchange_of, send_sums, sum_at_owners
 from hybridcomp.collectives.owner_plan import find_plan
-from hybridcomp.collectives.owner_rounds import BucketPlan, ScatterRound, bucket_plan
+from hybridcomp.collectives.owner_rounds import BucketPlan, ScatterRound, plan_bucket
 from hybridcomp.collectives.reduce_parts import sum_parts
 from hybridcomp.collectives.wire import (
     POOL,
@@ -65,10 +65,18 @@ def reduce_to_owners(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reductio
 
 def owner_hops(ranges: Sequence[OwnedRange], numel: int, group: Group) -> int:
     """Return how often ``reduce_to_owners`` of these ranges quantizes a value: 1 or 2."""
+    key = ("hops", id(ranges), numel)
+    known: tuple[Sequence[OwnedRange], int] | None = group.plans.get(key)
+    if known is not None:
+        return known[1]
+    held = ranges
     if group.levels is not None:
         within = chunk_ranges(numel, group.width)[group.local]
         ranges = ranges_of_nodes(ranges, within, group.levels)
-    return 2 if find_plan(ranges, group.encoders).kind == "balanced" else 1
+    hops = 2 if find_plan(ranges, group.encoders).kind == "balanced" else 1
+    if isinstance(held, tuple):
+        group.keep(key, (held, hops))
+    return hops
 
 
 def _in_two_levels(
@@ -98,7 +106,7 @@ def _flat(
     """Return the steps on one level, direct or balanced as the plan says, and what they fill in."""
     check_values("tensor", tensor)
     check_residual("residual", how.residual, tensor.numel())
-    plan = bucket_plan(tensor, ranges, how)
+    plan = _planned(tensor, ranges, how)
     if how.probe is not None and how.group.size > 1:
         how.probe(tensor, how.cuts, how.residual)
     sums = tensor.new_empty(plan.mine.numel, dtype=torch.float32)
@@ -115,6 +123,21 @@ def _flat(
     left = None if how.residual is None else [how.residual]
     rounds = [sum_parts(each, [tensor], left, sums, how.group, how.meter) for each in plan.sums]
     return overlapped(rounds), results
+
+
+def _planned(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> BucketPlan:
+    """Return the plan of this bucket, made at the first one that is like it."""
+    cuts, same = tuple(how.cuts), id(ranges) if isinstance(ranges, tuple) else tuple(ranges)
+    left = how.residual
+    of_residual = (isinstance(left, QuantizedResidual) and left.in_blocks, type(left))
+    kinds = (tensor.numel(), tensor.dtype, tensor.device, *of_residual, how.flush)
+    key = ("owners", id(how.codec), same, cuts, *kinds)
+    found: BucketPlan | None = how.group.plans.get(key)
+    if found is None:
+        found = plan_bucket(tensor, ranges, how)
+        weight = how.group.size * (len(found.sums) + len(found.scatters))
+        how.group.keep(key, found, 1 + weight + len(ranges) + len(cuts))
+    return found
 
 
 def _alone(tensor: Tensor, plan: BucketPlan, sums: Tensor, how: Reduction) -> None:

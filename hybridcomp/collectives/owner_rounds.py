@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec, CollectiveKernel, MultiTensorKernel, PlannedKernel
-from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.collectives.fused import fits
 from hybridcomp.collectives.owner_plan import (
     OwnedPart,
@@ -84,28 +83,10 @@ class ScatterRound:
     each: MultiTensorKernel | None
 
 
-def bucket_plan(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> BucketPlan:
-    """Return the plan of this bucket, made at the first one that is like it.
-
-    Raises CodecError when the ranges do not cover the tensor.
-    """
-    cuts, same = tuple(how.cuts), id(ranges) if isinstance(ranges, tuple) else tuple(ranges)
-    left = how.residual
-    of_residual = (isinstance(left, QuantizedResidual) and left.in_blocks, type(left))
-    kinds = (tensor.numel(), tensor.dtype, tensor.device, *of_residual, how.flush)
-    key = ("owners", id(how.codec), same, cuts, *kinds)
-    found: BucketPlan | None = how.group.plans.get(key)
-    if found is None:
-        found = _plan(tensor, ranges, cuts, how)
-        weight = how.group.size * (len(found.sums) + len(found.scatters))
-        found = how.group.keep(key, found, 1 + weight + len(ranges) + len(cuts))
-    return found
-
-
-def _plan(
-    tensor: Tensor, ranges: Sequence[OwnedRange], cuts: tuple[int, ...], how: Reduction
-) -> BucketPlan:
-    group, held = how.group, (how.codec, ranges)
+def plan_bucket(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> BucketPlan:
+    """Plan the sum of ``tensor``, or of one like it. Raises CodecError when the ranges do not cover
+    the tensor."""
+    group, held, cuts = how.group, (how.codec, ranges), tuple(how.cuts)
     owners = find_plan(ranges, group.size)
     if owners.numel != tensor.numel():
         raise CodecError(

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import Codec, CollectiveKernel
 from hybridcomp.codecs.quantized_residual import QuantizedResidual
+from hybridcomp.collectives.all_reduce_plan import (
+    AllReducePlan,
+    PairRound,
+    SumRound,
+    all_reduce_codecs,
+    plan_all_reduce,
+)
 from hybridcomp.collectives.fused import fits, fused_all_reduce
 from hybridcomp.collectives.hierarchical.intra_node import gather_inside, node_sum
-from hybridcomp.collectives.reduce_parts import SummedPart, SumPlan, plan_sum, sum_parts
+from hybridcomp.collectives.reduce_parts import sum_parts
 from hybridcomp.collectives.wire import (
     POOL,
     EncodeRequest,
-    ExchangePlan,
-    GatherPlan,
-    Group,
     Handle,
-    Range,
     Reduction,
     Steps,
     add_alone,
@@ -34,38 +34,9 @@ from hybridcomp.collectives.wire import (
     gather,
     given,
     overlapped,
-    plan_exchange,
-    plan_gather,
-    rounds,
-    sent_dtype,
     settle,
     show_overflow,
-    stretches,
 )
-
-
-def all_reduce_codecs(
-    codec: Codec, dtype: torch.dtype, world_size: int, device: torch.device, cuts: Sequence[int]
-) -> tuple[Codec, ...]:
-    """Return the codecs of the quantizations of an ``all_reduce`` that returns ``dtype``.
-
-    One where each of two ranks sends all values to the other (``_pair``), two everywhere else. On a
-    GPU, two ranks take two hops if the codec has them in three launches: half the memory reads.
-    """
-    return _codecs(codec, dtype, world_size, device, cuts)[0]
-
-
-def _codecs(
-    codec: Codec, dtype: torch.dtype, world_size: int, device: torch.device, cuts: Sequence[int]
-) -> tuple[tuple[Codec, ...], CollectiveKernel | None]:
-    """Return ``all_reduce_codecs`` and the kernels for both hops in three launches, if any."""
-    twice = codec.split_error_budget(2, world_size, result=dtype, exact=1)
-    first, second = twice
-    together = not cuts and (first is second or first == second)
-    fused = first.fused(device) if together else None
-    if world_size != 2 or fused is not None:
-        return twice, fused
-    return codec.split_error_budget(1, world_size, result=dtype), None
 
 
 def all_reduce(tensor: Tensor, how: Reduction, async_op: bool = False) -> Handle:
@@ -123,118 +94,18 @@ def _in_two_levels(tensor: Tensor, how: Reduction) -> Steps[None]:
     POOL.give(buffer, wire)
 
 
-@dataclass(frozen=True, eq=False)
-class _Planned:
-    """How a group sums messages that are alike, on one level: by one of three ways.
-
-    Attributes:
-        codec: of the reduction, held for the key.
-        codecs: of the quantizations, with their ``specs``.
-        fused: kernels for three launches.
-        pairs: of two ranks that swap: the rounds of one quantization.
-        rounds: of two quantizations.
-    """
-
-    codec: Codec
-    codecs: tuple[Codec, ...]
-    specs: tuple[str, ...]
-    fused: CollectiveKernel | None = None
-    pairs: tuple[_PairRound, ...] = ()
-    rounds: tuple[_SumRound, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class _PairRound:
-    """One round of a swap between two ranks: the stretches ``row`` of the tensor."""
-
-    row: list[Range]
-    exchange: ExchangePlan
-
-
-@dataclass(frozen=True, eq=False)
-class _SumRound:
-    """One round of a sum: every rank's stretches in the tensor, and this rank's in its chunk."""
-
-    stretches: list[Range]
-    mine: Range
-    lengths: list[int]  # of this rank's stretches
-    sum: SumPlan
-    gather: GatherPlan
-
-
-def _planned(tensor: Tensor, how: Reduction) -> _Planned:
+def _planned(tensor: Tensor, how: Reduction) -> AllReducePlan:
     """Return the plan of this message, made at the first one that is like it."""
     cuts, left = tuple(how.cuts), how.residual
     few = isinstance(left, QuantizedResidual)
     kinds = (few and fits(left, how.owner_residual), type(left), how.flush)
     key = ("all_reduce", id(how.codec), tensor.numel(), tensor.dtype, tensor.device, cuts, *kinds)
-    found: _Planned | None = how.group.plans.get(key)
+    found: AllReducePlan | None = how.group.plans.get(key)
     if found is None:
-        found = _plan(tensor, how)
+        found = plan_all_reduce(tensor, how)
         weight = how.group.size * (len(found.pairs) + len(found.rounds)) + len(cuts)
         found = how.group.keep(key, found, 1 + weight)
     return found
-
-
-def _plan(tensor: Tensor, how: Reduction) -> _Planned:
-    group, device, wide = how.group, tensor.device, how.residual is not None
-    codecs, fused = _codecs(how.codec, tensor.dtype, group.size, device, how.cuts)
-    specs = tuple(each.spec for each in codecs)
-    if fused is not None and fits(how.residual, how.owner_residual):
-        return _Planned(how.codec, codecs, specs, fused)
-    dtype = sent_dtype(codecs[0], tensor.dtype, wide, how.flush)
-    if len(codecs) == 1:
-        rows = [stretches(0, tensor.numel(), how.cuts)]
-        pairs = []
-        for (row,) in rounds(rows, codecs, device, group):
-            jobs, other = list(range(len(row))), 1 - group.rank
-            numels = [stop - start for start, stop in row]
-            to, come = (
-                [each if rank == other else [] for rank in range(2)] for each in (jobs, numels)
-            )
-            plan = plan_exchange(to, numels, come, codecs[0], dtype, device, group)
-            pairs.append(_PairRound(row, plan))
-        return _Planned(how.codec, codecs, specs, pairs=tuple(pairs))
-    chunks = chunk_ranges(tensor.numel(), group.size)
-    rows, begin = [stretches(*chunk, how.cuts) for chunk in chunks], chunks[group.rank][0]
-    return _Planned(
-        how.codec,
-        codecs,
-        specs,
-        rounds=tuple(
-            _plan_round(share, begin, dtype, tensor, codecs, group)
-            for share in rounds(rows, codecs, device, group)
-        ),
-    )
-
-
-def _plan_round(
-    rows: Sequence[Sequence[Range]],
-    begin: int,
-    dtype: torch.dtype,
-    tensor: Tensor,
-    codecs: Sequence[Codec],
-    group: Group,
-) -> _SumRound:
-    """Plan a round; ``rows``: by rank, the stretches of ``tensor`` that it sums.
-
-    ``begin``: of this rank's chunk. ``dtype``: in which values are sent.
-    """
-    (first, second), device, row = codecs, tensor.device, rows[group.rank]
-    parts = [
-        SummedPart(low, high, (rank,), low - begin if rank == group.rank else 0)
-        for rank, of_rank in enumerate(rows)
-        for low, high in of_rank
-    ]
-    numels = [[stop - start for start, stop in of_rank] for of_rank in rows]
-    wide = sent_dtype(second, tensor.dtype, wide=True)
-    return _SumRound(
-        list(chain(*rows)),
-        (row[0][0] - begin, row[-1][1] - begin) if row else (0, 0),
-        numels[group.rank],
-        plan_sum(parts, first, dtype, device, group),
-        plan_gather(numels, second, wide, device, group),
-    )
 
 
 def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
@@ -258,7 +129,7 @@ def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
     return _in_rounds(tensor, plan, how)
 
 
-def _in_rounds(tensor: Tensor, plan: _Planned, how: Reduction) -> Steps[None]:
+def _in_rounds(tensor: Tensor, plan: AllReducePlan, how: Reduction) -> Steps[None]:
     """Sum in rounds that overlap (``_round``)."""
     own = tensor[slice(*chunk_ranges(tensor.numel(), how.group.size)[how.group.rank])]
     scratch, total = _accumulator(own, how)
@@ -283,7 +154,7 @@ def _accumulator(own: Tensor, how: Reduction) -> tuple[Tensor | None, Tensor]:
 
 
 def _round(
-    tensor: Tensor, own: Tensor, total: Tensor, plan: _SumRound, how: Reduction
+    tensor: Tensor, own: Tensor, total: Tensor, plan: SumRound, how: Reduction
 ) -> Steps[None]:
     """1-3 sum this rank's part (``sum_parts``), 4 encode the sum, 5 all-gather, 6 decode.
 
@@ -315,7 +186,7 @@ def _round(
     POOL.give(encoded.buffer, gathered)
 
 
-def _pair(tensor: Tensor, plan: _PairRound, how: Reduction) -> Steps[None]:
+def _pair(tensor: Tensor, plan: PairRound, how: Reduction) -> Steps[None]:
     """1 encode and decode this rank's values, 2 exchange payloads, 3 add the other rank's values.
 
     As many bytes as in two hops, in which each sends half of its values and then half of the sums.

@@ -78,18 +78,18 @@ def _broadcast(values: Tensor | None, out: Tensor, root: int, via: Transfer) -> 
     if group.size == 1 or not numel:
         return
     key = ("broadcast", id(via.codec), root, numel, out.dtype, out.device)
-    plan: _Planned[_BroadcastRound] | None = group.plans.get(key)
+    plan: RootedPlan[_BroadcastRound] | None = group.plans.get(key)
     if plan is None:
         (codec,) = via.codec.split_error_budget(1, 1, result=out.dtype)
         cut = rounds([[(0, numel)]], (codec,), out.device, group)
         each = [_plan_broadcast(row, codec, out, root, group) for (row,) in cut if row]
-        plan = group.keep(key, _Planned(via.codec, codec.spec, each), group.size * len(each))
+        plan = group.keep(key, RootedPlan(via.codec, codec.spec, each), group.size * len(each))
     via.meter.use(plan.spec)
     yield from overlapped([_broadcast_round(each, values, out, root, via) for each in plan.rounds])
 
 
 @dataclass(frozen=True, eq=False)
-class _Planned(Generic[T]):
+class RootedPlan(Generic[T]):
     """The rounds of messages that are alike; ``held``: their codec, for the key."""
 
     held: Codec
@@ -164,7 +164,7 @@ def _reduce(values: Tensor, out: Tensor | None, root: int, via: Transfer) -> Ste
     if group.size == 1 or not numel:
         return
     key = ("reduce", id(via.codec), root, numel, values.dtype, values.device)
-    plan: _Planned[SumPlan] | None = group.plans.get(key)
+    plan: RootedPlan[SumPlan] | None = group.plans.get(key)
     if plan is None:
         (codec,) = via.codec.split_error_budget(1, group.size, exact=1)
         each = [
@@ -178,7 +178,7 @@ def _reduce(values: Tensor, out: Tensor | None, root: int, via: Transfer) -> Ste
             for (row,) in rounds([[(0, numel)]], (codec,), values.device, group)
             if row
         ]
-        plan = group.keep(key, _Planned(via.codec, codec.spec, each), group.size * len(each))
+        plan = group.keep(key, RootedPlan(via.codec, codec.spec, each), group.size * len(each))
     via.meter.use(plan.spec)
     yield from overlapped(
         [sum_parts(each, [values], None, out, group, via.meter) for each in plan.rounds]

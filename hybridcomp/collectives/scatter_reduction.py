@@ -167,7 +167,7 @@ def _flat(
 
 
 @dataclass(frozen=True, eq=False)
-class _Planned:
+class ReduceScatterPlan:
     """How a group reduce-scatters messages that are alike, on one level.
 
     Attributes:
@@ -188,7 +188,7 @@ class _Planned:
 
 def _planned(
     shards: Sequence[Tensor], residuals: Residuals, cuts: Cuts, how: Reduction
-) -> _Planned:
+) -> ReduceScatterPlan:
     """Return the plan of this message, made at the first one that is like it."""
     one, like = isinstance(shards, Shards), shards[how.group.rank]
     is_one = one and (residuals is None or isinstance(residuals, Shards))
@@ -200,17 +200,21 @@ def _planned(
     edges = tuple(map(tuple, cuts)) if cuts and any(cuts) else ()
     kinds = (is_one, residuals is None, how.flush, like.dtype, like.device)
     key = ("reduce_scatter", id(how.codec), one, lengths, edges, *kinds)
-    found: _Planned | None = how.group.plans.get(key)
+    found: ReduceScatterPlan | None = how.group.plans.get(key)
     if found is None:
         (codec,) = how.codec.split_error_budget(1, how.group.size, exact=1)
         fused = None if edges else codec.fused(like.device)
-        found = _Planned(how.codec, codec, codec.spec, fused, is_one)
-        found = how.group.keep(key, found, how.group.size)
+        found = ReduceScatterPlan(how.codec, codec, codec.spec, fused, is_one)
+        found = how.group.keep(key, found, 1 if fused is not None else how.group.size)
     return found
 
 
 def _plan_rounds(
-    shards: Sequence[Tensor], residuals: Residuals, cuts: Cuts, plan: _Planned, how: Reduction
+    shards: Sequence[Tensor],
+    residuals: Residuals,
+    cuts: Cuts,
+    plan: ReduceScatterPlan,
+    how: Reduction,
 ) -> list[SumPlan]:
     group, like = how.group, shards[how.group.rank]
     dtype = sent_dtype(plan.codec, like.dtype, residuals is not None, how.flush)
@@ -250,7 +254,11 @@ def _joined_residuals(residuals: Sequence[Residual]) -> Residual | None:
 
 
 def _in_rounds(
-    shards: Sequence[Tensor], total: Tensor, residuals: Residuals, plan: _Planned, how: Reduction
+    shards: Sequence[Tensor],
+    total: Tensor,
+    residuals: Residuals,
+    plan: ReduceScatterPlan,
+    how: Reduction,
 ) -> Steps[Tensor]:
     """Sum this rank's shard into ``total``, in rounds that overlap (``sum_parts``)."""
     values: Sequence[Tensor] = shards

@@ -164,8 +164,16 @@ class _Bucket(ReduceToOwners):
         return flat
 
     def pieces(self) -> tuple[Piece, ...]:
-        """Return the parameters that the slices are parts of."""
-        return _pieces(self.optimizer, self.bucket_dtype, self.slices)
+        """Return the parameters that the slices are parts of: whole ones, in order."""
+        start, optimizer = _START.get(), self.optimizer
+        assert start is not None, "a bucket outside average_tensor"
+        params = [
+            optimizer.bit16_groups[group][index]
+            for group, index, _ in optimizer.ipg_buckets[self.bucket_dtype].params
+        ]
+        whole = [Piece(getattr(param, NAME), 0, param.numel()) for param in params]
+        edges = [(part.start - start, part.start - start + part.numel) for part in self.slices]
+        return _cut_pieces(tuple(whole), tuple(edges))
 
     def deliver(self, sums: Sequence[Tensor]) -> None:
         """Write the sums into the slices that this rank owns, and add them to accumulators."""
@@ -212,21 +220,6 @@ def _flatten(slices: Sequence[Slice]) -> Tensor:
             return torch.cat([part.values for part in slices])
         position += part.numel
     return first.values.as_strided((position - first.start,), (1,), first.start)
-
-
-def _pieces(
-    optimizer: Any, bucket_dtype: torch.dtype, slices: Sequence[Slice]
-) -> tuple[Piece, ...]:
-    """Return the slices' parameters as pieces: the bucket holds whole parameters, in order."""
-    start = _START.get()
-    assert start is not None, "a bucket outside average_tensor"
-    params = [
-        optimizer.bit16_groups[group][index]
-        for group, index, _ in optimizer.ipg_buckets[bucket_dtype].params
-    ]
-    whole = [Piece(getattr(param, NAME), 0, param.numel()) for param in params]
-    edges = [(part.start - start, part.start - start + part.numel) for part in slices]
-    return _cut_pieces(tuple(whole), tuple(edges))
 
 
 @functools.lru_cache(maxsize=4096)

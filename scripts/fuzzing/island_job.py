@@ -92,7 +92,8 @@ class Task:
         with torch.no_grad():
             answers = self.teacher(values)
             answers += 0.3 * torch.randn(answers.shape, generator=self.generator)
-        return (model(values) - answers).square().mean()
+        found: Tensor = (model(values) - answers).square().mean()
+        return found
 
     @torch.no_grad()
     def held_out_loss(self, weights: Tensor) -> float:
@@ -124,7 +125,7 @@ def train(island: Island) -> None:
     with island.log.open("a", buffering=1) as log:
         while not _ended(island.folder, last):
             time.sleep(island.pause_s)
-            task.loss(model).backward()
+            torch.autograd.backward(task.loss(model))
             optimizer.step()
             optimizer.zero_grad()
             steps += 1

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from hybridcomp.channels import Channels
+from hybridcomp.channels import Channels, sums
 from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.collectives import Group
 from hybridcomp.config import CompressionConfig
 from hybridcomp.session.reporter import Reporter
 from tests.channels import sent
@@ -96,3 +98,14 @@ def test_islands_without_a_codec_are_told_in_the_last_line() -> None:
     assert exact.idle_reason(5) == "islands sent at their meetings alone, and sync has no codec"
     coded = Channels(CompressionConfig.parse({"sync": {**sync, "codec": "blockint", "bits": 4}}))
     assert "no message had min_bytes" in coded.idle_reason(5)
+
+
+def test_pieces_of_a_message_are_cut_once_and_go_with_their_group() -> None:
+    group, pieces = Group(cast(Any, None), 1, 2), (Piece("a", 0, 40), Piece("b", 0, 60))
+    first = sums._parts(pieces, group)
+    assert sums._parts(pieces, group) is first and len(group.plans) == 1
+    assert sums._parts(list(pieces), group) == first and len(group.plans) == 1
+    assert first == (pieces, (Piece("b", 24, 36),))
+    gone = weakref.ref(group)
+    del group
+    assert gone() is None, "nothing else keeps a destroyed group"

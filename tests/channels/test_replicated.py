@@ -39,7 +39,7 @@ def reduce(kind: str, names: frozenset[str], steps: int) -> list[tuple[list[Tens
     for seed in (0, 1):
         channels = Channels(CompressionConfig.parse(BLOCK))
         channels.common, channel = names, channels["dp"]
-        assert channel.wants_pieces(codec)
+        assert channel.handling(codec).by_parameter
         for _ in range(steps):  # residuals too must not carry anything over
             tensor = values(seed, rank)
             if kind == "all_reduce":
@@ -104,8 +104,8 @@ def test_common_matrices_do_not_see_their_neighbours(kind: str, on_ranks: RunRan
 def test_lossless_codecs_need_none_of_it() -> None:
     channels = Channels(CompressionConfig.parse({"dp": "mpc"}))
     channels.common = frozenset({"norm"})
-    assert not channels["dp"].wants_pieces(make_codec("mpc"))
-    assert channels["dp"].wants_pieces(make_codec("blockint", bits=8))
+    assert not channels["dp"].handling(make_codec("mpc")).by_parameter
+    assert channels["dp"].handling(make_codec("blockint", bits=8)).by_parameter
 
 
 def test_stretches() -> None:

@@ -252,8 +252,8 @@ def encode_sum(
     residual = job.unpacked(kept) if isinstance(kept, QuantizedResidual) else kept
     if residual is not None and job.values is not residual:
         add_values(residual, job.values)
-    values = job.values if residual is None else residual
-    return encode_values(codec, values.to(dtype), out, word)
+    values = (job.values if residual is None else residual).to(dtype)
+    return codec.encode(values, out) if word is None else encode_values(codec, values, out, word)
 
 
 def settle_job(codec: Codec, job: EncodeRequest, payload: Tensor, dtype: torch.dtype) -> None:

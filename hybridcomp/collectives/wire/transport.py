@@ -60,21 +60,16 @@ def all_to_all(
     meter.sent(values.itemsize * sent, values.itemsize * far)
     takes = out_splits.numels if isinstance(out_splits, Splits) else out_splits
     gives = in_splits.numels if isinstance(in_splits, Splits) else in_splits
-    if not STAGING.needed(out, group):
-        return _exchange(out, values, takes, gives, group)
-    room = STAGING.room(out)
-    return Staged(_exchange(room, STAGING.out(values), takes, gives, group), room, out)
-
-
-def _exchange(
-    out: Tensor, values: Tensor, takes: list[int], gives: list[int], group: Group
-) -> Work:
-    if not out.is_cuda and over_gloo(out.device, group):
-        return between_pairs(torch.split(out, takes), torch.split(values, gives), group)
-    work: Work = dist.all_to_all_single(
-        out, values, takes, gives, group=group.process_group, async_op=True
-    )
-    return work
+    staged = STAGING.needed(out, group)
+    room, source = (STAGING.room(out), STAGING.out(values)) if staged else (out, values)
+    work: Work
+    if not room.is_cuda and over_gloo(room.device, group):
+        work = between_pairs(torch.split(room, takes), torch.split(source, gives), group)
+    else:
+        work = dist.all_to_all_single(
+            room, source, takes, gives, group=group.process_group, async_op=True
+        )
+    return Staged(work, room, out) if staged else work
 
 
 def all_gather(out: Tensor, values: Tensor, group: Group, meter: Meter) -> Work:

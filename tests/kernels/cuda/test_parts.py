@@ -87,7 +87,9 @@ def test_parts_without_values_and_a_wrong_place() -> None:
     with kernels_replaced(CudaKernels(launcher)):
         kernel = codec.planned(torch.device("cpu"))
         assert kernel is not None
-        kernel.encode(StretchTable(*[nothing] * 4), torch.randn(40), torch.empty(0))
+        kernel.encode(
+            StretchTable(nothing, nothing, nothing, nothing), torch.randn(40), torch.empty(0)
+        )
         assert not launcher.kernels
         with pytest.raises(ValueError, match="multiple of 16 bytes"):
             room = torch.zeros(100, dtype=torch.uint8)[1:]

@@ -1,0 +1,155 @@
+"""Plan how a group all-reduces messages that are alike: codecs, kernels and the messages of rounds.
+
+A plan is made at the first message and kept with the group (``reductions``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from hybridcomp.codecs.base import Codec, CollectiveKernel
+from hybridcomp.collectives.fused import fits
+from hybridcomp.collectives.reduce_parts import SummedPart, SumPlan, plan_sum
+from hybridcomp.collectives.wire import (
+    ExchangePlan,
+    GatherPlan,
+    Group,
+    Range,
+    Reduction,
+    chunk_ranges,
+    plan_exchange,
+    plan_gather,
+    rounds,
+    sent_dtype,
+    stretches,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class AllReducePlan:
+    """How a group sums messages that are alike, on one level: by one of three ways.
+
+    Attributes:
+        codec: of the reduction, held for the key.
+        codecs: of the quantizations, with their ``specs``.
+        fused: kernels for three launches.
+        pairs: of two ranks that swap: the rounds of one quantization.
+        rounds: of two quantizations.
+    """
+
+    codec: Codec
+    codecs: tuple[Codec, ...]
+    specs: tuple[str, ...]
+    fused: CollectiveKernel | None = None
+    pairs: tuple[PairRound, ...] = ()
+    rounds: tuple[SumRound, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class PairRound:
+    """One round of a swap between two ranks: the stretches ``row`` of the tensor."""
+
+    row: list[Range]
+    exchange: ExchangePlan
+
+
+@dataclass(frozen=True, eq=False)
+class SumRound:
+    """One round of a sum: every rank's stretches in the tensor, and this rank's in its chunk."""
+
+    stretches: list[Range]
+    mine: Range
+    lengths: list[int]  # of this rank's stretches
+    sum: SumPlan
+    gather: GatherPlan
+
+
+def all_reduce_codecs(
+    codec: Codec, dtype: torch.dtype, world_size: int, device: torch.device, cuts: Sequence[int]
+) -> tuple[Codec, ...]:
+    """Return the codecs of the quantizations of an ``all_reduce`` that returns ``dtype``.
+
+    One where each of two ranks sends all values to the other (``_pair``), two everywhere else. On a
+    GPU, two ranks take two hops if the codec has them in three launches: half the memory reads.
+    """
+    return _codecs(codec, dtype, world_size, device, cuts)[0]
+
+
+def _codecs(
+    codec: Codec, dtype: torch.dtype, world_size: int, device: torch.device, cuts: Sequence[int]
+) -> tuple[tuple[Codec, ...], CollectiveKernel | None]:
+    """Return ``all_reduce_codecs`` and the kernels for both hops in three launches, if any."""
+    twice = codec.split_error_budget(2, world_size, result=dtype, exact=1)
+    first, second = twice
+    together = not cuts and (first is second or first == second)
+    fused = first.fused(device) if together else None
+    if world_size != 2 or fused is not None:
+        return twice, fused
+    return codec.split_error_budget(1, world_size, result=dtype), None
+
+
+def plan_all_reduce(tensor: Tensor, how: Reduction) -> AllReducePlan:
+    """Plan the sum of ``tensor``, or of one like it, on one level."""
+    group, device, wide = how.group, tensor.device, how.residual is not None
+    codecs, fused = _codecs(how.codec, tensor.dtype, group.size, device, how.cuts)
+    specs = tuple(each.spec for each in codecs)
+    if fused is not None and fits(how.residual, how.owner_residual):
+        return AllReducePlan(how.codec, codecs, specs, fused)
+    dtype = sent_dtype(codecs[0], tensor.dtype, wide, how.flush)
+    if len(codecs) == 1:
+        rows = [stretches(0, tensor.numel(), how.cuts)]
+        pairs = []
+        for (row,) in rounds(rows, codecs, device, group):
+            jobs, other = list(range(len(row))), 1 - group.rank
+            numels = [stop - start for start, stop in row]
+            to, come = (
+                [each if rank == other else [] for rank in range(2)] for each in (jobs, numels)
+            )
+            plan = plan_exchange(to, numels, come, codecs[0], dtype, device, group)
+            pairs.append(PairRound(row, plan))
+        return AllReducePlan(how.codec, codecs, specs, pairs=tuple(pairs))
+    chunks = chunk_ranges(tensor.numel(), group.size)
+    rows, begin = [stretches(*chunk, how.cuts) for chunk in chunks], chunks[group.rank][0]
+    return AllReducePlan(
+        how.codec,
+        codecs,
+        specs,
+        rounds=tuple(
+            _plan_round(share, begin, dtype, tensor, codecs, group)
+            for share in rounds(rows, codecs, device, group)
+        ),
+    )
+
+
+def _plan_round(
+    rows: Sequence[Sequence[Range]],
+    begin: int,
+    dtype: torch.dtype,
+    tensor: Tensor,
+    codecs: Sequence[Codec],
+    group: Group,
+) -> SumRound:
+    """Plan a round; ``rows``: by rank, the stretches of ``tensor`` that it sums.
+
+    ``begin``: of this rank's chunk. ``dtype``: in which values are sent.
+    """
+    (first, second), device, row = codecs, tensor.device, rows[group.rank]
+    parts = [
+        SummedPart(low, high, (rank,), low - begin if rank == group.rank else 0)
+        for rank, of_rank in enumerate(rows)
+        for low, high in of_rank
+    ]
+    numels = [[stop - start for start, stop in of_rank] for of_rank in rows]
+    wide = sent_dtype(second, tensor.dtype, wide=True)
+    return SumRound(
+        list(chain(*rows)),
+        (row[0][0] - begin, row[-1][1] - begin) if row else (0, 0),
+        numels[group.rank],
+        plan_sum(parts, first, dtype, device, group),
+        plan_gather(numels, second, wide, device, group),
+    )

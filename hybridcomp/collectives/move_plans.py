@@ -1,0 +1,104 @@
+"""Plan how a group gathers and exchanges messages that are alike: codec, kernels and rounds.
+
+A plan is made at the first message and kept with the group (``moves``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridcomp.codecs.base import Codec, CollectiveKernel, PlannedKernel
+from hybridcomp.collectives.wire import (
+    ExchangePlan,
+    GatherPlan,
+    Group,
+    Range,
+    Splits,
+    Transfer,
+    plan_exchange,
+    plan_gather,
+    rounds,
+    stretches,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class AllGatherPlan:
+    """How a group gathers messages that are alike, on one level: by one of three ways.
+
+    Attributes:
+        held: the codec of the gather, for the key.
+        codec, spec: of the quantization.
+        fused: kernels for two launches; ``parts``: those of shards with cuts.
+        rounds: each with its stretches of a shard.
+    """
+
+    held: Codec
+    codec: Codec
+    spec: str
+    fused: CollectiveKernel | None
+    parts: PlannedKernel | None
+    rounds: list[tuple[list[Range], GatherPlan]]
+
+
+def plan_all_gather(shard: Tensor, via: Transfer) -> AllGatherPlan:
+    """Plan a gather of ``shard``, or of one like it, on one level."""
+    group, dtype, device = via.group, shard.dtype, shard.device
+    (codec,) = via.codec.split_error_budget(1, 1, result=dtype)
+    fused = None if via.cuts else codec.fused(device)
+    parts = codec.planned(device) if via.cuts else None
+    each: list[tuple[list[Range], GatherPlan]] = []
+    if fused is None and parts is None:
+        for (row,) in rounds([stretches(0, shard.numel(), via.cuts)], (codec,), device, group):
+            numels = [[stop - start for start, stop in row]] * group.size
+            if row:
+                each.append((row, plan_gather(numels, codec, dtype, device, group)))
+    return AllGatherPlan(via.codec, codec, codec.spec, fused, parts, each)
+
+
+@dataclass(frozen=True, eq=False)
+class AllToAllPlan:
+    """How a group exchanges parts of the same lengths: by one of three ways.
+
+    Attributes:
+        held: the codec and the lengths, for the key.
+        codec, spec: of the quantization.
+        fused: kernels for two launches; ``parts``: those of unequal parts.
+        exchange: without such kernels.
+    """
+
+    held: tuple[Codec, Splits, Splits]
+    codec: Codec
+    spec: str
+    fused: CollectiveKernel | None
+    parts: PlannedKernel | None
+    exchange: ExchangePlan | None
+
+
+def plan_all_to_all(
+    takes: Splits, gives: Splits, dtype: torch.dtype, device: torch.device, via: Transfer
+) -> AllToAllPlan:
+    """Plan an exchange of parts of these lengths."""
+    group = via.group
+    (codec,) = via.codec.split_error_budget(1, 1, result=dtype)
+    fused = codec.fused(device) if takes.each == gives.each > 0 else None
+    parts = codec.planned(device) if fused is None else None
+    each = None
+    if fused is None and parts is None:
+        each = _plan_parts(takes, gives, codec, dtype, device, group)
+    return AllToAllPlan((via.codec, takes, gives), codec, codec.spec, fused, parts, each)
+
+
+def _plan_parts(
+    takes: Splits, gives: Splits, codec: Codec, dtype: torch.dtype, device: torch.device,
+    group: Group,
+) -> ExchangePlan:  # fmt: skip
+    others = [rank != group.rank for rank in range(group.size)]
+    jobs = [numel for numel, other in zip(gives.numels, others, strict=True) if numel and other]
+    number = iter(range(len(jobs)))
+    rows = [[next(number)] if n and o else [] for n, o in zip(gives.numels, others, strict=True)]
+    come = [[n] if n and other else [] for n, other in zip(takes.numels, others, strict=True)]
+    return plan_exchange(rows, jobs, come, codec, dtype, device, group)
