@@ -16,7 +16,7 @@ Row = dict[str, Any]
 HEAD = """\
 What one rank pays from 2 to 4,096 ranks, **measured** without a wire; what steps of large models
 take on 8 to 4,096 GPUs, **by the planner's model**; and how far that model is off at trainings of
-2 to 16 ranks.
+a few ranks on one machine.
 """
 HOST = """## Host time, launches, messages: measured
 
