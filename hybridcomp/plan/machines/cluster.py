@@ -29,6 +29,7 @@ from hybridcomp.plan.machines.rows import (
     Kernel,
     Kind,
     LeftOut,
+    MessageHost,
     Operation,
     Rank,
     Timing,
@@ -44,6 +45,7 @@ class Cluster:
     encoded, channels: messages of collectives alone, and through the channels of their dimensions.
     host_codecs: codecs on the hosts of GPUs, with the cores that copies between device and host
     use; on CPUs ``codecs`` stands for them. left_out: messages of both kinds that were not timed.
+    message: what the host does for an encoded message, where none was timed: of a description.
     made: versions and back end that it was measured with. nodes_per_site: consecutive nodes that
     share a switch or a site (0: there are no sites), uplinks: sends between two sites.
     """
@@ -61,6 +63,7 @@ class Cluster:
     host_codecs: tuple[Coding, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
     by_hand: bool = False
+    message: MessageHost | None = None
     made: Mapping[str, str] = field(default_factory=dict)
     nodes_per_site: Count = 0
     uplinks: tuple[Timing, ...] = ()
@@ -173,8 +176,10 @@ class Cluster:
             dimension: the one whose channel sends it, if timed; else the collective counts.
             busy: all other groups of this shape send at the same time.
 
-        The overhead is zero where no such message was timed.
+        Where no such message was timed it is ``message``, and zero without that.
         """
+        if self.message is not None:
+            return Overhead(self.message.seconds(ranks), 1.0)
         return self._costs.of(operation, ranks, nodes, setting, dimension, busy)
 
     def channel_seconds(

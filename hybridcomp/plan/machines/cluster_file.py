@@ -106,7 +106,7 @@ def write(cluster: Cluster, path: str | Path) -> None:
 
 def to_json(cluster: Cluster) -> dict[str, Any]:
     """Convert to the JSON that ``parse`` reads; figures have five digits."""
-    rows = {key: _plain(value) for key, value in asdict(cluster).items()}
+    rows = {key: _plain(value) for key, value in asdict(cluster).items() if value is not None}
     return {"version": VERSION, "kind": MEASURED, **rows}
 
 

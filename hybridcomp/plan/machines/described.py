@@ -17,6 +17,7 @@ from hybridcomp.plan.machines.rows import (
     Direction,
     Kernel,
     Kind,
+    MessageHost,
     Rank,
     Timing,
 )
@@ -88,6 +89,28 @@ class CodecSpeed:
 
 
 @dataclass(frozen=True)
+class HostSpeed:
+    """Microseconds of the host for an encoded message, beside launches: ``us``, and more by rank.
+
+    The defaults are those of a bucket's all-reduce and of a bucket to its owners, without a wire
+    (``scripts/bench/bench_host.py --ranks 8 64 256 1024 4096``, docs/results/host_time.md).
+    """
+
+    __pydantic_config__ = STRICT
+
+    us: NotBelow = 45.0
+    us_per_rank: NotBelow = 0.005
+
+    def message(self, spread: float) -> MessageHost:
+        """Return the seconds that a cluster has of it."""
+        each, more = (
+            Estimate.exact(1e-6 * us, assumed=True, spread=spread)
+            for us in (self.us, self.us_per_rank)
+        )
+        return MessageHost(each, more)
+
+
+@dataclass(frozen=True)
 class Description:
     """Description of a cluster that was not measured.
 
@@ -104,6 +127,7 @@ class Description:
         host: copies between device and host. host_codecs: as ``codecs``, on the hosts of GPUs.
             host_memory_gbytes_per_second: of the hosts' memory, for an optimizer on the host;
             without it the host's optimizer is taken to be as fast as the device's.
+        message: what the host does for an encoded message.
         spread: relative error of every figure, at most.
     """
 
@@ -124,6 +148,7 @@ class Description:
     host: Link | None = None
     host_codecs: Mapping[str, CodecSpeed] = field(default_factory=dict)
     host_memory_gbytes_per_second: Above | None = None
+    message: HostSpeed = field(default_factory=HostSpeed)
     spread: Share = 0.1
 
     def __post_init__(self) -> None:
@@ -167,6 +192,7 @@ class Description:
             copies=tuple(self._copies()), kernels=tuple(kernels), by_hand=True,
             nodes_per_site=self.nodes_per_site or 0,
             uplinks=tuple(self.uplink.timings(2, self.spread)) if self.uplink else (),
+            message=self.message.message(self.spread),
         )  # fmt: skip
 
     def _kernels(self, rank: int, speed: float) -> list[Kernel]:

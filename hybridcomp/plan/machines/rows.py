@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from hybridcomp.plan.machines.estimates import Stored
+from hybridcomp.plan.machines.estimates import Estimate, Stored
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 #: load during a timing: none; all other groups of that shape send as well; they do, and every rank
@@ -45,6 +45,20 @@ class Rank:
     device: str
     nbytes: Count = 0
     flops: Mapping[str, Stored] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MessageHost:
+    """Seconds of the host for an encoded message: of each, and more for each rank of its group."""
+
+    __pydantic_config__ = STRICT
+
+    each: Stored
+    per_rank: Stored
+
+    def seconds(self, ranks: int) -> Estimate:
+        """Return the seconds of a message among ``ranks``."""
+        return self.each.plus(self.per_rank.times(ranks))
 
 
 @dataclass(frozen=True)

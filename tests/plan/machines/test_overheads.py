@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from hybridcomp.errors import ConfigError
 from hybridcomp.plan.choices import Choice
 from hybridcomp.plan.cost.calls import EngineCall
 from hybridcomp.plan.cost.prices import Prices
+from hybridcomp.plan.machines import cluster_file
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.missing import missing
 from hybridcomp.plan.machines.rows import (
@@ -145,3 +147,20 @@ def test_trainings_are_those_of_the_engine() -> None:
 def test_a_cpu_is_its_own_host() -> None:
     steps = tuple(one for one in COMPLETE.kernels if one.kind != "host_adam")
     assert not list(missing(replace(COMPLETE, kernels=steps)))
+
+
+def test_a_described_cluster_has_the_hosts_time_of_a_message() -> None:
+    """Where no message was timed: of each message, and more in a larger group."""
+    fields = {"nodes": 2, "ranks_per_node": 2, "device": "GPU", "memory_gb": 80,
+              "tflops": {"bf16": 300}, "inside": {"gbytes_per_second": 300},
+              "between": {"gbytes_per_second": 50}}  # fmt: skip
+    whole = {"version": 1, "kind": "described", **fields}
+    default = cluster_file.parse(whole)
+    assert default.overhead("all_reduce", 1000, 500).host.value == pytest.approx(50e-6)
+    assert default.overhead("all_reduce", 1000, 500).factor == 1.0
+    told = cluster_file.parse({**whole, "message": {"us": 10, "us_per_rank": 1}, "spread": 0.5})
+    host = told.overhead("all_gather", 4, 2, "blockint(bits=8)", "zero").host
+    assert (host.value, host.low, host.high) == pytest.approx((14e-6, 7e-6, 21e-6))
+    with pytest.raises(ConfigError, match="message.us"):
+        cluster_file.parse({**whole, "message": {"us": -1}})
+    assert "message" not in cluster_file.to_json(Cluster(default.ranks))

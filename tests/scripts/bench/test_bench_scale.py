@@ -1,0 +1,91 @@
+"""bench_scale.py: steps of engines without a wire, plans of large models, and their page."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.paths import SCRIPTS
+
+TRAINED = {"ranks": 2, "name": "native", "zero": 0, "predicted_s": 1.1, "measured_s": 1.0,
+           "low_s": 0.9, "high_s": 1.5}  # fmt: skip
+
+ONE = ["--models", "GPT-NeoX-20B"]
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.setattr(importlib.import_module("bench.scale_bench.figures"), "ROUNDS", 3)
+    monkeypatch.setattr(importlib.import_module("bench.scale_bench.figures"), "MOST_S", 0.1)
+    return importlib.import_module("bench.bench_scale")
+
+
+def test_every_engine_is_measured_among_few_and_many_ranks(bench: Any, tmp_path: Path) -> None:
+    assert bench.main(["host", "--ranks", "2", "8", "96", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "host.json").read_text())["rows"]
+    assert {(row["engine"], row["ranks"]) for row in rows} == {
+        (name, ranks) for name in bench.ENGINES for ranks in (2, 8, 96)
+    }
+    by_engine = {name: [row for row in rows if row["engine"] == name] for name in bench.ENGINES}
+    for name, (two, few, many) in by_engine.items():
+        assert 0 < few["low"] <= few["us"] <= few["high"]
+        assert 0 < few["nbytes"] < few["native_nbytes"]
+        if name != "ZeRO 1 and 2":  # whose buckets take other ways to their owners
+            assert (many["launches"], many["messages"]) == (few["launches"], few["messages"])
+        if name in ("ZeRO 3", "FSDP2", "DDP", "ZeRO 0", "ZeRO 1 and 2"):
+            assert many["tensors"] == few["tensors"], "a file does not grow by the ranks' parts"
+            assert two["residuals"] >= few["file"] // 2 > 0
+        else:
+            assert not few["residuals"] and not few["file"]
+
+
+def test_the_page_shows_what_was_measured_planned_and_trained(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = tmp_path / "runs", tmp_path / "out"
+    asked = ["host", "--ranks", "2", "8", "--engines", "DDP", "pp", "--out", str(source)]
+    assert bench.main(asked) == 0
+    monkeypatch.setattr(bench.planned, "RATES", (25,))
+    monkeypatch.setattr(bench.planned, "MOST_STAGES", 1)
+    monkeypatch.setattr(bench.planned, "MOST_MICRO", 1)
+    assert bench.main(["plans", "--gpus", "8", "64", *ONE, "--out", str(source)]) == 0
+    plans = json.loads((source / "plans.json").read_text())["rows"]
+    fits = [row for row in plans if "native" in row]
+    assert len(fits) == 2
+    for row in fits:
+        assert row["planned"] <= row["auto"] <= min(row["native"], row["recommended"]) + 1e-9
+        assert 0 < row["host_of_recommended"] < row["recommended"]
+    bench.kept(source / "trainings.json", ("ranks", "name", "zero"), [TRAINED])
+    results = importlib.import_module("bench.results")
+    assert results.main(["--scale", str(source), "--out", str(out)]) == 0
+    page = (out / "scale.md").read_text()
+    assert "+10 %" in page and "Not trained: 4, 8, 16 ranks" in page
+    assert "GPT-NeoX-20B: native layout" in page
+    assert (out / "scale_host.png").is_file() and (out / "scale_plans.png").is_file()
+    assert not [name for name in ("{us}", "{trained}", "{tables}") if name in page]
+
+
+def test_rows_are_replaced_and_others_stay(bench: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    bench.kept(path, ("a",), [{"a": 1, "b": 1}, {"a": 2, "b": 2}])
+    assert bench.kept(path, ("a",), [{"a": 1, "b": 3}]) == [{"a": 2, "b": 2}, {"a": 1, "b": 3}]
+
+
+@pytest.mark.parametrize("asked", [["plans", "--gpus", "12"], ["host", "--ranks", "1"]])
+def test_impossible_numbers_are_refused(bench: Any, asked: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(asked)
+
+
+@pytest.mark.nightly
+def test_trainings_are_predicted(bench: Any, tmp_path: Path) -> None:
+    asked = ["trainings", "--ranks", "2", "--seconds", "5", "--out", str(tmp_path)]
+    assert bench.main(asked) == 0
+    rows = json.loads((tmp_path / "trainings.json").read_text())["rows"]
+    assert len(rows) == len(bench.trained.TRIED)
+    assert all(row["predicted_s"] > 0 and row["measured_s"] > 0 for row in rows)
