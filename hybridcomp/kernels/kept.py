@@ -22,15 +22,14 @@ class FewBits(Protocol):
 Kept: TypeAlias = Tensor | FewBits
 
 
-def bits_of(*residuals: Kept | None) -> int:
-    """Return the bits of a value of ``residuals``, which have the same; None has any."""
-    found = {32 if isinstance(r, Tensor) else r.bits for r in residuals if r is not None}
-    assert len(found) <= 1, "kernels take residuals of one kind"
-    return found.pop() if found else 32
+def bits_of(residual: Kept | None) -> int:
+    """Return the bits of a value of ``residual``; 32 for None."""
+    return 32 if residual is None or isinstance(residual, Tensor) else residual.bits
 
 
 def words_of(residual: Kept | None, bits: int) -> tuple[int, ...]:
     """Return the arguments of a kernel for ``residual``, in an image for residuals of ``bits``."""
     if residual is None:
         return (0,) if bits == 32 else (0, 0)
+    assert bits_of(residual) == bits, "kernels take residuals of one kind"
     return (residual.data_ptr(),) if isinstance(residual, Tensor) else residual.addresses()

@@ -104,7 +104,7 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
 #define HC_SUM_BLOCKS (HC_ROTATE && (HC_KEPT < 32 || (HC_ARCH > 0 && HC_ARCH < 800)) ? 8 : 10)
 #endif
 #ifndef HC_PLANNED_SUM_BLOCKS
-#define HC_PLANNED_SUM_BLOCKS (HC_KEPT < 32 ? 8 : HC_SUM_BLOCKS)
+#define HC_PLANNED_SUM_BLOCKS (HC_KEPT < 32 || HC_ROTATE ? 8 : HC_SUM_BLOCKS)
 #endif
 
 #define HC_SUM_ARGUMENTS                                                              \

@@ -55,12 +55,12 @@ class FusedBlockInt:
         residual: Kept | None = None, owner_residual: Kept | None = None,
     ) -> None:  # fmt: skip
         """Reduce, a warp for each tile: the sum stays in registers until it is encoded."""
-        words, both = self._sum(payloads, own, ranks, me, out), (residual, owner_residual)
+        words = self._sum(payloads, own, ranks, me, out)
         if residual is None and owner_residual is None:
             self._add("reduce", own, 32, *words)
         else:
-            bits = bits_of(*both)
-            left = (word for one in both for word in words_of(one, bits))
+            bits = bits_of(residual if owner_residual is None else owner_residual)
+            left = (*words_of(residual, bits), *words_of(owner_residual, bits))
             self._add("reduce_feedback", own, bits, *words, *left)
 
     def sum(

@@ -49,7 +49,7 @@ class EachBlockInt:
         self, kernel: str, dtype: int, values: Sequence[Tensor], payloads: Sequence[Tensor],
         residuals: Sequence[Kept] | None,
     ) -> None:  # fmt: skip
-        kept = bits_of(*residuals or ())
+        kept = bits_of(residuals[0]) if residuals else 32
         name, image = f"blockint_table_{kernel}", blockint_image(self._setting, dtype, kept)
         for tiles, table in _tables(values, payloads, residuals):
             # blocks of 32, 64 and 128 threads are no faster, from 64 KB on (H100)
@@ -69,7 +69,7 @@ def _tables(
             continue
         if address % ALIGN:
             raise ValueError(f"blockint: a payload must begin at a multiple of {ALIGN} bytes")
-        left = (*words_of(residual, 32), 0)[:2]
+        left = (*words_of(residual, bits_of(residual)), 0)[:2]
         words += (tiles, one.data_ptr(), numel, address, *left)
         tiles += ceil_div(numel, TILE)
         if len(words) == ROWS * ROW_WORDS:
