@@ -218,9 +218,9 @@ def _draw_host(rows: Sequence[Row], path: Path) -> None:
 
 
 def _planned(rows: Sequence[Row], out: Path) -> str:
-    from bench.scale_bench import planned
+    from hybridcomp.plan.machines.described import HostSpeed
 
-    host = planned.HostSpeed()
+    host = HostSpeed()
     fits = [row for row in rows if "native" in row]
     names = list(dict.fromkeys(row["model"] for row in rows))
     _draw_plans(fits, names, out / "scale_plans.png")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from bench.scale_bench.step import DTYPE, Engine, Shape, native
 from bench.scale_bench.zero import Zero0, Zero1, Zero3
 from hybridcomp.channels import NAME, AllReduce, PostSend
+from hybridcomp.dimensions import Direction
 
 
 class Fsdp2(Engine):
@@ -52,6 +53,7 @@ class Fsdp2(Engine):
             self._gather(members, gather)
             every = self.empty(members.numel(members.trained, self.ranks))
             own = self.empty(every.numel() // self.ranks)
+            assert dist.group.WORLD is not None
             scatter(own, every, dist.group.WORLD, dist.ReduceOp.AVG)
 
     def _gather(self, members: Any, gather: Any) -> None:
@@ -107,7 +109,11 @@ class Pipeline(Engine):
     def step(self) -> None:
         """Encode both messages for upstream, which posts them."""
         numel, self.posted = self.shape.tokens * self.shape.width, 2
-        for direction, other in (("forward", self.me + 1), ("backward", self.me - 1)):
+        ways: tuple[tuple[Direction, int], ...] = (
+            ("forward", self.me + 1),
+            ("backward", self.me - 1),
+        )
+        for direction, other in ways:
             message = PostSend(
                 numel=numel, dtype=DTYPE, group=None, direction=direction,
                 between=(self.me, other % self.ranks), values=self.empty(numel),

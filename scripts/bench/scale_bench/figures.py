@@ -57,11 +57,11 @@ class Cost(NamedTuple):
     tensors: int
 
 
-class Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts torch's operations that launch a kernel."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,8 +109,9 @@ def cost(name: str, ranks: int) -> Cost:
         counts = _counts(make(SMALL, "cpu"))
         sent = _sent(make(LARGE, "meta"))
         tensors, around = _saved(make(SAVED, "cpu"))
-    *sent, stored = sent
-    return Cost(*times, *counts, *sent, stored + around if tensors else 0, tensors)
+    *parts, stored = sent
+    file = stored + around if tensors else 0
+    return Cost._make([*times, *counts, *parts, file, tensors])
 
 
 def _times(engine: Engine) -> tuple[float, float, float, float, float]:
