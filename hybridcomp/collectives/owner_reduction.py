@@ -148,7 +148,7 @@ def _direct(tensor: Tensor, plan: OwnerPlan, sums: _BucketSums, how: Reduction) 
     me, group, device = how.group.rank, how.group, tensor.device
     (codec,) = how.codec.split_error_budget(1, group.size, exact=int(plan.sole))
     how.meter.use(codec.spec)
-    kernel = codec.planned(device) if plan.sole and not how.cuts else None
+    kernel = codec.planned(device) if plan.sole else None
     if kernel is not None:
         exchange = exchange_of(plan, kernel, codec, tensor, how)
         return sum_at_owners(tensor, sums.flat, exchange, kernel, how)
