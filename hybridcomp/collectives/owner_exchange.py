@@ -27,6 +27,7 @@ from hybridcomp.collectives.wire import (
     Splits,
     Steps,
     Transfer,
+    stretches,
     transport,
 )
 
@@ -55,13 +56,14 @@ class OwnerExchange:
 
 @dataclass(frozen=True)
 class _Context:
-    """Rank, codec, dtype and device that an exchange is made for."""
+    """Rank, codec, dtype, device and cuts that an exchange is made for."""
 
     me: int
     ranks: int
     codec: Codec
     dtype: torch.dtype
     device: torch.device
+    cuts: tuple[int, ...]
 
     def nbytes(self, numel: int) -> int:
         return self.codec.wire_nbytes(numel, self.dtype)
@@ -73,12 +75,15 @@ def exchange_of(
     """Return the exchange after which the sums of ``plan`` are at their owners.
 
     In a direct plan each rank sends the values of all runs, in a balanced one the sums of its
-    chunk. ``like`` has the dtype and device of what is encoded. Made at the first call.
+    chunk. ``like`` has the dtype and device of what is encoded. Made at the first call. Runs of a
+    direct plan are cut at the cuts of ``via``, those of a balanced one are not.
     """
-    key = (codec, via.group.rank, like.dtype, like.device)
+    key = (codec, via.group.rank, like.dtype, like.device, tuple(via.cuts))
     found: OwnerExchange | None = plan.prepared.get(key)
     if found is None:
-        context = _Context(via.group.rank, via.group.size, codec, like.dtype, like.device)
+        context = _Context(
+            via.group.rank, via.group.size, codec, like.dtype, like.device, tuple(via.cuts)
+        )
         make = _direct if plan.kind == "direct" else _balanced
         found = plan.prepared[key] = make(plan, kernel, context)
     return found
@@ -87,14 +92,14 @@ def exchange_of(
 def _direct(plan: OwnerPlan, kernel: PlannedKernel, of: _Context) -> OwnerExchange:
     mine, others = plan.sums_of(of.me), []
     incoming, slot = [], 0
-    for run in plan.runs:
-        numel = run.stop - run.start
+    rows = [(run, edge) for run in plan.runs for edge in stretches(run.start, run.stop, of.cuts)]
+    for run, (low, high) in rows:
         if run.ranks == (of.me,):
-            place = mine.place_of(run.start)
-            incoming.append(PlannedStretch(run.start, numel, slot, place))
-            slot += of.nbytes(numel)
+            place = mine.place_of(run.start) + low - run.start
+            incoming.append(PlannedStretch(low, high - low, slot, place))
+            slot += of.nbytes(high - low)
         else:
-            others.append((run.ranks[0], run.start, numel))
+            others.append((run.ranks[0], low, high - low))
     gives, outgoing = _laid_out(others, of)
     takes = Splits([0 if rank == of.me else slot for rank in range(of.ranks)])
     return OwnerExchange(
@@ -103,7 +108,7 @@ def _direct(plan: OwnerPlan, kernel: PlannedKernel, of: _Context) -> OwnerExchan
         places_of(gives.total, takes.total),
         kernel.table(outgoing),
         kernel.table(incoming, sums=True),
-        all(run.start % BLOCK == 0 for run in plan.runs),
+        all(low % BLOCK == 0 for _, (low, _) in rows),
     )
 
 

@@ -103,7 +103,7 @@ def _direct(tensor: Tensor, plan: BucketPlan, cuts: tuple[int, ...], how: Reduct
     """Plan to send every range to its owners, who sum it."""
     group, device, owners, mine = how.group, tensor.device, plan.owners, plan.mine
     (codec,) = how.codec.split_error_budget(1, group.size, exact=int(owners.sole))
-    kernel = codec.planned(device) if owners.sole and not cuts else None
+    kernel = codec.planned(device) if owners.sole else None
     sums: tuple[SumPlan, ...] = ()
     if kernel is None:
         wide = how.residual is not None

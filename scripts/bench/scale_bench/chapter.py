@@ -218,6 +218,7 @@ def _draw_host(rows: Sequence[Row], path: Path) -> None:
 
 
 def _planned(rows: Sequence[Row], out: Path) -> str:
+    from bench.scale_bench import planned
     from hybridcomp.plan.machines.described import HostSpeed
 
     host = HostSpeed()

@@ -187,12 +187,13 @@ def test_messages_with_borders_take_few_launches(held: bool) -> None:
         assert len(many) >= 5 and len(kernels) <= 24, kernels
 
 
-#: of one owner and nearly of one, which go the balanced way, and of all ranks in turns
+#: of one owner and nearly of one, which go the balanced way, and of all in turns, also with CUTS
 BUCKETS: dict[str, list[OwnedRange]] = {
     "one": [OwnedRange(0, 6000, (2,))],
     "two": [OwnedRange(0, 777, (1,)), OwnedRange(777, 777, (0,)), OwnedRange(777, 6000, (2,))],
     "turns": [OwnedRange(600 * i, 600 * i + 600, (i % 4,)) for i in range(10)],
 }
+BUCKETS["cut"] = BUCKETS["turns"]
 
 
 def to_owners(
@@ -208,7 +209,8 @@ def to_owners(
     group = Group.of(None)
     if owner_hops(BUCKETS[name], 6000, group) == 1:
         owner = None
-    how = Reduction(codec, group, Meter(), residual=residual, owner_residual=owner)
+    cuts = CUTS if name == "cut" else ()
+    how = Reduction(codec, group, Meter(), cuts, residual=residual, owner_residual=owner)
     with kernels_replaced(CudaKernels(launcher)) if fused else nullcontext():
         before = collective_to_owners(values, BUCKETS[name], how)
         launcher.kernels.clear()
