@@ -43,7 +43,7 @@ class ResidualKernels(Protocol):
         """Quantize ``numel`` fp32 values, NaN and Inf as 0."""
 
 
-_KERNELS = KernelSet[ResidualKernels]("residual")
+KERNELS = KernelSet[ResidualKernels]("residual")
 
 
 class QuantizedResidual:
@@ -113,7 +113,7 @@ class QuantizedResidual:
         else:
             values = out
         threads, places = torch.get_num_threads(), wide.addresses()
-        kernels = _KERNELS.on(self.device)
+        kernels = KERNELS.on(self.device)
         kernels.load(self.bits, *places, wide.numel(), values.data_ptr(), threads)
         if out is None or out is values:
             return values[self._within(wide)] if values.numel() != self.numel() else values
@@ -130,7 +130,7 @@ class QuantizedResidual:
             around[self._within(wide)] = values
             values = around
         threads, places = torch.get_num_threads(), wide.addresses()
-        kernels = _KERNELS.on(self.device)
+        kernels = KERNELS.on(self.device)
         kernels.store(self.bits, values.data_ptr(), wide.numel(), *places, threads)
 
     def _parts(self) -> tuple[Tensor, Tensor]:

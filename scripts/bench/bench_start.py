@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hybridcomp.collectives import topology
+from hybridcomp.collectives.hierarchical import discovery
 from hybridcomp.collectives.hierarchical.units import grid_of
 from hybridcomp.config import CompressionConfig
 from hybridcomp.job import agreement
@@ -162,7 +163,7 @@ def one_rank(store: Store, ranks: int) -> Iterator[None]:
         for patch in (
             mock.patch.object(dist.distributed_c10d, "_get_default_store", lambda: store),
             mock.patch.object(topology, "_group", lambda members: whole),
-            mock.patch.object(topology, "_host", lambda: f"host {ME // PER_HOST}"),
+            mock.patch.object(discovery, "_host", lambda: f"host {ME // PER_HOST}"),
             mock.patch.object(agreement, "_rounds_of", type(agreement._rounds_of)()),
         ):
             stack.enter_context(patch)

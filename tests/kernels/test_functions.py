@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridcomp.codecs import CODECS, StepCode, casts
+from hybridcomp.codecs import CODECS, StepCode, casts, quantized_residual
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import KernelSet, kernels_of
 from hybridcomp.kernels import cuda as cuda_package
@@ -25,7 +25,7 @@ def kernel_sets() -> dict[str, Any]:
     sets = [getattr(codec, "kernels", None) for codec in CODECS.built_in.values()]
     found: dict[str, Any] = {
         one.codec: one
-        for one in (*sets, casts.KERNELS, StepCode.kernels)
+        for one in (*sets, casts.KERNELS, StepCode.kernels, quantized_residual.KERNELS)
         if isinstance(one, KernelSet)
     }
     return {name: one.__orig_class__.__args__[0] for name, one in found.items()}
