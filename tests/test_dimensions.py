@@ -58,6 +58,7 @@ OWN_WORDS = {
     "plan/cost/work.py": "where DeepSpeed adds up gradients of offload",
     "plan/layout.py": "the words in which a layout is told",
     "plan/machines/rows.py": "what a cluster's file may hold",
+    "plan/meetings.py": "what stays inside of an island",
     "plan/pays.py": "what DeepSpeed's stages send of gradients",
     "session/process.py": "what stands in the names of Megatron's parameters",
 }

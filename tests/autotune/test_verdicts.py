@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from hybridcomp.autotune import trials
 from hybridcomp.autotune.verdicts import Decision, Verdicts
-from hybridcomp.channels import Channel, Channels, StepTraffic, channels_of
+from hybridcomp.channels import Channels, StepTraffic, channels_of
+from hybridcomp.channels.codec_choice import CodecChoice
 from hybridcomp.codecs import make_codec
 from hybridcomp.collectives import Group
 from hybridcomp.config import CompressionConfig
@@ -208,15 +209,15 @@ def foretold(stage: int, persistent: int) -> tuple[Any, ...]:
     engine = make_engine(job)
     known = step_messages.sent(engine)
     seen: dict[str, list[int]] = {"dp": [], "zero": []}
-    choose = Channel.codec
+    choose = CodecChoice.of_message
 
-    def codec(self: Any, numel: int, *args: Any) -> Any:
-        seen[self.dimension].append(numel)
+    def of_message(self: Any, numel: int, *args: Any) -> Any:
+        seen[self._dimension].append(numel)
         return choose(self, numel, *args)
 
     for step in range(3):
         seen = {"dp": [], "zero": []}
-        with patch.object(Channel, "codec", codec):
+        with patch.object(CodecChoice, "of_message", of_message):
             train_step(engine, job, step)
     engine.destroy()
     return {name: sent.numels for name, sent in known.items()}, seen

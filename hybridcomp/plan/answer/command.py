@@ -73,7 +73,7 @@ def _run(options: argparse.Namespace) -> int:
                  files.left_to_script(best, options.command),
                  files.unknown_places(best, options.command, cluster)):  # fmt: skip
         if note:
-            print(f"note: {note}")
+            print(f"note: {printable(note)}")
     _draw(options, found, cluster)
     return 0
 
