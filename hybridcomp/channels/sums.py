@@ -360,5 +360,5 @@ def _parts(pieces: Sequence[Piece], group: Group) -> PartsOfRank:
     edges = chunk_ranges(stop - start, group.encoders)[group.index]
     found = own, tuple(cut(own, *edges))
     if isinstance(pieces, tuple):
-        group.keep(key, (pieces, found), len(pieces))
+        group.keep(key, (pieces, found), 1 + len(pieces) // WEIGHED)
     return found

@@ -62,15 +62,16 @@ infinite group, native ones and encoded ones alike. What grows:
 
 * **ZeRO 1 and 2** look at the owner of every slice, once: a rank has as many slices in a step as
   there are ranks and buckets together, and upstream makes a tensor of each.
-* **ZeRO 3 and FSDP2** with error feedback walk over the shards of all ranks in `reduce_scatter`
-  to see that they are one tensor.
+* **FSDP2** pads every parameter to an element for each rank, so the short tensors that host time is
+  measured with become longer, and torch takes longer for them on a CPU.
 * **DDP** pads every parameter to 32 values for each rank: 131,072 places at 4,096 ranks, also for
   a bias of 8,192 values. At this width that is 0.1 % of the residuals; of the short tensors that
   host time is measured with it is most of what is sent, and clearing the padding on a CPU is most
   of the growth.
 * **ZeRO 3** lays shards out in more operations of torch where parameters have fewer values than
   there are ranks, as here from 256 ranks on: at most three runs of ranks for a parameter.
-* A **first step** makes a piece for each part of each parameter that each rank gets.
+* A **first step** makes a piece for each part of each parameter that each rank gets; pauses of
+  Python's garbage collector over these are in its time.
 """
 PLANS = """## Large models, by the planner's model
 
