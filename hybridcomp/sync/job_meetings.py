@@ -15,7 +15,7 @@ one order, so that start copies and momentum stay alike bit for bit. Nobody can 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,62 +24,37 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import Channel
-from hybridcomp.config import IslandConfig
 from hybridcomp.errors import HybridcompError
 from hybridcomp.job import small_messages
 from hybridcomp.sync import island_payloads
 from hybridcomp.sync.claimed_folders import claim
 from hybridcomp.sync.island_facts import facts_of
 from hybridcomp.sync.masters import Masters, cut
-from hybridcomp.sync.meetings import Figures, drift_of, rule_of
 from hybridcomp.sync.membership import Membership
-from hybridcomp.sync.progress import Part, Progress
+from hybridcomp.sync.progress import Part
 from hybridcomp.sync.recurrence import Fragment
 from hybridcomp.sync.rendezvous import Reached, Roster
-from hybridcomp.sync.stored import checked, entry_of_island, load_entry, read, state_of, write
+from hybridcomp.sync.stored import entry_of_island, load_entry, state_of
+from hybridcomp.sync.sync_follower import Figures, SyncFollower, drift_of, rule_of
 
 
-class JobMeetings:
-    """A ``StepFollower`` that holds meetings with other jobs; all ranks of this job call it."""
-
-    name = "sync"
+class JobMeetings(SyncFollower):
+    """Meetings with other jobs; all ranks of this job call it."""
 
     def __init__(
         self, channel: Channel, make: Callable[[], Masters], say: Callable[..., object]
     ) -> None:
-        """Hold what meetings need.
-
-        Args:
-            channel: of dimension ``sync``.
-            make: returns what this rank's optimizer changes; called before the first step.
-            say: tells the user a sentence, on rank 0.
-        """
-        self.config: IslandConfig = channel.state.config.sync
+        """Hold what meetings need; see ``SyncFollower``."""
+        super().__init__(channel, make, say)
         assert self.config.jobs is not None, "the block was asked"
         self.jobs = self.config.jobs
-        self.progress = Progress()
-        self._channel, self._make, self._say = channel, make, say
-        self._masters: Masters | None = None
-        self._loaded: Sequence[Mapping[str, Any]] | None = None
-        self._figures = Figures()
         self._membership: Membership | None = None
-
-    @property
-    def masters(self) -> Masters:
-        """Return the weights of this rank, once meetings have begun."""
-        assert self._masters is not None, "begun"
-        return self._masters
 
     @property
     def membership(self) -> Membership:
         """Return the part that this island takes in the run, once meetings have begun."""
         assert self._membership is not None, "begun"
         return self._membership
-
-    @property
-    def clock(self) -> int:
-        """Return the steps that the optimizers of the run were asked for."""
-        return self.progress.clock
 
     @property
     def part(self) -> Part:
@@ -104,10 +79,6 @@ class JobMeetings:
         if self.clock % self.config.every == 0:
             self._meet()
 
-    def after_skip(self) -> None:
-        """Count a step that was skipped for an overflow."""
-        self.after_step(-1)
-
     def row(self) -> dict[str, float] | None:
         """Return the figures since the last call; None where no meeting was held."""
         found, self._figures = self._figures, Figures()
@@ -130,8 +101,7 @@ class JobMeetings:
         if self._membership is not None:
             self._membership.leave()
         self._membership = None
-        self.progress = Progress()
-        self._masters = self._loaded = None
+        super().close()
 
     # coming
 
@@ -281,17 +251,4 @@ class JobMeetings:
         """Write this rank's state into ``folder``, which no other island has written to."""
         if self._membership is not None:
             claim(folder, self._membership.run, self._membership.name)
-        write(folder, self.state())
-
-    def read(self, folder: Path) -> None:
-        """Read the state in ``folder``, to join the others with it before the next step."""
-        self.resume(read(folder))
-
-    def resume(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Continue with the next step from ``entries`` that this rank has read.
-
-        Raises CheckpointError where one is damaged; nothing has changed then.
-        """
-        found = [checked("the state of sync", entry) for entry in entries]
-        self.close()
-        self._loaded = found
+        super().save(folder)

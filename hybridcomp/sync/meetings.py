@@ -16,68 +16,30 @@ asked for, skipped ones as well, so that an overflow in one island moves no meet
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridcomp.channels import AllGather, Channel
-from hybridcomp.config import IslandConfig
 from hybridcomp.job import small_messages
 from hybridcomp.job.agreement import agree
 from hybridcomp.sync.exact_sends import broadcast, start_gather
 from hybridcomp.sync.islands import Islands
 from hybridcomp.sync.masters import Masters, bounds, cut
-from hybridcomp.sync.progress import Meeting, Part, Progress
-from hybridcomp.sync.recurrence import Fragment, OuterRule
-from hybridcomp.sync.stored import checked, read, state_of, taken_over, write
+from hybridcomp.sync.progress import Meeting, Part
+from hybridcomp.sync.recurrence import Fragment
+from hybridcomp.sync.stored import state_of, taken_over
+from hybridcomp.sync.sync_follower import Figures, SyncFollower, drift_of, rule_of
 
 
-@dataclass
-class Figures:
-    """What was measured since the last report."""
-
-    meetings: int = 0
-    skipped: int = 0
-    wait_s: float = 0.0
-    drift: float = 0.0
-    ahead: int = 0
-
-
-def rule_of(config: IslandConfig) -> OuterRule:
-    """Return the arithmetic that a block asks for."""
-    outer = config.outer
-    return OuterRule(
-        outer.lr,
-        outer.momentum,
-        outer.nesterov,
-        config.error_feedback,
-        config.decay,
-        config.mix,
-        bool(config.staleness),
-    )
-
-
-def drift_of(rows: Tensor, weights: Tensor) -> float:
-    """Return how far islands lie apart: the norm of what is not common, over that of the weights.
-
-    ``rows``: what each has moved.
-    """
-    apart = (rows - rows.mean(dim=0)).square().sum() / len(rows)
-    return float((apart / weights.square().sum().clamp(min=1e-30)).sqrt())
-
-
-class IslandMeetings:
-    """A ``StepFollower`` that holds meetings; all ranks of the job call it at the same steps.
+class IslandMeetings(SyncFollower):
+    """Meetings of the islands of one job; all ranks of the job call it at the same steps.
 
     It begins before the first step, when a checkpoint has been loaded: all islands then take the
     weights of the first, unless its state was loaded, too.
     """
-
-    name = "sync"
 
     def __init__(
         self,
@@ -94,24 +56,8 @@ class IslandMeetings:
             make: returns what this rank's optimizer changes; called before the first step.
             say: tells the user a sentence, on rank 0.
         """
-        self.config: IslandConfig = channel.state.config.sync
+        super().__init__(channel, make, say)
         self.islands = islands
-        self.progress = Progress()
-        self._channel, self._make, self._say = channel, make, say
-        self._masters: Masters | None = None
-        self._loaded: Sequence[Mapping[str, Any]] | None = None
-        self._figures = Figures()
-
-    @property
-    def masters(self) -> Masters:
-        """Return the weights of this rank, once meetings have begun."""
-        assert self._masters is not None, "begun"
-        return self._masters
-
-    @property
-    def clock(self) -> int:
-        """Return the steps that the optimizer was asked for."""
-        return self.progress.clock
 
     @property
     def parts(self) -> list[Part]:
@@ -145,10 +91,6 @@ class IslandMeetings:
         if written:
             self.masters.written()
 
-    def after_skip(self) -> None:
-        """Count a step that was skipped for an overflow."""
-        self.after_step(-1)
-
     def row(self) -> dict[str, float] | None:
         """Return the figures since the last call; None where no meeting was held."""
         found, self._figures = self._figures, Figures()
@@ -161,11 +103,6 @@ class IslandMeetings:
             "drift": found.drift / max(1, found.meetings),
             "staleness": float(found.ahead),
         }
-
-    def close(self) -> None:
-        """Free start copies, momentum, residuals and what is under way. No collective."""
-        self.progress = Progress()
-        self._masters = self._loaded = None
 
     # beginning
 
@@ -279,20 +216,3 @@ class IslandMeetings:
             meeting.wait()
         count, index = len(self.islands.rows), self.islands.index
         return state_of(self.progress, self.masters.digest, count, index)
-
-    def save(self, folder: Path) -> None:
-        """Write this rank's state into ``folder``."""
-        write(folder, self.state())
-
-    def read(self, folder: Path) -> None:
-        """Read the state in ``folder``, to continue from it with the next step."""
-        self.resume(read(folder))
-
-    def resume(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Continue with the next step from ``entries`` that this rank has read.
-
-        Raises CheckpointError where one is damaged; nothing has changed then.
-        """
-        found = [checked("the state of sync", entry) for entry in entries]
-        self.close()
-        self._loaded = found
