@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from hybridcomp.channels import checkpoint_note, resharing
 from hybridcomp.channels.engine_channels import Channels
-from hybridcomp.channels.error_feedback import are_residuals, held_in
+from hybridcomp.channels.saved_residuals import are_residuals, held_in
 from hybridcomp.errors import CheckpointError
 from hybridcomp.job import saved, small_messages
 from hybridcomp.job.agreement import tell

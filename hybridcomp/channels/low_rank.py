@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hybridcomp.channels.error_feedback import Piece, Residuals
+from hybridcomp.channels.error_feedback import Residuals
+from hybridcomp.channels.pieces import Piece
 from hybridcomp.codecs.low_rank import LowRank
 from hybridcomp.codecs.quantized_residual import QuantizedResidual, as_fp32
 from hybridcomp.collectives import Handle, OwnedRange, ReduceScatterHandle, Reduction, Transfer

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.channels.pieces import Piece
 from hybridcomp.collectives import Group, Meter
 from hybridcomp.collectives.wire import transport
 

@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import NAME, Channels, StepTraffic, checkpoint
-from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.channels.ledger_file import make_together
 from hybridcomp.channels.memory_use import memory_of
+from hybridcomp.channels.pieces import Piece
 from hybridcomp.codecs import check_payloads
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.collectives import check_headers

@@ -27,7 +27,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hybridcomp.channels import NAME, Channel, Channels, channels_of
-from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.channels.pieces import Piece
 from hybridcomp.patches.common.collective_wrappers import AllReduceInPlace
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam, has_module

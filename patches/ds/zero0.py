@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import NAME, AllReduce, channels_of
-from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.channels.pieces import Piece
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle
 from hybridcomp.errors import SeamError

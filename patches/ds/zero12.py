@@ -32,7 +32,7 @@ from hybridcomp.channels import (
     channel_of,
     channels_of,
 )
-from hybridcomp.channels.error_feedback import Piece, cut
+from hybridcomp.channels.pieces import Piece, cut
 from hybridcomp.codecs.base import Codec
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common.scope import Scope

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import NAME, Channel, ReduceScatter, channels_of, native_nbytes
-from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.channels.pieces import Piece
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import ReduceScatterHandle, Shards
 from hybridcomp.patches.common.scope import Scope

@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hybridcomp.autotune.trials import StepTraffic
 from hybridcomp.channels import NAME, AllReduce
-from hybridcomp.channels.error_feedback import Piece
 from hybridcomp.channels.memory_use import note_tables
+from hybridcomp.channels.pieces import Piece
 from hybridcomp.channels.resharing import Sends
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 from hybridcomp.collectives import Handle

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.channels.pieces import Piece
 from hybridcomp.collectives.wire.cuts import CHUNK_ALIGN
 
 

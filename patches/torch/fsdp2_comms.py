@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from hybridcomp import channels
 from hybridcomp.channels import Channel, ReduceScatterHandle, parameter_deltas
-from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.channels.pieces import Piece
 from hybridcomp.channels.resharing import Sends
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle

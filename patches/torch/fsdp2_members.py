@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.channels.pieces import Piece
 
 #: the method of a group of torch 2.15 that gets the parameters of a message
 PREPARE = "_prepare_reduce_scatter_inputs"

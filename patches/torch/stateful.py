@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels import Channels, resharing
-from hybridcomp.channels.error_feedback import are_residuals, held_in
 from hybridcomp.channels.resharing import share
+from hybridcomp.channels.saved_residuals import are_residuals, held_in
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import saved, small_messages

@@ -18,7 +18,7 @@ from hybridcomp.channels import (
     ReduceScatterHandle,
     ReduceToOwners,
 )
-from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.channels.pieces import Piece
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle
 from hybridcomp.policy import Direction

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels import Channels, sums
-from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.channels.pieces import Piece
 from hybridcomp.collectives import Group
 from hybridcomp.config import CompressionConfig
 from hybridcomp.session.reporter import Reporter

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from hybridcomp.channels import Channels, resharing
-from hybridcomp.channels.error_feedback import Piece, cut, held_in
+from hybridcomp.channels.pieces import Piece, cut
+from hybridcomp.channels.saved_residuals import held_in
 from hybridcomp.collectives import Group, Levels, OwnedRange, chunk_ranges
 from hybridcomp.config import CompressionConfig
 from hybridcomp.job import small_messages

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import Channels
-from hybridcomp.channels.error_feedback import Piece, cut
+from hybridcomp.channels.pieces import Piece, cut
 from hybridcomp.channels.replicated import Stretch, stretches_of
 from hybridcomp.codecs import make_codec
 from hybridcomp.collectives import OwnedRange

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels import Channels, checkpoint
-from hybridcomp.channels.error_feedback import Piece, held_in
+from hybridcomp.channels.pieces import Piece
+from hybridcomp.channels.saved_residuals import held_in
 from hybridcomp.collectives.hierarchical.discovery import Hierarchy
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import CheckpointError

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.channels import Channels
-from hybridcomp.channels.error_feedback import Piece, held_in
+from hybridcomp.channels.pieces import Piece
+from hybridcomp.channels.saved_residuals import held_in
 from hybridcomp.collectives import Shards
 from hybridcomp.config import CompressionConfig
 from tests.channels import sent

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels.error_feedback import Piece, Residuals
+from hybridcomp.channels.error_feedback import Residuals
 from hybridcomp.channels.low_rank import (
     Factored,
     Factors,
@@ -19,6 +19,7 @@ from hybridcomp.channels.low_rank import (
     reduce_scatter,
     reduce_to_owners,
 )
+from hybridcomp.channels.pieces import Piece
 from hybridcomp.codecs import PowerSgd
 from hybridcomp.collectives import Group, Meter, OwnedRange, Transfer
 from hybridcomp.collectives.low_rank import Matrix

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import hybridcomp
 from hybridcomp.channels import Channels, checkpoint
-from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.channels.pieces import Piece
 from hybridcomp.config import CompressionConfig
 from hybridcomp.session import process
 from tests.channels import sent

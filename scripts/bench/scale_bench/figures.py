@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.bench_host import Nowhere, as_on_a_gpu
 from bench.scale_bench.engines import ENGINES
 from bench.scale_bench.step import Engine, Shape
-from hybridcomp.channels.error_feedback import Piece, Residuals
+from hybridcomp.channels.error_feedback import Residuals
+from hybridcomp.channels.pieces import Piece
 from hybridcomp.collectives.wire import POOL, transport
 
 #: host time is measured with tensors of a few values, so that the CPU copies little in a GPU's

@@ -13,7 +13,7 @@ pytest.importorskip("deepspeed")
 from deepspeed.runtime.pipe import schedule
 
 from hybridcomp.channels import ATTRIBUTE, NAME, Channels
-from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.channels.pieces import Piece
 from hybridcomp.collectives import Handle, Meter
 from hybridcomp.config import CompressionConfig
 from hybridcomp.patches.ds import tied_weights

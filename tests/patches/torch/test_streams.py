@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.channels import NAME
-from hybridcomp.channels.error_feedback import Piece
+from hybridcomp.channels.pieces import Piece
 from hybridcomp.patches.torch.ddp import Reducer
 from hybridcomp.patches.torch.fsdp2_comms import EncodedReduceScatter
 from tests.stand_ins.gpu.common import QUIET, RANK, RANKS, channels, cuda, gpu, values_of
