@@ -84,7 +84,7 @@ class Message(ABC, Generic[R]):
 
 
 class Handling(NamedTuple):
-    """How sums with one codec treat the parameters that a tensor holds.
+    """Treatment, by sums with one codec, of the parameters that a tensor holds.
 
     Attributes:
         by_parameter: whether they must be known at all.

@@ -62,7 +62,7 @@ class Place(NamedTuple):
 
 
 class Places:
-    """Where a flat tensor has parts of one parameter, ordered by their offsets in it."""
+    """Places of one parameter's parts in a flat tensor, ordered by their offsets in it."""
 
     def __init__(self, places: Iterable[Place]) -> None:
         self.every = sorted(places)
@@ -99,7 +99,7 @@ class ResidualStretch:
 
     @cached_property
     def places(self) -> dict[str, Places]:
-        """Where the parameters are in ``flat``, by name."""
+        """Return the places of the parameters in ``flat``, by name."""
         return places_of(self.pieces)
 
     def saved(self) -> Iterator[tuple[str, tuple[int, Any]]]:

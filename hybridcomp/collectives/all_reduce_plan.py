@@ -32,7 +32,7 @@ from hybridcomp.collectives.wire import (
 
 @dataclass(frozen=True, eq=False)
 class AllReducePlan:
-    """How a group sums messages that are alike, on one level: by one of three ways.
+    """Plan by which a group sums messages that are alike, on one level: by one of three ways.
 
     Attributes:
         codec: of the reduction, held for the key.

@@ -27,7 +27,7 @@ from hybridcomp.collectives.wire import (
 
 @dataclass(frozen=True, eq=False)
 class AllGatherPlan:
-    """How a group gathers messages that are alike, on one level: by one of three ways.
+    """Plan by which a group gathers messages that are alike, on one level: by one of three ways.
 
     Attributes:
         held: the codec of the gather, for the key.
@@ -61,7 +61,7 @@ def plan_all_gather(shard: Tensor, via: Transfer) -> AllGatherPlan:
 
 @dataclass(frozen=True, eq=False)
 class AllToAllPlan:
-    """How a group exchanges parts of the same lengths: by one of three ways.
+    """Plan by which a group exchanges parts of the same lengths: by one of three ways.
 
     Attributes:
         held: the codec and the lengths, for the key.

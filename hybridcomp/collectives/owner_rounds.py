@@ -38,7 +38,7 @@ from hybridcomp.errors import CodecError
 
 @dataclass(frozen=True, eq=False)
 class BucketPlan:
-    """How a group sums buckets that are alike to their owners, on one level.
+    """Plan by which a group sums buckets that are alike to their owners, on one level.
 
     Attributes:
         held: codec and ranges of the reduction, for the key.

@@ -168,7 +168,7 @@ def _flat(
 
 @dataclass(frozen=True, eq=False)
 class ReduceScatterPlan:
-    """How a group reduce-scatters messages that are alike, on one level.
+    """Plan by which a group reduce-scatters messages that are alike, on one level.
 
     Attributes:
         held: the codec of the reduction, for the key.

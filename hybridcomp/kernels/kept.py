@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class FewBits(Protocol):
-    """What kernels ask of a residual of fewer bits that begins and ends between blocks."""
+    """Interface of a residual of fewer bits, for kernels, that begins and ends between blocks."""
 
     @property
     def bits(self) -> int:

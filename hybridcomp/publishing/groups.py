@@ -41,7 +41,7 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 
 @dataclass
 class Greeting:
-    """What a member says at the begin of a version; after ``exchange`` the most of all members.
+    """Statement of a member at the begin of a version; after ``exchange`` the most of all members.
 
     Attributes:
         sender: the sender's rank in the group; -1 from all others.

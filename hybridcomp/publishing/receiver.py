@@ -51,7 +51,7 @@ class AppliedVersion:
 
 @dataclass
 class _Taken:
-    """What the offers of one update have changed, and what they took."""
+    """Changes that the offers of one update have made, and the seconds that they took."""
 
     changes: dict[str, list[Change]] = field(default_factory=dict)
     is_new: bool = False  # whether the first version is among them

@@ -1,4 +1,4 @@
-"""What offers versions to a receiver, and a folder that does."""
+"""Offer versions to a receiver: the interface, and a folder that does."""
 
 from __future__ import annotations
 

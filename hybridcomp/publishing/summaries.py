@@ -1,4 +1,4 @@
-"""What a version was: its sizes, its times, and the estimate by which its codec was chosen."""
+"""Sum up a version: its sizes, its times, and the estimate by which its codec was chosen."""
 
 from __future__ import annotations
 

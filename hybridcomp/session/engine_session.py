@@ -252,7 +252,7 @@ class EngineSession:
 
     @property
     def memory(self) -> list[MemoryItem]:
-        """What the channels and the block's followers take on this rank, after ``measure``."""
+        """Return what channels and the block's followers take on this rank, after ``measure``."""
         return memory_of(self.channels)
 
     # steps

@@ -1,4 +1,4 @@
-"""What islands that are jobs have to have alike before they meet."""
+"""State what islands that are jobs have to have alike before they meet."""
 
 from __future__ import annotations
 

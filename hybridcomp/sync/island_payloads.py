@@ -1,4 +1,4 @@
-"""What islands that are jobs send each other: values and state as bytes that describe themselves.
+"""Pack what islands that are jobs send each other: values, state, as bytes that say what they are.
 
 In front of the values stands a line that says how they are encoded. An island that has just begun
 may send natively where others encode (``start_step``), and a guard gives up in one island alone.

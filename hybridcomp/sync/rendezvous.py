@@ -40,7 +40,7 @@ Reached = tuple[str, int] | None
 
 @dataclass(frozen=True)
 class Roster:
-    """What was decided of a meeting.
+    """Decision on a meeting.
 
     Attributes:
         number: of the meeting; 0 is none, but the beginning of a run.
@@ -65,7 +65,7 @@ class Roster:
 
 
 class Rendezvous:
-    """What one rank of an island asks of the store.
+    """Questions of one rank of an island to the store.
 
     Args:
         line: to the store.

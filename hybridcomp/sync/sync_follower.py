@@ -1,4 +1,4 @@
-"""What meetings have in common, whoever sends them: the weights, the clock, state and figures."""
+"""Hold what all meetings have in common: the weights, the clock, state and figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hybridcomp.sync.stored import checked, read, write
 
 @dataclass
 class Figures:
-    """What was measured since the last report."""
+    """Measurements since the last report."""
 
     meetings: int = 0
     skipped: int = 0

@@ -138,7 +138,7 @@ class _Gradients(ReduceScatter):
 
 @dataclass(frozen=True, eq=False)
 class _Layout:
-    """How gradients of these elements lie by destination; the same object for equal gradients.
+    """Layout of gradients of these elements by destination; one object for equal gradients.
 
     Attributes:
         chunks: elements of a part, by gradient; those of the last destinations may be shorter or

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What compression costs and brings from 2 to 4,096 ranks: measured without a wire, and planned.
+"""Measure what compression costs and brings from 2 to 4,096 ranks: without a wire, and planned.
 
     python scripts/bench/bench_scale.py host --out runs/scale
     python scripts/bench/bench_scale.py plans --out runs/scale

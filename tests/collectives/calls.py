@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hybridcomp import collectives
@@ -20,10 +21,12 @@ from hybridcomp.collectives import (
     ReduceScatterHandle,
     Reduction,
     Transfer,
+    chunk_ranges,
 )
 from hybridcomp.collectives import low_rank as factored
 from hybridcomp.collectives.low_rank import Factoring, Matrix
 from hybridcomp.collectives.wire import Steps
+from tests.collectives.common import values_of
 
 
 def group_of(group: Any) -> Group:
@@ -112,3 +115,22 @@ def low_rank_sum(
 ) -> Steps[Tensor]:
     how = Reduction(PowerSgd(rank), group_of(group), meter, residual=residual)
     return factored.low_rank_sum(values, Factoring(matrices, rank, warm), how)
+
+
+def fed_back(codec: Codec, levels: Levels, me: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What was given, delivered and is held over three all_reduces, by rank ``me``."""
+    numel = 1000
+    start, stop = chunk_ranges(numel, levels.width)[levels.local]
+    low, high = chunk_ranges(stop - start, levels.nodes)[levels.node]
+    residual, owner = torch.zeros(stop - start), torch.zeros(high - low)
+    given, delivered = torch.zeros(numel).double(), torch.zeros(numel).double()
+    for step in range(3):
+        tensor = values_of(me, numel, seed=step)
+        given += tensor
+        all_reduce(tensor, codec, levels, meter=Meter(), residual=residual, owner_residual=owner)
+        if me == 0:
+            delivered += tensor
+    held = torch.zeros(numel).double()
+    held[start:stop] += residual
+    held[start + low : start + high] += owner
+    return given, delivered, held

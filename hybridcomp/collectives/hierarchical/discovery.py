@@ -33,7 +33,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class PlacedRanks:
-    """Where the ranks of a job are.
+    """Nodes of a job's ranks.
 
     Attributes:
         units: by level, the innermost first, a number for the unit of every global rank.

@@ -1,4 +1,4 @@
-"""How others send changed weights, both ways, so that their speeds can stand beside stepcode's.
+"""Send changed weights as others do, both ways, so that their speeds can stand beside stepcode's.
 
 `int32 + bf16`: positions and new values, as vLLM's `sparse_nccl` has them. `gaps`: bytes between
 changed values, then the new values, through zstd. `xor`: all bit patterns xor the old ones, through

@@ -20,6 +20,7 @@ from hybridcomp.collectives.hierarchical.units import Arrangement, arrange
 from hybridcomp.collectives.topology import Nodes, discover
 from hybridcomp.errors import ConfigError
 from tests.collectives import calls
+from tests.collectives.calls import fed_back
 from tests.collectives.common import all_reduce_wire, bound, digest, rank_order_sum, values_of
 from tests.collectives.hierarchical.in_threads import everywhere, flat, units_of
 from tests.ranks import RunRanks
@@ -239,26 +240,12 @@ def test_processes(on_ranks: RunRanks, codec: Codec) -> None:
 
 def test_nothing_is_lost() -> None:
     """What was given is what was delivered and what the residuals of all ranks hold."""
-    numel, ranks = 1000, 8
     for codec in (Int8(), make_codec("blockint", bits=4)):
 
         def run(levels: Levels, me: int, codec: Codec = codec) -> tuple[Tensor, Tensor, Tensor]:
-            start, stop = chunk_ranges(numel, levels.width)[levels.local]
-            low, high = chunk_ranges(stop - start, levels.nodes)[levels.node]
-            residual, owner = torch.zeros(stop - start), torch.zeros(high - low)
-            given, delivered = torch.zeros(numel).double(), torch.zeros(numel).double()
-            for step in range(3):
-                tensor = values_of(me, numel, seed=step)
-                given += tensor
-                left: dict[str, Any] = {"residual": residual, "owner_residual": owner}
-                calls.all_reduce(tensor, codec, levels, meter=Meter(), **left)
-                delivered += tensor / ranks
-            held = torch.zeros(numel).double()
-            held[start:stop] += residual
-            held[start + low : start + high] += owner
-            return given, delivered, held
+            return fed_back(codec, levels, me)
 
-        found = on_levels(WIDTHS, ranks, run)
+        found = on_levels(WIDTHS, 8, run)
         given, delivered, held = (sum(part) for part in zip(*found, strict=True))
         assert float((given - delivered - held).abs().max()) <= 1e-5 * float(given.abs().max())
         assert held.abs().max() > 0

@@ -17,6 +17,7 @@ from hybridcomp.collectives.hierarchical.units import grid_of
 from hybridcomp.collectives.topology import Nodes, discover
 from hybridcomp.errors import ConfigError
 from tests.collectives import calls
+from tests.collectives.calls import fed_back
 from tests.collectives.common import all_reduce_wire, bound, digest, rank_order_sum, values_of
 from tests.ranks import RunRanks
 from tests.stand_ins.plain_codecs import Identity, Int8, Wide
@@ -250,24 +251,7 @@ def test_ranks_that_do_not_count_node_by_node(on_ranks: RunRanks, codec: Codec) 
 
 
 def _feedback(codec: Codec, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What was given, delivered and is held over three all_reduces, by this rank."""
-    me, levels, numel = dist.get_rank(), levels_of(width), 1000
-    start, stop = chunk_ranges(numel, levels.width)[levels.local]
-    low, high = chunk_ranges(stop - start, levels.nodes)[levels.node]
-    residual, owner = torch.zeros(stop - start), torch.zeros(high - low)
-    given, delivered = torch.zeros(numel).double(), torch.zeros(numel).double()
-    for step in range(3):
-        tensor = values_of(me, numel, seed=step)
-        given += tensor
-        calls.all_reduce(
-            tensor, codec, levels, meter=Meter(), residual=residual, owner_residual=owner
-        )
-        if me == 0:
-            delivered += tensor
-    held = torch.zeros(numel).double()
-    held[start:stop] += residual
-    held[start + low : start + high] += owner
-    return given, delivered, held
+    return fed_back(codec, levels_of(width), dist.get_rank())
 
 
 @pytest.mark.parametrize(("ranks", "width"), SHAPES)

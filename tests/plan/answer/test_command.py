@@ -42,6 +42,21 @@ def words(tmp_path: Path) -> list[str]:
     ]  # fmt: skip
 
 
+def test_islands_are_noted_beside_the_plans(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A note, as islands change a training; not where dp and zero hardly lengthen a step."""
+    alone = ["--fix", "tensor=1", "--fix", "stages=1", "--fix", "context=1", "--budget", "native"]
+    assert cli.main([*words, *alone]) == 0
+    assert "note: messages of dp and zero lengthen" in (said := capsys.readouterr().out)
+    block = json.loads(said.partition('"sync": ')[2].splitlines()[0])
+    assert block["islands"] == "node" and block["every"] >= 10
+    fast = {**CLUSTER, "between": {"gbytes_per_second": 1000}}
+    (tmp_path / "cluster.json").write_text(json.dumps(fast))
+    assert cli.main([*words, *alone]) == 0
+    assert "note: messages of dp" not in capsys.readouterr().out
+
+
 def test_a_plan_from_the_command_line(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
