@@ -78,6 +78,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "neox": {"", "config", "errors", "patches", "rules"},
     "run": {"", "job", "log"},
+    "missing_run": {"config", "errors", "job", "log"},
     # hybridcomp/__init__.py: the public names, imported late
     "": {
         "channels", "collectives", "config", "errors", "job", "log", "patches", "patching",

@@ -1,0 +1,89 @@
+"""A job that has a block and was started without hybridcomp is told so, once."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridcomp import missing_run
+from tests.ranks import run_ranks
+
+BLOCK = {"dp": {"codec": "blockint", "bits": 4}}
+
+
+def _step() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    torch.optim.SGD([weight], lr=0.1).step()
+
+
+def _trains(environment: dict[str, str], words: list[str], acting: bool) -> str:
+    """Take two steps; return what this rank has printed."""
+    assert dist.get_world_size() == 2
+    kept = {name: module for name, module in sys.modules.items() if missing_run.ACTING in name}
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        for name in kept:
+            patch.delitem(sys.modules, name)
+        if acting:
+            patch.setitem(sys.modules, missing_run.ACTING, sys)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "argv", ["train.py", *words])
+        missing_run.watch()
+        _step()
+        _step()
+    return printed.getvalue()
+
+
+def _output(environment: dict[str, str], *words: str, acting: bool = False) -> str:
+    return "".join(run_ranks(2, _trains, environment, list(words), acting))
+
+
+def test_torch_calls_it() -> None:
+    points = {point.name: point for point in entry_points(group="torch.backends")}
+    assert points["hybridcomp"].load() is missing_run.watch
+
+
+def test_a_block_that_the_environment_names_is_told_of_once(tmp_path: Path) -> None:
+    file = tmp_path / "block.json"
+    file.write_text(json.dumps(BLOCK))
+    found = _output({"HYBRIDCOMP_CONFIG": str(file)})
+    assert found.count(f"HYBRIDCOMP_CONFIG: {file} has a block, and nothing is compressed") == 1
+
+
+@pytest.mark.parametrize("words", [["--deepspeed_config", "{}"], ["--deepspeed={}"]])
+def test_a_block_in_the_file_of_an_option_is_told_of(words: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps({"train_batch_size": 8, "compression": BLOCK}))
+    found = _output({}, *(word.format(file) for word in words))
+    assert found.count(f"{file} has a block, and nothing is compressed") == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"train_batch_size": 8}, {"compression": {"enabled": False, **BLOCK}}, None],
+    ids=["no block", "not enabled", "no file"],
+)
+def test_a_file_without_a_block_is_none_of_its_business(
+    settings: dict[str, object] | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "ds_config.json"
+    if settings is not None:
+        file.write_text(json.dumps(settings))
+    assert "compressed" not in _output({}, "--deepspeed_config", str(file))
+
+
+def test_a_job_that_uses_hybridcomp_is_told_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "block.json"
+    file.write_text(json.dumps(BLOCK))
+    found = _output({"HYBRIDCOMP_CONFIG": str(file)}, acting=True)
+    assert "compressed" not in found
