@@ -32,6 +32,7 @@ from bench.loss_chapters import (
     untimed,
 )
 from bench.scale_bench.chapter import scale_chapter
+from bench.sync_chapter import sync_chapter
 from bench.training_bench import chapters, gpu_chapter, gpu_losses, paper
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,6 +102,12 @@ CHAPTERS = (
         "gpu", "On a GPU", gpu_chapter_of, "scripts/bench/bench_gpu_training.py, gpu_losses.py"
     ),
     Chapter("paper", "The paper's schemes", paper.paper_chapter, f"{BENCH} --layouts 3d"),
+    Chapter(
+        "sync",
+        "Islands: losses, and time to an equal loss",
+        sync_chapter,
+        "scripts/bench/loss_study.py --islands, bench_sites.py",
+    ),
     Chapter("scale", "From 2 to 4,096 ranks", scale_chapter, "scripts/bench/bench_scale.py"),
 )
 
