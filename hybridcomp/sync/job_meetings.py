@@ -14,6 +14,7 @@ one order, so that start copies and momentum stay alike bit for bit. Nobody can 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,16 +26,16 @@ from torch import Tensor
 
 from hybridcomp.channels import Channel
 from hybridcomp.errors import HybridcompError
-from hybridcomp.job import small_messages
+from hybridcomp.job import saved, small_messages
 from hybridcomp.sync import island_payloads
-from hybridcomp.sync.claimed_folders import claim
+from hybridcomp.sync.claimed_folders import claim, claim_url
 from hybridcomp.sync.island_facts import facts_of
 from hybridcomp.sync.masters import Masters, cut
 from hybridcomp.sync.membership import Membership
 from hybridcomp.sync.progress import Part
 from hybridcomp.sync.recurrence import Fragment
 from hybridcomp.sync.rendezvous import Reached, Roster
-from hybridcomp.sync.stored import entry_of_island, load_entry, state_of
+from hybridcomp.sync.stored import WHAT, entry_of_island, load_entry, state_of
 from hybridcomp.sync.sync_follower import Figures, SyncFollower, drift_of, rule_of
 
 
@@ -249,6 +250,20 @@ class JobMeetings(SyncFollower):
 
     def save(self, folder: Path) -> None:
         """Write this rank's state into ``folder``, which no other island has written to."""
-        if self._membership is not None:
-            claim(folder, self._membership.run, self._membership.name)
+        problem = None
+        if not dist.get_rank():
+            _, problem = saved.attempt(functools.partial(self.claim, folder))
+        saved.all_well(problem, WHAT)
         super().save(folder)
+
+    def claim(self, where: Path | str) -> None:
+        """Say at ``where``, a folder or a URL, that this island saves there. No collective.
+
+        Raises CheckpointError where another island of the run has.
+        """
+        if self._membership is None:
+            return
+        if isinstance(where, Path):
+            claim(where, self._membership.run, self._membership.name)
+        else:
+            claim_url(where, self._membership.meet.line, self._membership.name)
