@@ -8,7 +8,7 @@ import re
 import signal
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -57,12 +57,19 @@ def test_jobs_train_as_parts_of_one_job(engine: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(whole, [*found[0], *found[1]], strict=True))
 
 
-def lives(address: str, number: int, until: str, fate: str = "", when: int = 0) -> Starts:
+def lives(
+    address: str,
+    number: int,
+    until: str,
+    fate: str = "",
+    when: int = 0,
+    rule: Mapping[str, Any] = FED_BACK,
+) -> Starts:
     """Train an island of one rank until ``until`` has been at 5 meetings.
 
-    Returns the start copy after each meeting. ``fate``: what befalls it after meeting ``when``.
+    Returns the start copies after each meeting. ``fate``: what befalls it after meeting ``when``.
     """
-    where = block(address, 4.0, 3, **FED_BACK)
+    where = block(address, 4.0, 3, **rule)
     where["sync"]["islands"]["name"] = f"i{number}"
     job = Job(where, first=number, seed=number).build()
     found: Starts = {}
@@ -73,7 +80,7 @@ def lives(address: str, number: int, until: str, fate: str = "", when: int = 0) 
         if of.membership.last.number != last:
             last = of.membership.last.number
             seen += until in of.membership.last.present
-            found[last] = of.part.fragment.start.clone()
+            found[last] = torch.cat([part.fragment.start for part in of.parts])
             if fate and last == when:
                 befall(fate, job)
                 fate = ""
