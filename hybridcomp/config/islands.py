@@ -157,6 +157,27 @@ class IslandConfig(_Declared):
         return self.islands if isinstance(self.islands, RendezvousConfig) else None
 
     @property
+    def late(self) -> int:
+        """Return the steps from the message of a meeting to the step that takes its mean."""
+        return self.staleness * self.every or self.delay
+
+    def fragment_at(self, clock: int) -> int | None:
+        """Return the fragment that meets at step ``clock``; None: none does."""
+        offsets = [self.every * index // self.fragments for index in range(self.fragments)]
+        step = clock % self.every
+        return offsets.index(step) if step in offsets else None
+
+    @property
+    def most_under_way(self) -> int:
+        """Return how many meetings may be under way when a further one begins."""
+        if self.staleness:
+            return self.staleness * self.fragments - 1
+        met = {self.every * index // self.fragments for index in range(self.fragments)}
+        return max(
+            sum((at - ago) % self.every in met for ago in range(1, self.delay)) for at in met
+        )
+
+    @property
     def remark(self) -> str:
         """Say when islands meet, and what they do with a mean."""
         if not self.acts:
@@ -203,11 +224,7 @@ class IslandConfig(_Declared):
                 raise problem(name, value, f"{todo}; remove it, or staleness")
 
     def _check_jobs(self) -> None:
-        """Refuse what islands that are jobs cannot do: they hold one meeting after the other."""
-        for name, plain in (("fragments", 1), ("delay", 0), ("staleness", 0)):
-            if (value := getattr(self, name)) != plain:
-                todo = "islands that meet at a rendezvous send all weights and wait for the mean"
-                raise problem(name, value, f"{todo}; remove it, or make them parts of one job")
+        """Refuse what islands that are jobs cannot do."""
         if self.ramp is not None:
             todo = "islands that join count other steps, so their codecs would differ; remove it"
             raise problem("ramp", self.ramp.model_dump(by_alias=True), todo)

@@ -2,45 +2,50 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import os
 from pathlib import Path
 
-import torch.distributed as dist
-
 from hybridcomp.errors import CheckpointError
 from hybridcomp.job import saved
-from hybridcomp.sync.stored import WHAT
+from hybridcomp.sync.store_line import StoreLine, awaited
 
-FILE = "hybridcomp_sync_island.json"
+#: with the run in the place of ``*``: each run claims for itself, so that one of two at once does
+FILES = "hybridcomp_sync_island_*.json"
+#: seconds that whoever has just claimed a folder takes to say who it is
+WRITING_S = 5.0
 
 
 def claim(folder: Path, run: str, island: str) -> None:
-    """Say in ``folder`` that ``island`` of ``run`` writes there; a collective of the island.
+    """Say in ``folder`` that ``island`` of ``run`` writes there; every rank may, and alone.
 
-    Raises CheckpointError, on every rank, where another island of the run has: each would overwrite
-    what the other has saved. An earlier run's folder is taken.
+    Raises CheckpointError where another island of the run has: each would overwrite what the other
+    has saved. An earlier run's folder is taken.
     """
-    problem = None
-    if not dist.get_rank():
-        _, problem = saved.attempt(functools.partial(_claim, folder, run, island))
-    saved.all_well(problem, WHAT)
-
-
-def _claim(folder: Path, run: str, island: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / FILE
-    own = {"format": saved.FORMAT, "run": run, "island": island}
-    with contextlib.suppress(FileExistsError):  # of two at once one creates it
+    path = folder / FILES.replace("*", run)
+    try:
         with os.fdopen(os.open(path, saved.NEW_FILE, 0o666), "w", encoding="utf-8") as file:
-            file.write(json.dumps(own) + "\n")
-        return
-    there = saved.read_json(path)
-    if there.get("run") == run and there.get("island") != island:
+            file.write(json.dumps({"format": saved.FORMAT, "island": island}) + "\n")
+    except FileExistsError:
+        awaited(lambda: path.stat().st_size or None, WRITING_S)
+        _check(folder, str(saved.read_json(path).get("island")), island)
+    for other in set(folder.glob(FILES)) - {path}:
+        other.unlink(missing_ok=True)
+
+
+def claim_url(url: str, line: StoreLine, island: str) -> None:
+    """Say at the rendezvous that ``island`` writes to ``url``, which is one for all islands.
+
+    Raises CheckpointError as ``claim``, PeerError where the rendezvous does not answer.
+    """
+    _check(url, line.first(f"saves/{url}", island).decode(), island)
+
+
+def _check(where: Path | str, holder: str, island: str) -> None:
+    if holder != island:
         raise CheckpointError(
-            f"{folder} has what island {there.get('island')} of this run has saved, and island "
-            f"{island} would overwrite it; give each island a folder of its own"
+            f"{where} has what island {holder} of this run has saved, and island {island} would "
+            "overwrite it; give each island a folder of its own, and an island that comes again "
+            "its name (sync.islands.name)"
         )
-    saved.write_json(path, own)

@@ -14,6 +14,7 @@ one order, so that start copies and momentum stay alike bit for bit. Nobody can 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,17 +26,22 @@ from torch import Tensor
 
 from hybridcomp.channels import Channel
 from hybridcomp.errors import HybridcompError
-from hybridcomp.job import small_messages
+from hybridcomp.job import saved, small_messages
 from hybridcomp.sync import island_payloads
-from hybridcomp.sync.claimed_folders import claim
+from hybridcomp.sync.claimed_folders import claim, claim_url
+from hybridcomp.sync.given_state import (
+    arrived,
+    give_up_messages,
+    state_for_others,
+    take_state,
+)
 from hybridcomp.sync.island_facts import facts_of
-from hybridcomp.sync.masters import Masters, cut
+from hybridcomp.sync.masters import Masters
 from hybridcomp.sync.membership import Membership
-from hybridcomp.sync.progress import Part
-from hybridcomp.sync.recurrence import Fragment
-from hybridcomp.sync.rendezvous import Reached, Roster
-from hybridcomp.sync.stored import entry_of_island, load_entry, state_of
-from hybridcomp.sync.sync_follower import Figures, SyncFollower, drift_of, rule_of
+from hybridcomp.sync.progress import Meeting
+from hybridcomp.sync.roster import Reached, Roster
+from hybridcomp.sync.stored import WHAT, entry_of_island, load_entry, state_of
+from hybridcomp.sync.sync_follower import Figures, SyncFollower, drift_of
 
 
 class JobMeetings(SyncFollower):
@@ -56,11 +62,6 @@ class JobMeetings(SyncFollower):
         assert self._membership is not None, "begun"
         return self._membership
 
-    @property
-    def part(self) -> Part:
-        """Return this rank's part of the weights."""
-        return self.progress.parts[0]
-
     # followers
 
     def before_step(self) -> None:
@@ -72,12 +73,6 @@ class JobMeetings(SyncFollower):
             except HybridcompError:
                 self.close()
                 raise
-
-    def after_step(self, step: int) -> None:
-        """Hold the meeting that is due after a step; ``step`` is not used, see the clock."""
-        self.progress.clock += 1
-        if self.clock % self.config.every == 0:
-            self._meet()
 
     def row(self) -> dict[str, float] | None:
         """Return the figures since the last call; None where no meeting was held."""
@@ -94,37 +89,44 @@ class JobMeetings(SyncFollower):
             "islands": float(len(of.last.members)),
             "left_out": float(left_out),
             "joined": float(joined),
+            "staleness": float(found.ahead),
         }
 
     def close(self) -> None:
         """Leave the run, so that nobody waits for this island, and free what is held."""
         if self._membership is not None:
-            self._membership.leave()
+            self._membership.leave(len(self.under_way))
         self._membership = None
         super().close()
 
     # coming
 
     def _begin(self) -> None:
-        masters = self.masters
-        pieces = (dist.get_world_size(), dist.get_rank()) if masters.replicated else (1, 0)
-        ((low, high, numel),) = cut(masters.numel, 1, *pieces)
-        start = masters.read(low, high, numel)
-        self.progress.parts = [Part(low, high, numel, Fragment(rule_of(self.config), start))]
-        facts = facts_of(self._channel, masters)
-        self._membership = Membership(self.jobs, facts, self._say)
-        self._membership.join(self._load(), self._has_state)
+        self._cut(dist.get_world_size(), dist.get_rank(), self.masters.replicated)
+        facts, at_once = facts_of(self._channel, self.masters), self.config.most_under_way
+        self._membership = Membership(self.jobs, facts, at_once, self._say)
+        reached = self._load()
+        self._membership.join(reached, self._has_state)
+        self._joined()
+
+    def _joined(self) -> None:
+        """Put the messages that are under way into the rendezvous, under the names there."""
+        first = self.membership.last.number + 1
+        for number, meeting in enumerate(self.under_way, first):
+            self._post(number, meeting)
+        self._catch_up()
 
     def _load(self) -> Reached:
         """Load this island's own state from a checkpoint; return how far it had got."""
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             return None
-        entry = entry_of_island(loaded, self.progress, self.masters.digest)
+        entry = entry_of_island(loaded, self.progress, self.masters.digest, self.config.late)
         if entry is None:
             self._say(
-                "sync: the checkpoint holds no state of this island, with as many ranks and the "
-                "same weights; it takes that of a peer, or begins anew"
+                "sync: the checkpoint holds no state of this island, with as many ranks, the same "
+                "weights and fragments and what is under way as late; it takes that of a peer, or "
+                "begins anew"
             )
             return None
         load_entry(entry, self.progress)
@@ -134,81 +136,92 @@ class JobMeetings(SyncFollower):
         """Get the state after the meeting at which this island joins; False where none comes."""
         own, giver = self.membership.own, roster.giver
         reached = roster.joining[own]
+        alike = all(one is not None and one == reached for one in roster.joining.values())
         if giver == own:
-            if any(one is None or one != reached for one in roster.joining.values()):
+            if not alike:
+                give_up_messages(self.progress)
                 self._give(roster)
             return True
-        if reached is not None and roster.joining.get(giver) == reached:
-            return True  # all come from one meeting, and this island goes on from its own state
+        # of one meeting: each goes on from its own state
+        ours = reached is not None and roster.joining.get(giver) == reached
+        if ours and (alike or not self.config.late):
+            return True
         data = self.membership.meet.take(roster.number)
-        there = self.part.fragment.start.new_tensor([data is not None], dtype=torch.int32)
+        there = self.parts[0].fragment.start.new_tensor([data is not None], dtype=torch.int32)
         if not int(small_messages.least(there)) or data is None:
             return False
-        state = island_payloads.unpack_state(data)
-        part, like = self.part, self.part.fragment.start
-        part.fragment = Fragment(part.fragment.rule, state["start"].to(like))
-        if state["momentum"] is not None:
-            part.fragment.momentum = state["momentum"].to(like)
-        self.progress.clock = int(state["clock"])
-        self._write(part.fragment.start)
+        take_state(island_payloads.unpack_state(data), self.progress, self._write)
+        self.masters.written()
         return True
 
     def _give(self, roster: Roster) -> None:
-        fragment, momentum = self.part.fragment, self.part.fragment.momentum
-        state = {
-            "start": fragment.start.cpu(),
-            "momentum": None if momentum is None else momentum.cpu(),
-            "clock": self.clock,
-        }
-        self.membership.meet.give(roster.number, island_payloads.pack_state(state))
+        state = island_payloads.pack_state(state_for_others(self.progress))
+        self.membership.meet.give(roster.number, state)
 
     # meetings
 
-    def _meet(self) -> None:
-        """Hold a meeting; join again where it was held without this island.
-
-        1. Post what this rank's part has moved; once all ranks have, the island stands.
-        2. Take the decision: who is present.
-        3. Take the messages of those, and the mean.
-        4. Give the state to who joins.
-        """
-        of, part, began = self.membership, self.part, time.perf_counter()
-        own, last = of.own, of.last
+    def _send(self, index: int) -> None:
+        """Put what this rank's part of a fragment has moved into the rendezvous."""
+        part, began = self.parts[index], time.perf_counter()
         now = self.masters.read(part.low, part.high, part.numel)
-        # 1
-        message = island_payloads.pack(self._channel, part.fragment.send(now))
-        of.meet.post(own, last.number + 1, message)
+        data = island_payloads.pack(self._channel, part.fragment.send(now))
+        message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._figures.ahead = max(self._figures.ahead, len(part.fragment.under_way) - 1)
+        self.under_way.append(Meeting(index, self.clock + self.config.late, message, arrived))
+        self._post(self.membership.last.number + len(self.under_way), self.under_way[-1])
+        self._figures.wait_s += time.perf_counter() - began
+
+    def _post(self, number: int, meeting: Meeting) -> None:
+        """Post a message; once all ranks have, the island stands at the meeting."""
+        of = self.membership
+        of.meet.post(of.own, number, meeting.rows.cpu().numpy().data)
         small_messages.wait_for_all()
         if not of.meet.place:
-            of.meet.stand(own, last.number + 1)
+            of.meet.stand(of.own, number)
+
+    def _take(self) -> bool:
+        """End the first meeting under way; join again where it is held without this island.
+
+        1. Take the decision: who is present.
+        2. Take the messages of those, and the mean.
+        3. Give the state to who joins.
+        """
+        of, began, meeting = self.membership, time.perf_counter(), self.under_way[0]
+        # 1
+        roster = of.meet.decide(of.last, of.own)
         # 2
-        roster = of.meet.decide(last, own)
-        # 3
-        rows = self._rows(roster) if own in roster.present else None
+        rows = self._rows(roster, meeting.index) if of.own in roster.present else None
         self._figures.wait_s += time.perf_counter() - began
         if rows is None:
-            part.fragment.skip()
+            give_up_messages(self.progress)
             of.come_back(self._has_state)
-            return
+            self._joined()
+            return False
+        self.under_way.pop(0)
         good = {island: row for island, row in rows.items() if row is not None}
-        self._take(good, now)
-        # 4
-        if roster.giver == own:
-            self._give(roster)
+        written = self._arrived(meeting.index, good, of.own in rows and of.own not in good)
+        # 3
         of.held(roster, [island for island in rows if island not in good])
+        if roster.giver == of.own:
+            self._give(roster)
+        return written
 
-    def _rows(self, roster: Roster) -> dict[str, Tensor | None] | None:
+    def _rows(self, roster: Roster, index: int) -> dict[str, Tensor | None] | None:
         """Return the messages by island, None for one with NaN or Inf, the same in all islands.
 
-        None where a rank of this island came too late for one of them: it is left out then.
+        Islands that have come since the meeting began have sent none. None where a rank of this
+        island came too late for one of them: it is left out then.
         """
-        like, found = self.part.fragment.start, {}
+        like, found, silent = self.parts[index].fragment.start, {}, []
         for island in roster.present:
             data = self.membership.meet.message_of(island, roster.number)
             if data is None:
                 break
-            found[island] = torch.empty_like(like)
-            island_payloads.unpack(self._channel, data, found[island])
+            found[island] = torch.zeros_like(like)
+            if data:
+                island_payloads.unpack(self._channel, data, found[island])
+            else:
+                silent.append(island)
         there = len(found) == len(roster.present)
         flags = [there, *(bool(row.isfinite().all()) for row in found.values())]
         flags += [True] * (1 + len(roster.present) - len(flags))
@@ -216,27 +229,28 @@ class JobMeetings(SyncFollower):
         if not least[0]:
             return None
         finite = zip(found.items(), least[1:], strict=True)
-        return {island: row if well else None for (island, row), well in finite}
+        return {one: row if well else None for (one, row), well in finite if one not in silent}
 
-    def _take(self, rows: Mapping[str, Tensor], now: Tensor) -> None:
-        """Take the mean of ``rows``; without a row of its own go back to the others' weights."""
-        fragment, own = self.part.fragment, self.membership.own
+    def _arrived(self, index: int, rows: Mapping[str, Tensor], bad: bool) -> bool:
+        """Take the mean of ``rows``; return whether the weights of this rank changed.
+
+        ``bad``: this island's message does not count, and it goes back to the others' weights.
+        """
+        part, own = self.parts[index], self.membership.own
+        fragment = part.fragment
+        lost = bad and fragment.under_way[0].message is not None
         if rows:
             self._figures.meetings += 1
             self._figures.drift += drift_of(torch.stack(list(rows.values())), fragment.start)
-            index = list(rows).index(own) if own in rows else -1
-            new = fragment.arrive(list(rows.values()), index, now)
+            place = list(rows).index(own) if own in rows else -1
+            now = self.masters.read(part.low, part.high, part.numel)
+            self._write(index, fragment.arrive(list(rows.values()), place, now))
         else:
             self._figures.skipped += 1
             fragment.skip()
-        if own not in rows:
-            new = fragment.fall_back()
-        self._write(new)
-
-    def _write(self, values: Tensor) -> None:
-        """Put this rank's part into its weights; where all ranks hold all, also the others'."""
-        self.masters.write_part(self.part, values, (0, self.masters.numel), None)
-        self.masters.written()
+        if lost:
+            self._fall_back()
+        return bool(rows) or lost
 
     # state
 
@@ -245,10 +259,25 @@ class JobMeetings(SyncFollower):
         if self._masters is None:
             return None
         found = state_of(self.progress, self.masters.digest, islands=1, index=0)
-        return {**found, "run": self.membership.run, "meeting": self.membership.last.number}
+        of = self.membership
+        return {**found, "run": of.run, "meeting": of.last.number, "late": self.config.late}
 
     def save(self, folder: Path) -> None:
         """Write this rank's state into ``folder``, which no other island has written to."""
-        if self._membership is not None:
-            claim(folder, self._membership.run, self._membership.name)
+        problem = None
+        if not dist.get_rank():
+            _, problem = saved.attempt(functools.partial(self.claim, folder))
+        saved.all_well(problem, WHAT)
         super().save(folder)
+
+    def claim(self, where: Path | str) -> None:
+        """Say at ``where``, a folder or a URL, that this island saves there. No collective.
+
+        Raises CheckpointError where another island of the run has.
+        """
+        if self._membership is None:
+            return
+        if isinstance(where, Path):
+            claim(where, self._membership.run, self._membership.name)
+        else:
+            claim_url(where, self._membership.meet.line, self._membership.name)

@@ -20,18 +20,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hybridcomp.channels import AllGather, Channel
 from hybridcomp.job import small_messages
 from hybridcomp.job.agreement import agree
 from hybridcomp.sync.exact_sends import broadcast, start_gather
 from hybridcomp.sync.islands import Islands
-from hybridcomp.sync.masters import Masters, bounds, cut
-from hybridcomp.sync.progress import Meeting, Part
-from hybridcomp.sync.recurrence import Fragment
+from hybridcomp.sync.masters import Masters
+from hybridcomp.sync.progress import Meeting
 from hybridcomp.sync.stored import state_of, taken_over
-from hybridcomp.sync.sync_follower import Figures, SyncFollower, drift_of, rule_of
+from hybridcomp.sync.sync_follower import Figures, SyncFollower, drift_of
 
 
 class IslandMeetings(SyncFollower):
@@ -57,17 +55,7 @@ class IslandMeetings(SyncFollower):
             say: tells the user a sentence, on rank 0.
         """
         super().__init__(channel, make, say)
-        self.islands = islands
-
-    @property
-    def parts(self) -> list[Part]:
-        """Return this rank's parts, by fragment."""
-        return self.progress.parts
-
-    @property
-    def under_way(self) -> list[Meeting]:
-        """Return the meetings whose means are still to be taken, in order."""
-        return self.progress.under_way
+        self.islands, self._inside = islands, islands.inside
 
     # followers
 
@@ -76,20 +64,6 @@ class IslandMeetings(SyncFollower):
         if self._masters is None:
             self._masters = self._make()
             self._begin()
-
-    def after_step(self, step: int) -> None:
-        """Hold the meetings that are due after a step; ``step`` is not used, see the module."""
-        self.progress.clock += 1
-        written = False
-        while self.under_way and self.under_way[0].due <= self.clock:
-            written |= self._take(self.under_way.pop(0))
-        for index in range(len(self.parts)):
-            if self.clock % self.config.every == self._offset(index):
-                self._send(index)
-                if self.under_way[-1].due <= self.clock:
-                    written |= self._take(self.under_way.pop())
-        if written:
-            self.masters.written()
 
     def row(self) -> dict[str, float] | None:
         """Return the figures since the last call; None where no meeting was held."""
@@ -106,19 +80,10 @@ class IslandMeetings(SyncFollower):
 
     # beginning
 
-    def _offset(self, index: int) -> int:
-        """Return the step within ``every`` at which fragment ``index`` meets."""
-        return self.config.every * index // len(self.parts)
-
     def _begin(self) -> None:
-        masters, islands, config = self.masters, self.islands, self.config
+        masters, islands = self.masters, self.islands
         self._agree()
-        width, place = (islands.width, islands.place) if masters.replicated else (1, 0)
-        cuts = cut(masters.numel, config.fragments, width, place)
-        rule = rule_of(config)
-        for low, high, numel in cuts:
-            start = masters.read(low, high, numel)
-            self.parts.append(Part(low, high, numel, Fragment(rule, start)))
+        self._cut(islands.width, islands.place, masters.replicated)
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             problem = taken_over(loaded, self.progress, islands, masters.digest)
@@ -167,13 +132,13 @@ class IslandMeetings(SyncFollower):
             ),
             native=native, encoded=lambda handle: handle.wait,
         )  # fmt: skip
-        late = self.config.staleness * self.config.every or self.config.delay
         self._figures.ahead = max(self._figures.ahead, len(part.fragment.under_way) - 1)
-        self.under_way.append(Meeting(index, self.clock + late, rows, wait))
+        self.under_way.append(Meeting(index, self.clock + self.config.late, rows, wait))
 
-    def _take(self, meeting: Meeting) -> bool:
-        """Finish a meeting; return whether the weights of this rank changed."""
-        part, began = self.parts[meeting.index], time.perf_counter()
+    def _take(self) -> bool:
+        """End the first meeting under way; return whether the weights of this rank changed."""
+        meeting, began = self.under_way.pop(0), time.perf_counter()
+        part = self.parts[meeting.index]
         meeting.wait()
         rows = meeting.rows.view(len(self.islands.rows), part.numel)
         finite = rows.isfinite().all(dim=1).to(torch.int32)
@@ -187,6 +152,7 @@ class IslandMeetings(SyncFollower):
             new = part.fragment.arrive(rows.unbind(), self.islands.index, now)
             self._write(meeting.index, new)
             return True
+        lost = self.islands.index in bad and part.fragment.under_way[0].message is not None
         part.fragment.skip()
         self._figures.skipped += 1
         self._say(
@@ -194,14 +160,9 @@ class IslandMeetings(SyncFollower):
             f"skip this meeting of fragment {meeting.index}, and those go back to the weights of "
             "the last one"
         )
-        if self.islands.index in bad:
-            self._write(meeting.index, part.fragment.fall_back())
-        return self.islands.index in bad
-
-    def _write(self, index: int, values: Tensor) -> None:
-        """Put this rank's part into its weights; where all ranks hold all, also the others'."""
-        whole = bounds(self.masters.numel, len(self.parts), index)
-        self.masters.write_part(self.parts[index], values, whole, self.islands.inside)
+        if lost:
+            self._fall_back()
+        return lost
 
     # state
 

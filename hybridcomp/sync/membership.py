@@ -14,7 +14,8 @@ import torch.distributed as dist
 from hybridcomp.config.rendezvous import RendezvousConfig
 from hybridcomp.errors import HybridcompError, PeerError
 from hybridcomp.job import small_messages
-from hybridcomp.sync.rendezvous import Reached, Rendezvous, Roster
+from hybridcomp.sync.rendezvous import Rendezvous
+from hybridcomp.sync.roster import Reached, Roster
 from hybridcomp.sync.store_line import KEY, StoreLine
 
 #: times that an island tries to join where its givers end
@@ -34,16 +35,26 @@ class Membership:
     """
 
     def __init__(
-        self, jobs: RendezvousConfig, facts: Mapping[str, Any], say: Callable[..., object]
+        self,
+        jobs: RendezvousConfig,
+        facts: Mapping[str, Any],
+        under_way: int,
+        say: Callable[..., object],
     ) -> None:
         """Connect, and compare ``facts`` with the run's; a collective of the island.
 
-        ``say``: tells the user a sentence, on the first rank. Raises AgreementError, PeerError.
+        Args:
+            jobs: the block's.
+            facts: what all islands have alike.
+            under_way: meetings that may be under way when a further one begins.
+            say: tells the user a sentence, on the first rank.
+
+        Raises AgreementError, PeerError.
         """
         self._say, self._limit_s = say, jobs.timeout_s
         line = StoreLine(*jobs.address, jobs.timeout_s)
         self.meet = Rendezvous(
-            line, dist.get_rank(), jobs.at_start, jobs.timeout_s, jobs.join_timeout_s
+            line, dist.get_rank(), jobs.at_start, jobs.timeout_s, jobs.join_timeout_s, under_way
         )
         self.own, self.last = "", Roster(-1, [])
         self.left_out = self.joined = 0
@@ -108,12 +119,15 @@ class Membership:
             count = len(now.present)
             self._say(f"sync: meeting {now.number} of {count} island(s): {'; '.join(words)}")
 
-    def leave(self) -> None:
-        """Leave the run, so that nobody waits for this island. No collective."""
+    def leave(self, under_way: int) -> None:
+        """Leave the run, so that nobody waits for this island. No collective.
+
+        ``under_way``: meetings to which it has sent its message, which counts.
+        """
         if not self.own or self.meet.place:
             return
         try:
-            self.meet.leave(self.own, self.last.number + 1)
+            self.meet.leave(self.own, self.last.number + under_way + 1)
         except PeerError as error:  # the others wait once, or have gone with the store
             self._say(f"sync: island {self.own} ends without a word: {error}")
 

@@ -28,7 +28,8 @@ class Meeting:
     Attributes:
         index: the fragment.
         due: the step at which its mean is taken.
-        rows: what all islands sent, one after the other; complete after ``wait``.
+        rows: what all islands sent, one after the other; complete after ``wait``. Of an island that
+            is a job: its own message, as bytes; none where it has sent nothing.
         wait: returns once the rows are there.
     """
 
@@ -46,8 +47,10 @@ class Progress:
         clock: steps that the optimizer was asked for.
         parts: by fragment.
         under_way: meetings in the order in which their means are taken.
+        unsent: whether a message that is due at ``clock`` is still to be sent.
     """
 
     clock: int = 0
     parts: list[Part] = field(default_factory=list)
     under_way: list[Meeting] = field(default_factory=list)
+    unsent: bool = False

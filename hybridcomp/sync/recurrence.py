@@ -55,12 +55,13 @@ class UnderWay:
     """A message that was sent and whose mean has not arrived.
 
     Attributes:
-        message: what was sent, before encoding.
+        message: what was sent, before encoding; None: nothing, the island has come since then or
+            gone back to the weights of the others.
         kept: the residual that went into it; None: none.
         moved: what the island had moved since its message before; None unless progress is kept.
     """
 
-    message: Tensor
+    message: Tensor | None
     kept: Tensor | None
     moved: Tensor | None
 
@@ -98,6 +99,10 @@ class Fragment:
         self.under_way.append(UnderWay(message, kept, moved if rule.keeps_progress else None))
         return message
 
+    def listen(self) -> None:
+        """Take part in a meeting that has begun, and to which this island has sent nothing."""
+        self.under_way.append(UnderWay(None, None, None))
+
     def arrive(self, sent: Sequence[Tensor], own: int, now: Tensor) -> Tensor:
         """Take what the islands sent, in their order; return this island's weights from now on.
 
@@ -107,18 +112,18 @@ class Fragment:
             now: the own weights.
         """
         rule, message = self.rule, self.under_way.popleft()
-        if rule.error_feedback:
+        if rule.error_feedback and message.message is not None:
             left = message.message if own < 0 else message.message - sent[own]
             self._keep(left)
         change = self._outer(_mean(sent))
         self.start.sub_(change)
         if not rule.keeps_progress:
             return torch.lerp(self.start, now, rule.mix) if rule.mix else self.start.clone()
-        assert self.base is not None and message.moved is not None, "sent"
+        assert self.base is not None, "sent"
         if not self.under_way and torch.equal(self.base, now):  # nothing is left to keep
             self.base = self.start.clone()
             return self.start.clone()
-        shift = message.moved - change
+        shift = -change if message.moved is None else message.moved - change
         self.base.add_(shift)
         return now + shift
 
@@ -131,8 +136,12 @@ class Fragment:
             self.base.add_(message.moved)
 
     def fall_back(self) -> Tensor:
-        """Return the weights that all islands agreed on last, for an island that lost its own."""
+        """Return the weights that all islands agreed on last, for an island that lost its own.
+
+        Of what it has sent nothing is made up for.
+        """
         self.residual, self.base = None, None
+        self.under_way = deque(UnderWay(None, None, None) for _ in self.under_way)
         if self.rule.keeps_progress:
             self.base = self.start.clone()
         return self.start.clone()

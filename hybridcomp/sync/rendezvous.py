@@ -13,7 +13,9 @@ and who was ``silent``. Whoever appends number n first has decided it, and all r
    (``message_of``). They lie in the store, so that the end of an island breaks no meeting.
 4. An island that stood too late finds itself left out, and announces itself again.
 
-Messages of meeting n are overwritten by those of n + 2: whoever stands at n + 1 has read them.
+With ``delay`` or ``staleness`` islands begin up to U further meetings before they take the decision
+on meeting n. Whoever stands at meeting n has read all messages up to n - U - 1, so that a message
+is overwritten by that of 2 U + 2 meetings later.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ import functools
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from hybridcomp.errors import AgreementError, PeerError
+from hybridcomp.sync.roster import Reached, Roster
 from hybridcomp.sync.store_line import KEY, StoreLine, awaited
 
 #: what an island says of a meeting: it stands, or it has left for good
@@ -34,34 +37,6 @@ HERE, BYE = b"here", b"bye"
 SLACK_S = 60.0
 #: seconds between two words on what an island waits for before it may join
 WORD_S = 60.0
-#: how far an island has got, in a run: the run, and its meetings; None: nowhere
-Reached = tuple[str, int] | None
-
-
-@dataclass(frozen=True)
-class Roster:
-    """Decision on a meeting.
-
-    Attributes:
-        number: of the meeting; 0 is none, but the beginning of a run.
-        present: islands whose messages count, in one order on all.
-        joining: islands that take part from the next one on, with how far they had got.
-        giver: the island from which these take weights; "" where none joins.
-        silent: members that did not stand in time.
-        heard: announcements that were looked at.
-    """
-
-    number: int
-    present: list[str]
-    joining: dict[str, list[Any] | None] = field(default_factory=dict)
-    giver: str = ""
-    silent: list[str] = field(default_factory=list)
-    heard: int = 0
-
-    @property
-    def members(self) -> list[str]:
-        """Return the islands that the next meeting waits for."""
-        return [*self.present, *self.joining]
 
 
 class Rendezvous:
@@ -73,13 +48,21 @@ class Rendezvous:
         at_start: islands with which a run begins.
         timeout_s: seconds for which an island waits for the others at a meeting.
         join_timeout_s: seconds for which an island waits until it may join.
+        under_way: U, meetings that may be under way when a further one begins.
     """
 
     def __init__(
-        self, line: StoreLine, place: int, at_start: int, timeout_s: float, join_timeout_s: float
+        self,
+        line: StoreLine,
+        place: int,
+        at_start: int,
+        timeout_s: float,
+        join_timeout_s: float,
+        under_way: int = 0,
     ) -> None:
         self.line, self.place, self.at_start = line, place, at_start
         self.timeout_s, self.join_timeout_s = timeout_s, join_timeout_s
+        self.under_way, self.slots = under_way, 2 * under_way + 2
 
     # who takes part; of the first rank of an island, where nothing else is said
 
@@ -162,7 +145,7 @@ class Rendezvous:
     def stand(self, own: str, number: int) -> None:
         """Say that all ranks of the island have posted."""
         self.line.set(f"stands/{number}/{own}", HERE)
-        self.line.drop(f"stands/{number - 2}/{own}")
+        self.line.drop(f"stands/{number - self.slots}/{own}")
 
     def decide(self, last: Roster, own: str) -> Roster:
         """Return the decision on the meeting after ``last``; all ranks of the island call it.
@@ -192,7 +175,7 @@ class Rendezvous:
         present = [member for member, word in stands.items() if word == HERE]
         silent = [member for member, word in stands.items() if word is None]
         joining, heard = self._announced(last.heard)
-        giver = present[0] if present and joining else ""
+        giver = own if joining else ""  # which gives at once: others may come to this later
         return self._append(Roster(number, present, joining, giver, silent, heard))
 
     def message_of(self, island: str, number: int) -> bytearray | None:
@@ -200,20 +183,28 @@ class Rendezvous:
         return self.line.take(self._message(island, number), number)
 
     def withdraw(self, own: str, number: int) -> None:
-        """Delete what rank ``place`` of an island posted that is left out of meeting ``number``."""
-        for one in (number, number - 1):
+        """Delete what this rank of an island has posted that is left out from ``number`` on."""
+        for one in range(number, number + self.under_way + 1):
             self.line.drop_pieces(self._message(own, one))
             self.line.drop(f"stands/{one}/{own}")
 
     def forget(self, last: Roster, now: Roster, own: str) -> None:
-        """Delete what nobody reads after ``now`` any more; of all ranks of a present island."""
+        """Delete what nobody reads after ``now`` any more; of all ranks of a present island.
+
+        That is what islands posted that ended U meetings ago, and what was given to those that have
+        joined since.
+        """
         if own != now.present[0]:
             return
-        for island in (*last.present, *last.joining):
-            if island not in now.present:
-                self.withdraw(island, now.number)
         if last.joining:
             self.line.drop_pieces(self._state(last.number))
+        ended = now.number - self.under_way
+        before, at = self.decision(ended - 1), self.decision(ended)
+        for island in before.members if before is not None and at is not None else ():
+            if at is not None and island not in at.present:
+                for one in range(ended - self.slots, ended + self.under_way + 1):
+                    self.line.drop_pieces(self._message(island, one))
+                    self.line.drop(f"stands/{one}/{island}")
 
     # weights for those that join
 
@@ -243,15 +234,18 @@ class Rendezvous:
         if found is not None or self.place:
             return found
         last = self.decision(number - 1) if number else Roster(-1, [])
-        if last is None or any(
-            self.line.get(f"stands/{number}/{member}") != BYE for member in last.members
-        ):
+        if last is None or not all(self._has_left(one, number) for one in last.members):
             return None
         joining, heard = self._announced(last.heard)
         if len(joining) < self.at_start:
             return None
         giver = max(joining, key=lambda island: (joining[island] or ["", -1])[1])
         return self._append(Roster(number, [], joining, giver, [], heard))
+
+    def _has_left(self, member: str, number: int) -> bool:
+        """Return whether a member has left, maybe with messages under way from ``number`` on."""
+        numbers = range(number, number + self.under_way + 2)
+        return any(self.line.get(f"stands/{one}/{member}") == BYE for one in numbers)
 
     def _announced(self, heard: int) -> tuple[dict[str, list[Any] | None], int]:
         """Return who has announced itself since ``heard`` announcements, and how many there are."""
@@ -275,7 +269,7 @@ class Rendezvous:
         return f"for meeting {number} of {', '.join(last.members)}"
 
     def _message(self, island: str, number: int) -> str:
-        return f"message/{island}/{number % 2}/{self.place}"
+        return f"message/{island}/{number % self.slots}/{self.place}"
 
     def _state(self, number: int) -> str:
         return f"state/{number}/{self.place}"

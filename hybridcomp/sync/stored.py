@@ -149,12 +149,12 @@ def taken_over(
 
 
 def entry_of_island(
-    entries: Sequence[Mapping[str, Any]], progress: Progress, weights: str
+    entries: Sequence[Mapping[str, Any]], progress: Progress, weights: str, late: int
 ) -> Mapping[str, Any] | None:
     """Return this rank's own entry of an island that was a job; a collective of the job.
 
-    None on all ranks where the entries are of as many other ranks, other weights, or of islands
-    that were parts of a job.
+    None on all ranks where the entries are of as many other ranks, other weights, of islands that
+    were parts of a job, or hold meetings whose means are not taken ``late`` steps after they begin.
     """
     own = (dist.get_world_size(), dist.get_rank(), 1)
     here = [[part.low, part.high, part.numel] for part in progress.parts]
@@ -164,6 +164,7 @@ def entry_of_island(
         and one["weights"] == weights
         and isinstance(one.get("run"), str)
         and saved.is_count(one.get("meeting"))
+        and (not one["meetings"] or one.get("late") == late)
         for one in entries
     )
     said = tell({"fits": fits}, what=WHAT)
@@ -178,8 +179,7 @@ def load_entry(entry: Mapping[str, Any], progress: Progress) -> None:
         for name in ("start", "momentum", "residual", "base"):
             setattr(fragment, name, _like(state[name], like))
         fragment.under_way = deque(
-            UnderWay(*(_like(one, like) for one in sent))  # type: ignore[arg-type]
-            for sent in state["under_way"]
+            UnderWay(*(_like(one, like) for one in sent)) for sent in state["under_way"]
         )
     for index, due, rows in entry["meetings"]:
         like = progress.parts[index].fragment.start

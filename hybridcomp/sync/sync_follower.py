@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import Channel
 from hybridcomp.config import IslandConfig
-from hybridcomp.sync.masters import Masters
-from hybridcomp.sync.progress import Progress
-from hybridcomp.sync.recurrence import OuterRule
+from hybridcomp.sync.masters import Masters, bounds, cut
+from hybridcomp.sync.progress import Meeting, Part, Progress
+from hybridcomp.sync.recurrence import Fragment, OuterRule
 from hybridcomp.sync.stored import checked, read, write
 
 
@@ -78,6 +79,7 @@ class SyncFollower(ABC):
         self._masters: Masters | None = None
         self._loaded: Sequence[Mapping[str, Any]] | None = None
         self._figures = Figures()
+        self._inside: dist.ProcessGroup | None = None
 
     @property
     def masters(self) -> Masters:
@@ -90,9 +92,68 @@ class SyncFollower(ABC):
         """Return the steps that the optimizer was asked for, skipped ones as well."""
         return self.progress.clock
 
-    @abstractmethod
+    @property
+    def parts(self) -> list[Part]:
+        """Return this rank's parts, by fragment."""
+        return self.progress.parts
+
+    @property
+    def under_way(self) -> list[Meeting]:
+        """Return the meetings whose means are still to be taken, in order."""
+        return self.progress.under_way
+
     def after_step(self, step: int) -> None:
         """Hold the meetings that are due after a step; ``step`` is not used, see the clock."""
+        self.progress.clock += 1
+        self.progress.unsent = True
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Take the means that are due by the clock, then send the fragment that is."""
+        written = False
+        while self.under_way and self.under_way[0].due <= self.clock:
+            written |= self._take()
+        index = self.config.fragment_at(self.clock) if self.progress.unsent else None
+        self.progress.unsent = False
+        if index is not None:
+            self._send(index)
+            if not self.config.late:
+                written |= self._take()
+        if written:
+            self.masters.written()
+
+    @abstractmethod
+    def _send(self, index: int) -> None:
+        """Begin a meeting of fragment ``index``, the last of those under way then."""
+
+    @abstractmethod
+    def _take(self) -> bool:
+        """End the first meeting under way; return whether the weights of this rank changed."""
+
+    def _cut(self, width: int, place: int, whole: bool) -> None:
+        """Cut this rank's vector into the parts that it sends, with the weights as they are.
+
+        ``width``: ranks of the island; ``place``: of this one; ``whole``: whether all hold it.
+        """
+        pieces = (width, place) if whole else (1, 0)
+        masters, rule = self.masters, rule_of(self.config)
+        self.progress.parts = []
+        for low, high, numel in cut(masters.numel, self.config.fragments, *pieces):
+            fragment = Fragment(rule, masters.read(low, high, numel))
+            self.parts.append(Part(low, high, numel, fragment))
+
+    def _write(self, index: int, values: Tensor) -> None:
+        """Put this rank's part into its weights; where all ranks hold all, also the others'."""
+        whole = bounds(self.masters.numel, len(self.parts), index)
+        self.masters.write_part(self.parts[index], values, whole, self._inside)
+
+    def _fall_back(self) -> None:
+        """Go back to the weights that all islands agreed on last, of every fragment.
+
+        One fragment alone would be spoiled again by the others in the next step.
+        """
+        for index, part in enumerate(self.parts):
+            self._write(index, part.fragment.fall_back())
 
     def after_skip(self) -> None:
         """Count a step that was skipped for an overflow."""

@@ -18,7 +18,7 @@ from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import NOTHING, Shown
 from hybridcomp.errors import ConfigError, SeamError
 from hybridcomp.patches.common import island_steps, publishing_steps
-from hybridcomp.patches.torch import island_masters, torch_versions, weights
+from hybridcomp.patches.torch import claimed_saves, island_masters, torch_versions, weights
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.session import Source, read, say
 from hybridcomp.patches.torch.stateful import AtCheckpoint
@@ -84,6 +84,8 @@ def _meet(model: nn.Module, attached: Attached) -> None:
     except ConfigError:
         attached.detach()
         raise
+    if attached.channels.config.sync.jobs is not None:
+        claimed_saves.follow(attached)
 
 
 def _weights(model: weakref.ref[nn.Module]) -> EngineWeights:

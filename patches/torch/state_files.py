@@ -17,6 +17,7 @@ import torch.distributed as dist
 from hybridcomp.channels.resharing import share
 from hybridcomp.errors import CheckpointError
 from hybridcomp.job import saved
+from hybridcomp.patches.torch import claimed_saves
 from hybridcomp.patches.torch.identity import names_of
 from hybridcomp.patches.torch.session import say
 from hybridcomp.patches.torch.stateful import (
@@ -36,9 +37,11 @@ def save_files(folder: Path, every: Iterable[WithState]) -> None:
     """Write one file for each rank and model into ``folder``; every rank calls it.
 
     Every file is written completely or not at all. Raises CheckpointError, on every rank, where one
-    could not write its file.
+    could not write its file, or where another island that is a job has written there.
     """
-    problem, models = None, list(every)
+    models = list(every)
+    _, problem = saved.attempt(functools.partial(claimed_saves.claim, folder, models))
+    saved.all_well(problem, "saving the state of hybridcomp")
     for name, attached in zip(names_of(models), models, strict=True):
         path = folder / FILE.format(model=name, rank=dist.get_rank())
         _, found = saved.attempt(functools.partial(saved.write, path, state_dict_of(attached)))

@@ -2,7 +2,7 @@
 
 A student of two layers learns a teacher of the same kind. After each meeting a line of JSON says
 which meeting it was, whom this island is called, who was present, a digest of the weights that all
-agreed on, and their loss on data that nobody trains on.
+agreed on, and the losses of these and of the island's own on data that nobody trains on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 WIDTH, HIDDEN, BATCH = 16, 64, 32
-EVERY = 4
+CODED = {"codec": "blockint", "bits": 4, "error_feedback": True}
+#: keys of ``sync`` by preset
+RULES: dict[str, dict[str, Any]] = {
+    "diloco": {**CODED, "every": 4, "outer": {"lr": 0.5, "momentum": 0.5}},
+    "streaming": {"every": 8, "delay": 5, "outer": {"lr": 0.5, "momentum": 0.5}},
+    "wsp": {**CODED, "every": 4, "fragments": 2, "staleness": 2},
+}
 #: the file with the meeting at which all islands end
 END = "end"
 
@@ -39,6 +45,7 @@ class Island:
         timeout_s: how long meetings wait.
         seed: of the run's weights and data.
         pause_s: added to each step.
+        preset: of the block; see ``RULES``.
     """
 
     folder: Path
@@ -49,6 +56,7 @@ class Island:
     timeout_s: float
     seed: int
     pause_s: float
+    preset: str = "diloco"
 
     @property
     def log(self) -> Path:
@@ -61,10 +69,7 @@ class Island:
             "rendezvous": self.address, "name": self.name, "at_start": self.islands,
             "timeout_s": self.timeout_s, "join_timeout_s": 120.0,
         }  # fmt: skip
-        sync = {
-            "preset": "diloco", "every": EVERY, "codec": "blockint", "bits": 4,
-            "error_feedback": True, "outer": {"lr": 0.5, "momentum": 0.5}, "islands": where,
-        }  # fmt: skip
+        sync = {"preset": self.preset, **RULES[self.preset], "islands": where}
         return {"sync": sync, "min_bytes": 0, "ledger": {"every": 1_000_000}}
 
 
@@ -133,13 +138,15 @@ def train(island: Island) -> None:
             held = part_in.membership.last
             if held.number != last:
                 last = held.number
-                log.write(json.dumps(_line(part_in, task, steps)) + "\n")
+                log.write(json.dumps(_line(part_in, task, steps, model)) + "\n")
     hybridcomp.detach(model)
     dist.destroy_process_group()
 
 
-def _line(meetings: Any, task: Task, steps: int) -> dict[str, Any]:
-    start, held = meetings.part.fragment.start, meetings.membership.last
+def _line(meetings: Any, task: Task, steps: int, model: nn.Module) -> dict[str, Any]:
+    start = torch.cat([part.fragment.start for part in meetings.parts])
+    own = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    held = meetings.membership.last
     return {
         "meeting": held.number,
         "island": meetings.membership.own,
@@ -148,6 +155,7 @@ def _line(meetings: Any, task: Task, steps: int) -> dict[str, Any]:
         "clock": meetings.clock,
         "digest": hashlib.sha256(start.numpy().tobytes()).hexdigest()[:16],
         "loss": task.held_out_loss(start),
+        "own": task.held_out_loss(own),
     }
 
 

@@ -22,9 +22,6 @@ ISLANDS: dict[str, tuple[object, str]] = {
     "text": ("x", r'islands: found "x"; expected "node", the number .*, or \{"rendezvous":'),
 }
 BESIDE: dict[str, tuple[dict[str, Any], str]] = {
-    "fragments": ({"fragments": 2}, "sync.fragments: found 2; islands that meet at a rendezvous"),
-    "delay": ({"delay": 2}, "sync.delay: found 2; islands that meet at a rendezvous"),
-    "wsp": ({"preset": "wsp"}, "sync.staleness: found 1; islands that meet at a rendezvous"),
     "ramp": (
         {"codec": "blockint", "bits": 4, "ramp": {"from": 8, "steps": 10}},
         "sync.ramp: found .*; islands that join count other steps",

@@ -9,5 +9,12 @@ import chaos_islands
 pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
-def test_struck_islands_lose_nothing_of_others() -> None:
-    assert chaos_islands.main(["--strikes", "8", "--calm", "0", "--seed", "5"]) == 0
+@pytest.mark.parametrize("preset", ["diloco", "streaming", "wsp"])
+def test_struck_islands_lose_nothing_of_others(preset: str) -> None:
+    args = ["--strikes", "8", "--calm", "0", "--seed", "5", "--preset", preset]
+    assert chaos_islands.main(args) == 0
+
+
+def test_four_islands_are_three_and_four_again() -> None:
+    """The losses, of the one that comes back too, are those of undisturbed runs."""
+    assert chaos_islands.main(["--strikes", "1", "--kinds", "away", "--calm", "3"]) == 0

@@ -87,7 +87,7 @@ def until(job: Job, number: int, name: str, ends: bool) -> dict[int, torch.Tenso
         if of.membership.last.number != last:
             last = of.membership.last.number
             seen += name in of.membership.last.present
-            found[last] = of.part.fragment.start.clone()
+            found[last] = of.parts[0].fragment.start.clone()
             if ends and last == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
     engine.destroy()

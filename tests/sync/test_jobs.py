@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import signal
 import time
+import warnings
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import hybridcomp
-from hybridcomp.errors import AgreementError
+from hybridcomp.errors import AgreementError, CheckpointError
+from hybridcomp.sync.claimed_folders import claim
 from tests.ranks import run_ranks
 from tests.sync.jobs import beside, block, rendezvous, start
 from tests.sync.torch_job import Job
@@ -50,12 +57,19 @@ def test_jobs_train_as_parts_of_one_job(engine: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(whole, [*found[0], *found[1]], strict=True))
 
 
-def lives(address: str, number: int, until: str, fate: str = "", when: int = 0) -> Starts:
+def lives(
+    address: str,
+    number: int,
+    until: str,
+    fate: str = "",
+    when: int = 0,
+    rule: Mapping[str, Any] = FED_BACK,
+) -> Starts:
     """Train an island of one rank until ``until`` has been at 5 meetings.
 
-    Returns the start copy after each meeting. ``fate``: what befalls it after meeting ``when``.
+    Returns the start copies after each meeting. ``fate``: what befalls it after meeting ``when``.
     """
-    where = block(address, 4.0, 3, **FED_BACK)
+    where = block(address, 4.0, 3, **rule)
     where["sync"]["islands"]["name"] = f"i{number}"
     job = Job(where, first=number, seed=number).build()
     found: Starts = {}
@@ -66,7 +80,7 @@ def lives(address: str, number: int, until: str, fate: str = "", when: int = 0) 
         if of.membership.last.number != last:
             last = of.membership.last.number
             seen += until in of.membership.last.present
-            found[last] = of.part.fragment.start.clone()
+            found[last] = torch.cat([part.fragment.start for part in of.parts])
             if fate and last == when:
                 befall(fate, job)
                 fate = ""
@@ -185,3 +199,61 @@ def test_what_does_not_fit_is_named_in_one_line() -> None:
     with rendezvous() as address:
         run_ranks(1, refused, address)
         run_ranks(2, narrower, address)
+
+
+def saves(address: str, name: str, folder: Path) -> list[str]:
+    """Save where another island saves, in each way that there is; what this one is told."""
+    where = block(address, at_start=1, **FED_BACK)
+    where["sync"]["islands"]["name"] = name
+    job = Job(where).build().train(2)
+    told = []
+
+    def kept(save: Callable[[], object]) -> None:
+        try:
+            save()
+            told.append("")
+        except (CheckpointError, dcp.api.CheckpointException) as error:
+            told.append(next(line for line in str(error).splitlines() if "would" in line))
+
+    def state() -> dict[str, Any]:
+        return {"hybridcomp": hybridcomp.stateful(job.model)}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of torch: the folder exists
+        kept(lambda: dcp.save(state(), checkpoint_id=folder / "dcp"))
+        kept(lambda: dcp.async_save(state(), checkpoint_id=folder / "async").result())
+    kept(lambda: hybridcomp.save_state(folder / "files"))
+    kept(lambda: job.job_meetings.claim("s3://bucket/checkpoints"))
+    prepare = dcp.filesystem.FileSystemWriter.prepare_local_plan
+    hybridcomp.detach(job.model)
+    assert prepare != dcp.filesystem.FileSystemWriter.prepare_local_plan
+    return told
+
+
+def test_islands_do_not_save_into_one_folder(tmp_path: Path) -> None:
+    with rendezvous() as address:
+        for _ in range(2):  # where it saves again
+            for told in run_ranks(2, saves, address, "a", tmp_path):
+                assert told == [""] * 4
+        told, _ = run_ranks(2, saves, address, "b", tmp_path)
+    for where, text in zip(("dcp", "async", "files", "s3://.*"), told, strict=True):
+        words = rf"{where} has what island a of this run has saved, and island b would overwrite"
+        assert re.search(words, text), (where, text)
+    with rendezvous() as address:  # another run may
+        assert run_ranks(2, saves, address, "b", tmp_path) == [[""] * 4] * 2
+
+
+def claims(folder: Path, name: str) -> bool:
+    try:
+        claim(folder, "run", name)
+    except CheckpointError:
+        return False
+    return True
+
+
+def test_of_islands_that_claim_a_folder_at_once_one_has_it(tmp_path: Path) -> None:
+    for number in range(20):
+        with ThreadPoolExecutor(8) as pool:
+            names = list("abcdefgh")
+            found = list(pool.map(functools.partial(claims, tmp_path / str(number)), names))
+        assert found.count(True) == 1, found

@@ -17,7 +17,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hybridcomp.commands import rendezvous
 from hybridcomp.errors import AgreementError, ConfigError, PeerError
-from hybridcomp.sync.rendezvous import Rendezvous, Roster
+from hybridcomp.sync.rendezvous import Rendezvous
+from hybridcomp.sync.roster import Roster
 from hybridcomp.sync.store_line import StoreLine
 from tests.ranks import fork_server
 from tests.scripts_on_ranks import free_port

@@ -66,6 +66,20 @@ def diverging() -> None:
     assert not job.meetings.parts and not job.meetings.under_way
 
 
+def diverging_in_turn(skipped: int, **late: int) -> None:
+    """An island whose weights are NaN comes back with all fragments at once, and stays."""
+    rule = {"preset": "diloco", "every": 4, "codec": "blockint", "bits": 8, "fragments": 2}
+    job = Job(block(**rule, **late, islands=1)).build().train(4)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            for parameter in job.model.parameters():
+                parameter.fill_(torch.nan)
+    job.train(26)
+    assert bool(job.weights().isfinite().all())
+    row = job.meetings.row()
+    assert row is not None and row["skipped"] == skipped
+
+
 def overflowing() -> None:
     """An island whose loss scaler skips a step meets with the others all the same."""
     job = Job(block(**LOCAL, islands=1)).build()
@@ -112,6 +126,9 @@ def refused() -> None:
 
 def several() -> None:
     diverging()
+    diverging_in_turn(1)
+    diverging_in_turn(2, delay=3)
+    diverging_in_turn(4, staleness=2)
     overflowing()
     refused()
 

@@ -1,0 +1,59 @@
+"""State that one island gives another, which joins: what all agree on, and what is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridcomp.sync.progress import Meeting, Progress
+from hybridcomp.sync.recurrence import Fragment
+
+
+def arrived() -> None:
+    """Return: the message of an island that is a job lies at the rendezvous."""
+
+
+def state_for_others(progress: Progress) -> dict[str, Any]:
+    """Return start copies, momentum, the clock and the schedule of what is under way."""
+    return {
+        "start": [part.fragment.start.cpu() for part in progress.parts],
+        "momentum": [_cpu(part.fragment.momentum) for part in progress.parts],
+        "clock": progress.clock,
+        "unsent": progress.unsent,
+        "meetings": [[meeting.index, meeting.due] for meeting in progress.under_way],
+    }
+
+
+def take_state(state: Mapping[str, Any], progress: Progress, write: Callable[..., None]) -> None:
+    """Put another island's state into ``progress``, without messages in what is under way.
+
+    ``write``: puts a fragment's values, by its index, into this rank's weights.
+    """
+    for index, part in enumerate(progress.parts):
+        like, rule = part.fragment.start, part.fragment.rule
+        part.fragment = Fragment(rule, state["start"][index].to(like))
+        if state["momentum"][index] is not None:
+            part.fragment.momentum = state["momentum"][index].to(like)
+        if rule.keeps_progress:
+            part.fragment.base = part.fragment.start.clone()
+        write(index, part.fragment.start)
+    progress.clock, progress.unsent = int(state["clock"]), bool(state["unsent"])
+    progress.under_way = []
+    for index, due in state["meetings"]:
+        progress.parts[index].fragment.listen()
+        nothing = torch.empty(0, dtype=torch.uint8)
+        progress.under_way.append(Meeting(index, due, nothing, arrived))
+
+
+def give_up_messages(progress: Progress) -> None:
+    """Give up all that is under way: what it carried goes into later messages once more."""
+    for meeting in progress.under_way:
+        progress.parts[meeting.index].fragment.skip()
+    progress.under_way = []
+
+
+def _cpu(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.cpu()
