@@ -112,6 +112,14 @@ class IslandConfig(_Declared):
         "many meetings later, and what the island has moved since stays.",
     )
 
+    outlier: float | None = Field(
+        None,
+        gt=1,
+        allow_inf_nan=False,
+        description="An island counts as one that sent NaN where what it sends has a norm above "
+        "that many times the median of all, three islands or more. Default: none does.",
+    )
+
     @field_validator("islands", mode="before")
     @classmethod
     def _one_of(cls, found: Any) -> Any:
@@ -193,6 +201,7 @@ class IslandConfig(_Declared):
             value = getattr(self, name)
             parts += [f"{name} {value:g}"] if value != default else []
         parts += [f"at most {self.staleness} meeting(s) ahead"] if self.staleness else []
+        parts += [f"outliers above {self.outlier:g} x the median"] if self.outlier else []
         return ", " + ", ".join(parts)
 
     def agreed(self) -> dict[str, Any]:
@@ -201,6 +210,7 @@ class IslandConfig(_Declared):
             return {}
         names = (
             "every", "islands", "error_feedback", "decay", "fragments", "delay", "mix", "staleness",
+            "outlier",
         )  # fmt: skip
         found = {name: getattr(self, name) for name in names}
         if self.jobs is not None:

@@ -1,7 +1,8 @@
 """Pack what islands that are jobs send each other: values, state, as bytes that say what they are.
 
-In front of the values stands a line that says how they are encoded. An island that has just begun
-may send natively where others encode (``start_step``), and a guard gives up in one island alone.
+In front of the values stands a line that says how they are encoded, and with ``outlier`` the sum of
+their squares: islands on other hardware would add them up to other bits. An island that has just
+begun may send natively where others encode (``start_step``), and a guard gives up in one alone.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def pack(channel: Channel, values: Tensor) -> bytes:
     codec = channel.choice.of_message(values.numel(), values.dtype, None, ENDS, "forward", None)
     if codec is None:
         channel.count_native(values.nbytes)
-        return _line(NATIVE, values) + _bytes(values)
+        return _line(channel, NATIVE, values) + _bytes(values)
     codec, meter = _whole(codec, values.dtype), channel.meter(values.device)
     channel.sample(values, codec, "forward")
     with meter.coding():
@@ -38,15 +39,18 @@ def pack(channel: Channel, values: Tensor) -> bytes:
     meter.use(codec.spec)
     meter.sent(buffer.numel())
     channel.record_nbytes(meter, values.nbytes, "forward", 1.0)
-    return _line(codec.spec, values) + _bytes(buffer)
+    return _line(channel, codec.spec, values) + _bytes(buffer)
 
 
-def unpack(channel: Channel, data: bytes | bytearray, out: Tensor) -> None:
-    """Decode ``data`` into ``out``. Raises CodecError where it is of other values."""
+def unpack(channel: Channel, data: bytes | bytearray, out: Tensor) -> float:
+    """Decode ``data`` into ``out``; return the sum of squares of what was sent, 0 without.
+
+    Raises CodecError where it is of other values.
+    """
     line, _, rest = bytes(data).partition(b"\n")
     try:
-        spec, dtype, numel = json.loads(line)
-    except ValueError:
+        spec, dtype, numel, square = json.loads(line)
+    except (TypeError, ValueError):
         raise CodecError(f"a message of another island is damaged: {line[:60]!r}") from None
     if (dtype, numel) != (str(out.dtype), out.numel()):
         raise CodecError(
@@ -56,7 +60,7 @@ def unpack(channel: Channel, data: bytes | bytearray, out: Tensor) -> None:
     payload = torch.frombuffer(bytearray(rest), dtype=torch.uint8) if rest else out.new_empty(0)
     if spec == NATIVE:
         out.copy_(payload.view(out.dtype))
-        return
+        return float(square)
     codec = channel.state.policy.codecs.get(("sync", "forward"))
     if codec is not None:
         codec = _whole(codec.for_message(out.numel(), out.dtype, ENDS), out.dtype)
@@ -66,6 +70,7 @@ def unpack(channel: Channel, data: bytes | bytearray, out: Tensor) -> None:
             "all with the same block"
         )
     codec.decode(payload.to(out.device), out)
+    return float(square)
 
 
 def pack_state(state: Mapping[str, Any]) -> memoryview:
@@ -87,8 +92,11 @@ def _whole(codec: Codec, dtype: torch.dtype) -> Codec:
     return only
 
 
-def _line(spec: str, values: Tensor) -> bytes:
-    return json.dumps([spec, str(values.dtype), values.numel()]).encode() + b"\n"
+def _line(channel: Channel, spec: str, values: Tensor) -> bytes:
+    square = 0.0
+    if channel.state.config.sync.outlier is not None:
+        square = float(torch.linalg.vector_norm(values, dtype=torch.float64).square())
+    return json.dumps([spec, str(values.dtype), values.numel(), square]).encode() + b"\n"
 
 
 def _bytes(values: Tensor) -> bytes:

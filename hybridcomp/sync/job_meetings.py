@@ -9,7 +9,8 @@ one order, so that start copies and momentum stay alike bit for bit. Nobody can 
 * An island that comes takes start copies, momentum and the clock from a peer at a meeting, and
   meets with the others from the next one on. Where all come from checkpoints of one meeting, each
   goes on from its own, bit for bit.
-* An island that sent NaN or Inf does not count, and goes back to the weights of the others.
+* An island that sent NaN or Inf, or an outlier, does not count, and goes back to the weights of the
+  others.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from hybridcomp.sync.given_state import (
 from hybridcomp.sync.island_facts import facts_of
 from hybridcomp.sync.masters import Masters
 from hybridcomp.sync.membership import Membership
+from hybridcomp.sync.outliers import NOT_FINITE, far_off, why
 from hybridcomp.sync.progress import Meeting
 from hybridcomp.sync.roster import Reached, Roster
 from hybridcomp.sync.stored import WHAT, entry_of_island, load_entry, state_of
@@ -198,38 +200,45 @@ class JobMeetings(SyncFollower):
             self._joined()
             return False
         self.under_way.pop(0)
-        good = {island: row for island, row in rows.items() if row is not None}
+        good = {island: row for island, row in rows.items() if isinstance(row, Tensor)}
         written = self._arrived(meeting.index, good, of.own in rows and of.own not in good)
         # 3
-        of.held(roster, [island for island in rows if island not in good])
+        of.held(roster, {one: what for one, what in rows.items() if isinstance(what, str)})
         if roster.giver == of.own:
             self._give(roster)
         return written
 
-    def _rows(self, roster: Roster, index: int) -> dict[str, Tensor | None] | None:
-        """Return the messages by island, None for one with NaN or Inf, the same in all islands.
+    def _rows(self, roster: Roster, index: int) -> dict[str, Tensor | str] | None:
+        """Return the messages by island, or why one does not count, the same in all islands.
 
         Islands that have come since the meeting began have sent none. None where a rank of this
         island came too late for one of them: it is left out then.
         """
-        like, found, silent = self.parts[index].fragment.start, {}, []
+        like, found, squares = self.parts[index].fragment.start, {}, {}
         for island in roster.present:
             data = self.membership.meet.message_of(island, roster.number)
             if data is None:
                 break
             found[island] = torch.zeros_like(like)
             if data:
-                island_payloads.unpack(self._channel, data, found[island])
-            else:
-                silent.append(island)
+                squares[island] = island_payloads.unpack(self._channel, data, found[island])
         there = len(found) == len(roster.present)
         flags = [there, *(bool(row.isfinite().all()) for row in found.values())]
         flags += [True] * (1 + len(roster.present) - len(flags))
         least = small_messages.least(like.new_tensor(flags, dtype=torch.int32)).tolist()
         if not least[0]:
             return None
-        finite = zip(found.items(), least[1:], strict=True)
-        return {one: row if well else None for (one, row), well in finite if one not in silent}
+        finite = dict(zip(found, map(bool, least[1:]), strict=True))
+        rows: dict[str, Tensor | str] = {
+            one: found[one] if finite[one] else NOT_FINITE for one in squares
+        }
+        if rows and (above := self.config.outlier) is not None:
+            sums = like.new_tensor(list(squares.values()), dtype=torch.float64)
+            far = far_off(sums, [finite[one] for one in rows], above, None)
+            rows.update(
+                {one: why(above) for one, is_far in zip(squares, far, strict=True) if is_far}
+            )
+        return rows
 
     def _arrived(self, index: int, rows: Mapping[str, Tensor], bad: bool) -> bool:
         """Take the mean of ``rows``; return whether the weights of this rank changed.

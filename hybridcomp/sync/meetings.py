@@ -5,9 +5,9 @@ Every fragment meets each ``every`` steps, fragments one after the other. A meet
 1. ``_send``: each rank sends what its part of the fragment has moved to the ranks with its place
    in the other islands, an all-gather through the channel of ``sync``.
 2. ``_take``, at once, ``delay`` steps or ``staleness`` meetings later: the ranks of an island agree
-   whether all values are finite. Everybody reads the same messages, so all islands decide alike
-   without asking each other. If so, the outer optimizer takes the mean, and the engine's weights
-   are set.
+   whether all values are finite, and no island an outlier. Everybody reads the same messages, so
+   all islands decide alike without asking each other. If so, the outer optimizer takes the mean,
+   and the engine's weights are set.
 
 Both halves come in one order on all ranks. The clock counts every step that the optimizer was
 asked for, skipped ones as well, so that an overflow in one island moves no meeting.
@@ -27,6 +27,7 @@ from hybridcomp.job.agreement import agree
 from hybridcomp.sync.exact_sends import broadcast, start_gather
 from hybridcomp.sync.islands import Islands
 from hybridcomp.sync.masters import Masters
+from hybridcomp.sync.outliers import NOT_FINITE, far_off, why
 from hybridcomp.sync.progress import Meeting
 from hybridcomp.sync.stored import state_of, taken_over
 from hybridcomp.sync.sync_follower import Figures, SyncFollower, drift_of
@@ -143,7 +144,12 @@ class IslandMeetings(SyncFollower):
         rows = meeting.rows.view(len(self.islands.rows), part.numel)
         finite = rows.isfinite().all(dim=1).to(torch.int32)
         small_messages.least(finite, self.islands.inside)
-        bad = [index for index, well in enumerate(finite.tolist()) if not well]
+        bad = {index: NOT_FINITE for index, well in enumerate(finite.tolist()) if not well}
+        if (above := self.config.outlier) is not None:
+            squares = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square()
+            flags = [index not in bad for index in range(len(rows))]
+            far = far_off(squares, flags, above, self.islands.inside)
+            bad.update({index: why(above) for index, is_far in enumerate(far) if is_far})
         self._figures.wait_s += time.perf_counter() - began
         now = self.masters.read(part.low, part.high, part.numel)
         if not bad:
@@ -156,9 +162,9 @@ class IslandMeetings(SyncFollower):
         part.fragment.skip()
         self._figures.skipped += 1
         self._say(
-            f"sync: islands {', '.join(map(str, bad))} sent NaN or Inf at step {self.clock}; all "
-            f"skip this meeting of fragment {meeting.index}, and those go back to the weights of "
-            "the last one"
+            f"sync: step {self.clock}: {', '.join(f'island {one} {bad[one]}' for one in bad)}; all "
+            f"skip this meeting of fragment {meeting.index}, and whoever did goes back to the "
+            "weights that all agreed on last"
         )
         if lost:
             self._fall_back()

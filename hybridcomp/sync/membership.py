@@ -6,7 +6,7 @@ the others, errors as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -99,10 +99,10 @@ class Membership:
         )
         self.join(None, has_state)
 
-    def held(self, now: Roster, bad: Sequence[str]) -> None:
+    def held(self, now: Roster, bad: Mapping[str, str]) -> None:
         """Go on to the next meeting, and say who was not there, who has left and who comes.
 
-        ``bad``: islands that sent NaN or Inf.
+        ``bad``: islands whose messages did not count, with what they did.
         """
         before, self.last = self.last, now
         self.meet.forget(before, now, self.own)
@@ -113,7 +113,7 @@ class Membership:
         if now.silent:
             words += [f"without {', '.join(now.silent)}, silent for {self._limit_s:g} s"]
         words += [f"{', '.join(left)} left the run"] if left else []
-        words += [f"{', '.join(bad)} sent NaN or Inf and did not count"] if bad else []
+        words += [f"{island} {what} and did not count" for island, what in bad.items()]
         words += [f"{', '.join(now.joining)} joins"] if now.joining else []
         if words:
             count = len(now.present)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import os
 import re
 import signal
@@ -96,6 +98,9 @@ def befall(fate: str, job: Job) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif fate == "hangs":
         time.sleep(6.0)
+    elif fate == "goes far":
+        with torch.no_grad():
+            next(iter(job.model.parameters())).mul_(1e4)
     else:
         with torch.no_grad():
             next(iter(job.model.parameters())).fill_(torch.nan)
@@ -122,6 +127,23 @@ def test_one_ends_and_comes_back_and_one_sends_nan() -> None:
     assert first.keys() == second.keys() == set(range(max(first) + 1))  # no meeting was lost
     assert alike(first, second) == len(first) and alike(first, second, third) == len(third) > 5
     assert all(bool(weights.isfinite().all()) for weights in first.values())
+
+
+def goes_far(address: str, number: int, rule: dict[str, Any]) -> tuple[Starts, str]:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        found = lives(address, number, "i0", "goes far" if number == 1 else "", 2, rule)
+    return found, said.getvalue()
+
+
+def test_an_outlier_does_not_count_and_goes_back() -> None:
+    rule = {**FED_BACK, "outlier": 20.0}
+    with rendezvous() as address, ThreadPoolExecutor(3) as pool:
+        jobs = [start(pool, 1, goes_far, address, number, rule) for number in range(3)]
+        ((one, said),), ((two, _),), ((three, _),) = (job.result() for job in jobs)
+    assert alike(one, two, three) == len(one) == len(two)
+    assert max(float(start.abs().max()) for start in one.values()) < 10
+    words = r"meeting 3 of 3 island\(s\): i1 moved more than 20 times as far as the median of all"
+    assert re.search(words, said) and said.count("did not count") == 1, said
 
 
 @pytest.mark.nightly

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import hybridcomp
 from hybridcomp.errors import AgreementError, ConfigError
+from hybridcomp.sync.outliers import far_off as far_off_of
 from tests.ranks import run_ranks
 from tests.sync.torch_job import Job
 
@@ -135,6 +136,41 @@ def several() -> None:
 
 def test_nan_overflow_and_bad_input() -> None:
     run_ranks(2, several)
+
+
+def far_off() -> None:
+    """Four islands, one of which goes far off: all skip the meeting, and it goes back."""
+    rule = {"preset": "diloco", "every": 2, "codec": "blockint", "bits": 8, "outlier": 10.0}
+    job = Job(block(**rule, islands=1)).build().train(3)
+    rank, last = dist.get_rank(), job.meetings.parts[0].fragment.start.clone()
+    whole = [torch.empty_like(last) for _ in range(4)]
+    if rank == 2:
+        with torch.no_grad():
+            next(iter(job.model.parameters())).mul_(1e4)
+    job.optimizer.param_groups[0]["lr"] = 0.0
+    job.train(1)
+    dist.all_gather(whole, job.meetings.parts[0].fragment.start)
+    assert all(torch.equal(one, last) for one in whole)
+    assert (rank == 2) == torch.equal(job.weights(), last)
+    job.optimizer.param_groups[0]["lr"] = 0.1
+    job.train(2)
+    row = job.meetings.row()
+    assert row is not None and (row["meetings"], row["skipped"]) == (2.0, 1.0)
+
+
+def far_off_in_parts() -> None:
+    """Two of three islands are of the same norm, whatever their ranks hold of it."""
+    group = dist.group.WORLD
+    held = torch.tensor([[1.0, 4.0, 100.0, 0.0], [4.0, 1.0, 100.0, 5.0]], dtype=torch.float64)
+    mine = held[dist.get_rank() % 2] * (dist.get_rank() < 2)
+    assert far_off_of(mine, [True] * 4, 3.0, group) == [False, False, True, False]
+    assert far_off_of(mine, [True, False, True, True], 7.0, group) == [False] * 4
+    assert far_off_of(mine, [True, False, True, False], 1.5, group) == [False] * 4  # of two
+
+
+def test_an_outlier_is_skipped() -> None:
+    run_ranks(4, far_off)
+    run_ranks(4, far_off_in_parts)
 
 
 RESUMED = {"preset": "wsp", "every": 2, "codec": "blockint", "bits": 4, "error_feedback": True}
