@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import Channel
@@ -107,8 +106,7 @@ class JobMeetings(SyncFollower):
 
     def _begin(self) -> None:
         masters = self.masters
-        pieces = (dist.get_world_size(), dist.get_rank()) if masters.replicated else (1, 0)
-        ((low, high, numel),) = cut(masters.numel, 1, *pieces)
+        ((low, high, numel),) = cut(masters.numel, 1, *masters.shares(None))
         start = masters.read(low, high, numel)
         self.progress.parts = [Part(low, high, numel, Fragment(rule_of(self.config), start))]
         facts = facts_of(self._channel, masters)

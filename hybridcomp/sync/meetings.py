@@ -113,8 +113,7 @@ class IslandMeetings(SyncFollower):
     def _begin(self) -> None:
         masters, islands, config = self.masters, self.islands, self.config
         self._agree()
-        width, place = (islands.width, islands.place) if masters.replicated else (1, 0)
-        cuts = cut(masters.numel, config.fragments, width, place)
+        cuts = cut(masters.numel, config.fragments, *masters.shares(islands.inside))
         rule = rule_of(config)
         for low, high, numel in cuts:
             start = masters.read(low, high, numel)

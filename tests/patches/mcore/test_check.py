@@ -44,7 +44,7 @@ def check(
 ) -> list[str]:
     """Run the check on a model of one layer; returns what was said."""
     said: list[str] = []
-    monkeypatch.setattr(mcore_refuse, "sizes", lambda: {**SIZES, **(sizes or {})})
+    monkeypatch.setattr(mcore_refuse, "sizes", lambda given: {**SIZES, **(sizes or {})})
     monkeypatch.setattr(mcore_refuse, "say_once", said.append)
     ddp = SimpleNamespace(use_distributed_optimizer=settings.pop("distributed_optimizer", True))
     for name in ("reduce_scatter_with_fp32_accumulation", "fp8_param_gather"):
