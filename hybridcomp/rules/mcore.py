@@ -194,6 +194,11 @@ _KNOWN: tuple[Rule[MegatronJob], ...] = (
         lambda job: job.wrapper != "DistributedDataParallel",
     ),
     Rule(
+        "refuse", ("sync",), 'cuda_graph_scope "full_iteration"',
+        "islands meet between optimizer steps, which such a graph holds",
+        "set another cuda_graph_scope", lambda job: job.graph_of_a_step,
+    ),
+    Rule(
         "refuse", ("sync",), "num_distributed_optimizer_instances > 1",
         "islands take the place of its instances", "set it to 1",
         lambda job: int(job.get("num_distributed_optimizer_instances", 1)) > 1,

@@ -45,6 +45,7 @@ _ELSEWHERE = (
     "use_precision_aware_optimizer",
     "reuse_grad_buf_for_mxfp8_param_ag",
     "overlap_param_gather_with_optimizer_step",
+    "optimizer_cuda_graph",
 )
 
 
@@ -123,7 +124,7 @@ def masters_of(optimizer: Any, wrapper: Any, island: Ranks, todo: str) -> Master
     pieces = [piece for leaf in leaves for piece in _pieces(leaf)]
     sharded = any(type(leaf).__name__ == DISTRIBUTED for leaf in leaves)
     _check_experts(pieces, wrapper, sharded)
-    common, left = _common(pieces, wrapper)
+    common, left = _common(pieces)
     sent = [piece for piece in pieces if id(piece) not in left]
     nothing = torch.empty(0, dtype=torch.float32, device=_device(wrapper))
     return Masters(
@@ -190,15 +191,13 @@ def _check_experts(pieces: Sequence[MasterPiece], wrapper: Any, sharded: bool) -
         raise ConfigError(KEY, Shown("experts without the distributed optimizer"), todo)
 
 
-def _common(
-    pieces: Sequence[MasterPiece], wrapper: Any
-) -> tuple[list[CommonPieces], frozenset[int]]:
+def _common(pieces: Sequence[MasterPiece]) -> tuple[list[CommonPieces], frozenset[int]]:
     """Return what tensor ranks have in common, and the ids of pieces that another rank sends."""
     found, left = [], set()
-    for expert, group in ((False, wrapper.tp_group), (True, _expert_tensor_group())):
+    for expert, group in enumerate(_tensor_groups()):
         if group is None or dist.get_world_size(group) < 2:
             continue
-        shared = [p for p in pieces if p.is_expert is expert and not p.is_cut]
+        shared = [p for p in pieces if p.is_expert == bool(expert) and not p.is_cut]
         found.append(CommonPieces(group, shared))
         found[-1].check()
         if dist.get_rank(group):
@@ -206,13 +205,12 @@ def _common(
     return found, frozenset(left)
 
 
-def _expert_tensor_group() -> dist.ProcessGroup | None:
+def _tensor_groups() -> list[dist.ProcessGroup | None]:
+    """Return the tensor groups of the usual layers and of experts."""
     from megatron.core import parallel_state
 
-    found: dist.ProcessGroup | None = parallel_state.get_expert_tensor_parallel_group(
-        check_initialized=False
-    )
-    return found
+    getters = ("get_tensor_model_parallel_group", "get_expert_tensor_parallel_group")
+    return [getattr(parallel_state, name)(check_initialized=False) for name in getters]
 
 
 @torch.no_grad()

@@ -99,6 +99,18 @@ def refused() -> None:
         _, job.optimizer = build(plain)
         with pytest.raises(ConfigError, match="found a second ChainedOptimizer that steps"):
             job.train(1)
+    for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer"):
+        with groups_of(plain):
+            job = MegatronIslandJob(plain)
+            setattr(job.optimizer.chained_optimizers[0].config, name, True)
+            with pytest.raises(ConfigError, match=f"sync: found {name}; the weights are not"):
+                job.train(1)
+    sharded = Job(**SHARDED, block=block(**LOCAL))
+    with groups_of(sharded):
+        job = MegatronIslandJob(sharded)
+        job.optimizer.chained_optimizers[0].data_parallel_group = dist.group.WORLD
+        with pytest.raises(ConfigError, match=r"an optimizer with shards over ranks \[0, 1\]; the"):
+            job.train(1)
     words = r"found the pipeline group of ranks \[0, 1\]; an island, here \[0\], holds whole"
     with groups_of(Job(pp=2, block=block(**LOCAL))), pytest.raises(ConfigError, match=words):
         hybridcomp.island_pg_collection()
@@ -139,6 +151,15 @@ def test_two_ranks_are_the_native_job() -> None:
     run_ranks(2, every_step, [(job, 1, "none") for job in found], timeout=600.0)
 
 
+def tied() -> None:
+    """A weight of which two stages have a copy is refused, before anything is sent."""
+    prepare()
+    job = Job(pp=2, order=PIPELINES_FIRST, tied=True, block=block(**LOCAL, islands=2))
+    words = "found share_embeddings_and_output_weights over pipeline stages; first and last"
+    with groups_of(job), pytest.raises(ConfigError, match=words):
+        build(job)
+
+
 def alike(folder: str) -> None:
     """With a lossy codec ranks of one place agree after a meeting, and tensor ranks on norms."""
     prepare()
@@ -164,6 +185,7 @@ def alike(folder: str) -> None:
 @pytest.mark.nightly
 def test_four_ranks(tmp_path: Path) -> None:
     run_ranks(4, alike, str(tmp_path), timeout=600.0)
+    run_ranks(4, tied, timeout=600.0)
 
 
 @pytest.mark.nightly
