@@ -9,6 +9,7 @@ save_state(folder)   save residuals and step beside a checkpoint of megatron-cor
 load_state(folder)   load them
 resync(engine)       make the next gather of parameters exact, where deltas are sent
 island_group(block)  the ranks of this rank's island, for a model under FSDP2 or DDP
+island_pg_collection()  the groups of this rank's island, for megatron-core
 publish(engine, to)  send versions of an engine's weights, exact deltas, to inference engines
 WeightReceiver       the other side: a mirror of published weights
 load_config(source)  the block of a ds_config.json (path, dict or base64), or None
@@ -64,6 +65,7 @@ __all__ = [
     "detach",
     "install",
     "island_group",
+    "island_pg_collection",
     "load_config",
     "load_state",
     "publish",
@@ -166,6 +168,20 @@ def island_group(
     from hybridcomp.patches.torch.session import island_group
 
     return island_group(block)
+
+
+def island_pg_collection() -> Any:
+    """Return megatron-core's process groups with the data-parallel ones cut into islands.
+
+    A ProcessGroupCollection: give it to DistributedDataParallel and to ``get_megatron_optimizer``
+    (with ``use_gloo_process_groups=False``) as ``pg_collection``. Every rank calls it, after
+    ``initialize_model_parallel``; a second call returns the same. Where islands are jobs of their
+    own, the groups are the job's. Raises ConfigError where the process has no block with ``sync``,
+    or where islands do not hold whole copies of the model.
+    """
+    from hybridcomp.patches.mcore.islands import island_pg_collection
+
+    return island_pg_collection()
 
 
 def detach(model: Module) -> None:

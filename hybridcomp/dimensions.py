@@ -190,7 +190,7 @@ ROWS: Mapping[Dimension, DimensionRow] = {
         "all_gather",
         "islands",
         directions=("forward",),
-        engines=(DEEPSPEED, FSDP2, DDP),
+        engines=(DEEPSPEED, MEGATRON, FSDP2, DDP),
         by_request=True,
     ),
 }

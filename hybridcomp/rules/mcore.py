@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,24 @@ def _grouped() -> list[tuple[Dimension, DimensionRow]]:
     found = [(name, row) for name, row in ROWS.items() if row.group]
     return sorted(found, key=lambda each: each[1].group == ROWS["dp"].group)
 
+
+#: what islands would have in common in every step: setting, what to do, whether a job has it
+_COUNTED: tuple[tuple[str, str, Callable[[MegatronJob], bool]], ...] = (
+    (
+        "calculate_per_token_loss", "set it to False",
+        lambda job: bool(job.get("calculate_per_token_loss", False)),
+    ),
+    (
+        "moe_router_enable_expert_bias", "set it to False",
+        lambda job: bool(job.get("moe_router_enable_expert_bias", False)),
+    ),
+    (
+        'moe_router_load_balancing_type "global_aux_loss"', 'set "aux_loss"',
+        lambda job: "global_aux_loss" in str(job.get("moe_router_load_balancing_type", ""))
+        and bool(job.get("num_moe_experts")),
+    ),
+    ("qk_clip", "set it to False", lambda job: bool(job.get("qk_clip", False))),
+)  # fmt: skip
 
 _KNOWN: tuple[Rule[MegatronJob], ...] = (
     Rule(
@@ -169,6 +187,29 @@ _KNOWN: tuple[Rule[MegatronJob], ...] = (
         "bypass", ("dp", "zero"), "a data-parallel wrapper that is not DistributedDataParallel",
         "FSDP communicates on paths of its own", "use DistributedDataParallel",
         lambda job: job.wrapper != "DistributedDataParallel",
+    ),
+    Rule(
+        "refuse", ("sync",), "a data-parallel wrapper that is not DistributedDataParallel",
+        "FSDP keeps the weights in ways of its own", "use DistributedDataParallel",
+        lambda job: job.wrapper != "DistributedDataParallel",
+    ),
+    Rule(
+        "refuse", ("sync",), 'cuda_graph_scope "full_iteration"',
+        "islands meet between optimizer steps, which such a graph holds",
+        "set another cuda_graph_scope", lambda job: job.graph_of_a_step,
+    ),
+    Rule(
+        "refuse", ("sync",), "num_distributed_optimizer_instances > 1",
+        "islands take the place of its instances", "set it to 1",
+        lambda job: int(job.get("num_distributed_optimizer_instances", 1)) > 1,
+    ),
+    *(
+        Rule(
+            "refuse", ("sync",), found,
+            "upstream counts over all data-parallel ranks of the job there, in every step", todo,
+            applies, settings=lambda block: block.sync.jobs is None,
+        )
+        for found, todo, applies in _COUNTED
     ),
     Rule(
         "bypass", ("zero",), "parameters in 8 or 4 bits (fp8_param_gather)",

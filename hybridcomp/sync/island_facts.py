@@ -18,7 +18,7 @@ def facts_of(channel: Channel, masters: Masters) -> dict[str, Any]:
     facts = {f"compression.sync.{key}": value for key, value in config.sync.agreed().items()}
     del facts["compression.sync.islands"]
     held = small_messages.gather_objects((masters.digest, masters.numel, str(masters.dtype)))
-    numel = held[0][1] if masters.replicated else sum(numel for _, numel, _ in held)
+    numel = sum(numel for _, numel, _ in held) // masters.shares(None)[0]
     return {
         **facts,
         "compression.sync.codec": codec.spec if codec else "none",

@@ -104,7 +104,7 @@ class JobMeetings(SyncFollower):
     # coming
 
     def _begin(self) -> None:
-        self._cut(dist.get_world_size(), dist.get_rank(), self.masters.replicated)
+        self._cut(None)
         facts, at_once = facts_of(self._channel, self.masters), self.config.most_under_way
         self._membership = Membership(self.jobs, facts, at_once, self._say)
         reached = self._load()

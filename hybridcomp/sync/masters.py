@@ -24,14 +24,15 @@ class Masters:
         tensors: returns the tensors that hold them, one for each piece, contiguous.
         written: to be called once some of them were changed: an engine with 16-bit copies makes
             these from them. A collective of the island where they are cut over its ranks.
-        replicated: whether all ranks of the island hold the same vector, so that each sends a
-            part of it.
+        replicated: whether ranks of the island hold the same vector, so that each sends a part.
+        replicas: the ranks that do; None: all of the island.
     """
 
     pieces: Sequence[tuple[str, int]]
     tensors: Callable[[], Sequence[Tensor]]
     written: Callable[[], None]
     replicated: bool
+    replicas: dist.ProcessGroup | None = None
 
     @property
     def numel(self) -> int:
@@ -48,6 +49,16 @@ class Masters:
         """Return the dtype in which meetings compute: fp64 for such weights, else fp32."""
         dtypes = {tensor.dtype for tensor in self.tensors()}
         return torch.float64 if torch.float64 in dtypes else torch.float32
+
+    def shares(self, inside: dist.ProcessGroup | None) -> tuple[int, int]:
+        """Return how many ranks hold this vector, and the place of this one among them.
+
+        ``inside``: the ranks of the island; None: all of the job.
+        """
+        if not self.replicated:
+            return 1, 0
+        group = self.replicas or inside
+        return dist.get_world_size(group), dist.get_rank(group)
 
     def read(self, low: int, high: int, numel: int | None = None) -> Tensor:
         """Return a copy of elements ``low`` to ``high``, with zeros behind up to ``numel``."""
@@ -66,18 +77,18 @@ class Masters:
     def write_part(
         self, part: Part, values: Tensor, whole: tuple[int, int], inside: dist.ProcessGroup | None
     ) -> None:
-        """Write this rank's ``part``; where all ranks hold the same vector, also the others'.
+        """Write this rank's ``part``; where others hold the same vector, also theirs.
 
         Args:
             whole: beginning and end of the fragment that the parts make up.
-            inside: the ranks of the island, which gather the parts then; None: all of the job.
+            inside: the ranks of the island; None: all of the job.
         """
-        width = dist.get_world_size(inside) if self.replicated else 1
+        width, _ = self.shares(inside)
         if width == 1:
             self.write(part.low, part.high, values)
             return
         gathered = values.new_empty(width * part.numel)
-        start_gather(gathered, values.contiguous(), inside).wait()
+        start_gather(gathered, values.contiguous(), self.replicas or inside).wait()
         self.write(*whole, gathered)
 
     def _overlaps(self, low: int, high: int) -> list[tuple[Tensor, int, int, int]]:

@@ -84,7 +84,7 @@ class IslandMeetings(SyncFollower):
     def _begin(self) -> None:
         masters, islands = self.masters, self.islands
         self._agree()
-        self._cut(islands.width, islands.place, masters.replicated)
+        self._cut(islands.inside)
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             problem = taken_over(loaded, self.progress, islands, masters.digest)

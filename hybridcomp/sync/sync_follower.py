@@ -130,13 +130,13 @@ class SyncFollower(ABC):
     def _take(self) -> bool:
         """End the first meeting under way; return whether the weights of this rank changed."""
 
-    def _cut(self, width: int, place: int, whole: bool) -> None:
+    def _cut(self, inside: dist.ProcessGroup | None) -> None:
         """Cut this rank's vector into the parts that it sends, with the weights as they are.
 
-        ``width``: ranks of the island; ``place``: of this one; ``whole``: whether all hold it.
+        ``inside``: the ranks of the island; None: all of the job.
         """
-        pieces = (width, place) if whole else (1, 0)
         masters, rule = self.masters, rule_of(self.config)
+        pieces = masters.shares(inside)
         self.progress.parts = []
         for low, high, numel in cut(masters.numel, self.config.fragments, *pieces):
             fragment = Fragment(rule, masters.read(low, high, numel))

@@ -1,4 +1,4 @@
-"""Start the session of a megatron-core job, and follow its optimizer steps.
+"""Start the session of a megatron-core job, and follow its optimizer steps: islands meet.
 
 Megatron has no engine object: it uses the session of the process (``process``).
 ``load_state_dict`` is wrapped only to notice a restart: the user calls ``hybridcomp.load_state``.
@@ -18,7 +18,7 @@ import torch
 
 from hybridcomp.collectives.topology import machines
 from hybridcomp.job.devices import device_name
-from hybridcomp.patches.mcore import groups
+from hybridcomp.patches.mcore import groups, islands
 from hybridcomp.patches.mcore.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
 from hybridcomp.rules.planned import hold_to_machines, hold_to_plan
@@ -41,6 +41,20 @@ STEPS = tuple(
         parameters=("self",),
     )
     for name in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
+)
+ZEROS = tuple(
+    Seam(
+        requirement=REQUIREMENT,
+        module=f"megatron.core.optimizer.{module}",
+        qualname=f"{name}.zero_grad",
+        parameters=("self", "set_to_none"),
+    )
+    for module, name in (
+        ("optimizer", "Float16OptimizerWithFloat16Params"),
+        ("optimizer", "FP32Optimizer"),
+        ("optimizer", "ChainedOptimizer"),
+        ("distrib_optimizer", "DistributedOptimizer"),
+    )
 )
 LOADS = tuple(
     Seam(
@@ -68,7 +82,7 @@ LACKS_STATE = (
 class _Progress:
     """State of the process: inside an optimizer step or not."""
 
-    stepping: bool = False  # inside the outermost one
+    stepping: bool = False  # inside the outermost one, or its zero_grad
 
 
 _progress = _Progress()
@@ -85,9 +99,10 @@ def make_initialize_model_parallel(original: Callable[..., None]) -> Callable[..
             hold_to_plan(session.channels.config, groups.layout())
             device = session.device
             hold_to_machines(session.channels.config, lambda: machines(device_name(device)))
-            session.place(groups.data_parallel())
-            # gradients are fp32 or bf16, not known yet: a codec that pays for bf16 pays for fp32
-            session.measure(groups.replicas(), torch.bfloat16)
+            if not islands.cuts(session):  # else their groups are made later
+                session.place(groups.data_parallel())
+                # gradients are fp32 or bf16, not known yet: what pays for bf16 pays for fp32
+                session.measure(groups.replicas(), torch.bfloat16)
 
     return initialize_model_parallel
 
@@ -104,8 +119,10 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
         feedback = any(channel.error_feedback for channel in channels)
         if feedback:  # else no residual depends on it, and reading it may wait for a GPU
             session.loss_scale = float(self.get_loss_scale())
+        islands.stepping(session, self)
         session.before_step()
-        if session.forgetful and (feedback or channels.config.start_step):
+        kept = feedback or channels.config.start_step or session.stateful_followers
+        if session.forgetful and kept:
             session.say(LACKS_STATE)
         _progress.stepping = True
         try:
@@ -117,6 +134,25 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return step
+
+
+def make_zero_grad(original: Callable[..., None]) -> Callable[..., None]:
+    """Let islands begin before the first forward pass, with the weights of the first."""
+
+    @functools.wraps(original)
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        session = process.own_session()
+        if session is None or _progress.stepping or not islands.stepping(session, self):
+            original(self, *args, **kwargs)
+            return
+        _progress.stepping = True
+        try:
+            session.before_step()
+            original(self, *args, **kwargs)
+        finally:
+            _progress.stepping = False
+
+    return zero_grad
 
 
 def make_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,8 +168,10 @@ def make_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_state_dict
 
 
+COVERS = ("sync",)
 PATCHES = (
     (INITIALIZE, make_initialize_model_parallel),
     *((seam, make_step) for seam in STEPS),
+    *((seam, make_zero_grad) for seam in ZEROS),
     *((seam, make_load_state_dict) for seam in LOADS),
 )

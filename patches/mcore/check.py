@@ -30,13 +30,16 @@ BASE = Seam(
 )
 
 
-def check(block: CompressionConfig, wrapper: Any, config: Any, ddp: Any, model: Any) -> None:
+def check(
+    block: CompressionConfig, wrapper: Any, config: Any, ddp: Any, model: Any, groups: Any = None
+) -> None:
     """Check the block against one model chunk; see ``rules.engine.hold``. Rank 0 prints messages.
 
-    Raises ConfigError for the first dimension that cannot act.
+    ``groups``: a ProcessGroupCollection that the user gave the wrapper. Raises ConfigError for the
+    first dimension that cannot act.
     """
     job = mcore.MegatronJob(
-        config, ddp, type(wrapper).__name__, sizes(), frozenset(_homes(model)),
+        config, ddp, type(wrapper).__name__, sizes(groups), frozenset(_homes(model)),
         frozenset(p.dtype for p in model.parameters()), engine.lossy(block), block.zero.delta,
         block.zero.steps,
     )  # fmt: skip

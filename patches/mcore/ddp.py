@@ -27,7 +27,7 @@ from torch import Tensor
 from hybridcomp.channels import native_nbytes
 from hybridcomp.patches.common.routes import make_torch, torch_seam
 from hybridcomp.patches.common.scope import Scope
-from hybridcomp.patches.mcore import check, weights
+from hybridcomp.patches.mcore import check, islands, weights
 from hybridcomp.patches.mcore.ddp_batch import BucketBatch, CollectedCall
 from hybridcomp.patches.mcore.groups import coordinates, sizes
 from hybridcomp.patches.mcore.requirement import REQUIREMENT
@@ -97,13 +97,15 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
             return
         given = signature.bind(self, *args, **kwargs).arguments
         check.check(
-            session.channels.config, self, given["config"], given["ddp_config"], given["module"]
-        )
+            session.channels.config, self, given["config"], given["ddp_config"], given["module"],
+            given.get("pg_collection"),
+        )  # fmt: skip
         original(self, *args, **kwargs)
         model, chunk = given["module"], session.models
         named = {_name(chunk, name, p): p for name, p in model.named_parameters()}
         session.name_parameters(named.items(), _common(named))
         weights.note(session, self)
+        islands.follow(session, self)
 
     return __init__
 

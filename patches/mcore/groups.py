@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 
 from hybridcomp.policy import Dimension
@@ -40,13 +42,17 @@ def dimension_of(group: dist.ProcessGroup | None, default: Dimension) -> Dimensi
     return None
 
 
-def sizes() -> dict[Dimension, int]:
-    """Return ranks per group from parallel_state; empty where a job makes its own groups."""
+def sizes(given: Any = None) -> dict[Dimension, int]:
+    """Return ranks per group from parallel_state; empty where a job makes its own groups.
+
+    ``given``: a ProcessGroupCollection whose data-parallel group counts in its place.
+    """
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
         return {}
-    data = parallel_state.get_data_parallel_group(with_context_parallel=True).size()
+    whole = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    data = (getattr(given, "dp_cp", None) or whole).size()
     return {
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
         "pp": parallel_state.get_pipeline_model_parallel_world_size(),

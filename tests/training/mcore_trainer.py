@@ -11,7 +11,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridcomp.sync import islands
 from tests.ranks import forget_inherited
 from tests.stand_ins.link_clock import clock
 
@@ -43,6 +44,11 @@ class Job:
     bf16: bool = False
     recompute: bool = False
     average: bool = False  # average_in_collective
+    optimizer: str = "adam"
+    linear: bool = False  # Adam as plain SGD, which the distributed optimizer does not take
+    clip: float = 1.0
+    order: str = "tp-cp-ep-dp-pp"  # of ranks
+    tied: bool = False  # embedding and output layer have one weight
     steps: int = 50
     micro_batches: int = 2
     lr: float = 4e-3
@@ -67,6 +73,12 @@ class Outcome:
 
 def run(jobs: Sequence[Job]) -> list[Outcome | str]:
     """Every job in turn; an error of ours as its text."""
+    prepare()
+    return [_run(job) for job in jobs]
+
+
+def prepare() -> None:
+    """Import megatron-core, with stand-ins for what this machine lacks."""
     from tests.stand_ins import megatron_on_cpu
 
     shim = _device().type == "cpu"
@@ -83,7 +95,6 @@ def run(jobs: Sequence[Job]) -> list[Outcome | str]:
         megatron_on_cpu.patch()
     else:
         megatron_on_cpu.patch_without_engine()
-    return [_run(job) for job in jobs]
 
 
 def _device() -> torch.device:
@@ -92,8 +103,19 @@ def _device() -> torch.device:
 
 
 def _run(job: Job) -> Outcome | str:
-    import hybridcomp
     from hybridcomp.errors import HybridcompError
+
+    try:
+        with nullcontext() if job.link is None else clock(*job.link), armed(job):
+            return _train(job)
+    except HybridcompError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def armed(job: Job) -> Iterator[None]:
+    """Patches with the block of ``job``, for as long as one of its trainings lasts."""
+    import hybridcomp
     from hybridcomp.session import process
 
     torch.manual_seed(1 + job.seed)
@@ -102,10 +124,7 @@ def _run(job: Job) -> Outcome | str:
         # a report starts the ledger anew
         process.configure({"ledger": {"every": 1_000_000}, **job.block})
     try:
-        with nullcontext() if job.link is None else clock(*job.link):
-            return _train(job)
-    except HybridcompError as error:
-        return f"{type(error).__name__}: {error}"
+        yield
     finally:
         from megatron.core import parallel_state
 
@@ -123,13 +142,12 @@ def destroy_groups() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    islands._made.clear()  # its groups are among them
 
 
-def _train(job: Job) -> Outcome:
+def initialize(job: Job) -> None:
+    """Make Megatron's groups."""
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from hybridcomp.session import process
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=job.tp,
@@ -137,37 +155,48 @@ def _train(job: Job) -> Outcome:
         virtual_pipeline_model_parallel_size=job.virtual,
         expert_model_parallel_size=job.ep,
         expert_tensor_parallel_size=1 if job.ep > 1 else None,
+        order=job.order,
     )
-    _adjust(job)
     tensor_parallel.model_parallel_cuda_manual_seed(1 + job.seed)
+
+
+def _train(job: Job) -> Outcome:
+    from hybridcomp.session import process
+
+    initialize(job)
+    _adjust(job)
     chunks, optimizer = build(job)
-    schedule = get_forward_backward_func()
     losses: list[float] = []
     for step in range(job.steps):
         if step == job.restart:
             chunks, optimizer = _restart(job, chunks, optimizer)
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        found = schedule(
-            forward_step_func=_forward_step,
-            data_iterator=[batches(job, step) for _ in chunks]
-            if job.virtual
-            else batches(job, step),
-            model=chunks if job.virtual else chunks[0],
-            num_microbatches=job.micro_batches,
-            seq_length=LENGTH,
-            micro_batch_size=MICRO_BATCH,
-            forward_only=False,
-        )
-        success, _, _ = optimizer.step()
-        assert success
-        losses += [sum(float(part["loss"]) for part in found) / len(found)] if found else []
+        losses += train_step(job, chunks, optimizer, step)
     if job.overlap and job.distributed_optimizer:
         for chunk in chunks:
             chunk.start_param_sync(force_sync=True)
     channels = process.current() if job.block is not None else None
     return Outcome(losses, _digests(chunks), *_counts(channels))
+
+
+def train_step(job: Job, chunks: Sequence[Any], optimizer: Any, step: int) -> list[float]:
+    """A step on this rank's micro batches; the loss, on the last stage."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    found = get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=[batches(job, step) for _ in chunks] if job.virtual else batches(job, step),
+        model=chunks if job.virtual else chunks[0],
+        num_microbatches=job.micro_batches,
+        seq_length=LENGTH,
+        micro_batch_size=MICRO_BATCH,
+        forward_only=False,
+    )
+    success, _, _ = optimizer.step()
+    assert success
+    return [sum(float(part["loss"]) for part in found) / len(found)] if found else []
 
 
 def _restart(job: Job, chunks: Sequence[Any], optimizer: Any) -> tuple[list[Any], Any]:
@@ -226,6 +255,13 @@ def _digests(chunks: Sequence[Any]) -> dict[str, str]:
 
 def build(job: Job) -> tuple[list[Any], Any]:
     """The model chunks of this rank, wrapped, and their optimizer."""
+    config = model_config(job)
+    models = [_model(job, config, index) for index in range(job.virtual or 1)]
+    return wrap(job, config, models)
+
+
+def wrap(job: Job, config: Any, models: Sequence[Any], **groups: Any) -> tuple[list[Any], Any]:
+    """``models``, wrapped, and their optimizer; ``groups``: in the place of the islands'."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -233,7 +269,6 @@ def build(job: Job) -> tuple[list[Any], Any]:
     )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    config = model_config(job)
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=job.distributed_optimizer,
         overlap_grad_reduce=job.overlap,
@@ -242,24 +277,35 @@ def build(job: Job) -> tuple[list[Any], Any]:
         average_in_collective=job.average,
         bucket_size=4000 if job.overlap else None,
     )
-    chunks = [
-        DistributedDataParallel(config, ddp_config, _model(job, config, index))
-        for index in range(job.virtual or 1)
-    ]
+    groups = groups or _groups(job)
+    chunks = [DistributedDataParallel(config, ddp_config, model, **groups) for model in models]
     config.finalize_model_grads_func = finalize_model_grads
     if job.overlap:
         config.no_sync_func = (
             [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
         )
     settings: dict[str, Any] = {
-        "optimizer": "adam", "lr": job.lr, "weight_decay": 0.0, "clip_grad": 1.0, "bf16": job.bf16,
+        "optimizer": job.optimizer, "lr": job.lr, "weight_decay": 0.0, "clip_grad": job.clip,
+        "sgd_momentum": 0.0, "bf16": job.bf16,
         "params_dtype": config.params_dtype, "use_distributed_optimizer": job.distributed_optimizer,
         "overlap_param_gather": job.overlap and job.distributed_optimizer,
     }  # fmt: skip
+    if job.linear:
+        settings |= {"adam_beta1": 0.0, "adam_beta2": 0.0, "adam_eps": 1e6, "lr": 1e6 * job.lr}
     known = {field.name for field in fields(OptimizerConfig)}  # 0.13 has no overlap_param_gather
     settings = {name: value for name, value in settings.items() if name in known}
-    optimizer = get_megatron_optimizer(OptimizerConfig(**settings), chunks)
+    gloo = {"use_gloo_process_groups": False} if groups else {}
+    optimizer = get_megatron_optimizer(OptimizerConfig(**settings), chunks, **gloo, **groups)
     return chunks, optimizer
+
+
+def _groups(job: Job) -> dict[str, Any]:
+    """Groups of the islands of a block that has some."""
+    import hybridcomp
+
+    if "sync" not in (job.block or {}):
+        return {}
+    return {"pg_collection": hybridcomp.island_pg_collection()}
 
 
 def model_config(job: Job) -> Any:
@@ -307,7 +353,7 @@ def _model(job: Job, config: Any, index: int) -> Any:
         max_sequence_length=LENGTH,
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
         post_process=parallel_state.is_pipeline_last_stage(**stage),
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=job.tied,
         **({"vp_stage": index} if job.virtual else {}),
     ).to(_device())
     for parameter in model.parameters():

@@ -139,6 +139,47 @@ def test_steps_count_once_and_residuals_follow(monkeypatch: pytest.MonkeyPatch) 
     assert channels.step == 3 and residual.tolist() == [0.0] * 4
 
 
+class Counting:
+    """A follower that counts the steps it is told of."""
+
+    name = "counting"
+
+    def __init__(self) -> None:
+        self.before = self.after = 0
+
+    def before_step(self) -> None:
+        self.before += 1
+
+    def after_step(self, step: int) -> None:
+        self.after += 1
+
+    def after_skip(self) -> None:
+        raise AssertionError("Megatron's skipped steps are steps")
+
+    def row(self) -> None:
+        return None
+
+    def close(self) -> None: ...
+
+
+def test_followers_hear_of_steps_that_an_overflow_skips(monkeypatch: pytest.MonkeyPatch) -> None:
+    process.use(channels_of({"tp": {"codec": "blockint", "bits": 8}}))
+    monkeypatch.setattr(
+        "hybridcomp.session.engine_session.default_device", lambda: torch.device("cpu")
+    )
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, **how: None)  # of the guard
+    monkeypatch.setattr(Optimizer, "outer", attach.make_step(Optimizer.outer))
+    session = process.own_session()
+    assert session is not None
+    counting = Counting()
+    session.follow(counting)
+    optimizer = Optimizer()
+    for success in (True, False, True):
+        optimizer.success = success
+        optimizer.outer()
+    assert (counting.before, counting.after) == (3, 3)
+
+
 class Config(dict[str, Any]):
     """W&B's."""
 

@@ -44,7 +44,7 @@ def check(
 ) -> list[str]:
     """Run the check on a model of one layer; returns what was said."""
     said: list[str] = []
-    monkeypatch.setattr(mcore_refuse, "sizes", lambda: {**SIZES, **(sizes or {})})
+    monkeypatch.setattr(mcore_refuse, "sizes", lambda given: {**SIZES, **(sizes or {})})
     monkeypatch.setattr(mcore_refuse, "say_once", said.append)
     ddp = SimpleNamespace(use_distributed_optimizer=settings.pop("distributed_optimizer", True))
     for name in ("reduce_scatter_with_fp32_accumulation", "fp8_param_gather"):
@@ -53,6 +53,39 @@ def check(
     config = SimpleNamespace(**settings)
     mcore_refuse.check(CompressionConfig.parse(block), wrapper(), config, ddp, model)
     return said
+
+
+ISLANDS = {"sync": {"islands": 1}}
+JOBS = {"sync": {"islands": {"rendezvous": "tcp://127.0.0.1:1", "at_start": 2}}}
+COUNTED: list[dict[str, Any]] = [
+    {"calculate_per_token_loss": True},
+    {"moe_router_enable_expert_bias": True},
+    {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"], "num_moe_experts": 2},
+    {"qk_clip": True},
+]
+
+
+@pytest.mark.parametrize("settings", COUNTED, ids=lambda found: next(iter(found)))
+def test_islands_refuse_what_the_whole_job_counts(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=f"sync: found {next(iter(settings))}.*of the job there"):
+        check(monkeypatch, ISLANDS, **settings)
+    check(monkeypatch, JOBS, **settings)
+
+
+@pytest.mark.parametrize("block", [ISLANDS, JOBS], ids=["parts", "jobs"])
+def test_islands_refuse_weights_out_of_reach(
+    monkeypatch: pytest.MonkeyPatch, block: dict[str, Any]
+) -> None:
+    check(monkeypatch, block)
+    with pytest.raises(ConfigError, match="that is not DistributedDataParallel; FSDP keeps"):
+        check(monkeypatch, block, wrapper=FullyShardedDataParallel)
+    with pytest.raises(ConfigError, match="num_distributed_optimizer_instances > 1"):
+        check(monkeypatch, block, num_distributed_optimizer_instances=2)
+    with pytest.raises(ConfigError, match='found cuda_graph_scope "full_iteration"'):
+        graphs: dict[str, Any] = {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}
+        check(monkeypatch, block, **graphs)
 
 
 BYPASSES: list[tuple[str, dict[str, Any], str]] = [

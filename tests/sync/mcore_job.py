@@ -1,0 +1,147 @@
+"""Islands under megatron-core, in the tiny trainings of ``tests.training.mcore_trainer``."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import hybridcomp
+from hybridcomp.session import process
+from hybridcomp.session.engine_session import EngineSession
+from hybridcomp.sync import IslandMeetings, JobMeetings
+from tests.sync import simulated
+from tests.training.mcore_trainer import (
+    Job,
+    armed,
+    build,
+    initialize,
+    model_config,
+    train_step,
+    wrap,
+)
+
+
+def block(**sync: Any) -> dict[str, Any]:
+    return {"sync": {"islands": 1, **sync}, "min_bytes": 0}
+
+
+class MegatronIslandJob:
+    """A rank's chunks and optimizer; to be built and trained inside ``armed(job)``."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.step = 0
+        self.chunks, self.optimizer = build(job)
+
+    def train(self, steps: int) -> MegatronIslandJob:
+        for _ in range(steps):
+            train_step(self.job, self.chunks, self.optimizer, self.step)
+            self.step += 1
+        return self
+
+    @property
+    def session(self) -> EngineSession:
+        found = process.own_session()
+        assert found is not None
+        return found
+
+    @property
+    def meetings(self) -> IslandMeetings:
+        (found,) = self.session.followers
+        assert isinstance(found, IslandMeetings)
+        return found
+
+    @property
+    def job_meetings(self) -> JobMeetings:
+        (found,) = self.session.followers
+        assert isinstance(found, JobMeetings)
+        return found
+
+    def weights(self) -> Tensor:
+        """All weights of this rank, gathered first where the next forward pass would do it."""
+        for chunk in self.chunks if self.job.overlap and self.job.distributed_optimizer else []:
+            chunk.start_param_sync(force_sync=True)
+        found = [p.detach().float().flatten() for c in self.chunks for p in c.module.parameters()]
+        return torch.cat(found).clone()
+
+
+def weights_after(job: Job, first: int = 0) -> Tensor:
+    """Train ``job`` as it says, from the weights of seed ``first``; this rank's weights."""
+    with armed(job):
+        initialize(job)
+        torch.manual_seed(first)
+        return MegatronIslandJob(job).train(job.steps).weights()
+
+
+class QuadraticModel(nn.Module):
+    """A vector with an island's loss of ``tests.sync.simulated``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(simulated.first())
+        self.weights.tensor_model_parallel = False  # type: ignore[attr-defined]
+        self.quadratic = simulated.Quadratic.of(dist.get_rank())
+
+    def forward(self) -> Tensor:
+        apart = self.weights - self.quadratic.minimum
+        return (self.quadratic.curvature * apart.square()).sum() / 2
+
+
+def quadratic_after(told: dict[str, Any], steps: int) -> Tensor:
+    """Train a QuadraticModel in fp64 in islands of one rank; its weights."""
+    job = Job(clip=0.0, optimizer="sgd", lr=simulated.INNER, block=told)
+    with armed(job):
+        initialize(job)
+        (chunk,), optimizer = wrap(job, model_config(job), [QuadraticModel()])
+        for _ in range(steps):
+            chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            torch.autograd.backward(chunk())
+            chunk.finish_grad_sync()
+            optimizer.step()
+        found: Tensor = chunk.module.weights.detach().clone()
+    return found
+
+
+def inner(job: MegatronIslandJob) -> list[torch.optim.Optimizer]:
+    """The optimizers of torch in Megatron's."""
+    return [one.optimizer for one in job.optimizer.chained_optimizers]
+
+
+def held(job: MegatronIslandJob) -> list[Tensor]:
+    """The weights of the model and of its optimizers, in one order."""
+    found = [p.data for chunk in job.chunks for p in chunk.module.parameters()]
+    groups = [group for one in inner(job) for group in one.param_groups]
+    return found + [p.data for group in groups for p in group["params"]]
+
+
+def restarted(job: Job, folder: str, at: int) -> tuple[Tensor, Tensor]:
+    """Weights of a run, and of one that was saved at step ``at`` and went on in new objects."""
+    with armed(job):
+        initialize(job)
+        whole = MegatronIslandJob(job).train(at)
+        hybridcomp.save_state(folder)
+        kept = [values.clone() for values in held(whole)]
+        adam = [copy.deepcopy(one.state_dict()) for one in inner(whole)]
+        expected = whole.train(job.steps - at).weights()
+        process.configure({"ledger": {"every": 1_000_000}, **(job.block or {})})
+        torch.manual_seed(99)
+        again = MegatronIslandJob(job)
+        for values, state in zip(held(again), kept, strict=True):
+            values.copy_(state)
+        for one, saved in zip(inner(again), adam, strict=True):
+            one.load_state_dict(saved)
+        hybridcomp.load_state(folder)
+        again.step = at
+        return expected, again.train(job.steps - at).weights()
+
+
+def gathered(values: Tensor) -> list[Tensor]:
+    """The vectors of all ranks of the job."""
+    found = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, values)
+    return found
