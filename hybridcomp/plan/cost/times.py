@@ -8,6 +8,7 @@ from typing import NamedTuple
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost.calls import EngineCall, Price
 from hybridcomp.plan.cost.job import PlannedJob
+from hybridcomp.plan.cost.schedule import Task
 from hybridcomp.plan.cost.work import Items, StageWork, Wish, Work, lands_behind, price
 from hybridcomp.plan.machines.estimates import Estimate
 
@@ -59,7 +60,7 @@ class Durations(NamedTuple):
 
     busy: of the device, waits and codecs included; the sender's also counts the receiver's decode.
     compute: the part of ``busy`` that computes layers. returned: the part of ``sent`` until a
-    blocking send returns (``meetings``).
+    blocking send returns (``blocking_pipeline``).
     """
 
     busy: float
@@ -75,7 +76,7 @@ class StageTimes:
     hidden_micro, hidden_step: compute that can hide messages of a micro-batch, or of the step.
     landed, uploaded: copies to the host before the optimizer, and of parameters back.
     reduces: whether messages follow every micro-batch. meets: whether messages between stages block
-    both of them (``meetings``).
+    both of them (``blocking_pipeline``).
     """
 
     forward: tuple[Durations, ...]
@@ -95,6 +96,19 @@ class StageTimes:
     def optimizer(self) -> float:
         """Seconds of the optimizer's step with the copies around it."""
         return self.landed + self.adam + self.uploaded
+
+    def end_tasks(self, stage: int, start: float) -> list[Task]:
+        """Return the optimizer's step, the copies around it and the gather, from ``start`` on."""
+        tasks: list[Task] = []
+        for what, resource, seconds in (
+            ("to_host", "bus", self.landed), ("adam", "stage", self.adam),
+            ("to_device", "bus", self.uploaded), ("gather", "replicas", self.gather.link),
+            ("code", "stage", self.gather.coding),
+        ):  # fmt: skip
+            end = start + seconds
+            tasks.append(Task(what, stage, 0, 0, f"{resource} {stage}", start, end))
+            start = end
+        return tasks
 
     def behind(self, took: Durations, ends: bool, last: bool) -> tuple[list[Seconds], float, float]:
         """Return reductions behind a pass, their link seconds, and how many of these it hides.

@@ -1,4 +1,4 @@
-"""One simulated step: schedules, the recurrence against the timeline, bytes that were measured."""
+"""One simulated step: schedules, seconds and tasks against events, bytes that were measured."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ import random
 import pytest
 import torch
 
-from hybridcomp.plan.algorithms.timeline import simulate
 from hybridcomp.plan.choices import Choice, Choices
 from hybridcomp.plan.cost.blocking_pipeline import moves
 from hybridcomp.plan.cost.calls import EngineCall
 from hybridcomp.plan.cost.job import PlannedJob
 from hybridcomp.plan.cost.predict import predicted
 from hybridcomp.plan.cost.prices import Prices, native_nbytes
-from hybridcomp.plan.cost.recurrence import step_seconds
-from hybridcomp.plan.cost.schedule import Op, in_flight, order
-from hybridcomp.plan.cost.step import MOST_PASSES, sample, seconds_of, simulated, tasks_of
+from hybridcomp.plan.cost.schedule import Op, Task, in_flight, order
+from hybridcomp.plan.cost.step import MOST_PASSES, sample, seconds_of, simulated, step_seconds
 from hybridcomp.plan.cost.times import Durations, Seconds, StageTimes, least_seconds
 from hybridcomp.plan.cost.work import Work, work_of
 from hybridcomp.plan.layout import Layout, even_cuts
 from hybridcomp.plan.request import Batch, SearchLimits
 from tests.paths import ROOT
 from tests.plan.clusters import cluster, small
+from tests.plan.cost.events import step_spans
 
 RECOMMENDED = Choices.of_block({"preset": "recommended"})
 
@@ -71,7 +70,23 @@ def random_times(
     )  # fmt: skip
 
 
-def test_recurrence_is_the_event_simulation() -> None:
+def assert_events_say_so(layout: Layout, times: tuple[StageTimes, ...], count: int) -> None:
+    """The step takes as long as its events, each task begins and ends as its event does."""
+    tasks: list[Task] = []
+    seconds = step_seconds(layout, times, count, tasks)
+    assert seconds == step_seconds(layout, times, count), "tasks cost no seconds"
+    told = sorted((one.what, one.resource, one.start, one.end) for one in tasks
+                  if one.end > one.start)  # fmt: skip
+    spans = sorted(span for span in step_spans(layout, times, count) if span[0] != "wait")
+    assert [span[:2] for span in told] == [span[:2] for span in spans]
+    for one, other in zip(told, spans, strict=True):
+        assert one[2:] == pytest.approx(other[2:], rel=1e-12)
+    whole = max(end for *_, end in spans)
+    assert seconds == pytest.approx(whole, rel=1e-12)
+    assert least_seconds(Work(layout, ()), times) <= whole * (1 + 1e-12)
+
+
+def test_a_step_is_its_events() -> None:
     draw = random.Random(5)
     for index in range(60):
         stages, virtual = draw.randrange(1, 5), draw.choice([1, 1, 2])
@@ -81,22 +96,16 @@ def test_recurrence_is_the_event_simulation() -> None:
             stages=stages, virtual=virtual, accumulation=count, offload=index % 2 == 0
         )  # fmt: skip
         times = random_times(draw, layout, micro=index % 3 == 0)
-        work = Work(layout, ())
-        whole = simulate(tasks_of(work, times, count)[0]).seconds
-        assert step_seconds(layout, times, count) == pytest.approx(whole, rel=1e-12)
-        assert least_seconds(work, times) <= whole * (1 + 1e-12)
+        assert_events_say_so(layout, times, count)
 
 
-def test_where_stages_meet_the_recurrence_is_the_event_simulation_too() -> None:
+def test_a_step_whose_stages_meet_is_its_events() -> None:
     draw = random.Random(7)
     for _ in range(60):
         stages, count = draw.randrange(2, 6), draw.randrange(1, 9)
         layout = Layout(stages=stages, accumulation=count)
         times = random_times(draw, layout, micro=False, meets=True)
-        work = Work(layout, ())
-        whole = simulate(tasks_of(work, times, count)[0]).seconds
-        assert step_seconds(layout, times, count) == pytest.approx(whole, rel=1e-12)
-        assert least_seconds(work, times) <= whole * (1 + 1e-12)
+        assert_events_say_so(layout, times, count)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
@@ -253,7 +262,7 @@ def test_prediction_of_a_pipeline() -> None:
     for span in native.spans:
         assert 0 <= span.start < span.end <= native.seconds * (1 + 1e-9)
     step = simulated(job, work, Choices())
-    assert step.seconds == step.timeline.seconds == native.seconds
+    assert step.seconds == native.seconds == max(task.end for task in step.tasks)
 
 
 def test_overlap_hides_a_part_of_the_gradients() -> None:
