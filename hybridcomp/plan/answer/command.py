@@ -164,11 +164,11 @@ def _tried(options: argparse.Namespace, found: Found, cluster: Cluster, base: Ba
 
 
 def _check(options: argparse.Namespace) -> int:
-    from hybridcomp.plan.answer.check import check, told
+    from hybridcomp.plan.answer.check import check, describe
 
     plan = Plan.read(options.plan or options.out / files.PLAN_FILE)
     found = check(plan, options.check)
-    for line in told(found):
+    for line in describe(found):
         print(line)
     return 0 if all(one.held for one in found) else 1
 

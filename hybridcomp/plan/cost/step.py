@@ -18,7 +18,7 @@ from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost import blocking_pipeline
 from hybridcomp.plan.cost.job import PlannedJob
 from hybridcomp.plan.cost.schedule import Op, Task, order
-from hybridcomp.plan.cost.times import VIEW, StageTimes, View, meet, stage_times
+from hybridcomp.plan.cost.times import VIEW, StageTimes, View, are_blocking, stage_times
 from hybridcomp.plan.cost.work import Work
 from hybridcomp.plan.layout import Layout
 
@@ -33,7 +33,7 @@ def step_seconds(
     tasks: list[Task] | None = None,
 ) -> float:
     """Return the seconds of a step of ``micro_batches``; append its tasks to ``tasks``."""
-    if meet(times):
+    if are_blocking(times):
         ready = blocking_pipeline.last_ends(layout, times, micro_batches, tasks)
     else:
         ready = _last_ends(layout, times, micro_batches, tasks)

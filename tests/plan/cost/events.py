@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from hybridcomp.plan.cost.blocking_pipeline import message_of, moves
 from hybridcomp.plan.cost.schedule import Op, order
-from hybridcomp.plan.cost.times import Durations, StageTimes, meet
+from hybridcomp.plan.cost.times import Durations, StageTimes, are_blocking
 from hybridcomp.plan.layout import Layout
 
 
@@ -54,7 +54,7 @@ def step_spans(
     layout: Layout, times: tuple[StageTimes, ...], micro_batches: int
 ) -> list[tuple[str, str, float, float]]:
     """Return kind, resource, start and end of every event of a step that takes time."""
-    events = _blocking(layout, times, micro_batches) if meet(times) else _Builder(
+    events = _blocking(layout, times, micro_batches) if are_blocking(times) else _Builder(
         layout, times, micro_batches).build()  # fmt: skip
     spans = simulate(events)
     return [(one.what, one.resource, *spans[name]) for name, one in events.items() if one.seconds]

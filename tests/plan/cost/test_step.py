@@ -48,12 +48,14 @@ def test_orders_of_1f1b() -> None:
 
 
 def random_times(
-    draw: random.Random, layout: Layout, micro: bool, meets: bool = False
+    draw: random.Random, layout: Layout, micro: bool, blocking: bool = False
 ) -> tuple[StageTimes, ...]:
     def durations() -> Durations:
         compute = draw.uniform(1, 3)
         busy, sent = compute + draw.uniform(0, 1), draw.uniform(0, 0.5)
-        return Durations(busy, sent, compute, sent * draw.choice([0.0, 0.4, 1.0]) if meets else 0.0)
+        return Durations(
+            busy, sent, compute, sent * draw.choice([0.0, 0.4, 1.0]) if blocking else 0.0
+        )
 
     def seconds() -> Seconds:
         return Seconds(draw.uniform(0, 1), draw.uniform(0, 4))
@@ -63,7 +65,7 @@ def random_times(
             tuple(durations() for _ in range(layout.virtual)),
             tuple(durations() for _ in range(layout.virtual)),
             seconds() if micro else Seconds(0.0, 0.0), seconds(), draw.random(), seconds(),
-            draw.choice([0.0, 0.3]), draw.choice([0.0, 2.0]), micro, meets,
+            draw.choice([0.0, 0.3]), draw.choice([0.0, 2.0]), micro, blocking,
             landed=0.5 * layout.offload, uploaded=draw.random() * layout.offload,
         )
         for _ in range(layout.stages)
@@ -104,7 +106,7 @@ def test_a_step_whose_stages_meet_is_its_events() -> None:
     for _ in range(60):
         stages, count = draw.randrange(2, 6), draw.randrange(1, 9)
         layout = Layout(stages=stages, accumulation=count)
-        times = random_times(draw, layout, micro=False, meets=True)
+        times = random_times(draw, layout, micro=False, blocking=True)
         assert_events_say_so(layout, times, count)
 
 
@@ -142,18 +144,18 @@ def test_both_ways_of_two_stages_that_meet_come_one_after_the_other() -> None:
     none = Seconds(0.0, 0.0)
     stage = StageTimes(
         (Durations(1.0, 0.25, 1.0, 0.125),), (Durations(2.0, 0.5, 2.0, 0.0),), none, none, 0.0,
-        none, 0.0, 0.0, reduces=False, meets=True,
+        none, 0.0, 0.0, reduces=False, blocking=True,
     )  # fmt: skip
     first, second = (step_seconds(layout, (stage, stage), count) for count in (10, 11))
     assert second - first == pytest.approx(1.0 + 2.0 + 0.25 + 0.5)
 
 
-@pytest.mark.parametrize("meets", [False, True])
-def test_long_steps_are_extrapolated(meets: bool) -> None:
+@pytest.mark.parametrize("blocking", [False, True])
+def test_long_steps_are_extrapolated(blocking: bool) -> None:
     draw = random.Random(6)
     for stages in (2, 4, 7):
         layout = Layout(stages=stages, accumulation=900 // stages)
-        times = random_times(draw, layout, micro=False, meets=meets)
+        times = random_times(draw, layout, micro=False, blocking=blocking)
         assert sample(layout)[1] and 2 * stages * sample(layout)[0] < MOST_PASSES
         whole = step_seconds(layout, times, layout.accumulation)
         assert seconds_of(layout, times) == pytest.approx(whole, rel=0.002)
