@@ -176,7 +176,7 @@ class Recheck:
         return [pair for pair in cells if min(pair) > 0]
 
 
-def told(name: Dimension, finding: Finding, pays: bool, step: int) -> str:
+def describe_finding(name: Dimension, finding: Finding, pays: bool, step: int) -> str:
     """Describe a finding in a sentence; ``pays``: the outcome, ``step``: the first step after."""
     if not finding.native_s:
         seen = "too few steps were seen to compare"

@@ -55,7 +55,7 @@ class Decision:
             return self.native_s < CLEAR_CODED * self.coded_s
         return self.coded_s < CLEAR * self.native_s
 
-    def told(self, dimension: Dimension) -> str:
+    def describe(self, dimension: Dimension) -> str:
         """Describe the verdict in one sentence."""
         if not self.nbytes:
             return f"{dimension}: compressed, not timed: the ranks of a group send different sizes"
@@ -164,7 +164,7 @@ class Verdicts:
             if name not in without:
                 if not verdict.pays:
                     verdict = replace(verdict, flush=done.stop)
-                told.append(recheck.told(name, found, verdict.pays, done.stop))
+                told.append(recheck.describe_finding(name, found, verdict.pays, done.stop))
             self.by_dimension[name] = verdict
         return told
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridcomp.channels import checkpoint_note, resharing
+from hybridcomp.channels import checkpoint_note, resharing, saved_state
 from hybridcomp.channels.engine_channels import Channels
-from hybridcomp.channels.saved_residuals import are_residuals, held_in
+from hybridcomp.channels.saved_residuals import held_in
 from hybridcomp.errors import CheckpointError
 from hybridcomp.job import saved, small_messages
 from hybridcomp.job.agreement import tell
@@ -49,13 +49,6 @@ def _path(folder: Path, rank: int) -> Path:
     return folder / FILES.replace("*", f"{rank:05d}")
 
 
-def needed(channels: Channels) -> bool:
-    """Return whether there is anything to save; equal on every rank."""
-    known = bool(channels.guard.trips) or bool(channels.verdicts.by_dimension)
-    known = known or bool(channels.host.pace.state())
-    return known or any(channel.error_feedback for channel in channels)
-
-
 def save(
     folder: Path,
     channels: Channels,
@@ -77,11 +70,11 @@ def save(
 
 def _save(folder: Path, channels: Channels, state: State, references: bool) -> None:
     """Write the files of this rank, and on rank 0 those of the job."""
-    if needed(channels):
+    if saved_state.has_any(channels):
         _save_rank(folder, channels, state.loss_scale)
     if dist.get_rank() == 0:
         saved.write_json(folder / STATE, asdict(state))
-        kinds = [checkpoint_note.RESIDUALS] if needed(channels) else []
+        kinds = [checkpoint_note.RESIDUALS] if saved_state.has_any(channels) else []
         kinds += [checkpoint_note.PARAMETERS] if references else []
         world_size = dist.get_world_size()
         checkpoint_note.write(folder, channels.config, state.step, world_size, kinds)
@@ -115,21 +108,9 @@ def _read_state(path: Path) -> dict[str, Any] | None:
 
 
 def _save_rank(folder: Path, channels: Channels, loss_scale: float) -> None:
-    """Write this rank's file: residuals, low-rank factors, guard, verdicts of link and offload."""
-    state = {
-        "format": saved.FORMAT,
-        "world_size": dist.get_world_size(),
-        "rank": dist.get_rank(),
-        "step": channels.step,
-        "layout": channels.layout,
-        "loss_scale": loss_scale,
-        "residuals": channels.residuals.state_dict(),
-        "guard": channels.guard.state(),
-        "link": channels.verdicts.state(),
-        "offload": channels.host.pace.state(),
-        "factors": channels.factors.state_dict(),
-    }
-    saved.write(_path(folder, dist.get_rank()), state)
+    """Write this rank's file."""
+    own = {"rank": dist.get_rank(), "layout": channels.layout, "loss_scale": loss_scale}
+    saved.write(_path(folder, dist.get_rank()), saved_state.state_of(channels, **own))
 
 
 @dataclass
@@ -167,9 +148,9 @@ def read(folder: Path, channels: Channels) -> StoredState:
     Raises CheckpointError on every rank where the file of one is damaged, missing, of another rank
     or another step, or holds residuals behind the end of a parameter.
     """
-    found, config = StoredState(folder), channels.config
-    feedback = any(channel.error_feedback for channel in channels)
-    choices = channels.guard.watching or config.measured() or config.offload.when == "auto"
+    found = StoredState(folder)
+    feedback = saved_state.has_feedback(channels)
+    choices = any(part.wanted(channels) for part in saved_state.OF_JOB)
     if not feedback:
         say(*checkpoint_note.dropped(folder, channels.config))
     if not feedback and not choices:
@@ -177,7 +158,7 @@ def read(folder: Path, channels: Channels) -> StoredState:
     own, problem = saved.attempt(lambda: _own(folder, channels))
     saved.all_well(problem, WHAT, TODO)
     count = _stored_ranks(folder, own)
-    found.choices = _told(own)
+    found.choices = saved_state.of_rank_0(own)
     if not feedback or count is None:
         return found
     found.count = count
@@ -204,10 +185,8 @@ def take_over(
     """
     if found.choices is None:
         return
-    problem = _restore_choices(channels, found.choices)
-    if problem is not None:
-        raise saved.damaged(_path(found.folder, 0), f"{problem}. {TODO}")
-    if not any(channel.error_feedback for channel in channels):
+    say(*saved_state.take_job_parts(channels, found.choices, _path(found.folder, 0), TODO))
+    if not saved_state.has_feedback(channels):
         return
     if found.count is None:
         say(f"{found.folder} holds no error-feedback residuals; they start at zero")
@@ -272,20 +251,6 @@ def _not_together(
     return f"{' and '.join(shown)} were not saved together"
 
 
-def _restore_choices(channels: Channels, state: Mapping[str, Any]) -> str | None:
-    """Restore guard, link and offload; return what is wrong with ``state``, None if nothing."""
-    try:
-        if channels.guard.watching:
-            say(*channels.resume_guard(state.get("guard", {})))
-        if channels.config.measured():
-            say(*channels.resume_verdicts(state.get("link", {})))
-        if channels.config.offload.when == "auto":
-            say(*channels.host.pace.restore(state.get("offload", {})))
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
-        return f"guard, link or offload are not what this version keeps ({error})"
-    return None
-
-
 def _same_ranks(count: int, own: dict[str, Any] | None, channels: Channels) -> bool:
     """Return whether ranks and nodes are as when saved, so each takes its file; rank 0 decides."""
     same = own is not None and count == dist.get_world_size()
@@ -296,16 +261,13 @@ def _same_ranks(count: int, own: dict[str, Any] | None, channels: Channels) -> b
 def _restore_residuals(found: StoredState, channels: Channels, device: torch.device) -> None:
     """Load the residuals of this rank's file, or this rank's part of the sum over all files."""
     if found.own is not None:
-        channels.residuals.load(found.own["residuals"])
-        channels.factors.load(found.own["factors"])
+        saved_state.take_rank_parts(channels, found.own)
         return
     assert found.part is not None and found.plan is not None
     count, world_size = found.count, dist.get_world_size()
     nodes = " on other nodes" if count == world_size else ""
     say(f"residuals of {count} ranks{nodes} are shared among {world_size}: their sum is kept")
-    channels.factors.load(found.factors)
-    channels.residuals.clear()
-    found.plan.move(found.part, channels.residuals, device)
+    saved_state.take_moved(channels, found.part, found.plan, found.factors, device)
 
 
 def _read_part(folder: Path, count: int, found: StoredState) -> resharing.ReadResiduals:
@@ -324,21 +286,11 @@ def _read_part(folder: Path, count: int, found: StoredState) -> resharing.ReadRe
     return part
 
 
-def _told(own: dict[str, Any] | None) -> dict[str, Any]:
-    """Broadcast guard, link and offload of rank 0's file: all ranks must decide alike."""
-    parts = ("guard", "link", "offload")
-    return small_messages.from_first({part: own[part] for part in parts} if own else {})
-
-
 def _read(path: Path, rank: int) -> dict[str, Any]:
     """Read the file of ``rank``. Raises CheckpointError where it is damaged or of another rank."""
     stored = saved.read(path)
-    saved.expect(path, stored, "world_size", lambda value: saved.is_count(value) and value > 0)
+    saved_state.check(path, stored)
     saved.expect(path, stored, "loss_scale", saved.is_scale)
-    saved.expect(path, stored, "residuals", are_residuals)
-    for part in ("guard", "link", "offload", "factors"):
-        saved.expect(path, stored, part, lambda value: isinstance(value, dict))
-    saved.expect(path, stored, "factors", saved.are_factors)
     if stored.get("rank") != rank:
         found = stored.get("rank")
         raise saved.damaged(path, f"expected the file of rank {rank}, found {found!r}'s")

@@ -144,7 +144,7 @@ class Channels(EngineState):
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the buffers of the trials are as large as the messages
         self._note_verdicts()
-        told = [self.verdicts.by_dimension[name].told(name) for name in names]
+        told = [self.verdicts.by_dimension[name].describe(name) for name in names]
         return told + self._nothing_left()
 
     def _judge(
@@ -218,7 +218,7 @@ class Channels(EngineState):
                 verdict = judge_seen(messages(plan, device), nbytes, device)
             self.verdicts.by_dimension[name] = verdict
             self.seen.forget(name)
-            told.append(verdict.told(name))
+            told.append(verdict.describe(name))
         self._note_verdicts()
         return told + (self._nothing_left() if told else [])
 
@@ -300,7 +300,7 @@ class Channels(EngineState):
     def _fall_back(self, names: Iterable[Dimension]) -> list[str]:
         fallen = {name: self.guard.trips[name] for name in names}
         self.ledger.native_since.update({name: trip.step for name, trip in fallen.items()})
-        return [trip.told(name) for name, trip in fallen.items()]
+        return [trip.describe(name) for name, trip in fallen.items()]
 
     @property
     def layout(self) -> list[Any] | None:

@@ -34,7 +34,7 @@ class Trip:
     found: float
     limit: float
 
-    def told(self, dimension: Dimension) -> str:
+    def describe(self, dimension: Dimension) -> str:
         """Return a sentence for the user."""
         what = "residual norm over gradient norm" if self.figure == "residual" else "sampled error"
         return (

@@ -109,9 +109,9 @@ class Pace:
         best = min(range(len(self.kinds)), key=lambda kind: self.medians[kind])
         pays = self.medians[best] * MARGIN <= self.medians[0]
         self.chosen = best if pays else 0
-        return self.told()
+        return self.describe()
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Return a sentence about the verdict."""
         assert self.chosen is not None
         parts = [
@@ -167,7 +167,7 @@ class Pace:
         self.chosen, self.medians = state["chosen"], tuple(state["medians"])
         if self.chosen is None:
             return []
-        return [f"{self.told()}, as measured in the run that is continued"]
+        return [f"{self.describe()}, as measured in the run that is continued"]
 
 
 def _named(kind: Kind, kinds: tuple[Kind, ...]) -> str:

@@ -11,14 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import (
-    Codec,
-    check_add,
-    check_decode,
-    check_dtype,
-    check_encode,
-    check_size,
-)
+from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.checks import check_add, check_decode, check_dtype, check_encode, check_size
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import DTYPE_CODES, KernelSet, VariableKernels, stores_sizes
 

@@ -20,9 +20,8 @@ from hybridcomp.codecs.base import (
     Lengths,
     MultiTensorKernel,
     PlannedKernel,
-    check_dtype,
-    check_encode,
 )
+from hybridcomp.codecs.checks import check_dtype, check_encode
 from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.codecs.setting import Setting
 from hybridcomp.errors import CodecError

@@ -152,7 +152,7 @@ class Bounded(Codec):
         result: torch.dtype = torch.float32,
         exact: int = 0,
     ) -> tuple[Codec, ...]:
-        """See ``Codec.hops``; the codecs are cached."""
+        """See ``Codec.split_error_budget``; the codecs are cached."""
         return _hops(self, count, world_size, result, exact)
 
     def for_message(self, numel: int, dtype: torch.dtype, world_size: int) -> Codec:
@@ -168,7 +168,7 @@ class Bounded(Codec):
         )
 
     def for_presummed(self, ranks: int, result: torch.dtype = torch.float32) -> Bounded:
-        """See ``Codec.summing``."""
+        """See ``Codec.for_presummed``."""
         return _summing(self, ranks - 1, ROUNDING[result])
 
     def cost_summary(self, *, summed: bool) -> str:

@@ -12,15 +12,8 @@ from typing import ClassVar, Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import (
-    Codec,
-    FixedCodec,
-    align,
-    check_add,
-    check_decode,
-    check_dtype,
-    check_encode,
-)
+from hybridcomp.codecs.base import Codec, FixedCodec, align
+from hybridcomp.codecs.checks import check_add, check_decode, check_dtype, check_encode
 from hybridcomp.codecs.setting import Setting
 from hybridcomp.kernels import DTYPE_CODES, FixedKernels, KernelSet
 

@@ -12,8 +12,8 @@ from typing import ClassVar
 
 import torch
 
-from hybridcomp.codecs.base import check_dtype
 from hybridcomp.codecs.casts import Cast
+from hybridcomp.codecs.checks import check_dtype
 from hybridcomp.codecs.low_rank import LowRank
 from hybridcomp.codecs.setting import Setting
 

@@ -99,7 +99,7 @@ class Registry(Mapping[str, type[Codec]]):
         self._refused[name] = f"{self._origins[name]} cannot be used: {reason}"
 
     def _take(self, name: str, found: list[EntryPoint]) -> None:
-        told = [_told(point) for point in found]
+        told = [_describe(point) for point in found]
         if name in self.built_in or name in RESERVED:
             owner = "hybridcomp has a codec" if name in self.built_in else "the block has a meaning"
             reason = f"{owner} of that name; rename the entry point, or uninstall its package"
@@ -142,12 +142,12 @@ def _built_in() -> list[type[Codec]]:
 def _by_name() -> dict[str, list[EntryPoint]]:
     """Group the entry points by name, each once even if a distribution is found twice."""
     found: dict[str, dict[str, EntryPoint]] = {}
-    for point in sorted(entry_points(group=GROUP), key=_told):
-        found.setdefault(point.name, {}).setdefault(_told(point), point)
+    for point in sorted(entry_points(group=GROUP), key=_describe):
+        found.setdefault(point.name, {}).setdefault(_describe(point), point)
     return {name: list(points.values()) for name, points in found.items()}
 
 
-def _told(point: EntryPoint) -> str:
+def _describe(point: EntryPoint) -> str:
     distribution = getattr(point, "dist", None)
     owner = f" of {distribution.name} {distribution.version}" if distribution else ""
     return f"the codec {point.name!r} ({point.value}{owner})"

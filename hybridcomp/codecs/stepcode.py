@@ -13,7 +13,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import align, check_count, check_decode, check_encode, check_size
+from hybridcomp.codecs.base import align
+from hybridcomp.codecs.checks import check_count, check_decode, check_encode, check_size
 from hybridcomp.codecs.expcode import ExpCode
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import DTYPE_CODES, KernelSet, stores_sizes

@@ -22,14 +22,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import (
-    Codec,
-    align,
-    check_add,
-    check_decode,
-    check_dtype,
-    check_encode,
-)
+from hybridcomp.codecs.base import Codec, align
+from hybridcomp.codecs.checks import check_add, check_decode, check_dtype, check_encode
 from hybridcomp.codecs.setting import Setting
 from hybridcomp.errors import CodecError
 

@@ -12,7 +12,8 @@ from typing import ClassVar
 
 import torch
 
-from hybridcomp.codecs.base import FixedCodec, align, check_dtype
+from hybridcomp.codecs.base import FixedCodec, align
+from hybridcomp.codecs.checks import check_dtype
 from hybridcomp.codecs.setting import Setting
 from hybridcomp.kernels import FixedKernels, KernelSet
 

@@ -16,10 +16,10 @@ from hybridcomp.config.memory import (
     RankMessages,
     Way,
     meetings,
+    memory_lines,
     published,
     size,
     taken,
-    told,
 )
 from hybridcomp.dimensions import Dimension
 from hybridcomp.errors import ConfigError
@@ -108,7 +108,7 @@ def lines(block: CompressionConfig, file: JobFile, job: JobSize) -> Iterator[str
     share = -(-numel // replicas)
     others = [*meetings(block, share), *published(block, share)]
     items = [*taken(block, messages), *others]
-    yield from (f"  {line}" for line in told(items))
+    yield from (f"  {line}" for line in memory_lines(items))
     if not items:
         yield f"  {'memory':13} of a rank: nothing"
     engine = 0 if file.whose == "block" else ranks.engine_nbytes()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridcomp.config.block import BLOCK, CompressionConfig
-from hybridcomp.config.dimension import DimensionConfig, GradientConfig, ParameterConfig
+from hybridcomp.config.dimension import DimensionConfig
 from hybridcomp.config.directional import (
     ActivationConfig,
     DirectionConfig,
@@ -21,9 +21,11 @@ from hybridcomp.config.directional import (
     TensorConfig,
 )
 from hybridcomp.config.error_messages import near_key, show
+from hybridcomp.config.gradient import GradientConfig
 from hybridcomp.config.islands import ISLAND_PRESETS, IslandConfig
 from hybridcomp.config.json_schema import schema
 from hybridcomp.config.ledger import LedgerConfig
+from hybridcomp.config.parameter import ParameterConfig
 from hybridcomp.config.presets import PRESETS
 from hybridcomp.config.sources import SOURCE, read_source
 from hybridcomp.config.summary import describe, idle_notes, notes

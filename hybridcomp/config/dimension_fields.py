@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, Field, create_model
 
 from hybridcomp.config.codec_settings import NONE, Strict
-from hybridcomp.config.dimension import DimensionConfig, GradientConfig, ParameterConfig
+from hybridcomp.config.dimension import DimensionConfig
 from hybridcomp.config.directional import (
     ActivationConfig,
     MeshConfig,
@@ -16,7 +16,9 @@ from hybridcomp.config.directional import (
     PipelineConfig,
     TensorConfig,
 )
+from hybridcomp.config.gradient import GradientConfig
 from hybridcomp.config.islands import IslandConfig
+from hybridcomp.config.parameter import ParameterConfig
 from hybridcomp.config.presets import NAMES
 from hybridcomp.dimensions import ROWS, Settings
 

@@ -6,10 +6,11 @@ from typing import Any
 
 from hybridcomp.config.block import BLOCK, CompressionConfig
 from hybridcomp.config.codec_settings import CodecSettings, Under, codec_names
-from hybridcomp.config.dimension import GradientConfig, ParameterConfig
 from hybridcomp.config.dimension_fields import MODELS
 from hybridcomp.config.directional import DirectionConfig
+from hybridcomp.config.gradient import GradientConfig
 from hybridcomp.config.islands import IslandConfig
+from hybridcomp.config.parameter import ParameterConfig
 
 _MODELS: tuple[type[CodecSettings], ...] = (*MODELS.values(), DirectionConfig)
 #: models that may be written as the bare name of a codec

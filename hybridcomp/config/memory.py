@@ -220,7 +220,7 @@ def published(config: CompressionConfig, share: int) -> list[MemoryItem]:
     return [MemoryItem("copy of published weights", PUBLISHED * share, on_host=True)]
 
 
-def told(items: Iterable[MemoryItem]) -> Iterator[str]:
+def memory_lines(items: Iterable[MemoryItem]) -> Iterator[str]:
     """Yield a line with the bytes of all ``items``, if any, by where they are."""
     every = list(items)
     if every:

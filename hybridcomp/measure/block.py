@@ -49,7 +49,7 @@ class BlockSize:
         tokens = self.batch * self.length
         return 24.0 * tokens * self.width**2 + 4.0 * tokens * self.length * self.width
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Format the sizes for the note of a row."""
         return f"batch {self.batch}, length {self.length}, width {self.width}"
 

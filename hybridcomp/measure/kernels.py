@@ -115,9 +115,9 @@ def _cases(device: torch.device, blocks: Sequence[BlockSize]) -> Iterator[_Case]
         for block in blocks or sizes.blocks:
             made = _Prepared(block, device, dtype)
             yield _Case(
-                "block_forward", name, block.flops, made.forward, block.told(), made.kept_nbytes
+                "block_forward", name, block.flops, made.forward, block.describe(), made.kept_nbytes
             )
-            yield _Case("block_backward", name, 2 * block.flops, made.backward, block.told())
+            yield _Case("block_backward", name, 2 * block.flops, made.backward, block.describe())
         for side in sizes.products:
             yield _Case("product", name, 2.0 * side**3, _product(side, device, dtype), str(side))
         for numel in sizes.elements:

@@ -87,7 +87,7 @@ def _check_room(team: Team, blocks: Sequence[BlockSize]) -> None:
         needed = BLOCK_NBYTES * block.parameters
         if team.most([float(0 < own < needed)])[0]:
             todo = f"its weights and gradients take {needed / 1e9:.3g} GB, more than a rank has"
-            raise ConfigError("--block", block.told(), todo)
+            raise ConfigError("--block", block.describe(), todo)
 
 
 def _linked(
@@ -95,7 +95,7 @@ def _linked(
 ) -> Cluster:
     """Return the cluster with timings of messages and links; a collective over the job."""
     shapes = connected(shapes_of(team.nodes.of_rank), team)
-    groups = ", ".join(shape.told() for shape in shapes)
+    groups = ", ".join(shape.describe() for shape in shapes)
     encoded, left_out = message_rows(
         team, clock, budget.part(UNTIL["messages"], f"encoded messages ({groups})"),
         shapes, dtype,

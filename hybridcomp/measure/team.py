@@ -67,7 +67,7 @@ class GroupShape:
         """True where this rank is in the first group, which is timed alone."""
         return self.own == self.groups[0]
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Describe the shape in words."""
         place = "inside a node" if self.nodes == 1 else f"on {self.nodes} nodes"
         return f"{self.ranks} ranks {place}"

@@ -202,7 +202,7 @@ class Alone:
 
     def rows(self, rank: int, dtype: str) -> list[Kernel]:
         """Return the rows of both directions."""
-        told, (ahead, behind) = self._size.told(), map(summary, self._seconds)
+        told, (ahead, behind) = self._size.describe(), map(summary, self._seconds)
         return [
             Kernel(rank, "block_forward", dtype, self._size.flops, ahead, told),
             Kernel(rank, "block_backward", dtype, 2 * self._size.flops, behind, told),

@@ -17,6 +17,7 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.registry import make_codec
 from hybridcomp.config.memory import size
 from hybridcomp.dimensions import Dimension
+from hybridcomp.plan.answer.report import duration
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.models.model import Model
 from hybridcomp.plan.pays import CODING, Coder, bits
@@ -118,9 +119,9 @@ def proposal(plan: Plan, cluster: Cluster, model: Model) -> str | None:
         "error_feedback": True,
     }  # fmt: skip
     return (
-        f"messages of {' and '.join(INSIDE)} lengthen the first plan's step by {seen:.3g} s of "
-        f"{told.seconds:.3g} s; islands of one node that meet every {every} steps would send "
-        f"{size(cost.nbytes)} a rank in a meeting of {cost.seconds:.3g} s, and a step would take "
-        f"down to {mean:.3g} s. They train otherwise (docs/sync.md), so this is no plan: "
+        f"messages of {' and '.join(INSIDE)} lengthen the first plan's step by {duration(seen)} of "
+        f"{duration(told.seconds)}; islands of one node that meet every {every} steps would send "
+        f"{size(cost.nbytes)} a rank in a meeting of {duration(cost.seconds)}, and a step would "
+        f"take down to {duration(mean)}. They train otherwise (docs/sync.md), so this is no plan: "
         f'"sync": {json.dumps(block)}'
     )

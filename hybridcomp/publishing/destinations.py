@@ -120,7 +120,7 @@ def read_manifest_file(path: Path, version: int) -> Manifest:
 
 
 @contextlib.contextmanager
-def _told(version: int, path: Path) -> Iterator[None]:
+def _as_publish_error(version: int, path: Path) -> Iterator[None]:
     """Turn an OSError into one line that names version and file."""
     try:
         yield
@@ -165,7 +165,7 @@ class Folder(Destination):
         name = f"v{version:010d}.{self._token}.r{rank:05d}.part"
         self._part = self.path / PARTS / name
         self._unfinished = self._part.with_name(f"{name}.unfinished")
-        with _told(version, self._unfinished):
+        with _as_publish_error(version, self._unfinished):
             self._part.parent.mkdir(parents=True, exist_ok=True)
             self._unfinished.unlink(missing_ok=True)
             self._file = os.fdopen(os.open(self._unfinished, NEW_FILE, 0o666), "wb")
@@ -175,11 +175,11 @@ class Folder(Destination):
         """Wait for the disk and give the part its name."""
         file, self._file = self._file, None
         if file is not None:
-            with _told(self._version, self._unfinished), file:
+            with _as_publish_error(self._version, self._unfinished), file:
                 file.flush()
                 os.fsync(file.fileno())
         if file is not None and problem is None:
-            with _told(self._version, self._part):
+            with _as_publish_error(self._version, self._part):
                 os.replace(self._unfinished, self._part)
                 sync_folder(self._part.parent)
         return self._part.name
@@ -188,7 +188,7 @@ class Folder(Destination):
         """Write the manifest; a second one of its version is an error."""
         target = self._manifest(manifest.version)
         unfinished = target.with_name(f".{target.name}.{self._token}")
-        with _told(manifest.version, target):
+        with _as_publish_error(manifest.version, target):
             unfinished.unlink(missing_ok=True)
             with os.fdopen(os.open(unfinished, NEW_FILE, 0o666), "wb") as file:
                 file.write(manifest.to_json())
@@ -223,7 +223,7 @@ class _Writer:
         self._file, self._version, self._path = file, version, path
 
     def write(self, data: memoryview, /) -> None:
-        with _told(self._version, self._path):
+        with _as_publish_error(self._version, self._path):
             self._file.write(data)
 
 

@@ -34,7 +34,7 @@ from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.collectives import check_headers
 from hybridcomp.collectives.topology import Ranks, ranks_of
 from hybridcomp.config import BLOCK, CompressionConfig, describe, idle_notes, notes
-from hybridcomp.config.memory import MemoryItem, told
+from hybridcomp.config.memory import MemoryItem, memory_lines
 from hybridcomp.dimensions import MEASURED_EARLY, Dimension
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import peer_liveness
@@ -212,7 +212,7 @@ class EngineSession:
     def warn(self, dtypes: Iterable[torch.dtype]) -> None:
         """Tell the user what memory is taken, and where the block saves nothing on these dtypes."""
         config = self.channels.config
-        self.say(*told(self.memory))
+        self.say(*memory_lines(self.memory))
         self.say(*idle_notes(config))
         self.say(*(note for dtype in dtypes for note in notes(config, dtype)))
 

@@ -4,7 +4,7 @@ Training computes with decoded weights, a checkpoint holds exact ones: the modul
 gathered natively before saving, and decoded again after it. The decoded ones come from encoding the
 masters again, which gives the same bytes as the last gather. With ``delta`` they depend on all
 steps before: they are gathered from the shares that the ranks keep
-(``channels/parameter_deltas.py``), and each rank saves its share beside the checkpoint, so that a
+(``channels/delta_references.py``), and each rank saves its share beside the checkpoint, so that a
 resumed run continues bit for bit. Stage 3 saves partitions, which only ``offload`` encodes, on
 their way to the device.
 """
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import Channels, parameter_deltas
+from hybridcomp.channels import Channels, delta_references
 from hybridcomp.channels.checkpoint_note import PARAMETERS
 from hybridcomp.job import saved, small_messages
 from hybridcomp.log import say
@@ -88,14 +88,14 @@ def check(folder: Path, channels: Channels) -> None:
 def forget(engine: Any) -> None:
     """Drop the references of deltas, which a load makes useless: the next gather is exact."""
     for flat, _, _ in flat_groups(engine.optimizer):
-        parameter_deltas.forget(flat)
+        delta_references.forget(flat)
 
 
 def save(folder: Path, engine: Any, channels: Channels) -> bool:
     """Write this rank's shares of the references of deltas; return whether there are any."""
     if not channels["zero"].delta or not _saves(engine, channels):
         return False
-    found = [parameter_deltas.reference_of(flat) for flat, _, _ in flat_groups(engine.optimizer)]
+    found = [delta_references.reference_of(flat) for flat, _, _ in flat_groups(engine.optimizer)]
     shares = [None if reference is None else reference.own for reference in found]
     state = {"format": saved.FORMAT, "world_size": dist.get_world_size(), "shares": shares}
     _, problem = saved.attempt(lambda: saved.write(_path(folder), state))
@@ -141,8 +141,8 @@ def _load(folder: Path, engine: Any, channels: Channels) -> None:
             own = share.to(flat.device)
             setattr(
                 flat,
-                parameter_deltas.ATTRIBUTE,
-                parameter_deltas.Reference(own, channels.generation),
+                delta_references.ATTRIBUTE,
+                delta_references.Reference(own, channels.generation),
             )
     _spread(engine, channels)
 
@@ -170,7 +170,7 @@ def _spread(engine: Any, channels: Channels) -> None:
     from deepspeed.runtime import utils
 
     for flat, partitions, group in flat_groups(engine.optimizer):
-        reference = parameter_deltas.reference_of(flat)
+        reference = delta_references.reference_of(flat)
         if reference is not None:
             partitions[dist.get_rank(group)].data.copy_(reference.own)
             with channels["zero"].suspended():

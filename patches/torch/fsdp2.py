@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from hybridcomp.autotune.trials import StepTraffic
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.torch import fsdp2_comms, fsdp2_rules, rules, steps
+from hybridcomp.patches.torch import fsdp2_comms, fsdp2_gradients, fsdp2_rules, rules, steps
 from hybridcomp.patches.torch import torch_versions as windows
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.fsdp2_members import Members, names_of
@@ -83,10 +83,10 @@ def attach(model: nn.Module, source: Source | None) -> Attached | None:
     _measure(session, job, members)
     session.warn(job.dtypes)
     inside = block.hierarchy != "none"
-    sends = fsdp2_comms.sends(members, inside)
+    sends = fsdp2_gradients.sends(members, inside)
     attached = Attached(
         "fsdp2", identity_of(model), session, lambda: _parameters(groups),
-        lambda: fsdp2_comms.divisors(members, inside), job.layout, lambda: sends,
+        lambda: fsdp2_gradients.divisors(members, inside), job.layout, lambda: sends,
         reduces=len(job.ranks) > 1,
     )  # fmt: skip
     for one in members:
@@ -173,5 +173,5 @@ def _measure(session: EngineSession, job: fsdp2_rules.ShardedJob, members: list[
     if job.replicas > 1:
         sums["dp"] = StepTraffic(tuple(-(-numel // size) for numel in numels), "sum")
         group = job.replica_group
-    dtype = fsdp2_comms.reduce_dtype(members[0].group)
+    dtype = fsdp2_gradients.reduce_dtype(members[0].group)
     session.measure(group, dtype, total, sums, only=DP)

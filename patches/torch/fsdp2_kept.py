@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import Channel, parameter_deltas
+from hybridcomp.channels import Channel, delta_references
 from hybridcomp.patches.torch.fsdp2_members import Members
 
 
@@ -45,7 +45,7 @@ class KeptGather:
         if channel.exact_step:
             return None
         state = (ready, _digest(held) if ready and held is not None else 0)
-        if not parameter_deltas.alike(channel, state, output.device, group) or held is None:
+        if not delta_references.alike(channel, state, output.device, group) or held is None:
             return None
         start = 0
         for table in held:
@@ -85,5 +85,5 @@ def _digest(held: list[Tensor]) -> int:
     """Return a sum of the bits of all chunks, weighted by position, as a signed 64-bit number."""
     total = torch.zeros((), dtype=torch.int64, device=held[0].device)
     for place, row in enumerate(row for table in held for row in table):
-        total += (2 * place + 1) * parameter_deltas.digest(row)
+        total += (2 * place + 1) * delta_references.digest(row)
     return int(total)

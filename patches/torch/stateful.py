@@ -23,35 +23,20 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from hybridcomp.channels import Channels, resharing
+from hybridcomp.channels import Channels, resharing, saved_state
 from hybridcomp.channels.resharing import share
-from hybridcomp.channels.saved_residuals import are_residuals, held_in
+from hybridcomp.channels.saved_residuals import held_in
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
-from hybridcomp.job import saved, small_messages
+from hybridcomp.job import saved
 from hybridcomp.job.agreement import tell
 from hybridcomp.patches.torch.session import say
 from hybridcomp.session.engine_session import EngineSession
 
-FORMAT = 1
 CALL = "hybridcomp.stateful"
 WHAT = "loading the state of hybridcomp"
 #: prefix of the names of residuals of sums between replicas
 BETWEEN = "between replicas: "
-
-
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-#: required keys of a rank's state, with a check of each
-_SCHEMA: dict[str, Callable[[Any], bool]] = {
-    "kind": lambda value: isinstance(value, str),
-    "world_size": lambda value: saved.is_count(value) and value > 0,
-    "layout": _is_dict, "step": saved.is_count, "divisors": _is_dict,
-    "residuals": are_residuals, "guard": _is_dict, "link": _is_dict,
-    "factors": saved.are_factors,
-}  # fmt: skip
 
 
 class WithState(Protocol):
@@ -116,20 +101,14 @@ def pack(attached: WithState) -> bytes:
 def state_dict_of(attached: WithState) -> dict[str, Any]:
     """Return this rank's state, of plain types and CPU tensors."""
     channels = attached.channels
-    return {
-        "format": FORMAT,
-        "kind": attached.kind,
-        "model": attached.identity,
-        "world_size": dist.get_world_size(),
-        "layout": {**attached.layout, "nodes": channels.layout},
-        "step": channels.step,
-        "divisors": dict(attached.divisors()),
-        "residuals": channels.residuals.state_dict(),
-        "guard": channels.guard.state(),
-        "link": channels.verdicts.state(),
-        "factors": channels.factors.state_dict(),
-        "followers": {one.name: one.state() for one in attached.session.stateful_followers},
-    }
+    return saved_state.state_of(
+        channels,
+        kind=attached.kind,
+        model=attached.identity,
+        layout={**attached.layout, "nodes": channels.layout},
+        divisors=dict(attached.divisors()),
+        followers={one.name: one.state() for one in attached.session.stateful_followers},
+    )
 
 
 def load(attached: WithState, entries: Mapping[str, Any]) -> None:
@@ -147,8 +126,10 @@ def load(attached: WithState, entries: Mapping[str, Any]) -> None:
 
 def checked(name: Path | str, state: dict[str, Any]) -> dict[str, Any]:
     """Check a rank's ``state``, read from ``name``, and return it. Raises CheckpointError."""
-    for key, right in _SCHEMA.items():
-        saved.expect(name, state, key, right)
+    saved_state.check(name, state)
+    saved.expect(name, state, "kind", lambda value: isinstance(value, str))
+    for key in ("layout", "divisors"):
+        saved.expect(name, state, key, lambda value: isinstance(value, dict))
     for named, _ in held_in(state["residuals"]):
         if not saved.is_scale(state["divisors"].get(named)):
             raise saved.damaged(name, f"it does not say what residuals of {named!r} are units of")
@@ -176,7 +157,7 @@ def take_over(attached: WithState, entries: Mapping[str, dict[str, Any]]) -> Non
     # whatever else this rank was handed is another one's
     states = [entries[entry(old)] for old in (share(of["world_size"]) if of else ())]
     first = next(rank["of"] for rank in stated if rank["of"] is not None)
-    feedback = any(channel.error_feedback for channel in channels)
+    feedback = saved_state.has_feedback(channels)
     here = json.loads(json.dumps({**attached.layout, "nodes": channels.layout}))  # as ``tell`` does
     same = (first["world_size"], first["layout"]) == (dist.get_world_size(), here)
     part = resharing.ReadResiduals()
@@ -189,23 +170,21 @@ def take_over(attached: WithState, entries: Mapping[str, dict[str, Any]]) -> Non
             _read_into(part, state, attached.divisors())
         plan = resharing.plan(part, attached.sends(), channels.nodes_of_sums, padding=0)
     _resume_followers(attached, states)
-    told = _told(states[0] if states else None)
+    told = saved_state.of_rank_0(
+        states[0] if states else None, "step", "world_size", "layout", "factors"
+    )
     channels.step = int(told["step"])
-    for text in channels.resume_guard(told["guard"]) if channels.guard.watching else ():
-        say(text)
-    for text in channels.resume_verdicts(told["link"]) if channels.config.measured() else ():
+    for text in saved_state.take_job_parts(channels, told, entry(0)):
         say(text)
     if feedback and same:
-        channels.residuals.load(states[0]["residuals"])
-        channels.factors.load(states[0]["factors"])
+        saved_state.take_rank_parts(channels, states[0])
     elif plan is not None:
         say(
             f"residuals of {told['world_size']} ranks, {told['layout']}, are taken over by "
             f"{dist.get_world_size()}, {here}: their sum is kept"
         )
-        channels.factors.load(told["factors"] if attached.kind == "ddp" else {})
-        channels.residuals.clear()
-        plan.move(part, channels.residuals, attached.session.device)
+        factors = told["factors"] if attached.kind == "ddp" else {}
+        saved_state.take_moved(channels, part, plan, factors, attached.session.device)
         divisors = attached.divisors()
         channels.residuals.in_units(lambda name: divisors[name])
 
@@ -222,14 +201,6 @@ def _resume_followers(attached: WithState, states: Sequence[Mapping[str, Any]]) 
 def _of(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that are equal in all states of one checkpoint."""
     return {key: state[key] for key in ("kind", "world_size", "layout", "step")}
-
-
-def _told(own: dict[str, Any] | None) -> dict[str, Any]:
-    """Broadcast rank 0's state without residuals: step and verdicts must be equal on all ranks."""
-    rest = None if own is None else {key: own[key] for key in own if key != "residuals"}
-    told = small_messages.from_first(rest)
-    assert told is not None, "rank 0 reads an entry of every checkpoint that has any"
-    return told
 
 
 def _check(attached: WithState, stated: Sequence[Mapping[str, Any]]) -> None:

@@ -31,7 +31,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
 from bench.deltas_bench.traces import Size, traces
-from hybridcomp.channels import Channels, parameter_deltas
+from hybridcomp.channels import Channels, delta_references
 from hybridcomp.channels.parameter_deltas import GatherParameters
 from hybridcomp.config import CompressionConfig
 from lab.cluster import Lab
@@ -66,7 +66,7 @@ class Gather:
         """Gather ``after``; return seconds, of the slower rank, and processor seconds."""
         self.buffer.copy_(before)
         if self.channel.delta:
-            parameter_deltas.keep(self.channel, self.buffer, None)
+            delta_references.keep(self.channel, self.buffer, None)
         self.own.copy_(after.view(dist.get_world_size(), -1)[dist.get_rank()])
         dist.barrier()
         start, used = time.perf_counter(), time.process_time()

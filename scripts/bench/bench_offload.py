@@ -133,7 +133,7 @@ def verdict(arguments: argparse.Namespace) -> dict[str, Any]:
     start = time.perf_counter()
     train(engine, values, 3)
     wait()
-    found = {"said": pace.told(), "auto_ms": (time.perf_counter() - start) / 3 * 1e3}
+    found = {"said": pace.describe(), "auto_ms": (time.perf_counter() - start) / 3 * 1e3}
     engine.destroy()
     return found
 

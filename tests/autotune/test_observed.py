@@ -268,6 +268,6 @@ def test_the_state_is_json() -> None:
     assert channels.verdicts.state() == {"pp": stored}
     assert (
         replace(channels.verdicts.by_dimension["pp"], pays=True)
-        .told("pp")
+        .describe("pp")
         .startswith("pp: 1e-05 MB")
     )

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.autotune import recheck
-from hybridcomp.autotune.recheck import CELLS, REHEARSED, Finding, Recheck, told
+from hybridcomp.autotune.recheck import CELLS, REHEARSED, Finding, Recheck, describe_finding
 from hybridcomp.policy import Dimension
 
 CPU = torch.device("cpu")
@@ -132,7 +132,7 @@ def test_a_continued_run_that_saw_half_a_round_takes_another(
 ) -> None:
     found, one = judged(("dp",), {"dp": 0.2}, {}, monkeypatch, start=15)
     assert found["dp"].changes and one.rounds == 2
-    text = told("dp", found["dp"], True, one.stop)
+    text = describe_finding("dp", found["dp"], True, one.stop)
     assert text == (
         "dp: steps took 1000.0 ms natively and 800.0 ms encoded, in turns "
         f"(compression.dp.when: auto): compressed from step {one.stop} on"

@@ -41,7 +41,7 @@ def test_limits(guard: Guard, sample: tuple[float, float, float], figure: str | 
         trip = guard.trips["dp"]
         assert (trip.step, trip.figure) == (7, figure)
         assert guard.native("dp", 7) and not guard.native("dp", 6)
-        assert trip.told("dp").startswith("dp: ") and "rest of the run" in trip.told("dp")
+        assert trip.describe("dp").startswith("dp: ") and "rest of the run" in trip.describe("dp")
     assert not guard.native("pp", 7)
 
 

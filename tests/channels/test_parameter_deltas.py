@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import Channels, parameter_deltas
+from hybridcomp.channels import Channels, delta_references, parameter_deltas
 from hybridcomp.codecs import StepCode
 from hybridcomp.collectives.hierarchical.discovery import Hierarchy
 from hybridcomp.config import CompressionConfig
@@ -54,7 +54,7 @@ class Replica:
         self.own.copy_(self.master)
         codec = self.channel.codec(self.buffer.numel(), self.buffer.dtype, None)
         assert codec is not None
-        if deltas := parameter_deltas.agreed(self.channel, self.buffer, codec, None):
+        if deltas := delta_references.agreed(self.channel, self.buffer, codec, None):
             for start in range(0, SHARE, SHARE // cuts):
                 columns = (start, start + SHARE // cuts)
                 parameter_deltas.gather(
@@ -63,7 +63,7 @@ class Replica:
                 ).wait()  # fmt: skip
         else:
             self.exact()
-            parameter_deltas.keep(self.channel, self.buffer, None)
+            delta_references.keep(self.channel, self.buffer, None)
         self.channels.step += 1
         return deltas
 
@@ -218,7 +218,7 @@ def happen(event: str, replica: Replica) -> None:
         replica.master[7] = math.nan
     elif event == "native in between":
         replica.exact()
-        parameter_deltas.forget(replica.buffer)
+        delta_references.forget(replica.buffer)
 
 
 @pytest.mark.parametrize(
@@ -346,19 +346,19 @@ def test_steps_keep_what_is_not_finite(pool: RankPool) -> None:
 @pytest.mark.parametrize("numel", [1, 3, 4093, 4 * 4093 * 3 + 5])
 def test_digest_sees_every_bit_and_place(dtype: torch.dtype, numel: int) -> None:
     values = torch.randn(numel + 4).to(dtype)[4:]
-    before = int(parameter_deltas.digest(values))
-    assert int(parameter_deltas.digest(values.clone())) == before
+    before = int(delta_references.digest(values))
+    assert int(delta_references.digest(values.clone())) == before
     misaligned = torch.empty(numel + 1, dtype=dtype)[1:].copy_(values)
-    assert int(parameter_deltas.digest(misaligned)) == before
+    assert int(delta_references.digest(misaligned)) == before
     integers = values.view({2: torch.int16, 4: torch.int32}[dtype.itemsize])
     for place in {0, numel // 2, numel - 1}:
         for bit in (0, 1, 7, 8 * dtype.itemsize - 1):
             mask = torch.tensor(1 << bit).to(integers.dtype)
             integers[place] ^= mask
-            assert int(parameter_deltas.digest(values)) != before
+            assert int(delta_references.digest(values)) != before
             integers[place] ^= mask
     if numel > 1:
-        assert int(parameter_deltas.digest(values.flip(0))) != before
+        assert int(delta_references.digest(values.flip(0))) != before
 
 
 def test_an_empty_buffer_has_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,7 +370,7 @@ def test_an_empty_buffer_has_a_reference(monkeypatch: pytest.MonkeyPatch) -> Non
     codec = channel.state.policy.codecs["zero", "forward"]
     assert codec is not None
     for _ in range(2):  # made, and renewed
-        parameter_deltas.keep(channel, empty, None)
-        reference = parameter_deltas.reference_of(empty)
+        delta_references.keep(channel, empty, None)
+        reference = delta_references.reference_of(empty)
         assert reference is not None and reference.own.shape == (0,)
-        assert parameter_deltas._state(channel, empty, codec, None) == (True, 0)
+        assert delta_references._state(channel, empty, codec, None) == (True, 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hybridcomp.channels.parameter_deltas import reference_of
+from hybridcomp.channels.delta_references import reference_of
 from tests.patches.torch import trainer as torch_trainer
 from tests.ranks import run_ranks
 

@@ -6,9 +6,9 @@ native, for links that are faster than a codec.
 
 Bounds: the codec encodes a node's sum S_a. By the triangle inequality the largest magnitude of a
 segment of S_a is at most the sum over the node's ranks of their M_r (plus the rounding of an fp32
-sum, which ``Codec.summing`` allows for). A codec that keeps ``error <= bound * sum_a M(S_a)`` over
-N senders therefore keeps ``bound * sum_r M_r`` over all ranks: the bound of the flat collective
-holds as it is, with the codec's budget split for N senders and as many quantizations.
+sum, which ``Codec.for_presummed`` allows for). A codec that keeps ``error <= bound * sum_a M(S_a)``
+over N senders therefore keeps ``bound * sum_r M_r`` over all ranks: the bound of the flat
+collective holds as it is, with the codec's budget split for N senders and as many quantizations.
 
 Residuals belong to a node's sum: a rank holds only those of its stretch, so the ranks of a node
 hold every element once.

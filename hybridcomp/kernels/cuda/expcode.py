@@ -11,7 +11,7 @@ EXPCODE_DECODE_WARPS = (4, 2, 2)
 
 
 class ExpCodeOnCuda(CudaFunctions):
-    """``codecs.expcode.ExpCodeKernels`` on a GPU."""
+    """``VariableKernels`` on a GPU; no settings."""
 
     def encode(
         self, dtype: int, values: int, numel: int, out: int, nbytes: int, threads: int,

@@ -7,7 +7,7 @@ from hybridcomp.kernels.cuda.launcher import WARPS, ceil_div
 
 
 class MpcOnCuda(CudaFunctions):
-    """``codecs.mpc.MpcKernels`` on a GPU."""
+    """``VariableKernels`` on a GPU; the setting is the stride of the differences."""
 
     def encode(
         self, dim: int, dtype: int, values: int, numel: int, out: int, nbytes: int, threads: int,

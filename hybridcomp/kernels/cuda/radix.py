@@ -9,7 +9,7 @@ from hybridcomp.kernels.cuda.launcher import DTYPES, ceil_div
 
 
 class RadixOnCuda(CudaFunctions):
-    """``codecs.radix.RadixKernels`` on a GPU."""
+    """``VariableKernels`` on a GPU; settings: segment, whether relative, error bound."""
 
     def encode(
         self, segment: int, relative: bool, bound: float, dtype: int, values: int, numel: int,

@@ -72,11 +72,11 @@ def chosen_slices(
         return times.fastest(), times.granule
     tried = tried_slices(stage, times, batch, turns=turns, limit=limit, agree=agree)
     if len(tried) > 1:
-        log.say(f"token slices by real steps: {told(tried, times)}")
+        log.say(f"token slices by real steps: {describe_trials(tried, times)}")
     return tried[0].slices, times.granule
 
 
-def told(tried: Sequence[TriedSlices], times: SliceTimes) -> str:
+def describe_trials(tried: Sequence[TriedSlices], times: SliceTimes) -> str:
     """Describe the measured and predicted seconds of each way, in a line."""
     texts = []
     for each in tried:

@@ -7,5 +7,4 @@ ideals     stages of a model that is no chain, by dynamic programming over ideal
 recompute  layers to recompute under a memory limit, by dynamic programming on the chain
 frontier   Pareto frontiers of pairs, for the three above
 slices     where to slice a sequence for a pipeline, as TeraPipe does
-timeline   an event simulation of one step
 """

@@ -93,7 +93,7 @@ def _steps(ledger: Path) -> int:
     return steps
 
 
-def told(found: list[Compared]) -> Iterator[str]:
+def describe(found: list[Compared]) -> Iterator[str]:
     """Yield the lines to print: every figure, then the verdict."""
     yield from map(str, found)
     missed = [one.what for one in found if not one.held]

@@ -10,7 +10,7 @@ from typing import Any
 from hybridcomp.config.memory import size
 from hybridcomp.errors import ConfigError, HybridcompError
 from hybridcomp.foreign import parsed_json, printable
-from hybridcomp.plan.answer import files
+from hybridcomp.plan.answer import files, start_command
 from hybridcomp.plan.answer.base import Base, base_of
 from hybridcomp.plan.answer.report import answer, duration
 from hybridcomp.plan.machines import cluster_file
@@ -70,8 +70,8 @@ def _run(options: argparse.Namespace) -> int:
         print(f"note: {options.cluster} says {line}")
     for note in (*without_effect(options, cluster),
                  islands(found.plans[0], cluster, model),
-                 files.left_to_script(best, options.command),
-                 files.unknown_places(best, options.command, cluster)):  # fmt: skip
+                 start_command.left_to_script(best, options.command),
+                 start_command.unknown_places(best, options.command, cluster)):  # fmt: skip
         if note:
             print(f"note: {printable(note)}")
     _draw(options, found, cluster)
@@ -164,11 +164,11 @@ def _tried(options: argparse.Namespace, found: Found, cluster: Cluster, base: Ba
 
 
 def _check(options: argparse.Namespace) -> int:
-    from hybridcomp.plan.answer.check import check, told
+    from hybridcomp.plan.answer.check import check, describe
 
     plan = Plan.read(options.plan or options.out / files.PLAN_FILE)
     found = check(plan, options.check)
-    for line in told(found):
+    for line in describe(found):
         print(line)
     return 0 if all(one.held for one in found) else 1
 

@@ -12,7 +12,7 @@ from hybridcomp.compare.launch import LaunchedTraining, fill, free_port
 from hybridcomp.compare.reading import read_runs
 from hybridcomp.compare.runs import WARM_UP, CompareError
 from hybridcomp.errors import ConfigError
-from hybridcomp.plan.answer import files
+from hybridcomp.plan.answer import files, start_command
 from hybridcomp.plan.answer.base import Base
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.plan import Plan
@@ -111,13 +111,13 @@ def tried(
 def _run(plan: Plan, cluster: Cluster, command: Sequence[str], folder: Path, base: Base) -> float:
     """Run one training and return its median seconds a step. Raises CompareError."""
     files.write(plan, cluster, folder, base, command, folder / LEDGER)
-    values = files.places(plan, cluster, folder)
+    values = start_command.places(plan, cluster, folder)
     words = fill(command, {**values, "{folder}": str(folder), "{port}": str(free_port())})
     log = folder / LOG
     own = any(LOG in word for word in words)
     environment = {} if own else {RECORD: str(log)}
     if plan.engine == "megatron":
-        environment["HYBRIDCOMP_CONFIG"] = str(folder / files.BLOCK_FILE)
+        environment["HYBRIDCOMP_CONFIG"] = str(folder / start_command.BLOCK_FILE)
     settings = {"command": list(command), "plan": plan.to_json()["layout"], "block": plan.block}
     log_lines = json.loads(json.dumps(settings))  # tuples become lists, as in the file
     LaunchedTraining(f"{plan.layout}", folder, words, log_lines, environment).run()

@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from hybridcomp.plan.algorithms.timeline import Task
-from hybridcomp.plan.cost.schedule import Name, Op, order
+from hybridcomp.plan.cost.schedule import Op, Task, order
 from hybridcomp.plan.cost.times import Durations, StageTimes
 from hybridcomp.plan.layout import Layout
 
@@ -84,8 +83,16 @@ def message_of(move: Move, stage: int) -> StageMessage:
     return StageMessage(stage + 1 if move.pass_.backward else stage - 1, move.pass_)
 
 
-def step_seconds(layout: Layout, times: tuple[StageTimes, ...], micro_batches: int) -> float:
-    """Return the seconds of a step: the timeline of ``tasks_of`` as a recurrence."""
+def last_ends(
+    layout: Layout,
+    times: tuple[StageTimes, ...],
+    micro_batches: int,
+    tasks: list[Task] | None = None,
+) -> list[float]:
+    """Return when each stage has done its passes and the reduction behind them.
+
+    Appends passes, sends and reductions to ``tasks``.
+    """
     stages = layout.stages
     rows = [moves(stage, stages, micro_batches) for stage in range(stages)]
     places, ready = [0] * stages, [0.0] * stages
@@ -99,7 +106,10 @@ def step_seconds(layout: Layout, times: tuple[StageTimes, ...], micro_batches: i
                 move = row[places[stage]]
                 took = _took(own, move.pass_)
                 if move.what == "pass":
+                    begun = ready[stage]
                     ready[stage] += took.busy
+                    if tasks is not None:
+                        tasks.append(_task(move.pass_, stage, begun, ready[stage]))
                 else:
                     message = message_of(move, stage)
                     other = "send" if move.what == "receive" else "receive"
@@ -112,13 +122,36 @@ def step_seconds(layout: Layout, times: tuple[StageTimes, ...], micro_batches: i
                     else:
                         link = message.sender, move.pass_.backward
                         sent = _took(times[message.sender], move.pass_).sent
-                        ready[stage] = links[link] = max(begun, links.get(link, 0.0)) + sent
+                        begun = max(begun, links.get(link, 0.0))
+                        ready[stage] = links[link] = begun + sent
+                        if tasks is not None:
+                            tasks.append(_sent(message, begun, ready[stage]))
                 places[stage] += 1
                 left -= 1
-    return max(
-        end + _reduced(own) + own.reduce.coding + own.optimizer + own.gather.both
-        for own, end in zip(times, ready, strict=True)
-    )
+    if tasks is not None:
+        for stage, (own, end) in enumerate(zip(times, ready, strict=True)):
+            tasks += _reductions(own, stage, end)
+    return [end + _reduced(own) + own.reduce.coding for own, end in zip(times, ready, strict=True)]
+
+
+def _task(pass_: Op, stage: int, start: float, end: float) -> Task:
+    way = "backward" if pass_.backward else "forward"
+    return Task(way, stage, pass_.chunk, pass_.micro_batch, f"stage {stage}", start, end)
+
+
+def _sent(message: StageMessage, start: float, end: float) -> Task:
+    way = "backward" if message.pass_.backward else "forward"
+    place = message.sender, message.pass_.chunk, message.pass_.micro_batch
+    return Task("send", *place, f"link {message.sender} {way}", start, end)
+
+
+def _reductions(own: StageTimes, stage: int, start: float) -> list[Task]:
+    """Return the link's and the device's part of the reduction that begins at ``start``."""
+    gone = start + _reduced(own)
+    return [
+        Task("reduce", stage, 0, 0, f"replicas {stage}", start, gone),
+        Task("code", stage, 0, 0, f"stage {stage}", gone, gone + own.reduce.coding),
+    ]
 
 
 def _took(own: StageTimes, pass_: Op) -> Durations:
@@ -129,70 +162,3 @@ def _reduced(own: StageTimes) -> float:
     """Return the link seconds of a step's reductions that the last pass does not hide."""
     _, wire, hidden = own.behind(own.backward[0], False, True)
     return wire - hidden
-
-
-def tasks_of(
-    layout: Layout, times: tuple[StageTimes, ...], micro_batches: int
-) -> tuple[dict[int, Task], dict[int, Name]]:
-    """Return the tasks of a step and their names; numbers do not depend on seconds.
-
-    A message is two tasks that begin together: the transfer on the link, and the part of it that
-    its sender waits for.
-    """
-    stages = layout.stages
-    rows = [moves(stage, stages, micro_batches) for stage in range(stages)]
-    numbers: dict[tuple[str, int, Op], int] = {}
-    for stage, row in enumerate(rows):
-        for move in row:
-            for what in ("send", "wait") if move.what == "send" else (move.what,):
-                if what != "receive":
-                    numbers[what, stage, move.pass_] = len(numbers)
-    # the tasks of the stage that a pass, or an end of a message, waits for
-    before: dict[tuple[str, int, Op], tuple[int, ...]] = {}
-    last: list[tuple[int, ...]] = []
-    for stage, row in enumerate(rows):
-        now: tuple[int, ...] = ()
-        for move in row:
-            before[move.what, stage, move.pass_] = now
-            if move.what == "receive":
-                now = (numbers["send", message_of(move, stage).sender, move.pass_],)
-            else:
-                what = "wait" if move.what == "send" else "pass"
-                now = (numbers[what, stage, move.pass_],)
-        last.append(now)
-    tasks: dict[int, Task] = {}
-    names: dict[int, Name] = {}
-    for (what, stage, pass_), number in numbers.items():
-        took = _took(times[stage], pass_)
-        way = "backward" if pass_.backward else "forward"
-        place = stage, pass_.chunk, pass_.micro_batch
-        if what == "pass":
-            after = before["pass", stage, pass_]
-            tasks[number] = Task(f"stage {stage}", took.busy, after)
-            names[number] = Name(way, *place)
-            continue
-        other = stage - 1 if pass_.backward else stage + 1
-        after = tuple(dict.fromkeys(
-            (*before["send", stage, pass_], *before["receive", other, pass_])
-        ))  # fmt: skip
-        resource = f"link {stage} {way}" if what == "send" else f"sending {stage}"
-        tasks[number] = Task(resource, took.sent if what == "send" else took.returned, after)
-        names[number] = Name(what, *place)
-    for stage, own in enumerate(times):
-        _put_end(tasks, names, stage, own, last[stage])
-    return tasks, names
-
-
-def _put_end(
-    tasks: dict[int, Task], names: dict[int, Name], stage: int, own: StageTimes,
-    after: tuple[int, ...],
-) -> None:  # fmt: skip
-    """Add the reduction, the optimizer and the gather, in series, to ``tasks`` and ``names``."""
-    for what, resource, seconds in (
-        ("reduce", "replicas", _reduced(own)), ("code", "stage", own.reduce.coding),
-        ("adam", "stage", own.optimizer), ("gather", "replicas", own.gather.link),
-        ("code", "stage", own.gather.coding),
-    ):  # fmt: skip
-        number = len(tasks)
-        tasks[number] = Task(f"{resource} {stage}", seconds, after)
-        names[number], after = Name(what, stage), (number,)

@@ -118,7 +118,7 @@ class PlannedJob:
         """Return the model's layers as one rank of ``layout`` holds them."""
         return self.model.layers(self.shape(layout))
 
-    def meets(self, layout: Layout) -> bool:
+    def has_blocking_pipeline(self, layout: Layout) -> bool:
         """Return whether DeepSpeed's pipeline engine, also GPT-NeoX's, runs ``layout``."""
         plain = layout.stages > 1 and layout.virtual == 1 and not layout.slices
         return plain and self.limits.engine != "megatron"

@@ -94,22 +94,18 @@ def _messages(
 
 
 def _spans(work: Work, step: Step) -> Iterator[Span]:
-    """The timeline for a picture: of a pass the compute first, then what it waits for."""
-    for number in step.timeline.start:
-        name = step.names[number]
-        start, end = step.timeline.start[number], step.timeline.end[number]
-        if end <= start or name.what == "wait":
+    """Yield the tasks for a picture: of a pass the compute first, then what it waits for."""
+    for task in step.tasks:
+        if task.end <= task.start:
             continue
-        resource = step.timeline.tasks[number].resource
-        label = name.what
-        if name.what not in ("forward", "backward"):
-            if name.what in ("send", "reduce"):
-                label = f"{name.what} {name.micro_batch}"
-            yield Span(label, resource, start, end)
+        if task.what not in ("forward", "backward"):
+            numbered = task.what in ("send", "reduce")
+            label = f"{task.what} {task.micro_batch}" if numbered else task.what
+            yield Span(label, task.resource, task.start, task.end)
             continue
-        stage = work.stages[name.stage]
-        passes = stage.backward if name.what == "backward" else stage.forward
-        computed = min(end, start + passes[name.chunk].compute.value)
-        yield Span(f"{name.what} {name.micro_batch}", resource, start, computed)
-        if computed < end:
-            yield Span(f"messages {name.micro_batch}", resource, computed, end)
+        stage = work.stages[task.stage]
+        passes = stage.backward if task.what == "backward" else stage.forward
+        computed = min(task.end, task.start + passes[task.chunk].compute.value)
+        yield Span(f"{task.what} {task.micro_batch}", task.resource, task.start, computed)
+        if computed < task.end:
+            yield Span(f"messages {task.micro_batch}", task.resource, computed, task.end)

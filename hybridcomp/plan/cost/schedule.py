@@ -20,17 +20,21 @@ class Op(NamedTuple):
     micro_batch: int
 
 
-class Name(NamedTuple):
-    """Name of a task of a step: its kind, stage, chunk and micro-batch.
+class Task(NamedTuple):
+    """A stretch of a step in which one resource is at work, in seconds from the step's start.
 
-    what: "forward", "backward", "send", "wait" (of a sender), "reduce", "code", "to_host", "adam",
-    "to_device" or "gather".
+    what: "forward", "backward", "send", "reduce", "code", "to_host", "adam", "to_device" or
+    "gather". stage, chunk, micro_batch: whose it is. resource: a stage's device, its link to the
+    next stage or to its replicas, or its bus to the host.
     """
 
     what: str
     stage: int
-    chunk: int = 0
-    micro_batch: int = 0
+    chunk: int
+    micro_batch: int
+    resource: str
+    start: float
+    end: float
 
 
 @lru_cache(maxsize=1024)

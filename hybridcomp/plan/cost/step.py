@@ -1,24 +1,24 @@
-"""Simulate one step of a layout as a timeline: compute, codecs and links of every stage.
+"""Compute the seconds of one step of a layout: passes, codecs and links of every stage.
 
-A pass of a micro-batch is one task of its stage's device, which includes the messages it waits for
-(sums of tensor parallelism) and codecs; a send to the next stage is a task of the link to it, and
-the stage goes on when it has been sent, as in Megatron; DeepSpeed's sends and receives block
-(``meetings``). Gradients are reduced behind the last backward pass, of which ``overlap`` hides a
-part; then come the optimizer and the gather of parameters. Messages to other stages do not wait for
-messages to replicas.
+Every stage does its passes in a fixed order, so that their ends follow from each other; a search
+asks for the seconds some hundred thousand times, and a prediction also for the tasks that took
+them. A pass of a micro-batch occupies its stage's device, with the messages it waits for (sums of
+tensor parallelism) and codecs; a send to the next stage occupies the link to it, and the stage goes
+on when it has been sent, as in Megatron; slices are posted, and DeepSpeed's sends and receives
+block (``blocking_pipeline``). Gradients are reduced behind the last backward pass, of which
+``overlap`` hides a part; then come the optimizer and the gather of parameters. Messages to other
+stages do not wait for messages to replicas.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridcomp.plan.algorithms.timeline import Task, Timeline, simulate
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost import blocking_pipeline
 from hybridcomp.plan.cost.job import PlannedJob
-from hybridcomp.plan.cost.recurrence import step_seconds
-from hybridcomp.plan.cost.schedule import Name, Op, order
-from hybridcomp.plan.cost.times import VIEW, StageTimes, View, meet, stage_times
+from hybridcomp.plan.cost.schedule import Op, Task, order
+from hybridcomp.plan.cost.times import VIEW, StageTimes, View, are_blocking, stage_times
 from hybridcomp.plan.cost.work import Work
 from hybridcomp.plan.layout import Layout
 
@@ -26,104 +26,128 @@ from hybridcomp.plan.layout import Layout
 MOST_PASSES = 800
 
 
-class _Builder:
-    """Builds the tasks of a step.
+def step_seconds(
+    layout: Layout,
+    times: tuple[StageTimes, ...],
+    micro_batches: int,
+    tasks: list[Task] | None = None,
+) -> float:
+    """Return the seconds of a step of ``micro_batches``; append its tasks to ``tasks``."""
+    if are_blocking(times):
+        ready = blocking_pipeline.last_ends(layout, times, micro_batches, tasks)
+    else:
+        ready = _last_ends(layout, times, micro_batches, tasks)
+    if tasks is not None:
+        for stage, (own, end) in enumerate(zip(times, ready, strict=True)):
+            tasks += own.end_tasks(stage, end)
+    return max(end + own.optimizer + own.gather.both for own, end in zip(times, ready, strict=True))
 
-    Their numbers do not depend on seconds, so that steps of one layout compare task by task.
+
+def _last_ends(
+    layout: Layout,
+    times: tuple[StageTimes, ...],
+    micro_batches: int,
+    tasks: list[Task] | None,
+) -> list[float]:
+    """Return when each stage has done its passes and their reductions; append to ``tasks``."""
+    stages = layout.stages
+    slices = layout.slice_count
+    orders = [
+        order(stage, stages, layout.virtual, micro_batches, slices) for stage in range(stages)
+    ]
+    places, ready, links = [0] * stages, [0.0] * stages, [0.0] * stages
+    sent: list[dict[Op, float]] = [{} for _ in range(stages)]
+    left = sum(map(len, orders))
+    while left:
+        for stage in range(stages):
+            ops, place, own, ends = orders[stage], places[stage], times[stage], sent[stage]
+            while place < len(ops):
+                op = ops[place]
+                source = _source(op, stage, layout, sent)
+                if source is None:
+                    break
+                begin = max(ready[stage], source)
+                took = (own.backward if op.backward else own.forward)[op.chunk]
+                last = place == len(ops) - 1
+                reduces = last or (op.backward and op.chunk == 0 and own.reduces)
+                if reduces:
+                    ready[stage], ends[op] = _reduced(own, op, begin, last, links[stage])
+                elif slices > 1:  # sends are posted, and the link does one after the other
+                    ready[stage] = begin + took.busy
+                    ends[op] = max(links[stage], ready[stage]) + took.sent
+                else:
+                    ready[stage] = ends[op] = begin + took.busy + took.sent
+                if tasks is not None:
+                    tasks += _tasks_of_pass(own, stage, op, begin, links[stage], last, reduces)
+                if slices > 1 and not reduces:
+                    links[stage] = ends[op]
+                place += 1
+                left -= 1
+            places[stage] = place
+    return ready
+
+
+def _source(op: Op, stage: int, layout: Layout, sent: list[dict[Op, float]]) -> float | None:
+    """Return when the neighbour has sent the input of ``op``; None where that is not made yet."""
+    step, chunk = (1, op.chunk + 1) if op.backward else (-1, op.chunk - 1)
+    if 0 <= stage + step < layout.stages:
+        return sent[stage + step].get(op)
+    if 0 <= chunk < layout.virtual:
+        other = 0 if op.backward else layout.stages - 1
+        return sent[other].get(Op(op.backward, chunk, op.micro_batch))
+    return 0.0
+
+
+def _reduced(own: StageTimes, op: Op, begin: float, last: bool, link: float) -> tuple[float, float]:
+    """Return when a pass with reductions behind it frees its stage, and when its send has ended.
+
+    ``link``: when the sends posted before have ended.
     """
+    took = (own.backward if op.backward else own.forward)[op.chunk]
+    reduced, wire, behind = own.behind(took, op.backward and op.chunk == 0, last)
+    gone = begin + took.busy - behind + wire
+    done = max(link, begin + took.busy) + took.sent
+    return max(gone, done) + sum(one.coding for one in reduced), done
 
-    def __init__(self, work: Work, times: tuple[StageTimes, ...], micro_batches: int) -> None:
-        self.layout, self.times = work.layout, times
-        self.copies = work.layout.offload
-        layout = work.layout
-        self.tasks: dict[int, Task] = {}
-        self.names: dict[int, Name] = {}
-        self._orders = [
-            order(stage, layout.stages, layout.virtual, micro_batches, layout.slice_count)
-            for stage in range(layout.stages)
-        ]
-        passes = [(stage, op) for stage, ops in enumerate(self._orders) for op in ops]
-        #: the task whose end is the end of a pass and of its send
-        self._sent = {key: 2 * index + 1 for index, key in enumerate(passes)}
-        self._fresh = 2 * len(passes)
 
-    def build(self) -> None:
-        """Build all tasks."""
-        for stage, ops in enumerate(self._orders):
-            before: tuple[int, ...] = ()
-            for op in ops:
-                before = self._pass(stage, op, before, op is ops[-1])
-            self._end(stage, before)
+def _tasks_of_pass(
+    own: StageTimes, stage: int, op: Op, begin: float, link: float, last: bool, reduces: bool
+) -> list[Task]:
+    """Return a pass that begins at ``begin``, its send, and its reductions where it ``reduces``.
 
-    def _put(self, number: int | None, name: Name, resource: str, seconds: float,
-             after: tuple[int, ...]) -> int:  # fmt: skip
-        if number is None:
-            number, self._fresh = self._fresh, self._fresh + 1
-        self.tasks[number], self.names[number] = Task(resource, seconds, after), name
-        return number
-
-    def _pass(self, stage: int, op: Op, before: tuple[int, ...], last: bool) -> tuple[int, ...]:
-        """Add a pass, its send and its reductions; return the tasks that the next pass awaits."""
-        own, sent = self.times[stage], self._sent[stage, op]
-        device, link = f"stage {stage}", f"link {stage}"
-        took = (own.backward if op.backward else own.forward)[op.chunk]
-        what = "backward" if op.backward else "forward"
-        place = (stage, op.chunk, op.micro_batch)
-        reduced, wire, behind = own.behind(took, op.backward and op.chunk == 0, last)
-        begun = self._put(sent - 1, Name(what, *place), device, took.busy - behind,
-                          (*before, *self._source(stage, op)))  # fmt: skip
-        if not reduced:
-            gone = self._put(sent, Name("send", *place), link, took.sent, (begun,))
-            return (begun if self.layout.slices else gone,)  # slices are posted
-        rest = self._put(None, Name(what, *place), device, behind, (begun,))
-        gone = self._put(None, Name("reduce", *place), f"replicas {stage}", wire, (begun,))
-        self._put(sent, Name("send", *place), link, took.sent, (rest,))
-        coding = sum(one.coding for one in reduced)
-        coded = self._put(None, Name("code", *place), device, coding, (rest, gone, sent))
-        return (coded,)
-
-    def _source(self, stage: int, op: Op) -> tuple[int, ...]:
-        """Return the task that sends the input of a pass; empty for the first chunk's input."""
-        stages, virtual = self.layout.stages, self.layout.virtual
-        step, chunk = (1, op.chunk + 1) if op.backward else (-1, op.chunk - 1)
-        if 0 <= stage + step < stages:
-            return (self._sent[stage + step, op],)
-        if 0 <= chunk < virtual:
-            other = 0 if op.backward else stages - 1
-            return (self._sent[other, op._replace(chunk=chunk)],)
-        return ()
-
-    def _end(self, stage: int, before: tuple[int, ...]) -> None:
-        """Add the optimizer, its copies to and from the host, and the gather of parameters."""
-        own = self.times[stage]
-        bus = f"bus {stage}"
-        if self.copies:
-            before = (self._put(None, Name("to_host", stage), bus, own.landed, before),)
-        step = self._put(None, Name("adam", stage), f"stage {stage}", own.adam, before)
-        if self.copies:
-            step = self._put(None, Name("to_device", stage), bus, own.uploaded, (step,))
-        gone = self._put(None, Name("gather", stage), f"replicas {stage}", own.gather.link, (step,))
-        self._put(None, Name("code", stage), f"stage {stage}", own.gather.coding, (gone,))
+    ``link``: when the sends posted before have ended.
+    """
+    took = (own.backward if op.backward else own.forward)[op.chunk]
+    what = "backward" if op.backward else "forward"
+    place = stage, op.chunk, op.micro_batch
+    device, end = f"stage {stage}", begin + took.busy
+    sending = max(link, end)
+    done = sending + took.sent
+    send = Task("send", *place, f"link {stage}", sending, done)
+    if not reduces:
+        return [Task(what, *place, device, begin, end), send]
+    reduced, wire, behind = own.behind(took, op.backward and op.chunk == 0, last)
+    shared = begin + took.busy - behind  # the device goes on while gradients are reduced
+    gone = shared + wire
+    free = max(gone, done)
+    return [
+        Task(what, *place, device, begin, shared),
+        Task(what, *place, device, shared, end),
+        Task("reduce", *place, f"replicas {stage}", shared, gone),
+        send,
+        Task("code", *place, device, free, free + sum(one.coding for one in reduced)),
+    ]
 
 
 @dataclass(frozen=True)
 class Step:
-    """A simulated step. seconds: of the whole step, also where only a part was simulated."""
+    """A step with its tasks, by their start.
+
+    seconds: of the whole step, also where ``tasks`` are of fewer micro-batches.
+    """
 
     seconds: float
-    timeline: Timeline
-    names: dict[int, Name]
-
-
-def tasks_of(
-    work: Work, times: tuple[StageTimes, ...], micro_batches: int
-) -> tuple[dict[int, Task], dict[int, Name]]:
-    """Return the tasks of a step of ``micro_batches``, and their names."""
-    if meet(times):
-        return blocking_pipeline.tasks_of(work.layout, times, micro_batches)
-    builder = _Builder(work, times, micro_batches)
-    builder.build()
-    return builder.tasks, builder.names
+    tasks: tuple[Task, ...]
 
 
 def sample(layout: Layout) -> tuple[int, int]:
@@ -141,10 +165,15 @@ def sample(layout: Layout) -> tuple[int, int]:
     return some + (count - some) % stages, stages
 
 
-def seconds_of(layout: Layout, times: tuple[StageTimes, ...]) -> float:
-    """Return the seconds of a whole step, extrapolated where it is long."""
+def seconds_of(
+    layout: Layout, times: tuple[StageTimes, ...], tasks: list[Task] | None = None
+) -> float:
+    """Return the seconds of a whole step, extrapolated where it is long.
+
+    Appends to ``tasks`` those of the micro-batches that ``sample`` names.
+    """
     some, more = sample(layout)
-    first = step_seconds(layout, times, some)
+    first = step_seconds(layout, times, some, tasks)
     if not more:
         return first
     slope = (step_seconds(layout, times, some + more) - first) / more
@@ -157,7 +186,7 @@ def step_of(job: PlannedJob, work: Work, choices: Choices, view: View = VIEW) ->
 
 
 def simulated(job: PlannedJob, work: Work, choices: Choices, view: View = VIEW) -> Step:
-    """Simulate the step with its timeline, which shows fewer micro-batches of a long step."""
-    times = stage_times(job, work, choices, view)
-    tasks, names = tasks_of(work, times, sample(work.layout)[0])
-    return Step(seconds_of(work.layout, times), simulate(tasks), names)
+    """Simulate the step with its tasks, which show fewer micro-batches of a long step."""
+    tasks: list[Task] = []
+    seconds = seconds_of(work.layout, stage_times(job, work, choices, view), tasks)
+    return Step(seconds, tuple(sorted(tasks, key=lambda task: (task.start, task.stage))))

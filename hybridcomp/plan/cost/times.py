@@ -8,6 +8,7 @@ from typing import NamedTuple
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost.calls import EngineCall, Price
 from hybridcomp.plan.cost.job import PlannedJob
+from hybridcomp.plan.cost.schedule import Task
 from hybridcomp.plan.cost.work import Items, StageWork, Wish, Work, lands_behind, price
 from hybridcomp.plan.machines.estimates import Estimate
 
@@ -59,7 +60,7 @@ class Durations(NamedTuple):
 
     busy: of the device, waits and codecs included; the sender's also counts the receiver's decode.
     compute: the part of ``busy`` that computes layers. returned: the part of ``sent`` until a
-    blocking send returns (``meetings``).
+    blocking send returns (``blocking_pipeline``).
     """
 
     busy: float
@@ -74,8 +75,8 @@ class StageTimes:
 
     hidden_micro, hidden_step: compute that can hide messages of a micro-batch, or of the step.
     landed, uploaded: copies to the host before the optimizer, and of parameters back.
-    reduces: whether messages follow every micro-batch. meets: whether messages between stages block
-    both of them (``meetings``).
+    reduces: whether messages follow every micro-batch. blocking: whether messages between stages
+    block both of them (``blocking_pipeline``).
     """
 
     forward: tuple[Durations, ...]
@@ -87,7 +88,7 @@ class StageTimes:
     hidden_micro: float
     hidden_step: float
     reduces: bool
-    meets: bool = False
+    blocking: bool = False
     landed: float = 0.0
     uploaded: float = 0.0
 
@@ -95,6 +96,19 @@ class StageTimes:
     def optimizer(self) -> float:
         """Seconds of the optimizer's step with the copies around it."""
         return self.landed + self.adam + self.uploaded
+
+    def end_tasks(self, stage: int, start: float) -> list[Task]:
+        """Return the optimizer's step, the copies around it and the gather, from ``start`` on."""
+        tasks: list[Task] = []
+        for what, resource, seconds in (
+            ("to_host", "bus", self.landed), ("adam", "stage", self.adam),
+            ("to_device", "bus", self.uploaded), ("gather", "replicas", self.gather.link),
+            ("code", "stage", self.gather.coding),
+        ):  # fmt: skip
+            end = start + seconds
+            tasks.append(Task(what, stage, 0, 0, f"{resource} {stage}", start, end))
+            start = end
+        return tasks
 
     def behind(self, took: Durations, ends: bool, last: bool) -> tuple[list[Seconds], float, float]:
         """Return reductions behind a pass, their link seconds, and how many of these it hides.
@@ -148,7 +162,8 @@ def _times(
         seconds(job, stage.reduce, choices, view), view.of(stage.adam) + host.step.at(values),
         seconds(job, stage.gather, choices, view), hidden_micro=overlap,
         hidden_step=overlap * work.layout.passes, reduces=bool(stage.micro),
-        meets=job.meets(work.layout) and not stage.micro, landed=landed, uploaded=uploaded,
+        blocking=job.has_blocking_pipeline(work.layout) and not stage.micro,
+        landed=landed, uploaded=uploaded,
     )  # fmt: skip
 
 
@@ -174,15 +189,15 @@ def _returned(job: PlannedJob, sent: Items, choices: Choices | Wish) -> float:
     return max(shares, default=1.0)
 
 
-def meet(times: tuple[StageTimes, ...]) -> bool:
+def are_blocking(times: tuple[StageTimes, ...]) -> bool:
     """Return whether the messages between the stages of a pipeline block both ends."""
-    return all(own.meets for own in times)
+    return all(own.blocking for own in times)
 
 
 def least_seconds(work: Work, times: tuple[StageTimes, ...]) -> float:
     """Bound a step's seconds from below: first input of a stage, its passes, its last gradient."""
-    if meet(times):
-        return _least_meeting(work.layout.passes, times)
+    if are_blocking(times):
+        return _least_blocking(work.layout.passes, times)
     best = there = back = 0.0
     count = work.layout.passes
     ends = [_end_seconds(own) for own in times]
@@ -210,7 +225,7 @@ def _end_seconds(own: StageTimes) -> float:
     return own.micro.coding + own.reduce.coding + own.optimizer + own.gather.both
 
 
-def _least_meeting(count: int, times: tuple[StageTimes, ...]) -> float:
+def _least_blocking(count: int, times: tuple[StageTimes, ...]) -> float:
     """Bound a step with blocking messages: a receive takes as long as the transfer."""
     best = there = back = into = 0.0
     ends = [max(0.0, own.reduce.link - own.hidden_step) + _end_seconds(own) for own in times]

@@ -68,7 +68,7 @@ def parse(found: object, name: str = "cluster") -> Cluster:
             return _DESCRIBED.validate_python(rest).cluster()
         cluster = _MEASURED.validate_python(rest)
     except ValidationError as error:
-        raise _told(error, name) from error
+        raise _config_error(error, name) from error
     if not cluster.ranks:
         raise ConfigError(f"{name}: ranks", [], f"expected at least one rank; {AGAIN}")
     if bool(cluster.nodes_per_site) != bool(cluster.uplinks):
@@ -137,7 +137,7 @@ def _plain(value: Any) -> Any:
     return [_plain(one) for one in value] if isinstance(value, (tuple, list)) else value
 
 
-def _told(error: ValidationError, name: str) -> ConfigError:
+def _config_error(error: ValidationError, name: str) -> ConfigError:
     """Turn the first error of pydantic into a ConfigError, one sentence."""
     first = error.errors()[0]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])

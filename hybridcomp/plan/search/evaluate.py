@@ -159,7 +159,7 @@ class Evaluator:
             serial = coding = link = 0.0
             # a stage does not wait for its posted sends alone
             sent = (one.sent for one in (*stage.forward, *stage.backward))
-            apart = work.layout.slices or self.job.meets(work.layout)
+            apart = work.layout.slices or self.job.has_blocking_pipeline(work.layout)
             posted = tuple(sent) if apart else ()
             for items in _all(stage):
                 behind = items is stage.reduce or items is stage.micro or items in posted

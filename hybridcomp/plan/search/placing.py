@@ -193,7 +193,7 @@ class Placer:
         before the cut waits for the gradient and its send to return, the stage behind for both.
         """
         ahead, back = self._message_seconds(layout, layer)
-        if not self.job.meets(layout):
+        if not self.job.has_blocking_pipeline(layout):
             return ahead, back
         call = self.job.sends(layout, 0, layer.output, "forward")[0].call
         assert isinstance(call, EngineCall)

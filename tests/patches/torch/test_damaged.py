@@ -114,6 +114,32 @@ def test_no_flipped_bit_is_taken(on_ranks: RunRanks) -> None:
     assert on_ranks(2, flipped) == [0, 0]
 
 
+def of_another_version() -> tuple[str, float, float]:
+    """Error where rank 0's guard is of another version; norms before and after an older entry."""
+    guarded = {**BLOCK, "dp": {**BLOCK["dp"], "guard": {"error": 0.9}}}
+    model = DistributedDataParallel(nn.Linear(40, 30))
+    attached = hybridcomp.attach(model, guarded)
+    assert attached is not None
+    model(torch.randn(4, 40)).square().mean().backward()
+    (name, mine), norm = (
+        next(iter(attached.state_dict().items())),
+        attached.channels.residuals.norm(),
+    )
+    unknown = changed(mine, lambda state: state.update(guard={"dp": {"of_later": 1}}))
+    with pytest.raises(CheckpointError) as caught:
+        attached.load_state_dict({name: unknown})
+    attached.load_state_dict({name: changed(mine, lambda state: state.pop("offload"))})
+    return str(caught.value), norm, attached.channels.residuals.norm()
+
+
+def test_a_part_of_another_version_is_told_and_one_that_came_later_may_lack(
+    on_ranks: RunRanks,
+) -> None:
+    for text, before, after in on_ranks(2, of_another_version):
+        assert "rank_00000" in text and "'guard'" in text and "of_later" in text
+        assert before == after > 0
+
+
 def lacking() -> tuple[str, str]:
     """Rank 1 has no entry; then one of another step."""
     model, attached = trained()

@@ -11,7 +11,7 @@ import pytest
 from hybridcomp.codecs import BlockInt
 from hybridcomp.config import load_config
 from hybridcomp.errors import ConfigError, HybridcompError
-from hybridcomp.plan.answer import files
+from hybridcomp.plan.answer import files, start_command
 from hybridcomp.plan.answer.base import base_of
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.layout import Layout
@@ -99,13 +99,15 @@ def test_megatrons_arguments_and_block(tmp_path: Path) -> None:
 def test_blocks_of_a_module_are_what_its_list_holds(tmp_path: Path) -> None:
     """A module without embedding and head: no layer of its ends is left out of {cuts}."""
     layout = Layout(stages=2, cuts=(3, 3), recompute=((0, 1), (4, 5)))
-    found = files.places(plan(layout, blocks=(0, 6)), CLUSTER, tmp_path)
+    found = start_command.places(plan(layout, blocks=(0, 6)), CLUSTER, tmp_path)
     assert found["{cuts}"] == "3,3" and found["{recompute}"] == "0,4"
-    older = files.places(plan(layout), CLUSTER, tmp_path)
+    older = start_command.places(plan(layout), CLUSTER, tmp_path)
     assert older["{cuts}"] == "2,2" and older["{recompute}"] == "3"
-    meshed = files.places(plan(Layout(mesh=2, context=1)), CLUSTER, tmp_path)
+    meshed = start_command.places(plan(Layout(mesh=2, context=1)), CLUSTER, tmp_path)
     assert meshed["{mesh}"] == "2" and meshed["{slices}"] == "none"
-    sliced = files.places(plan(layout.replace(recompute=(), slices=(70, 58))), CLUSTER, tmp_path)
+    sliced = start_command.places(
+        plan(layout.replace(recompute=(), slices=(70, 58))), CLUSTER, tmp_path
+    )
     assert sliced["{slices}"] == "70,58"
 
 
@@ -131,14 +133,14 @@ def test_the_users_command_is_filled_in_and_runs(tmp_path: Path) -> None:
     ).stdout
     assert said.split() == [
         "--pp", "2", "--cuts=1,1", "2,2", "none", "a", "b", str(tmp_path / "ds_config.json"),
-        str(tmp_path / "log"), f"--port={files.PORT}",
+        str(tmp_path / "log"), f"--port={start_command.PORT}",
     ]  # fmt: skip
 
 
 def test_places_that_nobody_fills_in_are_said() -> None:
     known = ["train", "{stages}", "{folder}", "{port}", "${HOME}", '{"a": 1}']
-    assert files.unknown_places(plan(), known, CLUSTER) == ""
-    said = files.unknown_places(plan(), [*known, "--pp={stage}"], CLUSTER)
+    assert start_command.unknown_places(plan(), known, CLUSTER) == ""
+    said = start_command.unknown_places(plan(), [*known, "--pp={stage}"], CLUSTER)
     assert said.startswith("{stage} in the command is left as it is; filled in are {tensor}")
 
 
@@ -184,11 +186,11 @@ def test_what_is_no_plan_is_told_with_its_file(tmp_path: Path, written: str) -> 
 
 def test_what_no_file_decides_is_said() -> None:
     stages = plan()
-    assert "does not say stages (pp2 dp2" in files.left_to_script(stages, ["train.py"])
-    assert files.left_to_script(stages, ["train.py", "--pp={stages}"]) == ""
+    assert "does not say stages (pp2 dp2" in start_command.left_to_script(stages, ["train.py"])
+    assert start_command.left_to_script(stages, ["train.py", "--pp={stages}"]) == ""
     again = plan(Layout(data=4, cuts=(6,), recompute=((1, 3),)))
-    assert "recompute" in files.left_to_script(again, [])
-    assert files.left_to_script(plan(engine="megatron"), []) == ""
+    assert "recompute" in start_command.left_to_script(again, [])
+    assert start_command.left_to_script(plan(engine="megatron"), []) == ""
 
 
 def test_megatron_takes_no_file(tmp_path: Path) -> None:

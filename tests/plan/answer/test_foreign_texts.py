@@ -12,7 +12,7 @@ import pytest
 
 from hybridcomp.commands import cli
 from hybridcomp.config import load_config
-from hybridcomp.plan.answer import files
+from hybridcomp.plan.answer import files, start_command
 from hybridcomp.plan.plan import Plan
 from hybridcomp.plan.request import Engine
 from tests.plan.answer.made import CLUSTER, plan
@@ -72,7 +72,7 @@ def test_a_path_is_one_word(engine: Engine, tmp_path: Path, launchers: dict[str,
         done = subprocess.run(
             [folder / "start.sh"], env=launchers, cwd=tmp_path, capture_output=True, check=True
         )
-        config = folder.resolve() / files.CONFIGS[engine]
+        config = folder.resolve() / start_command.CONFIGS[engine]
         if engine != "megatron":
             assert str(config).encode() in done.stdout
         else:
@@ -100,7 +100,7 @@ def test_settings_of_the_users_own_file_stay_settings(tmp_path: Path) -> None:
     }  # fmt: skip
     for engine, read in (("deepspeed", json.loads), ("neox", yaml.safe_load)):
         files.write(plan(engine=engine), CLUSTER, tmp_path, base)
-        found = read((tmp_path / files.CONFIGS[engine]).read_text(encoding="utf-8"))
+        found = read((tmp_path / start_command.CONFIGS[engine]).read_text(encoding="utf-8"))
         assert {key: found[key] for key in base} == base
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from hybridcomp.compare.runs import CompareError
 from hybridcomp.errors import ConfigError
-from hybridcomp.plan.answer.check import check, told
+from hybridcomp.plan.answer.check import check, describe
 from hybridcomp.plan.answer.trial import check_command, tried
 from hybridcomp.plan.layout import Layout
 from tests.plan.answer.made import CLUSTER, plan, prediction
@@ -96,7 +96,7 @@ def test_a_run_that_is_as_planned_holds(tmp_path: Path) -> None:
     assert [one.what for one in found] == [
         "step", "dp, bytes of all ranks", "pp, bytes of all ranks",
     ]  # fmt: skip
-    assert list(told(found))[-1] == "the plan held"
+    assert list(describe(found))[-1] == "the plan held"
 
 
 def test_what_missed_is_named(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_what_missed_is_named(tmp_path: Path) -> None:
     found = check(TWO, run)
     missed = [one.what for one in found if not one.held]
     assert missed == ["step", "dp, bytes of all ranks", "tp, bytes of all ranks"]
-    text = "\n".join(told(found))
+    text = "\n".join(describe(found))
     assert "500 ms measured,     350 ms predicted, +42.9%  <- missed" in text
     assert "not predicted  <- missed" in text
 

@@ -1,4 +1,4 @@
-"""One simulated step: schedules, the recurrence against the timeline, bytes that were measured."""
+"""One simulated step: schedules, seconds and tasks against events, bytes that were measured."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ import random
 import pytest
 import torch
 
-from hybridcomp.plan.algorithms.timeline import simulate
 from hybridcomp.plan.choices import Choice, Choices
 from hybridcomp.plan.cost.blocking_pipeline import moves
 from hybridcomp.plan.cost.calls import EngineCall
 from hybridcomp.plan.cost.job import PlannedJob
 from hybridcomp.plan.cost.predict import predicted
 from hybridcomp.plan.cost.prices import Prices, native_nbytes
-from hybridcomp.plan.cost.recurrence import step_seconds
-from hybridcomp.plan.cost.schedule import Op, in_flight, order
-from hybridcomp.plan.cost.step import MOST_PASSES, sample, seconds_of, simulated, tasks_of
+from hybridcomp.plan.cost.schedule import Op, Task, in_flight, order
+from hybridcomp.plan.cost.step import MOST_PASSES, sample, seconds_of, simulated, step_seconds
 from hybridcomp.plan.cost.times import Durations, Seconds, StageTimes, least_seconds
 from hybridcomp.plan.cost.work import Work, work_of
 from hybridcomp.plan.layout import Layout, even_cuts
 from hybridcomp.plan.request import Batch, SearchLimits
 from tests.paths import ROOT
 from tests.plan.clusters import cluster, small
+from tests.plan.cost.events import step_spans
 
 RECOMMENDED = Choices.of_block({"preset": "recommended"})
 
@@ -49,12 +48,14 @@ def test_orders_of_1f1b() -> None:
 
 
 def random_times(
-    draw: random.Random, layout: Layout, micro: bool, meets: bool = False
+    draw: random.Random, layout: Layout, micro: bool, blocking: bool = False
 ) -> tuple[StageTimes, ...]:
     def durations() -> Durations:
         compute = draw.uniform(1, 3)
         busy, sent = compute + draw.uniform(0, 1), draw.uniform(0, 0.5)
-        return Durations(busy, sent, compute, sent * draw.choice([0.0, 0.4, 1.0]) if meets else 0.0)
+        return Durations(
+            busy, sent, compute, sent * draw.choice([0.0, 0.4, 1.0]) if blocking else 0.0
+        )
 
     def seconds() -> Seconds:
         return Seconds(draw.uniform(0, 1), draw.uniform(0, 4))
@@ -64,14 +65,30 @@ def random_times(
             tuple(durations() for _ in range(layout.virtual)),
             tuple(durations() for _ in range(layout.virtual)),
             seconds() if micro else Seconds(0.0, 0.0), seconds(), draw.random(), seconds(),
-            draw.choice([0.0, 0.3]), draw.choice([0.0, 2.0]), micro, meets,
+            draw.choice([0.0, 0.3]), draw.choice([0.0, 2.0]), micro, blocking,
             landed=0.5 * layout.offload, uploaded=draw.random() * layout.offload,
         )
         for _ in range(layout.stages)
     )  # fmt: skip
 
 
-def test_recurrence_is_the_event_simulation() -> None:
+def assert_events_say_so(layout: Layout, times: tuple[StageTimes, ...], count: int) -> None:
+    """The step takes as long as its events, each task begins and ends as its event does."""
+    tasks: list[Task] = []
+    seconds = step_seconds(layout, times, count, tasks)
+    assert seconds == step_seconds(layout, times, count), "tasks cost no seconds"
+    told = sorted((one.what, one.resource, one.start, one.end) for one in tasks
+                  if one.end > one.start)  # fmt: skip
+    spans = sorted(span for span in step_spans(layout, times, count) if span[0] != "wait")
+    assert [span[:2] for span in told] == [span[:2] for span in spans]
+    for one, other in zip(told, spans, strict=True):
+        assert one[2:] == pytest.approx(other[2:], rel=1e-12)
+    whole = max(end for *_, end in spans)
+    assert seconds == pytest.approx(whole, rel=1e-12)
+    assert least_seconds(Work(layout, ()), times) <= whole * (1 + 1e-12)
+
+
+def test_a_step_is_its_events() -> None:
     draw = random.Random(5)
     for index in range(60):
         stages, virtual = draw.randrange(1, 5), draw.choice([1, 1, 2])
@@ -81,22 +98,16 @@ def test_recurrence_is_the_event_simulation() -> None:
             stages=stages, virtual=virtual, accumulation=count, offload=index % 2 == 0
         )  # fmt: skip
         times = random_times(draw, layout, micro=index % 3 == 0)
-        work = Work(layout, ())
-        whole = simulate(tasks_of(work, times, count)[0]).seconds
-        assert step_seconds(layout, times, count) == pytest.approx(whole, rel=1e-12)
-        assert least_seconds(work, times) <= whole * (1 + 1e-12)
+        assert_events_say_so(layout, times, count)
 
 
-def test_where_stages_meet_the_recurrence_is_the_event_simulation_too() -> None:
+def test_a_step_whose_stages_meet_is_its_events() -> None:
     draw = random.Random(7)
     for _ in range(60):
         stages, count = draw.randrange(2, 6), draw.randrange(1, 9)
         layout = Layout(stages=stages, accumulation=count)
-        times = random_times(draw, layout, micro=False, meets=True)
-        work = Work(layout, ())
-        whole = simulate(tasks_of(work, times, count)[0]).seconds
-        assert step_seconds(layout, times, count) == pytest.approx(whole, rel=1e-12)
-        assert least_seconds(work, times) <= whole * (1 + 1e-12)
+        times = random_times(draw, layout, micro=False, blocking=True)
+        assert_events_say_so(layout, times, count)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
@@ -133,18 +144,18 @@ def test_both_ways_of_two_stages_that_meet_come_one_after_the_other() -> None:
     none = Seconds(0.0, 0.0)
     stage = StageTimes(
         (Durations(1.0, 0.25, 1.0, 0.125),), (Durations(2.0, 0.5, 2.0, 0.0),), none, none, 0.0,
-        none, 0.0, 0.0, reduces=False, meets=True,
+        none, 0.0, 0.0, reduces=False, blocking=True,
     )  # fmt: skip
     first, second = (step_seconds(layout, (stage, stage), count) for count in (10, 11))
     assert second - first == pytest.approx(1.0 + 2.0 + 0.25 + 0.5)
 
 
-@pytest.mark.parametrize("meets", [False, True])
-def test_long_steps_are_extrapolated(meets: bool) -> None:
+@pytest.mark.parametrize("blocking", [False, True])
+def test_long_steps_are_extrapolated(blocking: bool) -> None:
     draw = random.Random(6)
     for stages in (2, 4, 7):
         layout = Layout(stages=stages, accumulation=900 // stages)
-        times = random_times(draw, layout, micro=False, meets=meets)
+        times = random_times(draw, layout, micro=False, blocking=blocking)
         assert sample(layout)[1] and 2 * stages * sample(layout)[0] < MOST_PASSES
         whole = step_seconds(layout, times, layout.accumulation)
         assert seconds_of(layout, times) == pytest.approx(whole, rel=0.002)
@@ -253,7 +264,7 @@ def test_prediction_of_a_pipeline() -> None:
     for span in native.spans:
         assert 0 <= span.start < span.end <= native.seconds * (1 + 1e-9)
     step = simulated(job, work, Choices())
-    assert step.seconds == step.timeline.seconds == native.seconds
+    assert step.seconds == native.seconds == max(task.end for task in step.tasks)
 
 
 def test_overlap_hides_a_part_of_the_gradients() -> None:

@@ -1,0 +1,173 @@
+"""What a checkpoint holds of an engine's channels: a row for each part, whatever the engine.
+
+Each rank writes all parts: into a file beside the checkpoints of DeepSpeed, Megatron-core and
+GPT-NeoX (``checkpoint``), or into an entry of ``torch.distributed.checkpoint`` for FSDP2 and DDP
+(``patches/torch/stateful``). Beside them stand what finds them again (world size, step, nodes) and
+the units of residuals: the loss scale, or the divisors of sums.
+
+| part | of | on another number of ranks |
+|---|---|---|
+| residuals | a rank | their sum over the ranks is kept (``resharing``) |
+| factors | a rank, for the parameters whose residuals it has | whoever has the residuals has them |
+| guard, link, offload | the job | all take rank 0's |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from hybridcomp.channels import resharing
+from hybridcomp.channels.engine_channels import Channels
+from hybridcomp.channels.saved_residuals import are_residuals
+from hybridcomp.job import saved, small_messages
+
+
+def _always(channels: Channels) -> bool:
+    return True
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+@dataclass(frozen=True)
+class SavedPart:
+    """A part of the state of ``Channels``.
+
+    Attributes:
+        of: "rank": each rank has its own; "job": equal on all ranks.
+        get: returns the part, of plain types and CPU tensors.
+        put: takes it over; returns messages for the user.
+        right: checks the form of what was read.
+        wanted: whether this run's block takes it over.
+        required: False where checkpoints without it exist.
+    """
+
+    name: str
+    of: Literal["rank", "job"]
+    get: Callable[[Channels], dict[str, Any]]
+    put: Callable[[Channels, Any], Iterable[str] | None]
+    right: Callable[[Any], bool] = _is_dict
+    wanted: Callable[[Channels], bool] = _always
+    required: bool = True
+
+
+PARTS = (
+    SavedPart(
+        "residuals", "rank",
+        lambda channels: channels.residuals.state_dict(),
+        lambda channels, state: channels.residuals.load(state),
+        right=are_residuals,
+    ),
+    SavedPart(
+        "guard", "job",
+        lambda channels: channels.guard.state(),
+        Channels.resume_guard,
+        wanted=lambda channels: channels.guard.watching,
+    ),
+    SavedPart(
+        "link", "job",
+        lambda channels: channels.verdicts.state(),
+        Channels.resume_verdicts,
+        wanted=lambda channels: bool(channels.config.measured()),
+    ),
+    SavedPart(
+        "offload", "job",
+        lambda channels: channels.host.pace.state(),
+        lambda channels, state: channels.host.pace.restore(state),
+        wanted=lambda channels: channels.config.offload.when == "auto",
+        required=False,  # states of FSDP2 and DDP of format 1 lack it
+    ),
+    SavedPart(
+        "factors", "rank",
+        lambda channels: channels.factors.state_dict(),
+        lambda channels, state: channels.factors.load(state),
+        right=saved.are_factors,
+    ),
+)  # fmt: skip
+OF_JOB = tuple(part for part in PARTS if part.of == "job")
+OF_RANK = tuple(part for part in PARTS if part.of == "rank")
+
+
+def state_of(channels: Channels, **more: Any) -> dict[str, Any]:
+    """Return this rank's state: what finds it again, ``more`` of its engine, and all parts."""
+    found = {"world_size": dist.get_world_size(), "step": channels.step}
+    parts = {part.name: part.get(channels) for part in PARTS}
+    return {"format": saved.FORMAT, **found, **more, **parts}
+
+
+def check(path: Path | str, stored: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless ``stored``, read from ``path``, has the form of ``state_of``."""
+    saved.expect(path, stored, "world_size", lambda value: saved.is_count(value) and value > 0)
+    saved.expect(path, stored, "step", saved.is_count)
+    for part in PARTS:
+        if part.required or part.name in stored:
+            saved.expect(path, stored, part.name, part.right)
+
+
+def has_any(channels: Channels) -> bool:
+    """Return whether there is anything to save; equal on every rank."""
+    return any(part.get(channels) for part in OF_JOB) or has_feedback(channels)
+
+
+def has_feedback(channels: Channels) -> bool:
+    """Return whether a dimension of this run has error feedback, and so takes residuals over."""
+    return any(channel.error_feedback for channel in channels)
+
+
+def of_rank_0(state: Mapping[str, Any] | None, *more: str) -> dict[str, Any]:
+    """Broadcast the job's parts of rank 0's ``state``, and the values ``more`` in it.
+
+    All ranks must decide alike. Empty where rank 0 has no state.
+    """
+    if state is None:
+        return small_messages.from_first({})
+    parts = {part.name: state.get(part.name, {}) for part in OF_JOB}
+    return small_messages.from_first({**parts, **{key: state[key] for key in more}})
+
+
+def take_job_parts(
+    channels: Channels, state: Mapping[str, Any], path: Path | str, todo: str = ""
+) -> list[str]:
+    """Take over the job's parts of ``state``, read from ``path``; return messages for the user.
+
+    Raises CheckpointError, with what ``todo`` says, where this version cannot read one.
+    """
+    said: list[str] = []
+    for part in OF_JOB:
+        if not part.wanted(channels):
+            continue
+        try:
+            said += part.put(channels, state.get(part.name, {})) or ()
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            what = f"its {part.name!r} is not what this version keeps ({error})"
+            raise saved.damaged(path, f"{what}. {todo}" if todo else what) from error
+    return said
+
+
+def take_rank_parts(channels: Channels, state: Mapping[str, Any]) -> None:
+    """Take over the parts that this rank has saved itself, bit for bit."""
+    for part in OF_RANK:
+        part.put(channels, state[part.name])
+
+
+def take_moved(
+    channels: Channels,
+    part: resharing.ReadResiduals,
+    plan: resharing.ResidualPlan,
+    factors: Mapping[str, torch.Tensor],
+    device: torch.device,
+) -> None:
+    """Take over residuals of other ranks by ``plan``, so that their sum is kept; a collective.
+
+    ``part``: residuals that this rank has read; ``factors``: those of all ranks.
+    """
+    channels.factors.load(dict(factors))
+    channels.residuals.clear()
+    plan.move(part, channels.residuals, device)

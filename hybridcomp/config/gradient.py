@@ -1,0 +1,133 @@
+"""``dp``: how gradients are reduced between data-parallel ranks, with error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.quantized_residual import BITS
+from hybridcomp.codecs.registry import CODECS
+from hybridcomp.config.codec_settings import (
+    GRADIENT_CODEC,
+    NONE,
+    Strict,
+    build_codec,
+    codec_schema,
+    settings_of,
+    with_settings,
+)
+from hybridcomp.config.dimension import MeasuredConfig
+from hybridcomp.config.error_messages import problem
+from hybridcomp.dimensions import Direction
+from hybridcomp.policy import Limits
+
+#: settings of codecs that reduce gradients themselves instead of encoding messages
+_REDUCTIONS = settings_of(gradients_only=True)
+_ALWAYS = " ".join(
+    f"{name} always does so." for name, codec in CODECS.items() if codec.gradients_only
+)
+if TYPE_CHECKING:
+    _Declared = MeasuredConfig
+else:
+    _Declared = with_settings(MeasuredConfig, _REDUCTIONS)
+
+
+class FeedbackConfig(Strict):
+    """Add what one reduction left out to the next one, and keep it in few bits."""
+
+    bits: Literal[4, 8, 16, 32] = Field(
+        32,
+        description="Bits of a value that was left out. 32 (default): fp32. 8 and 4: integers with "
+        "a step for every 32 values, 1.06 and 0.56 bytes a value; what they leave out themselves "
+        "is at most half a step. 16: bf16. Fewer: less memory, smaller checkpoints.",
+    )
+
+
+class GradientConfig(_Declared):
+    """Gradient reduction over the data-parallel group."""
+
+    more: ClassVar[tuple[str, ...]] = tuple(_REDUCTIONS)
+
+    codec: str | None = Field(
+        None,
+        description=GRADIENT_CODEC,
+        json_schema_extra=codec_schema(GRADIENT_CODEC, "dp"),
+    )
+    error_feedback: bool | FeedbackConfig = Field(
+        False,
+        description="Add what one reduction left out to the next one. true: costs one fp32 value a "
+        'gradient element of memory; {"bits": 8} a byte. Makes 4 bits and fewer usable. '
+        f"{_ALWAYS}",
+    )
+
+    @field_validator("error_feedback", mode="before")
+    @classmethod
+    def _one_of_its_forms(cls, data: Any) -> Any:
+        """Refuse other forms here: pydantic would say what is wrong with each of the two."""
+        if isinstance(data, (bool, FeedbackConfig)):
+            return data
+        if isinstance(data, Mapping) and set(data) <= {"bits"}:
+            bits = data.get("bits", 32)
+            if bits in BITS and not isinstance(bits, bool):
+                return FeedbackConfig(bits=bits)
+            raise problem("bits", bits, f"expected one of {', '.join(map(str, BITS))}")
+        raise problem("", data, 'expected true or false, or {"bits": 8}')
+
+    @property
+    def feeds_back(self) -> bool:
+        """Return whether residuals are kept."""
+        return bool(self.error_feedback) or self._reduces
+
+    @property
+    def residual_bits(self) -> int:
+        """Return the bits of a residual's value; 32: fp32, which is also the answer without any."""
+        found = self.error_feedback
+        return found.bits if isinstance(found, FeedbackConfig) else 32
+
+    @property
+    def remark(self) -> str:
+        """Say that residuals are kept, and in how many bits where these are fewer than 32."""
+        few = f" in {self.residual_bits} bits" if self.residual_bits != 32 else ""
+        return f", error feedback{few}" if self.feeds_back else ""
+
+    def agreed(self) -> dict[str, Any]:
+        """Return whether residuals are kept, as each message carries them, and in how many bits."""
+        few = {"residual_bits": self.residual_bits} if self.residual_bits != 32 else {}
+        return {"error_feedback": self.feeds_back, **few}
+
+    @property
+    def _reduces(self) -> bool:
+        """Return whether the codec reduces gradients itself instead of encoding messages."""
+        codec = CODECS.get(self.codec) if self.codec is not None else None
+        return codec is not None and codec.gradients_only
+
+    def limits(self) -> Limits:
+        """Return the guard's limits; a low rank's large residuals only if the user limits them."""
+        found = super().limits()
+        if self._reduces and "residual" not in self.guard.model_fields_set:
+            return Limits(found.error, None)
+        return found
+
+    def codec_of(self, direction: Direction) -> Codec | None:
+        """Build the codec; None for native."""
+        return build_codec(self.settings(direction), "", under="dp")
+
+    def _check_codecs(self) -> None:
+        codec = build_codec(self.given(), "", under="dp")
+        self._check_measured(codec)
+        refused = "error_feedback" in self.model_fields_set and not self.error_feedback
+        if refused and codec is not None and codec.gradients_only:
+            todo = f"{codec.name} does not converge without; remove it, or name another codec"
+            raise problem("error_feedback", False, todo)
+        if not self.error_feedback:
+            return
+        if codec is None or codec.lossless:
+            raise problem(
+                "error_feedback",
+                True,
+                f"{codec or NONE} leaves nothing out to feed back; remove it",
+            )
+        self._check_converges(codec, "error_feedback")
