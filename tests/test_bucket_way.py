@@ -13,7 +13,7 @@ from tests.way import Way, followed
 
 PAGE = ROOT / "docs" / "architecture.md"
 #: message -> files, functions and calls between files at most, with everything warm
-BUDGET = {"zero1": (17, 67, 56), "fsdp2": (18, 75, 65), "tp": (16, 59, 53)}
+BUDGET = {"zero1": (11, 60, 34), "fsdp2": (12, 63, 35), "tp": (11, 50, 34)}
 SUM = {"codec": "blockint", "bits": 4, "error_feedback": True}
 
 

@@ -14,9 +14,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -27,7 +29,7 @@ from hybridcomp.channels.error_samples import Samples
 from hybridcomp.channels.known_groups import KnownGroups
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.quantized_residual import Residual
-from hybridcomp.collectives import Handle, Meter, ReduceScatterHandle
+from hybridcomp.collectives import Group, Handle, Meter, ReduceScatterHandle
 from hybridcomp.collectives.ring import Ring
 from hybridcomp.collectives.wire import HOST
 from hybridcomp.dimensions import ROWS, Dimension, Direction
@@ -92,12 +94,14 @@ class Handling(NamedTuple):
         common: those that tensor-parallel ranks share are summed exactly.
         flush: residuals are sent for the last time. Error feedback is on with lossy codecs only,
             so a lossless one marks such a step.
+        sampling: this step measures the error of its messages.
     """
 
     by_parameter: bool
     separate: bool
     common: bool
     flush: bool
+    sampling: bool
 
 
 class Channel:
@@ -106,7 +110,7 @@ class Channel:
     Attributes:
         state: what all dimensions of the engine share; seams do not touch it.
         choice: chooses the codecs.
-        groups: what is known of process groups; ``group`` returns one: rank, size, nodes, levels.
+        groups: what is known of process groups, by group and nodes (``group``).
         error_feedback: whether sums add what earlier ones have left out.
         delta: whether parameters travel as differences from the last gather.
     """
@@ -118,7 +122,6 @@ class Channel:
         self.error_feedback = state.config.error_feedback(dimension)
         self.delta = dimension == "zero" and state.config.zero.delta
         self.groups = KnownGroups(dimension, state)
-        self.group = self.groups.of
 
     def run(self, message: Message[R], *, native: Callable[[], T], encoded: Callable[[R], T]) -> T:
         """Send ``message`` encoded, or count it and have upstream send it.
@@ -141,6 +144,10 @@ class Channel:
         if codec is None or message.stays_native(self, codec):
             return self.run_native(message, native)
         return encoded(message.send(self, codec))
+
+    def group(self, group: ProcessGroup | None) -> Group:
+        """Return the ``Group`` of a process group: rank, size, nodes, levels."""
+        return self.groups[dist.group.WORLD if group is None else group, self.state.nodes]
 
     def run_native(self, message: Message[Any], native: Callable[[], T]) -> T:
         """Count a message that no codec may change, and have upstream send it."""
@@ -222,7 +229,8 @@ class Channel:
         common = bool(self.state.common) and not codec.lossless
         separate = codec.bounded or common
         flush = self.error_feedback and codec.lossless
-        return Handling(self.error_feedback or separate, separate, common, flush)
+        known = self.error_feedback or separate
+        return Handling(known, separate, common, flush, self.sampling)
 
     @property
     def sampling(self) -> bool:
@@ -250,6 +258,12 @@ class Channel:
         clock = HOST if device.type == "cpu" else self.state.clock(device)
         return Meter(clock=clock, where=f"{self.dimension} at step {self.state.step}")
 
+    def group_and_meter(
+        self, group: ProcessGroup | None, device: torch.device
+    ) -> tuple[Group, Meter]:
+        """Return the ranks of a message of tensors on ``device``, and a meter for it."""
+        return self.group(group), self.meter(device)
+
     def ring(self, codec: Codec | None, group: ProcessGroup | None, device: torch.device) -> Ring:
         """Return the ``Ring`` that sends ring attention's messages round ``group``.
 
@@ -267,7 +281,7 @@ class Channel:
             self.state.ledger.record_time((self.dimension, direction), ring.meter)
             return
         ring.meter.use(ring.codec.spec)
-        self.record_nbytes(ring.meter, raw_nbytes, direction, ring.group.ring)
+        self.record(ring.meter, raw_nbytes, direction, ring.group.ring)
 
     def gather_words(self, words: Tensor, group: ProcessGroup | None) -> list[list[int]]:
         """Gather the int64 ``words`` of all ranks, beside a message of upstream; blocking."""
@@ -276,26 +290,24 @@ class Channel:
         self.state.ledger.record_extra((self.dimension, "forward"), meter)
         return rows
 
-    def record(self, meter: Meter, message: Message[Any], inter: float) -> None:
-        """Count an encoded message; ``inter``: the share of native bytes that crosses nodes."""
-        nbytes = message.native_nbytes(self.group(message.group).size)
-        self.state.ledger.record((self.dimension, message.direction), nbytes, meter, inter)
+    def record(self, meter: Meter, raw_nbytes: int, direction: Direction, inter: float) -> None:
+        """Count an encoded message in whose place native would have sent ``raw_nbytes``.
 
-    def record_nbytes(
-        self, meter: Meter, raw_nbytes: int, direction: Direction, inter: float
-    ) -> None:
-        """Count an encoded message in whose place native would have sent ``raw_nbytes``."""
+        ``inter``: the share of these bytes that crosses nodes.
+        """
         self.state.ledger.record((self.dimension, direction), raw_nbytes, meter, inter)
 
-    def recorded(self, handle: H, meter: Meter, message: Message[Any], inter: float) -> H:
-        """Count an encoded message once ``handle`` is complete; return ``handle``."""
-        handle.then(lambda: self.record(meter, message, inter))
-        return handle
+    def recorded(
+        self, handle: H, meter: Meter, raw_nbytes: int, direction: Direction, inter: float
+    ) -> H:
+        """``record`` an encoded message once ``handle`` is complete; return ``handle``."""
+        key = (self.dimension, direction)
+        return handle.then(partial(self.state.ledger.record, key, raw_nbytes, meter, inter))
 
     def landed(self, meter: Meter, message: Message[Any], inter: float) -> None:
         """Record a message: bytes and time on the ranks that send it, elsewhere its time only."""
         nbytes = message.native_nbytes(self.group(message.group).size)
         if nbytes:
-            self.record_nbytes(meter, nbytes, message.direction, inter)
+            self.record(meter, nbytes, message.direction, inter)
         else:
             self.state.ledger.record_time((self.dimension, message.direction), meter)

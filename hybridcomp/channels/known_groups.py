@@ -10,34 +10,33 @@ from hybridcomp.collectives import Group
 from hybridcomp.collectives.topology import Nodes
 from hybridcomp.dimensions import ROWS, Dimension
 
+#: torch's process group, and the nodes of the job as they were known when its ``Group`` was made
+GroupKey = tuple[ProcessGroup | None, Nodes | None]
 
-class KnownGroups:
-    """``Group`` of each process group of one dimension, made when it is met for the first time."""
+
+class KnownGroups(dict[GroupKey, Group]):
+    """``Group`` of each process group of one dimension, made when it is asked for the first time.
+
+    Groups that were destroyed, or made before other nodes were found, are forgotten then.
+    """
 
     def __init__(self, dimension: Dimension, state: EngineState) -> None:
+        super().__init__()
         self._dimension, self._state = dimension, state
-        self._groups: dict[ProcessGroup | None, Group] = {}
-        self._placed: Nodes | None = None  # the nodes that ``_groups`` know
 
-    def of(self, group: ProcessGroup | None) -> Group:
-        """Return the ``Group`` of a process group: rank, size, nodes, levels."""
-        nodes = self._state.nodes
-        if nodes is not self._placed:
-            self._groups.clear()
-            self._placed = nodes
-        key = dist.group.WORLD if group is None else group
-        found = self._groups.get(key)
-        if found is None:
-            for gone in [known for known in self._groups if not _exists(known)]:
-                del self._groups[gone]
-            if nodes is None:
-                found = Group.of(group)
-            else:
-                # residuals of low-rank sums cover whole messages, also where a flush sends them
-                deep = ROWS[self._dimension].two_levels
-                deep = deep and self._dimension not in self._state.policy.low_rank
-                found = nodes.group(group, two_levels=deep)
-            self._groups[key] = found
+    def __missing__(self, key: GroupKey) -> Group:
+        """Make and keep the ``Group`` of a process group: rank, size, nodes, levels."""
+        group, nodes = key
+        for gone in [old for old in self if old[1] is not nodes or not _exists(old[0])]:
+            del self[gone]
+        if nodes is None:
+            found = Group.of(group)
+        else:
+            # residuals of low-rank sums cover whole messages, also where a flush sends them
+            deep = ROWS[self._dimension].two_levels
+            deep = deep and self._dimension not in self._state.policy.low_rank
+            found = nodes.group(group, two_levels=deep)
+        self[key] = found
         return found
 
 

@@ -48,14 +48,15 @@ class AllGather(Message[Handle]):
         shard, cuts = self.shard, self.cuts(codec)
         (only,) = codec.split_error_budget(1, 1, result=shard.dtype)
         channel.sample(shard, only, self.direction, cuts, self.relative_to)
-        known, meter = channel.group(self.group), channel.meter(shard.device)
+        known, meter = channel.group_and_meter(self.group, shard.device)
         via = Transfer(codec, known, meter, cuts)
         async_op = self.async_op
         if self.single_post:
             # a size comes before payloads of variable size, another message after the first level
             async_op = async_op and codec.fixed_size and known.levels is None
         handle = collectives.all_gather(shard, self.out, via, async_op)
-        return channel.recorded(handle, meter, self, known.ring)
+        nbytes = self.native_nbytes(known.size)
+        return channel.recorded(handle, meter, nbytes, self.direction, known.ring)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -96,12 +97,13 @@ class AllToAll(Message[Handle]):
         channel.sample(
             values, codec.split_error_budget(1, 1, result=values.dtype)[0], self.direction
         )
-        known, meter = channel.group(self.group), channel.meter(values.device)
+        known, meter = channel.group_and_meter(self.group, values.device)
         handle = collectives.all_to_all(
             self.out, values, Transfer(codec, known, meter), takes, gives, self.async_op,
         )  # fmt: skip
         share = len(known.remote) / max(1, known.size - 1)
-        return channel.recorded(handle, meter, self, share)
+        nbytes = self.native_nbytes(known.size)
+        return channel.recorded(handle, meter, nbytes, self.direction, share)
 
     def complete(self, handle: Handle) -> Tensor:
         """Wait for the exchange and return ``out``."""
@@ -129,12 +131,12 @@ class Send(Message[None]):
         assert self.between is not None, "a message between two ranks"
         (source, target), values = self.between, self.load()
         channel.sample(values, codec.split_error_budget(1, 1, result=self.dtype)[0], self.direction)
-        meter = channel.meter(values.device)
-        collectives.send(values, target, Transfer(codec, channel.group(self.group), meter))
+        known, meter = channel.group_and_meter(self.group, values.device)
+        collectives.send(values, target, Transfer(codec, known, meter))
         nodes = channel.state.nodes
         crosses = nodes is not None and nodes.of_rank[source] != nodes.of_rank[target]
         meter.inter_nbytes = crosses * meter.wire_nbytes
-        channel.record(meter, self, float(crosses))
+        channel.record(meter, self.native_nbytes(known.size), self.direction, float(crosses))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -160,9 +162,8 @@ class Receive(Message[None]):
     def send(self, channel: Channel, codec: Codec) -> None:
         """Receive and decode."""
         assert self.between is not None, "a message between two ranks"
-        values, meter = self.buffer(), channel.meter(self.out.device)
-        source, via = self.between[0], Transfer(codec, channel.group(self.group), meter)
-        collectives.recv(values, source, via)
+        values, (known, meter) = self.buffer(), channel.group_and_meter(self.group, self.out.device)
+        collectives.recv(values, self.between[0], Transfer(codec, known, meter))
         self.put(values)
         channel.state.ledger.record_time((channel.dimension, self.direction), meter)
 
@@ -223,7 +224,7 @@ class PostSend(Post):
 
         def done() -> None:
             meter.sent(message.numel())
-            channel.record_nbytes(meter, self.values.nbytes, self.direction, 0.0)
+            channel.record(meter, self.values.nbytes, self.direction, 0.0)
 
         return Posted(message, meter, done)
 

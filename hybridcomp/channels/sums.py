@@ -100,7 +100,7 @@ class AllReduce(Sum[Handle]):
         """Sum the loaded tensor over ``group`` in place; see ``collectives.all_reduce``."""
         tensor, handling = self.load(codec), channel.handling(codec)
         pieces = self.pieces() if handling.by_parameter else None
-        known, meter = channel.group(self.group), channel.meter(tensor.device)
+        known, meter = channel.group_and_meter(self.group, tensor.device)
         exact = None
         if handling.common and pieces is not None:
             exact = _take(channel, [tensor], [pieces], known, meter)
@@ -114,7 +114,7 @@ class AllReduce(Sum[Handle]):
             handle = low_rank.all_reduce(tensor, via, factors, pieces, self.async_op)
         else:
             how = Reduction(codec, known, meter, flush=handling.flush)
-            if pieces is not None or channel.sampling:
+            if pieces is not None or handling.sampling:
                 _watch(channel, how, tensor, pieces, self.direction, handling)
             if kept is not None and pieces is not None:
                 own, chunk = _parts(pieces, known)
@@ -125,7 +125,8 @@ class AllReduce(Sum[Handle]):
             handle.then(kept.give_back)
         if exact is not None:
             handle.then(lambda: exact.put(tensor))
-        return channel.recorded(handle, meter, self, known.ring)
+        nbytes = self.native_nbytes(known.size)
+        return channel.recorded(handle, meter, nbytes, self.direction, known.ring)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -159,7 +160,8 @@ class ReduceScatter(Message[ReduceScatterHandle]):
         """Sum the loaded shards; see ``collectives.reduce_scatter``."""
         shards, handling = self.load(codec), channel.handling(codec)
         pieces = self.pieces() if handling.by_parameter else None
-        known, meter = channel.group(self.group), channel.meter(shards[0].device)
+        like = shards.flat if isinstance(shards, Shards) else shards[0]
+        known, meter = channel.group_and_meter(self.group, like.device)
         exact = None
         if handling.common and pieces is not None:
             exact = _take(channel, shards, pieces, known, meter)
@@ -171,7 +173,8 @@ class ReduceScatter(Message[ReduceScatterHandle]):
             handle = self._scatter(channel, shards, how, pieces, handling)
         if exact is not None:
             handle.then(lambda: exact.put(handle.wait(), known.rank))
-        return channel.recorded(handle, meter, self, known.ring)
+        nbytes = self.native_nbytes(known.size)
+        return channel.recorded(handle, meter, nbytes, self.direction, known.ring)
 
     def _scatter(
         self,
@@ -189,7 +192,7 @@ class ReduceScatter(Message[ReduceScatterHandle]):
             cuts = [borders(pieces[rank]) for rank in group.receivers]
         if pieces is not None and channel.error_feedback:
             residuals = _scattered(channel, shards, pieces, group)
-        if channel.sampling:
+        if handling.sampling:
             (first,) = how.codec.split_error_budget(1, group.encoders, exact=1)
             how.probe = _probe(channel, first, self.direction)
         return collectives.reduce_scatter(shards, how, residuals, cuts, self.async_op)
@@ -213,7 +216,7 @@ class ReduceToOwners(Sum[list[Tensor]]):
         """Sum the loaded tensor to its owners; see ``collectives.reduce_to_owners``."""
         tensor, ranges, handling = self.load(codec), self.ranges, channel.handling(codec)
         pieces = self.pieces() if handling.by_parameter else None
-        known, meter = channel.group(self.group), channel.meter(tensor.device)
+        known, meter = channel.group_and_meter(self.group, tensor.device)
         exact = None
         if handling.common and pieces is not None:
             exact = _take(channel, [tensor], [pieces], known, meter)
@@ -227,7 +230,7 @@ class ReduceToOwners(Sum[list[Tensor]]):
                 how.cuts = borders(_parts(pieces, known)[0])
             if pieces is not None and channel.error_feedback:
                 _set_residuals(channel, how, tensor, pieces, hops)
-            if channel.sampling:
+            if handling.sampling:
                 first = codec.split_error_budget(hops, known.encoders, exact=1)[0]
                 how.probe = _probe(channel, first, "forward")
             sums = collectives.reduce_to_owners(tensor, ranges, how)
@@ -235,7 +238,7 @@ class ReduceToOwners(Sum[list[Tensor]]):
             owned = [part for part in ranges if known.rank in part.ranks]
             for part, total in zip(owned, sums, strict=True):
                 exact.put(total, start=part.start)
-        channel.record(meter, self, known.ring)
+        channel.record(meter, self.native_nbytes(known.size), self.direction, known.ring)
         return sums
 
 
@@ -253,7 +256,8 @@ def _scattered(
         known = _shard_pieces(pieces, group, BLOCK if held.bits != 32 else 1)
         if isinstance(pieces, tuple):
             group.keep(key, known, 1 + (len(known.flat) + len(known.whole)) // WEIGHED)
-    found = held.get("sender", known.flat, shards[0], last=True, message=known.whole)
+    like = shards.flat if isinstance(shards, Shards) else shards[0]
+    found = held.get("sender", known.flat, like, last=True, message=known.whole)
     if isinstance(shards, Shards) and isinstance(found, Tensor):
         return Shards(found, shards.numel)
     if isinstance(found, Tensor):
@@ -302,7 +306,7 @@ def _watch(
     codecs = all_reduce_codecs(how.codec, tensor.dtype, how.group.encoders, tensor.device, how.cuts)
     if pieces is not None and channel.error_feedback:
         _set_residuals(channel, how, tensor, pieces, len(codecs))
-    if channel.sampling:
+    if handling.sampling:
         how.probe = _probe(channel, codecs[0], direction)
 
 

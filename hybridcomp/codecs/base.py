@@ -25,8 +25,9 @@ from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.kernels import DTYPE_CODES, FixedKernels, KernelSet
 
 __all__ = [
-    "Codec", "CollectiveKernel", "FixedCodec", "MultiTensorKernel", "PAYLOAD_ALIGN",
-    "PlannedKernel", "VALUE_DTYPES", "align",
+    "Codec", "CollectiveKernel", "DTYPE_CODES", "FixedCodec", "FixedKernels",
+    "MultiTensorKernel", "PAYLOAD_ALIGN", "PlannedKernel", "VALUE_DTYPES", "align", "check_add",
+    "check_decode", "check_encode",
 ]  # fmt: skip
 
 #: every payload starts at a multiple of this many bytes inside a wire buffer, and its
@@ -114,6 +115,11 @@ class Codec(Capabilities, ABC):
 
     def each(self, device: torch.device) -> MultiTensorKernel | None:
         """Return kernels for several tensors, where the back end of ``device`` has them."""
+        return None
+
+    def kernels_on(self, device: torch.device) -> tuple[int, FixedKernels] | None:
+        """Return setting and kernels that do all that ``encode``, ``decode`` and ``decode_add`` do
+        on ``device``, for callers that have checked tensors and sizes; None: call the methods."""
         return None
 
     def wire_nbytes_of(self, numels: Lengths, dtype: torch.dtype) -> Lengths:
@@ -239,6 +245,13 @@ class FixedCodec(Codec):
             torch.get_num_threads(),
         )
         return nbytes
+
+    def kernels_on(self, device: torch.device) -> tuple[int, FixedKernels] | None:
+        own = type(self)
+        methods = (own.encode, own.decode, own.decode_add)
+        if methods != (FixedCodec.encode, FixedCodec.decode, FixedCodec.decode_add):
+            return None  # a subclass that does something else
+        return self._setting, self.kernels.on(device)
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
         self._decode(payload, out, add=False)

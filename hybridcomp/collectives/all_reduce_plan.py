@@ -14,16 +14,18 @@ from torch import Tensor
 
 from hybridcomp.codecs.base import Codec, CollectiveKernel
 from hybridcomp.collectives.fused import fits
-from hybridcomp.collectives.reduce_parts import SummedPart, SumPlan, plan_sum
 from hybridcomp.collectives.wire import (
     ExchangePlan,
     GatherPlan,
     Group,
     Range,
     Reduction,
+    SummedPart,
+    SumPlan,
     chunk_ranges,
     plan_exchange,
     plan_gather,
+    plan_sum,
     rounds,
     sent_dtype,
     stretches,
@@ -36,7 +38,7 @@ class AllReducePlan:
 
     Attributes:
         codec: of the reduction, held for the key.
-        codecs: of the quantizations, with their ``specs``.
+        codecs: of the quantizations, with their ``specs`` as a meter notes them.
         fused: kernels for three launches.
         pairs: of two ranks that swap: the rounds of one quantization.
         rounds: of two quantizations.
@@ -44,7 +46,7 @@ class AllReducePlan:
 
     codec: Codec
     codecs: tuple[Codec, ...]
-    specs: tuple[str, ...]
+    specs: dict[str, None]
     fused: CollectiveKernel | None = None
     pairs: tuple[PairRound, ...] = ()
     rounds: tuple[SumRound, ...] = ()
@@ -97,7 +99,7 @@ def plan_all_reduce(tensor: Tensor, how: Reduction) -> AllReducePlan:
     """Plan the sum of ``tensor``, or of one like it, on one level."""
     group, device, wide = how.group, tensor.device, how.residual is not None
     codecs, fused = _codecs(how.codec, tensor.dtype, group.size, device, how.cuts)
-    specs = tuple(each.spec for each in codecs)
+    specs = dict.fromkeys(each.spec for each in codecs)
     if fused is not None and fits(how.residual, how.owner_residual):
         return AllReducePlan(how.codec, codecs, specs, fused)
     dtype = sent_dtype(codecs[0], tensor.dtype, wide, how.flush)

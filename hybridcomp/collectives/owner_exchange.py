@@ -1,7 +1,7 @@
 """Exchange the stretches of an owner plan in one launch a step, however many ranks there are.
 
 For ranges with one owner each and codecs with kernels for the stretches of a plan
-(``codecs.launches.PlannedKernel``): bytes and bits of ``reduce_parts`` and of the second hop of
+(``codecs.launches.PlannedKernel``): bytes and bits of ``wire.exchanges`` and of the second hop of
 ``owner_reduction``. What does not depend on the values is worked out once for each rank of a plan,
 and lies on the device.
 """

@@ -18,7 +18,6 @@ from hybridcomp.collectives.hierarchical.intra_node import (
 from hybridcomp.collectives.owner_exchange import exchange_of, send_sums, sum_at_owners
 from hybridcomp.collectives.owner_plan import find_plan
 from hybridcomp.collectives.owner_rounds import BucketPlan, ScatterRound, plan_bucket
-from hybridcomp.collectives.reduce_parts import sum_parts
 from hybridcomp.collectives.wire import (
     POOL,
     EncodeRequest,
@@ -37,6 +36,7 @@ from hybridcomp.collectives.wire import (
     exchange,
     given,
     overlapped,
+    sum_parts,
 )
 
 
@@ -114,7 +114,7 @@ def _flat(
     if how.group.size == 1 or not plan.owners.runs:
         _alone(tensor, plan, sums, how)
         return given(None), results
-    how.meter.use(*plan.specs)
+    how.meter.used.update(plan.specs)
     if plan.owners.kind == "balanced":
         return _balanced(tensor, plan, sums, how), results
     if plan.kernel is not None:
@@ -192,7 +192,7 @@ def _send_on(
 
     With ``feedback`` the memory of a sum, in ``total``, becomes the residual of this quantization.
     """
-    codec, dtype = plan.exchange.codec, plan.exchange.dtype
+    coder, dtype = plan.exchange.coder, plan.exchange.dtype
     # 1
     values = [total[low:high] for low, high in plan.sent]
     jobs = [EncodeRequest(one, one if feedback else None) for one in values]
@@ -205,7 +205,7 @@ def _send_on(
             plan.each.decode(arrived, places)
         else:
             for place, payload in zip(places, arrived, strict=True):
-                decode_fp32(codec, payload, place, dtype)
+                decode_fp32(coder, payload, place, dtype)
         for (low, high), (start, stop) in plan.stays:
             sums[start:stop].copy_(total[low:high])
             if feedback:

@@ -6,8 +6,8 @@ of one rank. A plan is made at the first bucket and kept with the group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,14 +22,16 @@ from hybridcomp.collectives.owner_plan import (
     part_rounds,
     range_rounds,
 )
-from hybridcomp.collectives.reduce_parts import SummedPart, SumPlan, plan_sum
 from hybridcomp.collectives.wire import (
     ExchangePlan,
     Group,
     OwnedRange,
     Range,
     Reduction,
+    SummedPart,
+    SumPlan,
     plan_exchange,
+    plan_sum,
     round_count,
     sent_dtype,
 )
@@ -43,7 +45,8 @@ class BucketPlan:
     Attributes:
         held: codec and ranges of the reduction, for the key.
         owners, mine: which ranks sum what, and where this rank's sums lie.
-        codecs: of the quantizations, one in a direct plan and two in a balanced one; ``specs``.
+        codecs: of the quantizations, one in a direct plan and two in a balanced one; ``specs``:
+            theirs, as a meter notes them.
         kernel: for the stretches of a direct plan, or of the second hop of a balanced one.
         fused: kernels for the first hop of a balanced plan.
         sums: the rounds of the first hop without such kernels.
@@ -54,7 +57,7 @@ class BucketPlan:
     owners: OwnerPlan
     mine: OwnedSums
     codecs: tuple[Codec, ...] = ()
-    specs: tuple[str, ...] = ()
+    specs: Mapping[str, None] = field(default_factory=dict)
     kernel: PlannedKernel | None = None
     fused: CollectiveKernel | None = None
     sums: tuple[SumPlan, ...] = ()
@@ -113,7 +116,7 @@ def _direct(tensor: Tensor, plan: BucketPlan, cuts: tuple[int, ...], how: Reduct
             plan_sum([_part(owned, mine, group) for owned in share], codec, dtype, device, group)
             for share in range_rounds(owners.runs, cuts, count)
         )
-    return BucketPlan(plan.held, owners, mine, (codec,), (codec.spec,), kernel, None, sums)
+    return BucketPlan(plan.held, owners, mine, (codec,), {codec.spec: None}, kernel, None, sums)
 
 
 def _part(owned: OwnedRange, mine: OwnedSums, group: Group) -> SummedPart:
@@ -165,7 +168,7 @@ def _balanced(
             _scatter_round(share, plan, codecs[1], dtype, device, group)
             for share in part_rounds(owners.runs, cuts, group.size, count)
         )
-    specs = (codecs[0].spec, codecs[1].spec)
+    specs = dict.fromkeys(each.spec for each in codecs)
     return BucketPlan(plan.held, owners, plan.mine, codecs, specs, kernel, fused, sums, scatters)
 
 

@@ -17,7 +17,6 @@ from hybridcomp.collectives.all_reduce_plan import (
 )
 from hybridcomp.collectives.fused import fits, fused_all_reduce
 from hybridcomp.collectives.hierarchical.intra_node import gather_inside, node_sum
-from hybridcomp.collectives.reduce_parts import sum_parts
 from hybridcomp.collectives.wire import (
     POOL,
     EncodeRequest,
@@ -36,6 +35,7 @@ from hybridcomp.collectives.wire import (
     overlapped,
     settle,
     show_overflow,
+    sum_parts,
 )
 
 
@@ -121,7 +121,7 @@ def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
     if how.probe is not None:
         how.probe(tensor, how.cuts, how.residual)
     plan = _planned(tensor, how)
-    how.meter.use(*plan.specs)
+    how.meter.used.update(plan.specs)
     if plan.fused is not None:
         return fused_all_reduce(tensor, plan.codecs[0], plan.fused, how)
     if plan.pairs:
@@ -194,7 +194,7 @@ def _pair(tensor: Tensor, plan: PairRound, how: Reduction) -> Steps[None]:
     codecs of fixed size make two thirds of the squared error; and there is one wait instead of two.
     Both ranks add the same two decoded tensors, and a + b is b + a, so their bits are equal.
     """
-    row, codec, meter, residual = plan.row, plan.exchange.codec, how.meter, how.residual
+    row, coder, meter, residual = plan.row, plan.exchange.coder, how.meter, how.residual
     begin, stop = row[0][0], row[-1][1]
     # 1
     buffer, total = None, tensor[begin:stop]
@@ -209,7 +209,7 @@ def _pair(tensor: Tensor, plan: PairRound, how: Reduction) -> Steps[None]:
     # 3
     start = meter.clock.begin()
     for payload, out in zip(payloads.received[1 - how.group.rank], sums, strict=True):
-        codec.decode_add(payload, out, plan.exchange.dtype)
+        coder.decode_add(payload, out, plan.exchange.dtype)
     if buffer is not None:
         tensor[begin:stop].copy_(total)
     meter.clock.end(meter, "codec", start)

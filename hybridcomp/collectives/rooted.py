@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives.reduce_parts import SummedPart, SumPlan, plan_sum, sum_parts
 from hybridcomp.collectives.wire import (
     POOL,
     EncodeRequest,
@@ -27,12 +26,16 @@ from hybridcomp.collectives.wire import (
     Meter,
     Range,
     Steps,
+    SummedPart,
+    SumPlan,
     Transfer,
     check_values,
     exchange,
     overlapped,
     plan_exchange,
+    plan_sum,
     rounds,
+    sum_parts,
     transport,
 )
 from hybridcomp.errors import CodecError

@@ -13,20 +13,24 @@ from hybridcomp.codecs.base import Codec, CollectiveKernel
 from hybridcomp.codecs.quantized_residual import Residual, as_fp32, joined
 from hybridcomp.collectives.fused import adjacent, fused_reduce_scatter
 from hybridcomp.collectives.hierarchical.intra_node import join_columns, node_sum
-from hybridcomp.collectives.reduce_parts import SummedPart, SumPlan, plan_sum, sum_parts
 from hybridcomp.collectives.wire import (
     POOL,
     ReduceScatterHandle,
     Reduction,
     Steps,
+    SummedPart,
+    SumPlan,
     add_alone,
     check_residual,
     check_values,
+    ended,
     given,
     overlapped,
+    plan_sum,
     rounds,
     sent_dtype,
     stretches,
+    sum_parts,
 )
 from hybridcomp.errors import CodecError
 
@@ -37,13 +41,15 @@ class Shards(Sequence[Tensor]):
     Attributes:
         flat: 1-D and contiguous.
         numel: elements of a shard; the last one may be shorter.
+        ranks: number of shards.
     """
 
     def __init__(self, flat: Tensor, numel: int) -> None:
         self.flat, self.numel = flat, numel
+        self.ranks = -(-flat.numel() // numel) if numel else 0
 
     def __len__(self) -> int:
-        return -(-self.flat.numel() // self.numel) if self.numel else 0
+        return self.ranks
 
     @overload
     def __getitem__(self, rank: int) -> Tensor: ...
@@ -53,8 +59,8 @@ class Shards(Sequence[Tensor]):
 
     def __getitem__(self, rank: int | slice) -> Tensor | list[Tensor]:
         if isinstance(rank, slice):
-            return [self[each] for each in range(*rank.indices(len(self)))]
-        place = range(len(self))[rank] * self.numel
+            return [self[each] for each in range(*rank.indices(self.ranks))]
+        place = range(self.ranks)[rank] * self.numel
         return self.flat[place : place + self.numel]
 
 
@@ -95,8 +101,11 @@ def reduce_scatter(
 
 def _checked(shards: Sequence[Tensor], ranks: int) -> Sequence[Tensor]:
     """Return the shards without their graph. Raises CodecError on other tensors."""
-    dtypes = {shard.dtype for shard in (shards[:1] if isinstance(shards, Shards) else shards)}
-    if len(shards) != ranks or len(dtypes) != 1:
+    if isinstance(shards, Shards):
+        count, kinds = shards.ranks, min(1, shards.ranks)
+    else:
+        count, kinds = len(shards), len({shard.dtype for shard in shards})
+    if count != ranks or kinds != 1:
         raise CodecError(
             f"reduce_scatter: expected {ranks} shards of one dtype, found "
             f"{[str(shard.dtype) for shard in shards]}"
@@ -137,15 +146,17 @@ def _flat(
     shards: Sequence[Tensor], how: Reduction, residuals: Residuals, cuts: Cuts
 ) -> Steps[Tensor]:
     """Reduce-scatter on one level: in two launches, or in rounds that overlap."""
-    me = how.group.rank
-    if residuals is not None:
+    me, ranks = how.group.rank, how.group.size
+    if isinstance(residuals, Shards) and isinstance(shards, Shards) and residuals.ranks == ranks:
+        check_residual("residuals", residuals.flat, shards.flat.numel())
+    elif residuals is not None:
         _check_residuals(shards, residuals)
-    if how.probe is not None and len(shards) > 1:
+    if how.probe is not None and ranks > 1:
         is_one = isinstance(shards, Shards)
         longest = 0 if is_one else max(range(len(shards)), key=lambda rank: shards[rank].numel())
         held = None if residuals is None else residuals[longest]
         how.probe(shards[longest], cuts[longest] if cuts else (), held)
-    if len(shards) == 1:
+    if ranks == 1:
         alone = shards[0].to(torch.float32, copy=True)
         if residuals is not None:
             add_alone(residuals[0], alone)
@@ -155,7 +166,7 @@ def _flat(
     if not own.numel() and not any(shard.numel() for shard in shards):
         return given(total)
     plan = _planned(shards, residuals, cuts, how)
-    how.meter.use(plan.spec)
+    how.meter.used[plan.spec] = None
     flat = None if plan.fused is None else _joined(shards)
     left = None if flat is None or residuals is None else _joined_residuals(residuals)
     if plan.fused is not None and flat is not None and (residuals is None or left is not None):
@@ -265,17 +276,14 @@ def _in_rounds(
     if plan.is_one and isinstance(shards, Shards):
         values = [shards.flat]
         residuals = [residuals.flat] if isinstance(residuals, Shards) else None
-    yield from overlapped(
-        [sum_parts(each, values, residuals, total, how.group, how.meter) for each in plan.rounds]
-    )
-    return total
+    steps = [
+        sum_parts(each, values, residuals, total, how.group, how.meter) for each in plan.rounds
+    ]
+    return steps[0] if len(steps) == 1 else ended(overlapped(steps), total)
 
 
 def _check_residuals(shards: Sequence[Tensor], residuals: Sequence[Residual]) -> None:
     if len(residuals) != len(shards):
         raise CodecError(f"residuals: expected {len(shards)} tensors, found {len(residuals)}")
-    if isinstance(residuals, Shards) and isinstance(shards, Shards):
-        check_residual("residuals", residuals.flat, shards.flat.numel())
-        return
     for rank, (shard, residual) in enumerate(zip(shards, residuals, strict=True)):
         check_residual(f"residuals[{rank}]", residual, shard.numel())

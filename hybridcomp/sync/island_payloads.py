@@ -38,7 +38,7 @@ def pack(channel: Channel, values: Tensor) -> bytes:
         buffer = buffer[: codec.encode(values, buffer)]
     meter.use(codec.spec)
     meter.sent(buffer.numel())
-    channel.record_nbytes(meter, values.nbytes, "forward", 1.0)
+    channel.record(meter, values.nbytes, "forward", 1.0)
     return _line(channel, codec.spec, values) + _bytes(buffer)
 
 

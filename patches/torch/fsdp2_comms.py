@@ -220,7 +220,7 @@ class EncodedReduceScatter(_EncodedSlot[ReduceScatter], ReduceScatter):
         message = _GradientScatter(
             numel=input_tensor.numel(), dtype=input_tensor.dtype, group=group,
             shards=channels.Shards(input_tensor.detach(), output_tensor.numel()),
-            members=self.members, places=self.places,
+            members=self.members, places=self.places, ranks=group.size(),
         )  # fmt: skip
 
         def native() -> dist.Work | None:
@@ -240,10 +240,11 @@ class _GradientScatter(channels.ReduceScatter):
 
     members: Members
     places: tuple[int, ...]
+    ranks: int
 
     def pieces(self) -> Sequence[Sequence[Piece]]:
         """Return the parameters' parts in each rank's shard."""
-        return self.members.pieces(self.places, len(self.shards))
+        return self.members.pieces(self.places, self.ranks)
 
 
 class EncodedReplicas(dist.ProcessGroup):

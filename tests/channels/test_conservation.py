@@ -139,7 +139,7 @@ class Drawn:
                     Group(Member(outer[local], node), node, 2),  # type: ignore[arg-type]
                 )  # fmt: skip
                 group = Group(levels.inner.process_group, rank, 4, levels=levels)
-            channel.groups._groups[GROUP] = group
+            channel.groups[GROUP, channel.state.nodes] = group
             codec = channel.state.guard.lossless
             if not lossless:
                 chosen = channel.state.policy.codecs["dp", "forward"]

@@ -60,7 +60,7 @@ def flushed(kind: str, size: int, deep: bool) -> tuple[Tensor, Tensor, float]:
         channels = every[rank]
         channels.step = 1  # no sample
         channel, codec = channels["dp"], channels.guard.lossless
-        channel.groups._groups[GROUP] = members(member, rank, size, boards)
+        channel.groups[GROUP, channel.state.nodes] = members(member, rank, size, boards)
         values = gradients[rank].clone()
         if kind == "all_reduce":
             sent.all_reduce(channel, values, codec, GROUP, pieces=[PIECE]).wait()

@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridcomp.codecs import Bounded, make_codec
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 from hybridcomp.collectives import Meter, all_reduce_codecs, chunk_ranges
-from hybridcomp.collectives.wire import exchanges
+from hybridcomp.collectives.wire import message_rounds
 from hybridcomp.collectives.wire.cuts import SEGMENT_ALIGN as ALIGN
 from tests.collectives.calls import all_reduce
 from tests.collectives.common import CODECS, LOSSY, bound, rank_order_sum, values_of
@@ -105,8 +105,8 @@ def test_segments_change_nothing(
 ) -> None:
     codec, found = make_codec("blockint", bits=4), []
     for longest in (ALIGN, 10 * NUMEL):
-        monkeypatch.setattr(exchanges, "ROUND", longest)
-        monkeypatch.setattr(exchanges, "HALF", longest)
+        monkeypatch.setattr(message_rounds, "ROUND", longest)
+        monkeypatch.setattr(message_rounds, "HALF", longest)
         left = [values_of(rank + 7, NUMEL) for rank in range(2)] if feedback else []
         kept = [{"residual": each} for each in left] or [{}, {}]
         results, meter = summed(codec, torch.bfloat16, kept, cuts=cuts)

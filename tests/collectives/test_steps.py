@@ -15,7 +15,7 @@ from hybridcomp import collectives
 from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.exact_steps import typical_steps
 from hybridcomp.collectives import Group, Meter, Transfer, moves
-from hybridcomp.collectives.wire import cuts, exchanges
+from hybridcomp.collectives.wire import cuts, message_rounds
 from hybridcomp.kernels.cuda import CudaKernels
 from tests.collectives.hierarchical.test_two_levels import levels_of
 from tests.collectives.late import late, sizes_ahead
@@ -71,7 +71,7 @@ def test_cut_messages_and_nodes(on_ranks: RunRanks) -> None:
 def in_rounds(values: int) -> int:
     """Gather with rounds of so many values and more; the rounds of this rank."""
     with (
-        mock.patch.multiple(exchanges, ROUND=values, HALF=values),
+        mock.patch.multiple(message_rounds, ROUND=values, HALF=values),
         mock.patch.object(cuts, "SEGMENT_ALIGN", 512),
         mock.patch.object(moves, "_gather_round", side_effect=moves._gather_round) as rounds,
     ):

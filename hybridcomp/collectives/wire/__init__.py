@@ -4,8 +4,9 @@ group          the ranks of a message, how values travel between them and how th
 handle         steps of a collective, the handle that drives them, the meter of what they cost
 cuts           chunks of ranks, stretches between parameters, rounds
 encoding       values into payloads and back, error feedback, buffers
-exchange_plan  what all-to-alls of payloads of the same lengths have in common
-exchanges      all-to-all of payloads, and the number of rounds of a message
+exchange_plan  what all-to-alls of payloads of the same lengths, and sums by them, have in common
+exchanges      all-to-all of payloads; encoded parts to their owners, who add them up
+message_rounds how long messages are cut, so that coding overlaps with sending
 varying        payloads whose sizes vary with the values
 gathers        all-gather of payloads
 relays         all-gather over several groups, one after the other
@@ -24,19 +25,23 @@ from hybridcomp.collectives.wire.cuts import OwnedRange, Range, chunk_ranges, cu
 from hybridcomp.collectives.wire.encoding import (
     POOL,
     EncodeRequest,
-    add_alone,
     add_values,
     check_residual,
     check_values,
     decode_fp32,
     encode_values,
     first,
-    sent_dtype,
     settle,
-    show_overflow,
 )
-from hybridcomp.collectives.wire.exchange_plan import ExchangePlan, plan_exchange
-from hybridcomp.collectives.wire.exchanges import exchange, round_count, rounds
+from hybridcomp.collectives.wire.exchange_plan import (
+    ExchangePlan,
+    SummedPart,
+    SumPlan,
+    plan_exchange,
+    plan_sum,
+    sent_dtype,
+)
+from hybridcomp.collectives.wire.exchanges import add_alone, exchange, show_overflow, sum_parts
 from hybridcomp.collectives.wire.gathers import (
     GatherPlan,
     decode_all,
@@ -53,6 +58,7 @@ from hybridcomp.collectives.wire.handle import (
     Pending,
     ReduceScatterHandle,
     Steps,
+    ended,
     given,
     overlapped,
     transfer,
@@ -66,6 +72,7 @@ from hybridcomp.collectives.wire.headers import (
     poll_headers,
     spec_digest,
 )
+from hybridcomp.collectives.wire.message_rounds import round_count, rounds
 from hybridcomp.collectives.wire.splits import Splits
 
 __all__ = [
@@ -89,6 +96,8 @@ __all__ = [
     "Reduction",
     "Splits",
     "Steps",
+    "SumPlan",
+    "SummedPart",
     "Transfer",
     "UNREAD",
     "add_alone",
@@ -103,6 +112,7 @@ __all__ = [
     "decode_fp32",
     "encode_all",
     "encode_values",
+    "ended",
     "exchange",
     "first",
     "gather",
@@ -111,6 +121,7 @@ __all__ = [
     "payload_sizes",
     "plan_exchange",
     "plan_gather",
+    "plan_sum",
     "poll_headers",
     "round_count",
     "relays",
@@ -120,6 +131,7 @@ __all__ = [
     "show_overflow",
     "spec_digest",
     "stretches",
+    "sum_parts",
     "transfer",
     "transport",
 ]

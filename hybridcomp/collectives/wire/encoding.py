@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import threading
 from bisect import insort
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import PAYLOAD_ALIGN, VALUE_DTYPES, Codec, MultiTensorKernel
+from hybridcomp.codecs.base import (
+    DTYPE_CODES,
+    PAYLOAD_ALIGN,
+    VALUE_DTYPES,
+    Codec,
+    FixedKernels,
+)
 from hybridcomp.codecs.casts import CAST_TO
-from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual, as_fp32
+from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual
 from hybridcomp.errors import CodecError
 
 #: 16-bit values in memory are a payload of their cast codec; so many of them take PAYLOAD_ALIGN
@@ -66,6 +71,11 @@ class Pool:
         """Return ``(buffer to give back, a view of it as numel fp32 elements)``."""
         buffer = self.take(4 * numel, device)
         return buffer, buffer[: 4 * numel].view(torch.float32)
+
+    def take_bytes(self, nbytes: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return ``(buffer to give back, its first nbytes bytes)``."""
+        buffer = self.take(nbytes, device)
+        return buffer, buffer if buffer.numel() == nbytes else buffer[:nbytes]  # a view takes 1 us
 
     def give(self, *buffers: Tensor | None) -> None:
         """Give buffers back; nothing may read or write them any more. None is skipped."""
@@ -125,6 +135,47 @@ class EncodeRequest:
         self._wide = None
 
 
+class SlotCoder:
+    """Codec of fixed size whose kernels a plan has looked up, for values that were checked.
+
+    Encodes into slots and decodes payloads of exactly ``wire_nbytes`` bytes, as the plan sized
+    them; the kernels themselves refuse shorter ones.
+    """
+
+    lossless = False
+
+    def __init__(self, codec: Codec, setting: int, kernels: FixedKernels) -> None:
+        self._setting, self._encode, self._decode = setting, kernels.encode, kernels.decode
+        self.encode_kept, self.wire_nbytes = codec.encode_kept, codec.wire_nbytes
+
+    def encode(self, values: Tensor, out: Tensor) -> int:
+        """Write the payload of ``values`` into all of ``out``; return its bytes."""
+        nbytes, code = out.numel(), DTYPE_CODES[values.dtype]
+        place, threads = out.data_ptr(), torch.get_num_threads()
+        self._encode(self._setting, code, values.data_ptr(), values.numel(), place, nbytes, threads)
+        return nbytes
+
+    def decode(self, payload: Tensor, out: Tensor, add: bool = False) -> None:
+        """Decode all of ``payload`` into ``out``, or add it there."""
+        code, nbytes, threads = DTYPE_CODES[out.dtype], payload.numel(), torch.get_num_threads()
+        source, place = payload.data_ptr(), out.data_ptr()
+        self._decode(self._setting, code, source, nbytes, place, out.numel(), add, threads)
+
+    def decode_add(self, payload: Tensor, out: Tensor, dtype: torch.dtype) -> None:
+        """Add what ``payload`` holds to fp32 ``out``, whatever ``dtype`` was encoded."""
+        self.decode(payload, out, add=True)
+
+
+#: what encodes and decodes the payloads of a message
+Coder = Codec | SlotCoder
+
+
+def coder_of(codec: Codec, device: torch.device) -> Coder:
+    """Return ``codec`` with its kernels for ``device`` looked up, where it has such kernels."""
+    found = codec.kernels_on(device)
+    return codec if found is None else SlotCoder(codec, *found)
+
+
 def check_values(name: str, tensor: Tensor, index: int | None = None) -> None:
     """Raise CodecError unless ``tensor`` is 1-D, contiguous and of a dtype that codecs encode.
 
@@ -154,17 +205,7 @@ def check_residual(name: str, residual: Residual | None, numel: int) -> None:
         )
 
 
-def sent_dtype(codec: Codec, dtype: torch.dtype, wide: bool, flush: bool = False) -> torch.dtype:
-    """Return the dtype to encode values of ``dtype`` as; ``wide``: they are fp32 at this point.
-
-    A lossy codec encodes fp32 directly, which saves a rounding and a pass. A lossless one would
-    carry twice the bytes for digits that ``dtype`` cannot hold; in a ``flush`` they are sent, as
-    no later message will send them.
-    """
-    return torch.float32 if wide and (flush or not codec.lossless) else dtype
-
-
-def decode_fp32(codec: Codec, payload: Tensor, out: Tensor, dtype: torch.dtype) -> None:
+def decode_fp32(codec: Coder, payload: Tensor, out: Tensor, dtype: torch.dtype) -> None:
     """Decode values of ``dtype`` into fp32 ``out``; lossless codecs do not decode across dtypes."""
     if codec.lossless and dtype != torch.float32:
         out.zero_()
@@ -201,19 +242,6 @@ def settle(residual: Tensor, delivered: Tensor) -> None:
         _settle(here, gone)
 
 
-def add_alone(residual: Residual, values: Tensor) -> None:
-    """Add ``residual`` to ``values`` in place: the sum over a group of one rank.
-
-    The rounding error of the dtype of ``values`` stays in the residual.
-    """
-    sums = as_fp32(residual)
-    add_values(sums, values)
-    values.copy_(sums)
-    settle(sums, values)
-    if isinstance(residual, QuantizedResidual):
-        residual.pack(sums)
-
-
 def _settle(residual: Tensor, delivered: Tensor) -> None:
     if delivered.dtype != torch.float32 and not delivered.is_cuda:  # slow if mixed: ``add_values``
         buffer, wide = POOL.take_fp32(delivered.numel(), delivered.device)
@@ -225,7 +253,7 @@ def _settle(residual: Tensor, delivered: Tensor) -> None:
 
 
 def encode_job(
-    codec: Codec, job: EncodeRequest, out: Tensor, dtype: torch.dtype, word: Tensor | None = None
+    codec: Coder, job: EncodeRequest, out: Tensor, dtype: torch.dtype, word: Tensor | None = None
 ) -> int:
     """Encode ``job`` as ``dtype`` into ``out``, fill in its ``decoded``, update its residual.
 
@@ -238,7 +266,7 @@ def encode_job(
 
 
 def encode_sum(
-    codec: Codec, job: EncodeRequest, out: Tensor, dtype: torch.dtype, word: Tensor | None = None
+    codec: Coder, job: EncodeRequest, out: Tensor, dtype: torch.dtype, word: Tensor | None = None
 ) -> int:
     """Do the first half of ``encode_job``: encode the values, plus the residual if there is one.
 
@@ -253,10 +281,13 @@ def encode_sum(
     if residual is not None and job.values is not residual:
         add_values(residual, job.values)
     values = (job.values if residual is None else residual).to(dtype)
-    return codec.encode(values, out) if word is None else encode_values(codec, values, out, word)
+    if word is None:
+        return codec.encode(values, out)
+    assert isinstance(codec, Codec), "only codecs of variable size write words"
+    return encode_values(codec, values, out, word)
 
 
-def settle_job(codec: Codec, job: EncodeRequest, payload: Tensor, dtype: torch.dtype) -> None:
+def settle_job(codec: Coder, job: EncodeRequest, payload: Tensor, dtype: torch.dtype) -> None:
     """Do the second half: decode the ``payload`` of ``job``, subtract it from the residual."""
     kept, decoded, buffer = job.residual, job.decoded, None
     residual = job.unpacked(kept) if isinstance(kept, QuantizedResidual) else kept
@@ -276,36 +307,3 @@ def encode_values(codec: Codec, values: Tensor, out: Tensor, word: Tensor | None
         return codec.encode(values, out)
     codec.encode_into(values, out, word)
     return out.numel()
-
-
-def encode_jobs(
-    each: MultiTensorKernel,
-    jobs: Sequence[EncodeRequest],
-    slots: Sequence[Tensor],
-    dtype: torch.dtype,
-) -> bool:
-    """Encode all ``jobs`` as ``dtype`` in one launch if possible; return whether it was.
-
-    The codec is of fixed size. Not possible where a job has ``decoded``, or its sum as residual.
-    """
-    plain = [job.residual is None for job in jobs]
-    if any(job.decoded is not None or job.values is job.residual for job in jobs):
-        return False
-    if all(plain):
-        each.encode([job.values.to(dtype) for job in jobs], slots)
-        return True
-    residuals = [job.residual for job in jobs if job.residual is not None]
-    few = [one for one in residuals if isinstance(one, QuantizedResidual)]
-    if len(residuals) < len(jobs) or dtype != torch.float32 or not all(r.in_blocks for r in few):
-        return False
-    each.encode([job.values for job in jobs], slots, residuals)
-    return True
-
-
-def show_overflow(total: Tensor, dtype: torch.dtype) -> None:
-    """Set sums to Inf (in place) that ``dtype`` would round to Inf, as native sums would be.
-
-    Codecs saturate when they round decoded values, and loss scaling depends on seeing overflows.
-    """
-    if dtype == torch.float16:
-        total.copy_(torch.where(total.half().isinf(), total.half().float(), total))

@@ -1,4 +1,4 @@
-"""Plan an exchange of payloads: slots, sizes, and whose payload goes where.
+"""Plan an exchange of payloads, and a sum by one: slots, sizes, and whose payload goes where.
 
 Messages come again at every step. What does not depend on the values of one is worked out once for
 all messages alike.
@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec, MultiTensorKernel
 from hybridcomp.collectives.wire import payload_sizes
+from hybridcomp.collectives.wire.encoding import Coder, coder_of
 from hybridcomp.collectives.wire.group import Group
 from hybridcomp.collectives.wire.splits import Splits
 
@@ -25,6 +27,7 @@ class ExchangePlan:
 
     Attributes:
         codec, dtype, device: of the encoded values; the dtype is that of all ranks.
+        coder: the codec with its kernels looked up.
         rows: by destination, the numbers of the jobs whose payloads go there, one after the other.
         rooms: by job, the bytes of its payload, the most where sizes vary.
         arriving: by source, the bytes of the payloads that come from there, the most.
@@ -42,6 +45,7 @@ class ExchangePlan:
     """
 
     codec: Codec
+    coder: Coder
     dtype: torch.dtype
     device: torch.device
     rows: list[list[int]]
@@ -98,6 +102,7 @@ def plan_exchange(
     is_late = payload_sizes.SIZES.stay(codec, device)
     return ExchangePlan(
         codec=codec,
+        coder=coder_of(codec, device),
         dtype=dtype,
         device=device,
         rows=rows,
@@ -123,12 +128,89 @@ class Payloads:
 
     Attributes:
         encoded: by job, this rank's payloads.
-        buffers: in use; a message that leaves is at the start of the last one.
+        buffers: in use.
+        leaving: bytes to all ranks, those to the first rank first.
         is_unsettled: the residuals of the jobs hold what was encoded, not yet its error.
         received: by group rank, then in the order of that rank's jobs.
     """
 
     encoded: list[Tensor]
     buffers: list[Tensor]
+    leaving: Tensor
     is_unsettled: bool
     received: list[list[Tensor]] = field(default_factory=list)
+
+
+class SummedPart(NamedTuple):
+    """A stretch of the tensors to reduce.
+
+    Attributes:
+        start, stop: its elements.
+        owners: group ranks that need its sum.
+        place: where the sum begins in this rank's tensor of sums, if it is an owner.
+        source: number of the tensor that has it, where there are several.
+    """
+
+    start: int
+    stop: int
+    owners: tuple[int, ...]
+    place: int = 0
+    source: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class SumPlan:
+    """One round of a reduction, as one rank takes part in it, for messages of any values.
+
+    Attributes:
+        exchange: of the payloads.
+        sent: the parts that this rank encodes; job i of the exchange is number i of them.
+        owned: the parts that it sums, each with the number of its job. None: it adds its values
+            unquantized, as only a sole owner may: several owners must hold the same sum, so each
+            decodes its contribution from the payload that the others got.
+        each: kernels for all sums in one launch, where there are several and the back end has them.
+    """
+
+    exchange: ExchangePlan
+    sent: list[SummedPart]
+    owned: list[tuple[SummedPart, int | None]]
+    each: MultiTensorKernel | None
+
+
+def plan_sum(
+    parts: Sequence[SummedPart],
+    codec: Codec,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: Group,
+) -> SumPlan:
+    """Plan the sum of ``parts``, the same on all ranks; ``dtype``: in which they are encoded."""
+    me, filled = group.rank, [part for part in parts if part.start < part.stop]
+    sent = [part for part in filled if part.owners != (me,)]
+    rows: list[list[int]] = [[] for _ in range(group.size)]
+    for job, part in enumerate(sent):
+        for rank in part.owners:
+            if rank != me:
+                rows[rank].append(job)
+    jobs = {part: job for job, part in enumerate(sent)}
+    owned = [(part, jobs.get(part)) for part in filled if me in part.owners]
+    numels = [part.stop - part.start for part, _ in owned]
+    incoming = [numels] * group.size
+    incoming[me] = []
+    lengths = [part.stop - part.start for part in sent]
+    return SumPlan(
+        plan_exchange(rows, lengths, incoming, codec, dtype, device, group),
+        sent,
+        owned,
+        codec.each(device) if len(owned) > 1 else None,
+    )
+
+
+def sent_dtype(codec: Codec, dtype: torch.dtype, wide: bool, flush: bool = False) -> torch.dtype:
+    """Return the dtype to encode values of ``dtype`` as; ``wide``: they are fp32 at this point.
+
+    A lossy codec encodes fp32 directly, which saves a rounding and a pass. A lossless one would
+    carry twice the bytes for digits that ``dtype`` cannot hold; in a ``flush`` they are sent, as
+    no later message will send them.
+    """
+    return torch.float32 if wide and (flush or not codec.lossless) else dtype

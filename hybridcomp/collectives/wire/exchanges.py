@@ -1,81 +1,38 @@
-"""Exchange payloads between ranks: encode, all-to-all the bytes, return views of the payloads.
+"""Exchange payloads between ranks: encode, all-to-all the bytes, and sum what arrives.
 
-Long messages are cut into rounds, so that coding one overlaps with sending the others. A row is the
-list of stretches that a rank sends or sums. The rows of all ranks are cut into equally many rounds,
-each with its share of every row, so that all links stay busy. The cuts depend on the rows alone,
-which all ranks know, and lie between blocks of the codec: values and residuals are those of the
-whole message, and so are the bytes if the codec is of fixed size.
-
-What does not depend on the values is planned (``exchange_plan``).
+``exchange`` returns views of the payloads; ``sum_parts``, the first half of every reduction, sends
+encoded parts to their owners, who add them in fp32. What does not depend on the values is planned
+(``exchange_plan``); long messages go in rounds (``message_rounds``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives.wire import payload_sizes, transport
-from hybridcomp.collectives.wire.cuts import SEGMENT_ALIGN, Range, cut_rows
+from hybridcomp.codecs.base import MultiTensorKernel
+from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual, as_fp32
+from hybridcomp.collectives.wire import transport
 from hybridcomp.collectives.wire.encoding import (
     POOL,
+    Coder,
     EncodeRequest,
+    add_values,
+    decode_fp32,
     encode_job,
-    encode_jobs,
     encode_sum,
-    first,
+    settle,
     settle_job,
 )
-from hybridcomp.collectives.wire.exchange_plan import ExchangePlan, Payloads
+from hybridcomp.collectives.wire.exchange_plan import ExchangePlan, Payloads, SummedPart, SumPlan
 from hybridcomp.collectives.wire.group import Group
 from hybridcomp.collectives.wire.handle import UNDER_WAY, Meter, Steps
 from hybridcomp.collectives.wire.varying import Varying, cut_payloads
-
-#: Elements of the longest row in one round, and of half a row where that is less: one message
-#: alone leaves the link idle between its hops, but every round costs half a millisecond.
-#: (native time / byte ratio) / time of an all-reduce of fp32, two ranks at 1 Gb/s, load 1.5
-#: (``scripts/bench/bench_netlab.py --rounds --megabytes N`` at commit fe690ca):
-#:
-#:                   64 Ki  128 Ki  256 Ki  512 Ki    1 Mi    2 Mi    4 Mi   whole
-#:     64 MB  8 bits   0.86    0.89   0.93    0.96    0.96    0.95    0.94    0.85
-#:            4 bits   0.48    0.78   0.81    0.90    0.91    0.96    0.86    0.76
-#:     16 MB  8 bits   0.63    0.77   0.85    0.92    0.91                    0.80
-#:            4 bits   0.34    0.50   0.74    0.78    0.78                    0.69
-#:     4 MB   8 bits   0.52    0.69   0.69                                    0.74
-#:            4 bits   0.33    0.34   0.59                                    0.56
-ROUND, HALF = 1 << 20, 1 << 18
-
-
-def round_count(longest: int, codecs: Sequence[Codec], device: torch.device, group: Group) -> int:
-    """Return the number of rounds of a message; 1 for short ones, which are faster whole.
-
-    ``longest``: elements of its longest row; ``codecs``: all that encode the rows. On GPUs messages
-    stay whole, as a launch costs more than coding a round.
-    """
-    if longest < 2 * HALF or device.type != "cpu":
-        return 1
-    scale = max(codec.round_scale for codec in codecs)
-    count = max(longest // (scale * ROUND), 2 if longest >= 2 * scale * HALF else 1)
-    if count == 1:
-        return 1
-    return count if all(_may_be_cut(codec, device, group) for codec in codecs) else 1
-
-
-def rounds(
-    rows: Sequence[Sequence[Range]], codecs: Sequence[Codec], device: torch.device, group: Group
-) -> list[list[list[Range]]]:
-    """Cut ``rows`` into rounds, each with its share of every row; into one if that is faster."""
-    longest = max(sum(stop - start for start, stop in row) for row in rows)
-    return cut_rows(rows, round_count(longest, codecs, device, group))
-
-
-def _may_be_cut(codec: Codec, device: torch.device, group: Group) -> bool:
-    """Return whether rounds keep the result, and need no separate messages with their sizes."""
-    if codec.fixed_size:
-        return True
-    return SEGMENT_ALIGN % codec.segment == 0 and payload_sizes.in_front(codec, device, group)
 
 
 def exchange(
@@ -89,10 +46,10 @@ def exchange(
     2 variable-size codecs: exchange the sizes, where they do not stand in front of the payloads
     3 exchange the bytes; on a CPU decode this rank's jobs and settle residuals meanwhile
     """
-    codec, clock = plan.codec, meter.clock
+    clock = meter.clock
     # 1
     start = clock.begin()
-    varying = None if codec.fixed_size else Varying(plan)
+    varying = None if plan.codec.fixed_size else Varying(plan)
     sent = _encode(plan, jobs) if varying is None else varying.encode(jobs)
     clock.end(meter, "codec", start)
     # 2
@@ -100,16 +57,16 @@ def exchange(
     if varying is not None:
         gives, takes, arriving = yield from varying.exchange_sizes(sent, group, meter)
     # 3
-    sent.buffers.append(POOL.take(takes.total, plan.device))
-    wire, source = first(sent.buffers[-1], takes.total), first(sent.buffers[-2], gives.total)
-    message = transport.all_to_all(wire, source, takes, gives, group, meter)
+    buffer, wire = POOL.take_bytes(takes.total, plan.device)
+    sent.buffers.append(buffer)
+    message = transport.all_to_all(wire, sent.leaving, takes, gives, group, meter)
     if plan.device.type == "cpu":
         yield UNDER_WAY  # on every rank, whatever it sends, so that all keep the same order
     if sent.is_unsettled:
         start = clock.begin()
         for job, payload in zip(jobs, sent.encoded, strict=True):
             if job.residual is not None or job.decoded is not None:
-                settle_job(codec, job, payload, plan.dtype)
+                settle_job(plan.coder, job, payload, plan.dtype)
         clock.end(meter, "codec", start)
     yield message
     if varying is not None:
@@ -122,9 +79,8 @@ def exchange(
 
 def _encode(plan: ExchangePlan, jobs: Sequence[EncodeRequest]) -> Payloads:
     """Encode each job as a payload of fixed size, and copy it for further destinations."""
-    nbytes = plan.gives.total
-    out = POOL.take(nbytes, plan.device)
-    slots = torch.split(first(out, nbytes), plan.slots)
+    out, leaving = POOL.take_bytes(plan.gives.total, plan.device)
+    slots = torch.split(leaving, plan.slots)
     encoded = [slots[place] for place in plan.places]
     each, later = plan.each if len(jobs) > 1 else None, plan.settles_later
     if each is not None and encode_jobs(each, jobs, encoded, plan.dtype):
@@ -132,7 +88,183 @@ def _encode(plan: ExchangePlan, jobs: Sequence[EncodeRequest]) -> Payloads:
     else:
         encode = encode_sum if later else encode_job
         for job, slot in zip(jobs, encoded, strict=True):
-            encode(plan.codec, job, slot, plan.dtype)
+            encode(plan.coder, job, slot, plan.dtype)
     for here, there in plan.copies:
         slots[there].copy_(slots[here])
-    return Payloads(encoded, [out], later)
+    return Payloads(encoded, [out], leaving, later)
+
+
+def encode_jobs(
+    each: MultiTensorKernel,
+    jobs: Sequence[EncodeRequest],
+    slots: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> bool:
+    """Encode all ``jobs`` as ``dtype`` in one launch if possible; return whether it was.
+
+    The codec is of fixed size. Not possible where a job has ``decoded``, or its sum as residual.
+    """
+    plain = [job.residual is None for job in jobs]
+    if any(job.decoded is not None or job.values is job.residual for job in jobs):
+        return False
+    if all(plain):
+        each.encode([job.values.to(dtype) for job in jobs], slots)
+        return True
+    residuals = [job.residual for job in jobs if job.residual is not None]
+    few = [one for one in residuals if isinstance(one, QuantizedResidual)]
+    if len(residuals) < len(jobs) or dtype != torch.float32 or not all(r.in_blocks for r in few):
+        return False
+    each.encode([job.values for job in jobs], slots, residuals)
+    return True
+
+
+def sum_parts(
+    plan: SumPlan,
+    values: Sequence[Tensor],
+    residuals: Sequence[Residual] | None,
+    total: Tensor | None,
+    group: Group,
+    meter: Meter,
+    begun: bool = False,
+) -> Steps[Any]:
+    """Sum the parts that this rank owns into ``total`` (fp32), update the residuals, return it.
+
+    ``values`` and ``residuals``: by ``source``. ``begun``: the sums are added to what ``total``
+    holds. Without a ``total`` sums are made in place of ``values``, only on ranks 0 and 1:
+    x0 + x1 == x1 + x0, so that they have the bits of sums in rank order.
+
+    1 encode each part for its owners, 2 exchange, 3 sum in fp32 in rank order.
+    """
+    coder, dtype = plan.exchange.coder, plan.exchange.dtype
+    # 1, 2
+    jobs = [
+        EncodeRequest(
+            values[part.source][part.start : part.stop],
+            None if residuals is None else residuals[part.source][part.start : part.stop],
+        )
+        for part in plan.sent
+    ]
+    payloads = yield from exchange(plan.exchange, jobs, group, meter)
+    # 3
+    start = meter.clock.begin()
+    rows: list[list[Tensor | None]] = [
+        [*row] if row else [None] * len(plan.owned) for row in payloads.received
+    ]
+    rows[group.rank] = [None if job is None else payloads.encoded[job] for _, job in plan.owned]
+    sums = [_begin(part, job, values, residuals, total, begun) for part, job in plan.owned]
+    if plan.each is not None:
+        for row in rows:
+            _add_row(sums, row, plan.each)
+    else:
+        for sum_, column in zip(sums, zip(*rows, strict=True), strict=True):
+            _add_column(sum_, column, coder, dtype)
+    for sum_ in sums:
+        if sum_.residual is not None:
+            sum_.residual.zero_()
+    meter.clock.end(meter, "codec", start)
+    POOL.give(*payloads.buffers)
+    return total
+
+
+@dataclass
+class _PartSum:
+    """Unfinished sum of one part on an owner.
+
+    Attributes:
+        out: fp32, the sum so far.
+        own: this rank's values where it adds them exactly; None: they are in ``out`` already.
+        residual: this rank's, where ``own`` includes it; set to 0 in the end.
+        fresh: whether ``out`` holds nothing yet.
+    """
+
+    out: Tensor
+    own: Tensor | None
+    residual: Residual | None
+    fresh: bool
+
+    def add_own(self) -> None:
+        """Add this rank's exact values."""
+        if self.own is None:
+            return
+        if self.fresh:
+            self.out.copy_(self.own)
+        else:
+            add_values(self.out, self.own)
+
+
+def _begin(
+    part: SummedPart,
+    job: int | None,
+    values: Sequence[Tensor],
+    residuals: Sequence[Residual] | None,
+    total: Tensor | None,
+    begun: bool,
+) -> _PartSum:
+    """Begin the sum of ``part``; without a ``job`` this rank adds its own values unquantized."""
+    here = slice(part.start, part.stop)
+    own, residual = values[part.source][here], None
+    out = own if total is None else total[part.place : part.place + part.stop - part.start]
+    if residuals is not None and job is None:
+        residual, added = residuals[part.source][here], own
+        own = residual if isinstance(residual, Tensor) else residual.unpack()
+        add_values(own, added)
+        if total is None:
+            out.copy_(own)
+    fresh = total is not None and not begun
+    return _PartSum(out, None if total is None else own, residual, fresh)
+
+
+def _add_column(
+    sum_: _PartSum, column: Sequence[Tensor | None], coder: Coder, dtype: torch.dtype
+) -> None:
+    """Add up one sum in rank order, so that it stays in the cache.
+
+    ``column``: each rank's payload; None stands for this rank's exact values.
+    """
+    for payload in column:
+        if payload is None:
+            sum_.add_own()
+        elif sum_.fresh:
+            decode_fp32(coder, payload, sum_.out, dtype)
+        else:
+            coder.decode_add(payload, sum_.out, dtype)
+        sum_.fresh = False
+
+
+def _add_row(
+    sums: Sequence[_PartSum], row: Sequence[Tensor | None], each: MultiTensorKernel
+) -> None:
+    """Add one rank's payloads to their sums, in one launch for fresh and one for begun sums."""
+    for begun in (False, True):
+        chosen = [
+            (payload, sum_.out)
+            for payload, sum_ in zip(row, sums, strict=True)
+            if payload is not None and sum_.fresh is not begun
+        ]
+        each.decode([payload for payload, _ in chosen], [out for _, out in chosen], add=begun)
+    for payload, sum_ in zip(row, sums, strict=True):
+        if payload is None:
+            sum_.add_own()
+        sum_.fresh = False
+
+
+def add_alone(residual: Residual, values: Tensor) -> None:
+    """Add ``residual`` to ``values`` in place: the sum over a group of one rank.
+
+    The rounding error of the dtype of ``values`` stays in the residual.
+    """
+    sums = as_fp32(residual)
+    add_values(sums, values)
+    values.copy_(sums)
+    settle(sums, values)
+    if isinstance(residual, QuantizedResidual):
+        residual.pack(sums)
+
+
+def show_overflow(total: Tensor, dtype: torch.dtype) -> None:
+    """Set sums to Inf (in place) that ``dtype`` would round to Inf, as native sums would be.
+
+    Codecs saturate when they round decoded values, and loss scaling depends on seeing overflows.
+    """
+    if dtype == torch.float16:
+        total.copy_(torch.where(total.half().isinf(), total.half().float(), total))

@@ -290,6 +290,12 @@ def given(result: T) -> Steps[T]:
     return result
 
 
+def ended(steps: Steps[None], result: T) -> Steps[T]:
+    """Return ``steps`` as those of a collective with this ``result``."""
+    yield from steps
+    return result
+
+
 def transfer(post: Callable[[], Work], meter: Meter) -> None:
     """Run a collective that is a single message: ``post`` it, wait for it."""
 

@@ -25,12 +25,14 @@ class Splits:
     Attributes:
         array: the lengths, int64.
         total: their sum.
+        beyond: by group rank and remote ranks, ``(sum of all parts but that of the rank, sum of
+            those of remote ranks)``.
     """
 
     def __init__(self, lengths: Lengths | Sequence[int]) -> None:
         self.array = np.asarray(lengths, dtype=np.int64)
         self.total = int(self.array.sum())
-        self._beyond: dict[tuple[int, frozenset[int]], tuple[int, int]] = {}
+        self.beyond = _Beyond(self.array, self.total)
 
     @cached_property
     def least(self) -> int:
@@ -76,12 +78,18 @@ class Splits:
     def __getitem__(self, rank: int) -> int:
         return int(self.array[rank])
 
-    def beyond(self, rank: int, remote: frozenset[int]) -> tuple[int, int]:
-        """Return the sum of all parts but that of ``rank``, and of those of ``remote`` ranks."""
-        found = self._beyond.get((rank, remote))
-        if found is None:
-            far = int(self.array[list(remote)].sum()) if remote else 0
-            found = self._beyond[rank, remote] = (self.total - self[rank], far)
+
+class _Beyond(dict[tuple[int, frozenset[int]], tuple[int, int]]):
+    """Sums of parts for other ranks, added up when they are asked for the first time."""
+
+    def __init__(self, array: Lengths, total: int) -> None:
+        super().__init__()
+        self._array, self._total = array, total
+
+    def __missing__(self, key: tuple[int, frozenset[int]]) -> tuple[int, int]:
+        rank, remote = key
+        far = int(self._array[list(remote)].sum()) if remote else 0
+        self[key] = found = self._total - int(self._array[rank]), far
         return found
 
 

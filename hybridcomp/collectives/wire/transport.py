@@ -53,7 +53,7 @@ def all_to_all(
     added up once where they are ``Splits``.
     """
     if isinstance(in_splits, Splits):
-        sent, far = in_splits.beyond(group.rank, group.remote)
+        sent, far = in_splits.beyond[group.rank, group.remote]
     else:
         sent = sum(in_splits) - in_splits[group.rank]
         far = sum([in_splits[rank] for rank in group.remote])
@@ -90,7 +90,7 @@ def _gather(out: Tensor, values: Tensor, group: Group) -> Work:
 
 
 def all_gather_uneven(
-    out: Tensor, values: Tensor, rooms: Sequence[int], group: Group, meter: Meter
+    out: Tensor, values: Tensor, rooms: list[int], group: Group, meter: Meter
 ) -> Work:
     """Gather ``values`` of any lengths; only over gloo between CPUs.
 
@@ -98,7 +98,7 @@ def all_gather_uneven(
     they have; exactly as many for this rank.
     """
     _sent_around(values.nbytes, group, meter)
-    return between_pairs(torch.split(out, list(rooms)), [values] * len(rooms), group)
+    return between_pairs(torch.split(out, rooms), [values] * len(rooms), group)
 
 
 def broadcast(values: Tensor, root: int, group: Group, meter: Meter) -> Work:
@@ -261,14 +261,18 @@ def _limited(work: Work, tensor: Tensor, group: Group) -> Work:
 
 def over_gloo(device: torch.device, group: Group) -> bool:
     """Return whether ``device`` is a CPU whose tensors travel over gloo."""
-    return device.type == "cpu" and backend_of(group, device) == "gloo"
+    return device.type == "cpu" and (group.backends or _learn_backends(group)).get("cpu") == "gloo"
 
 
 def backend_of(group: Group, device: torch.device) -> str:
     """Return the backend that carries tensors of ``device``; a group may have several."""
-    if not group.backends:
-        group.backends = _backends(dist.get_backend_config(group.process_group))
-    return group.backends.get(device.type, "")
+    return (group.backends or _learn_backends(group)).get(device.type, "")
+
+
+def _learn_backends(group: Group) -> dict[str, str]:
+    """Fill in and return the group's backends."""
+    group.backends = _backends(dist.get_backend_config(group.process_group))
+    return group.backends
 
 
 @cache

@@ -54,7 +54,8 @@ class Varying:
                 position += used
             if head:
                 payload_sizes.write_head(out[start:], [encoded[job].numel() for job in row])
-        return Payloads([encoded[job] for job in range(len(jobs))], [out], plan.settles_later)
+        in_order = [encoded[job] for job in range(len(jobs))]
+        return Payloads(in_order, [out], out[:position], plan.settles_later)
 
     def _encode_late(self, jobs: Sequence[EncodeRequest]) -> Payloads:
         """Encode into slots of the payloads' largest size; sizes stay on the device."""
@@ -66,7 +67,7 @@ class Varying:
         for index, (job, slot) in enumerate(zip(jobs, encoded, strict=True)):
             encode_job(plan.codec, job, slot, plan.dtype, words[index : index + 1])
         self._words = words
-        return Payloads(encoded, [out], False)
+        return Payloads(encoded, [out], out[: sum(plan.rooms)], False)
 
     def exchange_sizes(self, sent: Payloads, group: Group, meter: Meter) -> Steps[Sizes]:
         """Return the bytes that go and come, after a message with the sizes where it takes one."""
@@ -111,8 +112,11 @@ def _bring_together(sent: Payloads, order: Sequence[int]) -> None:
     payloads = [sent.encoded[job] for job in order]
     if len(payloads) > 1:
         total = sum(payload.numel() for payload in payloads)
-        sent.buffers.append(POOL.take(total, payloads[0].device))
-        torch.cat(payloads, out=sent.buffers[-1][:total])
+        buffer, sent.leaving = POOL.take_bytes(total, payloads[0].device)
+        sent.buffers.append(buffer)
+        torch.cat(payloads, out=sent.leaving)
+    else:
+        sent.leaving = payloads[0] if payloads else sent.leaving[:0]
 
 
 def cut_payloads(

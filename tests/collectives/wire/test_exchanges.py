@@ -19,7 +19,15 @@ from hybridcomp.codecs import Bounded, make_codec
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 from hybridcomp.collectives import Meter, OwnedRange, chunk_ranges, owner_plan
 from hybridcomp.collectives.owner_plan import plan_of
-from hybridcomp.collectives.wire import Group, cuts, exchanges, payload_sizes, stretches, transport
+from hybridcomp.collectives.wire import (
+    Group,
+    cuts,
+    exchanges,
+    message_rounds,
+    payload_sizes,
+    stretches,
+    transport,
+)
 from hybridcomp.collectives.wire.encoding import settle_job
 from hybridcomp.collectives.wire.varying import cut_payloads
 from hybridcomp.errors import CodecError
@@ -42,8 +50,8 @@ NUMEL = 3 * 4 * ALIGN + 1003
 @pytest.fixture(autouse=True)
 def short_rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Segments of ALIGN elements, in ranks that are threads."""
-    monkeypatch.setattr(exchanges, "ROUND", ALIGN)
-    monkeypatch.setattr(exchanges, "HALF", ALIGN)
+    monkeypatch.setattr(message_rounds, "ROUND", ALIGN)
+    monkeypatch.setattr(message_rounds, "HALF", ALIGN)
     with thread_groups.in_process():
         yield
 
@@ -60,7 +68,7 @@ def test_segments_cover_every_row_in_order(lengths: list[list[int]], start: int)
         for length in row:
             rows[-1].append((position, position + length))
             position += length
-    cut = exchanges.rounds(rows, [FIXED[0]], CPU, ALONE)
+    cut = message_rounds.rounds(rows, [FIXED[0]], CPU, ALONE)
     longest = max(sum(row) for row in lengths)
     assert len(cut) == max(longest // ALIGN, 1)
     for index, ranges in enumerate(rows):
@@ -171,8 +179,8 @@ def both(
         return run(group, me, meter), meter
 
     found = [thread_groups.run(ranks, once)]
-    monkeypatch.setattr(exchanges, "ROUND", 10 * NUMEL)
-    monkeypatch.setattr(exchanges, "HALF", 10 * NUMEL)
+    monkeypatch.setattr(message_rounds, "ROUND", 10 * NUMEL)
+    monkeypatch.setattr(message_rounds, "HALF", 10 * NUMEL)
     return [*found, thread_groups.run(ranks, once)]
 
 
@@ -257,13 +265,13 @@ def test_gathers_are_the_same(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> 
 def test_messages_that_wait_for_sizes_stay_whole_and_those_on_gpus() -> None:
     rows, whole = [stretches(0, 8 * ALIGN, [])], [[[(0, 8 * ALIGN)]]]
     even, odd = (make_codec("radix", error_bound=1e-2, segment=n) for n in (256, 240))
-    assert len(exchanges.rounds(rows, [FIXED[0]], CPU, ALONE)) == 8
-    assert exchanges.rounds(rows, [FIXED[0]], torch.device("cuda"), ALONE) == whole
-    assert exchanges.rounds(rows, [FIXED[0], even], CPU, ALONE) == whole
+    assert len(message_rounds.rounds(rows, [FIXED[0]], CPU, ALONE)) == 8
+    assert message_rounds.rounds(rows, [FIXED[0]], torch.device("cuda"), ALONE) == whole
+    assert message_rounds.rounds(rows, [FIXED[0], even], CPU, ALONE) == whole
     with patch.object(payload_sizes, "in_front", return_value=True):
-        assert len(exchanges.rounds(rows, [FIXED[0], even], CPU, ALONE)) == 8
+        assert len(message_rounds.rounds(rows, [FIXED[0], even], CPU, ALONE)) == 8
         # a cut inside a segment would give its parts steps of their own
-        assert exchanges.rounds(rows, [FIXED[0], odd], CPU, ALONE) == whole
+        assert message_rounds.rounds(rows, [FIXED[0], odd], CPU, ALONE) == whole
 
 
 def _forget_plans() -> None:
@@ -278,7 +286,7 @@ def _short_and_whole(codec: Codec, dtype: torch.dtype) -> None:
     with ExitStack() as stack:
         stack.enter_context(patch.object(cuts, "SEGMENT_ALIGN", 512))
         for name, value in {"SEGMENT_ALIGN": 512, "ROUND": 1024, "HALF": 512}.items():
-            stack.enter_context(patch.object(exchanges, name, value))
+            stack.enter_context(patch.object(message_rounds, name, value))
         _forget_plans()
         found = everything(codec, dtype, True, 2)
     _forget_plans()
@@ -313,7 +321,7 @@ def test_long_messages_have_segments_and_others_halves(monkeypatch: pytest.Monke
         7 << 20: 7,
         1 << 26: 64,
     }.items():
-        assert len(exchanges.rounds([[(0, longest)], []], [FIXED[0]], CPU, ALONE)) == count
+        assert len(message_rounds.rounds([[(0, longest)], []], [FIXED[0]], CPU, ALONE)) == count
 
 
 @pytest.mark.parametrize("sizes", [[5, 4], [-1, 3]])

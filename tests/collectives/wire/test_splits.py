@@ -47,10 +47,10 @@ def test_few_lists_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_goes_to_other_ranks_and_nodes() -> None:
     assert Splits.even(6, 4) is Splits.even(6, 4)
-    assert Splits.even(6, 4).beyond(1, frozenset({2, 3})) == (18, 12)
+    assert Splits.even(6, 4).beyond[1, frozenset({2, 3})] == (18, 12)
     uneven = Splits([1, 2, 4, 8])
     for _ in range(2):  # the second time as remembered, for each rank and each set of nodes
-        assert uneven.beyond(1, frozenset({2, 3})) == (13, 12)
-        assert uneven.beyond(3, frozenset()) == (7, 0)
-        assert uneven.beyond(3, frozenset({0})) == (7, 1)
+        assert uneven.beyond[1, frozenset({2, 3})] == (13, 12)
+        assert uneven.beyond[3, frozenset()] == (7, 0)
+        assert uneven.beyond[3, frozenset({0})] == (7, 1)
     assert Splits.even(6, 4).each == 6 and Splits.of([6, 5]).each == 0

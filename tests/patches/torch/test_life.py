@@ -78,7 +78,7 @@ def destroyed() -> list[int]:
     for _ in range(4):
         group = dist.new_group([0, 1])
         channel.group(group)
-        counts.append(len(channel.groups._groups))
+        counts.append(len(channel.groups))
         dist.destroy_process_group(group)
     return counts
 
