@@ -9,6 +9,7 @@ import math
 from functools import cached_property
 from typing import ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from hybridcomp.codecs.checks import check_dtype, check_encode
 from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.codecs.setting import Setting
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels import DTYPE_CODES, FixedKernels, KernelSet
+from hybridcomp.kernels import DTYPE_CODES, FixedKernels, KernelSet, on_host
 
 BLOCK = 32
 TILE = 1024
@@ -139,9 +140,9 @@ class BlockInt(FixedCodec):
 
     def wire_nbytes_of(self, numels: Lengths, dtype: torch.dtype) -> Lengths:
         check_dtype(self.spec, dtype)
-        blocks, tiles = (numels + (BLOCK - 1)) >> 5, (numels + (TILE - 1)) >> 10
-        nbytes: Lengths = blocks * (4 * self.bits + 1) + tiles
-        return (nbytes + (PAYLOAD_ALIGN - 1)) & -PAYLOAD_ALIGN
+        nbytes = np.empty_like(numels)
+        on_host("lengths").blockint_nbytes(numels, self._setting, nbytes)
+        return nbytes
 
     def fused(self, device: torch.device) -> CollectiveKernel | None:
         make = getattr(self.kernels.on(device), "fused", None)

@@ -8,11 +8,11 @@ from typing import Protocol
 from torch import Tensor
 
 from hybridcomp.kernels.kept import Kept
-from hybridcomp.kernels.stretches import PlannedStretch, StretchTable
+from hybridcomp.kernels.stretches import PlannedStretch, StretchTable, read_lengths
 
 __all__ = [
     "NO_CHUNK", "CollectiveKernel", "MultiTensorKernel", "PlannedKernel",
-    "PlannedStretch", "StretchTable",
+    "PlannedStretch", "StretchTable", "read_lengths",
 ]  # fmt: skip
 
 #: value of ``skip``: no chunk is left out

@@ -199,24 +199,21 @@ def _planned_parts(
     codec: Codec, dtype: torch.dtype, takes: Splits, gives: Splits, me: int
 ) -> _PartsPlan:
     """Plan an exchange of parts of any lengths."""
-    (sent, given), (received, taken) = (
+    (sent, given, here), (received, taken, there) = (
         _parts_of(codec, dtype, each, me) for each in (gives, takes)
     )
-    starts = [int(each.array[:me].sum()) for each in (gives, takes)]
-    own = slice(starts[0], starts[0] + gives[me]), slice(starts[1], starts[1] + takes[me])
+    own = slice(here, here + gives[me]), slice(there, there + takes[me])
     return _PartsPlan(sent, received, given, taken, places_of(given.total, taken.total), own)
 
 
 @lru_cache(maxsize=256)
 def _parts_of(
     codec: Codec, dtype: torch.dtype, splits: Splits, me: int
-) -> tuple[StretchTable, Splits]:
-    """Return the parts for all ranks but ``me`` with their payloads, and the bytes of these."""
-    numels = splits.array.copy()
-    starts = numels.cumsum() - numels
-    numels[me] = 0
-    nbytes = codec.wire_nbytes_of(numels, dtype)
-    return StretchTable(starts, numels, nbytes.cumsum() - nbytes, starts), Splits(nbytes)
+) -> tuple[StretchTable, Splits, int]:
+    """Return the parts for all ranks but ``me``, their payloads' bytes, and where that of it is."""
+    nbytes = codec.wire_nbytes_of(splits.array, dtype)
+    table, total, start = StretchTable.of_parts(splits.array, nbytes, me)
+    return table, Splits(nbytes, total), start
 
 
 @lru_cache(maxsize=1024)

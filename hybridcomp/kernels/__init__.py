@@ -162,6 +162,14 @@ def _cpu_kernels() -> CpuKernels:
     return CpuKernels(extension)
 
 
+def on_host(functions: str) -> Any:
+    """Return ``functions`` of the extension that work on the host, for messages of any device.
+
+    Raises CodecError where the extension is missing or older.
+    """
+    return _cpu_kernels().functions(functions)
+
+
 #: back ends of GPUs by device index, created at the first use of a codec there
 _on_cuda: dict[int, DeviceKernels] = {}
 

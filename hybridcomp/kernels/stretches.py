@@ -12,11 +12,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hybridcomp.kernels import on_host
+
 Offsets = npt.NDArray[np.int64]
 #: elements that a warp encodes, a power of two: a shift takes a fifth of a division's time
 TILE = 1024
 #: rows of a table that comes by value (``cuda/table.h``); a longer one is copied to the device
 NEAR, ROW_WORDS = 96, 5
+
+
+def read_lengths(lengths: Sequence[int], row: int, out: Offsets) -> tuple[int, int, int]:
+    """Write ``row`` times each of ``lengths`` to ``out``: its sum, smallest and largest.
+
+    Raises TypeError for what is no integer, ValueError for no lengths or ``out`` of another length.
+    """
+    found: tuple[int, int, int] = on_host("lengths").read(lengths, row, out)
+    return found
 
 
 class PlannedStretch(NamedTuple):
@@ -70,6 +81,23 @@ class StretchTable:
         """Return the table of ``stretches``."""
         values, numels, payloads, outs = np.array(stretches, dtype=np.int64).reshape(-1, 4).T
         return cls(values, numels, payloads, outs, step)
+
+    @classmethod
+    def of_parts(cls, numels: Offsets, nbytes: Offsets, skip: int) -> tuple[StretchTable, int, int]:
+        """Lay out parts that follow each other, as their payloads do, but for part ``skip``.
+
+        Args:
+            numels: int64 elements of each part.
+            nbytes: int64 bytes of each payload; that of ``skip`` becomes zero.
+
+        Returns the table, the bytes of all payloads, and the first element of ``skip``.
+        """
+        made = cls.__new__(cls)
+        rows = np.empty((len(numels), ROW_WORDS), dtype=np.int64)
+        layout = on_host("lengths").lay_out(numels, nbytes, skip, TILE.bit_length() - 1, rows)
+        count, made.tiles, total, start = layout
+        made.rows, made._on = rows[:count], {}
+        return made, total, start
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hybridcomp.codecs.launches import read_lengths
+
 Lengths = npt.NDArray[np.int64]
 #: lists of lengths that are remembered; each holds as many numbers as its group has ranks
 MOST_KNOWN = 256
@@ -24,14 +26,14 @@ class Splits:
 
     Attributes:
         array: the lengths, int64.
-        total: their sum.
+        total: their sum, added up where it is not given.
         beyond: by group rank and remote ranks, ``(sum of all parts but that of the rank, sum of
             those of remote ranks)``.
     """
 
-    def __init__(self, lengths: Lengths | Sequence[int]) -> None:
+    def __init__(self, lengths: Lengths | Sequence[int], total: int | None = None) -> None:
         self.array = np.asarray(lengths, dtype=np.int64)
-        self.total = int(self.array.sum())
+        self.total = int(self.array.sum()) if total is None else total
         self.beyond = _Beyond(self.array, self.total)
 
     @cached_property
@@ -53,11 +55,19 @@ class Splits:
         known = _known.get(key)
         if known is not None and known[0] == splits:
             return known[1]
-        made = Splits(row * np.fromiter(splits, np.int64, len(splits)))
+        made = Splits._read(splits, row)
         if isinstance(splits, (list, tuple)):
             while len(_known) >= MOST_KNOWN:
                 del _known[next(iter(_known))]
             _known[key] = (splits[:], made)
+        return made
+
+    @staticmethod
+    def _read(splits: Sequence[int], row: int) -> Splits:
+        array = np.empty(len(splits), dtype=np.int64)
+        total, least, most = read_lengths(splits, row, array)
+        made = Splits(array, total)
+        made.least, made.each = least, least if least == most else 0
         return made
 
     @staticmethod

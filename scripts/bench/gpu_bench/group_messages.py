@@ -33,8 +33,8 @@ from hybridcomp.config import CompressionConfig
 
 #: ranks of a node, parameters of a gather and their elements, side of a matrix
 WIDTH, CUTS, PIECE, SIDE = 4, 64, 40, 64
-#: elements of a shard in two levels
-SHARD = 8
+#: elements of all shards in two levels, as many in every group: the CPU copies them here
+WHOLE = 1 << 15
 #: lists of lengths that an exchange with new lengths takes in turn
 LISTS = 64
 NATIVE = {"min_bytes": 0, "ledger": {"sample_every": 0}}
@@ -83,15 +83,16 @@ class GroupMessages:
         self.tp = _channel("tp", {"tp": {"codec": "blockint"}})
         placed = _Placed(ranks)
         self.deep = _channel("dp", {"dp": {"codec": "blockint", "error_feedback": False}}, placed)
-        self.whole = torch.zeros(SHARD * ranks, dtype=dtype)
+        self.whole = torch.zeros(WHOLE // ranks * ranks, dtype=dtype)
         self.shards = Shards(self.whole, self.whole.numel() // ranks)
         self.shard, self.stretch = self.shards[ME], torch.zeros(1 << 14, dtype=dtype)
         self.cut = torch.zeros(CUTS * PIECE, dtype=dtype)
         self.cut_out = torch.empty(ranks * CUTS * PIECE, dtype=dtype)
-        self.lengths: Iterator[list[int]] = cycle(
+        lengths = (
             [32 + (index + rank) % 48 if rank != ME else 64 for rank in range(ranks)]
             for index in range(LISTS)
         )
+        self.lengths: Iterator[tuple[list[int], int]] = cycle((each, sum(each)) for each in lengths)
         self.tokens = torch.zeros(80 * ranks, dtype=dtype)
         self._prepare_agreements()
 
@@ -108,8 +109,8 @@ class GroupMessages:
 
     def new_splits(self) -> None:
         """Send tokens to experts whose numbers were never met before, all-to-all."""
-        splits = list(next(self.lengths))  # a list of its own, as upstream makes one
-        values = self.tokens[: sum(splits)]
+        lengths, total = next(self.lengths)
+        splits, values = list(lengths), self.tokens[:total]  # a list of its own, as upstream's
         message = AllToAll(
             values=values, in_splits=splits, out_splits=splits, **self._fields(values)
         )

@@ -31,6 +31,12 @@ def test_lists_at_one_address_are_told_apart() -> None:
     assert len(seen) < 100
 
 
+@pytest.mark.parametrize("wrong", [[1.5, 2], ["1", 2], [1 << 70, 0]], ids=["float", "str", "large"])
+def test_what_is_no_length_is_an_error(wrong: list[Any]) -> None:
+    with pytest.raises((TypeError, OverflowError)):
+        Splits.of(wrong)
+
+
 def test_few_lists_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_known", {})
     kept = [[index] for index in range(module.MOST_KNOWN + 5)]

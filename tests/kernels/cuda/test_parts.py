@@ -112,3 +112,24 @@ def test_a_table_on_a_device_is_copied_once_and_kept_once_for_graphs(gpu: Gpu) -
         kernel.decode(parts, payloads, values)
     gpu.capturing = False
     assert kernel._captured == {parts} and len(parts._on) == 1 and not gpu.waits
+
+
+@pytest.mark.parametrize("skip", [0, 3, 5, len(FEW) - 1])
+def test_parts_that_follow_each_other(skip: int) -> None:
+    """Laid out in one pass as by columns, for ``skip`` with and without values."""
+    codec, numels = make_codec("blockint", bits=4), np.array(FEW, dtype=np.int64)
+    sizes = codec.wire_nbytes_of(numels, torch.bfloat16)
+    assert sizes.tolist() == [codec.wire_nbytes(n, torch.bfloat16) for n in FEW]
+    table, total, start = StretchTable.of_parts(numels, sizes, skip)
+    starts = numels.cumsum() - numels
+    assert numels.tolist() == list(FEW) and sizes[skip] == 0
+    assert (total, start) == (sizes.sum(), starts[skip])
+    rest = numels.copy()
+    rest[skip] = 0
+    expected = StretchTable(starts, rest, sizes.cumsum() - sizes, starts)
+    assert (table.tiles, table.near) == (expected.tiles, expected.near)
+    assert np.array_equal(table.rows, expected.rows)
+    with pytest.raises(ValueError, match="no such part"):
+        StretchTable.of_parts(numels, sizes, len(FEW))
+    with pytest.raises(ValueError, match="do not match"):
+        StretchTable.of_parts(numels, sizes[1:], 0)
