@@ -22,7 +22,7 @@ DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torc
 
 #: must equal VERSION in ``cpu.cpp``; both grow with every change of a function or a format, so that
 #: an outdated extension is detected. A new codec is detected by its missing functions
-VERSION = 4
+VERSION = 5
 #: advice to a user whose extension is missing or old
 BUILD = "`pip install .`, or with `pip install --no-build-isolation -e .` in a checkout"
 

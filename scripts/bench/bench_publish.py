@@ -10,9 +10,10 @@ rate, repeated to `--mbytes`. One rank publishes them to a folder of this machin
 same process applies them; every version is compared bit for bit. A time is the smallest of
 `--repeats` versions that go there and back. `wire` is this machine's disk cache.
 
-The second table has the stages alone, on these weights: GB/s of weights, and their speed as a share
-of that of `Tensor.copy_`; its last lines are the whole calls. With `--threads 1` its times are CPU
-time of that core: what waits for the disk or for other jobs is not in them.
+The second table has the stages alone, on these weights: GB/s of weights, and their speed as a
+share of that of `Tensor.copy_`; its last lines are the whole calls. `--instructions avx2` (or
+`plain`) has the loops of processors without AVX-512, which write the same bytes. With `--threads 1`
+its times are CPU time of that core: what waits for the disk or for other jobs is not in them.
 
 The third table is what a receiver waits for a version over a link, in seconds: it is published
 to a stream in memory, sent, and applied, one after the other, all on as many threads; coded by
@@ -30,6 +31,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +44,7 @@ from bench.bench_deltas import parser_of, table
 from bench.deltas_bench.traces import Size, Trace, traces
 from hybridcomp.codecs import StepCode
 from hybridcomp.codecs.changes import change_kernels
+from hybridcomp.kernels import KernelSet
 from hybridcomp.publishing import (
     AppliedVersion,
     EngineWeights,
@@ -200,7 +203,10 @@ def main() -> int:
     """Parse arguments, train, measure, print."""
     parser = parser_of(__doc__, 256, "size of the published weights", 4)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--instructions", choices=("avx512", "avx2", "plain"), default="avx512")
     arguments = parser.parse_args()
+    instructions: Any = KernelSet[Any]("instructions").on(torch.device("cpu"))
+    used = instructions.limit(arguments.instructions)
     rows: dict[float, Row] = {}
     alone: dict[float, Row] = {}
     size = Size(arguments.width, arguments.layers)
@@ -214,7 +220,7 @@ def main() -> int:
                 rows[trace.rate] = measured(trace, arguments.mbytes, arguments.repeats, place)
         finally:
             dist.destroy_process_group()
-    print(f"One version, on {torch.get_num_threads()} thread(s), by learning rate:")
+    print(f"One version, on {torch.get_num_threads()} thread(s) with {used}, by learning rate:")
     print(table(rows, list(next(iter(rows.values()))), 4))
     for rate, row in rows.items():
         for call in ("publish", "update"):

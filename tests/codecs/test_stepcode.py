@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hybridcomp.codecs import StepCode
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels import DTYPE_CODES
+from hybridcomp.kernels import DTYPE_CODES, KernelSet
 from tests.codecs import arrays, guarded, stepcode_reference
 
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
@@ -25,6 +25,9 @@ DTYPES = (torch.bfloat16, torch.float16)
 CHANGES = tuple(stepcode_reference.CHANGES)
 CODEC = StepCode()
 KERNELS: Any = CODEC.kernels.on(torch.device("cpu"))
+LIMITS: Any = KernelSet[Any]("instructions").on(torch.device("cpu"))
+#: instructions that the loops are written for, the best first
+WAYS = ("avx512", "avx2", "plain")
 
 pairs = st.builds(
     stepcode_reference.pair,
@@ -61,12 +64,26 @@ def check(values: Tensor, reference: Tensor) -> Tensor:
 
 
 @contextmanager
-def plain_loops() -> Iterator[None]:
-    KERNELS.allow_lanes(False)
+def limited(way: str) -> Iterator[None]:
+    """Loops with these instructions; skips where this machine lacks them."""
     try:
+        if LIMITS.limit(way) != way:
+            pytest.skip(f"this machine has no {way}")
         yield
     finally:
-        KERNELS.allow_lanes(True)
+        LIMITS.limit(WAYS[0])
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A test with each kind of instructions."""
+    with limited(request.param):
+        yield request.param
+
+
+def test_what_the_loops_may_use_is_one_of_three() -> None:
+    with pytest.raises(ValueError, match="plain, avx2 or avx512, found sse"):
+        LIMITS.limit("sse")
 
 
 @given(pair=pairs)
@@ -84,6 +101,7 @@ def test_every_pair_is_exact_and_the_format_is_what_is_written(
     assert slow == stepcode_reference.patterns(values)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("by", [0, 1, -1, 127, 2**15, -(2**15) + 1, 12345])
 def test_every_pattern_as_value_and_as_reference(dtype: torch.dtype, by: int) -> None:
@@ -97,14 +115,14 @@ def test_every_pattern_as_value_and_as_reference(dtype: torch.dtype, by: int) ->
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("change", CHANGES)
-def test_lanes_threads_and_the_plain_loops_write_the_same_bytes(
-    change: str, dtype: torch.dtype
-) -> None:
+def test_all_instructions_and_threads_write_the_same_bytes(change: str, dtype: torch.dtype) -> None:
     for numel in (8192 * 9 + 1, 300_001):
         values, reference = stepcode_reference.pair("normal", change, numel, 5, dtype)
         payload, threads = check(values, reference), torch.get_num_threads()
-        with plain_loops():
-            assert torch.equal(check(values, reference), payload)
+        for way in WAYS:
+            if LIMITS.limit(way) == way:
+                assert torch.equal(check(values, reference), payload), way
+        LIMITS.limit(WAYS[0])
         torch.set_num_threads(3)
         try:
             assert torch.equal(check(values, reference), payload)
@@ -232,47 +250,39 @@ def test_a_cut_payload_is_refused(change: str) -> None:
             decoded(guarded.copy(payload[:cut]), reference, 9000, torch.bfloat16)
 
 
-@pytest.mark.parametrize("lanes", [True, False])
-def test_a_changed_word_or_state_is_noticed(lanes: bool) -> None:
+@pytest.mark.usefixtures("way")
+def test_a_changed_word_or_state_is_noticed() -> None:
     """The states have to end where every encoder begins."""
     values, reference = stepcode_reference.pair("normal", "many", 9000, 2, torch.bfloat16)
     payload = encoded(values, reference)
     model = int.from_bytes(payload[24:28].numpy().tobytes(), "little")
-    KERNELS.allow_lanes(lanes)
-    try:
-        for place in range(32 + model + 8, 32 + model + 3000, 41):
-            broken = payload.clone()
-            broken[place] ^= 0x10
-            with pytest.raises(CodecError, match="a tile is damaged"):
-                decoded(broken, reference, 9000, torch.bfloat16)
-    finally:
-        KERNELS.allow_lanes(True)
+    for place in range(32 + model + 8, 32 + model + 3000, 41):
+        broken = payload.clone()
+        broken[place] ^= 0x10
+        with pytest.raises(CodecError, match="a tile is damaged"):
+            decoded(broken, reference, 9000, torch.bfloat16)
 
 
-@pytest.mark.parametrize("lanes", [True, False])
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("change", ["few", "many", "far", "everything"])
-def test_random_bytes_never_read_or_write_beyond(change: str, lanes: bool) -> None:
+def test_random_bytes_never_read_or_write_beyond(change: str) -> None:
     """Arrays end where memory ends: one byte further is a crash."""
     generator = torch.Generator().manual_seed(0)
-    KERNELS.allow_lanes(lanes)
-    try:
-        for numel in (37, 20_000):
-            pair = stepcode_reference.pair("normal", change, numel, 3, torch.bfloat16)
-            values, reference = (guarded.copy(one) for one in pair)
-            room = guarded.empty(CODEC.wire_nbytes(numel, torch.bfloat16))
-            payload = room[: CODEC.encode(values, reference, room)]
-            for turn in range(2000 if NIGHTLY else 150):
-                broken = guarded.copy(payload)
-                first = (0, 32, min(200, broken.numel() - 1))[turn % 3]
-                where = torch.randint(first, broken.numel(), (1 + turn % 4,), generator=generator)
-                broken[where] = torch.randint(0, 256, where.shape, generator=generator).byte()
-                out = guarded.empty(2 * numel, torch.bfloat16)
-                try:
-                    CODEC.decode(broken, reference, out)
-                except CodecError as error:
-                    assert "\n" not in str(error)
-    finally:
-        KERNELS.allow_lanes(True)
+    for numel in (37, 20_000):
+        pair = stepcode_reference.pair("normal", change, numel, 3, torch.bfloat16)
+        values, reference = (guarded.copy(one) for one in pair)
+        room = guarded.empty(CODEC.wire_nbytes(numel, torch.bfloat16))
+        payload = room[: CODEC.encode(values, reference, room)]
+        for turn in range(2000 if NIGHTLY else 100):
+            broken = guarded.copy(payload)
+            first = (0, 32, min(200, broken.numel() - 1))[turn % 3]
+            where = torch.randint(first, broken.numel(), (1 + turn % 4,), generator=generator)
+            broken[where] = torch.randint(0, 256, where.shape, generator=generator).byte()
+            out = guarded.empty(2 * numel, torch.bfloat16)
+            try:
+                CODEC.decode(broken, reference, out)
+            except CodecError as error:
+                assert "\n" not in str(error)
 
 
 def test_another_reference_is_noticed_where_its_exponents_differ() -> None:

@@ -1,6 +1,6 @@
 #include "bind.h"
 #include "cpu_stepcode.h"
-#include "cpu_stepcode_shared.h"
+#include "shares.h"
 
 namespace hybridcomp {
 namespace stepcode {
@@ -31,7 +31,6 @@ void bind_decode(int dtype, uintptr_t payload, size_t nbytes, uintptr_t referenc
 }  // namespace
 
 const Binding binding("stepcode", [](py::module_& module) {
-    module.def("allow_lanes", [](bool allowed) { lanes_allowed() = allowed; });
     module.def("wire_nbytes", &wire_nbytes);
     module.def("encode", &bind_encode);
     module.def("decode", &bind_decode);

@@ -3,12 +3,8 @@
 
 #include <vector>
 
+#include "cpu_instructions.h"
 #include "cpu_xxh3.h"
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(HC_PLAIN)
-#include <immintrin.h>
-#define HC_X86
-#endif
 
 namespace hybridcomp {
 namespace changes {
@@ -29,8 +25,7 @@ size_t differ_plain(const u16* values, const u16* old, size_t words, u32* mask) 
 }
 
 #ifdef HC_X86
-__attribute__((target("avx512f,avx512bw,popcnt"))) size_t differ_512(const u16* values, const u16* old,
-                                                                     size_t words, u32* mask) {
+HC_512 size_t differ_512(const u16* values, const u16* old, size_t words, u32* mask) {
     size_t found = 0;
     for (size_t w = 0; w < words; ++w) {
         mask[w] = _mm512_cmpneq_epi16_mask(_mm512_loadu_si512(values + w * WORD), _mm512_loadu_si512(old + w * WORD));
@@ -39,8 +34,7 @@ __attribute__((target("avx512f,avx512bw,popcnt"))) size_t differ_512(const u16* 
     return found;
 }
 
-__attribute__((target("avx2,popcnt"))) size_t differ_256(const u16* values, const u16* old, size_t words,
-                                                         u32* mask) {
+HC_256 size_t differ_256(const u16* values, const u16* old, size_t words, u32* mask) {
     size_t found = 0;
     for (size_t w = 0; w < words; ++w) {
         const __m256i* a = (const __m256i*)(values + w * WORD);
@@ -56,20 +50,17 @@ __attribute__((target("avx2,popcnt"))) size_t differ_256(const u16* values, cons
 }
 #endif
 
-typedef size_t (*Differ)(const u16* values, const u16* old, size_t words, u32* mask);
-
-Differ best() {
+size_t differ_words(const u16* values, const u16* old, size_t words, u32* mask) {
 #ifdef HC_X86
-    if (__builtin_cpu_supports("avx512bw")) return differ_512;
-    if (__builtin_cpu_supports("avx2")) return differ_256;
+    if (instructions() == Instructions::avx512) return differ_512(values, old, words, mask);
+    if (instructions() == Instructions::avx2) return differ_256(values, old, words, mask);
 #endif
-    return differ_plain;
+    return differ_plain(values, old, words, mask);
 }
 
 // Fills the words of `numel` values; returns how many differ.
 size_t differ(const u16* values, const u16* old, size_t numel, u32* mask) {
-    static const Differ chosen = best();
-    size_t words = numel / WORD, found = chosen(values, old, words, mask);
+    size_t words = numel / WORD, found = differ_words(values, old, words, mask);
     if (numel % WORD) {
         mask[words] = 0;
         for (size_t i = words * WORD; i < numel; ++i) mask[words] |= (u32)(values[i] != old[i]) << i % WORD;

@@ -1,6 +1,9 @@
 // The model of a message: counts of symbols for each exponent, in samples, made into frequencies.
 #include "cpu_stepcode_model.h"
 
+#include "cpu_stepcode_256.h"
+#include "cpu_stepcode_512.h"
+
 namespace hybridcomp {
 namespace stepcode {
 namespace {
@@ -15,10 +18,39 @@ void count_plain(const u16* values, const u16* reference, size_t count, u32 dtyp
     for (size_t i = 0; i < count; ++i) count_value(reference[i], values[i], dtype, i % 2 ? odd : even);
 }
 
-#ifdef HC_WIDE
-// Whole groups of 32: places of the counts in lanes, apart from steps that have extra bits.
-HC_WIDE void count_wide(const u16* values, const u16* reference, size_t groups, u32 dtype, u32* even, u32* odd) {
-    const Contexts exponents_from_zero(dtype, 0);
+#ifdef HC_X86
+// A whole group of 32: the places of its counts, apart from the steps of `rare`, which have extra bits.
+HC_INLINE void count_group(const u16* values, const u16* reference, u32 dtype, const u16* places, u32 rare,
+                           u32* even, u32* odd) {
+    if (!rare) {
+        for (u32 i = 0; i < LANES; i += 2) ++even[places[i]], ++odd[places[i + 1]];
+        return;
+    }
+    for (u32 i = 0; i < LANES; ++i) {
+        if (rare >> i & 1) count_value(reference[i], values[i], dtype, even);
+        else ++(i % 2 ? odd : even)[places[i]];
+    }
+}
+
+HC_256 void count_256(const u16* values, const u16* reference, size_t groups, u32 dtype, u32* even, u32* odd) {
+    const Contexts256 exponents_from_zero(dtype, 0);
+    for (size_t at = 0; at < groups * LANES; at += LANES) {
+        alignas(32) u16 places[LANES];
+        __m256i few[2];
+        for (int h = 0; h < 2; ++h) {
+            __m256i old = _mm256_loadu_si256((const __m256i*)(reference + at) + h);
+            __m256i z = folded_256(old, _mm256_loadu_si256((const __m256i*)(values + at) + h));
+            __m256i row = _mm256_slli_epi16(exponents_from_zero.exponent(old), 7);
+            few[h] = _mm256_cmpeq_epi16(_mm256_min_epu16(z, _mm256_set1_epi16(DIRECT - 1)), z);
+            _mm256_store_si256((__m256i*)places + h, _mm256_or_si256(row, z));
+        }
+        __m256i both = _mm256_permute4x64_epi64(_mm256_packs_epi16(few[0], few[1]), 0xd8);
+        count_group(values + at, reference + at, dtype, places, ~(u32)_mm256_movemask_epi8(both), even, odd);
+    }
+}
+
+HC_512 void count_512(const u16* values, const u16* reference, size_t groups, u32 dtype, u32* even, u32* odd) {
+    const Contexts512 exponents_from_zero(dtype, 0);
     const __m512i low = _mm512_set1_epi16(0x7fff);
     for (size_t g = 0; g < groups; ++g) {
         size_t at = g * LANES;
@@ -31,24 +63,18 @@ HC_WIDE void count_wide(const u16* values, const u16* reference, size_t groups, 
                          _mm512_movepi16_mask(_mm512_xor_si512(old, value));
         alignas(64) u16 places[LANES];
         _mm512_store_si512(places, _mm512_or_si512(_mm512_slli_epi16(exponent, 7), z));
-        if (!rare) {
-            for (u32 i = 0; i < LANES; i += 2) ++even[places[i]], ++odd[places[i + 1]];
-            continue;
-        }
-        for (u32 i = 0; i < LANES; ++i) {
-            if (rare >> i & 1) count_value(reference[at + i], values[at + i], dtype, even);
-            else ++(i % 2 ? odd : even)[places[i]];
-        }
+        count_group(values + at, reference + at, dtype, places, rare, even, odd);
     }
 }
 #endif
 
 void count_run(const u16* values, const u16* reference, size_t count, u32 dtype, u32* even, u32* odd) {
     size_t done = 0;
-#ifdef HC_WIDE
-    if (wide_lanes()) {
+#ifdef HC_X86
+    Instructions with = instructions();
+    if (with != Instructions::plain) {
         done = count / LANES * LANES;
-        count_wide(values, reference, count / LANES, dtype, even, odd);
+        (with == Instructions::avx512 ? count_512 : count_256)(values, reference, count / LANES, dtype, even, odd);
     }
 #endif
     count_plain(values + done, reference + done, count - done, dtype, even, odd);

@@ -1,12 +1,6 @@
 #include "cpu_xxh3.h"
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(HC_PLAIN)
-#include <immintrin.h>
-#define HC_X86
-// g++ 12 takes the undefined lanes of its own intrinsics for a mistake
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#endif
+#include "cpu_instructions.h"
 
 namespace hybridcomp {
 namespace xxh3 {
@@ -56,7 +50,7 @@ void absorb_plain(u64* sums, const u8* in, size_t spans) {
 }
 
 #ifdef HC_X86
-__attribute__((target("avx512f"))) void absorb_512(u64* sums, const u8* in, size_t spans) {
+HC_512 void absorb_512(u64* sums, const u8* in, size_t spans) {
     __m512i a = _mm512_loadu_si512(sums), prime = _mm512_set1_epi64((long long)P32_1);
     for (size_t s = 0; s < spans; ++s, in += SPAN) {
         for (size_t n = 0; n < STRIPES; ++n) {
@@ -72,7 +66,7 @@ __attribute__((target("avx512f"))) void absorb_512(u64* sums, const u8* in, size
     _mm512_storeu_si512(sums, a);
 }
 
-__attribute__((target("avx2"))) void absorb_256(u64* sums, const u8* in, size_t spans) {
+HC_256 void absorb_256(u64* sums, const u8* in, size_t spans) {
     __m256i a[2], prime = _mm256_set1_epi64x((long long)P32_1);
     for (int h = 0; h < 2; ++h) a[h] = _mm256_loadu_si256((const __m256i*)sums + h);
     for (size_t s = 0; s < spans; ++s, in += SPAN) {
@@ -95,16 +89,6 @@ __attribute__((target("avx2"))) void absorb_256(u64* sums, const u8* in, size_t 
 }
 #endif
 
-typedef void (*Absorb)(u64* sums, const u8* in, size_t spans);
-
-Absorb best() {
-#ifdef HC_X86
-    if (__builtin_cpu_supports("avx512f")) return absorb_512;
-    if (__builtin_cpu_supports("avx2")) return absorb_256;
-#endif
-    return absorb_plain;
-}
-
 // Both halves of a product of 128 bits, folded.
 HC_INLINE u64 folded(u64 a, u64 b) {
     u64 low = (a & 0xffffffffu) * (b & 0xffffffffu), left = (a >> 32) * (b & 0xffffffffu);
@@ -126,8 +110,11 @@ u64 merged(const Sums& sums, const u8* secret, u64 start) {
 Sums begin() { return Sums{{P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1}}; }
 
 void absorb(Sums& sums, const u8* in, size_t spans) {
-    static const Absorb chosen = best();
-    chosen(sums.of, in, spans);
+#ifdef HC_X86
+    if (instructions() == Instructions::avx512) return absorb_512(sums.of, in, spans);
+    if (instructions() == Instructions::avx2) return absorb_256(sums.of, in, spans);
+#endif
+    absorb_plain(sums.of, in, spans);
 }
 
 void finish(Sums& sums, const u8* in, size_t nbytes, u8* out) {
