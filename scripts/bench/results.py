@@ -32,6 +32,7 @@ from bench.loss_chapters import (
     untimed,
 )
 from bench.scale_bench.chapter import scale_chapter
+from bench.sync_chapter import sync_chapter
 from bench.training_bench import chapters, gpu_chapter, gpu_losses, paper
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,6 +90,12 @@ CHAPTERS = (
         "Error feedback and the loss",
         feedback_chapter,
         "scripts/bench/loss_study.py --layouts dp2 ddp2",
+    ),
+    Chapter(
+        "sync",
+        "Islands and the loss",
+        sync_chapter,
+        "scripts/bench/loss_study.py --islands, bench_sites.py",
     ),
     Chapter("speed", "Tokens a second against the network", chapters.speed_chapter, BENCH),
     Chapter(

@@ -1,0 +1,255 @@
+"""The chapter of docs/results about islands: what loss_study.py and bench_sites.py left."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench import loss_study
+from bench.continued_islands import CONTINUED, continued
+from bench.loss_chapters import Missing, Study, untimed
+from bench.sites_bench import curves
+from hybridcomp.compare import Wishes, compared
+from hybridcomp.compare.draw import draw
+from hybridcomp.compare.report import markdown_rows, with_interval
+from hybridcomp.compare.runs import Run
+from hybridcomp.compare.statistics import half_width
+
+LAYOUT, SITES = "dp2", "sites"
+FORMS = ("fp32", "8 bits", "4 bits", "2 bits", "sparse")
+#: names of islands and of torchft's, with the steps between meetings
+OURS, PEER = re.compile(r"H(\d+) (.+)"), re.compile(r"peer torchft-fp8-(\d+)")
+#: points of a final loss
+LAST = 20
+Values = NDArray[np.float64]
+
+HEAD = """\
+Islands that meet every H steps ([sync](../sync.md)) on the example GPT (`scripts/train_gpt.py`,
+fp32, two CPU ranks), each rank an island: AdamW inside, outside Nesterov SGD at 0.7 and 0.9
+(`diloco`) with messages in fp32 or by `blockint` with error feedback, and `sparseloco`. Every run
+of a seed has the weights and the data of the native run of that seed (ZeRO 1). The final loss is
+the mean of the last 20 steps; gaps are in percent, paired by seed, with the 95% interval of their
+mean (Student's t). "peer torchft-fp8-H" is DiLoCo with torchft's 8-bit all-reduce, written from
+its source (`scripts/bench/peers/torchft_fp8.py`). An island of one rank makes its steps with half
+of the batch that a step of the native run has: at the same tokens islands make the same number of
+steps, each on its own half, and clip the gradient of that half.
+"""
+
+
+@dataclass(frozen=True)
+class SyncStudy:
+    """The runs of the study that have the same seeds."""
+
+    study: Study
+
+    @classmethod
+    def of(cls, folder: Path) -> SyncStudy:
+        """Return the seeds that half of all runs have, at least. Raises Missing without any."""
+        found = Study.of(folder)
+        most = max(map(len, found.done.values()), default=0)
+        counts = {seed: sum(seed in runs for runs in found.done.values()) for seed in found.seeds}
+        seeds = [seed for seed in found.seeds if 2 * counts[seed] >= len(found.done)]
+        if not most or not seeds:
+            raise Missing(f"{folder}: in no seed half of the runs are finished")
+        done = {
+            name: {seed: runs[seed] for seed in seeds if seed in runs}
+            for name, runs in found.done.items()
+        }
+        return cls(replace(found, done=done))
+
+    @cached_property
+    def runs(self) -> dict[str, Run]:
+        """Return what was logged, by name, the native run first."""
+        words = [f"{name}={self.study.paths(name)}" for name in self.study.whole]
+        return {run.label: run for run in compared(words, Wishes()).runs}
+
+    def finals(self, name: str) -> Values:
+        """Return the final loss of each seed."""
+        return np.array([np.mean(one.losses[-LAST:]) for one in self.runs[name].trainings])
+
+    def gap(self, name: str, base: str = loss_study.BASELINE) -> str:
+        """Return by how many percent ``name`` ends above ``base``, paired by seed."""
+        gaps = 100 * (self.finals(name) / self.finals(base) - 1)
+        return with_interval(float(gaps.mean()), half_width(gaps))
+
+    def steps(self) -> int:
+        """Return the steps of a run."""
+        return int(self.runs[loss_study.BASELINE].trainings[0].steps[-1])
+
+    def every(self, name: str) -> int:
+        """Return the steps between two exchanges of ``name``."""
+        found = OURS.fullmatch(name) or PEER.fullmatch(name)
+        return int(found[1]) if found else 1
+
+    def intervals(self) -> list[int]:
+        """Return the numbers of steps between meetings that were trained."""
+        return sorted({int(found[1]) for name in self.runs if (found := OURS.fullmatch(name))})
+
+    def others(self) -> list[str]:
+        """Return the runs that are no islands of ours, without the native one."""
+        return [n for n in self.runs if not OURS.fullmatch(n) and n != loss_study.BASELINE]
+
+    def sent(self, name: str, kind: str = "wire_MB") -> float:
+        """Return MB of all ranks over the run, a mean over the seeds."""
+        rows = self.runs[name].ledger().values()
+        return float(sum(way[kind] for ways in rows for way in ways.values()))
+
+    def drift(self, name: str) -> float | None:
+        """Return how far islands were apart at a meeting, in percent of the weights; a mean."""
+        found = []
+        for one in self.runs[name].trainings:
+            lines = one.source.with_name("ledger.jsonl").read_text().splitlines()
+            rows = [json.loads(line).get("sync") for line in lines]
+            found += [row["drift"] for row in rows if row is not None]
+        return 100 * float(np.mean(found)) if found else None
+
+
+def sync_chapter(source: Path, out: Path) -> str:
+    """Write the chapter from ``dp2``, ``dp2z0`` and ``sites`` in ``source``. Raises Missing."""
+    found = SyncStudy.of(source / LAYOUT)
+    picture(found, out / "sync.png")
+    parts = [HEAD, *losses(found), *traffic(found)]
+    figures: dict[str, Any] = {"losses": figures_of(found)}
+    parts += continued(source / CONTINUED)
+    links = curves.links(source / SITES)
+    if links:
+        parts += [SITES_HEAD, *curves.tables(links)]
+        figures["sites"] = {
+            rate: {name: {"loss": run.best.tolist(), "ends": run.ends.tolist()}
+                   for name, run in runs.items()}
+            for rate, runs in links.items()
+        }  # fmt: skip
+    else:
+        parts.append("\nNot measured yet: the time to an equal loss over links.")
+    blocks = {
+        name: block for name, block in found.study.further_blocks().items()
+        if not OURS.fullmatch(name)
+    }  # fmt: skip
+    (out / "sync_blocks.json").write_text(json.dumps(blocks, indent=1) + "\n", encoding="utf-8")
+    (out / "sync.json").write_text(json.dumps(figures) + "\n", encoding="utf-8")
+    return "\n".join([*parts, *commands(found)])
+
+
+SITES_HEAD = """
+## The time to an equal loss
+
+Two sites of two ranks (network namespaces of one machine), ZeRO 0, at a constant learning rate
+after the warm-up; each link in turn shapes what leaves a site. MB are those that left one site. The
+loss is the mean of 30 steps; times as fast is against 4 bits every step. Waits are those of the
+ledger (`meet_wait_ms`) of the first rank; where links are fast they are those of ranks for each
+other."""
+
+
+def losses(found: SyncStudy) -> list[str]:
+    """Return the tables of final losses, against native and against fp32 at the same H."""
+    native = found.finals(loss_study.BASELINE).mean()
+    head = ["run", *FORMS]
+    table, bits = [head], [["run", *FORMS[1:]]]
+    for every in found.intervals():
+        row, against = [f"H = {every}"], [f"H = {every}"]
+        for form in FORMS:
+            name = f"H{every} {form}"
+            there = name in found.runs
+            row.append(f"{found.finals(name).mean():.4f} ({found.gap(name)})" if there else "-")
+            if form != "fp32":
+                base = f"H{every} fp32"
+                against.append(found.gap(name, base) if there and base in found.runs else "-")
+        table.append(row)
+        bits.append(against)
+    lines = [
+        f"\n## Losses\n\n{found.steps()} steps, {found.study.say_seeds()}. Native ends at "
+        f"{native:.4f}; loss, and in brackets the gap to native in percent:\n",
+        "![loss curves](sync.png)\n",
+        *markdown_rows(table),
+        "\nBeside them, every step or with torchft's messages:\n",
+        *markdown_rows(
+            [["run", "loss", "gap to native %"]]
+            + [[n, f"{found.finals(n).mean():.4f}", found.gap(n)] for n in found.others()]
+        ),
+        "\nWhat fewer bits cost: the gap to fp32 messages at the same H, in percent:\n",
+        *markdown_rows(bits),
+    ]
+    left = [name for name in found.study.done if name not in found.runs]
+    return lines + ([f"\nLeft out, not finished for all seeds: {', '.join(left)}."] if left else [])
+
+
+def traffic(found: SyncStudy) -> list[str]:
+    """Return the table of bytes and drift."""
+    rows = [["run", "kB a step and rank", "bits a parameter a meeting", "drift %"]]
+    meetings = [name for name in found.runs if OURS.fullmatch(name) or PEER.fullmatch(name)]
+    for name in [*meetings, *(n for n in found.others() if n not in meetings)]:
+        ranks, steps = 2, found.steps()
+        kilobytes = 1e3 * found.sent(name) / ranks / steps
+        drift = found.drift(name)
+        rows.append([
+            name, f"{kilobytes:.2f}", f"{bits_of(found, name):.3f}",
+            "-" if drift is None else f"{drift:.2f}",
+        ])  # fmt: skip
+    return [
+        "\n## Bytes\n\nBits a parameter a meeting are all that a rank sends in one, over the "
+        "parameters; of runs that send every step, in a step. SparseLoCo's own format has 0.219 "
+        "(2 bits and 12 of a place for 1 value of 64). Drift is how far what islands send is "
+        "apart, over the norm of the weights, a mean over all meetings.\n",
+        *markdown_rows(rows),
+    ]
+
+
+def bits_of(found: SyncStudy, name: str) -> float:
+    """Return the bits that a rank sends for each parameter in one meeting, or step."""
+    exact = next(n for n in found.runs if (m := OURS.fullmatch(n)) and m[2] == "fp32")
+    held = found.sent(exact, "raw_MB") / (found.steps() // found.every(exact))
+    exchanges = found.steps() // found.every(name)
+    return 32 * found.sent(name) / exchanges / held
+
+
+def picture(found: SyncStudy, path: Path) -> None:
+    """Draw the curves of native, every step, 4 bits by H, and at H = 30 the other forms."""
+    drawn = [loss_study.BASELINE, *found.others()[:2]]
+    drawn += [f"H{every} 4 bits" for every in found.intervals()] + ["H30 fp32", "H30 sparse"]
+    words = [f"{n}={found.study.paths(n)}" for n in dict.fromkeys(drawn) if n in found.runs]
+    title = f"Islands, ZeRO 1 on two ranks, {found.study.say_seeds()}"
+    draw(untimed(compared(words, Wishes())), path, 0, title)
+
+
+def figures_of(found: SyncStudy) -> dict[str, Any]:
+    """Return final losses by seed, MB and drift of each run, for other programs."""
+    return {
+        name: {
+            "seeds": found.study.seeds, "final_losses": found.finals(name).tolist(),
+            "sent_MB": found.sent(name),
+            "drift_percent": found.drift(name) if run.ledger() else None,
+        }
+        for name, run in found.runs.items()
+    }  # fmt: skip
+
+
+def commands(found: SyncStudy) -> list[str]:
+    """Return the commands that make the chapter again."""
+    study, islands = found.study, found.intervals()
+    settings = study.done[loss_study.BASELINE][study.seeds[0]]
+    committed = json.loads((loss_study.CONFIGS / loss_study.LAYOUTS[LAYOUT].config).read_text())
+    batch = "train_micro_batch_size_per_gpu"
+    peers = [n.removeprefix("peer ") for n in found.others() if n.startswith("peer ")]
+    words = [
+        "--layouts", LAYOUT, "--presets", "--islands", *islands, "--steps", found.steps(),
+        "--seeds", *study.seeds, "--divide-batch", committed[batch] // settings[batch],
+        "--lr", f"{settings['optimizer']['params']['lr']:g}",
+        "--blocks", "docs/results/sync_blocks.json", *(["--peers", *peers] if peers else []),
+    ]  # fmt: skip
+    return [
+        "\n## Commands\n",
+        "```",
+        "scripts/prepare_data.py --output data/text",
+        f"scripts/bench/loss_study.py {shlex.join(map(str, words))}",
+        "scripts/bench/bench_sites.py    # as root",
+        "scripts/bench/results.py --sync runs/loss_study",
+        "```",
+    ]
