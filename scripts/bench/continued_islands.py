@@ -41,8 +41,8 @@ def continued(folder: Path) -> list[str]:
         f"Native goes on beside islands that begin with its checkpoint ({study.say_seeds()}, ZeRO "
         f"0, {steps} steps more, the learning rate falling to 0 over all). Losses are means over "
         "the H steps before a meeting, gaps those to native in the same steps, on the same data. "
-        f"An island is within {NEAR} % from the first meeting on after which all gaps are below that."
-        "\n",
+        f"An island is within {NEAR} % from the first meeting on after which all gaps are below "
+        "that.\n",
         *markdown_rows(rows),
         f"\n`scripts/bench/loss_study.py --layouts {CONTINUED} --after 1000 --steps {steps} "
         "--presets --islands 30 --divide-batch 4 --lr 0.0003`",

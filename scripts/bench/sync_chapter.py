@@ -37,10 +37,13 @@ fp32, two CPU ranks), each rank an island: AdamW inside, outside Nesterov SGD at
 (`diloco`) with messages in fp32 or by `blockint` with error feedback, and `sparseloco`. Every run
 of a seed has the weights and the data of the native run of that seed (ZeRO 1). The final loss is
 the mean of the last 20 steps; gaps are in percent, paired by seed, with the 95% interval of their
-mean (Student's t). "peer torchft-fp8-H" is DiLoCo with torchft's 8-bit all-reduce, written from
-its source (`scripts/bench/peers/torchft_fp8.py`). An island of one rank makes its steps with half
-of the batch that a step of the native run has: at the same tokens islands make the same number of
-steps, each on its own half, and clip the gradient of that half.
+mean (Student's t). An island of one rank makes its steps with half of the batch that a step of
+the native run has: at the same tokens islands make the same number of steps, each on its own
+half, and clip the gradient of that half.
+"""
+PEERS = """\
+"peer torchft-fp8-H" is DiLoCo with torchft's 8-bit all-reduce, written from its source
+(`scripts/bench/peers/torchft_fp8.py`).
 """
 
 
@@ -116,7 +119,8 @@ def sync_chapter(source: Path, out: Path) -> str:
     """Write the chapter from ``dp2``, ``dp2z0`` and ``sites`` in ``source``. Raises Missing."""
     found = SyncStudy.of(source / LAYOUT)
     picture(found, out / "sync.png")
-    parts = [HEAD, *losses(found), *traffic(found)]
+    peers = [PEERS] if any(map(PEER.fullmatch, found.runs)) else []
+    parts = [HEAD, *peers, *losses(found), *traffic(found)]
     figures: dict[str, Any] = {"losses": figures_of(found)}
     parts += continued(source / CONTINUED)
     links = curves.links(source / SITES)
@@ -169,7 +173,7 @@ def losses(found: SyncStudy) -> list[str]:
         f"{native:.4f}; loss, and in brackets the gap to native in percent:\n",
         "![loss curves](sync.png)\n",
         *markdown_rows(table),
-        "\nBeside them, every step or with torchft's messages:\n",
+        "\nBeside them:\n",
         *markdown_rows(
             [["run", "loss", "gap to native %"]]
             + [[n, f"{found.finals(n).mean():.4f}", found.gap(n)] for n in found.others()]
