@@ -22,7 +22,11 @@ class Missing(Exception):
 
 #: chapter -> the layouts that it holds
 LAYOUTS = {
-    "loss": [name for name, at in loss_study.LAYOUTS.items() if at.engine == "deepspeed"],
+    "loss": [
+        name
+        for name, at in loss_study.LAYOUTS.items()
+        if at.engine == "deepspeed" and name != "dp2z0"  # which is for checkpoints of islands
+    ],
     "loss_torch": [name for name, at in loss_study.LAYOUTS.items() if at.engine != "deepspeed"],
     "feedback": ["dp2", "ddp2"],
 }

@@ -9,6 +9,7 @@ not repeated: started again, the study goes on where it was cut off.
 
 --blocks FILE holds {"name": block, ...} or {"layout": {"name": block, ...}}, beside the presets.
 --islands H ... adds islands of one rank that meet every H steps (DiLoCo), by bits, and sparse ones.
+--after N trains natively for N steps first, with a checkpoint, and all runs go on from that.
 --peers NAME ... trains other methods too (scripts/bench/train_peer.py), where a layout is data
 parallel: under torch's own engines (ddp2, fsdp2) torch's own.
 """
@@ -20,7 +21,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +33,8 @@ sys.path.insert(0, str(SCRIPTS))
 CONFIGS = SCRIPTS.parent / "configs"
 BASELINE = launch.BASELINE
 PRESETS = ("naive-zfp", "naive-mpc", "mzhybrid", "zhybrid", "recommended")
+#: the run that ends in the checkpoint that the others go on from
+BEFORE = "before"
 
 
 Engine = Literal["deepspeed", "ddp", "fsdp2"]
@@ -60,6 +63,7 @@ class Layout:
 
 LAYOUTS = {
     "dp2": Layout("ds_zero1_baseline.json", 2, peers=True),
+    "dp2z0": Layout("ds_zero0_baseline.json", 2, peers=True),  # whose checkpoints fit any island
     "pp2": Layout("ds_pipe2_baseline.json", 2, ("--pp", "2")),
     "pp2dp2": Layout("ds_pipe2_baseline.json", 4, ("--pp", "2")),
     "3d": Layout("ds_3d_baseline.json", 8, ("--tp", "2", "--pp", "2")),
@@ -90,7 +94,7 @@ def settings_of(case: Case, options: argparse.Namespace, folder: Path) -> dict[s
 
     With a constant one the last losses of two seeds differ by more than a codec does.
     """
-    steps = options.steps
+    steps = options.after + options.steps
     settings: dict[str, Any] = json.loads((CONFIGS / LAYOUTS[case.layout].config).read_text())
     batch = settings["train_micro_batch_size_per_gpu"]
     if batch % options.divide_batch:
@@ -124,8 +128,9 @@ def train(case: Case, options: argparse.Namespace) -> float | None:
     command = [
         *launcher(layout, case.block is not None), str(SCRIPTS / program),
         "--deepspeed_config", str(config), "--data", str(options.data),
-        "--steps", str(options.steps), "--seed", str(case.seed), "--print-every", "100",
-        "--log", str(folder / "loss.jsonl"), *more,
+        "--steps", str(options.after + options.steps), "--seed", str(case.seed),
+        "--print-every", "100", "--log", str(folder / "loss.jsonl"), *more,
+        *checkpoint(case, options),
     ]  # fmt: skip
     variables = environment(folder)
     if layout.engine != "deepspeed" and case.block is not None:
@@ -133,6 +138,17 @@ def train(case: Case, options: argparse.Namespace) -> float | None:
     config.write_text(json.dumps(settings, indent=1))
     name = f"{case.layout} {case.name} seed {case.seed}"
     return launch.LaunchedTraining(name, folder, command, settings, variables).run()
+
+
+def checkpoint(case: Case, options: argparse.Namespace) -> list[str]:
+    """Return the words by which a run ends in the checkpoint of its seed, or goes on from it."""
+    if not options.after:
+        return []
+    before = replace(case, name=BEFORE)
+    kept = str(before.folder(options.out) / "checkpoint")
+    if case == before:
+        return ["--steps", str(options.after), "--save", kept]  # argparse takes the last
+    return ["--load", kept]
 
 
 def launcher(layout: Layout, patched: bool) -> list[str]:
@@ -188,6 +204,8 @@ def cases_of(options: argparse.Namespace) -> Iterator[Case]:
     """List the cases seed by seed, so that a study that is cut off has whole seeds."""
     for seed in options.seeds:
         for layout in options.layouts:
+            if options.after:
+                yield Case(layout, BEFORE, None, seed)
             for name, block in blocks_of(options, layout).items():
                 yield Case(layout, name, block, seed)
             for name in peers_of(options, layout):
@@ -237,12 +255,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="smaller batches, for slow machines",
     )
     add("--islands", type=int, nargs="*", default=[], metavar="H", help="steps between meetings")
+    add("--after", type=int, default=0, metavar="N", help="native steps before --steps (0)")
     add("--peers", nargs="*", metavar="NAME", default=[], help="of scripts/bench/train_peer.py")
     add("--blocks", type=Path, metavar="FILE", help="further blocks, JSON")
     add("--data", type=Path, default=Path("data/text"), metavar="PREFIX")
     add("--out", type=Path, default=Path("runs/loss_study"), metavar="FOLDER")
     found = parser.parse_args(arguments)
     found.out, found.data = found.out.resolve(), found.data.resolve()
+    if found.after and (found.peers or found.layouts != ["dp2z0"]):
+        parser.error("--after: expected --layouts dp2z0 and no --peers, which load no checkpoint")
     for name in found.peers:
         if not any(name in LAYOUTS[layout].known_peers for layout in found.layouts):
             parser.error(f"--peers: no layout of {' '.join(found.layouts)} has {name!r}")

@@ -91,6 +91,12 @@ CHAPTERS = (
         feedback_chapter,
         "scripts/bench/loss_study.py --layouts dp2 ddp2",
     ),
+    Chapter(
+        "sync",
+        "Islands and the loss",
+        sync_chapter,
+        "scripts/bench/loss_study.py --islands, bench_sites.py",
+    ),
     Chapter("speed", "Tokens a second against the network", chapters.speed_chapter, BENCH),
     Chapter(
         "equal_bytes",
@@ -102,12 +108,6 @@ CHAPTERS = (
         "gpu", "On a GPU", gpu_chapter_of, "scripts/bench/bench_gpu_training.py, gpu_losses.py"
     ),
     Chapter("paper", "The paper's schemes", paper.paper_chapter, f"{BENCH} --layouts 3d"),
-    Chapter(
-        "sync",
-        "Islands: losses, and time to an equal loss",
-        sync_chapter,
-        "scripts/bench/loss_study.py --islands, bench_sites.py",
-    ),
     Chapter("scale", "From 2 to 4,096 ranks", scale_chapter, "scripts/bench/bench_scale.py"),
 )
 

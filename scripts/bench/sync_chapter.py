@@ -1,199 +1,259 @@
-"""Page of islands that meet every H steps: losses by H and codec, and time to an equal loss."""
+"""The chapter of docs/results about islands: what loss_study.py and bench_sites.py left."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+import shlex
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bench import loss_study
-from bench.bench_sites import HEADINGS, table
-from bench.loss_chapters import Missing, Study, commands, untimed
+from bench.continued_islands import CONTINUED, continued
+from bench.loss_chapters import Missing, Study, untimed
+from bench.sites_bench import curves
 from hybridcomp.compare import Wishes, compared
 from hybridcomp.compare.draw import draw
-from hybridcomp.compare.json_lines import read_lines
 from hybridcomp.compare.report import markdown_rows, with_interval
+from hybridcomp.compare.runs import Run
 from hybridcomp.compare.statistics import half_width
 
-LAYOUT = "dp2"
-#: name of a run of loss_study.py --islands
-NAME = re.compile(r"H(\d+) (.+)")
-EXACT = "fp32"
-#: runs in the picture, where they are there
-DRAWN = ("H10 4 bits", "H30 fp32", "H30 4 bits", "H30 sparse", "H100 4 bits", "every step 4 bits")
+LAYOUT, SITES = "dp2", "sites"
+FORMS = ("fp32", "8 bits", "4 bits", "2 bits", "sparse")
+#: names of islands and of torchft's, with the steps between meetings
+OURS, PEER = re.compile(r"H(\d+) (.+)"), re.compile(r"peer torchft-fp8-(\d+)")
+#: points of a final loss
+LAST = 20
+Values = NDArray[np.float64]
 
 HEAD = """\
-The example GPT (0.85 M parameters, fp32) on two CPU ranks, each an island with its own AdamW, that
-meet every H optimizer steps ([sync](../sync.md)): outer Nesterov SGD with rate 0.7 and momentum 0.9
-(`diloco`), by `blockint` with error feedback or in fp32, or `sparseloco`. Beside it *native*, which
-is ZeRO 1 over both ranks, and the same with 4 bits for gradients in every step. Every run of a seed
-has native's weights and order of data. The loss is that of text that no run trained on, after the
-last step, the mean over the islands' own weights; gaps are in percent, paired by seed, with the 95%
-interval of their mean (Student's t).
+Islands that meet every H steps ([sync](../sync.md)) on the example GPT (`scripts/train_gpt.py`,
+fp32, two CPU ranks), each rank an island: AdamW inside, outside Nesterov SGD at 0.7 and 0.9
+(`diloco`) with messages in fp32 or by `blockint` with error feedback, and `sparseloco`. Every run
+of a seed has the weights and the data of the native run of that seed (ZeRO 1). The final loss is
+the mean of the last 20 steps; gaps are in percent, paired by seed, with the 95% interval of their
+mean (Student's t). An island of one rank makes its steps with half of the batch that a step of
+the native run has: at the same tokens islands make the same number of steps, each on its own
+half, and clip the gradient of that half.
 """
-TABLE = """\
-## Losses by H and codec
+PEERS = """\
+"peer torchft-fp8-H" is DiLoCo with torchft's 8-bit all-reduce, written from its source
+(`scripts/bench/peers/torchft_fp8.py`).
+"""
 
-{tokens:,.0f} tokens in {steps} steps, {seeds}; learning rate {rate:g} after the warm-up, falling
-to 0.
 
-![loss curves of islands](sync_{layout}.png)
-"""
-COLUMNS = """\
-*to fp32*: against islands with the same H that meet in fp32. *bits*: of a weight in a meeting, of
-an island. *MB a step*: what a rank sends, over all steps. *drift*: how far islands are apart before
-the last meeting in the ledger, over the norm of the weights.
-"""
-SITES = """\
-## Time to an equal loss over two sites
+@dataclass(frozen=True)
+class SyncStudy:
+    """The runs of the study that have the same seeds."""
 
-Two sites of two ranks in network namespaces, a link of the named rate between them in each
-direction; {steps} steps of the same model in every run, one seed ({seed}), micro-batches of
-{batch}. The loss to reach is the highest of the runs' last ones (means of {window} steps), so that
-all reach it; *times as fast* is against 4 bits in every step, gradients and differences of
-parameters. All four ranks share two cores, so a step takes longer than two sites would take, in
-every run alike. *of it hidden*: of the wait for messages of the plain islands.
-"""
+    study: Study
+
+    @classmethod
+    def of(cls, folder: Path) -> SyncStudy:
+        """Return the seeds that half of all runs have, at least. Raises Missing without any."""
+        found = Study.of(folder)
+        most = max(map(len, found.done.values()), default=0)
+        counts = {seed: sum(seed in runs for runs in found.done.values()) for seed in found.seeds}
+        seeds = [seed for seed in found.seeds if 2 * counts[seed] >= len(found.done)]
+        if not most or not seeds:
+            raise Missing(f"{folder}: in no seed half of the runs are finished")
+        done = {
+            name: {seed: runs[seed] for seed in seeds if seed in runs}
+            for name, runs in found.done.items()
+        }
+        return cls(replace(found, done=done))
+
+    @cached_property
+    def runs(self) -> dict[str, Run]:
+        """Return what was logged, by name, the native run first."""
+        words = [f"{name}={self.study.paths(name)}" for name in self.study.whole]
+        return {run.label: run for run in compared(words, Wishes()).runs}
+
+    def finals(self, name: str) -> Values:
+        """Return the final loss of each seed."""
+        return np.array([np.mean(one.losses[-LAST:]) for one in self.runs[name].trainings])
+
+    def gap(self, name: str, base: str = loss_study.BASELINE) -> str:
+        """Return by how many percent ``name`` ends above ``base``, paired by seed."""
+        gaps = 100 * (self.finals(name) / self.finals(base) - 1)
+        return with_interval(float(gaps.mean()), half_width(gaps))
+
+    def steps(self) -> int:
+        """Return the steps of a run."""
+        return int(self.runs[loss_study.BASELINE].trainings[0].steps[-1])
+
+    def every(self, name: str) -> int:
+        """Return the steps between two exchanges of ``name``."""
+        found = OURS.fullmatch(name) or PEER.fullmatch(name)
+        return int(found[1]) if found else 1
+
+    def intervals(self) -> list[int]:
+        """Return the numbers of steps between meetings that were trained."""
+        return sorted({int(found[1]) for name in self.runs if (found := OURS.fullmatch(name))})
+
+    def others(self) -> list[str]:
+        """Return the runs that are no islands of ours, without the native one."""
+        return [n for n in self.runs if not OURS.fullmatch(n) and n != loss_study.BASELINE]
+
+    def sent(self, name: str, kind: str = "wire_MB") -> float:
+        """Return MB of all ranks over the run, a mean over the seeds."""
+        rows = self.runs[name].ledger().values()
+        return float(sum(way[kind] for ways in rows for way in ways.values()))
+
+    def drift(self, name: str) -> float | None:
+        """Return how far islands were apart at a meeting, in percent of the weights; a mean."""
+        found = []
+        for one in self.runs[name].trainings:
+            lines = one.source.with_name("ledger.jsonl").read_text().splitlines()
+            rows = [json.loads(line).get("sync") for line in lines]
+            found += [row["drift"] for row in rows if row is not None]
+        return 100 * float(np.mean(found)) if found else None
 
 
 def sync_chapter(source: Path, out: Path) -> str:
-    """Write picture and ``sync.json``; return the page. Raises Missing without islands' runs."""
-    study = Study.of(source / LAYOUT)
-    names = [name for name in study.whole if NAME.fullmatch(name)]
-    if not names or len(study.seeds) < 2:
-        raise Missing(f"{source}: no islands with two seeds and a baseline are finished")
-    rows = [row(study, name) for name in study.whole]
-    drawn = [loss_study.BASELINE, *(name for name in DRAWN if name in study.whole)]
-    result = untimed(
-        compared([f"{name}={study.paths(name)}" for name in drawn], Wishes(need_ledger=True))
-    )
-    draw(result, out / f"sync_{LAYOUT}.png", 0, f"Islands of one rank, {study.say_seeds()}")
-    settings = study.done[loss_study.BASELINE][study.seeds[0]]
-    parts = [
-        HEAD,
-        TABLE.format(
-            tokens=result.aligned.axis[-1],
-            steps=len(result.aligned.axis),
-            seeds=study.say_seeds(),
-            rate=settings["optimizer"]["params"]["lr"],
-            layout=LAYOUT,
+    """Write the chapter from ``dp2``, ``dp2z0`` and ``sites`` in ``source``. Raises Missing."""
+    found = SyncStudy.of(source / LAYOUT)
+    picture(found, out / "sync.png")
+    peers = [PEERS] if any(map(PEER.fullmatch, found.runs)) else []
+    parts = [HEAD, *peers, *losses(found), *traffic(found)]
+    figures: dict[str, Any] = {"losses": figures_of(found)}
+    parts += continued(source / CONTINUED)
+    links = curves.links(source / SITES)
+    if links:
+        parts += [SITES_HEAD, *curves.tables(links)]
+        figures["sites"] = {
+            rate: {name: {"loss": run.best.tolist(), "ends": run.ends.tolist()}
+                   for name, run in runs.items()}
+            for rate, runs in links.items()
+        }  # fmt: skip
+    else:
+        parts.append("\nNot measured yet: the time to an equal loss over links.")
+    blocks = {
+        name: block for name, block in found.study.further_blocks().items()
+        if not OURS.fullmatch(name)
+    }  # fmt: skip
+    (out / "sync_blocks.json").write_text(json.dumps(blocks, indent=1) + "\n", encoding="utf-8")
+    (out / "sync.json").write_text(json.dumps(figures) + "\n", encoding="utf-8")
+    return "\n".join([*parts, *commands(found)])
+
+
+SITES_HEAD = """
+## The time to an equal loss
+
+Two sites of two ranks (network namespaces of one machine), ZeRO 0, at a constant learning rate
+after the warm-up; each link in turn shapes what leaves a site. MB are those that left one site. The
+loss is the mean of 30 steps; times as fast is against 4 bits every step. Waits are those of the
+ledger (`meet_wait_ms`) of the first rank; where links are fast they are those of ranks for each
+other."""
+
+
+def losses(found: SyncStudy) -> list[str]:
+    """Return the tables of final losses, against native and against fp32 at the same H."""
+    native = found.finals(loss_study.BASELINE).mean()
+    head = ["run", *FORMS]
+    table, bits = [head], [["run", *FORMS[1:]]]
+    for every in found.intervals():
+        row, against = [f"H = {every}"], [f"H = {every}"]
+        for form in FORMS:
+            name = f"H{every} {form}"
+            there = name in found.runs
+            row.append(f"{found.finals(name).mean():.4f} ({found.gap(name)})" if there else "-")
+            if form != "fp32":
+                base = f"H{every} fp32"
+                against.append(found.gap(name, base) if there and base in found.runs else "-")
+        table.append(row)
+        bits.append(against)
+    lines = [
+        f"\n## Losses\n\n{found.steps()} steps, {found.study.say_seeds()}. Native ends at "
+        f"{native:.4f}; loss, and in brackets the gap to native in percent:\n",
+        "![loss curves](sync.png)\n",
+        *markdown_rows(table),
+        "\nBeside them:\n",
+        *markdown_rows(
+            [["run", "loss", "gap to native %"]]
+            + [[n, f"{found.finals(n).mean():.4f}", found.gap(n)] for n in found.others()]
         ),
-        *losses_table(rows),
-        "",
-        COLUMNS,
-        *left_out(study),
+        "\nWhat fewer bits cost: the gap to fp32 messages at the same H, in percent:\n",
+        *markdown_rows(bits),
     ]
-    sites = source / "sites" / "sites.json"
-    figures: dict[str, Any] = {"losses": rows}
-    if sites.is_file():
-        figures["sites"] = json.loads(sites.read_text())
-        parts += sites_part(figures["sites"])
-    (out / "sync.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    return "\n".join([*parts, *asked(study, "sites" in figures)])
+    left = [name for name in found.study.done if name not in found.runs]
+    return lines + ([f"\nLeft out, not finished for all seeds: {', '.join(left)}."] if left else [])
 
 
-def row(study: Study, name: str) -> dict[str, Any]:
-    """Return the figures of one run: losses by seed, gaps in percent, bytes, drift."""
-    found = NAME.fullmatch(name)
-    losses = valid_losses(study, name)
-    exact = f"H{found[1]} {EXACT}" if found else ""
-    gaps = _gaps(losses, valid_losses(study, loss_study.BASELINE))
-    figures: dict[str, Any] = {
-        "run": name,
-        "every": int(found[1]) if found else None,
-        "valid_losses": losses,
-        "gaps": gaps,
-        "gaps_to_fp32": None,
-    }
-    if found and found[2] != EXACT and exact in study.whole:
-        figures["gaps_to_fp32"] = _gaps(losses, valid_losses(study, exact))
-    ledger = study.folder / name / f"seed{study.seeds[0]}" / "ledger.jsonl"
-    if ledger.is_file():
-        lines = read_lines(ledger)
-        kinds = [k for one in lines[-1]["dimensions"].values() for k in one.values()]
-        raw, wire = (sum(kind[key] for kind in kinds) for key in ("raw_MB", "wire_MB"))
-        figures["bits"] = 32 * wire / raw if found else None
-        ranks = loss_study.LAYOUTS[LAYOUT].ranks
-        figures["MB_step"] = wire / lines[-1]["step"] / ranks
-        drifts = [line["sync"]["drift"] for line in lines if "sync" in line]
-        figures["drift"] = drifts[-1] if drifts else None
-    return figures
-
-
-def valid_losses(study: Study, name: str) -> list[float]:
-    """Return the validation loss of each seed."""
-    folders = [study.folder / name / f"seed{seed}" for seed in study.seeds]
-    ends = [read_lines(folder / "loss.jsonl")[-1] for folder in folders]
-    return [float(end["valid_loss"]) for end in ends]
-
-
-def _gaps(losses: Sequence[float], others: Sequence[float]) -> list[float]:
-    return [100 * (mine / other - 1) for mine, other in zip(losses, others, strict=True)]
-
-
-def losses_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the table: native and every step first, then by H."""
-    table_rows = [["run", "loss", "gap %", "to fp32 %", "bits", "MB a step", "drift"]]
-    for found in sorted(rows, key=lambda one: one["every"] or 0):
-        native = found["run"] == loss_study.BASELINE
-        table_rows.append(
-            [
-                "native" if native else found["run"],
-                f"{np.mean(found['valid_losses']):.4f}",
-                "" if native else interval(found["gaps"]),
-                interval(found["gaps_to_fp32"]),
-                _form(found.get("bits"), "{:.3g}"),
-                _form(found.get("MB_step"), "{:.3g}"),
-                _form(found.get("drift"), "{:.2g}"),
-            ]
-        )
-    return markdown_rows(table_rows)
-
-
-def interval(gaps: Sequence[float] | None) -> str:
-    """Return mean and interval of the gaps of all seeds; "" where there are none."""
-    if gaps is None:
-        return ""
-    return with_interval(float(np.mean(gaps)), half_width(np.array(gaps)))
-
-
-def _form(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
-
-
-def left_out(study: Study) -> list[str]:
-    """Return a sentence with the runs that lack seeds."""
-    short = [
-        f"{name} ({len(seeds)})" for name, seeds in study.done.items() if name not in study.whole
+def traffic(found: SyncStudy) -> list[str]:
+    """Return the table of bytes and drift."""
+    rows = [["run", "kB a step and rank", "bits a parameter a meeting", "drift %"]]
+    meetings = [name for name in found.runs if OURS.fullmatch(name) or PEER.fullmatch(name)]
+    for name in [*meetings, *(n for n in found.others() if n not in meetings)]:
+        ranks, steps = 2, found.steps()
+        kilobytes = 1e3 * found.sent(name) / ranks / steps
+        drift = found.drift(name)
+        rows.append([
+            name, f"{kilobytes:.2f}", f"{bits_of(found, name):.3f}",
+            "-" if drift is None else f"{drift:.2f}",
+        ])  # fmt: skip
+    return [
+        "\n## Bytes\n\nBits a parameter a meeting are all that a rank sends in one, over the "
+        "parameters; of runs that send every step, in a step. SparseLoCo's own format has 0.219 "
+        "(2 bits and 12 of a place for 1 value of 64). Drift is how far what islands send is "
+        "apart, over the norm of the weights, a mean over all meetings.\n",
+        *markdown_rows(rows),
     ]
-    if not short:
-        return []
-    return [f"Left out, with fewer than {len(study.seeds)} seeds: {', '.join(short)}.\n"]
 
 
-def sites_part(found: dict[str, Any]) -> list[str]:
-    """Return the tables of bench_sites.py."""
-    parts = [SITES.format(**found["settings"])]
-    for rate, rows in found["rates"].items():
-        parts += [f"### {_rate(rate)}\n", f"Equal loss {rows[0]['equal_loss']:.4f}:\n"]
-        parts += [*table([{key: one.get(key) for key in HEADINGS} for one in rows]), ""]
-    return parts
+def bits_of(found: SyncStudy, name: str) -> float:
+    """Return the bits that a rank sends for each parameter in one meeting, or step."""
+    exact = next(n for n in found.runs if (m := OURS.fullmatch(n)) and m[2] == "fp32")
+    held = found.sent(exact, "raw_MB") / (found.steps() // found.every(exact))
+    exchanges = found.steps() // found.every(name)
+    return 32 * found.sent(name) / exchanges / held
 
 
-def _rate(text: str) -> str:
-    return text.lower().replace("mbit", " Mb/s").replace("gbit", " Gb/s")
+def picture(found: SyncStudy, path: Path) -> None:
+    """Draw the curves of native, every step, 4 bits by H, and at H = 30 the other forms."""
+    drawn = [loss_study.BASELINE, *found.others()[:2]]
+    drawn += [f"H{every} 4 bits" for every in found.intervals()] + ["H30 fp32", "H30 sparse"]
+    words = [f"{n}={found.study.paths(n)}" for n in dict.fromkeys(drawn) if n in found.runs]
+    title = f"Islands, ZeRO 1 on two ranks, {found.study.say_seeds()}"
+    draw(untimed(compared(words, Wishes())), path, 0, title)
 
 
-def asked(study: Study, sites: bool) -> list[str]:
-    """Return the commands that make the page again."""
-    lines = commands({LAYOUT: study}, "sync")
-    every = sorted({int(found[1]) for name in study.whole if (found := NAME.fullmatch(name))})
-    words = f"--islands {' '.join(map(str, every))}"
-    lines = [line.replace("--blocks docs/results/sync_blocks.json", words) for line in lines]
-    if sites:
-        lines.insert(-2, "scripts/bench/bench_sites.py --out runs/loss_study/sites")
-    return lines
+def figures_of(found: SyncStudy) -> dict[str, Any]:
+    """Return final losses by seed, MB and drift of each run, for other programs."""
+    return {
+        name: {
+            "seeds": found.study.seeds, "final_losses": found.finals(name).tolist(),
+            "sent_MB": found.sent(name),
+            "drift_percent": found.drift(name) if run.ledger() else None,
+        }
+        for name, run in found.runs.items()
+    }  # fmt: skip
+
+
+def commands(found: SyncStudy) -> list[str]:
+    """Return the commands that make the chapter again."""
+    study, islands = found.study, found.intervals()
+    settings = study.done[loss_study.BASELINE][study.seeds[0]]
+    committed = json.loads((loss_study.CONFIGS / loss_study.LAYOUTS[LAYOUT].config).read_text())
+    batch = "train_micro_batch_size_per_gpu"
+    peers = [n.removeprefix("peer ") for n in found.others() if n.startswith("peer ")]
+    words = [
+        "--layouts", LAYOUT, "--presets", "--islands", *islands, "--steps", found.steps(),
+        "--seeds", *study.seeds, "--divide-batch", committed[batch] // settings[batch],
+        "--lr", f"{settings['optimizer']['params']['lr']:g}",
+        "--blocks", "docs/results/sync_blocks.json", *(["--peers", *peers] if peers else []),
+    ]  # fmt: skip
+    return [
+        "\n## Commands\n",
+        "```",
+        "scripts/prepare_data.py --output data/text",
+        f"scripts/bench/loss_study.py {shlex.join(map(str, words))}",
+        "scripts/bench/bench_sites.py    # as root",
+        "scripts/bench/results.py --sync runs/loss_study",
+        "```",
+    ]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+from random import Random
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
-from hybridcomp.sync import Fragment, OuterRule
+from hybridcomp.patches.common.parameter_names import named_once
+from hybridcomp.sync import Fragment, Masters, OuterRule
 from hybridcomp.sync.masters import bounds, cut
 from tests.sync import simulated
 from tests.sync.simulated import NUMEL, Quadratic, first
@@ -138,3 +142,54 @@ def test_every_element_is_sent_once(numel: int, fragments: int, ranks: int) -> N
             assert high - low <= padded
             taken[low:high] += 1
     assert bool((taken == 1).all())
+
+
+class Tied(nn.Module):
+    """Parameters of which some have several names."""
+
+    def __init__(self, tensors: list[Tensor], order: list[int]) -> None:
+        super().__init__()
+        held = [nn.Parameter(tensor) for tensor in tensors]
+        for number, index in enumerate(order):
+            self.register_parameter(f"name{number}", held[index])
+
+
+@given(
+    st.lists(st.integers(0, 13), min_size=1, max_size=6),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.integers(1, 5),
+    st.randoms(use_true_random=False),
+)
+def test_every_tensor_is_averaged_once(
+    sizes: list[int], islands: int, fragments: int, ranks: int, random: Random
+) -> None:
+    """Half of the mean move is taken: a second time would leave a quarter, none all of it."""
+    order = [*range(len(sizes)), *random.choices(range(len(sizes)), k=3)]
+    generator = torch.Generator().manual_seed(random.randrange(2**31))
+    rows = [
+        [torch.randn(size, dtype=torch.float64, generator=generator) for size in sizes]
+        for _ in range(islands)
+    ]
+    expected = [torch.stack(copies).mean(dim=0) / 2 for copies in zip(*rows, strict=True)]
+    found = [named_once(Tied(row, order))[0] for row in rows]
+    masters = [
+        Masters([(name, p.numel()) for name, p in one.items()], partial(data_of, one), int, True)
+        for one in found
+    ]
+    for rank in range(ranks):
+        for low, high, padded in cut(masters[0].numel, fragments, ranks, rank):
+            start = torch.zeros(padded, dtype=torch.float64)
+            rule = OuterRule(0.5, 0.0, False)
+            parts = [Fragment(rule, start.clone()) for _ in masters]
+            now = [one.read(low, high, padded) for one in masters]
+            sent = [part.send(own) for part, own in zip(parts, now, strict=True)]
+            for index, (one, part) in enumerate(zip(masters, parts, strict=True)):
+                one.write(low, high, part.arrive([row.clone() for row in sent], index, now[index]))
+    for row in rows:
+        for tensor, wanted in zip(row, expected, strict=True):
+            torch.testing.assert_close(tensor, wanted, rtol=0, atol=1e-12)
+
+
+def data_of(parameters: dict[str, nn.Parameter]) -> list[Tensor]:
+    return [parameter.data for parameter in parameters.values()]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from bench.peers import gathers, hooks, onebit, reductions
 from bench.peers.flat import Flat
+from bench.peers.torchft_fp8 import DiLoCoFp8
 from bench.peers.wire import Nodes, Wire
 
 
@@ -181,6 +182,18 @@ def _plain(wire: Wire, model: nn.Module, _: Tensor) -> gathers.Gather:
     return gathers.Native(wire, _native(model))
 
 
+def _torchft(every: int) -> Peer:
+    def make(model: nn.Module, wire: Wire, settings: Settings) -> Method:
+        return DiLoCoFp8(model, wire, settings.adam, settings.clip, every)
+
+    return Peer(
+        f"DiLoCo every {every} steps, torchft's FP8 all-reduce: e4m3, a scale a row",
+        "torchft 0.2.0, local_sgd.py and quantization.py; arXiv 2311.08105",
+        make,
+        clean_room=True,
+    )
+
+
 PEERS: dict[str, Peer] = {
     "ddp": Peer(
         "torch DDP, gradients in the parameters' width",
@@ -198,6 +211,7 @@ PEERS: dict[str, Peer] = {
         _replicated(lambda ddp, *_: hooks.bf16(ddp)),
     ),
     **{f"powersgd-{rank}": _power_sgd(rank) for rank in (4, 16, 32)},
+    **{f"torchft-fp8-{every}": _torchft(every) for every in (1, 10, 30, 100)},
     "qgz": Peer(
         "qgZ: 4-bit gradients in two levels, weights native",
         "arXiv 2306.10209, section 3.3",

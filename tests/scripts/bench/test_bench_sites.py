@@ -1,133 +1,85 @@
-"""Time to an equal loss over two sites, and the page that is made of it and of islands' losses."""
+"""scripts/bench/bench_sites.py: what ranks of two sites train, go on with, and what is told."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from bench import bench_sites, results, sync_chapter
-from bench.bench_sites import EVERY_STEP, PLAIN, Curve, read_curve, rows_of
-from hybridcomp.compare import launch
-from hybridcomp.config import CompressionConfig
-from tests.scripts.bench.test_results import finish
+from bench import bench_sites
+from bench.sites_bench import curves
+from bench.sites_bench.curves import SiteRun
+from bench.sites_bench.rank import SitesJob
 
 
-def curve(step_s: float, losses: list[float], wait_s: float = 0.0) -> Curve:
-    steps = np.arange(1.0, len(losses) + 1)
-    return Curve(
-        np.array(losses),
-        np.asarray(step_s * steps, np.float64),
-        losses[-1],
-        wait_s,
-        int(wait_s > 0),
-        0.0,
-    )
+def run_of(losses: list[float], step_s: float, **more: Any) -> SiteRun:
+    ends = step_s * np.arange(1, len(losses) + 1)
+    return SiteRun(np.asarray(losses), ends, 0, more.get("wait_ms"), more.get("every", 1))
 
 
-def test_time_to_the_loss_that_all_reach() -> None:
-    falling = [4.0, 3.0, 2.0, 1.0]
-    curves = {
-        "native": curve(10.0, falling),
-        EVERY_STEP: curve(2.0, falling),
-        PLAIN: curve(1.0, [4.0, 3.5, 3.0, 2.0], wait_s=0.5),
-        "streaming": curve(1.0, [4.0, 3.5, 3.0, 1.5], wait_s=0.05),
+def test_the_time_to_a_loss_is_interpolated() -> None:
+    falling = [10.0 - step / 10 for step in range(61)]
+    run = run_of(falling, 0.5)
+    first = run.best[0]  # the mean of the first 30 steps
+    assert first == pytest.approx(10 - 14.5 / 10) and len(run.best) == 32
+    assert run.seconds_to(first) == pytest.approx(15.0)
+    assert run.seconds_to(first - 0.25) == pytest.approx(15.0 + 2.5 * 0.5)
+    assert run.seconds_to(0.1) is None
+    noisy = run_of([*falling, *[20.0] * 30], 0.5)
+    assert noisy.best[-1] == pytest.approx(run.best[-1])  # the lowest so far
+
+
+def made() -> curves.Runs:
+    falling = [5.0 - step / 50 for step in range(120)]
+    return {
+        curves.NATIVE: run_of(falling[:40], 1.0),
+        curves.EVERY_STEP: run_of(falling, 0.2),
+        curves.PLAIN: run_of(falling, 0.05, wait_ms=400.0, every=30),
+        curves.STREAMING: run_of(falling[:110], 0.05, wait_ms=30.0, every=30),
+        curves.PLAIN_FP32: run_of(falling[:31], 0.05, wait_ms=500.0, every=30),
     }
-    found = {row["run"]: row for row in rows_of(curves, window=2)}
-    # means of two steps: falling 3.5, 2.5, 1.5; islands 3.75, 3.25, 2.5
-    assert found["native"]["equal_loss"] == 2.5
-    assert found["native"]["seconds_to_equal_loss"] == 30.0
-    assert found[EVERY_STEP]["seconds_to_equal_loss"] == 6.0
-    assert found[PLAIN]["seconds_to_equal_loss"] == 4.0 and found[PLAIN]["faster"] == 1.5
-    assert found["streaming"]["wait_hidden"] == pytest.approx(0.9)
-    assert found[PLAIN]["wait_hidden"] is None and found["native"]["wait_hidden"] is None
-    assert curves["native"].seconds_to(0.5, 2) is None
 
 
-def test_every_block_is_valid() -> None:
-    for block in bench_sites.RUNS.values():
-        assert block is None or CompressionConfig.parse(block).enabled
+def test_equal_losses_are_those_that_all_reach() -> None:
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in curves.times(made())]
+    level, few = rows[0][5], rows[0][7]
+    assert float(level[5:]) == pytest.approx(5 - 24.5 / 50, abs=1e-3)
+    assert float(few[5:]) == pytest.approx(5 - 94.5 / 50, abs=1e-3)
+    by_name = {row[0]: row[1:] for row in rows[2:]}
+    assert curves.PLAIN_FP32 not in by_name  # trained for its wait alone
+    assert by_name[curves.NATIVE][4:] == ["40.0", "0.20", "-", "-"]
+    assert by_name[curves.PLAIN][5] == "4.00" and by_name[curves.PLAIN][7] == "4.00"
+    assert by_name[curves.EVERY_STEP][5] == "1.00"
 
 
-def asked(tmp_path: Path, *words: str) -> argparse.Namespace:
-    (tmp_path / "text_train.idx").touch()
-    found: argparse.Namespace = bench_sites.parse(
-        ["--data", str(tmp_path / "text"), "--out", str(tmp_path / "out"), *words]
-    )
-    return found
+def test_what_is_hidden_is_of_one_meeting_of_all_weights() -> None:
+    rows = curves.hidden({"50mbit": made()})
+    assert rows[2:] == ["| 50mbit | 4 bits | 100.0 | 10.0 | 90% |"]
 
 
-def test_a_training_that_is_there_is_read_and_not_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commands: list[list[str]] = []
-
-    def run(command: list[str], output: Path, *_: object, **__: object) -> int:
-        commands.append(command)
-        step = {"step": 1, "loss": 2.0, "seconds": 0.5}
-        end = {"summary": True, "valid_loss": 2.0}
-        lines = [*([step] * 4), end]
-        (output.parent / "loss.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        ledger = [
-            {"step": 2, "sync": {"meet_wait_ms": 30.0, "meetings": 1.0}, "dimensions": {}},
-            {"summary": True, "step": 4, "dimensions": {"sync": {"forward": {"inter_MB": 2.0}}}},
-        ]
-        (output.parent / "ledger.jsonl").write_text("\n".join(map(json.dumps, ledger)))
-        return 0
-
-    monkeypatch.setattr(launch, "run_logged", run)
-    options = asked(tmp_path, "--rates", "50mbit", "--runs", "native", PLAIN, "--window", "2")
-    options.steps = 4
-    first = bench_sites.study(options)
-    assert len(commands) == 2 and bench_sites.study(options) == first and len(commands) == 2
-    assert "hybridcomp.run" not in commands[0] and "hybridcomp.run" in commands[1]
-    assert commands[1][commands[1].index("--rate") + 1] == "50mbit"
-    found = read_curve(options.out / "50mbit" / PLAIN)
-    assert (found.wait_s, found.meetings, found.nbytes) == (0.03, 1, 2e6)
+def job(tmp_path: Path) -> SitesJob:
+    settings = bench_sites.settings_of(argparse.Namespace(batch=1, lr=1e-3, warmup=3))
+    return SitesJob(
+        blocks=bench_sites.blocks(8, 1), settings=settings, few={curves.PLAIN_FP32: 5}, steps=17,
+        seconds=1e9, length=8, model={"vocabulary": 16, "layers": 1, "width": 16, "heads": 2},
+        seed=0, data="data/text", out=str(tmp_path),
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [(["--rates", "fast"], "--rates"), (["--steps", "30"], "--steps: expected twice")],
-)
-def test_bad_input_is_one_line(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        asked(tmp_path, *words)
-    assert message in capsys.readouterr().err
-
-
-def test_the_page_has_losses_by_h_and_the_sites(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    study, out = tmp_path / "study", tmp_path / "out"
-    for seed in (0, 1):
-        for name, factor in (("baseline", 1.0), ("H30 fp32", 1.01), ("H30 4 bits", 1.02)):
-            finish(study, "dp2", name, seed, factor)
-    finish(study, "dp2", "H10 fp32", 0, 1.0)
-    rows = rows_of({EVERY_STEP: curve(2.0, [2.0] * 4), PLAIN: curve(1.0, [2.0] * 4, 0.5)}, 2)
-    settings = {"steps": 4, "seed": 0, "batch": 2, "window": 2}
-    (study / "sites").mkdir()
-    (study / "sites" / "sites.json").write_text(
-        json.dumps({"settings": settings, "rates": {"50mbit": rows}})
-    )
-    assert results.main(["--sync", str(study), "--out", str(out)]) == 0
-    text = (out / "sync.md").read_text()
-    assert "| H30 fp32 | " in text and "+1.00 ± 0.00 |  |" in text
-    assert "+2.00 ± 0.00 | +0.99 ± 0.00 |" in text, "paired with fp32 of the same H"
-    assert "Left out, with fewer than 2 seeds: H10 fp32 (1)." in text
-    assert "### 50 Mb/s" in text and "| islands | 2.0000 | 2.0000 | 1000 | 2.0 | 2.00 |" in text
-    assert "--islands 30\n" in text and "bench_sites.py --out runs/loss_study/sites" in text
-    assert str(tmp_path) not in text
-    assert (out / f"sync_{sync_chapter.LAYOUT}.png").stat().st_size > 10_000
-
-
-def test_losses_without_islands_are_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    finish(tmp_path / "study", "dp2", "baseline", 0, 1.0)
-    assert results.main(["--sync", str(tmp_path / "study"), "--out", str(tmp_path / "out")]) == 1
-    assert "no islands with two seeds" in capsys.readouterr().err
+def test_it_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
+    whole = job(tmp_path)
+    assert bench_sites.missing(whole) == list(whole.blocks)
+    for name in whole.blocks:
+        row = {"told": whole.told(name), "losses": [2.0, 1.0], "ends": [1.0, 2.0], "sent": 9}
+        (tmp_path / f"{name}.json").write_text(json.dumps(row))
+    assert bench_sites.missing(whole) == []
+    assert bench_sites.missing(replace(whole, data="other/text")) == []
+    longer = replace(whole, steps=18)
+    assert bench_sites.missing(longer) == [n for n in whole.blocks if n != curves.PLAIN_FP32]
+    (tmp_path / "streaming.json").unlink()
+    assert bench_sites.missing(whole) == ["streaming"]

@@ -78,6 +78,37 @@ def test_torchs_engines_have_torchs_launcher_and_peers(
     assert "no layout of ddp2 fsdp2 has 'qgz'" in capsys.readouterr().err
 
 
+def test_runs_go_on_from_the_checkpoint_of_their_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], *_: Any, **__: Any) -> int:
+        commands.append(command)
+        return 0
+
+    monkeypatch.setattr(launch, "run_logged", run)
+    words = ["--layouts", "dp2z0", "--presets", "--islands", "30", "--seeds", "3"]
+    found = options(tmp_path, *words, "--after", "40", "--steps", "20")
+    cases = list(loss_study.cases_of(found))
+    names = ["before", "baseline", *(f"H30 {form}" for form in ("fp32", "8 bits", "4 bits"))]
+    assert [case.name for case in cases][:5] == names
+    for case in cases[:3]:
+        loss_study.train(case, found)
+    kept = str(cases[0].folder(found.out) / "checkpoint")
+    before, native, islands = commands
+    assert before[-4:] == ["--steps", "40", "--save", kept] and "hybridcomp.run" not in before
+    assert native[-2:] == islands[-2:] == ["--load", kept]
+    assert native[native.index("--steps") + 1] == "60" and "hybridcomp.run" in islands
+    files = [case.folder(found.out) / "ds_config.json" for case in cases[:2]]
+    settings = [json.loads(file.read_text()) for file in files]
+    assert settings[0] == settings[1]  # one schedule over both
+    assert settings[0]["scheduler"]["params"]["total_num_steps"] == 60
+    with pytest.raises(SystemExit):
+        options(tmp_path, "--after", "40")
+    assert "--after: expected --layouts dp2z0" in capsys.readouterr().err
+
+
 def test_blocks_for_all_layouts_or_for_each(tmp_path: Path) -> None:
     file, block = tmp_path / "blocks.json", {"dp": "bf16"}
     file.write_text(json.dumps({"mine": block}))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench.peers import gathers, hooks, onebit, reductions
+from bench.peers import gathers, hooks, onebit, reductions, torchft_fp8
 from bench.peers.blocks import SIDE, Blocks, pack_signs, turn, unpack_signs
 from bench.peers.flat import Flat
 from bench.peers.methods import PEERS, Method, Settings
@@ -251,6 +251,89 @@ def adam_twice() -> tuple[list[float], list[float]]:
     return a.tolist(), b.tolist()
 
 
+# ---- torchft's 8 bits
+
+
+def eight_bits(shape: tuple[int, ...]) -> tuple[float, float, list[float]]:
+    """Largest error over the largest value of its row, bytes, and what every rank holds."""
+    wire = Wire()
+    numel = int(torch.tensor(shape).prod())
+    values = gradients().view(-1)[:numel].view(shape) * torch.linspace(1, 9, shape[-1])
+    values[0] = 0.0
+    found = torchft_fp8.mean_of(values, wire)
+    exact = values.clone()
+    dist.all_reduce(exact)
+    rows = (exact / dist.get_world_size()).view(len(values), -1)
+    tops = values.abs().view(len(values), -1).amax(dim=1).clamp(min=1e-30)
+    dist.all_reduce(tops, op=dist.ReduceOp.MAX)
+    error = (found.view(rows.shape) - rows).abs().amax(dim=1) / tops
+    sums = torch.zeros(dist.get_world_size())
+    dist.all_gather_into_tensor(sums, found.double().sum().float().view(1))
+    return float(error.max()), wire.sent, sums.tolist()
+
+
+@pytest.mark.parametrize("shape", [(30, 18), (7, 512), (21,)])
+def test_two_hops_of_eight_bits(two: RankPool, four: RankPool, shape: tuple[int, ...]) -> None:
+    """Each hop is off by a sixteenth of a value at most; a vector has a scale for each value."""
+    columns = shape[1] if len(shape) > 1 else 1
+    for ranks, pool in ((2, two), (4, four)):
+        rows = -(-shape[0] // ranks)
+        nbytes = rows * (4 + -(-columns // 4) * 4)
+        for error, sent, sums in pool.run(eight_bits, shape):
+            assert error < 2 / 16 and (columns == 1 or error > 1e-3)
+            assert sent == 2 * (ranks - 1) * nbytes
+            assert len(set(sums)) == 1
+
+
+def test_eight_bits_have_three_of_mantissa() -> None:
+    rows = torch.tensor([[448.0, 17.0, -18.0, 0.5], [0.0, 0.0, 0.0, 0.0]])
+    found = torchft_fp8.decode(torchft_fp8.encode(rows), 4)
+    assert found.tolist() == [[448.0, 16.0, -18.0, 0.5], [0.0, 0.0, 0.0, 0.0]]
+
+
+def diloco_twice() -> float:
+    """Distance of the weights from DiLoCo by torch's optimizers, after two exact meetings."""
+    torch.manual_seed(0)
+    model, other = nn.Linear(8, 4), nn.Linear(8, 4)
+    other.load_state_dict(model.state_dict())
+    method = torchft_fp8.DiLoCoFp8(model, Wire(), ADAM, 0.0, every=3)
+    inner = torch.optim.AdamW(other.parameters(), **ADAM)
+    whole = [nn.Parameter(p.detach().clone()) for p in other.parameters()]
+    outer = torch.optim.SGD(whole, lr=0.7, momentum=0.9, nesterov=True)
+    inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for step in range(1, 7):
+        for one in (model, other):
+            one(inputs).square().mean().backward()
+        method.step()
+        inner.step()
+        inner.zero_grad()
+        if step % 3 == 0:
+            for parameter, own in zip(whole, other.parameters(), strict=True):
+                parameter.grad = parameter.detach() - own.detach()
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+            outer.step()
+            for parameter, own in zip(whole, other.parameters(), strict=True):
+                own.data.copy_(parameter)
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+def exact_diloco() -> float:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torchft_fp8, "mean_of", exact_mean)
+        return diloco_twice()
+
+
+def exact_mean(values: Tensor, wire: Wire) -> Tensor:
+    return wire.all_reduce(values) / dist.get_world_size()
+
+
+def test_it_is_diloco(two: RankPool) -> None:
+    assert all(error < 1e-6 for error in two.run(exact_diloco))
+    assert all(1e-6 < error < 0.01 for error in two.run(diloco_twice))
+
+
 # ---- all of them on one small model
 
 
@@ -282,7 +365,7 @@ def test_all_learn_alike_and_replicas_stay_equal(two: RankPool) -> None:
     most = {
         "ddp-fp16": 0.51, "ddp-bf16": 0.51, "powersgd-4": 0.35, "powersgd-16": 0.65,
         "qgz": 0.57, "qgz-qwz": 0.21, "loco": 0.57, "onebit-adam": 0.26, "sdp4bit": 0.14,
-        "onebit-adam-exact": 1.01,
+        "onebit-adam-exact": 1.01, "torchft-fp8-10": 0.03,
     }  # fmt: skip
     for name, share in most.items():
         (losses, sent, weights), (_, _, others) = two.run(fit, name, steps)
@@ -299,7 +382,10 @@ def test_power_sgd_waits_for_a_tenth_of_the_run_and_more_than_one_step() -> None
 
 def test_every_reimplementation_says_so_and_names_its_paper() -> None:
     clean = {name for name, peer in PEERS.items() if peer.clean_room}
-    assert clean == {"qgz", "qgz-qwz", "loco", "onebit-adam", "onebit-adam-exact", "sdp4bit"}
+    assert clean == {
+        "qgz", "qgz-qwz", "loco", "onebit-adam", "onebit-adam-exact", "sdp4bit",
+        *(f"torchft-fp8-{every}" for every in (1, 10, 30, 100)),
+    }  # fmt: skip
     assert all("arXiv" in PEERS[name].source for name in clean)
 
 

@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from bench import loss_study, results
+from bench import continued_islands, loss_study, results
 from bench.training_bench import gpu_losses
 from tests.compare.made import write_run
 
@@ -17,7 +18,7 @@ from tests.compare.made import write_run
 def finish(out: Path, layout: str, name: str, seed: int, factor: float, **more: Any) -> None:
     """A run as loss_study leaves it."""
     block = None if name == "baseline" else {"dp": "bf16"}
-    options = argparse.Namespace(steps=60, divide_batch=4, lr=3e-4)
+    options = argparse.Namespace(steps=60, after=0, divide_batch=4, lr=3e-4)
     case = loss_study.Case(layout, name, block, seed)
     folder = case.folder(out)
     write_run(folder, seed, factor, ledger=block is not None)
@@ -78,6 +79,55 @@ def test_feedback_chapter(tmp_path: Path) -> None:
     assert "(feedback_dp2.png)" in text and "| 4 bits, feedback 8 | 2 |" in text
     assert "Not measured yet with several seeds: ddp2." in text
     assert (out / "feedback_dp2.png").is_file() and not (out / "loss_dp2.png").exists()
+
+
+def islands_of(study: Path, seeds: tuple[int, ...]) -> None:
+    """A study of islands: 60 steps, of which 2 bits end a per cent above fp32 and 2 above native.
+
+    The seeds of what is not finished in all are left out.
+    """
+    for seed in seeds:
+        finish(study, "dp2", "baseline", seed, 1.0)
+        for name, factor in (("H30 fp32", 1.01), ("H30 2 bits", 1.0201), ("H10 fp32", 1.0)):
+            finish(study, "dp2", name, seed, factor)
+    finish(study, "dp2", "H10 2 bits", seeds[0], 1.0)
+
+
+def test_sync_chapter(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    study, out = tmp_path / "study", tmp_path / "out"
+    islands_of(study, (0, 1, 2))
+    finish(study, "dp2", "baseline", 3, 1.0)  # the next seed has begun
+    for seed in (0, 1):
+        for name, factor in (("before", 1.0), ("baseline", 1.0), ("H10 4 bits", 1.002)):
+            finish(study, "dp2z0", name, seed, factor)
+    assert results.main(["--sync", str(study), "--out", str(out)]) == 0
+    text = (out / "sync.md").read_text()
+    assert "60 steps, seeds 0, 1, 2." in text
+    assert "| H = 30 | - | - | +1.00 ± 0.00 | - |" in text  # of fp32 at the same H
+    assert "(+2.01 ± 0.00) | - |" in text  # of native
+    assert "Left out, not finished for all seeds: H10 2 bits." in text
+    assert "| H10 4 bits | +0.20 | +0.20 ± 0.00 | 0 |" in text
+    assert "Not measured yet: the time to an equal loss over links." in text
+    assert "--layouts dp2 --presets --islands 10 30 --steps 60 --seeds 0 1 2" in text
+    assert str(tmp_path) not in text
+    assert (out / "sync.png").stat().st_size > 10_000
+    assert json.loads((out / "sync.json").read_text())["losses"]["H30 2 bits"]["seeds"] == [0, 1, 2]
+
+
+def test_a_study_without_islands_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert results.main(["--sync", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
+    assert "in no seed half of the runs are finished" in capsys.readouterr().err
+
+
+def test_an_island_is_near_from_the_last_far_meeting_on() -> None:
+    gaps = [2.0, 0.3, 0.7, 0.4, -0.9]
+    assert continued_islands.meetings_until(np.array(gaps)) == "3"
+    assert continued_islands.meetings_until(np.array(gaps[:1])) == "never"
+    assert continued_islands.meetings_until(np.array([0.1, 0.2])) == "0"
 
 
 def test_gpu_chapter(tmp_path: Path) -> None:

@@ -1,0 +1,81 @@
+"""The section of docs/results/sync.md about islands that begin with a native checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench import loss_study
+from bench.loss_chapters import Study
+from hybridcomp.compare.report import markdown_rows, with_interval
+from hybridcomp.compare.statistics import half_width
+
+#: layout of loss_study.py --after; percent that counts as equal
+CONTINUED, NEAR = "dp2z0", 0.5
+Values = NDArray[np.float64]
+
+
+def continued(folder: Path) -> list[str]:
+    """Return the section of islands that begin with a checkpoint of an ordinary run."""
+    head = "\n## From a checkpoint\n"
+    study = Study.of(folder)
+    names = [name for name in study.done if name[:1] == "H" and name[1:2].isdigit()]
+    if not study.seeds or not names:
+        return [head, "Not measured yet."]
+    rows = [["run", "gap after 1 meeting %", "at the end %", f"meetings until within {NEAR} %"]]
+    steps = 0
+    for name in sorted(names, key=lambda name: (every_of(name), name)):
+        seeds = sorted(set(study.done[name]) & set(study.seeds))
+        gaps, steps = gaps_by_meeting(study, name, seeds)
+        last = gaps[:, -1]
+        rows.append([
+            name, f"{gaps[:, 0].mean():+.2f}", with_interval(float(last.mean()), half_width(last)),
+            meetings_until(gaps.mean(axis=0)),
+        ])  # fmt: skip
+    return [
+        head,
+        f"Native goes on beside islands that begin with its checkpoint ({study.say_seeds()}, ZeRO "
+        f"0, {steps} steps more, the learning rate falling to 0 over all). Losses are means over "
+        "the H steps before a meeting, gaps those to native in the same steps, on the same data. "
+        f"An island is within {NEAR} % from the first meeting on after which all gaps are below "
+        "that.\n",
+        *markdown_rows(rows),
+        f"\n`scripts/bench/loss_study.py --layouts {CONTINUED} --after 1000 --steps {steps} "
+        "--presets --islands 30 --divide-batch 4 --lr 0.0003`",
+    ]
+
+
+def gaps_by_meeting(study: Study, name: str, seeds: Sequence[int]) -> tuple[Values, int]:
+    """Return gaps to native in percent, (seeds, meetings), and the steps of a run."""
+    every, rows, steps = every_of(name), [], 0
+    for seed in seeds:
+        own, base = (
+            losses_in(study.folder / n / f"seed{seed}") for n in (name, loss_study.BASELINE)
+        )
+        steps = min(len(own), len(base))
+        count = steps // every
+        means = [one[: count * every].reshape(count, every).mean(axis=1) for one in (own, base)]
+        rows.append(100 * (means[0] / means[1] - 1))
+    return np.stack(rows), steps
+
+
+def every_of(name: str) -> int:
+    """Return the steps between meetings of a run such as ``H30 4 bits``."""
+    return int(name[1:].split()[0])
+
+
+def losses_in(folder: Path) -> Values:
+    """Return the losses of a log, by step."""
+    records = map(json.loads, (folder / "loss.jsonl").read_text().splitlines())
+    return np.array([record["loss"] for record in records if "loss" in record])
+
+
+def meetings_until(gaps: Values) -> str:
+    """Return after how many meetings all further gaps are below NEAR; ``never`` for none."""
+    far = np.flatnonzero(gaps > NEAR)
+    first = int(far[-1]) + 1 if len(far) else 0
+    return "never" if first >= len(gaps) else str(first)

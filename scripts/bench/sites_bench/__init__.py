@@ -1,0 +1,1 @@
+"""Parts of bench_sites.py: what a rank trains, and the tables of what it left."""
