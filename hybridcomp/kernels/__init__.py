@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 from functools import lru_cache
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 

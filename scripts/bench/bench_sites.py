@@ -80,8 +80,9 @@ def job_of(args: argparse.Namespace, out: Path) -> SitesJob:
     vocabulary = Samples(IndexedTokens(file), args.length, 0).vocabulary
     model = {"vocabulary": vocabulary, "layers": args.layers, "width": args.width, "heads": 4}
     ranks = Layout.parse(args.layout).ranks
+    few = dict.fromkeys((curves.PLAIN_FP32, curves.STREAMING_FP32), FEW * args.every)
     return SitesJob(
-        blocks=blocks(args.every, ranks), settings=settings_of(args), steps=args.steps,
+        blocks=blocks(args.every, ranks), settings=settings_of(args), few=few, steps=args.steps,
         seconds=args.seconds, length=args.length, model=model, seed=args.seed,
         data=str(args.data), out=str(out),
     )  # fmt: skip

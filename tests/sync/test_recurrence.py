@@ -174,7 +174,12 @@ def test_every_tensor_is_averaged_once(
     expected = [torch.stack(copies).mean(dim=0) / 2 for copies in zip(*rows, strict=True)]
     found = [named_once(Tied(row, order))[0] for row in rows]
     masters = [
-        Masters([(name, p.numel()) for name, p in one.items()], partial(data_of, one), int, True)
+        Masters(
+            [(name, p.numel()) for name, p in one.items()],
+            partial(data_of, one),
+            lambda: None,
+            True,
+        )
         for one in found
     ]
     for rank in range(ranks):

@@ -37,7 +37,7 @@ class SitesJob:
     steps: int
     seconds: float
     length: int
-    model: dict[str, int]
+    model: dict[str, Any]
     seed: int
     data: str
     out: str

@@ -18,7 +18,7 @@ from bench.sites_bench.rank import SitesJob
 
 
 def run_of(losses: list[float], step_s: float, **more: Any) -> SiteRun:
-    ends = step_s * np.arange(1, len(losses) + 1)
+    ends = np.asarray(step_s * np.arange(1, len(losses) + 1), np.float64)
     return SiteRun(np.asarray(losses), ends, 0, more.get("wait_ms"), more.get("every", 1))
 
 
