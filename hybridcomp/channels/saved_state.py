@@ -1,4 +1,4 @@
-"""What a checkpoint holds of an engine's channels: a row for each part, whatever the engine.
+"""Describe what a checkpoint holds of an engine's channels: a row for each part, for every engine.
 
 Each rank writes all parts: into a file beside the checkpoints of DeepSpeed, Megatron-core and
 GPT-NeoX (``checkpoint``), or into an entry of ``torch.distributed.checkpoint`` for FSDP2 and DDP
