@@ -216,7 +216,7 @@ class JobMeetings(SyncFollower):
         """
         like, found, squares = self.parts[index].fragment.start, {}, {}
         for island in roster.present:
-            data = self.membership.meet.message_of(island, roster.number)
+            data = self._message_of(island, roster.number)
             if data is None:
                 break
             found[island] = torch.zeros_like(like)
@@ -239,6 +239,12 @@ class JobMeetings(SyncFollower):
                 {one: why(above) for one, is_far in zip(squares, far, strict=True) if is_far}
             )
         return rows
+
+    def _message_of(self, island: str, number: int) -> bytes | bytearray | None:
+        """Return what an island sent to the first meeting under way; None: it is gone."""
+        if island == self.membership.own:
+            return self.under_way[0].rows.cpu().numpy().tobytes()
+        return self.membership.meet.message_of(island, number)
 
     def _arrived(self, index: int, rows: Mapping[str, Tensor], bad: bool) -> bool:
         """Take the mean of ``rows``; return whether the weights of this rank changed.

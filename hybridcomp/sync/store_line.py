@@ -7,6 +7,7 @@ too long is an error that names the rendezvous. Values of any size are cut into 
 
 from __future__ import annotations
 
+import functools
 import socket
 import struct
 import threading
@@ -90,18 +91,24 @@ class StoreLine:
         self.has(f"{key}/{count - 1}")  # the store has then taken what this line sent before
 
     def take(self, key: str, mark: int) -> bytearray | None:
-        """Return what was ``put`` with ``mark``; None: it is not there, or no longer."""
-        found, index, count = bytearray(), 0, 1
-        while index < count:
-            piece = self.get(f"{key}/{index}")
-            if piece is None or len(piece) < _HEAD.size:
-                return None
+        """Return what was ``put`` with ``mark``; None: it is not there, or no longer.
+
+        Takes a round trip for each piece, and two more.
+        """
+        piece, found, index, count = self.get(f"{key}/0"), bytearray(), 0, 1
+        while piece is not None and len(piece) >= _HEAD.size:
             of, at, count = _HEAD.unpack_from(piece)
             if (of, at) != (mark, index):
                 return None
             found += memoryview(piece)[_HEAD.size :]
             index += 1
-        return found
+            if index == count:
+                return found
+            names = [f"{key}/{one}" for one in range(index, count)]
+            if index == 1 and not self.has(*names):
+                return None
+            piece = self._ask(functools.partial(self._get_present, names[0]))
+        return None
 
     def drop_pieces(self, key: str) -> None:
         """Delete what was ``put``."""
@@ -131,8 +138,10 @@ class StoreLine:
     # inside
 
     def _get(self, key: str) -> bytes | None:
-        if not self._store.check([key]):
-            return None
+        return self._get_present(key) if self._store.check([key]) else None
+
+    def _get_present(self, key: str) -> bytes | None:
+        """Return the value of a key that was there."""
         try:
             return bytes(self._store.get(key))
         except dist.DistNetworkError:
