@@ -9,8 +9,8 @@ and lies on the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -19,9 +19,10 @@ from hybridcomp.codecs.base import Codec, PlannedKernel
 from hybridcomp.codecs.launches import PlannedStretch, StretchTable
 from hybridcomp.codecs.quantized_residual import BLOCK, QuantizedResidual
 from hybridcomp.collectives.fused import places_of, room_of
-from hybridcomp.collectives.owner_plan import OwnerPlan, cut_at_chunks
+from hybridcomp.collectives.owner_plan import OwnerPlan, cut_at_chunks, plan_of
 from hybridcomp.collectives.wire import (
     POOL,
+    OwnedRange,
     Range,
     Reduction,
     Splits,
@@ -67,6 +68,19 @@ class _Context:
 
     def nbytes(self, numel: int) -> int:
         return self.codec.wire_nbytes(numel, self.dtype)
+
+
+def shards_as_plan(
+    numel: int, chunk: int, cuts: Sequence[Sequence[int]], ranks: int
+) -> tuple[OwnerPlan, tuple[int, ...]]:
+    """Return the direct plan of shards of ``chunk`` elements, the last ones shorter, and its cuts.
+
+    ``cuts``: positions in the shard of each rank.
+    """
+    edges = [min(rank * chunk, numel) for rank in range(ranks + 1)]
+    shards = tuple(OwnedRange(*edge, (rank,)) for rank, edge in enumerate(pairwise(edges)))
+    whole = tuple(rank * chunk + cut for rank, row in enumerate(cuts) for cut in row)
+    return replace(plan_of(shards, ranks), kind="direct", prepared={}), whole
 
 
 def exchange_of(
@@ -179,6 +193,15 @@ def sum_at_owners(
         if kept is not None and isinstance(residual, Tensor):
             kept.pack(residual)
     POOL.give(room, buffer)
+
+
+def scatter_parts(
+    flat: Tensor, total: Tensor, owners: OwnerPlan, kernel: PlannedKernel, how: Reduction
+) -> Steps[Tensor]:
+    """Sum this rank's shard of ``flat`` into ``total``: ``sum_at_owners`` of ``shards_as_plan``."""
+    exchange = exchange_of(owners, kernel, how.codec, flat, how)
+    yield from sum_at_owners(flat, total, exchange, kernel, how)
+    return total
 
 
 def send_sums(

@@ -9,10 +9,12 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import Codec, CollectiveKernel
-from hybridcomp.codecs.quantized_residual import Residual, as_fp32, joined
+from hybridcomp.codecs.base import Codec, CollectiveKernel, PlannedKernel
+from hybridcomp.codecs.quantized_residual import BLOCK, Residual, as_fp32, joined
 from hybridcomp.collectives.fused import adjacent, fused_reduce_scatter
 from hybridcomp.collectives.hierarchical.intra_node import join_columns, node_sum
+from hybridcomp.collectives.owner_exchange import scatter_parts, shards_as_plan
+from hybridcomp.collectives.owner_plan import OwnerPlan
 from hybridcomp.collectives.wire import (
     POOL,
     ReduceScatterHandle,
@@ -167,11 +169,21 @@ def _flat(
         return given(total)
     plan = _planned(shards, residuals, cuts, how)
     how.meter.used[plan.spec] = None
-    flat = None if plan.fused is None else _joined(shards)
+    flat = _joined(shards) if plan.fused or plan.parts else None
     left = None if flat is None or residuals is None else _joined_residuals(residuals)
     if plan.fused is not None and flat is not None and (residuals is None or left is not None):
         only = Reduction(plan.codec, how.group, how.meter, residual=left)
         return fused_reduce_scatter(flat, shards[0].numel(), total, plan.fused, only)
+    chunk, parts = shards[0].numel(), plan.parts
+    alike = (
+        residuals is None or isinstance(left, Tensor) or (left is not None and not chunk % BLOCK)
+    )
+    if parts is not None and flat is not None and alike:
+        if not plan.whole:
+            plan.whole.append(shards_as_plan(flat.numel(), chunk, cuts or (), len(shards)))
+        owners, edges = plan.whole[0]
+        only = Reduction(plan.codec, how.group, how.meter, edges, residual=left)
+        return scatter_parts(flat, total, owners, parts, only)
     if not plan.rounds:
         plan.rounds.extend(_plan_rounds(shards, residuals, cuts, plan, how))
     return _in_rounds(shards, total, residuals, plan, how)
@@ -184,7 +196,8 @@ class ReduceScatterPlan:
     Attributes:
         held: the codec of the reduction, for the key.
         codec, spec: of the quantization.
-        fused: kernels for two launches, for shards that are one in memory.
+        fused: kernels for two launches, for shards that are one in memory; ``parts``: with cuts.
+        whole: the shards and cuts of such a message as one tensor has them, from the first one on.
         rounds: for all others, planned at the first one of these.
         is_one: whether the rounds take values and residuals as one tensor each.
     """
@@ -193,7 +206,9 @@ class ReduceScatterPlan:
     codec: Codec
     spec: str
     fused: CollectiveKernel | None
+    parts: PlannedKernel | None
     is_one: bool
+    whole: list[tuple[OwnerPlan, tuple[int, ...]]] = field(default_factory=list)
     rounds: list[SumPlan] = field(default_factory=list)
 
 
@@ -215,7 +230,8 @@ def _planned(
     if found is None:
         (codec,) = how.codec.split_error_budget(1, how.group.size, exact=1)
         fused = None if edges else codec.fused(like.device)
-        found = ReduceScatterPlan(how.codec, codec, codec.spec, fused, is_one)
+        parts = codec.planned(like.device) if edges else None
+        found = ReduceScatterPlan(how.codec, codec, codec.spec, fused, parts, is_one)
         found = how.group.keep(key, found, 1 if fused is not None else how.group.size)
     return found
 

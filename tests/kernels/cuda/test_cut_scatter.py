@@ -1,0 +1,87 @@
+"""Reduce-scatters with cuts in two launches, however many cuts and ranks: bits as on CPUs."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+
+from hybridcomp.codecs import BlockInt, make_codec
+from hybridcomp.codecs.quantized_residual import QuantizedResidual, as_fp32
+from hybridcomp.collectives import Meter
+from hybridcomp.kernels.cuda import CudaKernels
+from hybridcomp.kernels.cuda.fused import blockint_macros
+from tests.codecs import arrays
+from tests.collectives.calls import reduce_scatter
+from tests.kernels.cuda.common import kernels_replaced
+from tests.kernels.cuda.emulated import emulated
+from tests.kernels.cuda.test_table import Counting
+from tests.ranks import run_ranks
+
+
+def cut_scatter(
+    fused: bool, chunk: int, bits: int, cuts: list[int]
+) -> tuple[list[torch.Tensor], list[str]]:
+    """Sum and residual of two reduce-scatters with cuts, and what the second launched."""
+    torch.set_num_threads(1)
+    codec, rank, world = make_codec("blockint", bits=4), dist.get_rank(), dist.get_world_size()
+    values, launcher = arrays.make("normal", world * chunk - 96, rank, torch.bfloat16), Counting()
+    shards = torch.split(values, chunk)
+    rows, kept = [cuts if i != 1 else cuts[:1] for i in range(world)], None
+    residual = arrays.make("normal", values.numel(), 50 + rank) / 100
+    if bits == 32:
+        kept = list(torch.split(residual, chunk))
+    elif bits:
+        step = -(-chunk // 32) * 32
+        few = QuantizedResidual(bits, world * step, values.device)
+        kept = [few[i * step : i * step + each.numel()] for i, each in enumerate(shards)]
+        for one, each in zip(kept, torch.split(residual, chunk), strict=True):
+            one.pack(each)
+    found = []
+    with kernels_replaced(CudaKernels(launcher)) if fused else nullcontext():
+        for _ in range(2):
+            launcher.kernels.clear()
+            meter = Meter()
+            done = reduce_scatter(shards, codec, None, meter=meter, residuals=kept, cuts=rows)
+            found += [done.wait(), torch.tensor([meter.wire_nbytes])]
+    return [*found, *(as_fp32(left) for left in kept or ())], launcher.kernels
+
+
+#: elements of a shard, bits of its residual (0: none), cuts; those of few bits lie in blocks
+CHUNKS = [
+    (2400, 0, [40, 1100]), (2405, 0, [40, 1100]), (2405, 32, [40, 1100]),
+    (2400, 8, [64, 1088]), (2400, 16, [32]),
+]  # fmt: skip
+
+
+def every_cut_scatter(fused: bool) -> list[tuple[list[torch.Tensor], list[str]]]:
+    """``cut_scatter`` of all CHUNKS."""
+    return [cut_scatter(fused, *each) for each in CHUNKS]
+
+
+def test_a_reduce_scatter_with_cuts_takes_two_launches() -> None:
+    """However many cuts and ranks: bits, residuals and bytes as on CPUs."""
+    macros = blockint_macros(BlockInt(bits=4)._setting)
+    for source in ("blockint_table.cu", "blockint_sum.cu"):
+        emulated(source, *macros)
+    right = run_ranks(3, every_cut_scatter, False)
+    for expected, found in zip(right, run_ranks(3, every_cut_scatter, True), strict=True):
+        for asked, (sums, _), (fused, kernels) in zip(CHUNKS, expected, found, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(sums, fused, strict=True)), asked
+            names = [kernel.split()[0] for kernel in kernels]
+            feedback = "_feedback" if asked[1] else ""
+            assert names == [f"planned_{each}{feedback}_bf16" for each in ("encode", "sum")], asked
+
+
+def between_blocks(fused: bool) -> torch.Tensor:
+    """The first sum with a residual of 8 bits whose blocks the cuts divide."""
+    found, _ = cut_scatter(fused, 2400, 8, [40, 1100])
+    return found[0]
+
+
+def test_cuts_inside_of_blocks_of_a_residual() -> None:
+    """It is fp32 for the message: what is sent and summed has the bits that CPUs give."""
+    right = run_ranks(3, between_blocks, False)
+    for expected, found in zip(right, run_ranks(3, between_blocks, True), strict=True):
+        assert torch.equal(expected, found)
