@@ -17,7 +17,8 @@ from hybridcomp.channels.moves import (
     Receive,
     Send,
 )
-from hybridcomp.channels.sums import AllReduce, ReduceScatter, ReduceToOwners
+from hybridcomp.channels.scatter_sums import ReduceScatter
+from hybridcomp.channels.sums import AllReduce, ReduceToOwners
 from hybridcomp.collectives import OwnedRange, ReduceScatterHandle, Shards, native_nbytes
 
 __all__ = [

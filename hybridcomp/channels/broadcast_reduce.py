@@ -44,7 +44,7 @@ class Broadcast(Message[tuple[Handle, Tensor]]):
         """Broadcast encoded: the root decodes its own payload too."""
         values, (known, meter) = (
             self.values,
-            channel.group_and_meter(self.group, self.values.device),
+            channel.with_meter(self.group, self.values.device),
         )
         sends = known.rank == self.root
         out = values.new_empty(self.numel) if sends else values
@@ -57,7 +57,7 @@ class Broadcast(Message[tuple[Handle, Tensor]]):
             values if sends else None, out, self.root, via, async_op=True
         )
         share = len(known.remote) / max(1, known.size - 1)
-        return handle.then(partial(channel.landed, meter, self, share)), out
+        return handle.then(partial(_record, channel, meter, self, known, share)), out
 
 
 @dataclass(eq=False, kw_only=True)
@@ -86,11 +86,22 @@ class Reduce(Message[Handle]):
 
     def send(self, channel: Channel, codec: Codec) -> Handle:
         """Encode the values for the root, which adds them in fp32; returns under way."""
-        known, meter = channel.group_and_meter(self.group, self.values.device)
+        known, meter = channel.with_meter(self.group, self.values.device)
         if known.rank != self.root:
             first = codec.split_error_budget(1, known.size, exact=1)[0]
             channel.sample(self.values, first, self.direction)
         via = Transfer(codec, known, meter)
         handle = collectives.reduce(self.values, self.out, self.root, via, async_op=True)
         share = float(self.root in known.remote)
-        return handle.then(partial(channel.landed, meter, self, share))
+        return handle.then(partial(_record, channel, meter, self, known, share))
+
+
+def _record(
+    channel: Channel, meter: Meter, message: Broadcast | Reduce, known: Group, inter: float
+) -> None:
+    """Record a message: bytes and time on the ranks that send it, elsewhere its time only."""
+    nbytes = message.native_nbytes(known.size)
+    if nbytes:
+        channel.record(meter, nbytes, message.direction, inter)
+    else:
+        channel.state.ledger.record_time((channel.dimension, message.direction), meter)

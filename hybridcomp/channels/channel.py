@@ -4,8 +4,8 @@ A patch describes what upstream is about to send as a ``Message`` and hands it o
 send it natively: ``channel.run(message, native=..., encoded=...)``. The channel chooses the codec.
 Without one it counts the message and calls ``native``, upstream's original, so that ``none`` is
 bit-identical. Otherwise the message encodes its tensors, calls the collective and is recorded in
-the ledger. Its classes: sums in ``sums``, messages that only move values in ``moves``, broadcasts
-and reductions to one rank in ``broadcast_reduce``.
+the ledger. Its classes: sums in ``sums`` and ``scatter_sums``, messages that only move values in
+``moves``, broadcasts and reductions to one rank in ``broadcast_reduce``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -44,8 +44,7 @@ def channel_of(obj: Any, dimension: Dimension) -> Channel | None:
     channels = getattr(obj, ATTRIBUTE, None)
     if channels is None:
         return None
-    channel: Channel = channels.by_dimension[dimension]
-    return channel
+    return cast("Channel", channels.by_dimension[dimension])
 
 
 @dataclass(eq=False, kw_only=True)
@@ -134,8 +133,7 @@ class Channel:
             native: sends it as upstream does.
             encoded: gets the result of the encoded message, usually a handle.
 
-        Returns:
-            What ``native`` or ``encoded`` returns.
+        Returns what ``native`` or ``encoded`` returns.
         """
         size = self.group(message.group).size
         codec = self.choice.of_message(
@@ -258,9 +256,7 @@ class Channel:
         clock = HOST if device.type == "cpu" else self.state.clock(device)
         return Meter(clock=clock, where=f"{self.dimension} at step {self.state.step}")
 
-    def group_and_meter(
-        self, group: ProcessGroup | None, device: torch.device
-    ) -> tuple[Group, Meter]:
+    def with_meter(self, group: ProcessGroup | None, device: torch.device) -> tuple[Group, Meter]:
         """Return the ranks of a message of tensors on ``device``, and a meter for it."""
         return self.group(group), self.meter(device)
 
@@ -291,10 +287,8 @@ class Channel:
         return rows
 
     def record(self, meter: Meter, raw_nbytes: int, direction: Direction, inter: float) -> None:
-        """Count an encoded message in whose place native would have sent ``raw_nbytes``.
-
-        ``inter``: the share of these bytes that crosses nodes.
-        """
+        """Count an encoded message in whose place native would have sent ``raw_nbytes``, of which
+        the share ``inter`` crosses nodes."""
         self.state.ledger.record((self.dimension, direction), raw_nbytes, meter, inter)
 
     def recorded(
@@ -303,11 +297,3 @@ class Channel:
         """``record`` an encoded message once ``handle`` is complete; return ``handle``."""
         key = (self.dimension, direction)
         return handle.then(partial(self.state.ledger.record, key, raw_nbytes, meter, inter))
-
-    def landed(self, meter: Meter, message: Message[Any], inter: float) -> None:
-        """Record a message: bytes and time on the ranks that send it, elsewhere its time only."""
-        nbytes = message.native_nbytes(self.group(message.group).size)
-        if nbytes:
-            self.record(meter, nbytes, message.direction, inter)
-        else:
-            self.state.ledger.record_time((self.dimension, message.direction), meter)

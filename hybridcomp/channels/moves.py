@@ -48,7 +48,7 @@ class AllGather(Message[Handle]):
         shard, cuts = self.shard, self.cuts(codec)
         (only,) = codec.split_error_budget(1, 1, result=shard.dtype)
         channel.sample(shard, only, self.direction, cuts, self.relative_to)
-        known, meter = channel.group_and_meter(self.group, shard.device)
+        known, meter = channel.with_meter(self.group, shard.device)
         via = Transfer(codec, known, meter, cuts)
         async_op = self.async_op
         if self.single_post:
@@ -97,7 +97,7 @@ class AllToAll(Message[Handle]):
         channel.sample(
             values, codec.split_error_budget(1, 1, result=values.dtype)[0], self.direction
         )
-        known, meter = channel.group_and_meter(self.group, values.device)
+        known, meter = channel.with_meter(self.group, values.device)
         handle = collectives.all_to_all(
             self.out, values, Transfer(codec, known, meter), takes, gives, self.async_op,
         )  # fmt: skip
@@ -131,7 +131,7 @@ class Send(Message[None]):
         assert self.between is not None, "a message between two ranks"
         (source, target), values = self.between, self.load()
         channel.sample(values, codec.split_error_budget(1, 1, result=self.dtype)[0], self.direction)
-        known, meter = channel.group_and_meter(self.group, values.device)
+        known, meter = channel.with_meter(self.group, values.device)
         collectives.send(values, target, Transfer(codec, known, meter))
         nodes = channel.state.nodes
         crosses = nodes is not None and nodes.of_rank[source] != nodes.of_rank[target]
@@ -162,7 +162,7 @@ class Receive(Message[None]):
     def send(self, channel: Channel, codec: Codec) -> None:
         """Receive and decode."""
         assert self.between is not None, "a message between two ranks"
-        values, (known, meter) = self.buffer(), channel.group_and_meter(self.group, self.out.device)
+        values, (known, meter) = self.buffer(), channel.with_meter(self.group, self.out.device)
         collectives.recv(values, self.between[0], Transfer(codec, known, meter))
         self.put(values)
         channel.state.ledger.record_time((channel.dimension, self.direction), meter)

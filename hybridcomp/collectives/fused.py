@@ -26,7 +26,6 @@ from hybridcomp.collectives.wire import (
     Steps,
     Transfer,
     chunk_ranges,
-    first,
     relays,
     stretches,
     transport,
@@ -75,9 +74,8 @@ def _planned_gather(codec: Codec, dtype: torch.dtype, numel: int, ranks: int) ->
 
 def room_of(places: Sequence[int], device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
     """Allocate one buffer and cut it: ``(buffer to give back, the buffers in it)``."""
-    nbytes = sum(places)
-    buffer = POOL.take(nbytes, device)
-    return buffer, first(buffer, nbytes).unsafe_split_with_sizes(places)[::2]
+    buffer, room = POOL.take_bytes(sum(places), device)
+    return buffer, room.unsafe_split_with_sizes(places)[::2]
 
 
 def places_of(*nbytes: int) -> tuple[int, ...]:

@@ -125,7 +125,8 @@ def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
     if plan.fused is not None:
         return fused_all_reduce(tensor, plan.codecs[0], plan.fused, how)
     if plan.pairs:
-        return overlapped([_pair(tensor, each, how) for each in plan.pairs])
+        swaps = [_pair(tensor, each, how) for each in plan.pairs]
+        return swaps[0] if len(swaps) == 1 else overlapped(swaps)
     return _in_rounds(tensor, plan, how)
 
 

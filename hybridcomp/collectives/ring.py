@@ -30,7 +30,6 @@ from hybridcomp.collectives.wire import (
     Steps,
     add_values,
     check_match,
-    first,
     payload_sizes,
     spec_digest,
     transport,
@@ -174,8 +173,8 @@ class Ring:
     def _room(self, expected: Contents, told: list[int] | None) -> PackedMessage:
         """Allocate a parcel to receive into, of the sizes ``told`` or else the largest possible."""
         head, nbytes = self._head(expected), self._most(expected) if told is None else told
-        buffer = POOL.take(head + sum(nbytes), self.device)
-        return PackedMessage(expected, first(buffer, head + sum(nbytes)), nbytes, head, buffer)
+        buffer, message = POOL.take_bytes(head + sum(nbytes), self.device)
+        return PackedMessage(expected, message, nbytes, head, buffer)
 
     def _encode(self, tensor: Tensor, slot: Tensor) -> int:
         if self.codec is None:

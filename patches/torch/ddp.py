@@ -33,7 +33,7 @@ from hybridcomp.channels.resharing import Sends
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 from hybridcomp.collectives import Handle
 from hybridcomp.collectives.topology import ranks_of
-from hybridcomp.collectives.wire import POOL, first
+from hybridcomp.collectives.wire import POOL
 from hybridcomp.job import small_messages
 from hybridcomp.patches.torch import ddp_slot, rules, steps, torch_versions
 from hybridcomp.patches.torch.attached import Attached
@@ -163,8 +163,8 @@ class _BucketSum(AllReduce):
             return self.values
         self.layout = self.reducer.layout(self.bucket)
         nbytes = self.layout.numel * gradients.itemsize
-        self.buffer = POOL.take(nbytes, gradients.device)
-        self.values = first(self.buffer, nbytes).view(gradients.dtype)
+        self.buffer, values = POOL.take_bytes(nbytes, gradients.device)
+        self.values = values.view(gradients.dtype)
         self.layout.pack(gradients, factor, self.values)
         return self.values
 

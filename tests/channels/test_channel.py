@@ -7,12 +7,14 @@ import io
 import json
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
-from hybridcomp.channels import Channels, sums
+from hybridcomp.channels import Channels, known_groups, sums
 from hybridcomp.channels.pieces import Piece
 from hybridcomp.collectives import Group
 from hybridcomp.config import CompressionConfig
@@ -117,3 +119,32 @@ def test_pieces_of_many_ranks_do_not_push_each_other_out() -> None:
     every = [tuple(Piece(f"p{n}", rank, 1) for rank in range(1 << 14)) for n in range(24)]
     found = [sums._parts(pieces, group) for pieces in every]
     assert all(sums._parts(a, group) is b for a, b in zip(every, found, strict=True))
+
+
+def test_groups_made_before_nodes_were_found_are_forgotten() -> None:
+    made: list[tuple[object, bool]] = []
+
+    class Placed:
+        """Nodes of a job."""
+
+        def group(self, group: object, *, two_levels: bool) -> object:
+            made.append((group, two_levels))
+            return object()
+
+    state: Any = SimpleNamespace(nodes=None, policy=SimpleNamespace(low_rank={"dp"}))
+    first: Any = object()
+    with (
+        patch.object(known_groups, "_exists", lambda group: group is first),
+        patch.object(known_groups.Group, "of", lambda group: object()),
+    ):
+        known: Any = known_groups.KnownGroups("dp", state)
+        before = known[first, None]
+        assert known[first, None] is before and len(known) == 1
+        nodes = Placed()
+        assert known[first, nodes] is not before and list(known) == [(first, nodes)]
+        assert made == [(first, False)], "low rank sums whole messages, on one level"
+        gone: Any = object()
+        assert known[gone, nodes] is known[gone, nodes]
+        assert known[first, nodes] and list(known) == [(first, nodes), (gone, nodes)]
+        other: Any = object()
+        assert known[other, nodes] and list(known) == [(first, nodes), (other, nodes)]

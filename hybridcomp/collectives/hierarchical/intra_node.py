@@ -36,7 +36,6 @@ from hybridcomp.collectives.wire import (
     Steps,
     Transfer,
     chunk_ranges,
-    first,
     transport,
 )
 
@@ -103,8 +102,7 @@ def _gather(values: Tensor, stages: Sequence[Group], meter: Meter) -> Steps[tupl
     buffer: Tensor | None = None
     for group in reversed(stages):
         nbytes = group.size * values.nbytes
-        wire = POOL.take(nbytes, values.device)
-        gathered = first(wire, nbytes)
+        wire, gathered = POOL.take_bytes(nbytes, values.device)
         yield transport.all_gather(gathered, values.view(torch.uint8), group, meter)
         POOL.give(buffer)
         buffer, values = wire, gathered[:nbytes].view(values.dtype)

@@ -2,6 +2,7 @@
 
 group          the ranks of a message, how values travel between them and how they are summed
 handle         steps of a collective, the handle that drives them, the meter of what they cost
+steps          steps made of others: side by side, or a single message
 cuts           chunks of ranks, stretches between parameters, rounds
 encoding       values into payloads and back, error feedback, buffers
 exchange_plan  what all-to-alls of payloads of the same lengths, and sums by them, have in common
@@ -13,6 +14,7 @@ relays         all-gather over several groups, one after the other
 payload_sizes  sizes of payloads of variable size
 splits         lengths of the parts of an all-to-all
 transport      bytes between ranks; only this calls torch.distributed for messages
+staging        backends of devices; pinned host memory for GPU tensors over gloo
 device_clock   the time that a GPU takes
 
 Operations above import from here, not from its parts.
@@ -29,8 +31,6 @@ from hybridcomp.collectives.wire.encoding import (
     check_residual,
     check_values,
     decode_fp32,
-    encode_values,
-    first,
     settle,
 )
 from hybridcomp.collectives.wire.exchange_plan import (
@@ -46,6 +46,7 @@ from hybridcomp.collectives.wire.gathers import (
     GatherPlan,
     decode_all,
     encode_all,
+    encode_values,
     gather,
     plan_gather,
 )
@@ -58,10 +59,6 @@ from hybridcomp.collectives.wire.handle import (
     Pending,
     ReduceScatterHandle,
     Steps,
-    ended,
-    given,
-    overlapped,
-    transfer,
 )
 from hybridcomp.collectives.wire.headers import (
     HEADER_NBYTES,
@@ -74,6 +71,7 @@ from hybridcomp.collectives.wire.headers import (
 )
 from hybridcomp.collectives.wire.message_rounds import round_count, rounds
 from hybridcomp.collectives.wire.splits import Splits
+from hybridcomp.collectives.wire.steps import ended, given, overlapped, transfer
 
 __all__ = [
     "Clock",
@@ -114,7 +112,6 @@ __all__ = [
     "encode_values",
     "ended",
     "exchange",
-    "first",
     "gather",
     "given",
     "overlapped",

@@ -21,7 +21,7 @@ from hybridcomp.codecs.base import (
     VALUE_DTYPES,
     Codec,
     FixedKernels,
-)
+)  # fmt: skip
 from hybridcomp.codecs.casts import CAST_TO
 from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual
 from hybridcomp.errors import CodecError
@@ -73,9 +73,9 @@ class Pool:
         return buffer, buffer[: 4 * numel].view(torch.float32)
 
     def take_bytes(self, nbytes: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return ``(buffer to give back, its first nbytes bytes)``."""
+        """Return ``(buffer to give back, its first nbytes bytes)``; no view (1 us) of all of it."""
         buffer = self.take(nbytes, device)
-        return buffer, buffer if buffer.numel() == nbytes else buffer[:nbytes]  # a view takes 1 us
+        return buffer, buffer if buffer.numel() == nbytes else buffer[:nbytes]
 
     def give(self, *buffers: Tensor | None) -> None:
         """Give buffers back; nothing may read or write them any more. None is skipped."""
@@ -94,11 +94,6 @@ class Pool:
         """Free every buffer that is not in use."""
         with self._lock:
             self._free.clear()
-
-
-def first(buffer: Tensor, nbytes: int) -> Tensor:
-    """Return the first ``nbytes`` bytes; no new view (1 us) where that is all, as on a GPU."""
-    return buffer if buffer.numel() == nbytes else buffer[:nbytes]
 
 
 #: the pool of this process
@@ -284,7 +279,8 @@ def encode_sum(
     if word is None:
         return codec.encode(values, out)
     assert isinstance(codec, Codec), "only codecs of variable size write words"
-    return encode_values(codec, values, out, word)
+    codec.encode_into(values, out, word)
+    return out.numel()
 
 
 def settle_job(codec: Coder, job: EncodeRequest, payload: Tensor, dtype: torch.dtype) -> None:
@@ -300,10 +296,3 @@ def settle_job(codec: Coder, job: EncodeRequest, payload: Tensor, dtype: torch.d
     POOL.give(buffer)
     if isinstance(kept, QuantizedResidual):
         job.pack(kept)
-
-
-def encode_values(codec: Codec, values: Tensor, out: Tensor, word: Tensor | None) -> int:
-    if word is None:
-        return codec.encode(values, out)
-    codec.encode_into(values, out, word)
-    return out.numel()

@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridcomp.codecs.base import Codec, MultiTensorKernel
 from hybridcomp.collectives.wire import payload_sizes, relays, transport
 from hybridcomp.collectives.wire.cuts import Range
-from hybridcomp.collectives.wire.encoding import POOL, encode_values, first
+from hybridcomp.collectives.wire.encoding import POOL
 from hybridcomp.collectives.wire.group import Group
 from hybridcomp.collectives.wire.handle import Meter, Steps
 from hybridcomp.collectives.wire.varying import cut_payloads
@@ -118,6 +118,15 @@ def encode_all(
     return room
 
 
+def encode_values(codec: Codec, values: Tensor, out: Tensor, word: Tensor | None) -> int:
+    """Encode ``values`` into ``out`` and return the bytes used; with a ``word`` (int64 on the
+    device) they are written there, and all of ``out`` counts."""
+    if word is None:
+        return codec.encode(values, out)
+    codec.encode_into(values, out, word)
+    return out.numel()
+
+
 def decode_all(
     codec: Codec,
     each: MultiTensorKernel | None,
@@ -149,12 +158,12 @@ def gather(
         slot = max(map(sum, found))
     if own.words is not None and len(own.nbytes) > 1:
         payload = together = POOL.take(slot, payload.device)
-        mine = found[plan.me]
-        parts = zip(torch.split(own.buffer[: sum(own.nbytes)], own.nbytes), mine, strict=True)
-        torch.cat([part[:size] for part, size in parts], out=payload[: sum(mine)])
-    buffer = POOL.take(len(found) * slot, payload.device)
-    wire = first(buffer, len(found) * slot)
-    yield relays.all_gather(wire, first(payload, slot), group, meter)
+        sizes = found[plan.me]
+        parts = zip(torch.split(own.buffer[: sum(own.nbytes)], own.nbytes), sizes, strict=True)
+        torch.cat([part[:size] for part, size in parts], out=payload[: sum(sizes)])
+    buffer, wire = POOL.take_bytes(len(found) * slot, payload.device)
+    mine = payload if payload.numel() == slot else payload[:slot]
+    yield relays.all_gather(wire, mine, group, meter)
     POOL.give(together)
     if not plan.codec.fixed_size:
         return cut_payloads(wire, [slot] * len(found), plan.heads, found), buffer

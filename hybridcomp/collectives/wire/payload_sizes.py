@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from hybridcomp.codecs.base import Codec, align
-from hybridcomp.collectives.wire import transport
+from hybridcomp.collectives.wire import staging, transport
 from hybridcomp.collectives.wire.group import Group
 from hybridcomp.collectives.wire.handle import Steps
 
@@ -66,7 +66,7 @@ class SizeReader:
 
     def fetch(self, words: Tensor, message: Work, group: Group) -> Steps[list[int]]:
         """Copy ``words``, part of which ``message`` fills in, to the host and return them."""
-        if words.is_cuda and not transport.STAGING.needed(words, group):
+        if words.is_cuda and not staging.STAGING.needed(words, group):
             arrival = self._copied_beside(words, message)
         else:
             yield message

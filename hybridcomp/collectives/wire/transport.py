@@ -11,16 +11,12 @@ directions of a link run one after the other. Between two ranks at 71 Mb/s and a
 happened to about half of all messages above 0.4 MB, which took twice as long as the link needs.
 With receives posted before any send, announcements go out first. The bytes are the same.
 
-gloo takes CUDA tensors for few collectives (all_reduce and broadcast; no all_to_all, no all_gather,
-no send and recv), so the others go through pinned host memory. Messages are encoded, so the copies
-are short; this lets several ranks share one GPU, and clusters without NCCL work.
+GPU tensors over gloo go through pinned host memory (``staging``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
-from functools import cache
 from typing import cast
 
 import torch
@@ -31,6 +27,7 @@ from torch.distributed import Work
 from hybridcomp.collectives.wire.group import Group
 from hybridcomp.collectives.wire.handle import MOST_FORGOTTEN, Meter, Works
 from hybridcomp.collectives.wire.splits import Splits
+from hybridcomp.collectives.wire.staging import STAGING, Staged, backend_of, learn_backends
 from hybridcomp.job import peer_liveness
 
 #: torch 2.13 renames it and warns about the old name
@@ -60,7 +57,7 @@ def all_to_all(
     meter.sent(values.itemsize * sent, values.itemsize * far)
     takes = out_splits.numels if isinstance(out_splits, Splits) else out_splits
     gives = in_splits.numels if isinstance(in_splits, Splits) else in_splits
-    staged = STAGING.needed(out, group)
+    staged = out.device.type in STAGING.devices and STAGING.needed(out, group)
     room, source = (STAGING.room(out), STAGING.out(values)) if staged else (out, values)
     work: Work
     if not room.is_cuda and over_gloo(room.device, group):
@@ -261,59 +258,4 @@ def _limited(work: Work, tensor: Tensor, group: Group) -> Work:
 
 def over_gloo(device: torch.device, group: Group) -> bool:
     """Return whether ``device`` is a CPU whose tensors travel over gloo."""
-    return device.type == "cpu" and (group.backends or _learn_backends(group)).get("cpu") == "gloo"
-
-
-def backend_of(group: Group, device: torch.device) -> str:
-    """Return the backend that carries tensors of ``device``; a group may have several."""
-    return (group.backends or _learn_backends(group)).get(device.type, "")
-
-
-def _learn_backends(group: Group) -> dict[str, str]:
-    """Fill in and return the group's backends."""
-    group.backends = _backends(dist.get_backend_config(group.process_group))
-    return group.backends
-
-
-@cache
-def _backends(config: str) -> dict[str, str]:
-    """Return the backends of a group, by the type of device."""
-    return dict(part.split(":") for part in config.split(","))
-
-
-class Staged(Work):
-    """Message received in host memory (``room``) and copied to its place ``out`` on a GPU."""
-
-    def __init__(self, work: Work, room: Tensor, out: Tensor) -> None:
-        super().__init__()
-        self._work, self._room, self._out = work, room, out
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the message, then copy it to the GPU on its current stream."""
-        done = self._work.wait() if timeout is None else self._work.wait(timeout)
-        STAGING.back(self._room, self._out)
-        return done
-
-
-class Staging:
-    """Pinned host memory for GPU tensors over gloo: which messages need it, and the copies."""
-
-    def needed(self, tensor: Tensor, group: Group) -> bool:
-        """Return whether ``tensor`` is on a GPU and ``group`` carries it over gloo."""
-        return tensor.is_cuda and backend_of(group, tensor.device) == "gloo"
-
-    def room(self, like: Tensor) -> Tensor:
-        """Allocate pinned host memory for ``like``, contents undefined; torch caches the blocks."""
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
-
-    def out(self, values: Tensor) -> Tensor:
-        """Copy ``values`` to host memory; waits for the device, as gloo reads them at once."""
-        return self.room(values).copy_(values)
-
-    def back(self, values: Tensor, there: Tensor) -> None:
-        """Copy ``values`` of the host into ``there`` on its current stream, without a wait."""
-        there.copy_(values, non_blocking=True)
-
-
-#: of this process; tests replace it
-STAGING = Staging()
+    return device.type == "cpu" and (group.backends or learn_backends(group)).get("cpu") == "gloo"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybridcomp.codecs import Bounded, Codec, make_codec
 from hybridcomp.collectives import Meter
-from hybridcomp.collectives.wire import payload_sizes, transport
+from hybridcomp.collectives.wire import payload_sizes, staging
 from hybridcomp.kernels.cuda import CudaKernels
 from tests.collectives.calls import all_reduce
 from tests.collectives.common import digest, values_of
@@ -188,7 +188,7 @@ def test_on_a_gpu_sizes_travel_beside_the_callers_stream() -> None:
     words = mock.Mock(is_cuda=True, device=torch.device("cuda", 0))
     with (
         mock.patch.object(payload_sizes, "cuda", found.cuda),
-        mock.patch.object(transport.STAGING, "needed", lambda tensor, group: False),
+        mock.patch.object(staging.STAGING, "needed", lambda tensor, group: False),
     ):
         steps = found.fetch(words, found.message(), None)  # type: ignore[arg-type]
         arrival = next(steps)

@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridcomp.codecs import make_codec
 from hybridcomp.collectives import Levels, Meter, OwnedRange, chunk_ranges, gather_words
 from hybridcomp.collectives.low_rank import Matrix
-from hybridcomp.collectives.wire import Group, transport
+from hybridcomp.collectives.wire import Group, staging, transport
 from tests.collectives.calls import (
     all_gather,
     all_reduce,
@@ -34,8 +34,10 @@ from tests.ranks import RunRanks
 CALLS = ("all_reduce", "isend", "irecv")
 
 
-class Pretended(transport.Staging):
+class Pretended(staging.Staging):
     """Takes every tensor for one of a GPU, and remembers what it staged."""
+
+    devices = frozenset({"cpu"})
 
     def __init__(self) -> None:
         self.kept: list[Tensor] = []  # what was staged; addresses stay theirs
@@ -70,7 +72,8 @@ class Pretended(transport.Staging):
 def pretended() -> Iterator[Pretended]:
     found = Pretended()
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(transport, "STAGING", found))
+        for module in (staging, transport):
+            stack.enter_context(mock.patch.object(module, "STAGING", found))
         stack.enter_context(sizes_ahead())  # as on a GPU
         for name in CALLS:
             checked = found.guarded(name, getattr(dist, name))
@@ -181,9 +184,9 @@ def test_only_gpus_on_gloo_are_staged(on_ranks: RunRanks) -> None:
 def _decide() -> tuple[str, str, bool, bool]:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     there = mock.Mock(is_cuda=True, device=cuda)
-    needed, group = transport.Staging().needed, Group.of(None)
+    needed, group = staging.Staging().needed, Group.of(None)
     return (
-        transport.backend_of(group, cpu), transport.backend_of(group, cuda),
+        staging.backend_of(group, cpu), staging.backend_of(group, cuda),
         needed(torch.zeros(1), group), needed(there, group),
     )  # fmt: skip
 
@@ -191,6 +194,6 @@ def _decide() -> tuple[str, str, bool, bool]:
 def test_a_group_of_two_backends_is_asked_for_the_devices() -> None:
     config, group = "cpu:gloo,cuda:nccl", Group(cast(Any, None), 0, 1)
     with mock.patch.object(dist, "get_backend_config", lambda group: config):
-        assert transport.backend_of(group, torch.device("cuda")) == "nccl"
-        assert transport.backend_of(group, torch.device("cpu")) == "gloo"
-        assert transport.backend_of(group, torch.device("meta")) == ""
+        assert staging.backend_of(group, torch.device("cuda")) == "nccl"
+        assert staging.backend_of(group, torch.device("cpu")) == "gloo"
+        assert staging.backend_of(group, torch.device("meta")) == ""

@@ -1,0 +1,145 @@
+"""Reduce-scatter: the sum of shards, each of which goes to the rank that it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridcomp import collectives
+from hybridcomp.channels import low_rank
+from hybridcomp.channels.channel import Channel, Handling, Message
+from hybridcomp.channels.pieces import Piece, borders
+from hybridcomp.channels.sums import WEIGHED, low_rank_of, probe_of, take_common
+from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.quantized_residual import BLOCK, Residual, split
+from hybridcomp.collectives import (
+    Group,
+    ReduceScatterHandle,
+    Reduction,
+    Shards,
+    Transfer,
+    native_nbytes,
+)
+
+
+@dataclass(eq=False, kw_only=True)
+class ReduceScatter(Message[ReduceScatterHandle]):
+    """Sum this rank's shard over ``group``; ``wait()`` of the handle gives it, a new fp32 tensor.
+
+    Attributes:
+        shards: this rank's part of each rank's sum, 1-D contiguous, ``Shards`` where they are one
+            tensor; a subclass may make them in ``load`` instead.
+        parameters: what ``pieces`` returns, where a seam has it at hand.
+        async_op: return before the sum is complete.
+    """
+
+    shards: Sequence[Tensor] = ()
+    parameters: Sequence[Sequence[Piece]] | None = None
+    async_op: bool = False
+
+    def load(self, codec: Codec) -> Sequence[Tensor]:
+        """Return the shards that are encoded with ``codec``, one for each rank."""
+        return self.shards
+
+    def pieces(self) -> Sequence[Sequence[Piece]] | None:
+        """Return the parameters that each shard consists of, in order; None: not known."""
+        return self.parameters
+
+    def native_nbytes(self, size: int) -> int:
+        """Return the bytes of a ring reduce-scatter of all shards."""
+        return native_nbytes.reduce_scatter_nbytes(self.numel, self.dtype, size)
+
+    def send(self, channel: Channel, codec: Codec) -> ReduceScatterHandle:
+        """Sum the loaded shards; see ``collectives.reduce_scatter``."""
+        shards, handling = self.load(codec), channel.handling(codec)
+        pieces = self.pieces() if handling.by_parameter else None
+        like = shards.flat if isinstance(shards, Shards) else shards[0]
+        known, meter = channel.with_meter(self.group, like.device)
+        exact = None
+        if handling.common and pieces is not None:
+            exact = take_common(channel, shards, pieces, known, meter)
+        if codec.low_rank is not None:
+            via, factors = Transfer(codec, known, meter), low_rank_of(channel, self.direction)
+            handle = low_rank.reduce_scatter(shards, via, factors, pieces, self.async_op)
+        else:
+            how = Reduction(codec, known, meter, flush=handling.flush)
+            handle = self._scatter(channel, shards, how, pieces, handling)
+        if exact is not None:
+            handle.then(lambda: exact.put(handle.wait(), known.rank))
+        nbytes = self.native_nbytes(known.size)
+        return channel.recorded(handle, meter, nbytes, self.direction, known.ring)
+
+    def _scatter(
+        self,
+        channel: Channel,
+        shards: Sequence[Tensor],
+        how: Reduction,
+        pieces: Sequence[Sequence[Piece]] | None,
+        handling: Handling,
+    ) -> ReduceScatterHandle:
+        """Reduce-scatter ``shards``, with residuals for those that this rank encodes."""
+        group = how.group
+        cuts: list[list[int]] | None = None
+        residuals: Sequence[Residual] | None = None
+        if pieces is not None and handling.separate:
+            cuts = [borders(pieces[rank]) for rank in group.receivers]
+        if pieces is not None and channel.error_feedback:
+            residuals = _scattered(channel, shards, pieces, group)
+        if handling.sampling:
+            (first,) = how.codec.split_error_budget(1, group.encoders, exact=1)
+            how.probe = probe_of(channel, first, self.direction)
+        return collectives.reduce_scatter(shards, how, residuals, cuts, self.async_op)
+
+
+def _scattered(
+    channel: Channel, shards: Sequence[Tensor], pieces: Sequence[Sequence[Piece]], group: Group
+) -> Sequence[Residual]:
+    """Return the residuals of the shards that this rank encodes.
+
+    Those of few bits begin between blocks, as only then the kernels of codecs write them.
+    """
+    held = channel.state.residuals
+    key = ("shards", id(pieces), held.bits)
+    known: _ShardPieces | None = group.plans.get(key)
+    if known is None:
+        known = _shard_pieces(pieces, group, BLOCK if held.bits != 32 else 1)
+        if isinstance(pieces, tuple):
+            group.keep(key, known, 1 + (len(known.flat) + len(known.whole)) // WEIGHED)
+    like = shards.flat if isinstance(shards, Shards) else shards[0]
+    found = held.get("sender", known.flat, like, last=True, message=known.whole)
+    if isinstance(shards, Shards) and isinstance(found, Tensor):
+        return Shards(found, shards.numel)
+    if isinstance(found, Tensor):
+        return list(torch.split(found, known.numels)[::2])
+    return split(found, known.numels)[::2]
+
+
+class _ShardPieces(NamedTuple):
+    """The pieces of a reduce-scatter as one residual has them.
+
+    Attributes:
+        held: the pieces by rank, for the key.
+        flat: those of the shards that this rank encodes, each with a gap behind it.
+        whole: in two levels, those of all shards.
+        numels: elements of each of these shards, and of its gap.
+    """
+
+    held: Sequence[Sequence[Piece]]
+    flat: tuple[Piece, ...]
+    whole: tuple[Piece, ...]
+    numels: list[int]
+
+
+def _shard_pieces(pieces: Sequence[Sequence[Piece]], group: Group, block: int) -> _ShardPieces:
+    flat, numels = list[Piece](), list[int]()
+    for rank in group.receivers:
+        numel = sum(piece.numel for piece in pieces[rank])
+        gap = -numel % block
+        flat += [*pieces[rank], *([Piece("", 0, gap)] if gap else [])]
+        numels += [numel, gap]
+    whole = tuple(piece for row in pieces for piece in row) if group.levels else ()
+    return _ShardPieces(pieces, tuple(flat), whole, numels)

@@ -1,0 +1,79 @@
+"""Find the backend that carries tensors, and stage GPU tensors in pinned host memory for gloo.
+
+gloo takes CUDA tensors for few collectives (all_reduce and broadcast; no all_to_all, no all_gather,
+no send and recv), so the others go through pinned host memory. Messages are encoded, so the copies
+are short; this lets several ranks share one GPU, and clusters without NCCL work.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Work
+
+from hybridcomp.collectives.wire.group import Group
+
+
+def backend_of(group: Group, device: torch.device) -> str:
+    """Return the backend that carries tensors of ``device``; a group may have several."""
+    return (group.backends or learn_backends(group)).get(device.type, "")
+
+
+def learn_backends(group: Group) -> dict[str, str]:
+    """Fill in and return the group's backends."""
+    group.backends = _backends(dist.get_backend_config(group.process_group))
+    return group.backends
+
+
+@cache
+def _backends(config: str) -> dict[str, str]:
+    """Return the backends of a group, by the type of device."""
+    return dict(part.split(":") for part in config.split(","))
+
+
+class Staged(Work):
+    """Message received in host memory (``room``) and copied to its place ``out`` on a GPU."""
+
+    def __init__(self, work: Work, room: Tensor, out: Tensor) -> None:
+        super().__init__()
+        self._work, self._room, self._out = work, room, out
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the message, then copy it to the GPU on its current stream."""
+        done = self._work.wait() if timeout is None else self._work.wait(timeout)
+        STAGING.back(self._room, self._out)
+        return done
+
+
+class Staging:
+    """Pinned host memory for GPU tensors over gloo: which messages need it, and the copies.
+
+    Attributes:
+        devices: types of the devices whose tensors may need it.
+    """
+
+    devices = frozenset({"cuda"})
+
+    def needed(self, tensor: Tensor, group: Group) -> bool:
+        """Return whether ``tensor`` is on a GPU and ``group`` carries it over gloo."""
+        return tensor.is_cuda and backend_of(group, tensor.device) == "gloo"
+
+    def room(self, like: Tensor) -> Tensor:
+        """Allocate pinned host memory for ``like``, contents undefined; torch caches the blocks."""
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
+    def out(self, values: Tensor) -> Tensor:
+        """Copy ``values`` to host memory; waits for the device, as gloo reads them at once."""
+        return self.room(values).copy_(values)
+
+    def back(self, values: Tensor, there: Tensor) -> None:
+        """Copy ``values`` of the host into ``there`` on its current stream, without a wait."""
+        there.copy_(values, non_blocking=True)
+
+
+#: of this process; tests replace it
+STAGING = Staging()
