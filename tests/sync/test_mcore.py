@@ -151,6 +151,18 @@ def test_two_ranks_are_the_native_job() -> None:
     run_ranks(2, every_step, [(job, 1, "none") for job in found], timeout=600.0)
 
 
+def compressed() -> None:
+    """Gathers after meetings are the native ones where lossless codecs, deltas too, encode them."""
+    prepare()
+    for overlap in (False, True):
+        told = block(preset="diloco", every=2, codec="none", islands=2)
+        job = Job(**{**SHARDED, "steps": 5}, bf16=True, overlap=overlap, block=told)
+        native = weights_after(job)
+        for zero in ("stepcode", {"codec": "mpc", "delta": True}):
+            encoded = weights_after(dataclasses.replace(job, block={**told, "zero": zero}))
+            assert torch.equal(native, encoded), (zero, overlap)
+
+
 def tied() -> None:
     """A weight of which two stages have a copy is refused, before anything is sent."""
     prepare()
@@ -180,6 +192,11 @@ def alike(folder: str) -> None:
             assert all(torch.equal(one, common) for one in gathered(common))
         expected, found = restarted(dataclasses.replace(job, steps=6), f"{folder}/{sharded}", 3)
         assert torch.equal(expected, found)
+
+
+@pytest.mark.nightly
+def test_compressed_gathers() -> None:
+    run_ranks(4, compressed, timeout=600.0)
 
 
 @pytest.mark.nightly
