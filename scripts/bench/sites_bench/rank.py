@@ -76,7 +76,6 @@ def rank_main(file: Path) -> None:
             row = {"told": job.told(name), "name": name, **found}
             Path(job.out, f"{name}.json").write_text(json.dumps(row) + "\n")
             print(f"{name}: {len(found['losses'])} steps, {found['ends'][-1]:.1f} s", flush=True)
-        gc.collect()
     dist.barrier()
 
 
@@ -130,6 +129,7 @@ def make_engine(job: SitesJob, block: Mapping[str, Any] | None) -> Any:
     from gpt.weights import ModelConfig
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes a minute
+    gc.collect()  # an engine that is collected later takes the next one's groups with it
     torch.manual_seed(job.seed)
     model = GPT(ModelConfig(**job.model, seed=job.seed))
     settings = dict(job.settings)

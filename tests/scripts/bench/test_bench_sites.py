@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from bench import bench_sites
 from bench.sites_bench import curves
 from bench.sites_bench.curves import SiteRun
 from bench.sites_bench.rank import SitesJob
+from tests.ranks import run_ranks
 
 
 def run_of(losses: list[float], step_s: float, **more: Any) -> SiteRun:
@@ -83,3 +86,39 @@ def test_it_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
     assert bench_sites.missing(longer) == [n for n in whole.blocks if n != curves.PLAIN_FP32]
     (tmp_path / "streaming.json").unlink()
     assert bench_sites.missing(whole) == ["streaming"]
+
+
+class Text:
+    """Samples of the same few tokens."""
+
+    def batch(self, indices: range) -> tuple[Tensor, Tensor]:
+        rows = [torch.arange(index, index + 9) % 16 for index in indices]
+        tokens = torch.stack(rows)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def trained(made_job: SitesJob) -> list[dict[str, Any]]:
+    """Train each case of ``made_job`` but those with fp32 messages."""
+    import hybridcomp
+    from bench.sites_bench import rank
+
+    hybridcomp.install()
+    names = [name for name in made_job.blocks if name not in curves.PAIRS[1]]
+    return [rank.train(made_job, Text(), made_job.blocks[name], made_job.steps) for name in names]
+
+
+def test_ranks_train_all_cases(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    found, other = run_ranks(2, trained, job(tmp_path))
+    assert all(a["losses"] == b["losses"] for a, b in zip(found, other, strict=True))
+    native, every_step, plain, streaming, sparse = found
+    assert all(len(row["losses"]) == len(row["ends"]) == 17 for row in found)
+    assert "meetings" not in native and "meetings" not in every_step
+    assert plain["meetings"] == sparse["meetings"] == 2 and streaming["meetings"] >= 4
+    assert plain["losses"][0] == native["losses"][0] and plain["losses"] != native["losses"]
+
+
+def test_the_clock_ends_a_case_on_all_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    found, _ = run_ranks(2, trained, replace(job(tmp_path), seconds=0.0))
+    assert [len(row["losses"]) for row in found] == [4, 4, 7, 7, 7]  # where it looks first
