@@ -76,6 +76,15 @@ class PublishedCodec:
     def __post_init__(self) -> None:
         self.is_raw = self.setting == RAW_VALUES
 
+    def beginning(self) -> str:
+        """Return what the log says at the start beside the state of the chain."""
+        if self.setting != AUTO or self.feels_link:
+            return ""
+        return (
+            "; changes to a folder are always coded, as its disk says nothing of the receivers' "
+            'link ("codec": "raw" sends them as they are)'
+        )
+
     def note(
         self, said: Sequence[Mapping[str, Any]], receivers: ReceiverTimes | None, full: bool = False
     ) -> str | None:

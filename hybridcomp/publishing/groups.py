@@ -25,11 +25,13 @@ from hybridcomp.publishing.choosing import ReceiverTimes
 from hybridcomp.publishing.records import Manifest
 from hybridcomp.publishing.sources import Offer
 from hybridcomp.publishing.stream_sources import StreamSource
-from hybridcomp.publishing.streams import Stream, tensor_of
+from hybridcomp.publishing.streams import FORMAT, Stream, other_formats, tensor_of
 
 #: bytes of a write that wait for the next one: heads of frames travel with what follows
 SMALL = 64
 ANNOUNCED = struct.Struct(f"<QQ{SMALL}s")
+#: more than any format, so that the largest of what is left to it is the oldest
+LAST_FORMAT = 1 << 30
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
@@ -56,11 +58,17 @@ class Greeting:
     receive_s: float = 0.0
 
     def exchange(self, group: dist.ProcessGroup) -> Greeting:
-        """Return the greeting of all members together; a collective."""
+        """Return the greeting of all members together; a collective.
+
+        Raises PublishError, on all members, where their formats differ.
+        """
         times = [math.ceil(s * 1e6) for s in (self.apply_s, self.decode_s, self.receive_s)]
-        mine = [self.sender + 1, int(self.needs_full), *times]
+        formats = [FORMAT, LAST_FORMAT - FORMAT]
+        mine = [*formats, self.sender + 1, int(self.needs_full), *times]
         vector = torch.tensor(mine, dtype=torch.int64, device=device_of(group))
-        sender, needed, *found = small_messages.most(vector, group).tolist()
+        newest, left, sender, needed, *found = small_messages.most(vector, group).tolist()
+        if newest != LAST_FORMAT - left:
+            raise other_formats(LAST_FORMAT - left, newest)
         return Greeting(sender - 1, bool(needed), *(one / 1e6 for one in found))
 
 
@@ -158,6 +166,8 @@ class GroupDestination(Stream):
 
 class GroupSource(StreamSource):
     """A process group, on a receiver; an offer is one version."""
+
+    looks_on = False  # beyond the broadcasts of a version there is nothing to look at
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Receive from ``group``."""

@@ -117,7 +117,7 @@ class Publisher:
         self._digest, self._since_full = found.digest, found.since_full
         self._is_held = found.goes_on
         if self._weights.ranks[0] == dist.get_rank():
-            say(found.text, anywhere=True)
+            say(found.text + self._choice.beginning(), anywhere=True)
 
     def ask_full(self) -> None:
         """Make the next version a full one; one rank that calls it is enough."""

@@ -22,7 +22,13 @@ MOST_MANIFEST = 1 << 30
 
 
 class StreamSource(Source):
-    """A stream of ``streams.FrameWriter``; an offer is one version."""
+    """A stream of ``streams.Stream``; an offer is one version.
+
+    Attributes:
+        looks_on: whether to look for the next frame after a damaged head.
+    """
+
+    looks_on = True
 
     def __init__(self, stream: Readable) -> None:
         """Read from ``stream``."""
@@ -30,6 +36,7 @@ class StreamSource(Source):
         self._in_memory = 0  # bytes of the version that is being received
         self._has_asked = False
         self._may_be_full = True  # whether the last version may have been a full one
+        self._is_ours = False  # whether a whole frame has come: others are damaged ones then
 
     def offers(self, held: Manifest | None, until: int | None = None) -> Iterator[Offer]:
         """Yield the next version of the stream; nothing at its end."""
@@ -62,13 +69,15 @@ class StreamSource(Source):
         PublishError where the stream is cut.
         """
         parts: dict[int, Spool] = {}
-        self._in_memory = 0
+        skipped = self._in_memory = 0
         self._may_be_full = True
         while True:
-            frame = read_frame(self._stream, begun=bool(parts))
+            frame = read_frame(self._stream, bool(parts), self.looks_on and self._is_ours)
             if frame is None:
                 return None
-            kind, rank, nbytes = frame
+            self._is_ours = True
+            kind, rank, nbytes, more = frame
+            skipped += more
             if kind == DATA:
                 if rank not in parts:
                     parts[rank] = stack.enter_context(closing(Spool()))
@@ -76,11 +85,11 @@ class StreamSource(Source):
             elif kind == ABORT:
                 for part in parts.values():
                     part.close()
-                parts, self._in_memory = {}, 0
+                parts, skipped, self._in_memory = {}, 0, 0
                 if not after_abort:
                     return None
             elif kind == VERSION:
-                return self._offer(nbytes, parts)
+                return self._offer(nbytes, parts, skipped)
 
     def _copy(self, nbytes: int, part: Spool) -> None:
         """Receive the bytes of a frame into ``part``."""
@@ -93,12 +102,17 @@ class StreamSource(Source):
             part.keep(chunk, fits)
             nbytes -= len(chunk)
 
-    def _offer(self, nbytes: int, parts: dict[int, Spool]) -> Offer:
+    def _offer(self, nbytes: int, parts: dict[int, Spool], skipped: int) -> Offer:
         text = bytearray(min(nbytes, MOST_MANIFEST))
         if fill(self._stream, memoryview(text)) < len(text):
             raise cut()
         manifest = read_manifest(bytes(text), "the stream's manifest")
         self._may_be_full = manifest.full
+        if skipped:
+            raise DamagedVersion(
+                f"version {manifest.version}: the head of a frame was damaged, {skipped} bytes of "
+                "the stream were skipped"
+            )
         missing = [part.rank for part in manifest.parts if part.rank not in parts]
         if missing:
             raise _lacks(manifest, missing)

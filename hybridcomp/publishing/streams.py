@@ -1,17 +1,20 @@
 """Streams of versions: frames of bytes, which rank 0 writes for all ranks of the job.
 
-A frame: 16 bytes (``hcf``, its kind, the rank whose part it belongs to, the bytes that follow) and
-these bytes. Kinds: D bytes of a part, V the manifest, which ends a version, X a version that is
-given up, and on the way back A, which asks for a full version. The other ranks hand their parts to
-rank 0 one after the other, a bucket at a time: nobody holds more than a bucket of another rank's
-part.
+A frame: 24 bytes (``hcf`` and the format, its kind, the rank whose part it belongs to, the bytes
+that follow, a checksum of all that) and these bytes. Kinds: D bytes of a part, V the manifest,
+which ends a version, X a version that is given up, and on the way back A, which asks for a full
+version. After a damaged head a reader looks for the next one, and refuses the version in between.
+
+The other ranks hand their parts to rank 0 one after the other, a bucket at a time: nobody holds
+more than a bucket of another rank's part.
 """
 
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,9 +26,15 @@ from hybridcomp.publishing.destinations import Destination
 from hybridcomp.publishing.encoding import Sink
 from hybridcomp.publishing.records import Manifest
 
-MARK = b"hcf"
+#: of frames, and of what members of a group say to each other: all have the same
+FORMAT = 2
+NAME = b"hcf"
+MARK = NAME + bytes([FORMAT])
 DATA, VERSION, ABORT, ASK = b"D", b"V", b"X", b"A"
-FRAME = struct.Struct("<3scIQ")
+FRAME = struct.Struct("<4sc3xIQI")
+#: bytes among which the next head is looked for after a damaged one: four buckets
+MOST_SKIPPED = 1 << 26
+OTHERS = "give the receiver a stream that only a publisher writes to"
 #: bytes that are read at once from streams without ``readinto``
 MOST_READ = 1 << 22
 #: sizes that end a part on its way to rank 0: whole, or given up after an error
@@ -54,24 +63,83 @@ class Readable(Protocol):
         """Return up to ``nbytes`` bytes, at least one unless the stream has ended."""
 
 
-def read_frame(stream: Readable, begun: bool) -> tuple[bytes, int, int] | None:
-    """Read the head of a frame: kind, rank, bytes; None at the end of the stream.
+class Frame(NamedTuple):
+    """Head of a frame, and how many bytes before it were skipped to find it."""
 
-    ``begun``: whether a version has begun, so that the end would cut it. Raises PublishError.
+    kind: bytes
+    rank: int
+    nbytes: int
+    skipped: int = 0
+
+
+def frame_head(kind: bytes, rank: int, nbytes: int) -> bytes:
+    """Return the head of a frame."""
+    head = FRAME.pack(MARK, kind, rank, nbytes, 0)[:-4]
+    return head + zlib.crc32(head).to_bytes(4, "little")
+
+
+def frame_in(data: bytes | bytearray) -> Frame | None:
+    """Return the head that ``data`` begins with; None where that is no whole one."""
+    mark, kind, rank, nbytes, checksum = FRAME.unpack_from(data)
+    is_whole = mark == MARK and checksum == zlib.crc32(data[: FRAME.size - 4])
+    return Frame(kind, rank, nbytes) if is_whole else None
+
+
+def read_frame(stream: Readable, begun: bool, look_on: bool = False) -> Frame | None:
+    """Read the head of a frame; None at the end of the stream.
+
+    ``begun``: whether a version has begun, so that the end would cut it. ``look_on``: whether to
+    look for the next head after a damaged one. Raises PublishError.
     """
     head = bytearray(FRAME.size)
-    found = fill(stream, memoryview(head))
-    if found < FRAME.size:
-        if found or begun:
+    read = fill(stream, memoryview(head))
+    if read < FRAME.size:
+        if not look_on and head[: min(read, len(MARK))] != MARK[:read]:
+            raise foreign_bytes(head, OTHERS)
+        if read or begun:
             raise cut()
         return None
-    mark, kind, rank, nbytes = FRAME.unpack(head)
-    if mark != MARK or kind not in (DATA, VERSION, ABORT):
-        raise PublishError(
-            f"expected a frame of published weights, found bytes {bytes(head[:4])!r}; give the "
-            "receiver a stream that only a publisher writes to"
-        )
-    return kind, rank, nbytes
+    found = frame_in(head) or (_next_frame(stream, head) if look_on else None)
+    if found is None or found.kind not in (DATA, VERSION, ABORT):
+        raise foreign_bytes(head, OTHERS)
+    return found
+
+
+def _next_frame(stream: Readable, head: bytearray) -> Frame | None:
+    """Read on behind a damaged ``head`` until one is whole; None beyond ``MOST_SKIPPED`` bytes."""
+    window, skipped = head[1:], 1
+    while skipped < MOST_SKIPPED:
+        place = window.find(MARK)
+        if place < 0:  # it may begin with the last bytes
+            place = len(window) - len(MARK) + 1
+        room = bytearray(FRAME.size - len(window) + place)
+        if fill(stream, memoryview(room)) < len(room):
+            raise cut()
+        window, skipped = window[place:] + room, skipped + place
+        found = frame_in(window)
+        if found is not None:
+            return found._replace(skipped=skipped)
+        window, skipped = window[1:], skipped + 1
+    return None
+
+
+def foreign_bytes(head: bytes | bytearray, todo: str) -> PublishError:
+    """Make the error about bytes that are no frame of this format."""
+    if head[: len(NAME)] == NAME and head[len(NAME)] != FORMAT:
+        other = head[len(NAME)]
+        return other_formats(1 if chr(other).isalpha() else other)
+    return PublishError(
+        f"expected a frame of published weights, found bytes {bytes(head[:4])!r}; {todo}"
+    )
+
+
+def other_formats(*formats: int) -> PublishError:
+    """Make the error about another release on the other side."""
+    found = " and ".join(map(str, formats))
+    return PublishError(
+        f"publish: expected format {FORMAT} of versions on their way, found {found}: install the "
+        "same release of hybridcomp for sender and receivers"
+    )
 
 
 def fill(stream: Readable, room: memoryview) -> int:
@@ -179,7 +247,7 @@ class Stream(Destination):
     def _frame(self, kind: bytes, rank: int, data: memoryview) -> None:
         if self._stream is None:
             raise PublishError("expected a stream on the first rank of the job, found None")
-        write_all(self._stream, FRAME.pack(MARK, kind, rank, len(data)))
+        write_all(self._stream, frame_head(kind, rank, len(data)))
         write_all(self._stream, data)
         flush: Callable[[], object] | None = getattr(self._stream, "flush", None)
         if flush is not None and kind != DATA:

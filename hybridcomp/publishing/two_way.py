@@ -5,8 +5,7 @@ from __future__ import annotations
 import select
 import socket
 
-from hybridcomp.errors import PublishError
-from hybridcomp.publishing.streams import ASK, FRAME, MARK
+from hybridcomp.publishing.streams import ASK, FRAME, MARK, foreign_bytes, frame_head, frame_in
 
 
 class TwoWay:
@@ -34,7 +33,7 @@ class TwoWay:
 
     def ask_full(self) -> None:
         """Ask the sender for a full version."""
-        self._socket.sendall(FRAME.pack(MARK, ASK, 0, 0))
+        self._socket.sendall(frame_head(ASK, 0, 0))
 
     def wants_full(self) -> bool:
         """Return whether a receiver has asked since the last call, without waiting for it."""
@@ -44,12 +43,11 @@ class TwoWay:
                 break  # the receiver has gone: writing says so
             self._back += data
         count = len(self._back) // FRAME.size
-        for number in range(count):
-            mark, kind, _, _ = FRAME.unpack_from(self._back, number * FRAME.size)
-            if (mark, kind) != (MARK, ASK):
-                raise PublishError(
-                    "expected a request of a receiver on the way back of the stream, found bytes "
-                    f"{bytes(self._back[:4])!r}; give publish a socket to a WeightReceiver"
-                )
+        for begin in range(0, len(self._back), FRAME.size):
+            head = bytes(self._back[begin : begin + FRAME.size])
+            is_begun = len(head) < FRAME.size and head[: len(MARK)] == MARK[: len(head)]
+            found = None if len(head) < FRAME.size else frame_in(head)
+            if not is_begun and (found is None or found.kind != ASK):
+                raise foreign_bytes(head, "give publish a socket to a WeightReceiver")
         del self._back[: count * FRAME.size]
         return count > 0

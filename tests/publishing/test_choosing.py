@@ -107,6 +107,12 @@ def test_few_bytes_say_nothing_about_a_link() -> None:
     assert choice.estimate.raw_s == pytest.approx(1.0)
 
 
+def test_the_log_says_that_a_folder_gets_coded_changes() -> None:
+    assert "always coded" in PublishedCodec(AUTO, feels_link=False).beginning()
+    assert not PublishedCodec(AUTO, feels_link=True).beginning()
+    assert not PublishedCodec(STEPCODE, feels_link=False).beginning()
+
+
 @pytest.mark.parametrize(("setting", "feels"), [(STEPCODE, True), (AUTO, False)])
 def test_a_folder_and_an_explicit_codec_stay_coded(setting: str, feels: bool) -> None:
     choice = PublishedCodec(setting, feels)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.patches.common.publishing_steps import destination_of
-from hybridcomp.publishing import Publisher, WeightReceiver
+from hybridcomp.publishing import Publisher, WeightReceiver, groups
 from tests.publishing.made import Weights, copy_of, same
 from tests.ranks import RunRanks
 
@@ -80,6 +80,35 @@ def test_two_ranks_send_and_a_third_receives(on_ranks: RunRanks) -> None:
     assert receiver == [(1, True), (2, False), "refused", None, (4, True)]
     assert first == second and first[0] is None and first[3] == "failed"
     assert first[1] > 0.0
+
+
+def with_another_release() -> list[Any]:
+    """Rank 1 receives with format 3 first, then with that of rank 0; what each was told."""
+    group: Any = dist.new_group([0, 1])
+    weights, told = Weights(), list[str]()
+    sends = dist.get_rank() == 0
+    held = weights.held(count=1)
+    publisher = Publisher(held, destination_of(group, held), bucket=1000) if sends else None
+    receiver = None if sends else WeightReceiver(group)
+    own = groups.FORMAT
+    for number in (own + 1, own):
+        groups.FORMAT = own if sends else number
+        try:
+            if publisher is not None:
+                publisher.publish()
+            elif receiver is not None:
+                receiver.update()
+        except PublishError as error:
+            told.append(str(error))
+    groups.FORMAT = own
+    return [told, receiver is None or (receiver.version, same(receiver, weights.values))]
+
+
+def test_another_release_is_told_on_both_sides(on_ranks: RunRanks) -> None:
+    (first, _), (second, received) = on_ranks(2, with_another_release)
+    assert len(first) == len(second) == 1 and received == (1, True)
+    assert "format" in first[0] and "found 2 and 3: install the same release" in first[0]
+    assert "found 2 and 3: install the same release" in second[0] and "\n" not in first[0]
 
 
 def wrong_group() -> str:

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import io
+import socket
 
 import pytest
 import torch
 from torch import Tensor
 
-from hybridcomp.publishing import WeightReceiver, stream_sources
+from hybridcomp.errors import PublishError
+from hybridcomp.publishing import WeightReceiver, stream_sources, streams
 from hybridcomp.publishing.spools import Spool
-from hybridcomp.publishing.streams import Stream, tensor_of
+from hybridcomp.publishing.streams import (
+    DATA,
+    FRAME,
+    VERSION,
+    Stream,
+    frame_head,
+    frame_in,
+    tensor_of,
+)
+from hybridcomp.publishing.two_way import TwoWay
 from tests.publishing.made import Weights, same
 from tests.ranks import RunRanks
 
@@ -84,3 +95,90 @@ def test_versions_of_which_little_fits_into_memory(
     while slow.update() is not None:
         pass
     assert slow.version == 3 and same(slow, dict(whole.tensors()))
+
+
+def asked_for() -> tuple[bytes, list[int]]:
+    """Versions of one rank, all but the second full, and where each ends."""
+    weights, stream, ends = Weights(), io.BytesIO(), [0]
+    publisher = weights.publisher(Stream(stream, (0,)))
+    for number in range(4):
+        weights.step(number)
+        if number != 1:
+            publisher.ask_full()
+        publisher.publish()
+        ends.append(stream.tell())
+    return stream.getvalue(), ends
+
+
+def heads(data: bytes) -> list[tuple[int, bytes]]:
+    """Where each frame begins, and its kind."""
+    found, place = [], 0
+    while place < len(data):
+        frame = frame_in(data[place:])
+        assert frame is not None
+        found.append((place, frame.kind))
+        place += FRAME.size + frame.nbytes
+    return found
+
+
+@pytest.mark.parametrize("byte", [0, 3, 4, 9, 14, 21])
+@pytest.mark.parametrize("kind", [DATA, VERSION])
+def test_after_a_damaged_head_the_stream_goes_on(
+    on_ranks: RunRanks, kind: bytes, byte: int
+) -> None:
+    """The version of the frame is refused, or the one behind its manifest; a full one follows."""
+    ((data, ends),) = on_ranks(1, asked_for)
+    broken = bytearray(data)
+    place = next(at for at, found in heads(data) if at >= ends[1] and found == kind)
+    broken[place + byte] ^= 0x41
+    receiver = WeightReceiver(io.BytesIO(bytes(broken)))
+    receiver.update()
+    version = 2 if kind == DATA else 3
+    with pytest.raises(PublishError, match=f"version {version}: the head of a frame") as caught:
+        receiver.update()
+    assert "bytes of the stream were skipped" in str(caught.value)
+    assert receiver.version == 1
+    while receiver.update() is not None:
+        pass
+    whole = WeightReceiver(io.BytesIO(data))
+    while whole.update() is not None:
+        pass
+    assert receiver.version == 4 and same(receiver, dict(whole.tensors()))
+
+
+def test_bytes_that_are_missing_cost_their_version_alone(on_ranks: RunRanks) -> None:
+    ((data, ends),) = on_ranks(1, asked_for)
+    middle = (ends[1] + ends[2]) // 2
+    receiver = WeightReceiver(io.BytesIO(data[:middle] + data[middle + 100 :]))
+    receiver.update()
+    with pytest.raises(PublishError, match="version [23]"):
+        receiver.update()
+    while receiver.update() is not None:
+        pass
+    assert receiver.version == 4
+
+
+def test_no_head_within_bounds_or_before_the_first_is_an_error(
+    on_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "MOST_SKIPPED", 1000)
+    head = frame_head(DATA, 0, 4) + bytes(4)
+    for begin, error in ((b"", "expected a frame"), (head, "expected a frame")):
+        receiver = WeightReceiver(io.BytesIO(begin + b"x" * 5000))
+        with pytest.raises(PublishError, match=f"{error}.*only a publisher writes to"):
+            receiver.update()
+    with pytest.raises(PublishError, match="the stream ends inside a version"):
+        WeightReceiver(io.BytesIO(head + b"x" * 500)).update()
+
+
+def test_frames_of_another_release_are_told_on_both_sides() -> None:
+    later = b"hcf\x03" + bytes(FRAME.size)
+    first = b"hcfD" + bytes(FRAME.size)
+    for data, found in ((later, 3), (first, 1)):
+        with pytest.raises(PublishError, match=f"found {found}: install the same release"):
+            WeightReceiver(io.BytesIO(data)).update()
+        here, there = socket.socketpair()
+        with here, there:
+            there.sendall(data[:16])  # what a request of format 1 takes
+            with pytest.raises(PublishError, match=f"found {found}: install the same release"):
+                TwoWay(here).wants_full()
