@@ -27,8 +27,8 @@ from hybridcomp.patches.ds import partitions
 from hybridcomp.sync import Islands, Masters
 
 KEY = "compression.sync"
-#: attribute of an engine: the islands of its job
-ATTRIBUTE = "_hybridcomp_islands"
+#: attribute of an engine: its unit, with the islands of its job
+ATTRIBUTE = "_hybridcomp_island_unit"
 #: the ways in which DeepSpeed's optimizers keep fp32 weights: attribute, whether ranks share it
 _KEPT = (
     ("single_partition_of_fp32_groups", False),  # stages 1 and 2
@@ -115,19 +115,22 @@ def finish(engine: Any, given: tuple[Islands, Any] | None) -> None:
     """
     if given is None:
         return
-    islands, data = given
-    engine.mpu = None
-    setattr(engine, ATTRIBUTE, islands)
+    _, data = given
+    unit, engine.mpu = engine.mpu, None
+    setattr(engine, ATTRIBUTE, unit)
     if data is not None:
         sampler: Any = DistributedSampler(data) if hasattr(data, "__len__") else None
         engine.training_dataloader = engine.deepspeed_io(data, data_sampler=sampler)
 
 
 def release(engine: Any) -> None:
-    """Let DeepSpeed's later engines have the whole job again, once ``engine`` is destroyed."""
+    """Let DeepSpeed's later engines have the whole job again, once ``engine`` is destroyed.
+
+    Python may destroy an engine a second time when it collects it, under a later engine's unit.
+    """
     from deepspeed.utils import groups
 
-    if isinstance(groups.mpu, IslandUnit) and groups.mpu.islands is islands_of_engine(engine):
+    if groups.mpu is not None and groups.mpu is getattr(engine, ATTRIBUTE, None):
         groups.mpu = None
 
 
@@ -242,5 +245,5 @@ def saved_folder(engine: Any, folder: str, tag: str) -> str:
 
 def islands_of_engine(engine: Any) -> Islands | None:
     """Return the islands of an engine; None where it has none."""
-    found: Islands | None = getattr(engine, ATTRIBUTE, None)
-    return found
+    unit: IslandUnit | None = getattr(engine, ATTRIBUTE, None)
+    return None if unit is None else unit.islands

@@ -135,7 +135,7 @@ def test_groups_made_before_nodes_were_found_are_forgotten() -> None:
     first: Any = object()
     with (
         patch.object(known_groups, "_exists", lambda group: group is first),
-        patch.object(known_groups.Group, "of", lambda group: object()),
+        patch.object(Group, "of", lambda group: object()),
     ):
         known: Any = known_groups.KnownGroups("dp", state)
         before = known[first, None]

@@ -136,6 +136,11 @@ def after_islands() -> None:
     with pytest.raises(ConfigError, match="sync: found an engine without islands; .* destroy that"):
         make_engine(plain)
     first.destroy()
+    second = make_engine(Job(stage=1, block=one))
+    first.destroy()  # as Python does when it collects an engine late
+    with pytest.raises(ConfigError, match="an engine without islands"):
+        make_engine(plain)
+    second.destroy()
     engine = make_engine(plain)
     assert engine.dp_world_size == 2
     engine.destroy()

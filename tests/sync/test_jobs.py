@@ -240,10 +240,11 @@ def saves(address: str, name: str, folder: Path) -> list[str]:
     def state() -> dict[str, Any]:
         return {"hybridcomp": hybridcomp.stateful(job.model)}
 
+    saver: Any = dcp  # whose functions torch exports without saying so
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of torch: the folder exists
-        kept(lambda: dcp.save(state(), checkpoint_id=folder / "dcp"))
-        kept(lambda: dcp.async_save(state(), checkpoint_id=folder / "async").result())
+        kept(lambda: saver.save(state(), checkpoint_id=folder / "dcp"))
+        kept(lambda: saver.async_save(state(), checkpoint_id=folder / "async").result())
     kept(lambda: hybridcomp.save_state(folder / "files"))
     kept(lambda: job.job_meetings.claim("s3://bucket/checkpoints"))
     prepare = dcp.filesystem.FileSystemWriter.prepare_local_plan

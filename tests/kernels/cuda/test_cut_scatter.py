@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,8 @@ def cut_scatter(
     codec, rank, world = make_codec("blockint", bits=4), dist.get_rank(), dist.get_world_size()
     values, launcher = arrays.make("normal", world * chunk - 96, rank, torch.bfloat16), Counting()
     shards = torch.split(values, chunk)
-    rows, kept = [cuts if i != 1 else cuts[:1] for i in range(world)], None
+    rows = [cuts if i != 1 else cuts[:1] for i in range(world)]
+    kept: list[Any] | None = None
     residual = arrays.make("normal", values.numel(), 50 + rank) / 100
     if bits == 32:
         kept = list(torch.split(residual, chunk))
