@@ -66,19 +66,16 @@ class FixedKernels(Protocol):
 
 
 class VariableKernels(Protocol):
-    """Kernels of a codec of variable size, on every back end.
+    """Kernels of a codec of variable size, on every back end; the codec defines the arguments.
 
-    Both functions take the codec's settings, then what ``FixedKernels`` take behind theirs.
-    ``nbytes`` of ``encode`` is the worst case. It returns the bytes used, or takes the address of
-    an int64 behind the other arguments, on back ends that store sizes: they store the bytes used
-    there, do not wait, and return 0. A lossless ``decode`` takes the encoded dtype, also when
-    ``add`` accumulates into fp32; a lossy one that of ``out``.
+    The last argument of ``encode`` may be the address of an int64, on back ends that store sizes:
+    they store the bytes used there, do not wait, and return 0. Otherwise it returns the bytes used.
     """
 
-    def encode(self, *args: float) -> int:
+    def encode(self, *args: Any, **kwargs: Any) -> int:
         """Write a payload."""
 
-    def decode(self, *args: float) -> None:
+    def decode(self, *args: Any, **kwargs: Any) -> None:
         """Read values from a payload."""
 
 
