@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,7 @@ from bench.loss_chapters import Missing, Study, untimed
 from bench.sites_bench import curves
 from hybridcomp.compare import Wishes, compared
 from hybridcomp.compare.draw import draw
+from hybridcomp.compare.reading import read_runs
 from hybridcomp.compare.report import markdown_rows, with_interval
 from hybridcomp.compare.runs import Run
 from hybridcomp.compare.statistics import half_width
@@ -49,38 +51,51 @@ PEERS = """\
 
 @dataclass(frozen=True)
 class SyncStudy:
-    """The runs of the study that have the same seeds."""
+    """The finished runs of the study, each with the seeds that it has."""
 
     study: Study
 
     @classmethod
     def of(cls, folder: Path) -> SyncStudy:
-        """Return the seeds that half of all runs have, at least. Raises Missing without any."""
+        """Return the runs of seeds that the native run has, too. Raises Missing without any."""
         found = Study.of(folder)
-        most = max(map(len, found.done.values()), default=0)
-        counts = {seed: sum(seed in runs for runs in found.done.values()) for seed in found.seeds}
-        seeds = [seed for seed in found.seeds if 2 * counts[seed] >= len(found.done)]
-        if not most or not seeds:
-            raise Missing(f"{folder}: in no seed half of the runs are finished")
-        done = {
-            name: {seed: runs[seed] for seed in seeds if seed in runs}
-            for name, runs in found.done.items()
-        }
+        native = found.done.get(loss_study.BASELINE, {})
+        done = {loss_study.BASELINE: native}
+        for name, runs in found.done.items():
+            paired = {seed: runs[seed] for seed in runs if seed in native}
+            beside = {loss_study.BASELINE: {seed: native[seed] for seed in paired}, name: paired}
+            if paired and name in replace(found, done=beside).whole:  # looks at the settings, too
+                done[name] = paired
+        if not any(map(OURS.fullmatch, done)):
+            raise Missing(f"{folder}: in no seed a native run and islands are finished")
         return cls(replace(found, done=done))
+
+    def seeds(self, *names: str) -> list[int]:
+        """Return the seeds that all of these runs have."""
+        first, *others = (set(self.study.done[name]) for name in names)
+        return sorted(first.intersection(*others))
+
+    def paths(self, name: str, seeds: Sequence[int]) -> str:
+        """Return the paths of the logs of these seeds, with commas between."""
+        return replace(self.study, done={loss_study.BASELINE: dict.fromkeys(seeds, {})}).paths(name)
 
     @cached_property
     def runs(self) -> dict[str, Run]:
         """Return what was logged, by name, the native run first."""
-        words = [f"{name}={self.study.paths(name)}" for name in self.study.whole]
-        return {run.label: run for run in compared(words, Wishes()).runs}
+        names = sorted(self.study.done, key=lambda name: (name != loss_study.BASELINE, name))
+        words = [f"{name}={self.paths(name, self.seeds(name))}" for name in names]
+        return {run.label: run for run in read_runs(words, Wishes().ledger)}
 
-    def finals(self, name: str) -> Values:
-        """Return the final loss of each seed."""
-        return np.array([np.mean(one.losses[-LAST:]) for one in self.runs[name].trainings])
+    def finals(self, name: str, seeds: Sequence[int] | None = None) -> Values:
+        """Return the final loss of each seed; ``seeds``: of these."""
+        trainings = zip(self.seeds(name), self.runs[name].trainings, strict=True)
+        found = {seed: float(np.mean(one.losses[-LAST:])) for seed, one in trainings}
+        return np.array([found[seed] for seed in seeds or found])
 
     def gap(self, name: str, base: str = loss_study.BASELINE) -> str:
         """Return by how many percent ``name`` ends above ``base``, paired by seed."""
-        gaps = 100 * (self.finals(name) / self.finals(base) - 1)
+        seeds = self.seeds(name, base)
+        gaps = 100 * (self.finals(name, seeds) / self.finals(base, seeds) - 1)
         return with_interval(float(gaps.mean()), half_width(gaps))
 
     def steps(self) -> int:
@@ -127,7 +142,8 @@ def sync_chapter(source: Path, out: Path) -> str:
     if links:
         parts += [SITES_HEAD, *curves.tables(links)]
         figures["sites"] = {
-            rate: {name: {"loss": run.best.tolist(), "ends": run.ends.tolist()}
+            rate: {name: {"loss": run.best[::10].round(4).tolist(),  # of every tenth step
+                          "ends": run.ends[run.window - 1 :: 10].round(3).tolist()}
                    for name, run in runs.items()}
             for rate, runs in links.items()
         }  # fmt: skip
@@ -152,13 +168,25 @@ ledger (`meet_wait_ms`) of the first rank; where links are fast they are those o
 other."""
 
 
+TRAFFIC = """
+## Bytes
+
+Bits a parameter a meeting are all that a rank sends in one, over the parameters; of runs that send
+every step, in a step. SparseLoCo's own format has 0.219 (2 bits and 12 of a place for 1 value of
+64). Drift is how far what islands send is apart, over the norm of the weights, a mean over all
+meetings.
+"""
+
+
 def losses(found: SyncStudy) -> list[str]:
     """Return the tables of final losses, against native and against fp32 at the same H."""
-    native = found.finals(loss_study.BASELINE).mean()
     head = ["run", *FORMS]
     table, bits = [head], [["run", *FORMS[1:]]]
     for every in found.intervals():
-        row, against = [f"H = {every}"], [f"H = {every}"]
+        names = [f"H{every} {form}" for form in FORMS if f"H{every} {form}" in found.runs]
+        seeds = max(len(found.seeds(name)) for name in names)
+        row = [f"H = {every}, {seeds} seed{'s' * (seeds > 1)}"]
+        against = [row[0]]
         for form in FORMS:
             name = f"H{every} {form}"
             there = name in found.runs
@@ -168,21 +196,26 @@ def losses(found: SyncStudy) -> list[str]:
                 against.append(found.gap(name, base) if there and base in found.runs else "-")
         table.append(row)
         bits.append(against)
-    lines = [
-        f"\n## Losses\n\n{found.steps()} steps, {found.study.say_seeds()}. Native ends at "
-        f"{native:.4f}; loss, and in brackets the gap to native in percent:\n",
+    native = [loss_study.BASELINE, *found.others()]
+    beside = [
+        [
+            "native" if name == loss_study.BASELINE else name,
+            str(len(found.seeds(name))),
+            f"{found.finals(name).mean():.4f}",
+            "" if name == loss_study.BASELINE else found.gap(name),
+        ]
+        for name in native
+    ]
+    return [
+        f"\n## Losses\n\n{found.steps()} steps; the loss, and in brackets the gap to native in "
+        "percent, on the seeds that both have:\n",
         "![loss curves](sync.png)\n",
         *markdown_rows(table),
         "\nBeside them:\n",
-        *markdown_rows(
-            [["run", "loss", "gap to native %"]]
-            + [[n, f"{found.finals(n).mean():.4f}", found.gap(n)] for n in found.others()]
-        ),
+        *markdown_rows([["run", "seeds", "loss", "gap to native %"], *beside]),
         "\nWhat fewer bits cost: the gap to fp32 messages at the same H, in percent:\n",
         *markdown_rows(bits),
     ]
-    left = [name for name in found.study.done if name not in found.runs]
-    return lines + ([f"\nLeft out, not finished for all seeds: {', '.join(left)}."] if left else [])
 
 
 def traffic(found: SyncStudy) -> list[str]:
@@ -198,10 +231,7 @@ def traffic(found: SyncStudy) -> list[str]:
             "-" if drift is None else f"{drift:.2f}",
         ])  # fmt: skip
     return [
-        "\n## Bytes\n\nBits a parameter a meeting are all that a rank sends in one, over the "
-        "parameters; of runs that send every step, in a step. SparseLoCo's own format has 0.219 "
-        "(2 bits and 12 of a place for 1 value of 64). Drift is how far what islands send is "
-        "apart, over the norm of the weights, a mean over all meetings.\n",
+        TRAFFIC,
         *markdown_rows(rows),
     ]
 
@@ -218,8 +248,10 @@ def picture(found: SyncStudy, path: Path) -> None:
     """Draw the curves of native, every step, 4 bits by H, and at H = 30 the other forms."""
     drawn = [loss_study.BASELINE, *found.others()[:2]]
     drawn += [f"H{every} 4 bits" for every in found.intervals()] + ["H30 fp32", "H30 sparse"]
-    words = [f"{n}={found.study.paths(n)}" for n in dict.fromkeys(drawn) if n in found.runs]
-    title = f"Islands, ZeRO 1 on two ranks, {found.study.say_seeds()}"
+    names = [name for name in dict.fromkeys(drawn) if name in found.runs]
+    seeds = found.seeds(*names)
+    words = [f"{name}={found.paths(name, seeds)}" for name in names]
+    title = f"Islands, ZeRO 1 on two ranks, seeds {', '.join(map(str, seeds))}"
     draw(untimed(compared(words, Wishes())), path, 0, title)
 
 
@@ -227,7 +259,7 @@ def figures_of(found: SyncStudy) -> dict[str, Any]:
     """Return final losses by seed, MB and drift of each run, for other programs."""
     return {
         name: {
-            "seeds": found.study.seeds, "final_losses": found.finals(name).tolist(),
+            "seeds": found.seeds(name), "final_losses": found.finals(name).tolist(),
             "sent_MB": found.sent(name),
             "drift_percent": found.drift(name) if run.ledger() else None,
         }

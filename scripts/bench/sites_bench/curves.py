@@ -108,11 +108,16 @@ def tables(found: Mapping[str, Runs]) -> list[str]:
     """Return Markdown: a table of times for each link, and one of meetings that are hidden."""
     lines: list[str] = []
     for rate, runs in found.items():
-        lines += ["", f"Links of {rate}:", "", *times(runs)]
+        lines += ["", f"Links of {_words(rate)}:", "", *times(runs)]
     rows = hidden(found)
     if len(rows) > 2:
         lines += ["", "Waits for one meeting of all weights, by fragments or at once:", "", *rows]
     return lines
+
+
+def _words(rate: str) -> str:
+    """``50mbit`` -> ``50 Mb/s``."""
+    return rate.replace("mbit", " Mb/s").replace("gbit", " Gb/s")
 
 
 def times(runs: Runs) -> list[str]:
@@ -120,7 +125,7 @@ def times(runs: Runs) -> list[str]:
     runs = {name: run for name, run in runs.items() if name not in PAIRS[1]}
     levels = [level_of(list(runs.values()))]
     few = [run for name, run in runs.items() if name != NATIVE]
-    if few and NATIVE in runs:
+    if few and NATIVE in runs and level_of(few) != levels[0]:
         levels.append(level_of(few))
     head = ["run", "steps", "s a step", "MB a step", "loss at the end"]
     for level in levels:
@@ -146,6 +151,6 @@ def hidden(found: Mapping[str, Runs]) -> list[str]:
         for number, names in enumerate(PAIRS):
             both = [runs[name].wait_a_round_ms for name in names if name in runs]
             if len(both) == 2 and both[0] and both[1] is not None:
-                cells = [rate, ("4 bits", "fp32")[number], f"{both[0]:.1f}", f"{both[1]:.1f}"]
+                cells = [_words(rate), ("4 bits", "fp32")[number], f"{both[0]:.1f}", f"{both[1]:.1f}"]
                 rows.append(f"| {' | '.join([*cells, f'{1 - both[1] / both[0]:.0%}'])} |")
     return rows

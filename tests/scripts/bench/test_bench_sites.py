@@ -62,7 +62,7 @@ def test_equal_losses_are_those_that_all_reach() -> None:
 
 def test_what_is_hidden_is_of_one_meeting_of_all_weights() -> None:
     rows = curves.hidden({"50mbit": made()})
-    assert rows[2:] == ["| 50mbit | 4 bits | 100.0 | 10.0 | 90% |"]
+    assert rows[2:] == ["| 50 Mb/s | 4 bits | 100.0 | 10.0 | 90% |"]
 
 
 def job(tmp_path: Path) -> SitesJob:
