@@ -151,6 +151,7 @@ def hidden(found: Mapping[str, Runs]) -> list[str]:
         for number, names in enumerate(PAIRS):
             both = [runs[name].wait_a_round_ms for name in names if name in runs]
             if len(both) == 2 and both[0] and both[1] is not None:
-                cells = [_words(rate), ("4 bits", "fp32")[number], f"{both[0]:.1f}", f"{both[1]:.1f}"]
+                cells = [_words(rate), ("4 bits", "fp32")[number]]
+                cells += [f"{both[0]:.1f}", f"{both[1]:.1f}"]
                 rows.append(f"| {' | '.join([*cells, f'{1 - both[1] / both[0]:.0%}'])} |")
     return rows
