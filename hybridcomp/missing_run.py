@@ -27,14 +27,18 @@ def watch() -> None:
         return
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
+    looked: list[bool] = []
+
     def stepped(*_: Any) -> None:
-        handle.remove()
+        if looked:  # taking the hook away would change what torch is iterating over
+            return
+        looked.append(True)
         if sentence := _missing():
             from hybridcomp.log import say
 
             say(sentence)
 
-    handle = register_optimizer_step_post_hook(stepped)
+    register_optimizer_step_post_hook(stepped)
 
 
 def _missing() -> str | None:

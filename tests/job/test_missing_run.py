@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hybridcomp import missing_run
 from tests.ranks import run_ranks
@@ -38,9 +39,13 @@ def _trains(environment: dict[str, str], words: list[str], acting: bool) -> str:
         for name, value in environment.items():
             patch.setenv(name, value)
         patch.setattr(sys, "argv", ["train.py", *words])
+        calls: list[int] = []
         missing_run.watch()
+        other = register_optimizer_step_post_hook(lambda *_: calls.append(1))
         _step()
         _step()
+        other.remove()
+        assert len(calls) == 2, "hooks of others run as ever"
     return printed.getvalue()
 
 
