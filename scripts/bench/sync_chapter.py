@@ -149,10 +149,11 @@ def sync_chapter(source: Path, out: Path) -> str:
         }  # fmt: skip
     else:
         parts.append("\nNot measured yet: the time to an equal loss over links.")
-    blocks = {
-        name: block for name, block in found.study.further_blocks().items()
-        if not OURS.fullmatch(name)
-    }  # fmt: skip
+    blocks = {}
+    for name in found.others():
+        block = next(iter(found.study.done[name].values())).get("compression")
+        if block is not None:  # a peer has none
+            blocks[name] = {key: block[key] for key in block if key != "ledger"}
     (out / "sync_blocks.json").write_text(json.dumps(blocks, indent=1) + "\n", encoding="utf-8")
     (out / "sync.json").write_text(json.dumps(figures) + "\n", encoding="utf-8")
     return "\n".join([*parts, *commands(found)])
@@ -245,11 +246,16 @@ def bits_of(found: SyncStudy, name: str) -> float:
 
 
 def picture(found: SyncStudy, path: Path) -> None:
-    """Draw the curves of native, every step, 4 bits by H, and at H = 30 the other forms."""
+    """Draw native, every step, 4 bits by H, and H = 30, of the seeds that most of them have."""
     drawn = [loss_study.BASELINE, *found.others()[:2]]
     drawn += [f"H{every} 4 bits" for every in found.intervals()] + ["H30 fp32", "H30 sparse"]
-    names = [name for name in dict.fromkeys(drawn) if name in found.runs]
-    seeds = found.seeds(*names)
+    there = [name for name in dict.fromkeys(drawn) if name in found.runs]
+    of_seed = {
+        seed: [name for name in there if seed in found.seeds(name)]
+        for seed in found.seeds(loss_study.BASELINE)
+    }
+    names = max(of_seed.values(), key=len)
+    seeds = [seed for seed, runs in of_seed.items() if runs == names]
     words = [f"{name}={found.paths(name, seeds)}" for name in names]
     title = f"Islands, ZeRO 1 on two ranks, seeds {', '.join(map(str, seeds))}"
     draw(untimed(compared(words, Wishes())), path, 0, title)
