@@ -23,7 +23,7 @@ ACTING = "hybridcomp.patches"
 
 def watch() -> None:
     """Wait for the first optimizer step, where a file is named that may hold a block."""
-    if not any(True for _ in _named(sys.argv)):
+    if next(_named(sys.argv), None) is None:
         return
     from torch.optim.optimizer import register_optimizer_step_post_hook
 

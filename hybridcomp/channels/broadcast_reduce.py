@@ -42,10 +42,8 @@ class Broadcast(Message[tuple[Handle, Tensor]]):
 
     def send(self, channel: Channel, codec: Codec) -> tuple[Handle, Tensor]:
         """Broadcast encoded: the root decodes its own payload too."""
-        values, (known, meter) = (
-            self.values,
-            channel.with_meter(self.group, self.values.device),
-        )
+        values = self.values
+        known, meter = channel.with_meter(self.group, values.device)
         sends = known.rank == self.root
         out = values.new_empty(self.numel) if sends else values
         if sends:

@@ -162,7 +162,8 @@ class Receive(Message[None]):
     def send(self, channel: Channel, codec: Codec) -> None:
         """Receive and decode."""
         assert self.between is not None, "a message between two ranks"
-        values, (known, meter) = self.buffer(), channel.with_meter(self.group, self.out.device)
+        values = self.buffer()
+        known, meter = channel.with_meter(self.group, self.out.device)
         collectives.recv(values, self.between[0], Transfer(codec, known, meter))
         self.put(values)
         channel.state.ledger.record_time((channel.dimension, self.direction), meter)

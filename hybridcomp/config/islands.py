@@ -171,16 +171,20 @@ class IslandConfig(_Declared):
 
     def fragment_at(self, clock: int) -> int | None:
         """Return the fragment that meets at step ``clock``; None: none does."""
-        offsets = [self.every * index // self.fragments for index in range(self.fragments)]
-        step = clock % self.every
+        offsets, step = self._offsets, clock % self.every
         return offsets.index(step) if step in offsets else None
+
+    @property
+    def _offsets(self) -> list[int]:
+        """Return by fragment the step within ``every`` at which it meets."""
+        return [self.every * index // self.fragments for index in range(self.fragments)]
 
     @property
     def most_under_way(self) -> int:
         """Return how many meetings may be under way when a further one begins."""
         if self.staleness:
             return self.staleness * self.fragments - 1
-        met = {self.every * index // self.fragments for index in range(self.fragments)}
+        met = self._offsets
         return max(
             sum((at - ago) % self.every in met for ago in range(1, self.delay)) for at in met
         )

@@ -78,7 +78,7 @@ class RankMessages:
 
 @dataclass(frozen=True)
 class KeptState:
-    """What a block keeps from message to message.
+    """State that a block keeps from message to message.
 
     Attributes:
         residual_bits: bits of a residual's value; 0: no error feedback.

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hybridcomp.sync.progress import Meeting, Progress
 from hybridcomp.sync.recurrence import Fragment
@@ -18,9 +17,10 @@ def arrived() -> None:
 
 def state_for_others(progress: Progress) -> dict[str, Any]:
     """Return start copies, momentum, the clock and the schedule of what is under way."""
+    momenta = [part.fragment.momentum for part in progress.parts]
     return {
         "start": [part.fragment.start.cpu() for part in progress.parts],
-        "momentum": [_cpu(part.fragment.momentum) for part in progress.parts],
+        "momentum": [None if one is None else one.cpu() for one in momenta],
         "clock": progress.clock,
         "unsent": progress.unsent,
         "meetings": [[meeting.index, meeting.due] for meeting in progress.under_way],
@@ -53,7 +53,3 @@ def give_up_messages(progress: Progress) -> None:
     for meeting in progress.under_way:
         progress.parts[meeting.index].fragment.skip()
     progress.under_way = []
-
-
-def _cpu(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.cpu()

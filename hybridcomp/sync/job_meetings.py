@@ -43,7 +43,7 @@ from hybridcomp.sync.outliers import NOT_FINITE, far_off, why
 from hybridcomp.sync.progress import Meeting
 from hybridcomp.sync.roster import Reached, Roster
 from hybridcomp.sync.stored import WHAT, entry_of_island, load_entry, state_of
-from hybridcomp.sync.sync_follower import Figures, SyncFollower, drift_of
+from hybridcomp.sync.sync_follower import SyncFollower, drift_of
 
 
 class JobMeetings(SyncFollower):
@@ -77,21 +77,16 @@ class JobMeetings(SyncFollower):
                 raise
 
     def row(self) -> dict[str, float] | None:
-        """Return the figures since the last call; None where no meeting was held."""
-        found, self._figures = self._figures, Figures()
-        if not found.meetings + found.skipped:
+        """Return the figures since the last call, and who was there; None without a meeting."""
+        found, of = super().row(), self.membership
+        if found is None:
             return None
-        of = self.membership
         left_out, of.left_out, joined, of.joined = of.left_out, 0, of.joined, 0
         return {
-            "meetings": float(found.meetings),
-            "skipped": float(found.skipped),
-            "meet_wait_ms": found.wait_s * 1e3,
-            "drift": found.drift / max(1, found.meetings),
+            **found,
             "islands": float(len(of.last.members)),
             "left_out": float(left_out),
             "joined": float(joined),
-            "staleness": float(found.ahead),
         }
 
     def close(self) -> None:

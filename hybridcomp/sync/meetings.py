@@ -30,7 +30,7 @@ from hybridcomp.sync.masters import Masters
 from hybridcomp.sync.outliers import NOT_FINITE, far_off, why
 from hybridcomp.sync.progress import Meeting
 from hybridcomp.sync.stored import state_of, taken_over
-from hybridcomp.sync.sync_follower import Figures, SyncFollower, drift_of
+from hybridcomp.sync.sync_follower import SyncFollower, drift_of
 
 
 class IslandMeetings(SyncFollower):
@@ -65,19 +65,6 @@ class IslandMeetings(SyncFollower):
         if self._masters is None:
             self._masters = self._make()
             self._begin()
-
-    def row(self) -> dict[str, float] | None:
-        """Return the figures since the last call; None where no meeting was held."""
-        found, self._figures = self._figures, Figures()
-        if not found.meetings + found.skipped:
-            return None
-        return {
-            "meetings": float(found.meetings),
-            "skipped": float(found.skipped),
-            "meet_wait_ms": found.wait_s * 1e3,
-            "drift": found.drift / max(1, found.meetings),
-            "staleness": float(found.ahead),
-        }
 
     # beginning
 

@@ -1,4 +1,4 @@
-"""How far one rank has got: the step, its parts of the fragments, and the meetings under way."""
+"""Record how far one rank has got: the step, its parts of fragments, and meetings under way."""
 
 from __future__ import annotations
 

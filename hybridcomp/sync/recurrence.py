@@ -31,7 +31,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class OuterRule:
-    """What a block says of the arithmetic; see the module.
+    """Arithmetic that a block asks for; see the module.
 
     Attributes:
         lr, momentum, nesterov: of the outer SGD.

@@ -1,4 +1,4 @@
-"""What was decided of a meeting of islands that are jobs of their own."""
+"""Record a decision on a meeting of islands that are jobs of their own."""
 
 from __future__ import annotations
 

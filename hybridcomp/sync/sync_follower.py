@@ -102,6 +102,19 @@ class SyncFollower(ABC):
         """Return the meetings whose means are still to be taken, in order."""
         return self.progress.under_way
 
+    def row(self) -> dict[str, float] | None:
+        """Return the figures since the last call; None where no meeting was held."""
+        found, self._figures = self._figures, Figures()
+        if not found.meetings + found.skipped:
+            return None
+        return {
+            "meetings": float(found.meetings),
+            "skipped": float(found.skipped),
+            "meet_wait_ms": found.wait_s * 1e3,
+            "drift": found.drift / max(1, found.meetings),
+            "staleness": float(found.ahead),
+        }
+
     def after_step(self, step: int) -> None:
         """Hold the meetings that are due after a step; ``step`` is not used, see the clock."""
         self.progress.clock += 1

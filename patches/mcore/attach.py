@@ -42,34 +42,28 @@ STEPS = tuple(
     )
     for name in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
 )
-ZEROS = tuple(
-    Seam(
-        requirement=REQUIREMENT,
-        module=f"megatron.core.optimizer.{module}",
-        qualname=f"{name}.zero_grad",
-        parameters=("self", "set_to_none"),
+
+
+def _of_optimizers(method: str, *parameters: str) -> tuple[Seam, ...]:
+    """Return the seams of a method that several of Megatron's optimizers define."""
+    return tuple(
+        Seam(
+            requirement=REQUIREMENT,
+            module=f"megatron.core.optimizer.{module}",
+            qualname=f"{name}.{method}",
+            parameters=("self", *parameters),
+        )
+        for module, name in (
+            ("optimizer", "Float16OptimizerWithFloat16Params"),
+            ("optimizer", "FP32Optimizer"),
+            ("optimizer", "ChainedOptimizer"),
+            ("distrib_optimizer", "DistributedOptimizer"),
+        )
     )
-    for module, name in (
-        ("optimizer", "Float16OptimizerWithFloat16Params"),
-        ("optimizer", "FP32Optimizer"),
-        ("optimizer", "ChainedOptimizer"),
-        ("distrib_optimizer", "DistributedOptimizer"),
-    )
-)
-LOADS = tuple(
-    Seam(
-        requirement=REQUIREMENT,
-        module=f"megatron.core.optimizer.{module}",
-        qualname=f"{name}.load_state_dict",
-        parameters=("self", "state_dict"),
-    )
-    for module, name in (
-        ("optimizer", "Float16OptimizerWithFloat16Params"),
-        ("optimizer", "FP32Optimizer"),
-        ("optimizer", "ChainedOptimizer"),
-        ("distrib_optimizer", "DistributedOptimizer"),
-    )
-)
+
+
+ZEROS = _of_optimizers("zero_grad", "set_to_none")
+LOADS = _of_optimizers("load_state_dict", "state_dict")
 LACKS_STATE = (
     "WARNING: Megatron's optimizer was restored from a checkpoint, and hybridcomp was not: steps "
     "count from zero and error feedback has forgotten what was left out; call "

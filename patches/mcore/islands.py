@@ -45,7 +45,7 @@ WHOLE = {
 
 @dataclass
 class _Job:
-    """What a session knows of its Megatron job.
+    """Knowledge of a session about its Megatron job.
 
     Attributes:
         source: parallel_state's data-parallel group from which ``collection`` was cut.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bench import loss_study
-from bench.loss_chapters import Study
+from bench.loss_chapters import ISLANDS, Study
+from hybridcomp.compare.json_lines import read_lines
 from hybridcomp.compare.report import markdown_rows, with_interval
 from hybridcomp.compare.statistics import half_width
 
@@ -23,7 +24,7 @@ def continued(folder: Path) -> list[str]:
     """Return the section of islands that begin with a checkpoint of an ordinary run."""
     head = "\n## From a checkpoint\n"
     study = Study.of(folder)
-    names = [name for name in study.done if name[:1] == "H" and name[1:2].isdigit()]
+    names = [name for name in study.done if ISLANDS.fullmatch(name)]
     if not study.seeds or not names:
         return [head, "Not measured yet."]
     rows = [["run", "gap after 1 meeting %", "at the end %", f"meetings until within {NEAR} %"]]
@@ -44,9 +45,19 @@ def continued(folder: Path) -> list[str]:
         f"An island is within {NEAR} % from the first meeting on after which all gaps are below "
         "that.\n",
         *markdown_rows(rows),
-        f"\n`scripts/bench/loss_study.py --layouts {CONTINUED} --after 1000 --steps {steps} "
-        "--presets --islands 30 --divide-batch 4 --lr 0.0003`",
+        f"\n`{command(study, steps, {every_of(name) for name in names})}`",
     ]
+
+
+def command(study: Study, steps: int, intervals: Iterable[int]) -> str:
+    """Return the command that trains the runs of the section."""
+    settings = study.done[loss_study.BASELINE][study.seeds[0]]
+    after = settings["scheduler"]["params"]["total_num_steps"] - steps
+    divisor, rate = study.scale(CONTINUED)
+    words = ["--layouts", CONTINUED, "--after", after, "--steps", steps, "--presets",
+             "--islands", *sorted(intervals), "--divide-batch", divisor,
+             "--lr", f"{rate:g}"]  # fmt: skip
+    return f"scripts/bench/loss_study.py {shlex.join(map(str, words))}"
 
 
 def gaps_by_meeting(study: Study, name: str, seeds: Sequence[int]) -> tuple[Values, int]:
@@ -65,12 +76,14 @@ def gaps_by_meeting(study: Study, name: str, seeds: Sequence[int]) -> tuple[Valu
 
 def every_of(name: str) -> int:
     """Return the steps between meetings of a run such as ``H30 4 bits``."""
-    return int(name[1:].split()[0])
+    found = ISLANDS.fullmatch(name)
+    assert found is not None, "islands"
+    return int(found[1])
 
 
 def losses_in(folder: Path) -> Values:
     """Return the losses of a log, by step."""
-    records = map(json.loads, (folder / "loss.jsonl").read_text().splitlines())
+    records = read_lines(folder / "loss.jsonl")
     return np.array([record["loss"] for record in records if "loss" in record])
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ class Missing(Exception):
     """The measurements of a chapter are not there; the message says which and how to make them."""
 
 
+#: names of islands in a study: steps between meetings, and how they send
+ISLANDS = re.compile(r"H(\d+) (.+)")
 #: chapter -> the layouts that it holds
 LAYOUTS = {
     "loss": [
@@ -155,17 +158,35 @@ class Study:
         order = [loss_study.BASELINE, *loss_study.PRESETS]
         names = [name for name in self.done if sorted(self.done[name]) == self.seeds]
         for name in names:
-            for seed, settings in self.done[name].items():
-                wrong = differences(settings, self.done[loss_study.BASELINE][seed])
-                if wrong:
-                    raise CompareError(f"{name} seed {seed}: other settings: {', '.join(wrong)}")
+            self.check(name)
         return sorted(names, key=lambda name: (order.index(name) if name in order else 99, name))
 
-    def paths(self, name: str) -> str:
-        """Return the paths of the logs of all seeds, with commas between."""
+    def check(self, name: str) -> None:
+        """Raise CompareError where a seed's settings are not those of the baseline's run of it."""
+        for seed, settings in self.done[name].items():
+            wrong = differences(settings, self.done[loss_study.BASELINE][seed])
+            if wrong:
+                raise CompareError(f"{name} seed {seed}: other settings: {', '.join(wrong)}")
+
+    def paths(self, name: str, seeds: Sequence[int] | None = None) -> str:
+        """Return the paths of the logs of ``seeds``, or of all, with commas between."""
         return ",".join(
-            str(self.folder / name / f"seed{seed}" / "loss.jsonl") for seed in self.seeds
+            str(self.folder / name / f"seed{seed}" / "loss.jsonl")
+            for seed in (self.seeds if seeds is None else seeds)
         )
+
+    def block(self, name: str) -> dict[str, Any] | None:
+        """Return the block of a run, without the ledger's file; a peer has none."""
+        block = next(iter(self.done[name].values())).get("compression")
+        return None if block is None else {key: block[key] for key in block if key != "ledger"}
+
+    def scale(self, layout: str) -> tuple[int, float]:
+        """Return by what the committed file's batch is divided, and the learning rate."""
+        settings = self.done[loss_study.BASELINE][self.seeds[0]]
+        file = loss_study.CONFIGS / loss_study.LAYOUTS[layout].config
+        batch = "train_micro_batch_size_per_gpu"
+        divisor = json.loads(file.read_text())[batch] // settings[batch]
+        return divisor, float(settings["optimizer"]["params"]["lr"])
 
     def say_seeds(self) -> str:
         """``seeds 0, 1, 2``."""
@@ -175,10 +196,9 @@ class Study:
         """Return blocks that are no preset, without the ledger's file."""
         found = {}
         for name in self.whole:
-            if name not in (loss_study.BASELINE, *loss_study.PRESETS):
-                block = self.done[name][self.seeds[0]].get("compression")
-                if block is not None:  # a peer has none
-                    found[name] = {key: block[key] for key in block if key != "ledger"}
+            known = name in (loss_study.BASELINE, *loss_study.PRESETS)
+            if not known and (block := self.block(name)) is not None:
+                found[name] = block
         return found
 
     def section(self, layout: str, result: Result, picture: str = "") -> list[str]:
@@ -206,23 +226,32 @@ def commands(studies: Mapping[str, Study], stem: str = "loss") -> list[str]:
     layout, study = next(iter(studies.items()))
     settings = study.done[loss_study.BASELINE][study.seeds[0]]
     committed = json.loads((loss_study.CONFIGS / loss_study.LAYOUTS[layout].config).read_text())
-    batch = "train_micro_batch_size_per_gpu"
+    divisor, rate = study.scale(layout)
     trained = dict.fromkeys(name for found in studies.values() for name in found.whole)
     peers = [name.removeprefix("peer ") for name in trained if name.startswith("peer ")]
     presets = [name for name in loss_study.PRESETS if name in trained]
-    rates = [found["optimizer"]["params"]["lr"] for found in (settings, committed)]
     words = [
         "--steps", settings["scheduler"]["params"]["total_num_steps"], "--seeds", *study.seeds,
-        "--layouts", *studies, "--divide-batch", committed[batch] // settings[batch],
-        *(["--lr", f"{rates[0]:g}"] if rates[0] != rates[1] else []),
+        "--layouts", *studies, "--divide-batch", divisor,
+        *(["--lr", f"{rate:g}"] if rate != committed["optimizer"]["params"]["lr"] else []),
         *(["--presets", *presets] if stem != "loss" else []),
         *(["--peers", *peers] if peers else []), "--blocks", f"docs/results/{stem}_blocks.json",
     ]  # fmt: skip
+    return command_section(
+        words, f"scripts/bench/results.py --{stem.replace('_', '-')} runs/loss_study"
+    )
+
+
+def command_section(words: Sequence[object], *more: str) -> list[str]:
+    """Return the section with the commands of a chapter: data, loss_study.py, and ``more``.
+
+    ``words``: the arguments of loss_study.py.
+    """
     return [
         "\n## Commands\n",
         "```",
         "scripts/prepare_data.py --output data/text",
         f"scripts/bench/loss_study.py {shlex.join(map(str, words))}",
-        f"scripts/bench/results.py --{stem.replace('_', '-')} runs/loss_study",
+        *more,
         "```",
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,10 +15,11 @@ from numpy.typing import NDArray
 
 from bench import loss_study
 from bench.continued_islands import CONTINUED, continued
-from bench.loss_chapters import Missing, Study, untimed
+from bench.loss_chapters import ISLANDS, Missing, Study, command_section, untimed
 from bench.sites_bench import curves
 from hybridcomp.compare import Wishes, compared
 from hybridcomp.compare.draw import draw
+from hybridcomp.compare.json_lines import read_lines
 from hybridcomp.compare.reading import read_runs
 from hybridcomp.compare.report import markdown_rows, with_interval
 from hybridcomp.compare.runs import Run
@@ -27,8 +27,8 @@ from hybridcomp.compare.statistics import half_width
 
 LAYOUT, SITES = "dp2", "sites"
 FORMS = ("fp32", "8 bits", "4 bits", "2 bits", "sparse")
-#: names of islands and of torchft's, with the steps between meetings
-OURS, PEER = re.compile(r"H(\d+) (.+)"), re.compile(r"peer torchft-fp8-(\d+)")
+#: names of torchft's islands: steps between meetings
+PEER = re.compile(r"peer torchft-fp8-(\d+)")
 #: points of a final loss
 LAST = 20
 Values = NDArray[np.float64]
@@ -63,27 +63,25 @@ class SyncStudy:
         done = {loss_study.BASELINE: native}
         for name, runs in found.done.items():
             paired = {seed: runs[seed] for seed in runs if seed in native}
-            beside = {loss_study.BASELINE: {seed: native[seed] for seed in paired}, name: paired}
-            if paired and name in replace(found, done=beside).whole:  # looks at the settings, too
+            if paired:
                 done[name] = paired
-        if not any(map(OURS.fullmatch, done)):
+        if not any(map(ISLANDS.fullmatch, done)):
             raise Missing(f"{folder}: in no seed a native run and islands are finished")
-        return cls(replace(found, done=done))
+        study = replace(found, done=done)
+        for name in done:
+            study.check(name)
+        return cls(study)
 
     def seeds(self, *names: str) -> list[int]:
         """Return the seeds that all of these runs have."""
         first, *others = (set(self.study.done[name]) for name in names)
         return sorted(first.intersection(*others))
 
-    def paths(self, name: str, seeds: Sequence[int]) -> str:
-        """Return the paths of the logs of these seeds, with commas between."""
-        return replace(self.study, done={loss_study.BASELINE: dict.fromkeys(seeds, {})}).paths(name)
-
     @cached_property
     def runs(self) -> dict[str, Run]:
         """Return what was logged, by name, the native run first."""
         names = sorted(self.study.done, key=lambda name: (name != loss_study.BASELINE, name))
-        words = [f"{name}={self.paths(name, self.seeds(name))}" for name in names]
+        words = [f"{name}={self.study.paths(name, self.seeds(name))}" for name in names]
         return {run.label: run for run in read_runs(words, Wishes().ledger)}
 
     def finals(self, name: str, seeds: Sequence[int] | None = None) -> Values:
@@ -104,16 +102,16 @@ class SyncStudy:
 
     def every(self, name: str) -> int:
         """Return the steps between two exchanges of ``name``."""
-        found = OURS.fullmatch(name) or PEER.fullmatch(name)
+        found = ISLANDS.fullmatch(name) or PEER.fullmatch(name)
         return int(found[1]) if found else 1
 
     def intervals(self) -> list[int]:
         """Return the numbers of steps between meetings that were trained."""
-        return sorted({int(found[1]) for name in self.runs if (found := OURS.fullmatch(name))})
+        return sorted({int(found[1]) for name in self.runs if (found := ISLANDS.fullmatch(name))})
 
     def others(self) -> list[str]:
         """Return the runs that are no islands of ours, without the native one."""
-        return [n for n in self.runs if not OURS.fullmatch(n) and n != loss_study.BASELINE]
+        return [n for n in self.runs if not ISLANDS.fullmatch(n) and n != loss_study.BASELINE]
 
     def sent(self, name: str, kind: str = "wire_MB") -> float:
         """Return MB of all ranks over the run, a mean over the seeds."""
@@ -124,9 +122,8 @@ class SyncStudy:
         """Return how far islands were apart at a meeting, in percent of the weights; a mean."""
         found = []
         for one in self.runs[name].trainings:
-            lines = one.source.with_name("ledger.jsonl").read_text().splitlines()
-            rows = [json.loads(line).get("sync") for line in lines]
-            found += [row["drift"] for row in rows if row is not None]
+            lines = read_lines(one.source.with_name("ledger.jsonl"))
+            found += [line["sync"]["drift"] for line in lines if line.get("sync") is not None]
         return 100 * float(np.mean(found)) if found else None
 
 
@@ -149,11 +146,8 @@ def sync_chapter(source: Path, out: Path) -> str:
         }  # fmt: skip
     else:
         parts.append("\nNot measured yet: the time to an equal loss over links.")
-    blocks = {}
-    for name in found.others():
-        block = next(iter(found.study.done[name].values())).get("compression")
-        if block is not None:  # a peer has none
-            blocks[name] = {key: block[key] for key in block if key != "ledger"}
+    others = {name: found.study.block(name) for name in found.others()}
+    blocks = {name: block for name, block in others.items() if block is not None}
     (out / "sync_blocks.json").write_text(json.dumps(blocks, indent=1) + "\n", encoding="utf-8")
     (out / "sync.json").write_text(json.dumps(figures) + "\n", encoding="utf-8")
     return "\n".join([*parts, *commands(found)])
@@ -222,9 +216,9 @@ def losses(found: SyncStudy) -> list[str]:
 def traffic(found: SyncStudy) -> list[str]:
     """Return the table of bytes and drift."""
     rows = [["run", "kB a step and rank", "bits a parameter a meeting", "drift %"]]
-    meetings = [name for name in found.runs if OURS.fullmatch(name) or PEER.fullmatch(name)]
+    meetings = [name for name in found.runs if ISLANDS.fullmatch(name) or PEER.fullmatch(name)]
     for name in [*meetings, *(n for n in found.others() if n not in meetings)]:
-        ranks, steps = 2, found.steps()
+        ranks, steps = loss_study.LAYOUTS[LAYOUT].ranks, found.steps()
         kilobytes = 1e3 * found.sent(name) / ranks / steps
         drift = found.drift(name)
         rows.append([
@@ -239,7 +233,7 @@ def traffic(found: SyncStudy) -> list[str]:
 
 def bits_of(found: SyncStudy, name: str) -> float:
     """Return the bits that a rank sends for each parameter in one meeting, or step."""
-    exact = next(n for n in found.runs if (m := OURS.fullmatch(n)) and m[2] == "fp32")
+    exact = next(n for n in found.runs if (m := ISLANDS.fullmatch(n)) and m[2] == "fp32")
     held = found.sent(exact, "raw_MB") / (found.steps() // found.every(exact))
     exchanges = found.steps() // found.every(name)
     return 32 * found.sent(name) / exchanges / held
@@ -256,7 +250,7 @@ def picture(found: SyncStudy, path: Path) -> None:
     }
     names = max(of_seed.values(), key=len)
     seeds = [seed for seed, runs in of_seed.items() if runs == names]
-    words = [f"{name}={found.paths(name, seeds)}" for name in names]
+    words = [f"{name}={found.study.paths(name, seeds)}" for name in names]
     title = f"Islands, ZeRO 1 on two ranks, seeds {', '.join(map(str, seeds))}"
     draw(untimed(compared(words, Wishes())), path, 0, title)
 
@@ -275,23 +269,17 @@ def figures_of(found: SyncStudy) -> dict[str, Any]:
 
 def commands(found: SyncStudy) -> list[str]:
     """Return the commands that make the chapter again."""
-    study, islands = found.study, found.intervals()
-    settings = study.done[loss_study.BASELINE][study.seeds[0]]
-    committed = json.loads((loss_study.CONFIGS / loss_study.LAYOUTS[LAYOUT].config).read_text())
-    batch = "train_micro_batch_size_per_gpu"
+    study = found.study
+    divisor, rate = study.scale(LAYOUT)
     peers = [n.removeprefix("peer ") for n in found.others() if n.startswith("peer ")]
     words = [
-        "--layouts", LAYOUT, "--presets", "--islands", *islands, "--steps", found.steps(),
-        "--seeds", *study.seeds, "--divide-batch", committed[batch] // settings[batch],
-        "--lr", f"{settings['optimizer']['params']['lr']:g}",
-        "--blocks", "docs/results/sync_blocks.json", *(["--peers", *peers] if peers else []),
+        "--layouts", LAYOUT, "--presets", "--islands", *found.intervals(),
+        "--steps", found.steps(), "--seeds", *study.seeds, "--divide-batch", divisor,
+        "--lr", f"{rate:g}", "--blocks", "docs/results/sync_blocks.json",
+        *(["--peers", *peers] if peers else []),
     ]  # fmt: skip
-    return [
-        "\n## Commands\n",
-        "```",
-        "scripts/prepare_data.py --output data/text",
-        f"scripts/bench/loss_study.py {shlex.join(map(str, words))}",
+    return command_section(
+        words,
         "scripts/bench/bench_sites.py    # as root",
         "scripts/bench/results.py --sync runs/loss_study",
-        "```",
-    ]
+    )

@@ -79,7 +79,7 @@ def student() -> nn.Module:
 
 
 class Task:
-    """What is learned: a teacher's answers with noise."""
+    """Task to learn: a teacher's answers with noise."""
 
     def __init__(self, seed: int, data: int) -> None:
         torch.manual_seed(1234)

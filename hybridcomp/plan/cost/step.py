@@ -13,6 +13,7 @@ stages do not wait for messages to replicas.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost import blocking_pipeline
@@ -69,17 +70,18 @@ def _last_ends(
                 begin = max(ready[stage], source)
                 took = (own.backward if op.backward else own.forward)[op.chunk]
                 last = place == len(ops) - 1
-                reduces = last or (op.backward and op.chunk == 0 and own.reduces)
-                if reduces:
-                    ready[stage], ends[op] = _reduced(own, op, begin, last, links[stage])
+                behind = None
+                if last or (op.backward and op.chunk == 0 and own.reduces):
+                    behind = _behind(own, op, begin, last, links[stage])
+                    ready[stage], ends[op] = behind.free + behind.coding, behind.sent
                 elif slices > 1:  # sends are posted, and the link does one after the other
                     ready[stage] = begin + took.busy
                     ends[op] = max(links[stage], ready[stage]) + took.sent
                 else:
                     ready[stage] = ends[op] = begin + took.busy + took.sent
                 if tasks is not None:
-                    tasks += _tasks_of_pass(own, stage, op, begin, links[stage], last, reduces)
-                if slices > 1 and not reduces:
+                    tasks += _tasks_of_pass(own, stage, op, begin, links[stage], behind)
+                if slices > 1 and behind is None:
                     links[stage] = ends[op]
                 place += 1
                 left -= 1
@@ -98,22 +100,43 @@ def _source(op: Op, stage: int, layout: Layout, sent: list[dict[Op, float]]) -> 
     return 0.0
 
 
-def _reduced(own: StageTimes, op: Op, begin: float, last: bool, link: float) -> tuple[float, float]:
-    """Return when a pass with reductions behind it frees its stage, and when its send has ended.
+class _Behind(NamedTuple):
+    """Times of the reductions behind a pass.
+
+    Attributes:
+        shared: when they begin, while the device goes on with the pass.
+        gone: when the link to the replicas has done them.
+        sent: when the pass's own send has ended.
+        coding: seconds of the device behind both.
+    """
+
+    shared: float
+    gone: float
+    sent: float
+    coding: float
+
+    @property
+    def free(self) -> float:
+        """Return when the device begins to decode and encode for them."""
+        return max(self.gone, self.sent)
+
+
+def _behind(own: StageTimes, op: Op, begin: float, last: bool, link: float) -> _Behind:
+    """Return the reductions behind a pass that begins at ``begin``.
 
     ``link``: when the sends posted before have ended.
     """
     took = (own.backward if op.backward else own.forward)[op.chunk]
-    reduced, wire, behind = own.behind(took, op.backward and op.chunk == 0, last)
-    gone = begin + took.busy - behind + wire
-    done = max(link, begin + took.busy) + took.sent
-    return max(gone, done) + sum(one.coding for one in reduced), done
+    reduced, wire, hidden = own.behind(took, op.backward and op.chunk == 0, last)
+    shared = begin + took.busy - hidden
+    sent = max(link, begin + took.busy) + took.sent
+    return _Behind(shared, shared + wire, sent, sum(one.coding for one in reduced))
 
 
 def _tasks_of_pass(
-    own: StageTimes, stage: int, op: Op, begin: float, link: float, last: bool, reduces: bool
+    own: StageTimes, stage: int, op: Op, begin: float, link: float, behind: _Behind | None
 ) -> list[Task]:
-    """Return a pass that begins at ``begin``, its send, and its reductions where it ``reduces``.
+    """Return a pass that begins at ``begin``, its send, and the reductions ``behind`` it.
 
     ``link``: when the sends posted before have ended.
     """
@@ -122,20 +145,15 @@ def _tasks_of_pass(
     place = stage, op.chunk, op.micro_batch
     device, end = f"stage {stage}", begin + took.busy
     sending = max(link, end)
-    done = sending + took.sent
-    send = Task("send", *place, f"link {stage}", sending, done)
-    if not reduces:
+    send = Task("send", *place, f"link {stage}", sending, sending + took.sent)
+    if behind is None:
         return [Task(what, *place, device, begin, end), send]
-    reduced, wire, behind = own.behind(took, op.backward and op.chunk == 0, last)
-    shared = begin + took.busy - behind  # the device goes on while gradients are reduced
-    gone = shared + wire
-    free = max(gone, done)
     return [
-        Task(what, *place, device, begin, shared),
-        Task(what, *place, device, shared, end),
-        Task("reduce", *place, f"replicas {stage}", shared, gone),
+        Task(what, *place, device, begin, behind.shared),
+        Task(what, *place, device, behind.shared, end),
+        Task("reduce", *place, f"replicas {stage}", behind.shared, behind.gone),
         send,
-        Task("code", *place, device, free, free + sum(one.coding for one in reduced)),
+        Task("code", *place, device, behind.free, behind.free + behind.coding),
     ]
 
 

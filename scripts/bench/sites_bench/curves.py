@@ -25,7 +25,7 @@ ORDER = (NATIVE, EVERY_STEP, PLAIN, STREAMING)
 
 @dataclass(frozen=True)
 class SiteRun:
-    """What one case has left.
+    """Run of one case on one link.
 
     Attributes:
         losses, ends: by step, and the seconds at which it ended.

@@ -1,8 +1,7 @@
-"""What one rank of two sites does: train the example under one block after the other."""
+"""Train the example as one rank of two sites, under one block after the other."""
 
 from __future__ import annotations
 
-import gc
 import json
 import time
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ QUIET = {"every": 10**9, "sample_every": 0}
 
 @dataclass(frozen=True)
 class SitesJob:
-    """What the ranks of one link train.
+    """Trainings of the ranks of one link.
 
     Attributes:
         blocks: by name, what is under ``compression``; None: DeepSpeed by itself.
@@ -129,7 +128,6 @@ def make_engine(job: SitesJob, block: Mapping[str, Any] | None) -> Any:
     from gpt.weights import ModelConfig
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes a minute
-    gc.collect()  # an engine that is collected later takes the next one's groups with it
     torch.manual_seed(job.seed)
     model = GPT(ModelConfig(**job.model, seed=job.seed))
     settings = dict(job.settings)

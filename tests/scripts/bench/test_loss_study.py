@@ -20,6 +20,18 @@ def options(tmp_path: Path, *arguments: str) -> argparse.Namespace:
     )
 
 
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands of trainings from now on, none of which is run."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], *_: Any, **__: Any) -> int:
+        commands.append(command)
+        return 0
+
+    monkeypatch.setattr(launch, "run_logged", run)
+    return commands
+
+
 def test_whole_seeds_come_first_and_baselines_lead(tmp_path: Path) -> None:
     found = options(tmp_path, "--seeds", "3", "4", "--presets", "zhybrid")
     cases = [(case.seed, case.layout, case.name) for case in loss_study.cases_of(found)]
@@ -30,13 +42,7 @@ def test_whole_seeds_come_first_and_baselines_lead(tmp_path: Path) -> None:
 def test_peers_are_trained_where_there_is_data_parallelism_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands: list[list[str]] = []
-
-    def run(command: list[str], *_: Any, **__: Any) -> int:
-        commands.append(command)
-        return 0
-
-    monkeypatch.setattr(launch, "run_logged", run)
+    commands = recorded(monkeypatch)
     found = options(tmp_path, "--seeds", "3", "--presets", "--peers", "qgz")
     cases = list(loss_study.cases_of(found))
     assert [(case.layout, case.name) for case in cases] == [
@@ -81,13 +87,7 @@ def test_torchs_engines_have_torchs_launcher_and_peers(
 def test_runs_go_on_from_the_checkpoint_of_their_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    commands: list[list[str]] = []
-
-    def run(command: list[str], *_: Any, **__: Any) -> int:
-        commands.append(command)
-        return 0
-
-    monkeypatch.setattr(launch, "run_logged", run)
+    commands = recorded(monkeypatch)
     words = ["--layouts", "dp2z0", "--presets", "--islands", "30", "--seeds", "3"]
     found = options(tmp_path, *words, "--after", "40", "--steps", "20")
     cases = list(loss_study.cases_of(found))
@@ -141,13 +141,7 @@ def test_settings_keep_the_committed_file(tmp_path: Path) -> None:
 
 
 def test_a_finished_run_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[str]] = []
-
-    def run(command: list[str], *_: Any, **__: Any) -> int:
-        commands.append(command)
-        return 0
-
-    monkeypatch.setattr(launch, "run_logged", run)
+    commands = recorded(monkeypatch)
     found = options(tmp_path, "--steps", "50")
     case = loss_study.Case("pp2", "mine", {"pp": "bf16"}, 1)
     assert loss_study.train(case, found) is not None
