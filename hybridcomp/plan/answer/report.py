@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from hybridcomp.config.memory import size
@@ -168,5 +169,19 @@ def answer(found: Found, cluster: Cluster) -> Iterator[str]:
     yield from (f"  {text}" for text in details(found.plans[0], cluster))
     yield f"{found.considered} looked at, {found.simulated} simulated"
     if found.refused:
-        ruled = ", ".join(f"{count} by {why}" for why, count in found.refused.items())
-        yield f"ruled out: {ruled}"
+        yield "Ruled out:"
+        yield from (f"  {text}" for text in ruled_out(found.refused))
+
+
+def ruled_out(refused: Mapping[str, int]) -> Iterator[str]:
+    """Yield a line for each reason, most layouts first; reasons that differ in a number are one."""
+    counts: dict[tuple[str, str], int] = {}
+    numbers: dict[tuple[str, str], list[str]] = {}
+    for why, count in refused.items():
+        before, number, after = (re.split(r"(\d+)", why, maxsplit=1) + ["", ""])[:3]
+        counts[before, after] = counts.get((before, after), 0) + count
+        numbers.setdefault((before, after), []).append(number)
+    for (before, after), count in sorted(counts.items(), key=lambda entry: -entry[1]):
+        *others, last = sorted(numbers[before, after], key=lambda number: int(number or 0))
+        listed = f"{', '.join(others)} or {last}" if others else last
+        yield f"{count}: {before}{listed}{after}"

@@ -9,7 +9,7 @@ import pytest
 
 from hybridcomp.config.memory import size
 from hybridcomp.plan.answer import picture
-from hybridcomp.plan.answer.report import answer, duration, reasons, table
+from hybridcomp.plan.answer.report import answer, duration, reasons, ruled_out, table
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.plan import MEMORY_KINDS
@@ -60,7 +60,7 @@ def test_the_whole_answer() -> None:
     assert "memory of the fullest rank: weights 400 MB, activations 100 MB, host 1 GB" in text
     assert "(its device has 1 GB)" in text
     assert "dp: 1 MB a step instead of 8 MB; 100 ms seen, 100 ms behind compute" in text
-    assert "12 looked at, 5 simulated" in text and "3 by memory" in text
+    assert "12 looked at, 5 simulated" in text and "\n  3: memory" in text
     assert "Why" not in "\n".join(answer(Found((plan(),)), CLUSTER)), "nothing to compare with"
 
 
@@ -89,3 +89,15 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     picture.draw([plan(), SLOW, native], 9e8, path, "tiny on 4 ranks")
     assert path.read_bytes()[:4] == b"\x89PNG"
     assert picture.share(plan()) == pytest.approx(3 / 12)
+
+
+def test_reasons_that_differ_in_a_number_are_one_line_most_layouts_first() -> None:
+    refused = {
+        "the model cannot be cut so: tensor 12 does not divide 64 heads": 2,
+        "more stages than layers": 4,
+        "the model cannot be cut so: tensor 3 does not divide 64 heads": 3,
+    }
+    assert list(ruled_out(refused)) == [
+        "5: the model cannot be cut so: tensor 3 or 12 does not divide 64 heads",
+        "4: more stages than layers",
+    ]
