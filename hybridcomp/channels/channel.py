@@ -256,10 +256,6 @@ class Channel:
         clock = HOST if device.type == "cpu" else self.state.clock(device)
         return Meter(clock=clock, where=f"{self.dimension} at step {self.state.step}")
 
-    def with_meter(self, group: ProcessGroup | None, device: torch.device) -> tuple[Group, Meter]:
-        """Return the ranks of a message of tensors on ``device``, and a meter for it."""
-        return self.group(group), self.meter(device)
-
     def ring(self, codec: Codec | None, group: ProcessGroup | None, device: torch.device) -> Ring:
         """Return the ``Ring`` that sends ring attention's messages round ``group``.
 
