@@ -272,7 +272,7 @@ class Channel:
             self.count_native(raw_nbytes, direction)
             self.state.ledger.record_time((self.dimension, direction), ring.meter)
             return
-        ring.meter.use(ring.codec.spec)
+        ring.meter.used[ring.codec.spec] = None
         self.record(ring.meter, raw_nbytes, direction, ring.group.ring)
 
     def gather_words(self, words: Tensor, group: ProcessGroup | None) -> list[list[int]]:
