@@ -43,7 +43,7 @@ class Broadcast(Message[tuple[Handle, Tensor]]):
     def send(self, channel: Channel, codec: Codec) -> tuple[Handle, Tensor]:
         """Broadcast encoded: the root decodes its own payload too."""
         values = self.values
-        known, meter = channel.with_meter(self.group, values.device)
+        known, meter = channel.group(self.group), channel.meter(values.device)
         sends = known.rank == self.root
         out = values.new_empty(self.numel) if sends else values
         if sends:
@@ -84,7 +84,7 @@ class Reduce(Message[Handle]):
 
     def send(self, channel: Channel, codec: Codec) -> Handle:
         """Encode the values for the root, which adds them in fp32; returns under way."""
-        known, meter = channel.with_meter(self.group, self.values.device)
+        known, meter = channel.group(self.group), channel.meter(self.values.device)
         if known.rank != self.root:
             first = codec.split_error_budget(1, known.size, exact=1)[0]
             channel.sample(self.values, first, self.direction)

@@ -256,10 +256,6 @@ class Channel:
         clock = HOST if device.type == "cpu" else self.state.clock(device)
         return Meter(clock=clock, where=f"{self.dimension} at step {self.state.step}")
 
-    def with_meter(self, group: ProcessGroup | None, device: torch.device) -> tuple[Group, Meter]:
-        """Return the ranks of a message of tensors on ``device``, and a meter for it."""
-        return self.group(group), self.meter(device)
-
     def ring(self, codec: Codec | None, group: ProcessGroup | None, device: torch.device) -> Ring:
         """Return the ``Ring`` that sends ring attention's messages round ``group``.
 
@@ -276,7 +272,7 @@ class Channel:
             self.count_native(raw_nbytes, direction)
             self.state.ledger.record_time((self.dimension, direction), ring.meter)
             return
-        ring.meter.use(ring.codec.spec)
+        ring.meter.used[ring.codec.spec] = None
         self.record(ring.meter, raw_nbytes, direction, ring.group.ring)
 
     def gather_words(self, words: Tensor, group: ProcessGroup | None) -> list[list[int]]:

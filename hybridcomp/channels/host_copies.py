@@ -146,7 +146,7 @@ class HostMoves:
         (only,) = codec.split_error_budget(1, 1, result=values.dtype)
         self._channel.sample(values, only, "backward")
         meter = Meter()
-        meter.use(only.spec)
+        meter.used[only.spec] = None
         parts = torch.split(values, size) if values.numel() else ()
         payloads = [self._landing.ship(part, only, meter) for part in parts]
         self._record(meter, raw_nbytes, "backward")
@@ -213,7 +213,7 @@ class HostMoves:
         (only,) = codec.split_error_budget(1, 1, result=out.dtype)
         self._channel.sample(values[:SAMPLE_NUMEL].to(out.dtype), only, "forward")
         meter = Meter()
-        meter.use(only.spec)
+        meter.used[only.spec] = None
         for part, place in _chunks(values, out):
             with meter.coding(), fewer_threads():
                 if place.is_cuda:

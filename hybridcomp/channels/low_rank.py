@@ -85,7 +85,7 @@ class Factored:
         """Sum ``values`` by ``low_rank_sum``; exactly where ``pieces`` is None."""
         kind, known = via.codec.low_rank, pieces or [Piece("", 0, values.numel())]
         assert kind is not None, "a codec that is not of low rank"
-        via.meter.use(kind.spec)
+        via.meter.used[kind.spec] = None
         residual = self.residuals.get("sender", known, values, last=True)
         matrices = self.factors.matrices(known, kind)
         factoring = Factoring(matrices, kind.rank, self.factors.warm, needed, self.measure)

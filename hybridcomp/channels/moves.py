@@ -48,7 +48,7 @@ class AllGather(Message[Handle]):
         shard, cuts = self.shard, self.cuts(codec)
         (only,) = codec.split_error_budget(1, 1, result=shard.dtype)
         channel.sample(shard, only, self.direction, cuts, self.relative_to)
-        known, meter = channel.with_meter(self.group, shard.device)
+        known, meter = channel.group(self.group), channel.meter(shard.device)
         via = Transfer(codec, known, meter, cuts)
         async_op = self.async_op
         if self.single_post:
@@ -97,7 +97,7 @@ class AllToAll(Message[Handle]):
         channel.sample(
             values, codec.split_error_budget(1, 1, result=values.dtype)[0], self.direction
         )
-        known, meter = channel.with_meter(self.group, values.device)
+        known, meter = channel.group(self.group), channel.meter(values.device)
         handle = collectives.all_to_all(
             self.out, values, Transfer(codec, known, meter), takes, gives, self.async_op,
         )  # fmt: skip
@@ -131,7 +131,7 @@ class Send(Message[None]):
         assert self.between is not None, "a message between two ranks"
         (source, target), values = self.between, self.load()
         channel.sample(values, codec.split_error_budget(1, 1, result=self.dtype)[0], self.direction)
-        known, meter = channel.with_meter(self.group, values.device)
+        known, meter = channel.group(self.group), channel.meter(values.device)
         collectives.send(values, target, Transfer(codec, known, meter))
         nodes = channel.state.nodes
         crosses = nodes is not None and nodes.of_rank[source] != nodes.of_rank[target]
@@ -163,7 +163,7 @@ class Receive(Message[None]):
         """Receive and decode."""
         assert self.between is not None, "a message between two ranks"
         values = self.buffer()
-        known, meter = channel.with_meter(self.group, self.out.device)
+        known, meter = channel.group(self.group), channel.meter(self.out.device)
         collectives.recv(values, self.between[0], Transfer(codec, known, meter))
         self.put(values)
         channel.state.ledger.record_time((channel.dimension, self.direction), meter)

@@ -58,7 +58,7 @@ class ReduceScatter(Message[ReduceScatterHandle]):
         shards, handling = self.load(codec), channel.handling(codec)
         pieces = self.pieces() if handling.by_parameter else None
         like = shards.flat if isinstance(shards, Shards) else shards[0]
-        known, meter = channel.with_meter(self.group, like.device)
+        known, meter = channel.group(self.group), channel.meter(like.device)
         exact = None
         if handling.common and pieces is not None:
             exact = take_common(channel, shards, pieces, known, meter)

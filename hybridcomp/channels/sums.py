@@ -96,7 +96,7 @@ class AllReduce(Sum[Handle]):
         """Sum the loaded tensor over ``group`` in place; see ``collectives.all_reduce``."""
         tensor, handling = self.load(codec), channel.handling(codec)
         pieces = self.pieces() if handling.by_parameter else None
-        known, meter = channel.with_meter(self.group, tensor.device)
+        known, meter = channel.group(self.group), channel.meter(tensor.device)
         exact = None
         if handling.common and pieces is not None:
             exact = take_common(channel, [tensor], [pieces], known, meter)
@@ -143,7 +143,7 @@ class ReduceToOwners(Sum[list[Tensor]]):
         """Sum the loaded tensor to its owners; see ``collectives.reduce_to_owners``."""
         tensor, ranges, handling = self.load(codec), self.ranges, channel.handling(codec)
         pieces = self.pieces() if handling.by_parameter else None
-        known, meter = channel.with_meter(self.group, tensor.device)
+        known, meter = channel.group(self.group), channel.meter(tensor.device)
         exact = None
         if handling.common and pieces is not None:
             exact = take_common(channel, [tensor], [pieces], known, meter)

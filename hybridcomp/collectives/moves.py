@@ -110,7 +110,7 @@ def _all_gather(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
         out.copy_(shard)
         return given(None)
     plan = _planned(shard, via)
-    via.meter.use(plan.spec)
+    via.meter.used[plan.spec] = None
     only = Transfer(plan.codec, group, via.meter, via.cuts)
     if plan.fused is not None:
         return fused_all_gather(shard, out, plan.fused, only)
@@ -237,7 +237,7 @@ def _all_to_all(
         plan = plan_all_to_all(takes, gives, dtype, device, via)
         group.keep(key, plan, 1 if plan.fused is not None else group.size)
     only = Transfer(plan.codec, group, via.meter)
-    via.meter.use(plan.spec)
+    via.meter.used[plan.spec] = None
     if plan.fused is not None:
         return fused_all_to_all(out, values, plan.fused, only)
     if plan.parts is not None:

@@ -122,7 +122,7 @@ def _flat(
         return sum_at_owners(tensor, sums, exchange, plan.kernel, how), results
     left = None if how.residual is None else [how.residual]
     rounds = [sum_parts(each, [tensor], left, sums, how.group, how.meter) for each in plan.sums]
-    return rounds[0] if len(rounds) == 1 else overlapped(rounds), results
+    return overlapped(rounds), results
 
 
 def _planned(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> BucketPlan:

@@ -126,7 +126,7 @@ def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
         return fused_all_reduce(tensor, plan.codecs[0], plan.fused, how)
     if plan.pairs:
         swaps = [_pair(tensor, each, how) for each in plan.pairs]
-        return swaps[0] if len(swaps) == 1 else overlapped(swaps)
+        return overlapped(swaps)
     return _in_rounds(tensor, plan, how)
 
 

@@ -89,6 +89,11 @@ class Ring:
     meter: Meter
     device: torch.device
 
+    @property
+    def posts_ahead(self) -> bool:
+        """Return whether a receive may be posted before its send: over gloo between CPUs."""
+        return self.device.type == "cpu" and self.group.backends.get("cpu") == "gloo"
+
     def pack(self, tensors: Sequence[Tensor]) -> PackedMessage:
         """Encode ``tensors`` (1-D, contiguous, one dtype) into one message, a payload for each."""
         contents = Contents(tuple(t.numel() for t in tensors), tensors[0].dtype)

@@ -87,7 +87,7 @@ def _broadcast(values: Tensor | None, out: Tensor, root: int, via: Transfer) -> 
         cut = rounds([[(0, numel)]], (codec,), out.device, group)
         each = [_plan_broadcast(row, codec, out, root, group) for (row,) in cut if row]
         plan = group.keep(key, RootedPlan(via.codec, codec.spec, each), group.size * len(each))
-    via.meter.use(plan.spec)
+    via.meter.used[plan.spec] = None
     yield from overlapped([_broadcast_round(each, values, out, root, via) for each in plan.rounds])
 
 
@@ -182,7 +182,7 @@ def _reduce(values: Tensor, out: Tensor | None, root: int, via: Transfer) -> Ste
             if row
         ]
         plan = group.keep(key, RootedPlan(via.codec, codec.spec, each), group.size * len(each))
-    via.meter.use(plan.spec)
+    via.meter.used[plan.spec] = None
     yield from overlapped(
         [sum_parts(each, [values], None, out, group, via.meter) for each in plan.rounds]
     )

@@ -25,7 +25,6 @@ from hybridcomp.collectives.wire import (
     add_alone,
     check_residual,
     check_values,
-    ended,
     given,
     overlapped,
     plan_sum,
@@ -295,7 +294,7 @@ def _in_rounds(
     steps = [
         sum_parts(each, values, residuals, total, how.group, how.meter) for each in plan.rounds
     ]
-    return steps[0] if len(steps) == 1 else ended(overlapped(steps), total)
+    return overlapped(steps)
 
 
 def _check_residuals(shards: Sequence[Tensor], residuals: Sequence[Residual]) -> None:

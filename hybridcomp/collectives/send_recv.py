@@ -17,13 +17,14 @@ from hybridcomp.collectives.wire import (
     HEADER_NBYTES,
     POOL,
     UNREAD,
+    EncodeRequest,
     Header,
     Pending,
     Steps,
     Transfer,
     check_match,
     check_values,
-    encode_values,
+    encode_sum,
     payload_sizes,
     spec_digest,
     transport,
@@ -59,12 +60,13 @@ def send(tensor: Tensor, dst: int, via: Transfer) -> None:
 def _send(tensor: Tensor, dst: int, via: Transfer) -> Steps[None]:
     group, meter = via.group, via.meter
     (codec,) = via.codec.split_error_budget(1, 1, result=tensor.dtype)
-    meter.use(codec.spec)
+    meter.used[codec.spec] = None
     payload = POOL.take(codec.wire_nbytes(tensor.numel(), tensor.dtype), tensor.device)
     late = payload_sizes.SIZES.stay(codec, tensor.device) and tensor.numel() > 0
     word = payload.new_empty(1, dtype=torch.int64) if late else None
     with meter.coding():
-        used = encode_values(codec, tensor, payload, word) if tensor.numel() else 0
+        request, dtype = EncodeRequest(tensor), tensor.dtype
+        used = encode_sum(codec, request, payload, dtype, word) if tensor.numel() else 0
     header = Header(spec_digest(codec.spec), tensor.dtype, tensor.numel(), used)
     packed, arrival = _packed(header, tensor.device), None
     if word is not None:
@@ -111,7 +113,7 @@ def _recv(tensor: Tensor, src: int, via: Transfer) -> Steps[None]:
         header = Header.unpack(bytes(packed.tolist()))
         _check_length(header, expected, src, codec)
     (codec,) = codec.split_error_budget(1, 1, result=header.dtype)
-    meter.use(codec.spec)
+    meter.used[codec.spec] = None
     payload = POOL.take(header.nbytes, tensor.device)
     if header.nbytes:
         yield transport.recv(payload[: header.nbytes], src, group)

@@ -36,7 +36,7 @@ def pack(channel: Channel, values: Tensor) -> bytes:
         room = codec.wire_nbytes(values.numel(), values.dtype)
         buffer = torch.empty(room, dtype=torch.uint8, device=values.device)
         buffer = buffer[: codec.encode(values, buffer)]
-    meter.use(codec.spec)
+    meter.used[codec.spec] = None
     meter.sent(buffer.numel())
     channel.record(meter, values.nbytes, "forward", 1.0)
     return _line(channel, codec.spec, values) + _bytes(buffer)

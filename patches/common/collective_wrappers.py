@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,21 +20,29 @@ from hybridcomp.channels import (
     AllGather,
     AllReduce,
     AllToAll,
-    Channel,
-    Message,
     ReduceScatter,
     Shards,
-    native_nbytes,
 )
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle, ReduceScatterHandle
-from hybridcomp.patches.common.routes import Layers, flat
+from hybridcomp.patches.common.routes import Layers
 
 Collective = Callable[..., Any]
 Maker = Callable[[Collective], Collective]
 
 #: numel for messages with splits, whose lengths differ: no ``min_bytes`` is above it
 ANY_NUMEL = sys.maxsize // 8
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return the values of ``tensor``, 1-D and contiguous: a view where that is possible."""
+    return tensor.detach().contiguous().view(-1)
+
+
+def put(values: Tensor, out: Tensor) -> None:
+    """Write flat ``values`` into ``out``, whatever its shape and dtype."""
+    target = out.detach()
+    target.copy_(values.view(target.shape))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -53,7 +60,7 @@ class AllReduceInPlace(AllReduce):
         """Return the handle that also writes the sum back; None: nothing is under way."""
         values, tensor = self.values, self.tensor
         if values is not None and values.data_ptr() != tensor.data_ptr():
-            handle.then(lambda: _put(values, tensor))
+            handle.then(lambda: put(values, tensor))
         return handle if self.async_op else None
 
 
@@ -139,7 +146,7 @@ def make_reduce_scatter_tensor(layers: Layers) -> Maker:
             )  # fmt: skip
 
             def deliver(handle: ReduceScatterHandle) -> ReduceScatterHandle | None:
-                handle.then(lambda: _put(handle.wait(), output))
+                handle.then(lambda: put(handle.wait(), output))
                 return handle if async_op else None
 
             return channel.run(
@@ -149,114 +156,6 @@ def make_reduce_scatter_tensor(layers: Layers) -> Maker:
             )
 
         return reduce_scatter_tensor
-
-    return make
-
-
-@dataclass(eq=False, kw_only=True)
-class AllGatherParts(Message[None]):
-    """Gather shards of unequal length into ``parts``; ``numel`` is the mean of the lengths.
-
-    Shards are padded to the longest for the exchange, so that all ranks decode the same bytes.
-    """
-
-    tensor: Tensor
-    parts: MutableSequence[Tensor]
-
-    def native_nbytes(self, size: int) -> int:
-        """Return the bytes of this rank's shard, for each other rank."""
-        return native_nbytes.all_gather_nbytes(self.tensor.numel(), self.dtype, size)
-
-    def send(self, channel: Channel, codec: Codec) -> None:
-        """Gather the padded shards and write the parts."""
-        tensor, parts = self.tensor, self.parts
-        longest = max(part.numel() for part in parts)
-        out = tensor.new_zeros(len(parts) * longest)
-        places = torch.split(out, longest) if longest else [out] * len(parts)
-        own = places[dist.get_rank(self.group)]
-        own[: tensor.numel()].copy_(flat(tensor))
-        padded = _Padded(
-            numel=self.numel, dtype=self.dtype, group=self.group, direction=self.direction,
-            shard=own, out=out, native_numel=tensor.numel(),
-        )  # fmt: skip
-        padded.send(channel, codec)
-        for index, (part, place) in enumerate(zip(parts, places, strict=True)):
-            values = place[: part.numel()]
-            if part.data_ptr() == tensor.data_ptr():
-                # GPT-NeoX puts the input there: other code may read it, so keep its values
-                parts[index] = values.view(part.shape)
-            else:
-                _put(values, part)
-
-
-@dataclass(eq=False, kw_only=True)
-class _Padded(AllGather):
-    """All-gather of shards of which native would send the first ``native_numel`` elements."""
-
-    native_numel: int
-
-    def native_nbytes(self, size: int) -> int:
-        """Return the bytes of the shard without its padding."""
-        return native_nbytes.all_gather_nbytes(self.native_numel, self.dtype, size)
-
-
-def make_all_gather_list(layers: Layers) -> Maker:
-    """Wrap ``torch.distributed.all_gather``, also of shards of unequal length (experts)."""
-
-    def make(original: Collective) -> Collective:
-        @functools.wraps(original)
-        def all_gather(
-            tensor_list: MutableSequence[Tensor],
-            tensor: Tensor,
-            group: dist.ProcessGroup | None = None,
-            async_op: bool = False,
-        ) -> Any:
-            channel = None if async_op else layers.channel(group)
-            if channel is None:
-                return original(tensor_list, tensor, group=group, async_op=async_op)
-            message = AllGatherParts(
-                numel=sum(part.numel() for part in tensor_list) // len(tensor_list),
-                dtype=tensor.dtype, group=group, direction=layers.way(), tensor=tensor,
-                parts=tensor_list,
-            )  # fmt: skip
-            return channel.run(
-                message,
-                native=lambda: original(tensor_list, tensor, group=group, async_op=async_op),
-                encoded=lambda handle: None,
-            )
-
-        return all_gather
-
-    return make
-
-
-def make_reduce_scatter_list(layers: Layers) -> Maker:
-    """Wrap ``torch.distributed.reduce_scatter`` of shards of unequal length."""
-
-    def make(original: Collective) -> Collective:
-        @functools.wraps(original)
-        def reduce_scatter_list(
-            output: Tensor,
-            input_list: Sequence[Tensor],
-            op: Any = dist.ReduceOp.SUM,
-            group: dist.ProcessGroup | None = None,
-            async_op: bool = False,
-        ) -> Any:
-            plain = op == dist.ReduceOp.SUM and not async_op
-            channel = layers.channel(group) if plain else None
-            if channel is None:
-                return original(output, input_list, op=op, group=group, async_op=async_op)
-            message = ReduceScatter(
-                numel=sum(part.numel() for part in input_list), dtype=output.dtype, group=group,
-                direction=layers.way(), shards=[flat(part) for part in input_list],
-            )  # fmt: skip
-            return channel.run(
-                message,
-                native=lambda: original(output, input_list, op=op, group=group, async_op=async_op),
-                encoded=lambda handle: _put(handle.wait(), output),
-            )
-
-        return reduce_scatter_list
 
     return make
 
@@ -307,9 +206,3 @@ def make_all_to_all_single(layers: Layers) -> Maker:
         return all_to_all_single
 
     return make
-
-
-def _put(values: Tensor, out: Tensor) -> None:
-    """Write flat ``values`` into ``out``, whatever its shape and dtype."""
-    target = out.detach()
-    target.copy_(values.view(target.shape))

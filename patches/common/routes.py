@@ -14,18 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from hybridcomp.channels import Channel, Channels
 from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patching import Seam
 from hybridcomp.policy import Dimension, Direction
 from hybridcomp.session.process import current
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """Return the values of ``tensor``, 1-D and contiguous: a view where that is possible."""
-    return tensor.detach().contiguous().view(-1)
 
 
 @dataclass(frozen=True)

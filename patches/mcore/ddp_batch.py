@@ -16,7 +16,7 @@ from hybridcomp.channels.parameter_deltas import GatherParameters
 from hybridcomp.channels.pieces import Piece, cut
 from hybridcomp.collectives import Handle, ReduceScatterHandle
 from hybridcomp.patches.common import early_engines
-from hybridcomp.patches.common.routes import flat
+from hybridcomp.patches.common.collective_wrappers import flat
 from hybridcomp.session.process import current
 
 SUM, AVERAGE = dist.ReduceOp.SUM, dist.ReduceOp.AVG

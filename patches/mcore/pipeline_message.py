@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridcomp.channels import Channel, Channels, Posted, PostReceive, PostSend
 from hybridcomp.codecs.base import Codec
 from hybridcomp.log import say_once
-from hybridcomp.patches.common.routes import flat
+from hybridcomp.patches.common.collective_wrappers import flat
 from hybridcomp.policy import Direction
 from hybridcomp.rules.engine import Rule, apply
 

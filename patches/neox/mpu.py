@@ -21,11 +21,10 @@ import torch.distributed as dist
 
 from hybridcomp.patches.common.collective_wrappers import (
     make_all_gather_into_tensor,
-    make_all_gather_list,
     make_all_reduce,
-    make_reduce_scatter_list,
     make_reduce_scatter_tensor,
 )
+from hybridcomp.patches.common.list_wrappers import make_all_gather_list, make_reduce_scatter_list
 from hybridcomp.patches.common.routes import Layers, make_backward, make_torch, torch_seam
 from hybridcomp.patches.neox.checkout import MAPPINGS, REQUIREMENT, source
 from hybridcomp.patching import Seam

@@ -13,6 +13,7 @@ ones took part.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -73,7 +74,8 @@ class Members:
         self._prepare: Any = None  # torch's own, while ours is in its place
         self._touched: set[int] = set()
         self._hooks: dict[int, Any] = {}  # by id of the unsharded parameter
-        self._pieces: dict[tuple[int, ...], tuple[tuple[Piece, ...], ...]] = {}
+        #: returns the pieces of a message with these parameters, by rank; always the same tuple
+        self.pieces = functools.cache(self._pieces)
 
     @property
     def shards(self) -> dist.ProcessGroup | None:
@@ -163,17 +165,14 @@ class Members:
             "torch"
         )
 
-    def pieces(self, places: tuple[int, ...], world_size: int) -> tuple[tuple[Piece, ...], ...]:
-        """Return the pieces of a message with these parameters, by rank; always the same tuple."""
-        key = (*places, world_size)
-        if key not in self._pieces:
-            rows: list[list[Piece]] = [[] for _ in range(world_size)]
-            for place in places:
-                of_rank = self.members[place].pieces(world_size)
-                for row, more in zip(rows, of_rank, strict=True):
-                    row += more
-            self._pieces[key] = tuple(map(tuple, rows))
-        return self._pieces[key]
+    def _pieces(self, places: tuple[int, ...], world_size: int) -> tuple[tuple[Piece, ...], ...]:
+        """Work out ``pieces``: those of each parameter behind those of the one before it."""
+        rows: list[list[Piece]] = [[] for _ in range(world_size)]
+        for place in places:
+            of_rank = self.members[place].pieces(world_size)
+            for row, more in zip(rows, of_rank, strict=True):
+                row += more
+        return tuple(map(tuple, rows))
 
     def cuts(self, world_size: int) -> list[int]:
         """Return the borders of parameters in a rank's shard of all of them."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.paths import ROOT
 
 #: methods of a channel that are the parts of ``run``
-PARTS = {"codec", "handling", "with_meter", "record", "recorded"}
+PARTS = {"codec", "handling", "record", "recorded"}
 #: copies between device and host are no messages: their sums over micro-batches decide
 COPIES = {"offload12.py", "offload3.py", "offload_sums.py", "offload_accumulation.py"}
 

@@ -128,7 +128,7 @@ def in_process() -> Iterator[None]:
     patches: list[Any] = [
         patch.object(transport, "dist", dist),
         patch.object(transport, "all_gather_single", _all_gather_single),
-        patch.object(transport, "over_gloo", lambda device, group: False),
+        patch("torch.distributed.get_backend_config", lambda group: "cpu:threads"),
     ]
     for one in patches:
         one.start()

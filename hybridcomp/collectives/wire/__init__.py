@@ -2,7 +2,7 @@
 
 group          the ranks of a message, how values travel between them and how they are summed
 handle         steps of a collective, the handle that drives them, the meter of what they cost
-steps          steps made of others: side by side, or a single message
+steps          steps without a message, or of a single one
 cuts           chunks of ranks, stretches between parameters, rounds
 encoding       values into payloads and back, error feedback, buffers
 exchange_plan  what all-to-alls of payloads of the same lengths, and sums by them, have in common
@@ -14,7 +14,7 @@ relays         all-gather over several groups, one after the other
 payload_sizes  sizes of payloads of variable size
 splits         lengths of the parts of an all-to-all
 transport      bytes between ranks; only this calls torch.distributed for messages
-staging        backends of devices; pinned host memory for GPU tensors over gloo
+staging        pinned host memory for GPU tensors over gloo
 device_clock   the time that a GPU takes
 
 Operations above import from here, not from its parts.
@@ -31,6 +31,7 @@ from hybridcomp.collectives.wire.encoding import (
     check_residual,
     check_values,
     decode_fp32,
+    encode_sum,
     settle,
 )
 from hybridcomp.collectives.wire.exchange_plan import (
@@ -46,7 +47,6 @@ from hybridcomp.collectives.wire.gathers import (
     GatherPlan,
     decode_all,
     encode_all,
-    encode_values,
     gather,
     plan_gather,
 )
@@ -59,6 +59,7 @@ from hybridcomp.collectives.wire.handle import (
     Pending,
     ReduceScatterHandle,
     Steps,
+    overlapped,
 )
 from hybridcomp.collectives.wire.headers import (
     HEADER_NBYTES,
@@ -71,7 +72,7 @@ from hybridcomp.collectives.wire.headers import (
 )
 from hybridcomp.collectives.wire.message_rounds import round_count, rounds
 from hybridcomp.collectives.wire.splits import Splits
-from hybridcomp.collectives.wire.steps import ended, given, overlapped, transfer
+from hybridcomp.collectives.wire.steps import given, transfer
 
 __all__ = [
     "Clock",
@@ -109,8 +110,7 @@ __all__ = [
     "decode_all",
     "decode_fp32",
     "encode_all",
-    "encode_values",
-    "ended",
+    "encode_sum",
     "exchange",
     "gather",
     "given",

@@ -15,10 +15,19 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hybridcomp.collectives.wire.handle import Kind, StreamSpan, Timed, TimedBody
+from hybridcomp.collectives.wire.handle import Kind, Meter, TimedBody
 
 #: spans kept until the end of a step; an evaluation sends any number of messages within a step
 WAITING = 1024
+
+
+@dataclass(frozen=True)
+class StreamSpan:
+    """A stretch of a stream's work between two events."""
+
+    kind: Kind
+    start: Any
+    stop: Any
 
 
 class Totals(Protocol):
@@ -37,10 +46,10 @@ class SilentClock:
     def begin(self) -> None:
         """Mark nothing."""
 
-    def end(self, timed: Timed, kind: Kind, start: None) -> None:
+    def end(self, meter: Meter, kind: Kind, start: None) -> None:
         """Measure nothing."""
 
-    def time(self, timed: Timed, kind: Kind) -> AbstractContextManager[None]:
+    def time(self, meter: Meter, kind: Kind) -> AbstractContextManager[None]:
         """Return a context that measures nothing."""
         return self._nothing
 
@@ -69,13 +78,13 @@ class DeviceClock:
     _free: list[Any] = field(default_factory=list)
     _landed: deque[tuple[Totals, StreamSpan]] = field(default_factory=deque)
 
-    def time(self, timed: Timed, kind: Kind) -> AbstractContextManager[None]:
-        """Return a context that times its body by two events, as a span of ``timed``."""
-        return TimedBody(self, timed, kind)
+    def time(self, meter: Meter, kind: Kind) -> AbstractContextManager[None]:
+        """Return a context that times its body by two events, as a span of ``meter``."""
+        return TimedBody(self, meter, kind)
 
-    def end(self, timed: Timed, kind: Kind, start: Any) -> None:
-        """Record a second event; the time between them becomes a span of ``timed``."""
-        timed.spans.append(StreamSpan(kind, start, self.begin()))
+    def end(self, meter: Meter, kind: Kind, start: Any) -> None:
+        """Record a second event; the time between them becomes a span of ``meter``."""
+        meter.spans.append(StreamSpan(kind, start, self.begin()))
 
     def begin(self) -> Any:
         """Record and return an event behind all work of the current stream."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridcomp.codecs.base import Codec, MultiTensorKernel
 from hybridcomp.collectives.wire import payload_sizes, relays, transport
 from hybridcomp.collectives.wire.cuts import Range
-from hybridcomp.collectives.wire.encoding import POOL
+from hybridcomp.collectives.wire.encoding import POOL, EncodeRequest, encode_sum
 from hybridcomp.collectives.wire.group import Group
 from hybridcomp.collectives.wire.handle import Meter, Steps
 from hybridcomp.collectives.wire.varying import cut_payloads
@@ -113,18 +113,9 @@ def encode_all(
         word = None if room.words is None else room.words[index : index + 1]
         slot = room.buffer[position : position + most[index]]
         one = codec.part(*places[index]) if places else codec
-        room.nbytes.append(encode_values(one, values.to(dtype), slot, word))
+        room.nbytes.append(encode_sum(one, EncodeRequest(values), slot, dtype, word))
         position += room.nbytes[-1]
     return room
-
-
-def encode_values(codec: Codec, values: Tensor, out: Tensor, word: Tensor | None) -> int:
-    """Encode ``values`` into ``out`` and return the bytes used; with a ``word`` (int64 on the
-    device) they are written there, and all of ``out`` counts."""
-    if word is None:
-        return codec.encode(values, out)
-    codec.encode_into(values, out, word)
-    return out.numel()
 
 
 def decode_all(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.quantized_residual import Residual
 from hybridcomp.collectives.wire.handle import Meter
+from hybridcomp.job import peer_liveness
 
 P = TypeVar("P")
 #: weight of all plans that a group keeps: thousands of a few ranks, sixteen with a part for each of
@@ -51,8 +52,6 @@ class Group:
             stretch of the sum, and this rank's index among them; 1 and 0 in one level.
         encoders, index: number of ranks that encode one element, and this rank's index among them:
             all of the group in one level, one of each node in two.
-        global_ranks, backends: by group rank and by type of device, filled in at first use.
-        limit: time limit of a message over gloo, filled in at first use; None: no limit.
         plans: what collectives have worked out for messages that come again, by what these have in
             common (``keep``). They hold neither the group nor tensors of a message, and go with it.
         hops: of a group that only gathers: the groups whose gathers, one after the other, are its
@@ -69,9 +68,6 @@ class Group:
     local: int = field(init=False, default=0)
     encoders: int = field(init=False)
     index: int = field(init=False)
-    global_ranks: tuple[int, ...] = field(init=False, default=())
-    backends: dict[str, str] = field(init=False, default_factory=dict)
-    limit: timedelta | None = field(init=False, default=None)
     plans: dict[tuple[object, ...], Any] = field(init=False, default_factory=dict, repr=False)
     _weight: int = field(init=False, default=0)
     hops: tuple[Group, ...] = ()
@@ -107,12 +103,33 @@ class Group:
         self._weight += weight
         return plan
 
+    @cached_property
+    def backends(self) -> dict[str, str]:
+        """Return by type of device the backend that carries its tensors."""
+        return _backends(dist.get_backend_config(self.process_group))
+
+    @cached_property
+    def global_ranks(self) -> tuple[int, ...]:
+        """Return the ranks of the job, by group rank."""
+        return tuple(dist.get_process_group_ranks(self.process_group))
+
+    @cached_property
+    def limit(self) -> timedelta | None:
+        """Return the time limit of a message over gloo; None: no limit."""
+        return peer_liveness.time_limit(self.process_group)
+
     @property
     def receivers(self) -> Sequence[int]:
         """Return the group ranks whose shards of a reduce-scatter this rank encodes."""
         if self.levels is None:
             return range(self.size)
         return self.levels.column
+
+
+@cache
+def _backends(config: str) -> dict[str, str]:
+    """Return the backends of a group, by the type of device."""
+    return dict(part.split(":") for part in config.split(","))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, cast
 
 from torch import Tensor
 from torch.distributed import Work
@@ -26,30 +26,13 @@ from hybridcomp.job import peer_liveness
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from hybridcomp.collectives.wire.device_clock import StreamSpan
+
 T = TypeVar("T")
 #: the steps of a collective: yields the works to wait for, returns the result
 Steps = Generator[Work, None, T]
-#: largest number of abandoned works; older ones are waited for
-MOST_FORGOTTEN = 64
 #: kinds of timed work: encoding and decoding, or waiting for the wire
 Kind = Literal["codec", "wait"]
-
-
-class Timed(Protocol):
-    """Collector of the seconds of one collective."""
-
-    codec_s: float
-    wait_s: float
-    spans: list[StreamSpan]
-
-
-@dataclass(frozen=True)
-class StreamSpan:
-    """A stretch of a stream's work between two events."""
-
-    kind: Kind
-    start: Any
-    stop: Any
 
 
 class Clock(Protocol):
@@ -61,28 +44,28 @@ class Clock(Protocol):
         """Return a mark of this moment, for ``end``."""
         ...
 
-    def end(self, timed: Timed, kind: Kind, start: Any) -> None:
-        """Add the time since the mark ``start`` to ``timed``."""
+    def end(self, meter: Meter, kind: Kind, start: Any) -> None:
+        """Add the time since the mark ``start`` to ``meter``."""
         ...
 
-    def time(self, timed: Timed, kind: Kind) -> AbstractContextManager[None]:
-        """Return a context that adds the time of its body to ``timed``."""
+    def time(self, meter: Meter, kind: Kind) -> AbstractContextManager[None]:
+        """Return a context that adds the time of its body to ``meter``."""
         ...
 
 
 class TimedBody:
     """Context that adds up its body's seconds; not a generator, which takes 1 us more."""
 
-    __slots__ = ("_clock", "_kind", "_start", "_timed")
+    __slots__ = ("_clock", "_kind", "_meter", "_start")
 
-    def __init__(self, clock: Clock, timed: Timed, kind: Kind) -> None:
-        self._clock, self._timed, self._kind = clock, timed, kind
+    def __init__(self, clock: Clock, meter: Meter, kind: Kind) -> None:
+        self._clock, self._meter, self._kind = clock, meter, kind
 
     def __enter__(self) -> None:
         self._start = self._clock.begin()
 
     def __exit__(self, *_: object) -> None:
-        self._clock.end(self._timed, self._kind, self._start)
+        self._clock.end(self._meter, self._kind, self._start)
 
 
 class HostClock:
@@ -91,54 +74,20 @@ class HostClock:
     on_device = False
     begin = staticmethod(time.perf_counter)
 
-    def end(self, timed: Timed, kind: Kind, start: float) -> None:
-        """Add the host's time since ``start`` to ``timed``."""
+    def end(self, meter: Meter, kind: Kind, start: float) -> None:
+        """Add the host's time since ``start`` to ``meter``."""
         seconds = time.perf_counter() - start
         if kind == "codec":
-            timed.codec_s += seconds
+            meter.codec_s += seconds
         else:
-            timed.wait_s += seconds
+            meter.wait_s += seconds
 
-    def time(self, timed: Timed, kind: Kind) -> AbstractContextManager[None]:
-        """Return a context that adds the host's time of its body to ``timed``."""
-        return TimedBody(self, timed, kind)
+    def time(self, meter: Meter, kind: Kind) -> AbstractContextManager[None]:
+        """Return a context that adds the host's time of its body to ``meter``."""
+        return TimedBody(self, meter, kind)
 
 
 HOST = HostClock()
-
-
-class Works(Work):
-    """Several works as one, with a time limit for each of them; None: the backend's."""
-
-    #: works deleted without a wait. gloo cancels a receive when its work is freed, and the message
-    #: would then be matched with the next receive from the same sender
-    forgotten: ClassVar[deque[list[Work]]] = deque()
-
-    def __init__(self, works: Sequence[Work], limit: timedelta | None) -> None:
-        super().__init__()
-        self._works, self._limit = list(works), limit
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for all of them; raises the error of the first that failed."""
-        works, self._works = self._works, []
-        limit = self._limit if timeout is None else timeout
-        for work in works:  # gloo does not apply the group's timeout to a receive by itself
-            work.wait() if limit is None else work.wait(limit)
-        return True
-
-    def __del__(self) -> None:
-        if self._works:
-            self.forgotten.append(self._works)
-
-    @classmethod
-    def wait_for_forgotten(cls) -> None:
-        """Wait for the oldest abandoned works, which are done, as pairs keep the order of messages.
-
-        The last ``MOST_FORGOTTEN`` stay, whose messages may still be on their way.
-        """
-        while len(cls.forgotten) > MOST_FORGOTTEN:
-            for work in cls.forgotten.popleft():
-                work.wait()
 
 
 class _UnderWay(Work):
@@ -170,7 +119,7 @@ class Meter:
     codec_s: float = 0.0  # seconds of the host in encode and decode, where the host runs them
     wait_s: float = 0.0  # seconds of the host blocked in torch.distributed
     inter_nbytes: int = 0  # of wire_nbytes, to ranks on other nodes
-    used: dict[str, None] = field(default_factory=dict)  # specs of the codecs, in order
+    used: dict[str, None] = field(default_factory=dict)  # specs of codecs, in order; to be added to
     clock: Clock = HOST
     where: str = ""  # names the message in errors about it
     spans: list[StreamSpan] = field(default_factory=list)  # of a GPU, in a step that is timed
@@ -180,11 +129,6 @@ class Meter:
         self.messages += 1
         self.wire_nbytes += nbytes
         self.inter_nbytes += inter_nbytes
-
-    def use(self, *specs: str) -> None:
-        """Note the specs of the codecs that encoded the values."""
-        for spec in specs:
-            self.used[spec] = None
 
     def coding(self) -> AbstractContextManager[None]:
         """Return a context whose body encodes or decodes: its time counts as the codec's."""
@@ -282,3 +226,34 @@ class Handle(Pending[None]):
 
 class ReduceScatterHandle(Pending[Tensor]):
     """Handle of ``reduce_scatter``; ``wait()`` returns the sum."""
+
+
+def overlapped(rounds: Sequence[Steps[T]]) -> Steps[T]:
+    """Run collectives side by side: start all, then continue each in turn after its message.
+
+    The order depends only on their number of steps, so all ranks post the same messages in the same
+    order. All first messages are under way when a handle is returned. One alone is returned as it
+    is: to go through another generator would cost at each step.
+    """
+    return rounds[0] if len(rounds) == 1 else _side_by_side(rounds)
+
+
+def _side_by_side(rounds: Sequence[Steps[T]]) -> Steps[T]:
+    """Run several; return the result of the one that ends last."""
+    waiting: deque[tuple[Steps[T], Work]] = deque()
+    result: T | None = None
+
+    def advance(steps: Steps[T]) -> None:
+        nonlocal result
+        try:
+            waiting.append((steps, next(steps)))
+        except StopIteration as stop:
+            result = stop.value
+
+    for steps in rounds:
+        advance(steps)
+    while waiting:
+        steps, work = waiting.popleft()
+        yield work
+        advance(steps)
+    return cast(T, result)

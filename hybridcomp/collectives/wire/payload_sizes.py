@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from hybridcomp.codecs.base import Codec, align
-from hybridcomp.collectives.wire import staging, transport
+from hybridcomp.collectives.wire import staging
 from hybridcomp.collectives.wire.group import Group
 from hybridcomp.collectives.wire.handle import Steps
 
@@ -99,7 +99,7 @@ def in_front(codec: Codec, device: torch.device, group: Group) -> bool:
     Not where payloads go over several hops, of which the later ones would not know their lengths.
     """
     stay = codec.fixed_size or SIZES.stay(codec, device)
-    return not stay and not group.hops and transport.over_gloo(device, group)
+    return not stay and not group.hops and group.backends.get(device.type) == "gloo"
 
 
 def head_nbytes(count: int) -> int:

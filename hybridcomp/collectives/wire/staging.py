@@ -1,4 +1,4 @@
-"""Find the backend that carries tensors, and stage GPU tensors in pinned host memory for gloo.
+"""Stage GPU tensors in pinned host memory for gloo.
 
 gloo takes CUDA tensors for few collectives (all_reduce and broadcast; no all_to_all, no all_gather,
 no send and recv), so the others go through pinned host memory. Messages are encoded, so the copies
@@ -8,31 +8,12 @@ are short; this lets several ranks share one GPU, and clusters without NCCL work
 from __future__ import annotations
 
 from datetime import timedelta
-from functools import cache
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
 from hybridcomp.collectives.wire.group import Group
-
-
-def backend_of(group: Group, device: torch.device) -> str:
-    """Return the backend that carries tensors of ``device``; a group may have several."""
-    return (group.backends or learn_backends(group)).get(device.type, "")
-
-
-def learn_backends(group: Group) -> dict[str, str]:
-    """Fill in and return the group's backends."""
-    group.backends = _backends(dist.get_backend_config(group.process_group))
-    return group.backends
-
-
-@cache
-def _backends(config: str) -> dict[str, str]:
-    """Return the backends of a group, by the type of device."""
-    return dict(part.split(":") for part in config.split(","))
 
 
 class Staged(Work):
@@ -60,7 +41,7 @@ class Staging:
 
     def needed(self, tensor: Tensor, group: Group) -> bool:
         """Return whether ``tensor`` is on a GPU and ``group`` carries it over gloo."""
-        return tensor.is_cuda and backend_of(group, tensor.device) == "gloo"
+        return tensor.is_cuda and group.backends.get("cuda") == "gloo"
 
     def room(self, like: Tensor) -> Tensor:
         """Allocate pinned host memory for ``like``, contents undefined; torch caches the blocks."""

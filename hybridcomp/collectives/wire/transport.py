@@ -16,8 +16,10 @@ GPU tensors over gloo go through pinned host memory (``staging``).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from typing import cast
+from datetime import timedelta
+from typing import ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,15 +27,50 @@ from torch import Tensor
 from torch.distributed import Work
 
 from hybridcomp.collectives.wire.group import Group
-from hybridcomp.collectives.wire.handle import MOST_FORGOTTEN, Meter, Works
+from hybridcomp.collectives.wire.handle import Meter
 from hybridcomp.collectives.wire.splits import Splits
-from hybridcomp.collectives.wire.staging import STAGING, Staged, backend_of, learn_backends
-from hybridcomp.job import peer_liveness
+from hybridcomp.collectives.wire.staging import STAGING, Staged
 
 #: torch 2.13 renames it and warns about the old name
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 #: of messages between pairs, so that none is taken for a message of the training program
 TAG = int.from_bytes(b"hc", "big")
+#: largest number of abandoned works; older ones are waited for
+MOST_FORGOTTEN = 64
+
+
+class Works(Work):
+    """Several works as one, with a time limit for each of them; None: the backend's."""
+
+    #: works deleted without a wait. gloo cancels a receive when its work is freed, and the message
+    #: would then be matched with the next receive from the same sender
+    forgotten: ClassVar[deque[list[Work]]] = deque()
+
+    def __init__(self, works: Sequence[Work], limit: timedelta | None) -> None:
+        super().__init__()
+        self._works, self._limit = list(works), limit
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for all of them; raises the error of the first that failed."""
+        works, self._works = self._works, []
+        limit = self._limit if timeout is None else timeout
+        for work in works:  # gloo does not apply the group's timeout to a receive by itself
+            work.wait() if limit is None else work.wait(limit)
+        return True
+
+    def __del__(self) -> None:
+        if self._works:
+            self.forgotten.append(self._works)
+
+    @classmethod
+    def wait_for_forgotten(cls) -> None:
+        """Wait for the oldest abandoned works, which are done, as pairs keep the order of messages.
+
+        The last ``MOST_FORGOTTEN`` stay, whose messages may still be on their way.
+        """
+        while len(cls.forgotten) > MOST_FORGOTTEN:
+            for work in cls.forgotten.popleft():
+                work.wait()
 
 
 def all_to_all(
@@ -60,7 +97,7 @@ def all_to_all(
     staged = out.device.type in STAGING.devices and STAGING.needed(out, group)
     room, source = (STAGING.room(out), STAGING.out(values)) if staged else (out, values)
     work: Work
-    if not room.is_cuda and over_gloo(room.device, group):
+    if group.backends.get(room.device.type) == "gloo":
         work = between_pairs(torch.split(room, takes), torch.split(source, gives), group)
     else:
         work = dist.all_to_all_single(
@@ -79,7 +116,7 @@ def all_gather(out: Tensor, values: Tensor, group: Group, meter: Meter) -> Work:
 
 
 def _gather(out: Tensor, values: Tensor, group: Group) -> Work:
-    if not out.is_cuda and over_gloo(out.device, group):
+    if group.backends.get(out.device.type) == "gloo":
         places = torch.tensor_split(out, group.size)
         return between_pairs(places, [values] * len(places), group)
     work: Work = all_gather_single(out, values, group=group.process_group, async_op=True)
@@ -115,15 +152,13 @@ def broadcast(values: Tensor, root: int, group: Group, meter: Meter) -> Work:
 
 
 def _spread(values: Tensor, root: int, sends: bool, group: Group) -> Work:
-    if over_gloo(values.device, group):
+    if group.backends.get(values.device.type) == "gloo":
         nothing = [values.new_empty(0)] * group.size
         if sends:
             to = [values if rank != root else values[:0] for rank in range(group.size)]
             return between_pairs(nothing, to, group)
         come = [values if rank == root else values[:0] for rank in range(group.size)]
         return between_pairs(come, nothing, group)
-    if not group.global_ranks:
-        _learn(group)
     own = group.process_group
     return _posted(dist.broadcast(values, group.global_ranks[root], group=own, async_op=True))
 
@@ -184,11 +219,9 @@ def _between_two(
     out: Tensor | None, values: Tensor | None, src: int, dst: int, group: Group
 ) -> Work:
     """Post a receive and then a send; over NCCL as one call, so that none waits for the other."""
-    if not group.global_ranks:
-        _learn(group)
     ranks, own = group.global_ranks, group.process_group
-    device = (values if out is None else out).device  # type: ignore[union-attr]
-    if not over_gloo(device, group) and backend_of(group, device) != "gloo":
+    kind = (values if out is None else out).device.type  # type: ignore[union-attr]
+    if group.backends.get(kind) != "gloo":
         calls = [] if out is None else [dist.P2POp(dist.irecv, out, ranks[src], group=own)]
         if values is not None:
             calls.append(dist.P2POp(dist.isend, values, ranks[dst], group=own))
@@ -220,8 +253,6 @@ def between_pairs(out: Sequence[Tensor], values: Sequence[Tensor], group: Group)
     """
     if len(Works.forgotten) > MOST_FORGOTTEN:
         Works.wait_for_forgotten()
-    if not group.global_ranks:
-        _learn(group)
     me, ranks, world = group.rank, len(out), group.global_ranks
     out[me].copy_(values[me])
     # every rank begins with a different peer, so that no rank gets all messages at once
@@ -241,21 +272,8 @@ def between_pairs(out: Sequence[Tensor], values: Sequence[Tensor], group: Group)
     return Works(cast(list[Work], works), group.limit)
 
 
-def _learn(group: Group) -> None:
-    """Fill in the group's global ranks and its time limit for messages over gloo."""
-    group.global_ranks = tuple(dist.get_process_group_ranks(group.process_group))
-    group.limit = peer_liveness.time_limit(group.process_group)
-
-
 def _limited(work: Work, tensor: Tensor, group: Group) -> Work:
-    """Return ``work``, over gloo with the time limit of its group (``presence.time_limit``)."""
-    if not over_gloo(tensor.device, group):
+    """Return ``work``, over gloo with the time limit of its group."""
+    if group.backends.get(tensor.device.type) != "gloo":
         return work
-    if not group.global_ranks:
-        _learn(group)
     return Works([work], group.limit)
-
-
-def over_gloo(device: torch.device, group: Group) -> bool:
-    """Return whether ``device`` is a CPU whose tensors travel over gloo."""
-    return device.type == "cpu" and (group.backends or learn_backends(group)).get("cpu") == "gloo"

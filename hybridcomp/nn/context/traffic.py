@@ -29,7 +29,6 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Group, Meter
 from hybridcomp.collectives.ring import Contents, PackedMessage, Ring
 from hybridcomp.collectives.wire import Pending
-from hybridcomp.collectives.wire.transport import over_gloo
 from hybridcomp.policy import Direction
 
 #: receives of keys and values that are posted ahead over gloo
@@ -187,7 +186,7 @@ class _Moving:
         self._ring, self._contents = ring, contents
         self._to_send = self._to_expect = hops
         self._coming: deque[Pending[PackedMessage | None]] = deque()
-        self._ahead = over_gloo(ring.device, ring.group)
+        self._ahead = ring.posts_ahead
         for _ in range(AHEAD):
             self.expect()
 
@@ -234,7 +233,7 @@ class Gradients:
         """``expected``: sizes of the message from the rank that is so many steps ahead, or None."""
         self._traffic, self._codec, self._ring = traffic, codec, ring
         self._expected, self._raw_nbytes = expected, 0
-        self._ahead = traffic.ranks > 2 and over_gloo(ring.device, ring.group)
+        self._ahead = traffic.ranks > 2 and ring.posts_ahead
         self._coming: deque[Pending[PackedMessage | None]] = deque()
         self._sent: deque[Pending[PackedMessage | None]] = deque()
         if self._ahead:

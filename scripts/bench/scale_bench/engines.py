@@ -19,8 +19,9 @@ class Fsdp2(Engine):
 
     def prepare(self) -> None:
         """Fill the slots of a group for each block."""
-        from hybridcomp.patches.torch import fsdp2_comms
+        from hybridcomp.patches.torch.fsdp2_gathers import EncodedAllGather
         from hybridcomp.patches.torch.fsdp2_members import Members
+        from hybridcomp.patches.torch.fsdp2_sums import EncodedReduceScatter
 
         attached: Any = SimpleNamespace(channels=self.channels, reduced=lambda: None, is_open=True)
         self.slots = []
@@ -33,8 +34,8 @@ class Fsdp2(Engine):
             members = Members(group, {})
             empty: Any = SimpleNamespace()
             self.slots.append((
-                members, fsdp2_comms.EncodedAllGather(members, attached, empty),
-                fsdp2_comms.EncodedReduceScatter(members, attached, empty, False),
+                members, EncodedAllGather(members, attached, empty),
+                EncodedReduceScatter(members, attached, empty, False),
             ))  # fmt: skip
 
     def _fsdp(self, number: int, parameter: Any) -> Any:

@@ -14,7 +14,8 @@ from torch.distributed import Work
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Meter
 from hybridcomp.collectives.wire.encoding import Pool
-from hybridcomp.collectives.wire.handle import MOST_FORGOTTEN, Pending
+from hybridcomp.collectives.wire.handle import Pending
+from hybridcomp.collectives.wire.transport import MOST_FORGOTTEN
 from tests.collectives.calls import all_gather, all_reduce, all_to_all, reduce_scatter
 from tests.collectives.common import CODECS, LOSSLESS, LOSSY, digest, values_of
 from tests.ranks import RunRanks

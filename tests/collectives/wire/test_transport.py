@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridcomp.collectives import Group, Meter
 from hybridcomp.collectives.wire import transport
-from hybridcomp.collectives.wire.handle import Works
+from hybridcomp.collectives.wire.transport import Works
 from tests.ranks import RunRanks
 
 #: bytes from each of three ranks to each; some send nothing, one nothing at all

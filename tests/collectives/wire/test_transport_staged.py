@@ -182,11 +182,10 @@ def test_only_gpus_on_gloo_are_staged(on_ranks: RunRanks) -> None:
 
 
 def _decide() -> tuple[str, str, bool, bool]:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    there = mock.Mock(is_cuda=True, device=cuda)
+    there = mock.Mock(is_cuda=True, device=torch.device("cuda"))
     needed, group = staging.Staging().needed, Group.of(None)
     return (
-        staging.backend_of(group, cpu), staging.backend_of(group, cuda),
+        group.backends["cpu"], group.backends["cuda"],
         needed(torch.zeros(1), group), needed(there, group),
     )  # fmt: skip
 
@@ -194,6 +193,4 @@ def _decide() -> tuple[str, str, bool, bool]:
 def test_a_group_of_two_backends_is_asked_for_the_devices() -> None:
     config, group = "cpu:gloo,cuda:nccl", Group(cast(Any, None), 0, 1)
     with mock.patch.object(dist, "get_backend_config", lambda group: config):
-        assert staging.backend_of(group, torch.device("cuda")) == "nccl"
-        assert staging.backend_of(group, torch.device("cpu")) == "gloo"
-        assert staging.backend_of(group, torch.device("meta")) == ""
+        assert group.backends == {"cpu": "gloo", "cuda": "nccl"}

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from hybridcomp import kernels
-from hybridcomp.collectives.wire import payload_sizes, staging, transport
+from hybridcomp.collectives.wire import payload_sizes, transport
 from hybridcomp.kernels.cuda import CudaKernels
 from tests.stand_ins.gpu.machine import DEVICE, Gpu, Message
 from tests.stand_ins.gpu.memory import Clock, Stream
@@ -215,8 +215,7 @@ def _messages(gpu: Gpu, ranks: int, rank: int) -> Iterator[tuple[Any, str, Any]]
     yield dist, "get_rank", lambda group=None: rank
     yield dist, "get_world_size", lambda group=None: ranks
     yield dist, "get_process_group_ranks", lambda group=None: list(range(ranks))
-    yield transport, "backend_of", lambda group, device: "nccl"
-    yield staging, "backend_of", lambda group, device: "nccl"
+    yield dist, "get_backend_config", lambda group: "cuda:nccl"
     yield dist, "all_to_all_single", out_of
     yield transport, "all_gather_single", out_of
     yield dist, "all_reduce", in_place

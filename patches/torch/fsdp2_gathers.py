@@ -1,0 +1,116 @@
+"""All-gather of the parameters of an FSDP2 group, encoded or as steps from the last one.
+
+It runs on the stream that FSDP has made current, and is complete there when it returns, except
+where FSDP calls it asynchronously.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from hybridcomp import channels
+from hybridcomp.channels import Channel, parameter_deltas
+from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives import Handle
+from hybridcomp.patches.torch.attached import Attached
+from hybridcomp.patches.torch.fsdp2_kept import KeptGather
+from hybridcomp.patches.torch.fsdp2_members import Members
+from hybridcomp.patches.torch.fsdp2_slot import EncodedSlot, HandleWork
+from hybridcomp.patches.torch.session import say
+
+
+@dataclass(eq=False, kw_only=True)
+class _ParameterGather(channels.AllGather):
+    """All-gather of a group's parameters.
+
+    Attributes:
+        stays_exact: returns whether it must not be lossy.
+        kept: gathers steps, where torch keeps what was gathered.
+        held: what this rank held after the last gather, where all ranks have steps to send.
+    """
+
+    members: Members
+    stays_exact: Callable[[], bool]
+    kept: KeptGather
+    held: Tensor | None = None
+
+    def stays_native(self, channel: Channel, codec: Codec) -> bool:
+        """Return whether the gather must be exact and the codec is not, or has no reference."""
+        if codec.references:
+            self.held = self.kept.prepare(self.out, self.group)
+            return self.held is None
+        return not codec.lossless and self.stays_exact()
+
+    def send(self, channel: Channel, codec: Codec) -> Handle:
+        """Gather encoded shards, or steps from what was gathered last."""
+        if self.held is None:
+            return super().send(channel, codec)
+        rows = self.out.view(-1, self.shard.numel())
+        return parameter_deltas.gather_steps(channel, rows, self.held, codec, self.group)
+
+    def cuts(self, codec: Codec) -> Sequence[int]:
+        """Return the borders of parameters in the shard, which no lossy codec crosses."""
+        return () if codec.lossless else self.members.cuts(self.out.numel() // self.shard.numel())
+
+
+class EncodedAllGather(EncodedSlot[AllGather], AllGather):
+    """All-gather of the parameters of one group, encoded where the policy says so."""
+
+    def __init__(self, members: Members, attached: Attached, native: AllGather) -> None:
+        self._members, self._attached, self.native = members, attached, native
+        self._channel: Channel = attached.channels["zero"]
+        self._kept = KeptGather(members, self._channel)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather all ranks' ``input_tensor``, here a view of ``output_tensor``, into the latter."""
+        message = _ParameterGather(
+            numel=output_tensor.numel(), dtype=output_tensor.dtype, group=group,
+            shard=input_tensor.detach(), out=output_tensor.detach(), async_op=async_op,
+            single_post=True, members=self._members, stays_exact=self._stays_exact,
+            kept=self._kept,
+        )  # fmt: skip
+        return self._channel.run(
+            message,
+            native=lambda: self.native(output_tensor, input_tensor, group, async_op),
+            encoded=lambda handle: HandleWork(handle) if async_op else None,
+        )
+
+    def _stays_exact(self) -> bool:
+        """Return whether this gather must be exact: it repeats one, or is outside of passes."""
+        state = self._members.group
+        if state.is_sharded_post_forward:
+            say(
+                "zero: backward gathers with reshard_after_forward=N stay native: they bring back "
+                "what the forward pass has decoded"
+            )
+            return True
+        if state._training_state == TrainingState.IDLE and not self._is_for_a_pass():
+            say(
+                "zero: unshard() outside of forward and backward passes gathers exact parameters, "
+                "natively"
+            )
+            return True
+        return False
+
+    def _is_for_a_pass(self) -> bool:
+        """Return whether an explicit ``unshard()`` serves several passes of a training step.
+
+        Losses in chunks (torchtitan) do so: the head is gathered between the passes of the layers,
+        and kept, with its gradients, until all chunks are done. In the first step the forward pass
+        has gathered it already, encoded; exact parameters in later steps would differ from that.
+        """
+        group = self._members.group
+        keeps = not (group.reduce_grads or group.reshard_after_backward)
+        return keeps and self._attached.is_open
