@@ -8,7 +8,7 @@ top of ``kernels/formats/stepcode.h``.
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,13 @@ MODEL, LEAST_TILE = 4912, 8192
 _START = b"hcst\x01"
 #: mode of a payload without a reference
 _NO_REFERENCE = 2
+
+
+def cpu_instructions() -> str:
+    """Return which loops the CPU kernels run here: "avx512", "avx2" or "plain"."""
+    kernels: Any = KernelSet[Any]("instructions").on(torch.device("cpu"))
+    found: str = kernels.used()
+    return found
 
 
 class StepCodeKernels(Protocol):

@@ -144,6 +144,8 @@ def _add_pays(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="of messages (of the file, else bf16)")
     add("--device", choices=("cpu", "gpu"), default="gpu", help="what runs the codecs (gpu)")
     add("--codec-gbs", type=float, metavar="GB/s", help="speed of the codecs on your device")
+    add("--cluster", type=Path, metavar="FILE",
+        help="take the speeds of codecs that hybridcomp measure has written there")  # fmt: skip
     add("--parameters", type=float, metavar="N", help="that a rank reduces, such as 1.3e9")
     add("--compute", type=float, metavar="S", help="seconds of a step without communication")
     add("--link", type=float, metavar="Gb/s", help="of a rank")

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from hybridcomp.codecs.base import Codec
 from hybridcomp.commands.job_files import JobFile, read_job_file
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.presets import PRESETS
 from hybridcomp.dimensions import BETWEEN_RANKS, ROWS, Dimension
 from hybridcomp.errors import ConfigError
 from hybridcomp.plan import meetings
-from hybridcomp.plan.pays import DEVICES, Coder, MessageGroup, bits, codecs_of, cost, step_cost
+from hybridcomp.plan.machines import cluster_file
+from hybridcomp.plan.pays import (
+    Coder,
+    MessageGroup,
+    bits,
+    codecs_of,
+    cost,
+    documented,
+    measured,
+    step_cost,
+)
 
 #: ranks that share a message by default
 RANKS = 8
@@ -34,13 +45,11 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     config, file = _block(options.block)
     job, micro_batches = _job(options, file)
-    device = DEVICES[options.device]
-    if options.codec_gbs is not None:
-        speeds = dict.fromkeys(device.speeds, options.codec_gbs)
-        device = replace(device, what=f"{options.codec_gbs:g} GB/s", speeds=speeds)
     codecs = codecs_of(config)
+    device = _device(options, codecs.values(), job.dtype)
     if config.sync.acts and options.link is not None:
-        print(meeting_line(config, job, device, options))
+        met = filter(None, [config.sync.codec_of("forward")])
+        print(meeting_line(config, job, _device(options, met, torch.float32), options))
     if not codecs:
         else_ = " else" if config.sync.acts else ""
         print(f"{options.block}: nothing{else_} that goes from rank to rank is compressed")
@@ -76,6 +85,21 @@ def _check(options: argparse.Namespace) -> None:
     if 0 < len(lacking) < len(figures):
         todo = "a step is estimated from --parameters, --compute and --link together; give all"
         raise ConfigError(", ".join(lacking), None, todo)
+
+
+def _device(options: argparse.Namespace, codecs: Iterable[Codec], dtype: torch.dtype) -> Coder:
+    """Return the speeds of the codecs: as given, as measured on a cluster, or as documented."""
+    if options.cluster is not None and options.codec_gbs is not None:
+        todo = "--cluster has the measured speeds; give one of the two"
+        raise ConfigError("--codec-gbs", options.codec_gbs, todo)
+    if options.cluster is not None:
+        cluster = cluster_file.read(options.cluster)
+        return measured(cluster, codecs, dtype, documented("cpu" if cluster.on_cpu else "gpu"))
+    device = documented(options.device)
+    if options.codec_gbs is None:
+        return device
+    speeds = dict.fromkeys(device.speeds, options.codec_gbs)
+    return replace(device, what=f"{options.codec_gbs:g} GB/s", speeds=speeds)
 
 
 def _job(options: argparse.Namespace, file: JobFile | None) -> tuple[MessageGroup, int]:

@@ -17,15 +17,17 @@ measures on the real links what this only estimates.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
 from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.stepcode import cpu_instructions
 from hybridcomp.config import CompressionConfig
 from hybridcomp.dimensions import BETWEEN_RANKS, ROWS, Dimension, Key
 from hybridcomp.errors import ConfigError
+from hybridcomp.plan.machines.cluster import Cluster
 
 #: share of the compute behind which messages hide (the fit of docs/results/projection.json)
 OVERLAP = 0.1
@@ -47,22 +49,23 @@ class Coder:
     """Device that runs the codecs."""
 
     what: str
-    #: 1e9 native bytes a second that are encoded, or decoded, by codec; bounds: "radix"
+    #: 1e9 native bytes a second that are encoded, or decoded, by codec or its spec; bounds: "radix"
     speeds: Mapping[str, float]
     message_s: float  # cost of an encoded message beside that of its bytes
 
     def speed(self, codec: Codec) -> float:
         """Return native bytes a second. Raises ConfigError where no speed is known."""
         name = "radix" if codec.bounded else codec.name
-        if name not in self.speeds:
+        found = self.speeds.get(codec.spec, self.speeds.get(name))
+        if found is None:
             raise ConfigError("codec", name, "its speed is not known here; give --codec-gbs")
-        return 1e9 * self.speeds[name]
+        return 1e9 * found
 
 
 DEVICES: Mapping[str, Coder] = {
     # seconds of the ledger in the trainings of docs/results/speed.json, bf16; expcode, stepcode
     # and the casts beside mpc and blockint as bench_codecs.py and bench_deltas.py have them
-    # (stepcode with AVX-512, at a learning rate of 3e-4); overhead: the fit
+    # (stepcode at a learning rate of 3e-4, with AVX-512; ``documented`` has others); overhead: fit
     "cpu": Coder(
         "one core of a CPU",
         {"blockint": 1.1, "zfp": 0.22, "mpc": 0.36, "radix": 0.41, "expcode": 0.8, "fp8": 0.5,
@@ -78,6 +81,38 @@ DEVICES: Mapping[str, Coder] = {
         0.15e-3,
     ),
 }  # fmt: skip
+#: speed of stepcode beside that with AVX-512, by the instructions of a CPU (``stages alone`` of
+#: bench_publish.py --instructions, mean of encode and decode at a learning rate of 3e-4)
+STEPS_BY_INSTRUCTIONS: Mapping[str, float] = {"avx512": 1.0, "avx2": 0.87, "plain": 0.17}
+
+
+def documented(device: str) -> Coder:
+    """Return the documented speeds of ``device``, "cpu" or "gpu".
+
+    Of a CPU those of stepcode are with the instructions that this process uses.
+    """
+    found = DEVICES[device]
+    if device != "cpu":
+        return found
+    steps = found.speeds["stepcode"] * STEPS_BY_INSTRUCTIONS[cpu_instructions()]
+    return replace(found, speeds={**found.speeds, "stepcode": steps})
+
+
+def measured(cluster: Cluster, codecs: Iterable[Codec], dtype: torch.dtype, device: Coder) -> Coder:
+    """Return the speeds of ``codecs`` that ``hybridcomp measure`` found, in messages of ``NUMEL``.
+
+    ``device`` has the overhead of a message. Raises HybridcompError where one was not measured.
+    """
+    name = str(dtype).removeprefix("torch.")
+    kind = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[name]
+    speeds = {}
+    for codec in codecs:
+        if not codec.takes(dtype):
+            continue
+        ways = [cluster.coding(codec.spec, kind, NUMEL, way) for way in ("encode", "decode")]
+        seconds = sum(way.value for way in ways) / len(ways)
+        speeds[codec.spec] = NUMEL * dtype.itemsize / seconds / 1e9
+    return replace(device, what=cluster.ranks[0].device, speeds=speeds)
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,8 @@ class WeightReceiver:
         for name in sorted({*(table or {}), *self._mirror.table}) if table is not None else ():
             mine, theirs = self._mirror.table.get(name), (table or {}).get(name)
             if mine != theirs:
-                return f"{one_line(name)}: expected {mine or 'nothing'}, found {theirs}; {todo}"
+                what = f"expected {mine or 'nothing'}, found {theirs or 'nothing'}"
+                return f"{one_line(name)}: {what}; {todo}"
         return f"it has other parameters than version {self.version}; {todo}"
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -5,17 +5,25 @@ from __future__ import annotations
 import json
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hybridcomp.codecs import make_codec
+from hybridcomp.codecs.stepcode import cpu_instructions
 from hybridcomp.commands import cli
 from hybridcomp.config import CompressionConfig
+from hybridcomp.kernels import KernelSet
 from hybridcomp.plan import pays
+from hybridcomp.plan.machines import cluster_file
+from hybridcomp.plan.machines.cluster import Cluster
+from hybridcomp.plan.machines.estimates import Estimate
+from hybridcomp.plan.machines.rows import Coding, Rank
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = pays.Coder("a device", {"blockint": 1.0, "zfp": 1.0}, 0.0)
+SETS = ("plain", "avx2", "avx512")
 #: trained values of the model behind docs/results/speed.json: 6.570 MB natively at ZeRO 0 in bf16
 MODEL = 3.285e6
 BLOCKS = {
@@ -47,6 +55,49 @@ def test_at_the_rate_where_it_stops_to_pay_nothing_changes() -> None:
     assert found.speed_up(found.pays_below * 2, 0.0) < 0.8
     hidden = pays.Cost(8e6, 8e6, 0.0).speed_up(1e12, 1.0)
     assert hidden == pytest.approx(1.0)
+
+
+def test_speeds_that_were_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A cluster's rows take the place of the documented speeds, by setting; what lacks is named."""
+    figure = Estimate.exact
+    rows = [
+        Coding(setting, "bf16", way, numel, figure(numel * seconds * 1e-9))
+        for setting, seconds in (("stepcode()", 4.0), ("blockint(bits=4)", 0.25))
+        for way in ("encode", "decode")
+        for numel in (1 << 12, 1 << 22)
+    ]
+    cluster = Cluster((Rank(0, "AMD EPYC, 1 thread"),) * 2, codecs=tuple(rows))
+    path = tmp_path / "cluster.json"
+    cluster_file.write(cluster, path)
+    block = CompressionConfig.parse({"dp": {"codec": "blockint", "bits": 4}, "zero": "stepcode"})
+    codecs = pays.codecs_of(block)
+    found = pays.measured(cluster, codecs.values(), torch.bfloat16, pays.DEVICES["cpu"])
+    assert found.speed(codecs["zero", "forward"]) == pytest.approx(2 / 4e-9)
+    assert found.speed(codecs["dp", "forward"]) == pytest.approx(2 / 0.25e-9)
+    ds_config = tmp_path / "ds_config.json"
+    settings = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    ds_config.write_text(json.dumps({**settings, "compression": {"zero": "stepcode"}}))
+    assert cli.main(["pays", str(ds_config), "--ranks", "2", "--cluster", str(path)]) == 0
+    head, _, line = capsys.readouterr().out.splitlines()
+    assert "codecs on AMD EPYC, 1 thread" in head
+    by_hand = pays.cost("zero", codecs["zero", "forward"], 2e6, pays.MessageGroup(2, 1), found)
+    assert f"{by_hand.pays_below / 1e9:.3g}" in line
+    assert cli.main(["pays", "naive-zfp", "--cluster", str(path)]) == 2
+    assert "no figure for zfp(rate=" in capsys.readouterr().err
+    assert cli.main(["pays", "--cluster", str(path), "--codec-gbs", "2"]) == 2
+    assert "--codec-gbs: found 2.0; --cluster has the measured" in capsys.readouterr().err
+
+
+def test_steps_are_as_fast_as_the_instructions_at_hand() -> None:
+    kernels: Any = KernelSet[Any]("instructions").on(torch.device("cpu"))
+    here, codec = cpu_instructions(), make_codec("stepcode")
+    try:
+        speeds = {kernels.limit(name): pays.documented("cpu").speed(codec) for name in SETS}
+    finally:
+        kernels.limit(here)
+    assert list(speeds.values()) == sorted(speeds.values()) and speeds["plain"] < 0.3e9
+    shares = pays.STEPS_BY_INSTRUCTIONS  # of what this machine has
+    assert speeds == pytest.approx({name: 1.1e9 * shares[name] for name in speeds})
 
 
 def test_what_saves_nothing_pays_nowhere() -> None:

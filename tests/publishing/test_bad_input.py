@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from collections.abc import Callable
@@ -16,18 +15,24 @@ from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.publishing import WeightReceiver
 from hybridcomp.publishing.destinations import PARTS, Folder
 from hybridcomp.publishing.records import Manifest, _digest, read_manifest
-from hybridcomp.publishing.streams import Stream
 from tests.publishing.made import SHAPES, Weights, copy_of, same
 from tests.ranks import RunRanks
 
 Folders = dict[str, Path]
 
 
+#: the shapes of other models
+MODELS: dict[str, dict[str, tuple[int, ...]]] = {
+    "more": {**SHAPES, "new.weight": (3,)},
+    "less": {name: shape for name, shape in SHAPES.items() if name != "layers.0.bias"},
+    "larger": {**SHAPES, "layers.0.weight": (64, 49)},
+}
+
+
 def chains(folder: Path) -> None:
-    """Two chains of four versions, one of another job; one of a model with another parameter."""
-    for name in ("one", "other", "more"):
-        shapes = {**SHAPES, "new.weight": (3,)} if name == "more" else SHAPES
-        weights = Weights(shapes=dict(shapes))
+    """Two chains of four versions, one of another job; and some of other models."""
+    for name in ("one", "other", *MODELS):
+        weights = Weights(shapes=dict(MODELS.get(name, SHAPES)))
         publisher = weights.publisher(Folder(folder / name), anchor_every=3)
         for number in range(4):
             weights.step(number)
@@ -187,11 +192,50 @@ def test_a_version_made_against_another_one(
     refused(receiver, "version 3", "does not follow", "full version")
 
 
-def test_a_parameter_more(receiver: WeightReceiver, folder: Path, made: Path) -> None:
-    bring(made / "more", folder, 4)
-    base = receiver.base
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("more", ("new.weight", "expected nothing, found ((3,), 'bf16')")),
+        ("less", ("layers.0.bias", "expected ((5,), 'bf16'), found nothing")),
+        ("larger", ("layers.0.weight", "found ((64, 49), 'bf16')")),
+    ],
+)
+def test_another_model(
+    receiver: WeightReceiver, folder: Path, made: Path, model: str, words: tuple[str, ...]
+) -> None:
+    """A parameter more, less or of another size, in a full version and in one that steps."""
+    base, digest = receiver.base, receiver._held
+    assert digest is not None
+    bring(made / model, folder, 4)
     rewrite(folder, 4, lambda found: found.update(base=base))
-    refused(receiver, "version 4", "new.weight", "expected nothing", "new WeightReceiver")
+    refused(receiver, "version 4", *words, "new WeightReceiver")
+    manifest_of(folder, 4).unlink()
+    bring(made / model, folder, 3)
+    rewrite(folder, 3, lambda found: found.update(base=base, parent_digest=digest.digest))
+    refused(receiver, "version 3", "other parameters than version 2", "new WeightReceiver")
+
+
+def test_a_part_with_a_parameter_more(receiver: WeightReceiver, folder: Path, made: Path) -> None:
+    """Its manifest says nothing of it, and every checksum is right."""
+    bring(made / "one", folder, 3)
+    strange = part(made / "more", 3)
+    said = json.loads(manifest_of(made / "more", 3).read_text())["parts"][1]
+    shutil.copy(strange, folder / PARTS)
+    rewrite(folder, 3, lambda found: found["parts"].__setitem__(1, said))
+    refused(receiver, "version 3", strange.name, "its version", "copy it again")
+
+
+def other_job(folder: Path) -> str:
+    """A job of another model wants to go on in the folder: what it is told."""
+    Weights().publisher(Folder(folder)).publish()
+    with pytest.raises(ConfigError) as caught:
+        Weights(shapes=dict(MODELS["less"])).publisher(Folder(folder))
+    return str(caught.value)
+
+
+def test_a_job_of_another_model_in_the_same_folder(on_ranks: RunRanks, tmp_path: Path) -> None:
+    expected = "publish.to: found 'version 1'; it holds the weights of another model or dtype; "
+    assert on_ranks(2, other_job, tmp_path) == [f"{expected}name an empty folder"] * 2
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
@@ -233,35 +277,6 @@ def test_sources_and_destinations_of_other_kinds() -> None:
     with pytest.raises(ConfigError, match="expected a folder"):
         WeightReceiver(3)
     assert WeightReceiver("/nowhere/at/all").update() is None
-
-
-def streamed(versions: int) -> bytes:
-    """All versions as one stream, which rank 0 writes."""
-    weights, stream = Weights(), io.BytesIO()
-    publisher = weights.publisher(Stream(stream, (0, 1)), anchor_every=100)
-    for number in range(versions):
-        weights.step(number)
-        publisher.publish()
-    return stream.getvalue()
-
-
-def test_streams_that_end_early_or_hold_something_else(on_ranks: RunRanks) -> None:
-    data = on_ranks(2, streamed, 3)[0]
-    whole = WeightReceiver(io.BytesIO(data))
-    seen = [applied.version for applied in iter(whole.update, None)]
-    assert seen == [1, 2, 3]
-    for end in (10, 40, len(data) // 2, len(data) - 1):
-        receiver = WeightReceiver(io.BytesIO(data[:end]))
-        with pytest.raises(PublishError, match="the stream ends inside a version"):
-            for _ in range(4):
-                receiver.update()
-    with pytest.raises(PublishError, match="expected a frame of published weights"):
-        WeightReceiver(io.BytesIO(b"GET / HTTP/1.1\r\n\r\n")).update()
-    again = WeightReceiver(io.BytesIO(data + data))
-    for _ in range(3):
-        again.update()
-    with pytest.raises(PublishError, match="version 1: this receiver holds version 3.*replay"):
-        again.update()
 
 
 def test_a_manifest_is_read_as_it_was_written(folder: Path) -> None:

@@ -182,3 +182,22 @@ def test_frames_of_another_release_are_told_on_both_sides() -> None:
             there.sendall(data[:16])  # what a request of format 1 takes
             with pytest.raises(PublishError, match=f"found {found}: install the same release"):
                 TwoWay(here).wants_full()
+
+
+def test_streams_that_end_early_or_hold_something_else(on_ranks: RunRanks) -> None:
+    data = on_ranks(2, streamed)[0]
+    whole = WeightReceiver(io.BytesIO(data))
+    seen = [applied.version for applied in iter(whole.update, None)]
+    assert seen == [1, 2, 3]
+    for end in (10, 40, len(data) // 2, len(data) - 1):
+        receiver = WeightReceiver(io.BytesIO(data[:end]))
+        with pytest.raises(PublishError, match="the stream ends inside a version"):
+            for _ in range(4):
+                receiver.update()
+    with pytest.raises(PublishError, match="expected a frame of published weights"):
+        WeightReceiver(io.BytesIO(b"GET / HTTP/1.1\r\n\r\n")).update()
+    again = WeightReceiver(io.BytesIO(data + data))
+    for _ in range(3):
+        again.update()
+    with pytest.raises(PublishError, match="version 1: this receiver holds version 3.*replay"):
+        again.update()
