@@ -8,7 +8,7 @@ are compared once, and a verdict may change (``recheck``).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -210,3 +210,23 @@ class Verdicts:
         }
         self.recheck = Recheck(list(under_way), min(under_way.values())) if under_way else None
         self._is_planned = any(verdict.first >= 0 for verdict in self.by_dimension.values())
+
+
+def are_decisions(value: Any) -> bool:
+    """Return whether ``value`` is a state of ``Verdicts``."""
+    return isinstance(value, dict) and all(map(_is_decision, value.values()))
+
+
+def _is_decision(value: Any) -> bool:
+    """Return whether ``value`` has the fields of a ``Decision`` that have no default, and types."""
+    known = {field.name: field for field in fields(Decision)}
+    needed = {name for name, field in known.items() if field.default is MISSING}
+    return (
+        isinstance(value, dict)
+        and needed <= set(value) <= set(known)
+        and all(
+            isinstance(found, (int, float) if "float" in str(known[name].type) else int)
+            or (name == "gain_s" and found is None)
+            for name, found in value.items()
+        )
+    )

@@ -158,7 +158,7 @@ def read(folder: Path, channels: Channels) -> StoredState:
     own, problem = saved.attempt(lambda: _own(folder, channels))
     saved.all_well(problem, WHAT, TODO)
     count = _stored_ranks(folder, own)
-    found.choices = saved_state.of_rank_0(own)
+    found.choices = saved_state.of_rank_0(channels, own, _path(folder, 0))
     if not feedback or count is None:
         return found
     found.count = count
@@ -185,7 +185,7 @@ def take_over(
     """
     if found.choices is None:
         return
-    say(*saved_state.take_job_parts(channels, found.choices, _path(found.folder, 0), TODO))
+    say(*saved_state.take_job_parts(channels, found.choices))
     if not saved_state.has_feedback(channels):
         return
     if found.count is None:

@@ -21,7 +21,7 @@ import torch
 
 from hybridcomp.codecs import LOSSLESS, Codec
 from hybridcomp.dimensions import DIMENSIONS, KEYS, ROWS, Dimension, Key
-from hybridcomp.job import small_messages
+from hybridcomp.job import saved, small_messages
 from hybridcomp.policy import Limits
 
 
@@ -111,6 +111,19 @@ class Guard:
                 self.trips[name] = Trip(**state[name])
                 added.append(name)
         return added
+
+
+def are_trips(value: Any) -> bool:
+    """Return whether ``value`` is a state of ``Guard``; of unknown dimensions nothing is asked."""
+    return isinstance(value, dict) and all(
+        isinstance(trip, dict)
+        and set(trip) == {"step", "figure", "found", "limit"}
+        and saved.is_count(trip["step"])
+        and trip["figure"] in ("error", "residual")
+        and all(isinstance(trip[key], (int, float)) for key in ("found", "limit"))
+        for name, trip in value.items()
+        if name in DIMENSIONS
+    )
 
 
 def _held(limits: Limits, sums: Sequence[float], step: int) -> Trip | None:

@@ -19,7 +19,7 @@ import torch
 
 from hybridcomp.config import CompressionConfig
 from hybridcomp.dimensions import DIRECTIONS, Direction
-from hybridcomp.job import small_messages
+from hybridcomp.job import saved, small_messages
 from hybridcomp.policy import Policy
 
 #: directions that travel encoded in a kind of step
@@ -32,6 +32,8 @@ TIMED = 3
 TURNS = 2
 #: encoded steps must be this much faster: less is noise
 MARGIN = 1.02
+#: keys of the state
+_STATE = ("kinds", "begin", "seconds", "chosen", "medians")
 
 
 @dataclass
@@ -147,13 +149,9 @@ class Pace:
         """Return the state for a checkpoint; empty where nothing is measured."""
         if len(self.kinds) == 1 or self.begin is None:
             return {}
-        return {
-            "kinds": [list(kind) for kind in self.kinds],
-            "begin": self.begin,
-            "seconds": self.seconds,
-            "chosen": self.chosen,
-            "medians": list(self.medians),
-        }
+        kinds = [list(kind) for kind in self.kinds]
+        values = (kinds, self.begin, self.seconds, self.chosen, list(self.medians))
+        return dict(zip(_STATE, values, strict=True))
 
     def restore(self, state: Mapping[str, Any]) -> list[str]:
         """Take over the state of a checkpoint; returns messages for the user.
@@ -168,6 +166,21 @@ class Pace:
         if self.chosen is None:
             return []
         return [f"{self.describe()}, as measured in the run that is continued"]
+
+
+def is_pace(value: Any) -> bool:
+    """Return whether ``value`` is a state of ``Pace``."""
+    if value == {}:
+        return True
+    if not isinstance(value, dict) or set(value) != set(_STATE):
+        return False
+    seconds, medians, chosen = value["seconds"], value["medians"], value["chosen"]
+    numbers = [*seconds.values(), *medians] if isinstance(seconds, dict) else [None]
+    return (
+        saved.is_count(value["begin"])
+        and all(isinstance(number, (int, float)) for number in numbers)
+        and (chosen is None or (saved.is_count(chosen) and chosen < len(medians)))
+    )
 
 
 def _named(kind: Kind, kinds: tuple[Kind, ...]) -> str:

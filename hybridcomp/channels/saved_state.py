@@ -22,8 +22,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from hybridcomp.autotune.verdicts import are_decisions
 from hybridcomp.channels import resharing
 from hybridcomp.channels.engine_channels import Channels
+from hybridcomp.channels.guard import are_trips
+from hybridcomp.channels.host_pace import is_pace
 from hybridcomp.channels.saved_residuals import are_residuals
 from hybridcomp.job import saved, small_messages
 
@@ -43,9 +46,9 @@ class SavedPart:
     Attributes:
         of: "rank": each rank has its own; "job": equal on all ranks.
         get: returns the part, of plain types and CPU tensors.
-        put: takes it over; returns messages for the user.
+        put: takes over what is ``right``; returns messages for the user.
         right: checks the form of what was read.
-        wanted: whether this run's block takes it over.
+        wanted: whether this run's block takes it over; only then a part of the job has to be right.
         required: False where checkpoints without it exist.
     """
 
@@ -53,7 +56,7 @@ class SavedPart:
     of: Literal["rank", "job"]
     get: Callable[[Channels], dict[str, Any]]
     put: Callable[[Channels, Any], Iterable[str] | None]
-    right: Callable[[Any], bool] = _is_dict
+    right: Callable[[Any], bool]
     wanted: Callable[[Channels], bool] = _always
     required: bool = True
 
@@ -69,18 +72,21 @@ PARTS = (
         "guard", "job",
         lambda channels: channels.guard.state(),
         Channels.resume_guard,
+        right=are_trips,
         wanted=lambda channels: channels.guard.watching,
     ),
     SavedPart(
         "link", "job",
         lambda channels: channels.verdicts.state(),
         Channels.resume_verdicts,
+        right=are_decisions,
         wanted=lambda channels: bool(channels.config.measured()),
     ),
     SavedPart(
         "offload", "job",
         lambda channels: channels.host.pace.state(),
         lambda channels, state: channels.host.pace.restore(state),
+        right=is_pace,
         wanted=lambda channels: channels.config.offload.when == "auto",
         required=False,  # states of FSDP2 and DDP of format 1 lack it
     ),
@@ -108,7 +114,7 @@ def check(path: Path | str, stored: Mapping[str, Any]) -> None:
     saved.expect(path, stored, "step", saved.is_count)
     for part in PARTS:
         if part.required or part.name in stored:
-            saved.expect(path, stored, part.name, part.right)
+            saved.expect(path, stored, part.name, part.right if part.of == "rank" else _is_dict)
 
 
 def has_any(channels: Channels) -> bool:
@@ -121,33 +127,29 @@ def has_feedback(channels: Channels) -> bool:
     return any(channel.error_feedback for channel in channels)
 
 
-def of_rank_0(state: Mapping[str, Any] | None, *more: str) -> dict[str, Any]:
-    """Broadcast the job's parts of rank 0's ``state``, and the values ``more`` in it.
+def of_rank_0(
+    channels: Channels, state: Mapping[str, Any] | None, path: Path | str, *more: str
+) -> dict[str, Any]:
+    """Broadcast the job's parts of rank 0's ``state``, read from ``path``, and its values ``more``.
 
-    All ranks must decide alike. Empty where rank 0 has no state.
+    All ranks must decide alike. Empty where rank 0 has no state. Raises CheckpointError on all
+    ranks where this version cannot take a part over that this run wants; nothing has changed then.
     """
-    if state is None:
-        return small_messages.from_first({})
-    parts = {part.name: state.get(part.name, {}) for part in OF_JOB}
-    return small_messages.from_first({**parts, **{key: state[key] for key in more}})
+    parts = {part.name: (state or {}).get(part.name, {}) for part in OF_JOB}
+    values = {key: state[key] for key in more} if state else {}
+    told = small_messages.from_first({**parts, **values} if state else {})
+    for part in OF_JOB:
+        if told and part.wanted(channels):
+            saved.expect(path, told, part.name, part.right)
+    return told
 
 
-def take_job_parts(
-    channels: Channels, state: Mapping[str, Any], path: Path | str, todo: str = ""
-) -> list[str]:
-    """Take over the job's parts of ``state``, read from ``path``; return messages for the user.
-
-    Raises CheckpointError, with what ``todo`` says, where this version cannot read one.
-    """
+def take_job_parts(channels: Channels, state: Mapping[str, Any]) -> list[str]:
+    """Take over the job's parts of what ``of_rank_0`` returned; return messages for the user."""
     said: list[str] = []
     for part in OF_JOB:
-        if not part.wanted(channels):
-            continue
-        try:
+        if part.wanted(channels):
             said += part.put(channels, state.get(part.name, {})) or ()
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
-            what = f"its {part.name!r} is not what this version keeps ({error})"
-            raise saved.damaged(path, f"{what}. {todo}" if todo else what) from error
     return said
 
 

@@ -169,12 +169,13 @@ def take_over(attached: WithState, entries: Mapping[str, dict[str, Any]]) -> Non
         for state in states:
             _read_into(part, state, attached.divisors())
         plan = resharing.plan(part, attached.sends(), channels.nodes_of_sums, padding=0)
-    _resume_followers(attached, states)
     told = saved_state.of_rank_0(
-        states[0] if states else None, "step", "world_size", "layout", "factors"
-    )
+        channels, states[0] if states else None, entry(0),
+        "step", "world_size", "layout", "factors",
+    )  # fmt: skip
+    _resume_followers(attached, states)
     channels.step = int(told["step"])
-    for text in saved_state.take_job_parts(channels, told, entry(0)):
+    for text in saved_state.take_job_parts(channels, told):
         say(text)
     if feedback and same:
         saved_state.take_rank_parts(channels, states[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.autotune import trials
-from hybridcomp.autotune.verdicts import Decision, Verdicts
+from hybridcomp.autotune.verdicts import Decision, Verdicts, are_decisions
 from hybridcomp.channels import Channels, StepTraffic, channels_of
 from hybridcomp.channels.codec_choice import CodecChoice
 from hybridcomp.codecs import make_codec
@@ -34,6 +34,7 @@ FEEDBACK = {"codec": "blockint", "bits": 4, "error_feedback": True, "when": "aut
 EIGHT = {"codec": "blockint", "bits": 8, "when": "auto"}
 BLOCK = {"dp": FEEDBACK, "zero": EIGHT, "min_bytes": 0}
 CPU = torch.device("cpu")
+LATE = Decision(False, 1024, 0.1, 0.2)
 
 
 @pytest.fixture(scope="module")
@@ -319,3 +320,15 @@ def test_a_part_of_what_is_sent() -> None:
     assert [whole.cut(most).numels for most in (100, 18, 17, 11, 5, 2)] == [
         (5, 6, 7), (5, 6, 7), (5, 6), (5, 6), (5,), (2,),
     ]  # fmt: skip
+
+
+def test_a_state_of_another_form_is_refused() -> None:
+    verdicts = Verdicts()
+    verdicts.by_dimension["dp"] = Decision(True, 1024, 0.2, 0.1, checked=True, gain_s=0.1)
+    (sound,) = verdicts.state().values()
+    assert are_decisions({"dp": sound}) and are_decisions({})
+    assert are_decisions({"dp": asdict(LATE)})
+    for bad in ({"of_later": 1}, {"pays": "yes"}, {"nbytes": None}, {"native_s": "0.2"}):
+        assert not are_decisions({"dp": sound | bad}), bad
+    assert not are_decisions([]) and not are_decisions({"dp": None})
+    assert not are_decisions({"dp": {"pays": True}})

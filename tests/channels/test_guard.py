@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridcomp.channels.guard import Guard
+from hybridcomp.channels.guard import Guard, are_trips
 from hybridcomp.config import CompressionConfig, describe
 from hybridcomp.errors import ConfigError
 from hybridcomp.policy import Limits
@@ -115,3 +115,24 @@ def test_guards_that_cannot_act(block: dict[str, Any], key: str, fragment: str) 
     with pytest.raises(ConfigError) as caught:
         CompressionConfig.parse(block)
     assert caught.value.key == key and fragment in str(caught.value)
+
+
+TRIP = {"step": 3, "figure": "error", "found": math.inf, "limit": 0.5}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        "of another kind",
+        {"dp": "not a trip"},
+        {"dp": {"of_later": 1}},
+        {"dp": TRIP | {"of_later": 1}},
+        {"dp": TRIP | {"step": "3"}},
+        {"dp": TRIP | {"step": -1}},
+        {"dp": TRIP | {"figure": "residue"}},
+        {"dp": TRIP | {"limit": None}},
+    ],
+)
+def test_a_state_of_another_form_is_refused(state: object) -> None:
+    assert not are_trips(state)
+    assert are_trips({}) and are_trips({"dp": TRIP}) and are_trips({"later": {"of_later": 1}})

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hybridcomp.autotune.verdicts import Decision
 from hybridcomp.channels import Channels
-from hybridcomp.channels.host_pace import TIMED, TURNS, WARM_UP, Pace
+from hybridcomp.channels.host_pace import TIMED, TURNS, WARM_UP, Pace, is_pace
 from hybridcomp.config import CompressionConfig
 
 CPU = torch.device("cpu")
@@ -124,6 +124,7 @@ def test_a_resumed_run_goes_on_as_the_first(clock: list[float]) -> None:
     assert "compressed, as measured in the run that is continued" in told
     assert ways(third, 50) == (True, True) and third.took(50, CPU, skipped=False) == []
     assert third.state() == resumed.state()
+    assert all(is_pace(one.state()) for one in (whole, resumed, third, pace_of(BOTH)))
     other = pace_of(GRADIENTS)
     assert other.restore(resumed.state()) == [] and other.chosen is None
 
@@ -165,3 +166,15 @@ def test_no_time_at_all_stays_native(clock: list[float]) -> None:
         ways(found, step)
         told = found.took(step, CPU, skipped=True)
     assert found.chosen == 0 and math.inf in found.medians and told
+
+
+def test_a_state_of_another_form_is_refused() -> None:
+    kinds = [[], ["backward"]]
+    sound = {"kinds": kinds, "begin": 3, "seconds": {2: 0.1}, "chosen": 1, "medians": [0.2, 0.1]}
+    assert is_pace(sound) and is_pace(sound | {"chosen": None, "medians": []})
+    for key, bad in (
+        ("begin", None), ("seconds", [0.1]), ("seconds", {2: "0.1"}), ("chosen", 2),
+        ("medians", [None]), ("of_later", 1),
+    ):  # fmt: skip
+        assert not is_pace(sound | {key: bad}), key
+    assert not is_pace([]) and not is_pace({"kinds": kinds})

@@ -19,6 +19,8 @@ from tests.selection import by_day
 pytest.importorskip("deepspeed")
 
 WIDTH = 48
+#: the file with the guard that counts
+GUARDED = "hybridcomp_residuals_rank_00000.pt"
 
 
 def make_engine(stage: int, **extra: Any) -> Any:
@@ -246,7 +248,10 @@ def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor:
 
 
 def damage(path: Path) -> None:
-    """Flip a bit of a residual, or cut what is JSON in half."""
+    """Rank 0: a guard of another form. Else flip a bit of a residual, or cut JSON in half."""
+    if path.name == GUARDED:
+        torch.save(torch.load(path) | {"guard": {"dp": {"of_later": 1}}}, path)
+        return
     raw = bytearray(path.read_bytes())
     if path.suffix == ".json":
         raw = raw[: len(raw) // 2]
@@ -270,7 +275,7 @@ def refused_loads(folder: str) -> list[tuple[str, list[bool]]]:
     train(engine, 2, 3, dist.get_rank())
     before = [weight.detach().clone() for weight in engine.module.parameters()]
     found = []
-    for name in ("hybridcomp_residuals_rank_00001.pt", "hybridcomp_state.json", None):
+    for name in ("hybridcomp_residuals_rank_00001.pt", "hybridcomp_state.json", GUARDED, None):
         if dist.get_rank() == 0:
             copy = Path(shutil.copytree(Path(folder, "whole"), Path(folder, f"damaged {name}")))
             if name is not None:
@@ -287,11 +292,12 @@ def refused_loads(folder: str) -> list[tuple[str, list[bool]]]:
 
 
 def test_damage_is_told_on_all_ranks_before_a_weight_changes(tmp_path: Path) -> None:
-    for residuals, state, whole in run_ranks(2, refused_loads, str(tmp_path)):
+    for residuals, state, guard, whole in run_ranks(2, refused_loads, str(tmp_path)):
         assert "rank 1: " in residuals[0] and "hybridcomp_residuals_rank_00001.pt" in residuals[0]
         assert "checksum" in residuals[0], residuals[0]
         assert "rank 0: " in state[0] and "hybridcomp_state.json" in state[0]
-        assert all(residuals[1]) and all(state[1])
+        assert GUARDED in guard[0] and "'guard'" in guard[0] and "of_later" in guard[0]
+        assert all(residuals[1]) and all(state[1]) and all(guard[1])
         assert whole[0] == "" and not any(whole[1]), "a sound one loads"
 
 
