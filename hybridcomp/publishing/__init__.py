@@ -15,7 +15,7 @@ from hybridcomp.publishing.publisher import Publisher
 from hybridcomp.publishing.receiver import AppliedVersion, WeightReceiver
 from hybridcomp.publishing.stretches import WeightRange, stretch_of_block
 from hybridcomp.publishing.summaries import VersionSummary
-from hybridcomp.publishing.weights import DTYPES, EngineWeights, Held
+from hybridcomp.publishing.weights import DTYPES, EngineWeights, Held, unless_refused
 
 __all__ = [
     "DTYPES",
@@ -27,4 +27,5 @@ __all__ = [
     "VersionSummary",
     "WeightReceiver",
     "stretch_of_block",
+    "unless_refused",
 ]

@@ -48,6 +48,7 @@ class EngineWeights:
         ready: called before weights are read, on all ranks: finishes gathers that are under way.
         hugging_face: returns the same weights under the names, shapes and cuts that Hugging Face
             has; None where the module's own names are those, or nobody knows them.
+        refused: why what this rank holds cannot be published; told to all ranks, which raise it.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -57,6 +58,24 @@ class EngineWeights:
     aliases: Mapping[str, str] = field(default_factory=dict)
     ready: Callable[[], object] = lambda: None
     hugging_face: Callable[[], EngineWeights] | None = None
+    refused: ConfigError | None = None
+
+
+def unless_refused(make: Callable[[], EngineWeights], ranks: tuple[int, ...]) -> EngineWeights:
+    """Return ``make()``; where it raises ConfigError, weights that have the error told to all."""
+    try:
+        return make()
+    except ConfigError as error:
+        return EngineWeights({}, {}, [], ranks, refused=error)
+
+
+class _AsShown(str):
+    """What another rank has found, as its message shows it."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 @dataclass(frozen=True)
@@ -94,7 +113,7 @@ def named(weights: EngineWeights, names: str) -> EngineWeights:
     """
     if names not in NAMINGS:
         raise ConfigError(f"{KEY}.names", names, f"expected one of {', '.join(NAMINGS)}")
-    if names == OWN:
+    if names == OWN or weights.refused is not None:
         return weights
     if weights.hugging_face is None:
         todo = "weights of this engine have the names of its module already; leave it out"
@@ -127,14 +146,17 @@ def published_dtype(weights: EngineWeights, asked: str | None) -> dict[str, str]
 def agree_on_weights(weights: EngineWeights, asked: str | None) -> DividedWeights:
     """Exchange what the ranks hold, and divide it among them; a collective.
 
-    Raises ConfigError as ``published_dtype``, PublishError where ranks state different shapes for
-    one name, or where values of a parameter are held by no rank or by two in different cuts.
+    Raises ConfigError as ``published_dtype`` and where a rank refuses its engine, PublishError
+    where ranks state different shapes for one name, or where values of a parameter are held by no
+    rank or by two in different cuts.
     """
     problem, dtypes = None, dict.fromkeys(weights.shapes, "")
     try:
+        if weights.refused is not None:
+            raise weights.refused
         dtypes = published_dtype(weights, asked)
-    except ConfigError as error:  # told below, on all ranks: stages may have different dtypes
-        problem = (error.key, error.found, error.todo)
+    except ConfigError as error:  # told below, on all ranks: stages may have different layers
+        problem = (error.key, repr(error.found), error.todo)
     mine = {
         "problem": problem,
         "table": {name: (list(shape), dtypes[name]) for name, shape in weights.shapes.items()},
@@ -144,7 +166,8 @@ def agree_on_weights(weights: EngineWeights, asked: str | None) -> DividedWeight
     said = _exchange(mine, weights.ranks)
     for one in said:
         if one["problem"] is not None:
-            raise ConfigError(*one["problem"])
+            key, shown, todo = one["problem"]
+            raise ConfigError(key, _AsShown(shown), todo)
     table, aliases = _merged(said)
     held = [[WeightRange(*row) for row in one["held"]] for one in said]
     _check_cover(table, {stretch for row in held for stretch in row})

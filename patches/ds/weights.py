@@ -1,13 +1,17 @@
 """State which stretches of the weights this rank of a DeepSpeed engine holds, for publishing.
 
 Stages 0 to 2 hold the module's 16-bit parameters whole on every rank, stage 3 a range of each
-(``ds_tensor``, padded at its end). What the module computes with is read: where gathers of stages 1
-and 2 are encoded with loss, these are the decoded weights.
+(``ds_tensor``, padded at its end). Of experts each rank holds its own (``expert_weights``). What
+the module computes with is read: where gathers of stages 1 and 2 are encoded with loss, these are
+the decoded weights.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -15,36 +19,60 @@ from torch import Tensor
 
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.common.parameter_names import named_once
+from hybridcomp.patches.common.parameter_names import named_once, plain_name
+from hybridcomp.patches.ds.expert_weights import ExpertLayers
 from hybridcomp.patches.ds.job_facts import tensor_ranks
 from hybridcomp.patches.ds.partitions import filled
-from hybridcomp.publishing import EngineWeights, Held, WeightRange
+from hybridcomp.publishing import EngineWeights, Held, WeightRange, unless_refused
 
 KEY = "publish"
 
 
 def weights_of(engine: Any) -> EngineWeights:
-    """Return the weights of ``engine``. Raises ConfigError where their cut is not known."""
+    """Return the weights of ``engine``; ``refused`` where their cut is not known."""
+    ranks = tuple(range(dist.get_world_size()))
+    return unless_refused(functools.partial(_of_engine, engine, ranks), ranks)
+
+
+def _of_engine(engine: Any, ranks: tuple[int, ...]) -> EngineWeights:
     _check(engine)
+    layers = ExpertLayers(engine.module, plain_name)
+    renamed: Callable[[], EngineWeights] | None = None
+    if layers.any_auto:
+        renamed = functools.partial(_collected, engine, ranks, layers, layers.hugging_face)
+        renamed = functools.partial(unless_refused, renamed, ranks)
+    return replace(_collected(engine, ranks, layers, str), hugging_face=renamed)
+
+
+def _collected(
+    engine: Any, ranks: tuple[int, ...], layers: ExpertLayers, rename: Callable[[str], str]
+) -> EngineWeights:
+    """Return the weights of ``engine``, each under what ``rename`` makes of its own name."""
+    from deepspeed.moe.utils import is_moe_param
+
     found, aliases = named_once(engine.module)
     parameters: dict[str, Any] = dict(found)
     shapes, dtypes, held = {}, {}, []
     for name, parameter in parameters.items():
-        shapes[name] = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         is_cut = hasattr(parameter, "ds_tensor")
-        dtypes[name] = (parameter.ds_tensor if is_cut else parameter).dtype
-        held += [_range_of(name, parameter) if is_cut else _whole(name, parameter)]
-    ranks = tuple(range(dist.get_world_size()))
-    return EngineWeights(shapes, dtypes, held, ranks, aliases)
+        begin = 0
+        for whole in layers.of(name, shape, is_moe_param(parameter)):
+            told = rename(whole.name)
+            shapes[told] = whole.shape
+            dtypes[told] = (parameter.ds_tensor if is_cut else parameter).dtype
+            held.append((_range_of if is_cut else _whole)(told, parameter, begin, whole.numel))
+            begin += whole.numel
+    tied = {
+        alias: rename(name) for alias, name in aliases.items()
+        if not layers.has(alias)  # AutoEP's further name of its router
+    }  # fmt: skip
+    return EngineWeights(shapes, dtypes, held, ranks, tied)
 
 
 def _check(engine: Any) -> None:
-    from deepspeed.moe.utils import is_moe_param
-
     if max(tensor_ranks(), engine.autotp_size() or 1) > 1:
         found, why = "tensor parallel", "DeepSpeed does not say how tensor ranks cut a weight"
-    elif any(is_moe_param(parameter) for parameter in engine.module.parameters()):
-        found, why = "MoE", "ranks have different experts under one name"
     elif any(_is_on_disk(parameter) for parameter in engine.module.parameters()):
         found, why = "offload_param to nvme", "weights that are on a disk cannot be compared"
     else:
@@ -58,23 +86,33 @@ def _is_on_disk(parameter: Any) -> bool:
     return getattr(status, "name", "AVAILABLE") != "AVAILABLE"
 
 
-def _whole(name: str, parameter: Any) -> Held:
-    return Held(WeightRange(name, 0, parameter.numel()), _Living(parameter).whole)
+def _whole(name: str, parameter: Any, begin: int, numel: int) -> Held:
+    """Return ``numel`` values of a parameter from ``begin`` on, which are all of ``name``."""
+    whole = numel == parameter.numel()
+    living = _Living(parameter, begin, begin + numel)
+    return Held(WeightRange(name, 0, numel), living.whole if whole else living.some)
 
 
-def _range_of(name: str, parameter: Any) -> Held:
-    """Return the range of a parameter of stage 3, without the padding behind its end."""
+def _range_of(name: str, parameter: Any, begin: int, numel: int) -> Held:
+    """Return the part of ``name``, all or some of a parameter of stage 3, that is on this rank.
+
+    The padding behind the parameter's end is left out.
+    """
     size = int(parameter.ds_tensor.ds_numel)
     start = min(dist.get_rank(parameter.ds_process_group) * size, int(parameter.ds_numel))
-    numel = filled(parameter)
-    return Held(WeightRange(name, start, numel), _Living(parameter, numel).part)
+    low = min(max(begin, start), begin + numel)
+    high = max(low, min(begin + numel, start + filled(parameter)))
+    return Held(
+        WeightRange(name, low - begin, high - low),
+        _Living(parameter, low - start, high - start).part,
+    )
 
 
 class _Living:
     """A parameter, held weakly: who publishes must not keep a dropped engine's weights alive."""
 
-    def __init__(self, parameter: Tensor, numel: int = 0) -> None:
-        self._known, self._numel = weakref.ref(parameter), numel
+    def __init__(self, parameter: Tensor, low: int, high: int) -> None:
+        self._known, self._low, self._high = weakref.ref(parameter), low, high
 
     def _parameter(self) -> Any:
         found = self._known()
@@ -85,6 +123,9 @@ class _Living:
         found: Tensor = self._parameter().data
         return found
 
+    def some(self) -> Tensor:
+        return self.whole().reshape(-1)[self._low : self._high]
+
     def part(self) -> Tensor:
         found: Tensor = self._parameter().ds_tensor.data
-        return found.reshape(-1)[: self._numel]
+        return found.reshape(-1)[self._low : self._high]

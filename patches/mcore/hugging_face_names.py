@@ -14,43 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
+from hybridcomp.patches.common.expert_names import ExpertNames
+from hybridcomp.patches.mcore import expert_parts
+from hybridcomp.patches.mcore.weight_parts import KEY, WeightPart
 
-KEY = "publish.names"
 EMBEDDING = "embedding.word_embeddings"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-
-
-@dataclass(frozen=True)
-class WeightPart:
-    """A block of a parameter: its name, whole shape, where the block begins, and its values."""
-
-    name: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    local: tuple[int, ...]
-    values: Tensor
-
-    def rows(self, name: str, low: int, high: int, at: int, rows: int) -> WeightPart:
-        """Return rows ``low`` to ``high`` of the block as rows from ``at`` on of another tensor.
-
-        ``rows``: how many that one has.
-        """
-        return WeightPart(
-            name, (rows, *self.shape[1:]), (at, *self.offset[1:]),
-            (high - low, *self.local[1:]), self.values[low:high],
-        )  # fmt: skip
-
-    def transposed(self) -> WeightPart:
-        """Return the part of the transposed matrix; a vector as it is."""
-        if len(self.shape) == 1:
-            return self
-        return WeightPart(
-            self.name, self.shape[::-1], self.offset[::-1], self.local[::-1], self.values.t()
-        )
 
 
 @dataclass(frozen=True)
@@ -114,16 +85,18 @@ class HuggingFaceNames:
     Attributes:
         family: the names.
         heads: heads of the queries; ``groups``: of keys and values; ``width``: values of a head.
+        experts: names of the experts, None without them.
     """
 
     family: Family
     heads: int
     groups: int
     width: int
+    experts: ExpertNames | None = None
 
     @classmethod
     def of(cls, module: Any) -> HuggingFaceNames:
-        """Return the names of a model of megatron-core. Raises ConfigError on others than two."""
+        """Return the names of a model of megatron-core. Raises ConfigError on unknown ones."""
         config = module.config
         positions = getattr(module, "position_embedding_type", None)
         gated = bool(config.gated_linear_unit)
@@ -131,9 +104,11 @@ class HuggingFaceNames:
         family = known.get((gated, str(positions)))
         odd = [
             name
-            for name in ("num_moe_experts", "multi_latent_attention", "mtp_num_layers")
+            for name in ("multi_latent_attention", "mtp_num_layers")
             if getattr(config, name, None)
         ]
+        if not gated and getattr(config, "num_moe_experts", None):
+            odd.append("num_moe_experts")
         if family is None or odd:
             found = ", ".join([f"positions {positions!r}", f"gated {gated}", *odd])
             todo = (
@@ -143,7 +118,8 @@ class HuggingFaceNames:
             raise ConfigError(KEY, Shown(f"a model with {found}"), todo)
         heads = config.num_attention_heads
         groups = getattr(config, "num_query_groups", None) or heads
-        return cls(family, heads, groups, getattr(config, "kv_channels", None) or 0)
+        width = getattr(config, "kv_channels", None) or 0
+        return cls(family, heads, groups, width, expert_parts.names_of(config))
 
     def translate(self, part: WeightPart) -> Iterator[WeightPart]:
         """Yield the parts that ``part`` is under Hugging Face's names. Raises ConfigError."""
@@ -158,7 +134,10 @@ class HuggingFaceNames:
         if inside == "self_attention.linear_qkv":
             found = self._queries_keys_values(part, before, kind)
         elif inside == "mlp.linear_fc1" and family.gated is not None:
-            found = self._gate_and_up(part, [f"{before}{name}.{kind}" for name in family.gated])
+            gate, up = (f"{before}{name}.{kind}" for name in family.gated)
+            found = part.gate_and_up((gate, up))
+        elif self.experts is not None and inside.startswith(expert_parts.STEMS):
+            found = expert_parts.translate(self.experts, part, before, inside, kind)
         else:
             name = f"{before}{self._known(family.inside, inside, part)}.{kind}"
             found = iter([replace(part, name=name)])
@@ -167,8 +146,7 @@ class HuggingFaceNames:
 
     def _known(self, names: dict[str, str], name: str, part: WeightPart) -> str:
         if name not in names:
-            todo = 'Hugging Face\'s name of it is not known here; leave "names" out'
-            raise ConfigError(KEY, Shown(part.name), todo)
+            raise part.refused("Hugging Face's name of it is not known here")
         return names[name]
 
     def _queries_keys_values(
@@ -193,12 +171,3 @@ class HuggingFaceNames:
                 to = starts[which] + group * rows
                 yield part.rows(names[which], at, at + rows, to, sizes[which])
                 at += rows
-
-    def _gate_and_up(self, part: WeightPart, names: list[str]) -> Iterator[WeightPart]:
-        """Yield the rows of the gate that are here, and those of the up projection."""
-        half, low = part.shape[0] // 2, part.offset[0]
-        for which, name in enumerate(names):
-            first = max(low, which * half)
-            last = min(low + part.local[0], (which + 1) * half)
-            if first < last:
-                yield part.rows(name, first - low, last - low, first - which * half, half)

@@ -21,8 +21,9 @@ from torch import Tensor
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common import publishing_steps
-from hybridcomp.patches.mcore.hugging_face_names import EMBEDDING, HuggingFaceNames, WeightPart
-from hybridcomp.publishing import EngineWeights, Held, stretch_of_block
+from hybridcomp.patches.mcore.hugging_face_names import EMBEDDING, HuggingFaceNames
+from hybridcomp.patches.mcore.weight_parts import WeightPart
+from hybridcomp.publishing import EngineWeights, Held, stretch_of_block, unless_refused
 from hybridcomp.session import process
 from hybridcomp.session.engine_session import EngineSession
 
@@ -47,12 +48,25 @@ def is_engine(engine: Any) -> bool:
 def weights_of(engine: Any) -> EngineWeights:
     """Return the weights of a wrapped model, or of the chunks of a virtual pipeline.
 
-    Raises ConfigError on a part whose rows are not evenly spaced.
+    Raises ConfigError where reading them would change the training. Weights that one rank cannot
+    name or cut are ``refused``.
     """
     chunks: Sequence[Any] = engine if isinstance(engine, (list, tuple)) else [engine]
     _check(chunks)
-    parts = [part for chunk in chunks for part in _parts(chunk)]
-    return _as_they_are(chunks, parts, {}, functools.partial(_hugging_face, chunks, parts))
+    return unless_refused(functools.partial(_of_chunks, chunks), _ranks())
+
+
+def _ranks() -> tuple[int, ...]:
+    return tuple(range(dist.get_world_size()))
+
+
+def _of_chunks(chunks: Sequence[Any]) -> EngineWeights:
+    parts = []
+    for chunk in chunks:
+        parts += (found := list(_parts(chunk)))
+        _check_all_there(chunk.module, found)
+    renamed = functools.partial(_hugging_face, chunks, parts)
+    return _as_they_are(chunks, parts, {}, functools.partial(unless_refused, renamed, _ranks()))
 
 
 def _hugging_face(chunks: Sequence[Any], parts: Sequence[WeightPart]) -> EngineWeights:
@@ -83,7 +97,7 @@ def _as_they_are(
         shapes[part.name], dtypes[part.name] = part.shape, part.values.dtype
         held.append(Held(stretch, functools.partial(_detached, part.values)))
     return EngineWeights(
-        shapes, dtypes, held, tuple(range(dist.get_world_size())), aliases,
+        shapes, dtypes, held, _ranks(), aliases,
         functools.partial(_gather, chunks), hugging_face,
     )  # fmt: skip
 
@@ -131,6 +145,19 @@ def _leaves(found: Any) -> Iterator[Any]:
             yield from _leaves(value)
     else:
         yield found
+
+
+def _check_all_there(module: Any, parts: Sequence[WeightPart]) -> None:
+    """Refuse parameters of which Megatron's checkpoints hold copies in another order."""
+    found = {(one.values.data_ptr(), one.values.numel()) for one in parts}
+    for name, parameter in module.named_parameters():
+        begin, end = parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes
+        if sum(numel for at, numel in found if begin <= at < end) < parameter.numel():
+            todo = (
+                "its values are not in sharded_state_dict as they are in memory; with "
+                "moe_use_legacy_grouped_gemm, leave that out"
+            )
+            raise ConfigError(KEY, Shown(f"{name} {tuple(parameter.shape)}"), todo)
 
 
 def _overlaps(chunk: Any) -> bool:

@@ -83,10 +83,9 @@ def ds_config(job: Job) -> dict[str, Any]:
     return config
 
 
-def train(job: Job) -> Outcome:
-    """One training on this rank."""
+def make_engine(job: Job) -> Any:
+    """The engine of a job; the model has the same weights on every rank, but for its experts."""
     import deepspeed
-    import torch.distributed as dist
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
     torch.manual_seed(0)
@@ -97,19 +96,30 @@ def train(job: Job) -> Outcome:
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=torch.optim.Adam(groups, lr=3e-3), config=ds_config(job)
     )
+    return engine
+
+
+def train_step(engine: Any, job: Job, step: int) -> float:
+    """A step on this rank's inputs; returns the loss."""
+    import torch.distributed as dist
+
     dtype = next(engine.module.parameters()).dtype
     goal = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1)) / WIDTH**0.5
-    losses = []
-    for step in range(job.steps):
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        inputs = torch.randn(TOKENS, WIDTH, generator=generator)
-        targets = inputs @ goal
-        if step == job.nan_step:
-            inputs[0, 0] = float("nan")
-        loss = engine(*(part.to(engine.device, dtype) for part in (inputs, targets)))
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    inputs = torch.randn(TOKENS, WIDTH, generator=generator)
+    targets = inputs @ goal
+    if step == job.nan_step:
+        inputs[0, 0] = float("nan")
+    loss = engine(*(part.to(engine.device, dtype) for part in (inputs, targets)))
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+def train(job: Job) -> Outcome:
+    """One training on this rank."""
+    engine = make_engine(job)
+    losses = [train_step(engine, job, step) for step in range(job.steps)]
     parameters = {name: digest(p) for name, p in engine.module.named_parameters()}
     found = Outcome(losses, [], parameters, "", [], messages(engine))
     engine.destroy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor
 
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.mcore.hugging_face_names import GPT2, LLAMA, HuggingFaceNames, WeightPart
+from hybridcomp.patches.common.expert_names import MIXTRAL, QWEN_MOE, ExpertNames
+from hybridcomp.patches.mcore.hugging_face_names import GPT2, LLAMA, HuggingFaceNames
+from hybridcomp.patches.mcore.weight_parts import WeightPart
+from hybridcomp.patches.mcore.weights import _check_all_there
 from hybridcomp.publishing import EngineWeights, stretch_of_block
 from hybridcomp.publishing.weights import named, uncovered
 
@@ -137,9 +141,73 @@ def model(**given: Any) -> Any:
     return SimpleNamespace(config=SimpleNamespace(**config), position_embedding_type=positions)
 
 
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({}, MIXTRAL),
+        ({"qk_layernorm": True, "moe_layer_freq": [0, 1]}, QWEN_MOE),
+        ({"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True}, QWEN_MOE),
+        ({"moe_shared_expert_intermediate_size": 8}, "without moe_shared_expert_gate"),
+        ({"moe_router_enable_expert_bias": True}, "moe_router_enable_expert_bias"),
+        ({"moe_layer_freq": 2}, "dense layers without qk_layernorm"),
+    ],
+)
+def test_families_of_experts(given: dict[str, Any], names: ExpertNames | str) -> None:
+    module = model(num_moe_experts=4, **given)
+    if isinstance(names, str):
+        with pytest.raises(ConfigError, match=f"found experts with .*{names}; names of experts"):
+            HuggingFaceNames.of(module)
+    else:
+        assert HuggingFaceNames.of(module).experts == names
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_experts_on_tensor_ranks(ranks: int) -> None:
+    """Expert 3 of 5, whose rows are cut between tensor ranks, and a shared expert."""
+    names = HuggingFaceNames(LLAMA, 4, 4, WIDTH, QWEN_MOE)
+    gate, up, down = values(8, HIDDEN), values(8, HIDDEN) + 3, values(HIDDEN, 8)
+    for stem, there in (("experts.experts", "experts.3"), ("shared_experts", "shared_expert")):
+        parts = cut(f"mlp.{stem}.linear_fc1.weight", torch.cat([gate, up]), 2 * ranks)
+        parts += cut(f"mlp.{stem}.linear_fc2.weight", down, ranks, 1)
+        if stem == "experts.experts":  # all experts in one tensor
+            parts = [
+                replace(one, shape=(5, *one.shape), offset=(3, *one.offset), local=(1, *one.local))
+                for one in parts
+            ]
+        found = joined(names, parts)
+        expected = {"gate": gate, "up": up, "down": down}
+        assert found.keys() == {f"model.layers.7.mlp.{there}.{n}_proj.weight" for n in expected}
+        for name, whole in expected.items():
+            assert torch.equal(found[f"model.layers.7.mlp.{there}.{name}_proj.weight"], whole)
+    (one,) = cut("mlp.shared_experts.gate_weight", values(1, HIDDEN), 1)
+    (found_gate,) = names.translate(one)
+    assert found_gate.name == "model.layers.7.mlp.shared_expert_gate.weight"
+    for name, shape in (("router.bias", (5,)), ("experts.experts.linear_fc2.bias", (1, 8))):
+        part = WeightPart(f"{LAYER}mlp.{name}", shape, (0,) * len(shape), shape, values(*shape))
+        with pytest.raises(ConfigError, match=rf"{name} .*; Hugging Face's .* leave \"names\" out"):
+            list(names.translate(part))
+    two = WeightPart(f"{LAYER}mlp.experts.experts.linear_fc2.weight", (4, 3, 2), (0,) * 3,
+                     (2, 3, 2), values(2, 3, 2))  # fmt: skip
+    with pytest.raises(ConfigError, match="expected one expert in each part"):
+        list(names.translate(two))
+
+
+def test_parameters_that_checkpoints_copy_are_refused() -> None:
+    """As those of moe_use_legacy_grouped_gemm, which are saved in another order."""
+    module = torch.nn.Linear(4, 3)
+    shape = ((3, 4), (0, 0), (3, 4))
+    held = [WeightPart("weight", *shape, module.weight.detach())]
+    held.append(WeightPart("bias", (3,), (0,), (3,), module.bias.detach()))
+    _check_all_there(module, held)
+    held[0] = WeightPart("weight", *shape, module.weight.detach().clone())
+    with pytest.raises(ConfigError, match=r"found weight \(3, 4\); its values are not in sharded"):
+        _check_all_there(module, held)
+
+
 def test_other_models_are_refused_in_one_line() -> None:
     assert HuggingFaceNames.of(model()) == HuggingFaceNames(LLAMA, 8, 2, 16)
-    for odd in ({"positions": "none"}, {"num_moe_experts": 4}, {"gated_linear_unit": False}):
+    gpt_2 = {"gated_linear_unit": False, "positions": "learned_absolute", "num_moe_experts": 4}
+    for odd in ({"positions": "none"}, gpt_2, {"gated_linear_unit": False}):
         with pytest.raises(ConfigError, match="publish.names: found a model with positions"):
             HuggingFaceNames.of(model(**odd))
     names = HuggingFaceNames(LLAMA, 8, 2, 16)

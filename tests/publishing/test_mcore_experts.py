@@ -1,0 +1,161 @@
+"""Experts of megatron-core, expert parallel: names of its checkpoints and of Hugging Face's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import hybridcomp
+from hybridcomp.errors import ConfigError
+from hybridcomp.publishing import WeightReceiver
+from tests.publishing.made import same
+from tests.publishing.test_mcore import FUSED
+from tests.ranks import run_ranks
+from tests.training import mcore_trainer
+
+NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
+EXPERTS, LAYERS, WIDTH, INNER = 4, 2, 32, 24
+
+
+def checkpointed(name: str) -> str:
+    """Megatron's checkpoints name norms after the layer behind them, where that is one layer."""
+    for here, there in FUSED:
+        name = name.replace(here, there)
+    return name
+
+
+def model_like_mixtral(**given: Any) -> tuple[Any, Any]:
+    """A wrapped model of bf16 and its config, after Megatron's groups were made."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=4, num_query_groups=2,
+        ffn_hidden_size=48, moe_ffn_hidden_size=INNER, gated_linear_unit=True,
+        add_bias_linear=False, activation_func=torch.nn.functional.silu,
+        use_cpu_initialization=True, expert_model_parallel_size=2,
+        num_moe_experts=EXPERTS, moe_router_topk=2, moe_grouped_gemm=False,
+        moe_token_dispatcher_type="alltoall", moe_router_load_balancing_type="none",
+        gradient_accumulation_fusion=False, bias_activation_fusion=False, bias_dropout_fusion=False,
+        persist_layer_norm=False, normalization="RMSNorm", masked_softmax_fusion=False,
+        hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.bfloat16, **given,
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec(
+        num_experts=EXPERTS, normalization="RMSNorm", qk_layernorm=bool(given.get("qk_layernorm"))
+    )
+    model = GPTModel(
+        config=config, transformer_layer_spec=spec, vocab_size=64, max_sequence_length=16,
+        position_embedding_type="rope", share_embeddings_and_output_weights=False,
+    ).bfloat16()  # fmt: skip
+    for parameter in model.parameters():
+        mcore_trainer.tensor_parallel_defaults(parameter)
+    return DistributedDataParallel(config, DistributedDataParallelConfig(), model), model
+
+
+def published(folder: Path) -> list[dict[str, Tensor]]:
+    """Publish under both names, change all weights, publish again; what this rank holds."""
+    mcore_trainer.prepare()
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=2, expert_tensor_parallel_size=1
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(3)
+    wrapped, model = model_like_mixtral()
+    publishers = [hybridcomp.publish(wrapped, folder / one, names=one) for one in ("own", "hf")]
+    for publisher in publishers:
+        publisher.publish()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # as training keeps them: experts of a rank, the others on all ranks
+            seed = dist.get_rank() % 2 if ".local_experts." in name else 7
+            draws = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            parameter.copy_(parameter + 0.01 * draws)
+    for publisher in publishers:
+        assert not publisher.publish().full
+    told = []
+    for odd in ({"qk_layernorm": True}, {"moe_router_enable_expert_bias": True}):
+        other, _ = model_like_mixtral(
+            **odd, **({} if "qk_layernorm" in odd else {"moe_router_score_function": "sigmoid"})
+        )
+        try:
+            names = hybridcomp.publish(other, folder / f"odd{len(told)}", names="hf")
+            told.append(str(sorted(names._divided.table)))
+        except ConfigError as error:
+            told.append(str(error))
+    state = {name: value.detach().clone() for name, value in model.named_parameters()}
+    parallel_state.destroy_model_parallel()
+    mcore_trainer.destroy_groups()
+    return [state, told]
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_experts_have_the_names_of_checkpoints(tmp_path: Path, world_size: int) -> None:
+    """On four ranks two hold the same experts. Expected tensors are made from the ranks' own."""
+    ranks = run_ranks(world_size, published, tmp_path, timeout=600.0)
+    own, hf = WeightReceiver(tmp_path / "own"), WeightReceiver(tmp_path / "hf")
+    own.update(), hf.update()
+    first = ranks[0][0]
+    expected = {
+        "model.embed_tokens.weight": first["embedding.word_embeddings.weight"],
+        "lm_head.weight": first["output_layer.weight"],
+        "model.norm.weight": first["decoder.final_layernorm.weight"],
+    }
+    whole = {checkpointed(name): one for name, one in first.items() if ".local_" not in name}
+    found = dict(hf.tensors())
+    for n in range(LAYERS):
+        here, there = f"decoder.layers.{n}.", f"model.layers.{n}."
+        qkv = first[f"{here}self_attention.linear_qkv.weight"].view(2, 4, 8, WIDTH)
+        expected |= {
+            f"{there}self_attn.q_proj.weight": qkv[:, :2].reshape(WIDTH, WIDTH),
+            f"{there}self_attn.k_proj.weight": qkv[:, 2].reshape(16, WIDTH),
+            f"{there}self_attn.v_proj.weight": qkv[:, 3].reshape(16, WIDTH),
+            f"{there}self_attn.o_proj.weight": first[f"{here}self_attention.linear_proj.weight"],
+            f"{there}input_layernorm.weight": first[f"{here}input_layernorm.weight"],
+            f"{there}post_attention_layernorm.weight": first[f"{here}pre_mlp_layernorm.weight"],
+            f"{there}block_sparse_moe.gate.weight": first[f"{here}mlp.router.weight"],
+        }
+        for which in ("linear_fc1", "linear_fc2"):
+            matrices = [
+                ranks[expert // 2][0][
+                    f"{here}mlp.experts.local_experts.{expert % 2}.{which}.weight"
+                ]
+                for expert in range(EXPERTS)
+            ]
+            whole[f"{here}mlp.experts.experts.{which}.weight"] = torch.stack(matrices)
+            for expert, matrix in enumerate(matrices):
+                names = ("w1", "w3") if which == "linear_fc1" else ("w2",)
+                for name, part in zip(names, matrix.chunk(len(names)), strict=True):
+                    expected[f"{there}block_sparse_moe.experts.{expert}.{name}.weight"] = part
+    assert found.keys() == expected.keys()
+    assert same(hf, expected) and same(own, whole)
+    assert not torch.equal(whole[name := next(n for n in whole if "fc1" in n)][0], whole[name][2])
+    for _, (qwen, refused) in ranks:
+        assert "model.layers.1.mlp.experts.3.up_proj.weight" in qwen
+        assert "model.layers.0.self_attn.q_norm.weight" in qwen
+        assert refused.startswith(
+            "publish.names: found experts with moe_router_enable_expert_bias; names of experts"
+        )
+
+
+def test_a_training_publishes_its_experts(tmp_path: Path) -> None:
+    """A job whose block says so trains as without it."""
+    jobs = [mcore_trainer.Job(bf16=True, steps=2, ep=2, experts=EXPERTS, lr=1e-3)]
+    block = {"publish": {"to": str(tmp_path / "weights")}}
+    jobs.append(mcore_trainer.Job(bf16=True, steps=2, ep=2, experts=EXPERTS, lr=1e-3, block=block))
+    for native, own in run_ranks(2, mcore_trainer.run, jobs, timeout=600.0):
+        assert not isinstance(native, str) and not isinstance(own, str), (native, own)
+        assert own.losses == native.losses and own.parameters == native.parameters
+    receiver = WeightReceiver(tmp_path / "weights")
+    applied = receiver.update()
+    assert applied is not None and applied.version == 2
+    shapes = {name: tuple(value.shape) for name, value in receiver.tensors()}
+    assert shapes["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"] == (4, 128, 32)
