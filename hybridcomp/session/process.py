@@ -55,24 +55,34 @@ _holder = _Holder()
 
 @atexit.register
 def _let_go() -> None:
-    """Drop the session, and with it the process groups, while the interpreter still runs.
+    """Close and drop the session, and with it the groups, while the interpreter still runs.
 
     Groups that are still referenced keep their threads, which get time to release their last
     message.
     """
-    global _holder
-    _holder = _Holder()
+    last = _holder.session
+    _hold(_Holder())
+    if last is not None:
+        last.close()  # an engine's, too: it sends nothing any more
+    last = None
     last_messages.let_go()
+
+
+def _hold(holder: _Holder) -> None:
+    """Go on with ``holder``, and close a session that no living engine closes. No collective."""
+    global _holder
+    before, _holder = _holder, holder
+    if before.session is not None and (before.lender is None or before.lender() is None):
+        before.session.close()
 
 
 def configure(config: Mapping[str, Any] | str | Path | CompressionConfig | None) -> None:
     """Set the block of this process; None clears it, and reads the environment again.
 
     Takes a CompressionConfig, a block, a dict or file with a block under "compression", or the path
-    of any of these. Drops existing channels; acts on the next message. Raises ConfigError.
+    of any of these. Closes the process's own session; acts on the next message. Raises ConfigError.
     """
-    global _holder
-    _holder = _Holder(config=parse(config), explicit=config is not None)
+    _hold(_Holder(config=parse(config), explicit=config is not None))
     say_once.forget()
 
 
@@ -119,9 +129,8 @@ def say_native(what: str, looked: str = "") -> None:
 
 def use(channels: Channels | None) -> None:
     """Use existing channels, on which the ranks agreed and whose maker reports."""
-    global _holder
     session = None if channels is None else EngineSession(channels)
-    _holder = _Holder(session=session, explicit=True, settled=True)
+    _hold(_Holder(session=session, explicit=True, settled=True))
     say_once.forget()
 
 

@@ -8,7 +8,6 @@ an island each; parallel_state itself stays whole, so that data is dealt to all 
 
 from __future__ import annotations
 
-import atexit
 import functools
 import weakref
 from dataclasses import dataclass
@@ -172,8 +171,6 @@ def follow(session: EngineSession, wrapper: Any) -> None:
     make = functools.partial(_masters, job, island)
     island_steps.start(session, make, spread, TODO)
     job.wrapper = weakref.ref(wrapper)
-    if islands is None:
-        atexit.register(_leave, weakref.ref(session))
 
 
 def _refuse_tied(wrapper: Any) -> None:
@@ -186,14 +183,6 @@ def _refuse_tied(wrapper: Any) -> None:
             "set it to False (Megatron-LM: --untie-embeddings-and-output-weights)"
         )
         raise ConfigError(KEY, Shown(f"{name} over pipeline stages"), todo)
-
-
-def _leave(known: weakref.ref[EngineSession]) -> None:
-    """Leave the run of islands that are jobs, as this process ends."""
-    session = known()
-    for follower in [] if session is None else session.followers:
-        if follower.name == "sync":
-            follower.close()
 
 
 def stepping(session: EngineSession, optimizer: Any) -> bool:

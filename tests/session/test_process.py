@@ -74,6 +74,63 @@ def test_the_first_living_engine_lends() -> None:
     assert process.current() is later.channels
 
 
+class Follower:
+    """A follower of steps that notes its end."""
+
+    name = "noted"
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    def before_step(self) -> None: ...
+
+    def after_step(self, step: int) -> None: ...
+
+    def after_skip(self) -> None: ...
+
+    def row(self) -> dict[str, float] | None: ...
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def followed(lender: Engine | None) -> Follower:
+    """Put a session with a follower in the place of the process's, or lend it."""
+    follower, found = Follower(), session({"tp": "bf16"})
+    found.follow(follower)
+    if lender is None:
+        process._holder.session = found
+    else:
+        process.share_session(lender, found)
+    return follower
+
+
+def test_followers_are_closed_with_a_session_that_no_engine_closes() -> None:
+    """It may be a place in a run of islands, where others would wait for this process."""
+    own = followed(None)
+    process.configure({"tp": "fp16"})
+    assert own.closed == 1
+    engine = Engine()
+    lent = followed(engine)
+    process.release(engine)
+    assert lent.closed == 0, "the engine closes what it has lent"
+    lent = followed(engine)
+    del engine
+    gc.collect()
+    assert process.session() is None and lent.closed == 1
+
+
+@pytest.mark.parametrize("lender", ["None", "Engine()"])
+def test_followers_are_closed_at_the_end_of_the_process(lender: str) -> None:
+    code = (
+        "from tests.session.test_process import Engine, Follower, followed\n"
+        "Follower.close = lambda self: print('closed')\n"
+        f"lender = {lender}\n"
+        "followed(lender)\n"
+    )
+    assert run_alone(code) == "closed\n"
+
+
 def test_the_session_is_let_go_before_the_interpreter_ends() -> None:
     code = (
         "import atexit, gc, weakref\n"
