@@ -76,6 +76,15 @@ class JobMeetings(SyncFollower):
                 self.close()
                 raise
 
+    def after_step(self, step: int) -> None:
+        """Hold the meetings that are due; raise what has failed in a message since the last step.
+
+        ``step`` is not used, see the clock.
+        """
+        if self._membership is not None:
+            self._membership.courier.check()
+        super().after_step(step)
+
     def row(self) -> dict[str, float] | None:
         """Return the figures since the last call, and who was there; None without a meeting."""
         found, of = super().row(), self.membership
@@ -110,7 +119,7 @@ class JobMeetings(SyncFollower):
         """Put the messages that are under way into the rendezvous, under the names there."""
         first = self.membership.last.number + 1
         for number, meeting in enumerate(self.under_way, first):
-            self._post(number, meeting)
+            self.membership.post(number, meeting.rows)
         self._catch_up()
 
     def _load(self) -> Reached:
@@ -158,23 +167,16 @@ class JobMeetings(SyncFollower):
     # meetings
 
     def _send(self, index: int) -> None:
-        """Put what this rank's part of a fragment has moved into the rendezvous."""
+        """Send what this rank's part of a fragment has moved to the rendezvous."""
         part, began = self.parts[index], time.perf_counter()
         now = self.masters.read(part.low, part.high, part.numel)
         data = island_payloads.pack(self._channel, part.fragment.send(now))
         message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self._figures.ahead = max(self._figures.ahead, len(part.fragment.under_way) - 1)
         self.under_way.append(Meeting(index, self.clock + self.config.late, message, arrived))
-        self._post(self.membership.last.number + len(self.under_way), self.under_way[-1])
-        self._figures.wait_s += time.perf_counter() - began
-
-    def _post(self, number: int, meeting: Meeting) -> None:
-        """Post a message; once all ranks have, the island stands at the meeting."""
         of = self.membership
-        of.meet.post(of.own, number, meeting.rows.cpu().numpy().data)
-        small_messages.wait_for_all()
-        if not of.meet.place:
-            of.meet.stand(of.own, number)
+        of.post(of.last.number + len(self.under_way), message)
+        self._figures.wait_s += time.perf_counter() - began
 
     def _take(self) -> bool:
         """End the first meeting under way; join again where it is held without this island.
@@ -185,7 +187,7 @@ class JobMeetings(SyncFollower):
         """
         of, began, meeting = self.membership, time.perf_counter(), self.under_way[0]
         # 1
-        roster = of.meet.decide(of.last, of.own)
+        roster = of.decide()
         # 2
         rows = self._rows(roster, meeting.index) if of.own in roster.present else None
         self._figures.wait_s += time.perf_counter() - began
@@ -239,7 +241,7 @@ class JobMeetings(SyncFollower):
         """Return what an island sent to the first meeting under way; None: it is gone."""
         if island == self.membership.own:
             return self.under_way[0].rows.cpu().numpy().tobytes()
-        return self.membership.meet.message_of(island, number)
+        return self.membership.courier.take(number, island)
 
     def _arrived(self, index: int, rows: Mapping[str, Tensor], bad: bool) -> bool:
         """Take the mean of ``rows``; return whether the weights of this rank changed.

@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from hybridcomp.config.rendezvous import RendezvousConfig
 from hybridcomp.errors import HybridcompError, PeerError
 from hybridcomp.job import small_messages
+from hybridcomp.sync.courier import Courier
 from hybridcomp.sync.rendezvous import Rendezvous
 from hybridcomp.sync.roster import Reached, Roster
 from hybridcomp.sync.store_line import KEY, StoreLine
@@ -27,6 +29,7 @@ class Membership:
 
     Attributes:
         meet: the rendezvous.
+        courier: carries messages to it and from it.
         name: of the island, always the same.
         own: what it is called since it joined; where it comes again, the name with a number.
         run: identifier of the run.
@@ -64,6 +67,7 @@ class Membership:
             return name, self.meet.compare(facts, name)
 
         self.name, self.run = self._of_first(introduced)
+        self.courier = Courier(self.meet, dist.get_world_size())
 
     def join(self, reached: Reached, has_state: Callable[[Roster], bool]) -> None:
         """Announce this island and wait until it is in; a collective of the island.
@@ -91,6 +95,7 @@ class Membership:
     def come_back(self, has_state: Callable[[Roster], bool]) -> None:
         """Join again, as this island came too late for a meeting; a collective of the island."""
         number = self.last.number + 1
+        self.courier.settle()
         self.meet.withdraw(self.own, number)
         self.left_out += 1
         self._say(
@@ -99,12 +104,27 @@ class Membership:
         )
         self.join(None, has_state)
 
+    def post(self, number: int, message: Tensor) -> None:
+        """Send this rank's message for a meeting, and take those of the others when they come."""
+        self.courier.send(self.own, number, message.cpu().numpy().data)
+        self.courier.expect(number, [one for one in self.last.members if one != self.own])
+
+    def decide(self) -> Roster:
+        """Return the decision on the next meeting; a collective of the island.
+
+        Waits until all its ranks have posted, and only then for others, as long as ``timeout_s``.
+        """
+        self.courier.wait_sent(self.last.number + 1)
+        small_messages.wait_for_all()
+        return self.meet.decide(self.last, self.own)
+
     def held(self, now: Roster, bad: Mapping[str, str]) -> None:
         """Go on to the next meeting, and say who was not there, who has left and who comes.
 
         ``bad``: islands whose messages did not count, with what they did.
         """
         before, self.last = self.last, now
+        self.courier.forget(now.number)
         self.meet.forget(before, now, self.own)
         self.left_out += len(now.silent)
         self.joined += len(now.joining)
@@ -122,12 +142,14 @@ class Membership:
     def leave(self, under_way: int) -> None:
         """Leave the run, so that nobody waits for this island. No collective.
 
-        ``under_way``: meetings to which it has sent its message, which counts.
+        ``under_way``: meetings to which it has sent its message, or is sending it. It counts, where
+        it is at the rendezvous within ``timeout_s``.
         """
+        unsent = self.courier.close(self._limit_s)
         if not self.own or self.meet.place:
             return
         try:
-            self.meet.leave(self.own, self.last.number + under_way + 1)
+            self.meet.leave(self.own, self.last.number + under_way - unsent + 1)
         except PeerError as error:  # the others wait once, or have gone with the store
             self._say(f"sync: island {self.own} ends without a word: {error}")
 

@@ -5,8 +5,8 @@ island. In the list of decisions, number n says who is in after meeting n: ``pre
 messages count, ``joining``, who take weights from ``giver`` and meet with the others from n + 1 on,
 and who was ``silent``. Whoever appends number n first has decided it, and all read the same.
 
-1. Each rank puts its message for meeting n into the store (``post``). Once all ranks of the island
-   have, its first rank says so (``stand``).
+1. Each rank puts its message for meeting n into the store (``post``), and the last rank of the
+   island that has says so (``stand``).
 2. The first rank of each island waits until all members of the last decision stand, at most
    ``timeout_s``, and appends decision n: everybody else reads it (``decide``).
 3. A rank of a present island takes the messages of all present ones with its place
@@ -20,6 +20,7 @@ is overwritten by that of 2 U + 2 meetings later.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import time
@@ -63,6 +64,12 @@ class Rendezvous:
         self.line, self.place, self.at_start = line, place, at_start
         self.timeout_s, self.join_timeout_s = timeout_s, join_timeout_s
         self.under_way, self.slots = under_way, 2 * under_way + 2
+
+    def beside(self) -> Rendezvous:
+        """Return the same with a connection of its own, for another thread."""
+        found = copy.copy(self)
+        found.line = self.line.again()
+        return found
 
     # who takes part; of the first rank of an island, where nothing else is said
 
@@ -142,10 +149,19 @@ class Rendezvous:
         """Put this rank's message for meeting ``number`` into the store."""
         self.line.put(self._message(own, number), number, message)
 
-    def stand(self, own: str, number: int) -> None:
-        """Say that all ranks of the island have posted."""
+    def stand(self, own: str, number: int, ranks: int = 1) -> None:
+        """Say that this rank has posted; where all ``ranks`` of the island have, it stands."""
+        if ranks > 1:
+            posted = f"posted/{number}/{own}"
+            if self.line.add(posted, 1) < ranks:
+                return
+            self.line.drop(posted)
         self.line.set(f"stands/{number}/{own}", HERE)
         self.line.drop(f"stands/{number - self.slots}/{own}")
+
+    def stands(self, number: int, island: str) -> bool:
+        """Return whether an island stands at a meeting, or has left before."""
+        return self.line.has(f"stands/{number}/{island}")
 
     def decide(self, last: Roster, own: str) -> Roster:
         """Return the decision on the meeting after ``last``; all ranks of the island call it.
@@ -185,8 +201,7 @@ class Rendezvous:
     def withdraw(self, own: str, number: int) -> None:
         """Delete what this rank of an island has posted that is left out from ``number`` on."""
         for one in range(number, number + self.under_way + 1):
-            self.line.drop_pieces(self._message(own, one))
-            self.line.drop(f"stands/{one}/{own}")
+            self._withdraw_one(own, one)
 
     def forget(self, last: Roster, now: Roster, own: str) -> None:
         """Delete what nobody reads after ``now`` any more; of all ranks of a present island.
@@ -203,8 +218,7 @@ class Rendezvous:
         for island in before.members if before is not None and at is not None else ():
             if at is not None and island not in at.present:
                 for one in range(ended - self.slots, ended + self.under_way + 1):
-                    self.line.drop_pieces(self._message(island, one))
-                    self.line.drop(f"stands/{one}/{island}")
+                    self._withdraw_one(island, one)
 
     # weights for those that join
 
@@ -255,6 +269,11 @@ class Rendezvous:
             found[one["island"]] = one["reached"]
             heard += 1
         return found, heard
+
+    def _withdraw_one(self, island: str, number: int) -> None:
+        self.line.drop_pieces(self._message(island, number))
+        for said in ("posted", "stands"):
+            self.line.drop(f"{said}/{number}/{island}")
 
     def _append(self, decision: Roster) -> Roster:
         text = self.line.first(f"decided/{decision.number}", json.dumps(asdict(decision)))

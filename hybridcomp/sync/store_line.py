@@ -47,6 +47,7 @@ class StoreLine:
         self, host: str, port: int, connect_s: float = 60.0, request_s: float = REQUEST_S
     ) -> None:
         self.address, self._request_s = f"tcp://{host}:{port}", request_s
+        self._made_with = (host, port, connect_s, request_s)
         self._await_listener(host, port, connect_s)
         limit = timedelta(seconds=connect_s)
         self._store: Any = self._within(
@@ -54,6 +55,10 @@ class StoreLine:
             lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit),
         )
         self._store.set_timeout(timedelta(seconds=request_s / 2))
+
+    def again(self) -> StoreLine:
+        """Return another connection to the same store, for another thread."""
+        return type(self)(*self._made_with)
 
     def set(self, key: str, value: bytes | str) -> None:
         """Set ``key``."""

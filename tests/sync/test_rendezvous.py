@@ -51,7 +51,7 @@ class Counter:
     own: str = ""
 
     def __post_init__(self) -> None:
-        self.line = StoreLine("127.0.0.1", self.port, 5.0, 10.0)
+        self.line = StoreLine("127.0.0.1", self.port, 30.0, 10.0)
         self.meet = Rendezvous(self.line, 0, self.at_start, self.timeout_s, 20.0)
 
     def join(self) -> Counter:

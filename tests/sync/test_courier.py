@@ -1,0 +1,134 @@
+"""Messages of islands that are jobs on their way: in order, beside the training, and failures."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+import hybridcomp
+from hybridcomp.errors import PeerError
+from hybridcomp.sync import courier as courier_module
+from hybridcomp.sync.courier import Courier
+from hybridcomp.sync.rendezvous import Rendezvous
+from hybridcomp.sync.store_line import StoreLine
+from tests.ranks import run_ranks
+from tests.sync.jobs import block, rendezvous
+from tests.sync.torch_job import Job
+
+
+class HeldUp(Rendezvous):
+    """A rendezvous to which nothing is posted until ``opened``, and that fails where told so."""
+
+    opened = threading.Event()
+    problem: Exception | None = None
+
+    def post(self, own: str, number: int, message: bytes | memoryview) -> None:
+        assert self.opened.wait(20)
+        if self.problem is not None:
+            raise self.problem
+        super().post(own, number, message)
+
+
+@contextmanager
+def met(ranks: int = 1) -> Iterator[tuple[HeldUp, Callable[[], Courier]]]:
+    """Hold a store; gives one line to it, and makes couriers of ``ranks`` ranks of an island."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meet = HeldUp(StoreLine("127.0.0.1", store.port, 30.0, 10.0), 0, 1, 10.0, 10.0, 2)
+    meet.opened = threading.Event()
+    couriers: list[Courier] = []
+
+    def make() -> Courier:
+        couriers.append(Courier(meet, ranks))
+        return couriers[-1]
+
+    yield meet, make
+    meet.opened.set()
+    for courier in couriers:
+        courier.close(10.0)
+    assert not [one for one in threading.enumerate() if one.name.startswith("hybridcomp islands")]
+
+
+def test_messages_go_in_order_and_come_beside_the_training() -> None:
+    with met() as (meet, make):
+        one, two = make(), make()
+        for number in (1, 2):
+            one.send("a", number, memoryview(f"a{number}".encode()))  # returns at once
+            two.expect(number, ["a"])
+        assert not meet.stands(1, "a") and not meet.stands(2, "a")
+        meet.opened.set()
+        one.wait_sent(2)
+        assert meet.stands(1, "a") and meet.stands(2, "a")
+        deadline = time.monotonic() + 20
+        while len(two._found) < 2:  # nobody has asked for them yet
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert [bytes(two.take(number, "a") or b"") for number in (1, 2)] == [b"a1", b"a2"]
+        assert two.take(9, "a") is None  # decided, but gone
+        two.expect(3, ["a"])
+        two.forget(3)
+        assert not two._wanted and not two._found
+
+
+def test_an_island_stands_once_all_of_its_ranks_have_posted() -> None:
+    with met(2) as (meet, make):
+        meet.opened.set()
+        first, second = make(), make()
+        first.send("a", 1, memoryview(b"x"))
+        first.wait_sent(1)
+        assert not meet.stands(1, "a")
+        second.send("a", 1, memoryview(b"x"))
+        second.wait_sent(1)
+        assert meet.stands(1, "a") and not meet.line.has("posted/1/a")
+
+
+@pytest.mark.parametrize("problem", [PeerError("gone"), RuntimeError("a bug")])
+def test_a_failure_is_raised_by_the_next_call_and_every_later_one(problem: Exception) -> None:
+    with met() as (meet, make):
+        meet.problem = problem
+        courier = make()
+        courier.check()
+        courier.send("a", 1, memoryview(b"x"))
+        meet.opened.set()
+        words = "^gone$" if isinstance(problem, PeerError) else "has failed: RuntimeError.'a bug'"
+        for call in (lambda: courier.wait_sent(1), courier.check, lambda: courier.take(1, "b")):
+            with pytest.raises(PeerError, match=words):
+                call()
+        with pytest.raises(PeerError, match=words):
+            courier.send("a", 2, memoryview(b"x"))
+        assert courier.close(10.0) == 1
+
+
+def test_the_end_waits_no_longer_than_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(courier_module, "REQUEST_ENDS_S", 0.1)
+    with met() as (meet, make):
+        courier = make()
+        for number in (1, 2, 3):
+            courier.send("a", number, memoryview(b"x"))
+        assert courier.close(0.05) == 3  # one is held up
+        monkeypatch.undo()
+        meet.opened.set()
+
+
+def loses_its_rendezvous() -> tuple[int, str]:
+    """Send to a rendezvous that has ended; at which later step it is told, and what."""
+    with rendezvous() as address:
+        job = Job(block(address, 20.0, 1, preset="wsp", every=20)).build().train(19)
+    job.train(1)  # sends; the mean is due at step 40
+    for step in range(19):
+        time.sleep(0.1)
+        try:
+            job.train(1)
+        except PeerError as error:
+            hybridcomp.detach(job.model)
+            return step, str(error)
+    raise AssertionError("nothing was told")
+
+
+def test_a_message_that_fails_is_told_by_a_step_before_it_is_due() -> None:
+    ((step, told),) = run_ranks(1, loses_its_rendezvous)
+    assert step < 18 and "rendezvous at tcp://127.0.0.1:" in told and "\n" not in told
