@@ -148,11 +148,14 @@ class PlannedKernel(Protocol):
         me: int,
         out: Tensor,
         residual: Kept | None = None,
+        begun: bool = False,
     ) -> None:
         """Sum every stretch in fp32 and in rank order into its place in ``out``.
 
         Args:
             table: made with ``sums``.
             payloads: those of all stretches, rank after rank, without rank ``me``.
-            own: the values that rank ``me`` adds exactly, with ``residual``, which becomes 0.
+            own: the values that rank ``me`` adds exactly, with ``residual``, which becomes 0; may
+                be ``out``, each stretch in its place.
+            begun: the sums start from what ``out`` holds.
         """

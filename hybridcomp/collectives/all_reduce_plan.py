@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec, CollectiveKernel
+from hybridcomp.collectives.cut_all_reduce import CutAllReduce, CutSwap, plan_cut
 from hybridcomp.collectives.fused import fits
 from hybridcomp.collectives.wire import (
     ExchangePlan,
@@ -34,12 +35,13 @@ from hybridcomp.collectives.wire import (
 
 @dataclass(frozen=True, eq=False)
 class AllReducePlan:
-    """Plan by which a group sums messages that are alike, on one level: by one of three ways.
+    """Plan by which a group sums messages that are alike, on one level: by one of four ways.
 
     Attributes:
         codec: of the reduction, held for the key.
         codecs: of the quantizations, with their ``specs`` as a meter notes them.
         fused: kernels for three launches.
+        cut: with cuts, in launches for all stretches.
         pairs: of two ranks that swap: the rounds of one quantization.
         rounds: of two quantizations.
     """
@@ -48,6 +50,7 @@ class AllReducePlan:
     codecs: tuple[Codec, ...]
     specs: dict[str, None]
     fused: CollectiveKernel | None = None
+    cut: CutAllReduce | CutSwap | None = None
     pairs: tuple[PairRound, ...] = ()
     rounds: tuple[SumRound, ...] = ()
 
@@ -102,6 +105,9 @@ def plan_all_reduce(tensor: Tensor, how: Reduction) -> AllReducePlan:
     specs = dict.fromkeys(each.spec for each in codecs)
     if fused is not None and fits(how.residual, how.owner_residual):
         return AllReducePlan(how.codec, codecs, specs, fused)
+    cut = plan_cut(tensor, codecs, how) if how.cuts or fused is not None else None
+    if cut is not None:
+        return AllReducePlan(how.codec, codecs, specs, cut=cut)
     dtype = sent_dtype(codecs[0], tensor.dtype, wide, how.flush)
     if len(codecs) == 1:
         rows = [stretches(0, tensor.numel(), how.cuts)]

@@ -1,24 +1,23 @@
-"""Exchange the stretches of an owner plan in one launch a step, however many ranks there are.
+"""Exchange the stretches of an owner plan in a few launches, however many ranks there are.
 
-For ranges with one owner each and codecs with kernels for the stretches of a plan
-(``codecs.launches.PlannedKernel``): bytes and bits of ``wire.exchanges`` and of the second hop of
-``owner_reduction``. What does not depend on the values is worked out once for each rank of a plan,
-and lies on the device.
+For codecs with kernels for the stretches of a plan (``codecs.launches.PlannedKernel``): bytes and
+bits of ``wire.exchanges`` and of the second hop of ``owner_reduction``. What does not depend on the
+values is worked out once for each rank of a plan, and lies on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
-import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec, PlannedKernel
 from hybridcomp.codecs.launches import PlannedStretch, StretchTable
 from hybridcomp.codecs.quantized_residual import BLOCK, QuantizedResidual
 from hybridcomp.collectives.fused import places_of, room_of
+from hybridcomp.collectives.owner_layout import CopiedPayloads, Part, SendingRank, lay_out
 from hybridcomp.collectives.owner_plan import OwnerPlan, cut_at_chunks, plan_of
 from hybridcomp.collectives.wire import (
     POOL,
@@ -39,11 +38,14 @@ class OwnerExchange:
 
     Attributes:
         gives, takes: bytes to and from each rank.
-        places: of the buffers of both, in one allocation.
+        places: of the buffers of both, and of the payloads before ``copies``, in one allocation.
         outgoing, incoming: stretches that are encoded, and that are summed or decoded.
         in_blocks: whether stretches of values begin at blocks of a residual of few bits.
         stays: sums that this rank made and owns: ``[start, stop)`` in its chunk, and where they
             begin in the tensor of its sums.
+        copies: of payloads that go to several ranks, into what is sent.
+        again: stretches that this rank owns with others: it decodes its payload as they do.
+        shared: of a direct plan, their sums, with what is decoded as this rank's own values.
     """
 
     gives: Splits
@@ -53,34 +55,29 @@ class OwnerExchange:
     incoming: StretchTable
     in_blocks: bool = True
     stays: tuple[tuple[Range, int], ...] = ()
+    copies: CopiedPayloads | None = None
+    again: StretchTable | None = None
+    shared: StretchTable | None = None
+
+    def room(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Allocate ``(buffer to give back, this rank's payloads, what comes, what it sends)``."""
+        buffer, cut = room_of(self.places, like.device)
+        return buffer, cut[-1], cut[0], cut[1]
 
 
-@dataclass(frozen=True)
-class _Context:
-    """Rank, codec, dtype, device and cuts that an exchange is made for."""
-
-    me: int
-    ranks: int
-    codec: Codec
-    dtype: torch.dtype
-    device: torch.device
-    cuts: tuple[int, ...]
-
-    def nbytes(self, numel: int) -> int:
-        return self.codec.wire_nbytes(numel, self.dtype)
+def even_plan(numel: int, chunk: int, ranks: int) -> OwnerPlan:
+    """Return the direct plan of chunks of ``chunk`` elements, the last ones shorter, by rank."""
+    edges = [min(rank * chunk, numel) for rank in range(ranks + 1)]
+    chunks = tuple(OwnedRange(*edge, (rank,)) for rank, edge in enumerate(pairwise(edges)))
+    return replace(plan_of(chunks, ranks), kind="direct", prepared={})
 
 
 def shards_as_plan(
     numel: int, chunk: int, cuts: Sequence[Sequence[int]], ranks: int
 ) -> tuple[OwnerPlan, tuple[int, ...]]:
-    """Return the direct plan of shards of ``chunk`` elements, the last ones shorter, and its cuts.
-
-    ``cuts``: positions in the shard of each rank.
-    """
-    edges = [min(rank * chunk, numel) for rank in range(ranks + 1)]
-    shards = tuple(OwnedRange(*edge, (rank,)) for rank, edge in enumerate(pairwise(edges)))
+    """Return ``even_plan`` and, as positions in the whole, ``cuts`` in the shard of each rank."""
     whole = tuple(rank * chunk + cut for rank, row in enumerate(cuts) for cut in row)
-    return replace(plan_of(shards, ranks), kind="direct", prepared={}), whole
+    return even_plan(numel, chunk, ranks), whole
 
 
 def exchange_of(
@@ -89,118 +86,153 @@ def exchange_of(
     """Return the exchange after which the sums of ``plan`` are at their owners.
 
     In a direct plan each rank sends the values of all runs, in a balanced one the sums of its
-    chunk. ``like`` has the dtype and device of what is encoded. Made at the first call. Runs of a
-    direct plan are cut at the cuts of ``via``, those of a balanced one are not.
+    chunk; both are cut at the cuts of ``via``. ``like`` has the dtype and device of what is
+    encoded. Made at the first call.
     """
     key = (codec, via.group.rank, like.dtype, like.device, tuple(via.cuts))
     found: OwnerExchange | None = plan.prepared.get(key)
     if found is None:
-        context = _Context(
+        sending = SendingRank(
             via.group.rank, via.group.size, codec, like.dtype, like.device, tuple(via.cuts)
         )
         make = _direct if plan.kind == "direct" else _balanced
-        found = plan.prepared[key] = make(plan, kernel, context)
+        found = plan.prepared[key] = make(plan, kernel, sending)
     return found
 
 
-def _direct(plan: OwnerPlan, kernel: PlannedKernel, of: _Context) -> OwnerExchange:
-    mine, others = plan.sums_of(of.me), []
-    incoming, slot = [], 0
-    rows = [(run, edge) for run in plan.runs for edge in stretches(run.start, run.stop, of.cuts)]
-    for run, (low, high) in rows:
-        if run.ranks == (of.me,):
-            place = mine.place_of(run.start) + low - run.start
-            incoming.append(PlannedStretch(low, high - low, slot, place))
-            slot += of.nbytes(high - low)
+def _cut(ranges: Sequence[OwnedRange], cuts: Sequence[int]) -> list[OwnedRange]:
+    return [
+        OwnedRange(low, high, owned.ranks)
+        for owned in ranges
+        for low, high in stretches(owned.start, owned.stop, cuts)
+    ]
+
+
+def _direct(plan: OwnerPlan, kernel: PlannedKernel, of: SendingRank) -> OwnerExchange:
+    mine, rows = plan.sums_of(of.me), _cut(plan.runs, of.cuts)
+    outgoing = [owned for owned in rows if owned.ranks != (of.me,)]
+    gives, sent, copies = lay_out(
+        [_part(owned.ranks, owned.start, owned.stop - owned.start, of) for owned in outgoing], of
+    )
+    own = {owned.start: one.payload for owned, one in zip(outgoing, sent, strict=True)}
+    sums, shared, again, slot = [], [], [], 0
+    for low, high, ranks in ((owned.start, owned.stop, owned.ranks) for owned in rows):
+        if of.me not in ranks:
+            continue
+        place, numel = mine.place_of(low), high - low
+        if len(ranks) == 1:
+            sums.append(PlannedStretch(low, numel, slot, place))
         else:
-            others.append((run.ranks[0], low, high - low))
-    gives, outgoing = _laid_out(others, of)
+            again.append(PlannedStretch(0, numel, own[low], place))
+            shared.append(PlannedStretch(place, numel, slot, place))
+        slot += of.nbytes(numel)
     takes = Splits([0 if rank == of.me else slot for rank in range(of.ranks)])
     return OwnerExchange(
         gives,
         takes,
-        places_of(gives.total, takes.total),
-        kernel.table(outgoing),
-        kernel.table(incoming, sums=True),
-        all(low % BLOCK == 0 for _, (low, _) in rows),
+        _places(gives, takes, copies),
+        kernel.table(sent),
+        kernel.table(sums, sums=True),
+        all(owned.start % BLOCK == 0 for owned in rows),
+        copies=copies,
+        again=kernel.table(again) if again else None,
+        shared=kernel.table(shared, sums=True) if shared else None,
     )
 
 
-def _balanced(plan: OwnerPlan, kernel: PlannedKernel, of: _Context) -> OwnerExchange:
+def _balanced(plan: OwnerPlan, kernel: PlannedKernel, of: SendingRank) -> OwnerExchange:
     mine, start = plan.sums_of(of.me), plan.even[of.me].start
-    sent, come, stays = [], [], []
-    for part in cut_at_chunks(plan.runs, of.ranks):
-        owner = part.ranks[0]
-        if part.source == of.me == owner:
-            here = (part.start - start, part.stop - start)
-            stays.append((here, mine.place_of(part.start)))
-        elif part.source == of.me:
-            sent.append((owner, part.start - start, part.numel))
-        elif owner == of.me:
-            come.append((part.source, mine.place_of(part.start), part.numel))
-    gives, outgoing = _laid_out(sent, of)
-    takes, arriving = _laid_out(come, of)
+    parts = cut_at_chunks(_cut(plan.runs, of.cuts), of.ranks)
+    outgoing = [part for part in parts if part.source == of.me and not part.stays]
+    gives, sent, copies = lay_out(
+        [_part(part.ranks, part.start - start, part.numel, of) for part in outgoing], of
+    )
+    come = [part for part in parts if part.source != of.me and of.me in part.ranks]
+    takes, arriving, _ = lay_out([((p.source,), mine.place_of(p.start), p.numel) for p in come], of)
     incoming = [PlannedStretch(0, one.numel, one.payload, one.values) for one in arriving]
+    again = [
+        PlannedStretch(0, part.numel, one.payload, mine.place_of(part.start))
+        for part, one in zip(outgoing, sent, strict=True)
+        if of.me in part.ranks
+    ]
+    stays = [
+        ((part.start - start, part.stop - start), mine.place_of(part.start))
+        for part in cut_at_chunks(plan.runs, of.ranks)
+        if part.source == of.me and part.stays
+    ]
     return OwnerExchange(
         gives,
         takes,
-        places_of(gives.total, takes.total),
-        kernel.table(outgoing),
+        _places(gives, takes, copies),
+        kernel.table(sent),
         kernel.table(incoming),
         stays=tuple(stays),
+        copies=copies,
+        again=kernel.table(again) if again else None,
     )
 
 
-def _laid_out(
-    parts: Sequence[tuple[int, int, int]], of: _Context
-) -> tuple[Splits, list[PlannedStretch]]:
-    """Lay payloads out by rank, then in order; ``parts``: (rank, first element, elements).
+def _part(ranks: tuple[int, ...], low: int, numel: int, of: SendingRank) -> Part:
+    return tuple(rank for rank in ranks if rank != of.me), low, numel
 
-    Returns the bytes by rank, and a stretch for each part.
-    """
-    ordered = sorted(parts, key=lambda part: part[0])  # keeps the order of one rank's
-    sizes = [of.nbytes(numel) for _, _, numel in ordered]
-    nbytes = [0] * of.ranks
-    for (rank, _, _), size in zip(ordered, sizes, strict=True):
-        nbytes[rank] += size
-    starts = accumulate(sizes, initial=0)
-    rows = zip(ordered, starts, strict=False)
-    return Splits(nbytes), [PlannedStretch(low, numel, at) for (_, low, numel), at in rows]
+
+def _places(gives: Splits, takes: Splits, copies: CopiedPayloads | None) -> tuple[int, ...]:
+    """Return the places of ``OwnerExchange.room``; without copies payloads are what is sent."""
+    if copies is None:
+        return places_of(takes.total, gives.total)
+    return places_of(takes.total, gives.total, copies.nbytes)
 
 
 def sum_at_owners(
-    tensor: Tensor, sums: Tensor, exchange: OwnerExchange, kernel: PlannedKernel, how: Reduction
+    tensor: Tensor,
+    sums: Tensor,
+    exchange: OwnerExchange,
+    kernel: PlannedKernel,
+    how: Reduction,
+    begun: bool = False,
 ) -> Steps[None]:
     """1 encode all runs of other ranks, 2 all-to-all, 3 sum this rank's runs in rank order.
 
     A residual of few bits is fp32 in between where a run begins inside of one of its blocks.
+    ``begun``: of a plan without shared runs, the sums start from what ``sums`` holds.
     """
     group, meter, residual, buffer = how.group, how.meter, how.residual, None
+    ranks, me = group.size, group.rank
     kept = residual if isinstance(residual, QuantizedResidual) else None
     if kept is not None and not (exchange.in_blocks and kept.in_blocks):
         buffer, wide = POOL.take_fp32(kept.numel(), tensor.device)
         residual = kept.unpack(wide)
-    room, (sent, received) = room_of(exchange.places, tensor.device)
+    room, payloads, received, sent = exchange.room(tensor)
     # 1
     with meter.coding():
-        kernel.encode(exchange.outgoing, tensor, sent, residual)
+        kernel.encode(exchange.outgoing, tensor, payloads, residual)
+        if exchange.copies is not None:
+            exchange.copies.copy(payloads, sent)
     # 2
     yield transport.all_to_all(received, sent, exchange.takes, exchange.gives, group, meter)
     # 3
     with meter.coding():
-        ranks, me = group.size, group.rank
-        kernel.sum(exchange.incoming, received, tensor, ranks, me, sums, residual)
+        kernel.sum(exchange.incoming, received, tensor, ranks, me, sums, residual, begun)
+        if exchange.again is not None and exchange.shared is not None:
+            assert not begun, "shared runs hold this rank's values where they are summed"
+            kernel.decode(exchange.again, payloads, sums)
+            kernel.sum(exchange.shared, received, sums, ranks, me, sums)
         if kept is not None and isinstance(residual, Tensor):
             kept.pack(residual)
     POOL.give(room, buffer)
 
 
 def scatter_parts(
-    flat: Tensor, total: Tensor, owners: OwnerPlan, kernel: PlannedKernel, how: Reduction
+    flat: Tensor,
+    total: Tensor,
+    owners: OwnerPlan,
+    kernel: PlannedKernel,
+    how: Reduction,
+    begun: bool = False,
 ) -> Steps[Tensor]:
-    """Sum this rank's shard of ``flat`` into ``total``: ``sum_at_owners`` of ``shards_as_plan``."""
+    """Sum this rank's chunk of ``flat`` into ``total``: ``sum_at_owners`` of an ``even_plan``."""
     exchange = exchange_of(owners, kernel, how.codec, flat, how)
-    yield from sum_at_owners(flat, total, exchange, kernel, how)
+    yield from sum_at_owners(flat, total, exchange, kernel, how, begun)
     return total
 
 
@@ -216,18 +248,21 @@ def send_sums(
 
     With ``feedback`` the chunk becomes the residual of this quantization.
     """
-    meter = via.meter
-    room, (sent, received) = room_of(exchange.places, total.device)
+    meter, gives, takes = via.meter, exchange.gives, exchange.takes
+    room, payloads, received, sent = exchange.room(total)
     # 1
     with meter.coding():
-        kernel.encode(
-            exchange.outgoing, None if feedback else total, sent, total if feedback else None
-        )
+        values, left = (None, total) if feedback else (total, None)
+        kernel.encode(exchange.outgoing, values, payloads, left)
+        if exchange.copies is not None:
+            exchange.copies.copy(payloads, sent)
     # 2
-    yield transport.all_to_all(received, sent, exchange.takes, exchange.gives, via.group, meter)
+    yield transport.all_to_all(received, sent, takes, gives, via.group, meter)
     # 3
     with meter.coding():
         kernel.decode(exchange.incoming, received, sums)
+        if exchange.again is not None:
+            kernel.decode(exchange.again, payloads, sums)
         for (low, high), place in exchange.stays:
             sums[place : place + high - low].copy_(total[low:high])
             if feedback:

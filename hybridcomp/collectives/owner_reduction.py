@@ -15,7 +15,12 @@ from hybridcomp.collectives.hierarchical.intra_node import (
     ranges_of_nodes,
     scatter_intra_node,
 )
-from hybridcomp.collectives.owner_exchange import exchange_of, send_sums, sum_at_owners
+from hybridcomp.collectives.owner_exchange import (
+    exchange_of,
+    scatter_parts,
+    send_sums,
+    sum_at_owners,
+)
 from hybridcomp.collectives.owner_plan import find_plan
 from hybridcomp.collectives.owner_rounds import BucketPlan, ScatterRound, plan_bucket
 from hybridcomp.collectives.wire import (
@@ -166,6 +171,10 @@ def _balanced(tensor: Tensor, plan: BucketPlan, sums: Tensor, how: Reduction) ->
     if plan.fused is not None:
         only = Reduction(first, group, meter, residual=left)
         yield from fused_reduce_scatter(tensor, owners.lengths[0], total, plan.fused, only, begun)
+    elif plan.parts is not None:
+        kernel, even = plan.parts
+        only = Reduction(first, group, meter, plan.cuts, residual=left)
+        yield from scatter_parts(tensor, total, even, kernel, only, begun)
     else:
         residuals = None if left is None else [left]
         yield from overlapped(
@@ -173,7 +182,7 @@ def _balanced(tensor: Tensor, plan: BucketPlan, sums: Tensor, how: Reduction) ->
         )
     # 2
     if plan.kernel is not None:
-        hop = Transfer(second, group, meter)
+        hop = Transfer(second, group, meter, plan.cuts)
         exchange = exchange_of(owners, plan.kernel, second, total, hop)
         yield from send_sums(total, sums, exchange, plan.kernel, hop, begun)
     else:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybridcomp.codecs.base import Codec, CollectiveKernel, MultiTensorKernel, PlannedKernel
 from hybridcomp.collectives.fused import fits
+from hybridcomp.collectives.owner_exchange import even_plan
 from hybridcomp.collectives.owner_plan import (
     OwnedPart,
     OwnedSums,
@@ -48,7 +49,9 @@ class BucketPlan:
         codecs: of the quantizations, one in a direct plan and two in a balanced one; ``specs``:
             theirs, as a meter notes them.
         kernel: for the stretches of a direct plan, or of the second hop of a balanced one.
-        fused: kernels for the first hop of a balanced plan.
+        cuts: of the parameters; a bounded codec also where owners change.
+        fused: kernels for the first hop of a balanced plan; ``parts``: with cuts, with the plan of
+            that hop.
         sums: the rounds of the first hop without such kernels.
         scatters: the same of the second hop.
     """
@@ -59,7 +62,9 @@ class BucketPlan:
     codecs: tuple[Codec, ...] = ()
     specs: Mapping[str, None] = field(default_factory=dict)
     kernel: PlannedKernel | None = None
+    cuts: tuple[int, ...] = ()
     fused: CollectiveKernel | None = None
+    parts: tuple[PlannedKernel, OwnerPlan] | None = None
     sums: tuple[SumPlan, ...] = ()
     scatters: tuple[ScatterRound, ...] = ()
 
@@ -106,7 +111,7 @@ def _direct(tensor: Tensor, plan: BucketPlan, cuts: tuple[int, ...], how: Reduct
     """Plan to send every range to its owners, who sum it."""
     group, device, owners, mine = how.group, tensor.device, plan.owners, plan.mine
     (codec,) = how.codec.split_error_budget(1, group.size, exact=int(owners.sole))
-    kernel = codec.planned(device) if owners.sole else None
+    kernel = codec.planned(device)
     sums: tuple[SumPlan, ...] = ()
     if kernel is None:
         wide = how.residual is not None
@@ -116,7 +121,8 @@ def _direct(tensor: Tensor, plan: BucketPlan, cuts: tuple[int, ...], how: Reduct
             plan_sum([_part(owned, mine, group) for owned in share], codec, dtype, device, group)
             for share in range_rounds(owners.runs, cuts, count)
         )
-    return BucketPlan(plan.held, owners, mine, (codec,), {codec.spec: None}, kernel, None, sums)
+    specs = {codec.spec: None}
+    return BucketPlan(plan.held, owners, mine, (codec,), specs, kernel, cuts, sums=sums)
 
 
 def _part(owned: OwnedRange, mine: OwnedSums, group: Group) -> SummedPart:
@@ -135,12 +141,15 @@ def _balanced(
     codecs = how.codec.split_error_budget(2, group.size, exact=1)
     if how.codec.bounded:
         cuts = tuple(sorted({*cuts, *(run.start for run in owners.runs)}))
-    fused = None if cuts else codecs[0].fused(device)
-    kernel = codecs[1].planned(device) if owners.sole and not cuts else None
+    fused = None if cuts or not fits(how.residual) else codecs[0].fused(device)
+    first, kernel = codecs[0].planned(device), codecs[1].planned(device)
+    parts = None
+    if first is not None and fused is None:
+        parts = first, even_plan(owners.numel, owners.lengths[0], group.size)
     sums: tuple[SumPlan, ...] = ()
     scatters: tuple[ScatterRound, ...] = ()
-    if fused is None or not fits(how.residual):
-        fused, wide, start = None, how.residual is not None, owners.even[group.rank].start
+    if fused is None and parts is None:
+        wide, start = how.residual is not None, owners.even[group.rank].start
         dtype = sent_dtype(codecs[0], tensor.dtype, wide, how.flush)
         count = round_count(owners.longest[1], codecs[:1], device, group)
         sums = tuple(
@@ -169,7 +178,9 @@ def _balanced(
             for share in part_rounds(owners.runs, cuts, group.size, count)
         )
     specs = dict.fromkeys(each.spec for each in codecs)
-    return BucketPlan(plan.held, owners, plan.mine, codecs, specs, kernel, fused, sums, scatters)
+    return BucketPlan(
+        plan.held, owners, plan.mine, codecs, specs, kernel, cuts, fused, parts, sums, scatters
+    )
 
 
 def _scatter_round(

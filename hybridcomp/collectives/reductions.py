@@ -15,6 +15,7 @@ from hybridcomp.collectives.all_reduce_plan import (
     all_reduce_codecs,
     plan_all_reduce,
 )
+from hybridcomp.collectives.cut_all_reduce import CutSwap, cut_all_reduce, cut_swap
 from hybridcomp.collectives.fused import fits, fused_all_reduce
 from hybridcomp.collectives.hierarchical.intra_node import gather_inside, node_sum
 from hybridcomp.collectives.wire import (
@@ -109,7 +110,7 @@ def _planned(tensor: Tensor, how: Reduction) -> AllReducePlan:
 
 
 def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
-    """Sum on one level: in three launches, in a swap between two ranks, or in rounds.
+    """Sum on one level: in a few launches, in a swap between two ranks, or in rounds.
 
     Returns the generator of these steps instead of delegating to it, which would cost at each step.
     """
@@ -124,6 +125,10 @@ def _flat(tensor: Tensor, how: Reduction) -> Steps[None]:
     how.meter.used.update(plan.specs)
     if plan.fused is not None:
         return fused_all_reduce(tensor, plan.codecs[0], plan.fused, how)
+    if isinstance(plan.cut, CutSwap):
+        return cut_swap(tensor, plan.cut, how)
+    if plan.cut is not None:
+        return cut_all_reduce(tensor, plan.cut, plan.codecs, how)
     if plan.pairs:
         swaps = [_pair(tensor, each, how) for each in plan.pairs]
         return overlapped(swaps)

@@ -31,14 +31,18 @@ HC_INLINE void add_up(const u8* payloads, const void* own, u64 numel, u64 ranks,
 }
 
 // The sums of the stretches that this rank owns: those of `values` of `own`, at `out` of `out`; the payloads
-// of one rank for all of them are `slot` bytes apart from those of the next.
+// of one rank for all of them are `slot` bytes apart from those of the next. With FEEDBACK there may be a
+// residual, and sums may begin with `owner`, null or `out`.
 template <class E, bool FEEDBACK>
 HC_INLINE void add_up_planned(const PlannedRow* rows, u64 count, const u8* payloads, const void* own,
-                              u64 ranks, u64 me, u64 slot, float* out, Kept residual) {
+                              u64 ranks, u64 me, u64 slot, float* out, Kept residual, const float* owner) {
     const PlannedRow& row = row_of(rows, count, (u64)blockIdx.x * SUM_WARPS);
+    if constexpr (FEEDBACK) {
+        if (residual) residual = residual + row.values;
+        if (owner) owner += row.out;
+    }
     add_up<E, FEEDBACK>(payloads + row.payload, (const typename E::Stored*)own + row.values, row.numel, ranks,
-                        me, slot, out + row.out, FEEDBACK ? residual + row.values : residual, nullptr,
-                        blockIdx.x - (u32)(row.first / SUM_WARPS));
+                        me, slot, out + row.out, residual, owner, blockIdx.x - (u32)(row.first / SUM_WARPS));
 }
 
 // The sum, encoded into `out`. With FEEDBACK there may be the residual `owner`, which becomes what the
@@ -111,15 +115,18 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
     const unsigned char *payloads, const void *own, unsigned long long numel,        \
         unsigned long long ranks, unsigned long long me, unsigned long long slot
 
+#define HC_COMMA ,
 #define HC_NO_RESIDUAL hybridcomp::blockint::Kept()
-#define HC_PLANNED_SUM(NAME, E, FEEDBACK)                                                     \
+#define HC_PLANNED_SUM(NAME, E, FEEDBACK, OWNER, ...)                                         \
     extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_PLANNED_SUM_BLOCKS)       \
     blockint_planned_sum_##NAME(const hybridcomp::PlannedRow* rows, unsigned long long count, \
                                 const unsigned char* payloads, const void* own,               \
                                 unsigned long long ranks, unsigned long long me,              \
-                                unsigned long long slot, float* out, HC_LEFT(residual)) {     \
+                                unsigned long long slot, float* out, HC_LEFT(residual)        \
+                                __VA_ARGS__) {                                                \
         hybridcomp::blockint::add_up_planned<E, FEEDBACK>(rows, count, payloads, own, ranks,  \
-                                                          me, slot, out, HC_LEFT_OF(residual)); \
+                                                          me, slot, out, HC_LEFT_OF(residual), \
+                                                          OWNER);                             \
     }
 
 #define HC_FEEDBACK(NAME, E, HALF)                                                                \
@@ -135,7 +142,7 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
                                                           out, HC_LEFT_OF(residual), owner,       \
                                                           blockIdx.x);                            \
     }                                                                                             \
-    HC_PLANNED_SUM(feedback_##NAME, hybridcomp::E, true)
+    HC_PLANNED_SUM(feedback_##NAME, hybridcomp::E, true, owner, HC_COMMA const float* owner)
 
 #if HC_KEPT < 32
 #define HC_KERNELS HC_FEEDBACK
@@ -153,7 +160,7 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
                                                            out, HC_NO_RESIDUAL, nullptr,          \
                                                            blockIdx.x);                           \
     }                                                                                             \
-    HC_PLANNED_SUM(NAME, hybridcomp::E, false)                                                    \
+    HC_PLANNED_SUM(NAME, hybridcomp::E, false, nullptr, )                                         \
     HC_FEEDBACK(NAME, E, HALF)
 #endif
 

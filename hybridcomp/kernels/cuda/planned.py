@@ -60,13 +60,17 @@ class PlannedBlockInt:
 
     def sum(
         self, table: StretchTable, payloads: Tensor, own: Tensor, ranks: int, me: int, out: Tensor,
-        residual: Kept | None = None,
+        residual: Kept | None = None, begun: bool = False,
     ) -> None:  # fmt: skip
         """Sum, one warp for each tile."""
-        slot = payloads.numel() // max(ranks - 1, 1)
+        slot, bits = payloads.numel() // max(ranks - 1, 1), bits_of(residual)
         words = (payloads.data_ptr(), own.data_ptr(), ranks, me, slot, out.data_ptr())
-        kernel, bits = "sum" if residual is None else "sum_feedback", bits_of(residual)
-        self._launch(kernel, own, table, *words, *words_of(residual, bits), bits=bits)
+        left = words_of(residual, bits)
+        if residual is None and not begun:
+            self._launch("sum", own, table, *words, *left, bits=bits)
+        else:
+            owner = out.data_ptr() if begun else 0
+            self._launch("sum_feedback", own, table, *words, *left, owner, bits=bits)
 
     def _words(self, table: StretchTable, device: torch.device) -> Tensor:
         """Return the rows of ``table`` on ``device``, ready for the current stream."""

@@ -183,8 +183,8 @@ def test_messages_with_borders_take_few_launches(held: bool) -> None:
         assert not different, (different, kernels)
         # five stretches of the shard, the same ones of three ranks
         assert kernels[:2] == ["planned_encode_bf16 5", "planned_decode_bf16 5"], kernels
-        many = [kernel for kernel in kernels if "table" in kernel]
-        assert len(many) >= 3 and len(kernels) <= 24, kernels
+        # of each message two a hop, of shared ranges two more; shards with gaps one by one
+        assert len(kernels) <= (20 if held else 14), kernels
 
 
 #: of one owner and nearly of one, which go the balanced way, and of all in turns, also with CUTS

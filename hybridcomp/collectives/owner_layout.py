@@ -1,0 +1,91 @@
+"""Lay out the payloads that go to owners, in the order in which a message has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.launches import PlannedStretch
+from hybridcomp.collectives.wire import Splits
+
+#: bytes of the words in which payloads are copied; payloads are multiples of it
+WORD = 8
+
+
+@dataclass(frozen=True)
+class SendingRank:
+    """Rank, codec, dtype, device and cuts that an exchange is made for."""
+
+    me: int
+    ranks: int
+    codec: Codec
+    dtype: torch.dtype
+    device: torch.device
+    cuts: tuple[int, ...]
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of the payload of ``numel`` values."""
+        return self.codec.wire_nbytes(numel, self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class CopiedPayloads:
+    """Copies of payloads of which some go to several ranks, in one launch however many these are.
+
+    Attributes:
+        nbytes: of all payloads, each once.
+        unit: words of the rows that payloads consist of: as many as divide all of them.
+        rows: int64 on the device, by row of the message that of the payloads: of the shortest
+            payloads they take half as many bytes as the message.
+    """
+
+    nbytes: int
+    unit: int
+    rows: Tensor
+
+    def copy(self, payloads: Tensor, message: Tensor) -> None:
+        """Copy ``payloads`` into ``message``, both uint8."""
+        words, out = (each.view(torch.int64).view(-1, self.unit) for each in (payloads, message))
+        torch.index_select(words, 0, self.rows, out=out)
+
+
+#: values that go to ranks, none of which is this one: the ranks, the first element, elements
+Part = tuple[tuple[int, ...], int, int]
+
+
+def lay_out(
+    parts: Sequence[Part], of: SendingRank
+) -> tuple[Splits, list[PlannedStretch], CopiedPayloads | None]:
+    """Lay payloads out by rank, then in the order of ``parts``.
+
+    Returns the bytes by rank, a stretch for each part, and the copies that make the message of the
+    payloads of these stretches: None where these are the message, as none goes to several ranks.
+    """
+    sizes = [of.nbytes(numel) for _, _, numel in parts]
+    message: list[list[int]] = [[] for _ in range(of.ranks)]
+    for number, (ranks, _, _) in enumerate(parts):
+        for rank in ranks:
+            message[rank].append(number)
+    gives = Splits([sum([sizes[number] for number in row]) for row in message])
+    order = list(dict.fromkeys(number for row in message for number in row))
+    starts = accumulate([sizes[number] for number in order], initial=0)
+    place = dict(zip(order, starts, strict=False))
+    stretches = [
+        PlannedStretch(low, numel, place[number]) for number, (_, low, numel) in enumerate(parts)
+    ]
+    if all(len(ranks) == 1 for ranks, _, _ in parts):
+        return gives, stretches, None
+    unit = gcd(*sizes)
+    rows = [
+        torch.arange(place[number] // unit, (place[number] + sizes[number]) // unit)
+        for row in message
+        for number in row
+    ]
+    copies = CopiedPayloads(sum(sizes), unit // WORD, torch.cat(rows).to(of.device))
+    return gives, stretches, copies
