@@ -36,20 +36,25 @@ MISTAKES: tuple[type[HybridcompError], ...] = (ConfigError, AgreementError, Seam
 LINGER_S = 3.0
 
 _sockets: list[socket.socket] = []  # held until the process ends
-_before = sys.excepthook
+#: the hooks in front of which ``install`` has put ``show``, the newest last
+_before: list[Callable[..., object]] = []
 
 
 def install() -> None:
-    """Show uncaught mistakes as one line from now on; harmless when called twice."""
-    global _before
+    """Show uncaught mistakes as one line from now on; harmless when called twice.
+
+    Also where a hook was put in front of ``show`` in between, as ``init_process_group`` does: it
+    may not call ``show``, and where it does, ``show`` calls the one before it.
+    """
     if sys.excepthook is not show:
-        _before, sys.excepthook = sys.excepthook, show
+        _before.append(sys.excepthook)
+        sys.excepthook = show
 
 
 def uninstall() -> None:
     """Restore the hook, unless another one was put in front of it."""
     if sys.excepthook is show:
-        sys.excepthook = _before
+        sys.excepthook = _before.pop()
 
 
 def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -58,7 +63,12 @@ def show(kind: type[BaseException], error: BaseException, traceback: TracebackTy
     if isinstance(error, MISTAKES) and not asked:
         tell(f"hybridcomp: {error}")
         raise SystemExit(BAD_INPUT)  # the interpreter takes it as the process's status
-    _before(kind, error, traceback)
+    hook = _before.pop() if _before else None
+    try:  # without it: it may call this again
+        (hook or sys.__excepthook__)(kind, error, traceback)
+    finally:
+        if hook is not None:
+            _before.append(hook)
 
 
 def tell(text: str) -> None:

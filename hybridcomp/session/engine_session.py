@@ -16,6 +16,7 @@ together.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,7 @@ from hybridcomp.job import peer_liveness
 from hybridcomp.job.agreement import agree, versions
 from hybridcomp.log import Once
 from hybridcomp.session import wandb_run
+from hybridcomp.session.closing import before_the_end
 from hybridcomp.session.followers import StatefulFollower, StepFollower
 from hybridcomp.session.reporter import Event, Reporter, describe_run
 
@@ -134,6 +136,7 @@ class EngineSession:
         self.kept_in = kept_in
         self.followers: list[StepFollower] = []
         self.say = Once()
+        _open.add(self)
         self._device = device
         self._interval = interval or (lambda: channels.config.ledger.interval)
         self._write = write
@@ -390,3 +393,16 @@ class EngineSession:
             self.followers.pop().close()
         if self.reporter is not None:
             self.reporter.close()
+
+
+#: held weakly: an engine that is dropped takes its session along
+_open: weakref.WeakSet[EngineSession] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Close all sessions when the process ends: who waits for one of their followers is told."""
+    for session in list(_open):
+        session.close()
+
+
+before_the_end(_close_all)

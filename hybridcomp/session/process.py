@@ -55,16 +55,12 @@ _holder = _Holder()
 
 @atexit.register
 def _let_go() -> None:
-    """Close and drop the session, and with it the groups, while the interpreter still runs.
+    """Drop the session, and with it the process groups, while the interpreter still runs.
 
     Groups that are still referenced keep their threads, which get time to release their last
     message.
     """
-    last = _holder.session
     _hold(_Holder())
-    if last is not None:
-        last.close()  # an engine's, too: it sends nothing any more
-    last = None
     last_messages.let_go()
 
 

@@ -106,6 +106,36 @@ def test_other_errors_and_other_hooks_stay(monkeypatch: pytest.MonkeyPatch) -> N
     assert sys.excepthook is theirs
 
 
+def test_a_hook_in_front_of_ours_that_calls_it_is_called_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``install``, ``init_process_group``, which puts such a hook there, and ``attach``."""
+    shown: list[str] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *_: shown.append("python's"))
+    first = sys.excepthook
+    uncaught.install()
+    ours = sys.excepthook
+
+    def distributed(*error: Any) -> None:
+        shown.append("torch's")
+        ours(*error)
+
+    sys.excepthook = distributed
+    uncaught.install()
+    assert sys.excepthook is ours
+    for _ in range(2):
+        sys.excepthook(ValueError, ValueError("theirs"), None)
+        assert shown == ["torch's", "python's"]
+        shown.clear()
+    uncaught.uninstall()
+    assert sys.excepthook is distributed
+    distributed(ValueError, ValueError("theirs"), None)
+    assert shown == ["torch's", "python's"]
+    sys.excepthook = ours
+    uncaught.uninstall()
+    assert sys.excepthook is first
+
+
 def met() -> tuple[timedelta, timedelta]:
     """The time-out of the shared store before and after a rank has told what it fails of."""
     store: Any = dist.distributed_c10d._get_default_store()

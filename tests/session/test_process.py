@@ -120,17 +120,6 @@ def test_followers_are_closed_with_a_session_that_no_engine_closes() -> None:
     assert process.session() is None and lent.closed == 1
 
 
-@pytest.mark.parametrize("lender", ["None", "Engine()"])
-def test_followers_are_closed_at_the_end_of_the_process(lender: str) -> None:
-    code = (
-        "from tests.session.test_process import Engine, Follower, followed\n"
-        "Follower.close = lambda self: print('closed')\n"
-        f"lender = {lender}\n"
-        "followed(lender)\n"
-    )
-    assert run_alone(code) == "closed\n"
-
-
 def test_the_session_is_let_go_before_the_interpreter_ends() -> None:
     code = (
         "import atexit, gc, weakref\n"

@@ -32,6 +32,8 @@ FED_BACK: dict[str, Any] = {
 }  # fmt: skip
 
 
+#: jobs that live until their process ends
+KEPT: list[Job] = []
 #: the weights that all agreed on, by meeting
 Starts = dict[int, Tensor]
 
@@ -155,6 +157,20 @@ def test_one_hangs_and_comes_back() -> None:
         (first,), (second,), (third,) = one.result(), two.result(), three.result()
     assert first.keys() == third.keys() and alike(first, third) == len(first)
     assert 3 not in second and alike(first, second) == len(second) > 5
+
+
+def ends(address: str) -> int:
+    """Train an island, and end the process as a script ends; its last meeting."""
+    job = Job(block(address, at_start=1, **FED_BACK)).build().train(4)
+    KEPT.append(job)
+    return job.job_meetings.membership.last.number
+
+
+def test_a_run_begins_where_the_islands_of_another_have_ended() -> None:
+    """A script without a line of hybridcomp's detaches nothing: its end says that it has left."""
+    with rendezvous() as address:
+        assert run_ranks(1, ends, address) == [2]
+        assert run_ranks(1, ends, address) == [5]
 
 
 def overflowing(address: str, number: int) -> tuple[Tensor, dict[str, float]]:
