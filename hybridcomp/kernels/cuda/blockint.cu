@@ -38,27 +38,27 @@ HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, vo
 // of fp32: fields of several widths take more, and so does the compiler for a V100
 #ifndef HC_ENCODE_WIDE_BLOCKS
 #define HC_MORE_WIDE                                                                \
-    ((HC_BITS > 4 && HC_BITS < 8) || (HC_GAUSSIAN && HC_ARCH >= 1000) ||            \
-     (HC_ARCH > 0 && HC_ARCH < 750))
+    ((HC_BITS > 4 && HC_BITS < 8) || (HC_GAUSSIAN && HC_BLACKWELL) ||            \
+     HC_VOLTA)
 #define HC_ENCODE_WIDE_BLOCKS (HC_MORE_WIDE ? (HC_ROTATE ? 3 : 4) : HC_ENCODE_BLOCKS)
 #endif
 #ifndef HC_FEEDBACK_BLOCKS
-#define HC_MORE_KEPT (HC_KEPT < 32 && (HC_ROTATE || HC_GAUSSIAN || HC_BITS % 4 || HC_ARCH >= 1000))
-#define HC_FEEDBACK_BLOCKS (HC_ARCH < 900 || HC_MORE_KEPT ? 2 : 3)
+#define HC_MORE_KEPT (HC_KEPT < 32 && (HC_ROTATE || HC_GAUSSIAN || HC_BITS % 4 || HC_BLACKWELL))
+#define HC_FEEDBACK_BLOCKS (HC_UP_TO_ADA || HC_MORE_KEPT ? 2 : 3)
 #endif
 #ifndef HC_DECODE_BLOCKS
 #define HC_DECODE_BLOCKS (HC_ROTATE ? 4 : 5)
 #endif
 
 #define HC_DECODE(NAME, E, ADD)                                                                  \
-    extern "C" __global__ void __launch_bounds__(256, HC_DECODE_BLOCKS)                          \
+    extern "C" __global__ void HC_BOUNDS(256, HC_DECODE_BLOCKS)                                  \
     blockint_##NAME(const unsigned char* in, unsigned long long numel, unsigned long long chunk, \
                     unsigned long long slot, unsigned long long skip, void* out) {               \
         hybridcomp::blockint::decode<hybridcomp::E, ADD>(in, numel, chunk, slot, skip, out);     \
     }
 
 #define HC_FEEDBACK(NAME, E)                                                                     \
-    extern "C" __global__ void __launch_bounds__(256, HC_FEEDBACK_BLOCKS)                        \
+    extern "C" __global__ void HC_BOUNDS(256, HC_FEEDBACK_BLOCKS)                                \
     blockint_encode_feedback_##NAME(const void* values, unsigned long long numel,                \
                                     unsigned long long chunk, unsigned long long slot,           \
                                     unsigned long long skip, unsigned char* out,                 \
@@ -71,7 +71,7 @@ HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, vo
 #define HC_KERNELS(NAME, E, BLOCKS) HC_FEEDBACK(NAME, E)
 #else
 #define HC_KERNELS(NAME, E, BLOCKS)                                                              \
-    extern "C" __global__ void __launch_bounds__(256, BLOCKS)                                    \
+    extern "C" __global__ void HC_BOUNDS(256, BLOCKS)                                            \
     blockint_encode_##NAME(const void* values, unsigned long long numel,                         \
                            unsigned long long chunk, unsigned long long slot,                    \
                            unsigned long long skip, unsigned char* out) {                        \

@@ -79,8 +79,8 @@ struct KeptWords {
             u32 halves[2], word = transpose_bytes(words[0], part);
             if constexpr (BITS == 8) {
                 u32 odd = transpose_bytes(words[1], part);
-                halves[0] = __byte_perm(word, odd, 0x5140) ^ 0x80808080u;
-                halves[1] = __byte_perm(word, odd, 0x7362) ^ 0x80808080u;
+                halves[0] = pick_bytes(word, odd, 0x5140) ^ 0x80808080u;
+                halves[1] = pick_bytes(word, odd, 0x7362) ^ 0x80808080u;
             } else {
                 word ^= 0x88888888u;
                 halves[0] = word & 0x0f0f0f0fu, halves[1] = word >> 4 & 0x0f0f0f0fu;

@@ -29,26 +29,12 @@ struct TableOf<true> {
 
     HC_INLINE_MEMBER void fill() {
         if (lane_id() < 16) values[lane_id()] = gaussian_value(2.0f * (float)(i32)lane_id() - 15.0f);
-        __syncwarp();
+        sync_warp();
     }
-    HC_INLINE_MEMBER u32 place() const {
-#if HC_ARCH
-        return (u32)__cvta_generic_to_shared(values);
-#else
-        return 0;
-#endif
-    }
+    HC_INLINE_MEMBER u32 place() const { return table_place(values); }
     // Of byte BYTE of `levels`; `at` is where the table is.
     template <int BYTE>
-    HC_INLINE_MEMBER float value(u32 levels, u32 at) const {
-#if HC_ARCH
-        float found;
-        asm("ld.shared.f32 %0, [%1];" : "=f"(found) : "r"(__byte_perm(levels, at, 0x7650 | BYTE)));
-        return found;
-#else
-        return *(const float*)((const u8*)values + __byte_perm(levels, at, 0x4440 | BYTE));
-#endif
-    }
+    HC_INLINE_MEMBER float value(u32 levels, u32 at) const { return in_table<BYTE>(values, levels, at); }
 };
 typedef TableOf<TABLE> Table;
 

@@ -31,23 +31,6 @@ constexpr int ROUND = WARP * EACH;
 constexpr bool GAUSSIAN = HC_GAUSSIAN;
 constexpr bool ROTATE = HC_ROTATE;
 
-HC_INLINE bool any_in_warp(bool value) {
-#if HC_ARCH
-    return __any_sync(FULL_WARP, value);
-#else
-    return __ballot_sync(FULL_WARP, value);
-#endif
-}
-
-// The same number, of which the compiler knows nothing: what is made of it is made here, and not kept
-// in registers from where it was needed before, or from before a loop.
-HC_INLINE u32 anew(u32 value) {
-#if HC_ARCH
-    asm volatile("" : "+r"(value));
-#endif
-    return value;
-}
-
 struct Layout {
     u64 blocks, tiles, scales, bases, used, total;
     HC_INLINE_MEMBER explicit Layout(u64 numel)
@@ -77,9 +60,9 @@ HC_INLINE u32 of_round(u32 value, int round, const Place& place) {
 // Byte i of part m <-> byte m of part i; its own inverse.
 HC_INLINE u32 transpose_bytes(u32 word, u32 part) {
     u32 other = other_lane<1>(word);
-    word = __byte_perm(word, other, part & 1 ? 0x3715 : 0x6240);
+    word = pick_bytes(word, other, part & 1 ? 0x3715 : 0x6240);
     other = other_lane<2>(word);
-    return __byte_perm(word, other, part & 2 ? 0x3276 : 0x5410);
+    return pick_bytes(word, other, part & 2 ? 0x3276 : 0x5410);
 }
 
 // Of one number for each round and lane, the largest over the four lanes of a block, for this lane's
@@ -179,7 +162,7 @@ HC_INLINE void unpack_words(Words words, u32 part, u32* levels) {
     u32 word = transpose_bytes(words.x, part);
     u32 more = HC_BITS > 4 ? transpose_bytes(words.y, part) : word;
     if constexpr (HC_BITS == 8) {
-        levels[0] = __byte_perm(word, more, 0x5140), levels[1] = __byte_perm(word, more, 0x7362);
+        levels[0] = pick_bytes(word, more, 0x5140), levels[1] = pick_bytes(word, more, 0x7362);
         return;
     }
     levels[0] = levels[1] = 0;
@@ -188,7 +171,7 @@ HC_INLINE void unpack_words(Words words, u32 part, u32* levels) {
         levels[1] = (word >> 4 & 0x0f0f0f0fu) << (HC_BITS & 3);
     }
     if constexpr ((HC_BITS & 2) != 0) {
-        u32 twice = __byte_perm(more, 0, 0x1010);
+        u32 twice = pick_bytes(more, 0, 0x1010);
         levels[0] |= ((twice & 0x0303u) | (twice >> 2 & 0x03030000u)) << (HC_BITS & 1);
         levels[1] |= ((twice >> 4 & 0x0303u) | (twice >> 6 & 0x03030000u)) << (HC_BITS & 1);
     }
@@ -203,7 +186,7 @@ HC_INLINE void unpack_words(Words words, u32 part, u32* levels) {
 constexpr u32 LEVEL_MAGIC = 0x4b000000u;
 template <int K>
 HC_INLINE float level_value(u32 levels, u32 magic = LEVEL_MAGIC) {
-    float shifted = bits_float(__byte_perm(levels, magic, 0x7440 | K));
+    float shifted = bits_float(pick_bytes(levels, magic, 0x7440 | K));
     if (GAUSSIAN) return gaussian_value((shifted - 8388608.0f) * 2.0f - 15.0f);
     return shifted - (8388608.0f + (float)(1 << (HC_BITS - 1)));
 }

@@ -7,9 +7,6 @@
 namespace hybridcomp {
 namespace blockint {
 
-// One iteration after the other, where all at once need more registers than there are.
-HC_INLINE void finish_iteration() { asm volatile("" ::: "memory"); }
-
 constexpr int SUM_WARPS = HC_SUM_THREADS / WARP;
 
 // What a warp has in shared memory. Feedback has a second tile of fp32: the owner's residual, then that
@@ -141,7 +138,7 @@ HC_INLINE void write_chunk(const float* values, u32 at, Shared<float>& shared, f
 
 HC_INLINE void flush_chunks(const Shared<float>& shared, float* out, const Span& span) {
     if (!span.whole) return;
-    __syncwarp();
+    sync_warp();
     shared.flush(out + span.tile_first());
 }
 
@@ -162,7 +159,7 @@ HC_INLINE void start_from(float* held, Shared<float>& shared, const float* owner
         for (int k = 0; k < EACH; ++k) held[i * EACH + k] = start.values[k];
         finish_iteration();
     }
-    __syncwarp();
+    sync_warp();
 }
 HC_INLINE void start_from(float* held, Shared<float>&, const FewBits& owner, const Span& span) {
     KeptBlock<FEW ? HC_KEPT : 8> start;
@@ -211,7 +208,7 @@ HC_INLINE void add_ranks(float* held, R& room, const u8* payloads, const typenam
         await_fetch<HC_STAGES - 1>();
         const Stage& come = room.ring[p % HC_STAGES];
         add_stage(held, come, room, ((const u8*)&come.base)[fetches.base_at], blocks, group, magic);
-        __syncwarp();  // the stage was read
+        sync_warp();  // the stage was read
         if (p + HC_STAGES < others) fetches.next(p % HC_STAGES);
         close_fetch();
     }
@@ -268,7 +265,7 @@ HC_INLINE void settle_block(float* held, float inverse, u32 code, u32 base, Shar
         }
         rotate_block_back(held, in_group(span.first(), span.count));
     } else {
-        __syncwarp();  // all of the room was read
+        sync_warp();  // all of the room was read
     }
     u32 there = span.there();
 #pragma unroll

@@ -25,36 +25,11 @@ constexpr int LEVEL_CHUNKS = TILE * HC_BITS / 8 / CHUNK;  // of a tile
 constexpr int BLOCK_WORDS = HC_BITS;
 constexpr int STEP_VALUES = 8;  // of a word of levels, and its distance in the block
 
-// 16, or 4, bytes to shared memory behind the back of the registers, where the hardware can.
-#if HC_ARCH >= 800
-typedef u32 SharedAt;
-HC_INLINE SharedAt shared_at(const void* shared) { return (u32)__cvta_generic_to_shared(shared); }
-HC_INLINE void fetch16(SharedAt to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
-}
-HC_INLINE void fetch4(SharedAt to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(from) : "memory");
-}
-#else
-typedef u8* SharedAt;
-HC_INLINE SharedAt shared_at(void* shared) { return (u8*)shared; }
-HC_INLINE void fetch16(SharedAt to, const void* from) { *(uint4*)to = *(const uint4*)from; }
-HC_INLINE void fetch4(SharedAt to, const void* from) { *(u32*)to = *(const u32*)from; }
-#endif
-
-HC_INLINE void close_fetch() {
-#if HC_ARCH >= 800
-    asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-// All fetches but the last LATER have come.
+// All fetches but the last LATER have come, for all lanes.
 template <int LATER>
 HC_INLINE void await_fetch() {
-#if HC_ARCH >= 800
-    asm volatile("cp.async.wait_group %0;" :: "n"(LATER) : "memory");
-#endif
-    __syncwarp();
+    await_fetches<LATER>();
+    sync_warp();
 }
 
 // A tile of one rank's payload; of `base` the word that has the tile's.
@@ -140,16 +115,6 @@ struct Care {
         return there ? value : 0.0f;  // a sum of it would be encoded
     }
 };
-
-// A sum whose instructions the compiler leaves where they are: those of two branches, taken together
-// behind them, would need a register more for each value.
-HC_INLINE float sum_apart(float a, float b) {
-#if HC_ARCH
-    return __fadd_rn(a, b);
-#else
-    return a + b;
-#endif
-}
 
 template <int K = 0>
 HC_INLINE void add_values_of(const u32* levels, float step, const Table& table, const Magic& magic,

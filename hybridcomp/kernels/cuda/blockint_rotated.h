@@ -8,15 +8,6 @@
 namespace hybridcomp {
 namespace blockint {
 
-// a * b + c, rounded once; `b` is 1 or -1, so this is a sum or a difference.
-HC_INLINE float plus_signed(float a, float b, float c) {
-#if HC_ARCH
-    return __fmaf_rn(a, b, c);
-#else
-    return c + a * b;
-#endif
-}
-
 // A stage inside a lane.
 template <int HALF>
 HC_INLINE void stage_inside(float* v) {

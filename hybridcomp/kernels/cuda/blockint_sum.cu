@@ -24,7 +24,7 @@ HC_INLINE void add_up(const u8* payloads, const void* own, u64 numel, u64 ranks,
     for (int k = 0; k < BLOCK; ++k) held[k] = -0.0f;  // changes nothing
     add_ranks<E, FEEDBACK>(held, room, payloads, values, ranks, me, slot, residual, owner, span, turn);
     span = span.again();
-    __syncwarp();  // all of the room was read
+    sync_warp();  // all of the room was read
 #pragma unroll
     for (u32 i = 0; i < BLOCK / 4; ++i) write_chunk(held + 4 * i, i, room.wide, out, span);
     flush_chunks(room.wide, out, span);
@@ -73,7 +73,7 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
         top = largest_magnitude(held);
     }
     if constexpr (ROTATE && FEEDBACK) {  // they wait there, also where the tile is not whole
-        __syncwarp();
+        sync_warp();
 #pragma unroll
         for (u32 i = 0; i < BLOCK / 4; ++i) {
             room.wide.mine(i) = make_uint4(float_bits(held[4 * i]), float_bits(held[4 * i + 1]),
@@ -105,7 +105,7 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
 // shared memory has no room for so many, the compiler needs more registers for rotations, and everywhere
 // for those with a residual of few bits, which a lane unpacks by itself.
 #ifndef HC_SUM_BLOCKS
-#define HC_SUM_BLOCKS (HC_ROTATE && (HC_KEPT < 32 || (HC_ARCH > 0 && HC_ARCH < 800)) ? 8 : 10)
+#define HC_SUM_BLOCKS (HC_ROTATE && (HC_KEPT < 32 || HC_UP_TO_TURING) ? 8 : 10)
 #endif
 #ifndef HC_PLANNED_SUM_BLOCKS
 #define HC_PLANNED_SUM_BLOCKS (HC_KEPT < 32 || HC_ROTATE ? 8 : HC_SUM_BLOCKS)
@@ -118,7 +118,7 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
 #define HC_COMMA ,
 #define HC_NO_RESIDUAL hybridcomp::blockint::Kept()
 #define HC_PLANNED_SUM(NAME, E, FEEDBACK, OWNER, ...)                                         \
-    extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_PLANNED_SUM_BLOCKS)       \
+    extern "C" __global__ void HC_BOUNDS(HC_SUM_THREADS, HC_PLANNED_SUM_BLOCKS)               \
     blockint_planned_sum_##NAME(const hybridcomp::PlannedRow* rows, unsigned long long count, \
                                 const unsigned char* payloads, const void* own,               \
                                 unsigned long long ranks, unsigned long long me,              \
@@ -130,13 +130,13 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
     }
 
 #define HC_FEEDBACK(NAME, E, HALF)                                                                \
-    extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_BLOCKS)                   \
+    extern "C" __global__ void HC_BOUNDS(HC_SUM_THREADS, HC_SUM_BLOCKS)                           \
     blockint_reduce_feedback_##NAME(HC_SUM_ARGUMENTS, unsigned char* out, HC_LEFT(residual),      \
                                     HC_LEFT(owner)) {                                             \
         hybridcomp::blockint::reduce<hybridcomp::E, HALF, true>(                                  \
             payloads, own, numel, ranks, me, slot, out, HC_LEFT_OF(residual), HC_LEFT_OF(owner)); \
     }                                                                                             \
-    extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_BLOCKS)                   \
+    extern "C" __global__ void HC_BOUNDS(HC_SUM_THREADS, HC_SUM_BLOCKS)                           \
     blockint_sum_feedback_##NAME(HC_SUM_ARGUMENTS, float* out, HC_LEFT(residual), float* owner) { \
         hybridcomp::blockint::add_up<hybridcomp::E, true>(payloads, own, numel, ranks, me, slot,  \
                                                           out, HC_LEFT_OF(residual), owner,       \
@@ -148,13 +148,13 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
 #define HC_KERNELS HC_FEEDBACK
 #else
 #define HC_KERNELS(NAME, E, HALF)                                                                 \
-    extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_BLOCKS)                   \
+    extern "C" __global__ void HC_BOUNDS(HC_SUM_THREADS, HC_SUM_BLOCKS)                           \
     blockint_reduce_##NAME(HC_SUM_ARGUMENTS, unsigned char* out) {                                \
         hybridcomp::blockint::reduce<hybridcomp::E, HALF, false>(payloads, own, numel, ranks, me, \
                                                                  slot, out, HC_NO_RESIDUAL,       \
                                                                  HC_NO_RESIDUAL);                 \
     }                                                                                             \
-    extern "C" __global__ void __launch_bounds__(HC_SUM_THREADS, HC_SUM_BLOCKS)                   \
+    extern "C" __global__ void HC_BOUNDS(HC_SUM_THREADS, HC_SUM_BLOCKS)                           \
     blockint_sum_##NAME(HC_SUM_ARGUMENTS, float* out) {                                           \
         hybridcomp::blockint::add_up<hybridcomp::E, false>(payloads, own, numel, ranks, me, slot, \
                                                            out, HC_NO_RESIDUAL, nullptr,          \

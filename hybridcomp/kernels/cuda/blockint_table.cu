@@ -66,13 +66,13 @@ HC_INLINE void decode_near(const NearTable& rows, const u8* payloads, void* out,
 }  // namespace hybridcomp
 
 #define HC_KERNEL(NAME, CODE, BLOCKS)                                                         \
-    extern "C" __global__ void __launch_bounds__(256, BLOCKS) blockint_table_##NAME(HC_BY_VALUE(Table) table) { \
+    extern "C" __global__ void HC_BOUNDS(256, BLOCKS) blockint_table_##NAME(HC_BY_VALUE(Table) table) {         \
         hybridcomp::blockint::CODE(hybridcomp::as_table(table));                              \
     }
 
 #define HC_PLANNED const hybridcomp::PlannedRow *rows, unsigned long long count
 #define HC_PLANNED_ENCODE(NAME, BLOCKS, ...)                                                \
-    extern "C" __global__ void __launch_bounds__(256, BLOCKS) blockint_planned_##NAME(      \
+    extern "C" __global__ void HC_BOUNDS(256, BLOCKS) blockint_planned_##NAME(              \
         HC_PLANNED, const void* values, unsigned char* payloads, HC_LEFT(residual)) {       \
         hybridcomp::blockint::encode_planned<__VA_ARGS__>(rows, count, values, payloads,    \
                                                           HC_LEFT_OF(residual));            \
@@ -86,13 +86,13 @@ HC_INLINE void decode_near(const NearTable& rows, const u8* payloads, void* out,
 #define HC_KERNELS HC_FEEDBACK
 #else
 #define HC_KERNELS(NAME, E)                                                                 \
-    extern "C" __global__ void __launch_bounds__(256, HC_ROTATE ? 3 : 4)                     \
+    extern "C" __global__ void HC_BOUNDS(256, HC_ROTATE ? 3 : 4)                             \
     blockint_planned_encode_##NAME(HC_BY_VALUE(NearTable) rows, const void* values,         \
                                    unsigned char* payloads) {                               \
         hybridcomp::blockint::encode_near<hybridcomp::E>(hybridcomp::as_table(rows), values, \
                                                          payloads);                         \
     }                                                                                       \
-    extern "C" __global__ void __launch_bounds__(256, HC_ROTATE ? 4 : 5)                     \
+    extern "C" __global__ void HC_BOUNDS(256, HC_ROTATE ? 4 : 5)                             \
     blockint_planned_decode_##NAME(HC_BY_VALUE(NearTable) rows, const unsigned char* payloads, \
                                    void* out, unsigned long long step, unsigned long long slot) { \
         hybridcomp::blockint::decode_near<hybridcomp::E>(hybridcomp::as_table(rows), payloads, \

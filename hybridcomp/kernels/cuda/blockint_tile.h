@@ -25,7 +25,7 @@ HC_INLINE void settle(const float* values, const u32* q, u32 code, u32 base, flo
         EightFp32 before;
         if (whole) before.load(residual + at);
         else before.load_some(residual + at, eight_of(at, count));
-        __syncwarp();  // neighbours store each other's halves
+        sync_warp();  // neighbours store each other's halves
         rotate_back_any(sent, whole || in_group(at, count));
 #pragma unroll
         for (int k = 0; k < EACH; ++k) kept[k] = before.values[k];
@@ -202,7 +202,7 @@ HC_INLINE void decode_tile(const u8* in, u64 count, u64 tile, typename E::Stored
         loaded[i] = load_words(words + place.block(i) * HC_BITS, place.block(i) < blocks, place.part);
     }
     u64 at = tile * TILE + place.group * BLOCK, start = at + T::offset(place.part);
-    if (__ballot_sync(FULL_WARP, needs_care(code, base))) {
+    if (ballot(needs_care(code, base))) {
 #pragma unroll 1
         for (int i = 0; i < ROUNDS; ++i) {
             u32 block = place.block(i), levels[2], known = of_round(code, i, place);

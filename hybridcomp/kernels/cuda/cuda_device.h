@@ -1,40 +1,17 @@
-// What the CUDA kernels share: dtypes, the lanes of a warp, and where a message's chunks lie. Compiled
-// by NVRTC for a device, and by a host compiler inside an emulator of warps, which is how the tests
-// run these kernels without a GPU.
+// What the GPU kernels share: dtypes, and where a message's chunks lie. Compiled by NVRTC or hipRTC for a
+// device, and by a host compiler inside an emulator of warps, which is how the tests run these kernels
+// without a GPU.
 //
 // Every parameter of a kernel is 64 bits wide, a float is handed over as its bits: one way to launch.
 // Every lane of a warp takes part in every exchange; nobody returns before the last one.
 #pragma once
 
-#include "portable.h"
+#include "hardware.h"
 
 namespace hybridcomp {
 
-constexpr u32 FULL_WARP = 0xffffffffu;
-constexpr int WARP = 32;
-
-HC_INLINE u32 lane_id() { return threadIdx.x % WARP; }
 // Number of this warp within the row of the grid that handles one chunk.
 HC_INLINE u64 warp_id() { return ((u64)blockIdx.x * blockDim.x + threadIdx.x) / WARP; }
-
-template <int MASK>
-HC_INLINE u32 other_lane(u32 value) { return __shfl_xor_sync(FULL_WARP, value, MASK); }
-
-// The largest among lanes that differ in the bits of MASKS.
-template <int MASK, int... MASKS>
-HC_INLINE u32 largest_of(u32 value) {
-    u32 other = other_lane<MASK>(value);
-    value = other > value ? other : value;
-    if constexpr (sizeof...(MASKS) > 0) return largest_of<MASKS...>(value);
-    return value;
-}
-
-template <int MASK, int... MASKS>
-HC_INLINE u32 union_of(u32 value) {
-    value |= other_lane<MASK>(value);
-    if constexpr (sizeof...(MASKS) > 0) return union_of<MASKS...>(value);
-    return value;
-}
 
 // Four values that follow each other, as float and as they are stored.
 struct Four {
@@ -42,8 +19,6 @@ struct Four {
 };
 
 HC_INLINE Four sum(Four a, Four b) { return Four{a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
-
-HC_INLINE u32 pair(u16 low, u16 high) { return (u32)low | (u32)high << 16; }
 
 struct Fp32 {
     typedef float Stored;

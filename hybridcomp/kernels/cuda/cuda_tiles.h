@@ -14,12 +14,6 @@ struct Workspace {
 };
 constexpr u64 AGGREGATE = 1ull << 32, PREFIX = 2ull << 32;
 
-HC_INLINE u64 load_state(const u64* at) { return *(const volatile u64*)at; }
-
-// A state is all that its readers want to know: nothing that was written before it has to be seen with
-// it, and so there is no fence. (One would also empty the first-level cache of the multiprocessor.)
-HC_INLINE void publish(u64* at, u64 state) { *(volatile u64*)at = state; }
-
 // Blocks start in no fixed order; the tickets' order is that of the tiles, so who waits for an earlier
 // tile waits for a block that runs.
 HC_INLINE u32 take_ticket(Workspace* work) {
@@ -40,17 +34,7 @@ HC_INLINE u32 sum_of_lanes(u32 value) {
 // Sum of `value` over the lanes up to this one.
 HC_INLINE u32 scan_lanes(u32 value) {
 #pragma unroll
-    for (u32 step = 1; step < WARP; step *= 2) {
-#ifdef __CUDA_ARCH__
-        // the shuffle itself says whether there is such a lane
-        asm volatile("{.reg .u32 before; .reg .pred some; shfl.sync.up.b32 before|some, %0, %1, 0, -1;"
-                     "@some add.u32 %0, %0, before;}"
-                     : "+r"(value) : "r"(step));
-#else
-        u32 before = __shfl_up_sync(FULL_WARP, value, step);
-        value += lane_id() >= step ? before : 0;
-#endif
-    }
+    for (u32 step = 1; step < WARP; step *= 2) value = plus_lane_before(value, step);
     return value;
 }
 
@@ -68,7 +52,7 @@ HC_INLINE u32 sum_of_tiles(u64* states, u32 tile, u32 mine) {
             do state = load_state(states + end - 1 - lane);
             while ((state >> 32) == 0);
         }
-        u32 whole = __ballot_sync(FULL_WARP, (state >> 32) == 2);
+        u32 whole = ballot((state >> 32) == 2);
         u32 nearest = whole & (0u - whole);  // the lane of the nearest prefix, as a bit
         bool counts = whole == 0 || (1u << lane) <= nearest;
         total += counts ? (u32)state : 0;

@@ -4,18 +4,18 @@
 #include "expcode_encode.h"
 
 // Levels of fp16 have more bits: with 64 registers they spill before sm_90.
-constexpr int HALF_BLOCKS = HC_DEVICE && HC_DEVICE < 900 ? 3 : 4;
+constexpr int HALF_BLOCKS = HC_UP_TO_ADA ? 3 : 4;
 
 // THREADS and BLOCKS: of a block, and how many of these are to fit a multiprocessor.
 #define HC_EXPCODE_ENCODE(NAME, F, THREADS, BLOCKS, HELD)                                        \
-    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                \
+    extern "C" __global__ void HC_BOUNDS(THREADS, BLOCKS)                                        \
     expcode_encode_##NAME(const void* values, unsigned long long numel, unsigned long long dtype, \
                           unsigned char* out, void* work, unsigned long long* size) {            \
         hybridcomp::expcode::encode<hybridcomp::expcode::F, THREADS / 32, HELD>(                 \
             values, numel, dtype, out, (hybridcomp::Workspace*)work, size);                      \
     }
 #define HC_EXPCODE_DECODE(KERNEL, F, T, ADD, THREADS, BLOCKS)                                    \
-    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                \
+    extern "C" __global__ void HC_BOUNDS(THREADS, BLOCKS)                                        \
     KERNEL(const unsigned char* in, unsigned long long nbytes, unsigned long long numel,         \
            unsigned long long dtype, void* out, unsigned int* damage) {                          \
         hybridcomp::expcode::decode<hybridcomp::expcode::F, hybridcomp::T, ADD, THREADS / 32>(   \

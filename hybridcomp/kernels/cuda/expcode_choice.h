@@ -45,7 +45,7 @@ HC_INLINE void clear_counts(u32* counts) {
         u32 at = i + 4 * lane_id();
         if (at < COUNTS) *(uint4*)(counts + at) = make_uint4(0, 0, 0, 0);
     }
-    __syncwarp();
+    sync_warp();
 }
 
 // The coding for `looked_at` blocks, of which four lanes hold two words each, where `mine`.
@@ -65,7 +65,7 @@ HC_INLINE Coding choose_for(const Quad<F>* quads, bool mine, u32 looked_at, u32*
             }
         }
     }
-    __syncwarp();
+    sync_warp();
     return choose_in_warp<F>(counts, looked_at * BLOCK, smallest_in_warp(first), largest_in_warp(last));
 }
 

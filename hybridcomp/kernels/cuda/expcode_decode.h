@@ -31,7 +31,7 @@ HC_INLINE bool read_head(const u8* in, u32 nbytes, u32 blocks, Body& body) {
         }
         body.present[w] = bits & (left >= WARP ? FULL_WARP : (1u << left) - 1);
     }
-    u32 present = __popc(body.present[0]) + __popc(body.present[1]);
+    u32 present = ones_in(body.present[0]) + ones_in(body.present[1]);
     body.all = present == TILE_BLOCKS;
     bool halves = F::ITEM_BYTES == 4 && !(flags & ZERO_HALVES);
     body.coding = Coding{in[0], width, (flags & ZERO_CODE) != 0, halves};
@@ -140,7 +140,7 @@ HC_INLINE void write_values(const u32 (&high)[4], const u32 (&low)[4], const u8*
     for (int q = 0; q < 4; ++q) {
         u32 lows = choose_bits(TOP_BITS, high[q] << 7, low[q] >> 1);
         u32 highs = choose_bits(TOP_BITS, low[q] << 7, high[q] >> 1);
-        pairs[q] = __byte_perm(lows, highs, 0x6240), pairs[4 + q] = __byte_perm(lows, highs, 0x7351);
+        pairs[q] = pick_bytes(lows, highs, 0x6240), pairs[4 + q] = pick_bytes(lows, highs, 0x7351);
     }
     sink.eight(first + 8 * half, pairs, held, 0), sink.eight(first + 16 + 8 * half, pairs + 4, held, 1);
 }
@@ -154,11 +154,11 @@ HC_INLINE void write_values(const u32 (&high)[2], const u32 (&low)[2], const u8*
     for (int q = 0; q < 2; ++q) {
         u32 third = choose_bits(TOP_BITS, high[q] << 7, low[q]);
         u32 top = choose_bits(TOP_BITS, low[q], high[q] >> 1);
-        u32 lower = __byte_perm(third, top, 0x5140), upper = __byte_perm(third, top, 0x7362);
+        u32 lower = pick_bytes(third, top, 0x5140), upper = pick_bytes(third, top, 0x7362);
         u32 a = halves ? get_word_at<WHOLE>(halves + 4 * q) : 0;
         u32 b = halves ? get_word_at<WHOLE>(halves + 32 + 4 * q) : 0;
-        values[q][0] = __byte_perm(a, lower, 0x5410), values[q][1] = __byte_perm(a, lower, 0x7632);
-        values[q][2] = __byte_perm(b, upper, 0x5410), values[q][3] = __byte_perm(b, upper, 0x7632);
+        values[q][0] = pick_bytes(a, lower, 0x5410), values[q][1] = pick_bytes(a, lower, 0x7632);
+        values[q][2] = pick_bytes(b, upper, 0x5410), values[q][3] = pick_bytes(b, upper, 0x7632);
     }
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) sink.two(first + 2 * part + 8 * i, values[0][i], values[1][i], held, i);
@@ -180,7 +180,7 @@ HC_INLINE bool get_blocks(const u8* in, const Body& body, const S& sink) {
         if (!body.all) {
             u32 lower = (1u << block % WARP) - 1, mask = block < WARP ? body.present[0] : body.present[1];
             there = mask >> block % WARP & 1;
-            number = __popc(mask & lower) + (block < WARP ? 0 : __popc(body.present[0]));
+            number = ones_in(mask & lower) + (block < WARP ? 0 : ones_in(body.present[0]));
         }
         const u8* at = in + body.blocks + (there ? number * stride : 0);
         u32 levels[WORDS], high[WORDS], low[WORDS], found = 0;
@@ -200,8 +200,8 @@ HC_INLINE bool get_blocks(const u8* in, const Body& body, const S& sink) {
             found |= ((code + EACH_BYTE) << (7 - WIDTH) & TOP_BITS) * 0x204081u >> 28 << (4 * q);
         }
         if (!there) found = 0;
-        if (WIDTH != F::WIDEST && __ballot_sync(FULL_WARP, found != 0)) {
-            Few few = sum_few(__popc(found));
+        if (WIDTH != F::WIDEST && ballot(found != 0)) {
+            Few few = sum_few(ones_in(found));
             u32 next = escapes + few.before;
             escapes += few.total;
             for (; found; found &= found - 1, ++next) {

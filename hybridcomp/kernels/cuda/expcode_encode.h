@@ -32,8 +32,8 @@ HC_INLINE u32 put_round(const Quad<F>* quads, bool there, u8* at, u32 base, bool
             u8* half = words + BLOCK + 4 * WIDTH + 4 * q;
             if (there && halves) {
                 const u32* v = quads[q].values;
-                put_word_at<WHOLE>(half, __byte_perm(v[0], v[1], 0x5410));
-                put_word_at<WHOLE>(half + 32, __byte_perm(v[2], v[3], 0x5410));
+                put_word_at<WHOLE>(half, pick_bytes(v[0], v[1], 0x5410));
+                put_word_at<WHOLE>(half + 32, pick_bytes(v[2], v[3], 0x5410));
             }
         }
     }
@@ -44,8 +44,8 @@ HC_INLINE u32 put_round(const Quad<F>* quads, bool there, u8* at, u32 base, bool
 // Escapes of a round behind those before; `limit`: so many make the tile too long. Returns how many.
 template <class F>
 HC_INLINE u32 put_escapes(u32 flags, const u32 (&e)[Quad<F>::WORDS], u32 before, u32 limit, u8* out) {
-    if (!__ballot_sync(FULL_WARP, flags != 0)) return 0;
-    Few few = sum_few(__popc(flags));
+    if (!ballot(flags != 0)) return 0;
+    Few few = sum_few(ones_in(flags));
     for (u32 at = before + few.before; flags; flags &= flags - 1, ++at) {
         u32 slot = lowest_bit(flags);
         if (at < limit) out[at] = (u8)(pick(e, slot / 4) >> (8 * (slot % 4)));
@@ -121,10 +121,10 @@ struct Plain {
         u32 any = 0, lows = 0;
 #pragma unroll
         for (u32 q = 0; q < Quad<F>::WORDS; ++q) any |= quads[q].any(), lows |= quads[q].any_low();
-        u32 mask = blocks_of_lanes<F>(__ballot_sync(FULL_WARP, any != 0));
+        u32 mask = blocks_of_lanes<F>(ballot(any != 0));
         bool whole = mask == blocks_of_lanes<F>(FULL_WARP);
         if (F::ITEM_BYTES == 2 || halves) return whole;
-        return whole && __ballot_sync(FULL_WARP, lows != 0) == 0;
+        return whole && ballot(lows != 0) == 0;
     }
 };
 
@@ -195,7 +195,7 @@ HC_INLINE u32 make_any_tile(const Source<F>& source, u32* buffer) {
     bool masked = present.total < source.blocks;
     u32 head = TILE_HEADER_BYTES + (masked ? (source.blocks + 7) / 8 : 0);
     u8* bytes = (u8*)buffer;
-    __syncwarp();  // the counts were read
+    sync_warp();  // the counts were read
     u32 escapes = 0;
     if (coding.width != F::WIDEST) {
         escapes = coding.zero ? put_narrow<F, true>(source, present, coding, head, bytes)
@@ -203,7 +203,7 @@ HC_INLINE u32 make_any_tile(const Source<F>& source, u32* buffer) {
         if (escapes && escapes >= 4 * (F::WIDEST - coding.width) * present.total) {
             coding = Coding{0, F::WIDEST, false, coding.halves};
             escapes = 0;
-            __syncwarp();
+            sync_warp();
         }
     }
     if (coding.width == F::WIDEST) put_tile<F, F::WIDEST, false>(source, present, coding, head, bytes);
@@ -222,14 +222,14 @@ HC_INLINE u32 make_tile(const Source<F>& source, u32* buffer) {
         clear_counts(buffer);
         Coding coding = choose_for<F>(plain.sampled, true, SAMPLED_BLOCKS, buffer);
         u32 lows = plain.sampled[0].any_low() | plain.sampled[1].any_low();
-        coding.halves = F::ITEM_BYTES == 4 && __ballot_sync(FULL_WARP, lows != 0) != 0;
-        __syncwarp();  // the counts were read
+        coding.halves = F::ITEM_BYTES == 4 && ballot(lows != 0) != 0;
+        sync_warp();  // the counts were read
         u32 escapes = coding.zero ? plain.template put_any<true>(source, coding, (u8*)buffer)
                                   : plain.template put_any<false>(source, coding, (u8*)buffer);
         if (escapes == 0 || escapes < 4 * (F::WIDEST - coding.width) * TILE_BLOCKS) {
             return end_tile<F>(coding, TILE_HEADER_BYTES, TILE_BLOCKS, false, escapes, buffer);
         }
-        __syncwarp();
+        sync_warp();
     }
     return source.count ? make_any_tile<F>(source, buffer) : 0;
 }

@@ -27,7 +27,7 @@ struct Quad {
     HC_INLINE_MEMBER u32 any() const { return first | second; }
     HC_INLINE_MEMBER u32 any_low() const { return 0; }
     HC_INLINE_MEMBER Bytes bytes() const {
-        u32 low = __byte_perm(first, second, 0x6240), high = __byte_perm(first, second, 0x7351);
+        u32 low = pick_bytes(first, second, 0x6240), high = pick_bytes(first, second, 0x7351);
         return Bytes{choose_bits(~EACH_BYTE, low << 1, high >> 7),
                      choose_bits(~EACH_BYTE, high << 1, low >> 7)};
     }
@@ -59,9 +59,9 @@ struct Quad<Single> {
     HC_INLINE_MEMBER u32 any() const { return values[0] | values[1] | values[2] | values[3]; }
     HC_INLINE_MEMBER u32 any_low() const { return any() & 0xffffu; }
     HC_INLINE_MEMBER Bytes bytes() const {
-        u32 first = __byte_perm(values[0], values[1], 0x7632);
-        u32 second = __byte_perm(values[2], values[3], 0x7632);
-        u32 low = __byte_perm(first, second, 0x6420), high = __byte_perm(first, second, 0x7531);
+        u32 first = pick_bytes(values[0], values[1], 0x7632);
+        u32 second = pick_bytes(values[2], values[3], 0x7632);
+        u32 low = pick_bytes(first, second, 0x6420), high = pick_bytes(first, second, 0x7531);
         return Bytes{choose_bits(TOP_BITS, high, low), choose_bits(~EACH_BYTE, high << 1, low >> 7)};
     }
     HC_INLINE void load(const u32* block, u32 part, Quad* quads) { load_two(block, 2 * part, quads); }

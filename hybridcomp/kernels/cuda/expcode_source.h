@@ -20,7 +20,7 @@ HC_INLINE u32 number_of(const Present<F>& present, u32 round) {
 #pragma unroll
     for (u32 r = 0; r < Lanes<F>::ROUNDS; ++r) {
         u32 lower = r < round ? FULL_WARP : r == round ? (1u << Lanes<F>::first_lane()) - 1 : 0;
-        before += __popc(present.masks[r] & lower);
+        before += ones_in(present.masks[r] & lower);
     }
     return before;
 }
@@ -95,10 +95,10 @@ HC_INLINE Present<F> find_present(const Source<F>& source, bool& low) {
         u32 any = 0;
 #pragma unroll
         for (u32 q = 0; q < Lanes<F>::WORDS; ++q) any |= quads[q].any(), lows |= quads[q].any_low();
-        present.masks[r] = blocks_of_lanes<F>(__ballot_sync(FULL_WARP, any != 0));
-        present.total += __popc(present.masks[r]);
+        present.masks[r] = blocks_of_lanes<F>(ballot(any != 0));
+        present.total += ones_in(present.masks[r]);
     }
-    low = F::ITEM_BYTES == 4 && __ballot_sync(FULL_WARP, lows != 0) != 0;
+    low = F::ITEM_BYTES == 4 && ballot(lows != 0) != 0;
     return present;
 }
 
@@ -118,7 +118,7 @@ HC_INLINE Coding sample(const Source<F>& source, const Present<F>& present, u32*
             sampled[which] = r * Lanes<F>::ROUND_BLOCKS + lane_id() / Lanes<F>::LANES;
         }
     }
-    __syncwarp();
+    sync_warp();
     Quad<F> quads[2];
     if (index < looked_at) source.load_two(sampled[index], quads);
     return choose_for<F>(quads, index < looked_at, looked_at, counts);

@@ -25,17 +25,8 @@ struct Layout {
 // Two numbers that were scaled, as two bytes.
 template <class F>
 HC_INLINE u32 narrow_pair(float low, float high) {
-#if HC_ARCH >= 890
-    u16 both;
-    if constexpr (F::mantissa == 3) {
-        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
-    } else {
-        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
-    }
-    return both;
-#else
+    if constexpr (HC_NARROWS_FP8) return narrow_fp8<F::mantissa>(low, high);
     return (u32)narrow<F>(low, 1.0f) | (u32)narrow<F>(high, 1.0f) << 8;
-#endif
 }
 
 // The codes of eight values, those of four to a word. `any`: there is a NaN or an Inf.
@@ -121,7 +112,7 @@ constexpr float HALF_FACTOR = F::mantissa == 3 ? 256.0f : 1.0f;
 // Bytes 2 PAIR and 2 PAIR + 1 of `codes` as numbers over HALF_FACTOR.
 template <class F, int PAIR>
 HC_INLINE void widen_pair(u32 codes, float& low, float& high) {
-    u32 both = __byte_perm(codes, 0, PAIR ? 0x3424 : 0x1404);
+    u32 both = pick_bytes(codes, 0, PAIR ? 0x3424 : 0x1404);
     if (F::mantissa == 3) both = (both & 0x80008000u) | (both & 0x7f007f00u) >> 1;
     low = widen_fp16(both & 0xffffu), high = widen_fp16(both >> 16);
 }

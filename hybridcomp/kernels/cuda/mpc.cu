@@ -23,10 +23,10 @@ HC_INLINE void encode(const void* in, u64 numel, u64 dim, u64 dtype, u8* out, Wo
         subtract_before_lanes(d);
         u32 mask = mask_of(d);
         if (lane < place.used) ((u32*)out)[HEADER_WORDS + chunk * GROUPS + lane] = mask;
-        u32 included = scan_lanes(__popc(mask));
-        u32* to = rows + included - __popc(mask);
-        kept = __shfl_sync(FULL_WARP, included, WARP - 1);
-        __syncwarp();  // all rows were read
+        u32 included = scan_lanes(ones_in(mask));
+        u32* to = rows + included - ones_in(mask);
+        kept = lane_value(included, WARP - 1);
+        sync_warp();  // all rows were read
 #pragma unroll
         for (int i = 0; i < GROUP; ++i) {
             if (d[i]) *to++ = d[i];
@@ -61,7 +61,7 @@ HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 dim, u64 dtype, v
     bool fits = nbytes >= 4 * data && nbytes % 16 == 0;
     bool good = fits && words[0] == header_word((u32)dtype, (u32)dim) && words[1] == (u32)numel;
     u32 mask = fits && lane < place.used ? words[HEADER_WORDS + chunk * GROUPS + lane] : 0;
-    u32 included = scan_lanes(__popc(mask)), kept = __shfl_sync(FULL_WARP, included, WARP - 1), total;
+    u32 included = scan_lanes(ones_in(mask)), kept = lane_value(included, WARP - 1), total;
     u64 at = data + shared.look(work, group, kept, total);
     good = good && data + shared.place + total <= nbytes / 4;
     if (!good) report_damage(damage);
@@ -77,7 +77,7 @@ HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 dim, u64 dtype, v
         }
     }
     await_fetched();
-    const u32* next = rows + skipped + included - __popc(mask);
+    const u32* next = rows + skipped + included - ones_in(mask);
     mask = good ? mask : 0;
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) {
@@ -88,25 +88,25 @@ HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 dim, u64 dtype, v
     // a ragged end has no groups: the words after it are zero before they are transposed
     transpose_group(d);
     if (dim == 1) add_before_lanes(d);
-    __syncwarp();  // all words were read
+    sync_warp();  // all words were read
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) rows[lane * ROW + i] = d[i];
     if (dim != 1) add_before_rows(rows, (u32)dim);
-    __syncwarp();
+    sync_warp();
     Rows<ADD>{message, place, dtype, out}.store(rows);
 }
 
 }  // namespace mpc
 }  // namespace hybridcomp
 
-extern "C" __global__ void __launch_bounds__(256, 4)
+extern "C" __global__ void HC_BOUNDS(256, 4)
 mpc_encode(const void* values, unsigned long long numel, unsigned long long dim,
            unsigned long long dtype, unsigned char* out, void* work, unsigned long long* size) {
     hybridcomp::mpc::encode<8>(values, numel, dim, dtype, out, (hybridcomp::Workspace*)work, size);
 }
 
 #define HC_DECODE(NAME, ADD)                                                                     \
-    extern "C" __global__ void __launch_bounds__(256, 4)                                         \
+    extern "C" __global__ void HC_BOUNDS(256, 4)                                                 \
     NAME(const unsigned char* in, unsigned long long nbytes, unsigned long long numel,           \
          unsigned long long dim, unsigned long long dtype, void* out, void* work,                \
          unsigned int* damage) {                                                                 \

@@ -56,9 +56,9 @@ HC_INLINE void transpose_registers(const u32 (&in)[GROUP], u32 (&out)[GROUP]) {
     for (int i = 0; i < GROUP / 2; ++i) {
         u32 a = in[i], b = in[i + GROUP / 2];
         if constexpr (B == 4) {
-            out[2 * i] = __byte_perm(a, b, 0x5410), out[2 * i + 1] = __byte_perm(a, b, 0x7632);
+            out[2 * i] = pick_bytes(a, b, 0x5410), out[2 * i + 1] = pick_bytes(a, b, 0x7632);
         } else if constexpr (B == 3) {
-            out[2 * i] = __byte_perm(a, b, 0x6240), out[2 * i + 1] = __byte_perm(a, b, 0x7351);
+            out[2 * i] = pick_bytes(a, b, 0x6240), out[2 * i + 1] = pick_bytes(a, b, 0x7351);
         } else {
             constexpr u32 low = B == 2 ? 0x0f0f0f0fu : B == 1 ? 0x33333333u : 0x55555555u;
             out[2 * i] = choose_bits(low, a, b << (1 << B));
@@ -97,7 +97,7 @@ HC_INLINE void load_rows(const void* in, const Message& message, const Place& pl
             rows[row_of(i)] = i < place.count ? message.word(in, place.first + i) : 0;
         }
     }
-    __syncwarp();
+    sync_warp();
 }
 
 // Step 1 for this lane's group, whose words are in its row.
@@ -107,7 +107,7 @@ HC_INLINE void subtract_rows(const u32* rows, u32 count, u32 dim, u32 (&r)[GROUP
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) r[i] = row[i];
     if (dim == 1) {
-        u32 before = __shfl_up_sync(FULL_WARP, r[GROUP - 1], 1);
+        u32 before = lane_before(r[GROUP - 1], 1);
 #pragma unroll
         for (int i = GROUP - 1; i > 0; --i) r[i] -= r[i - 1];
         r[0] -= lane ? before : 0;
@@ -126,7 +126,7 @@ HC_INLINE void subtract_rows(const u32* rows, u32 count, u32 dim, u32 (&r)[GROUP
 
 // Step 3; every lane has a group.
 HC_INLINE void subtract_before_lanes(u32 (&t)[GROUP]) {
-    u32 before = __shfl_up_sync(FULL_WARP, t[GROUP - 1], 1);
+    u32 before = lane_before(t[GROUP - 1], 1);
 #pragma unroll
     for (int i = GROUP - 1; i > 0; --i) t[i] -= t[i - 1];
     t[0] -= lane_id() ? before : 0;
@@ -153,24 +153,24 @@ HC_INLINE u32 mask_of(const u32 (&d)[GROUP]) {
 // c modulo dim.
 HC_INLINE void add_before_rows(u32* rows, u32 dim) {
     u32 lane = lane_id(), carry = 0, shift = 0, step_of_shift = GROUP % dim, own = lane % dim;
-    __syncwarp();
+    sync_warp();
 #pragma unroll 1
     for (u32 g = 0; g < GROUPS; ++g) {
         u32 x = rows[g * ROW + lane];
         for (u32 step = dim; step < WARP; step *= 2) {
-            u32 previous = __shfl_up_sync(FULL_WARP, x, step);
+            u32 previous = lane_before(x, step);
             x += lane >= step ? previous : 0;
         }
         u32 class_of = own + shift < dim ? own + shift : own + shift - dim;
-        x += __shfl_sync(FULL_WARP, carry, class_of);
+        x += lane_value(carry, class_of);
         // the last lane of class c, for lane c
         u32 first = lane >= shift ? lane - shift : lane + dim - shift, last = first;
         if (lane < dim) last = first + (WARP - 1 - first) / dim * dim;
-        carry = __shfl_sync(FULL_WARP, x, lane < dim ? last : 0);
+        carry = lane_value(x, lane < dim ? last : 0);
         shift = shift + step_of_shift < dim ? shift + step_of_shift : shift + step_of_shift - dim;
         rows[g * ROW + lane] = x;
     }
-    __syncwarp();
+    sync_warp();
 }
 
 // A chunk from rows into memory, or added to floats.

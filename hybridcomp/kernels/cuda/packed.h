@@ -1,49 +1,16 @@
 // Eight values of a lane in registers, those of 16 bits two to a register: absmax, widening and
-// narrowing without unpacking more than is needed, in loads and stores of 16 bytes. What the hardware
-// does with one instruction (conversions from sm_53 and sm_80 on, packed maxima from sm_90 on) has a
-// fallback that gives the same bits; that is what the emulator runs.
+// narrowing without unpacking more than is needed, in loads and stores of 16 bytes.
 #pragma once
 
 #include "cuda_device.h"
-
-#ifdef __CUDA_ARCH__
-#define HC_ARCH __CUDA_ARCH__
-#else
-#define HC_ARCH 0
-#endif
 
 namespace hybridcomp {
 
 HC_INLINE u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 
-// The larger of the low halves beside the larger of the high halves.
-HC_INLINE u32 largest_pair(u32 a, u32 b) {
-#if HC_ARCH >= 900
-    u32 found;
-    asm("max.u16x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
-    return found;
-#else
-    u32 high = a > b ? a : b, low = (a & 0xffffu) > (b & 0xffffu) ? a : b;
-    return (high & 0xffff0000u) | (low & 0xffffu);
-#endif
-}
-
-HC_INLINE u32 largest_in_warp(u32 value) {
-#if HC_ARCH >= 800
-    return __reduce_max_sync(FULL_WARP, value);
-#else
-    return largest_of<1, 2, 4, 8, 16>(value);
-#endif
-}
-
-HC_INLINE u32 lane_value(u32 value, u32 lane) { return __shfl_sync(FULL_WARP, value, (int)lane); }
-HC_INLINE float other_lane_float(float value, u32 mask) {
-    return bits_float(__shfl_xor_sync(FULL_WARP, float_bits(value), (int)mask));
-}
-
 // Low byte of four words -> a word.
 HC_INLINE u32 low_bytes(u32 a, u32 b, u32 c, u32 d) {
-    return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+    return pick_bytes(pick_bytes(a, b, 0x0040), pick_bytes(c, d, 0x0040), 0x5410);
 }
 
 // 16 bytes at an aligned address.
@@ -54,50 +21,6 @@ HC_INLINE void store16(float a, float b, float c, float d, void* at) {
 }
 // Whether values at this address can move as 16 bytes.
 HC_INLINE bool whole_vectors(const void* at) { return ((u64)at & 15) == 0; }
-
-// Of numbers that are neither NaN nor Inf: what is too large becomes the largest number.
-HC_INLINE u32 narrow_bf16(float low, float high) {
-#if HC_ARCH >= 800
-    u32 both;
-    asm("cvt.rn.satfinite.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-#else
-    return pair(float_to_bf16(low), float_to_bf16(high));
-#endif
-}
-
-HC_INLINE u32 narrow_fp16(float low, float high) {
-#if HC_ARCH >= 800
-    u32 both;
-    asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-#else
-    return pair(float_to_fp16(low), float_to_fp16(high));
-#endif
-}
-
-// A NaN comes out as some NaN.
-HC_INLINE float widen_fp16(u32 half) {
-#if HC_ARCH >= 530
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((u16)half));
-    return value;
-#else
-    return fp16_to_float((u16)half);
-#endif
-}
-
-// The larger magnitude as a float, NaN if one is NaN.
-HC_INLINE float larger_magnitude(float a, float b) {
-#if HC_ARCH >= 800
-    float found;
-    asm("{.reg .f32 x, y; abs.f32 x, %1; abs.f32 y, %2; max.NaN.f32 %0, x, y;}"
-        : "=f"(found) : "f"(a), "f"(b));
-    return found;
-#else
-    return bits_float(larger(magnitude_bits(a), magnitude_bits(b)));
-#endif
-}
 
 struct NarrowBf16 {
     HC_INLINE float widen(u32 half) { return bits_float(half << 16); }

@@ -4,7 +4,7 @@
 #include "radix_encode.h"
 
 // Blocks of threads at once on a multiprocessor; Turing's compiler needs more registers.
-#if HC_ARCH && HC_ARCH < 800
+#if HC_UP_TO_TURING
 #define HC_AT_ONCE(B) 3
 #else
 #define HC_AT_ONCE(B) hybridcomp::radix::B::AT_ONCE
@@ -12,11 +12,11 @@
 
 // decoding, of which a V100's compiler spills where more than five fit
 #define HC_DECODE_AT_ONCE(O, ADD) \
-    (HC_ARCH > 0 && HC_ARCH < 750 ? 5 : ADD ? 6 : hybridcomp::radix::O::AT_ONCE)
+    (HC_VOLTA ? 5 : ADD ? 6 : hybridcomp::radix::O::AT_ONCE)
 
 #define HC_ENCODE(NAME, B)                                                                    \
     extern "C" __global__ void                                                                \
-    __launch_bounds__(hybridcomp::radix::ENCODE_THREADS, HC_AT_ONCE(B))                       \
+    HC_BOUNDS(hybridcomp::radix::ENCODE_THREADS, HC_AT_ONCE(B))                               \
     radix_encode_##NAME(const void* values, unsigned long long numel,                         \
                         unsigned long long segment, unsigned long long bound,                 \
                         unsigned long long relative, unsigned long long dtype,                \
@@ -27,7 +27,7 @@
     }
 #define HC_DECODE(NAME, O, ADD)                                                               \
     extern "C" __global__ void                                                                \
-    __launch_bounds__(hybridcomp::radix::O::THREADS, HC_DECODE_AT_ONCE(O, ADD))              \
+    HC_BOUNDS(hybridcomp::radix::O::THREADS, HC_DECODE_AT_ONCE(O, ADD))                      \
     NAME(const unsigned char* in, unsigned long long nbytes, unsigned long long numel,        \
          unsigned long long segment, unsigned long long bound, unsigned long long relative,   \
          void* out, unsigned int* damage) {                                                   \

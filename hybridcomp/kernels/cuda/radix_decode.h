@@ -10,19 +10,10 @@ namespace radix {
 // header, mask, six planes, all blocks raw
 constexpr u32 MOST_TILE_WORDS = (TILE_HEADER_BYTES + 7 * MAX_BLOCKS / 8) / 4 + MAX_TILE;
 
-HC_INLINE void fetch(void* shared, const void* from) {
-#if HC_ARCH >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                 :: "r"((u32)__cvta_generic_to_shared(shared)), "l"(from) : "memory");
-#else
-    *(uint4*)shared = *(const uint4*)from;
-#endif
-}
+HC_INLINE void fetch(void* shared, const void* from) { fetch16(shared_at(shared), from); }
 
 HC_INLINE void await_fetched() {
-#if HC_ARCH >= 800
-    asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
+    await_all_fetches();
     __syncthreads();
 }
 
@@ -87,7 +78,7 @@ HC_INLINE bool read_head(const u32* words, u32 limit, u32 blocks, u32 raw_bits, 
         good = good && at + 8 * ((blocks + 7) / 8) <= limit;
         there = good && there ? there & some_bits<O>(words, at + b) : 0;
         at += 8 * ((blocks + 7) / 8);
-        index = sum_before<O>((u32)__popc(there), counts, all);
+        index = sum_before<O>(ones_in(there), counts, all);
     }
     u32 planes = bits_of(span + (flags & RAWS ? 1 : 0)), stride = 8 * ((all + 7) / 8);
     u32 fields[PARTS], size = 0, total;

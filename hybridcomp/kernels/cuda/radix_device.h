@@ -51,17 +51,13 @@ HC_INLINE float half_of(float limit, u32 absmax) {
             float edge = ((float)(u32)whole + 0.5f) * unit;
             u32 found = some && float_bits(edge) < half ? float_bits(edge) : half;
             half = ~largest_in_warp(~found);
-            if (__ballot_sync(FULL_WARP, some) != FULL_WARP) return bits_float(half);
+            if (ballot(some) != FULL_WARP) return bits_float(half);
         }
     }
 }
 
 HC_INLINE float limit_of(float bound, bool relative, u32 absmax) {
-#if HC_ARCH
-    return relative ? __fmul_rd(bound, bits_float(absmax)) : bound;
-#else
-    return error_limit(bound, relative, absmax);
-#endif
+    return relative ? product_down(bound, bits_float(absmax)) : bound;
 }
 
 // Whether arithmetic in fp32 cannot carry an error to E or beyond: then there is nothing to compare.
@@ -86,7 +82,7 @@ HC_INLINE Coded coded_of(u32 level) {
     u32 n = 2 * level + 1, power = n * n;
     bool quads = level < 128, pairs = level < 32768;
     power = quads ? power * power : pairs ? power : n;
-    u32 bits = 32 - (u32)__clz((int)power);
+    u32 bits = 32 - leading_zeros(power);
     u32 least = quads ? 7 : 17;
     bits = bits < least ? least : bits;
     u32 cls = bits + (pairs ? FIRST_PAIR : FIRST_SINGLE) - 17;

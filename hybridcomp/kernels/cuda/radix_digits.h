@@ -13,12 +13,7 @@ HC_INLINE float widen(u32 word, u32 dtype) {
 
 // 32 bits from bit `position` on; there is a word more than is read of.
 HC_INLINE u32 bits_at(const u32* words, u32 position) {
-    u32 low = words[position / 32], high = words[position / 32 + 1];
-#if HC_ARCH
-    return __funnelshift_r(low, high, position);
-#else
-    return low >> position % 32 | (high << 1) << (31 - position % 32);
-#endif
+    return funnel_right(words[position / 32], words[position / 32 + 1], position);
 }
 
 // dequantize of radix.h: a digit of at most 22 bits as the end of a mantissa.
@@ -39,7 +34,7 @@ HC_INLINE void get_digits(const u32* words, u32 position, u32 bits, const Entry&
             values[j] = value_of(word, bias, step);
             continue;
         }
-        u32 high = __umulhi(word, entry.multiplier) >> shift, low = high * divisor + word;
+        u32 high = high_product(word, entry.multiplier) >> shift, low = high * divisor + word;
         if constexpr (WORDS == 4) {
             u32 third = (high * entry.inverse) >> 24, first = (low * entry.inverse) >> 24;
             values[12 + j] = value_of(third, bias, step);
@@ -150,11 +145,11 @@ HC_INLINE void get_block(const u32* words, u32 position, u32 cls, u32 bits, u32 
 template <class O, bool ADD>
 HC_INLINE void put_values(float* values, typename O::Stored* out, u32 left, bool raw) {
     bool vectors = whole_vectors(out) && left >= BLOCK && !raw;
-    if (__ballot_sync(FULL_WARP, vectors) == FULL_WARP) {
+    if (ballot(vectors) == FULL_WARP) {
         uint4 quads[O::QUADS];
         if constexpr (ADD) {
             add_quads((const float*)out, values);
-            __syncwarp();  // a partner writes what this one has read
+            sync_warp();  // a partner writes what this one has read
         }
         O::pack(values, quads);
         write_pair<O>(quads, out);

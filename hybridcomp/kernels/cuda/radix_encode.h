@@ -108,7 +108,7 @@ HC_INLINE u32 arrive(u32 words, u32 which, u32 group, Shared& shared, Workspace*
             announce(work->states, group, total % FIRST_ARRIVAL);
         }
     }
-    return __shfl_sync(FULL_WARP, total, 0);
+    return lane_value(total, 0);
 }
 
 // All blocks of a segment into its memory; a barrier.

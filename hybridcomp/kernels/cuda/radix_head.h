@@ -21,21 +21,19 @@ struct Head {
     bool mixed;
 };
 
-HC_INLINE u32 lowest_of(u32 word) { return 31 - (u32)__clz((int)(word & (0u - word))); }
-
 // `classes`: a bit for each class that there is; `sums`: bits + 2^20 * blocks that are not zero.
 HC_INLINE Head make_head(u32 low, u32 high, u32 sums, u32 blocks) {
     constexpr u32 RAW_BIT = 1u << (RAW - 32);
     Head head;
     u32 coded = high & ~RAW_BIT;
     bool some = (low | coded) != 0;
-    u32 top = coded ? 63 - (u32)__clz((int)coded) : 31 - (u32)__clz((int)(low | 1));
-    u32 base = low ? lowest_of(low) : 32 + lowest_of(coded ? coded : 1);
+    u32 top = coded ? 63 - leading_zeros(coded) : 31 - leading_zeros(low | 1);
+    u32 base = low ? lowest_bit(low) : 32 + lowest_bit(coded ? coded : 1);
     head.base = some ? base : RAW, head.span = some ? top - base : 0;
     head.mixed = some && (high & RAW_BIT) != 0;
     head.present = sums >> 20;
     head.mask_bytes = head.present < blocks ? (blocks + 7) / 8 : 0;
-    head.planes = 32 - (u32)__clz((int)(head.span + head.mixed));
+    head.planes = 32 - leading_zeros(head.span + head.mixed);
     head.plane_bytes = (head.present + 7) / 8;
     head.bytes = TILE_HEADER_BYTES + head.mask_bytes + head.planes * head.plane_bytes;
     head.words = head.present ? (8 * head.bytes + (sums & 0xfffff) + 31) / 32 : 0;
@@ -68,7 +66,7 @@ HC_INLINE void put_rows(const u32* fields, u32 rows, u32 at, u32 stride, u32* bu
     for (u32 r = 0; r < rows; ++r) {
 #pragma unroll
         for (u32 k = 0; k < EACH; ++k) {
-            u32 found = __ballot_sync(FULL_WARP, fields[k] >> r & 1);
+            u32 found = ballot(fields[k] >> r & 1);
             mine[k] = lane / EACH == r ? found : mine[k];
         }
     }

@@ -1,6 +1,4 @@
-// The 16 values of a block in the registers of a thread, those of 16 bits two to a register. What the
-// hardware does with one instruction has a fallback that gives the same bits, for the emulator and
-// for Turing.
+// The 16 values of a block in the registers of a thread, those of 16 bits two to a register.
 #pragma once
 
 #include "cuda_tiles.h"
@@ -11,14 +9,6 @@
 namespace hybridcomp {
 namespace radix {
 
-HC_INLINE u32 union_in_warp(u32 value) {
-#if HC_ARCH >= 800
-    return __reduce_or_sync(FULL_WARP, value);
-#else
-    return union_of<1, 2, 4, 8, 16>(value);
-#endif
-}
-
 // What is different for bf16 and fp16: two values of a register at a time. `narrow` is for numbers;
 // signs of `largest` mean nothing.
 struct PairsBf16 {
@@ -27,24 +17,8 @@ struct PairsBf16 {
     HC_INLINE float low(u32 both) { return bits_float(both << 16); }
     HC_INLINE float high(u32 both) { return bits_float(both & 0xffff0000u); }
     HC_INLINE u32 narrow(float low, float high) { return narrow_bf16(low, high); }
-    HC_INLINE u32 largest(u32 a, u32 b) {
-#if HC_ARCH >= 860
-        u32 found;
-        asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
-        return found;
-#else
-        return largest_pair(a & 0x7fff7fffu, b & 0x7fff7fffu);
-#endif
-    }
-    HC_INLINE u32 difference(u32 a, u32 b) {
-#if HC_ARCH >= 800
-        u32 found;
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(found) : "r"(b), "r"(0xbf80bf80u), "r"(a));
-        return found;
-#else
-        return narrow(low(a) - low(b), high(a) - high(b));
-#endif
-    }
+    HC_INLINE u32 largest(u32 a, u32 b) { return larger_pair_bf16(a, b); }
+    HC_INLINE u32 difference(u32 a, u32 b) { return difference_bf16(a, b); }
     HC_INLINE u32 magnitude(u32 half) { return NarrowBf16::magnitude(half); }
 };
 
@@ -54,24 +28,8 @@ struct PairsFp16 {
     HC_INLINE float low(u32 both) { return widen_fp16(both & 0xffffu); }
     HC_INLINE float high(u32 both) { return widen_fp16(both >> 16); }
     HC_INLINE u32 narrow(float low, float high) { return narrow_fp16(low, high); }
-    HC_INLINE u32 largest(u32 a, u32 b) {
-#if HC_ARCH >= 860
-        u32 found;
-        asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
-        return found;
-#else
-        return largest_pair(a & 0x7fff7fffu, b & 0x7fff7fffu);
-#endif
-    }
-    HC_INLINE u32 difference(u32 a, u32 b) {
-#if HC_ARCH >= 530
-        u32 found;
-        asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
-        return found;
-#else
-        return narrow(low(a) - low(b), high(a) - high(b));
-#endif
-    }
+    HC_INLINE u32 largest(u32 a, u32 b) { return larger_pair_fp16(a, b); }
+    HC_INLINE u32 difference(u32 a, u32 b) { return difference_fp16(a, b); }
     HC_INLINE u32 magnitude(u32 half) { return NarrowFp16::magnitude(half); }
 };
 

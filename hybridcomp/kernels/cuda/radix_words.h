@@ -6,20 +6,8 @@
 namespace hybridcomp {
 namespace radix {
 
-HC_INLINE u32 low_part(u32 word, u32 position) {
-#if HC_ARCH
-    return __funnelshift_l(0, word, position);
-#else
-    return word << position % 32;
-#endif
-}
-HC_INLINE u32 high_part(u32 word, u32 position) {
-#if HC_ARCH
-    return __funnelshift_l(word, 0, position);
-#else
-    return (word >> 1) >> (31 - position % 32);
-#endif
-}
+HC_INLINE u32 low_part(u32 word, u32 position) { return funnel_left(0, word, position); }
+HC_INLINE u32 high_part(u32 word, u32 position) { return funnel_left(word, 0, position); }
 
 // Words of some bits, one behind the other. Whole words are stored without a look at what others have
 // in the first of them; what is left for the last one, `held`, belongs into it later.

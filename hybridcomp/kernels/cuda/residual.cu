@@ -38,11 +38,11 @@ HC_INLINE void store_residual(const float* values, u64 numel, const FewBits& kep
 }  // namespace hybridcomp
 
 #if HC_KEPT < 32
-extern "C" __global__ void __launch_bounds__(256, 4)
+extern "C" __global__ void HC_BOUNDS(256, 4)
 residual_load(HC_LEFT(kept), unsigned long long numel, float* out) {
     hybridcomp::blockint::load_residual(HC_LEFT_OF(kept), numel, out);
 }
-extern "C" __global__ void __launch_bounds__(256, 4)
+extern "C" __global__ void HC_BOUNDS(256, 4)
 residual_store(const float* values, unsigned long long numel, HC_LEFT(kept)) {
     hybridcomp::blockint::store_residual(values, numel, HC_LEFT_OF(kept));
 }

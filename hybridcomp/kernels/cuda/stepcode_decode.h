@@ -82,20 +82,20 @@ HC_INLINE bool decode_steps(const u32* in, u32 length, const Model& model, u32 d
         u32 popped = pop_symbol(state, row[symbol]), bits = 0;
         state = active ? popped : state;
         bool low = active && state < LEAST_STATE;
-        u32 mask = __ballot_sync(FULL_WARP, low);
-        if (at + (u32)__popc(mask) > number) return false;
+        u32 mask = ballot(low);
+        if (at + ones_in(mask) > number) return false;
         if (low) state = state << 16 | words[at + lanes_before(mask)];
-        at += (u32)__popc(mask);
+        at += ones_in(mask);
         u32 some = active ? extra_count(symbol) : 0;
-        if (__ballot_sync(FULL_WARP, some != 0)) {
-            u32 included = scan_lanes(some), all = __shfl_sync(FULL_WARP, included, WARP - 1);
+        if (ballot(some != 0)) {
+            u32 included = scan_lanes(some), all = lane_value(included, WARP - 1);
             if (all > most - position) return false;
             if (some) bits = extra_bits(extra, position + included - some, some);
             position += all;
         }
         if (active) out[i] = (u16)after_step(old, step_of(symbol, bits));
     }
-    return at == number && most - position < 32 && !__ballot_sync(FULL_WARP, state != LEAST_STATE);
+    return at == number && most - position < 32 && !ballot(state != LEAST_STATE);
 }
 
 HC_INLINE void decode(const u8* in, u64 numel, u32 dtype, const Plan* plan, const u16* reference, u16* out,

@@ -102,21 +102,21 @@ HC_INLINE Lots code(const Pair& from, const Bounds& tile, const u32 (*ranges)[RO
         if (!row[coded.symbol]) coded = Coded{ESCAPE, 16, step};
         u32 range = row[coded.symbol], number = active ? coded.count : 0;
         bool over = active && overflows(found.state, range);
-        u32 mask = __ballot_sync(FULL_WARP, over);
-        found.words += (u32)__popc(mask);
+        u32 mask = ballot(over);
+        found.words += ones_in(mask);
         if (WRITE && over) words[lots.words - found.words + lanes_before(mask)] = (u16)found.state;
         found.state = over ? found.state >> 16 : found.state;
         found.state = active ? push_symbol(found.state, range) : found.state;
         moved |= step;
-        if (__ballot_sync(FULL_WARP, number != 0)) {
+        if (ballot(number != 0)) {
             u32 included = scan_lanes(number);
-            found.extra += __shfl_sync(FULL_WARP, included, WARP - 1);
+            found.extra += lane_value(included, WARP - 1);
             if (WRITE && number) {
                 put_word(extra, lots.extra - found.extra + included - number, coded.bits);
             }
         }
     }
-    found.changed = __ballot_sync(FULL_WARP, moved != 0) != 0;
+    found.changed = ballot(moved != 0) != 0;
     return found;
 }
 
@@ -145,14 +145,14 @@ HC_INLINE void encode(const u16* values, const u16* reference, u64 numel, u32 dt
     u16* words = (u16*)(to + STATE_BYTES / 4);
     if (raw) {
         if (lane == 0) to[0] = STORED, to[length - 1] = 0;
-        __syncwarp();
+        sync_warp();
         copy_values(values + tile.first, (u16*)(to + 1), tile.count, lane, WARP);
         return;
     }
     if (lane == 0) to[0] = lots.words;
     if (lane == 0 && lots.words % 2) words[lots.words] = 0;
     for (u32 i = after + lane; i < length; i += WARP) to[i] = 0;
-    __syncwarp();
+    sync_warp();
     to[1 + lane] = code<true>(from, tile, ranges, lots, words, to + after).state;
 }
 

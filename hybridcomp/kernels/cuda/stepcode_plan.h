@@ -28,7 +28,7 @@ HC_INLINE void copy_words(const u32* from, u32* to, u32 count) {
     for (u32 i = threadIdx.x; i < count; i += blockDim.x) to[i] = from[i];
 }
 
-HC_INLINE u32 lanes_before(u32 mask) { return (u32)__popc(mask & ((1u << lane_id()) - 1)); }
+HC_INLINE u32 lanes_before(u32 mask) { return ones_in(mask & ((1u << lane_id()) - 1)); }
 
 // Unencoded values, 2 bytes each, by `threads` threads of which this is `thread`.
 HC_INLINE void copy_values(const u16* from, u16* to, u64 count, u64 thread, u64 threads) {

@@ -68,12 +68,3 @@ template <class T>
 HC_INLINE const T& as_table(const T* table) { return *table; }
 
 }  // namespace hybridcomp
-
-// How a kernel declares it. The emulator hands all arguments over as words: there it is an address.
-#if !defined(__CUDACC__)
-#define HC_BY_VALUE(TABLE) const hybridcomp::TABLE*
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700
-#define HC_BY_VALUE(TABLE) const hybridcomp::TABLE
-#else
-#define HC_BY_VALUE(TABLE) const __grid_constant__ hybridcomp::TABLE
-#endif

@@ -3,39 +3,14 @@
 
 #include "cuda_tiles.h"
 
-#ifdef __CUDA_ARCH__
-#define HC_DEVICE __CUDA_ARCH__
-#else
-#define HC_DEVICE 0  // a host that emulates one
-#endif
-
 namespace hybridcomp {
 
 constexpr u32 EACH_BYTE = 0x01010101u, TOP_BITS = 0x80808080u;
-
-HC_INLINE u32 largest_in_warp(u32 value) {
-#if HC_DEVICE >= 800
-    return __reduce_max_sync(FULL_WARP, value);
-#else
-    return largest_of<1, 2, 4, 8, 16>(value);
-#endif
-}
 
 HC_INLINE u32 smallest_in_warp(u32 value) { return ~largest_in_warp(~value); }
 
 // Whether what begins here can move 16 bytes at a time.
 HC_INLINE bool whole_vectors(const void* at) { return ((u64)at & 15) == 0; }
-
-// Bits of `mask` from a, the others from b: one instruction, which the compiler makes two of.
-HC_INLINE u32 choose_bits(u32 mask, u32 a, u32 b) {
-#if HC_DEVICE
-    u32 found;
-    asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(found) : "r"(a), "r"(b), "r"(mask));
-    return found;
-#else
-    return (a & mask) | (b & ~mask);
-#endif
-}
 
 // Top bit of each byte that is not zero.
 HC_INLINE u32 nonzero_bytes(u32 bytes) { return (((bytes & ~TOP_BITS) + ~TOP_BITS) | bytes) & TOP_BITS; }
@@ -43,24 +18,13 @@ HC_INLINE u32 nonzero_bytes(u32 bytes) { return (((bytes & ~TOP_BITS) + ~TOP_BIT
 // 0x7f in each byte whose top bit is set in `flags`, else 0.
 HC_INLINE u32 spread_flags(u32 flags) { return flags - (flags >> 7); }
 
-HC_INLINE u32 lowest_bit(u32 bits) { return 31 - (u32)__clz((int)(bits & (0u - bits))); }
-
-// 16 bytes to shared memory, without registers where the hardware can.
-HC_INLINE void fetch(void* shared, const void* from) {
-#if HC_DEVICE >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                 :: "r"((u32)__cvta_generic_to_shared(shared)), "l"(from) : "memory");
-#else
-    *(uint4*)shared = *(const uint4*)from;
-#endif
-}
+// 16 bytes to shared memory.
+HC_INLINE void fetch(void* shared, const void* from) { fetch16(shared_at(shared), from); }
 
 // What the lanes of this warp fetched is there for all of them.
 HC_INLINE void await_fetched() {
-#if HC_DEVICE >= 800
-    asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
-    __syncwarp();
+    await_all_fetches();
+    sync_warp();
 }
 
 // Of a few numbers below 32, one a lane, those of the lanes before and of all.
@@ -70,14 +34,14 @@ struct Few {
 
 HC_INLINE Few sum_few(u32 value) {
     u32 lower = (1u << lane_id()) - 1;
-    u32 ones = __ballot_sync(FULL_WARP, value & 1), twos = __ballot_sync(FULL_WARP, value & 2);
-    Few few = {(u32)__popc(ones & lower) + 2 * (u32)__popc(twos & lower),
-               (u32)__popc(ones) + 2 * (u32)__popc(twos)};
-    if (__ballot_sync(FULL_WARP, value > 3)) {
+    u32 ones = ballot(value & 1), twos = ballot(value & 2);
+    Few few = {ones_in(ones & lower) + 2 * ones_in(twos & lower),
+               ones_in(ones) + 2 * ones_in(twos)};
+    if (ballot(value > 3)) {
 #pragma unroll
         for (u32 bit = 2; bit < 5; ++bit) {
-            u32 some = __ballot_sync(FULL_WARP, value >> bit & 1);
-            few.before += (u32)__popc(some & lower) << bit, few.total += (u32)__popc(some) << bit;
+            u32 some = ballot(value >> bit & 1);
+            few.before += ones_in(some & lower) << bit, few.total += ones_in(some) << bit;
         }
     }
     return few;

@@ -65,12 +65,12 @@ HC_INLINE void put_blocks(Bits bits, u64 first, u64 blocks, u64 maxbits, u32* st
         return;
     }
     for (u32 i = lane_id(); i < MOST_WORDS; i += WARP) gathered[i] = 0;
-    __syncwarp();
+    sync_warp();
     merge(bits, lane_id() * (u32)maxbits, (u32)maxbits, gathered);
-    __syncwarp();
+    sync_warp();
     u64 count = last ? stream_words(blocks, maxbits) - first * maxbits / 32 : maxbits;
     for (u32 i = lane_id(); i < count; i += WARP) words[i] = gathered[i];
-    __syncwarp();
+    sync_warp();
 }
 
 template <class T>
@@ -169,14 +169,14 @@ HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, u6
 }  // namespace hybridcomp
 
 #define HC_ENCODE(NAME, T)                                                                    \
-    extern "C" __global__ void __launch_bounds__(256, HC_ZFP_BLOCKS)                          \
+    extern "C" __global__ void HC_BOUNDS(256, HC_ZFP_BLOCKS)                                  \
     zfp_encode_##NAME(const void* values, unsigned long long numel, unsigned long long chunk, \
                       unsigned long long slot, unsigned long long skip,                       \
                       unsigned long long maxbits, unsigned char* out) {                       \
         hybridcomp::zfp::encode<hybridcomp::T>(values, numel, chunk, slot, skip, maxbits, out); \
     }
 #define HC_DECODE(NAME, T, ADD)                                                               \
-    extern "C" __global__ void __launch_bounds__(256, HC_ZFP_BLOCKS)                          \
+    extern "C" __global__ void HC_BOUNDS(256, HC_ZFP_BLOCKS)                                  \
     NAME(const unsigned char* in, unsigned long long numel, unsigned long long chunk,         \
          unsigned long long slot, unsigned long long skip, unsigned long long maxbits,        \
          void* out) {                                                                         \

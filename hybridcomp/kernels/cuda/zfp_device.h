@@ -22,7 +22,7 @@ HC_INLINE Pair swap_words(Pair x) {
 }
 
 HC_INLINE Pair swap_bytes(Pair x, u32 low, u32 high) {
-    return Pair{__byte_perm(x.low, x.high, low), __byte_perm(x.low, x.high, high)};
+    return Pair{pick_bytes(x.low, x.high, low), pick_bytes(x.low, x.high, high)};
 }
 
 // planes_of of zfp.h, from coefficients 0, 1 and 2, 3 as halves of words. With the bit index as
@@ -41,10 +41,10 @@ HC_INLINE Pair coefficients_of(Pair x) {
 }
 
 HC_INLINE Pair high_halves(Coefficients k) {
-    return Pair{__byte_perm(k.a, k.b, 0x7632), __byte_perm(k.c, k.d, 0x7632)};
+    return Pair{pick_bytes(k.a, k.b, 0x7632), pick_bytes(k.c, k.d, 0x7632)};
 }
 HC_INLINE Pair low_halves(Coefficients k) {
-    return Pair{__byte_perm(k.a, k.b, 0x5410), __byte_perm(k.c, k.d, 0x5410)};
+    return Pair{pick_bytes(k.a, k.b, 0x5410), pick_bytes(k.c, k.d, 0x5410)};
 }
 HC_INLINE u64 joined(Pair x) { return (u64)x.high << 32 | x.low; }
 HC_INLINE Pair parted(u64 x) { return Pair{(u32)x, (u32)(x >> 32)}; }

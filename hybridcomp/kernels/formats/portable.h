@@ -1,11 +1,11 @@
-// What every block codec shares. Compiles for the host (g++, clang) and for a device (nvcc, NVRTC):
+// What every block codec shares. Compiles for the host (g++, clang) and for a device (NVRTC, hipRTC):
 // no libc, no allocation, no exceptions, no host-only types.
 //
 // Build without -ffast-math and with contraction off (-ffp-contract=off, -fmad=false): the bytes of
 // a codec must not depend on whether a machine has fused multiply-add.
 #pragma once
 
-#ifdef __CUDACC__
+#if defined(__CUDACC__) || defined(__HIP__)
 #define HC_INLINE static __host__ __device__ __forceinline__
 #define HC_INLINE_MEMBER __host__ __device__ __forceinline__
 #else
@@ -41,6 +41,24 @@ HC_INLINE float bits_float(u32 bits) {
 #endif
 }
 
+// The highest bit of a word that is not 0.
+HC_INLINE u32 log2_floor(u32 word) {
+#ifdef __CUDA_ARCH__
+    return 31 - (u32)__clz((int)word);
+#else
+    return 31 - (u32)__builtin_clz(word);
+#endif
+}
+
+HC_INLINE u64 reverse_bytes(u64 word) {
+#ifdef __CUDA_ARCH__
+    u32 low = (u32)word, high = (u32)(word >> 32);
+    return (u64)__byte_perm(low, 0, 0x0123) << 32 | __byte_perm(high, 0, 0x0123);
+#else
+    return __builtin_bswap64(word);
+#endif
+}
+
 // Magnitudes are compared as integers: fmax drops NaN, and integers order NaN > Inf > finite.
 constexpr u32 MAGNITUDE = 0x7fffffffu;
 constexpr u32 INF_BITS = 0x7f800000u;
@@ -57,6 +75,12 @@ HC_INLINE float finite(float value) {
     return bits_float(magnitude == INF_BITS ? (bits & ~MAGNITUDE) | MAX_FINITE_BITS : bits);
 }
 
+// The largest float that is not above a number that is not negative.
+HC_INLINE float rounded_down(double exact) {
+    float found = (float)exact;
+    return (double)found > exact ? bits_float(float_bits(found) - 1) : found;
+}
+
 // 16-bit floats. Narrowing rounds to nearest even and saturates finite overflow, so that only a
 // NaN or an Inf becomes non-finite.
 
@@ -64,6 +88,8 @@ HC_INLINE float bf16_to_float(u16 half) { return bits_float((u32)half << 16); }
 
 // Magnitudes are below 2^31, and signed comparisons are what AVX2 has.
 HC_INLINE i32 smaller(i32 a, i32 b) { return a < b ? a : b; }
+
+HC_INLINE u32 pair(u16 low, u16 high) { return (u32)low | (u32)high << 16; }
 
 HC_INLINE u16 float_to_bf16(float value) {
     u32 bits = float_bits(value);

@@ -158,9 +158,7 @@ HC_INLINE u32 bits_of(u32 number) {
 // E, from the setting and the bits of the segment's largest finite magnitude.
 HC_INLINE float error_limit(float bound, bool relative, u32 absmax) {
     if (!relative) return bound;
-    double exact = (double)bound * (double)bits_float(absmax);
-    float limit = (float)exact;
-    return (double)limit > exact ? bits_float(float_bits(limit) - 1) : limit;
+    return rounded_down((double)bound * (double)bits_float(absmax));
 }
 
 // The largest H for which an error below it stays within `limit` after rounding to a dtype of

@@ -48,14 +48,6 @@ constexpr u32 MIN_TILE_LOG = 13, MAX_TILE_LOG = 19;
 constexpr u32 STATE_BYTES = 4 + 4 * LANES;  // how a tile begins
 constexpr u32 STORED = 0xffffffffu;
 
-HC_INLINE u32 log2_floor(u32 value) {
-#ifdef __CUDA_ARCH__
-    return 31 - (u32)__clz((int)value);
-#else
-    return 31 - (u32)__builtin_clz(value);
-#endif
-}
-
 HC_INLINE u32 step_between(u32 old, u32 value) {
     return ((old ^ value) & 0x8000u) | ((value - old) & 0x7fffu);
 }

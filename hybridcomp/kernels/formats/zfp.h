@@ -112,12 +112,7 @@ HC_INLINE u64 swap_index_bits(u64 x) {
 
 HC_INLINE u64 reverse_nibbles(u64 x) {
     x = ((x >> 4) & 0x0f0f0f0f0f0f0f0full) | ((x & 0x0f0f0f0f0f0f0f0full) << 4);
-#ifdef __CUDA_ARCH__
-    u32 low = (u32)x, high = (u32)(x >> 32);
-    return (u64)__byte_perm(low, 0, 0x0123) << 32 | __byte_perm(high, 0, 0x0123);
-#else
-    return __builtin_bswap64(x);
-#endif
+    return reverse_bytes(x);
 }
 
 // 16 bits of each of four coefficients -> 16 planes of 4 bits, the highest plane first (lowest).

@@ -176,6 +176,7 @@ inline unsigned __ballot_sync(unsigned, int predicate) {
     for (int lane = 0; lane < 32; ++lane) found |= slots[lane] << lane;
     return found;
 }
+inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selectors) {
     uint64_t bytes = (uint64_t)b << 32 | a;
     unsigned found = 0;
