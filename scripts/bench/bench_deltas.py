@@ -4,6 +4,7 @@
     python scripts/bench/bench_deltas.py                        # tables: bits and speeds
     python scripts/bench/bench_deltas.py --width 128 --layers 2 # a small model, in seconds
     python scripts/bench/bench_deltas.py --check                # exit 1 if a target is missed
+    python scripts/bench/bench_deltas.py --models               # other models of the step
     python scripts/bench/bench_deltas.py --json out.json
 
 A byte-level GPT learns the text of this checkout in fp32 with AdamW at 1e-3; then, from there, the
@@ -31,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all
 
 from bench.bench_codecs import timed
 from bench.deltas_bench.bits import compressors, sent
+from bench.deltas_bench.models import models
 from bench.deltas_bench.others import speeds_of_others
 from bench.deltas_bench.traces import Size, Trace, traces
 from hybridcomp.codecs import StepCode
@@ -139,6 +141,7 @@ def main() -> int:
     """Parse arguments, train, measure, print; the exit status is 1 if --check missed a target."""
     parser = parser_of(__doc__, 64, "size of the weights for speeds", 9)
     parser.add_argument("--others-mbytes", type=int, default=16, help="to time others on")
+    parser.add_argument("--models", action="store_true", help="bits of other models instead")
     parser.add_argument("--check", action="store_true", help="fail if a target is missed")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -147,6 +150,9 @@ def main() -> int:
     rows: dict[float, Row] = {}
     size = Size(arguments.width, arguments.layers)
     for trace in traces(size, arguments.rates, arguments.warmup, arguments.settle):
+        if arguments.models:
+            rows[trace.rate] = models(trace)
+            continue
         row = sent(trace.reference, trace.values)
         row["of the entropy"] = row["stepcode"] / row["entropy"] if row["entropy"] else 1.0
         row["bits a changed value"] = row["stepcode"] / row["changed"] if row["changed"] else 0.0
@@ -157,6 +163,9 @@ def main() -> int:
         rows[trace.rate] = row | fast_row | other_row
         print(f"{trace.rate:g}: {row['stepcode']:.3f} bits a value, {row['entropy']:.3f} needed")
     names = list(next(iter(rows.values())))
+    if arguments.models:
+        print("\nBits a value with a model that knows:\n" + table(rows, names, 3))
+        return 0
     fast = [name for name in names if "GB/s" in name or "x copy" in name]
     print("\nBits a value:\n" + table(rows, [name for name in names if name not in fast], 3))
     print("\nSpeed on one core:\n" + table(rows, fast, 2))

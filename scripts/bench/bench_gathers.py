@@ -9,12 +9,17 @@ two nodes of a netlab gather them as ZeRO 1 does: the buffer holds what the last
 rank's share is overwritten, the gather follows, digests of deltas included. Every gather is paired
 with native's of the same turn. "bits" are the ledger's, for a value that a rank sends; "core ms"
 the processor time of one rank beyond native's, which links do not change.
+
+The last table is the one of docs/choosing.md: up to how many Gb/s of a rank's link stepcode is
+faster than each of the others, where every rank has a core of its own. It is computed from "bits"
+and "core ms" of the first link: a gather takes its core's time and its bytes over the link.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -147,6 +152,41 @@ def table(rows: Mapping[str, Row]) -> str:
     return "\n".join(lines)
 
 
+def pays_until(bits: float, core_ms: float, other_bits: float, other_ms: float) -> float:
+    """Return the Gb/s up to which a gather of a million values is faster than another one.
+
+    Args:
+        bits, other_bits: for each value.
+        core_ms, other_ms: of a core, for these values.
+
+    0 where it never is, infinity where it always is.
+    """
+    saved, more = 1e6 * (other_bits - bits), (core_ms - other_ms) / 1e3
+    if more <= 0:
+        return math.inf if saved > 0 else 0.0
+    return max(0.0, saved / more / 1e9)
+
+
+def limits(rows: Mapping[str, Mapping[str, Row]], numel: int) -> str:
+    """Return up to how many Gb/s stepcode beats each other arm, by learning rate, in Markdown.
+
+    ``rows``: of one link, by learning rate and arm; ``numel``: weights that two ranks gather.
+    """
+    sent = numel / 2e6  # millions of values that a rank sends
+    others = [arm for arm in next(iter(rows.values())) if arm != "stepcode"]
+    lines = ["| | " + " | ".join(rows) + " |", "|---" * (len(rows) + 1) + "|"]
+    for other in others:
+        cells = []
+        for arms in rows.values():
+            mine, theirs = arms["stepcode"], arms[other]
+            found = pays_until(
+                mine["bits"], mine["core ms"] / sent, theirs["bits"], theirs["core ms"] / sent
+            )
+            cells.append(f"{found:.2g}")
+        lines.append(f"| {other} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, dict[str, Row]]]:
     """Run the ranks at every link; return rows by link, learning rate and arm."""
     weights, rows = folder / "weights.pt", folder / "rows.json"
@@ -163,6 +203,9 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, 
         found[link] = json.loads(rows.read_text())
         for learning, arms in found[link].items():
             print(f"\n{link}, learning rate {learning}:\n\n{table(arms)}", flush=True)
+    if "stepcode" in arguments.arms:
+        first = found[arguments.links[0]]
+        print(f"\nstepcode is faster, with a core each, up to Gb/s:\n\n{limits(first, numel)}")
     return found
 
 

@@ -103,7 +103,7 @@ def kept_traces(file: Path | None, size: Size, arguments: Any) -> list[Trace]:
     """Return the traces in ``file``, made and written by rank 0 where it is not there yet."""
     if dist.get_rank() == 0 and (file is None or not file.exists()):
         found = list(traces(size, arguments.rates, arguments.warmup, arguments.settle))
-        rows = [(one.rate, one.reference, one.values) for one in found]
+        rows = [tuple(vars(one).values()) for one in found]
         torch.save(rows, file := file or Path(f"traces.{os.getpid()}.pt"))
     names: list[Any] = [str(file)]
     dist.broadcast_object_list(names, 0)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import hybridcomp
 from hybridcomp.errors import ConfigError
@@ -60,8 +59,11 @@ def model_like_mixtral(**given: Any) -> tuple[Any, Any]:
     return DistributedDataParallel(config, DistributedDataParallelConfig(), model), model
 
 
-def published(folder: Path) -> list[dict[str, Tensor]]:
-    """Publish under both names, change all weights, publish again; what this rank holds."""
+def published(folder: Path) -> list[Any]:
+    """Publish under both names, change all weights, publish again.
+
+    Returns what this rank holds, what other models have been told, and Megatron's logits.
+    """
     mcore_trainer.prepare()
     from megatron.core import parallel_state, tensor_parallel
 
@@ -92,9 +94,11 @@ def published(folder: Path) -> list[dict[str, Tensor]]:
         except ConfigError as error:
             told.append(str(error))
     state = {name: value.detach().clone() for name, value in model.named_parameters()}
+    text, ahead = torch.arange(16).view(1, -1), torch.ones(1, 1, 16, 16).triu(1).bool()
+    logits = model(text * 3, text, ahead).detach().float()
     parallel_state.destroy_model_parallel()
     mcore_trainer.destroy_groups()
-    return [state, told]
+    return [state, told, logits]
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.nightly)])
@@ -138,12 +142,38 @@ def test_experts_have_the_names_of_checkpoints(tmp_path: Path, world_size: int) 
     assert found.keys() == expected.keys()
     assert same(hf, expected) and same(own, whole)
     assert not torch.equal(whole[name := next(n for n in whole if "fc1" in n)][0], whole[name][2])
-    for _, (qwen, refused) in ranks:
+    for _, (qwen, refused), _ in ranks:
         assert "model.layers.1.mlp.experts.3.up_proj.weight" in qwen
         assert "model.layers.0.self_attn.q_norm.weight" in qwen
         assert refused.startswith(
             "publish.names: found experts with moe_router_enable_expert_bias; names of experts"
         )
+
+
+def test_transformers_computes_the_same_with_them(tmp_path: Path) -> None:
+    """Its own Mixtral loads the published tensors as a checkpoint, and has the same logits."""
+    transformers = pytest.importorskip("transformers")
+    from safetensors.torch import save_file
+
+    ranks = run_ranks(2, published, tmp_path, timeout=600.0)
+    receiver = WeightReceiver(tmp_path / "hf")
+    receiver.update()
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    tensors = {name: value.float().contiguous() for name, value in receiver.tensors()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    transformers.MixtralConfig(
+        vocab_size=64, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5, rope_theta=10000.0,
+        max_position_embeddings=16, num_local_experts=EXPERTS, num_experts_per_tok=2,
+        architectures=["MixtralForCausalLM"], dtype="float32",
+    ).save_pretrained(folder)  # fmt: skip
+    model, told = transformers.MixtralForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    found = model(torch.arange(16).view(1, -1) * 3).logits
+    expected = ranks[0][2]
+    assert float(expected.std()) > 0.01
+    torch.testing.assert_close(found, expected, rtol=0.03, atol=3e-3)
 
 
 def test_a_training_publishes_its_experts(tmp_path: Path) -> None:

@@ -13,6 +13,17 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[3]
 
 
+def kinds_of(model: nn.Module) -> Tensor:
+    """Return a number for each weight of ``flat``, the same for a parameter in every layer."""
+    numbers: dict[str, int] = {}
+    found = []
+    for name, weight in model.named_parameters():
+        kind = ".".join(part for part in name.split(".") if not part.isdigit())
+        number = numbers.setdefault(kind, len(numbers))
+        found.append(torch.full((weight.numel(),), number, dtype=torch.uint8))
+    return torch.cat(found)
+
+
 @dataclass(frozen=True)
 class Size:
     """Shape of the model and of a batch."""
@@ -25,11 +36,17 @@ class Size:
 
 @dataclass(frozen=True)
 class Trace:
-    """All weights of the model as bf16, before and after the last step at ``rate``."""
+    """All weights of the model as bf16, before and after the last step at ``rate``.
+
+    before: those before the step before; kinds: a number for each weight, by the name of its
+    parameter within a layer, uint8.
+    """
 
     rate: float
     reference: Tensor
     values: Tensor
+    before: Tensor
+    kinds: Tensor
 
 
 class SmallGpt(nn.Module):
@@ -111,7 +128,9 @@ def traces(size: Size, rates: list[float], warmup: int, settle: int) -> Iterator
     for rate in rates:
         training.model.load_state_dict(kept[0])
         training.optimizer.load_state_dict(deepcopy(kept[1]))
-        training.steps(settle, rate)
+        training.steps(max(0, settle - 1), rate)
+        before = flat(training.model)
+        training.steps(min(1, settle), rate)
         reference = flat(training.model)
         training.steps(1, rate)
-        yield Trace(rate, reference, flat(training.model))
+        yield Trace(rate, reference, flat(training.model), before, kinds_of(training.model))

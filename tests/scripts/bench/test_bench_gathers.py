@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 
 from bench import bench_gathers
@@ -40,3 +43,15 @@ def test_rows_and_table() -> None:
     assert abs(row["x native"] - 3.0) < 1e-6 and row["bits"] == 1.7
     assert abs(row["core ms"] - 20.0) < 1e-6 and abs(row["least ms"] - 100.0) < 1e-6
     assert "| stepcode | 1.7 | 100 | 100 | 3 | 20 |" in bench_gathers.table({"stepcode": row})
+
+
+def test_up_to_which_link_exact_gathers_win() -> None:
+    """At the limit both take as long: 11 ms more of a core for 4 bits a value less."""
+    found = bench_gathers.pays_until(4.0, 14.0, 8.0, 3.0)
+    assert found == pytest.approx(4e6 / 11e-3 / 1e9)
+    assert bench_gathers.pays_until(4.0, 3.0, 8.0, 3.0) == math.inf
+    assert bench_gathers.pays_until(9.0, 14.0, 8.0, 3.0) == 0.0
+    rows = {"0.001": {"native": {"bits": 16.0, "core ms": 0.0},
+                      "stepcode": {"bits": 4.0, "core ms": 25.0}}}  # fmt: skip
+    line = bench_gathers.limits(rows, 10_000_000).splitlines()[-1]
+    assert line == "| native | 2.4 |"  # 12 bits of 5 M values in 25 ms
