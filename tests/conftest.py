@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from hybridcomp.job import processes
 from tests import selection
 from tests.ranks import RankPool, RunRanks, forget_inherited
 
@@ -45,6 +46,14 @@ def on_ranks() -> Iterator[RunRanks]:
     yield run
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture(autouse=True)
+def _forget_peers() -> Iterator[None]:
+    """Forget the ranks that a test has met in this process: others would miss them, ended."""
+    yield
+    processes.Known.peers, processes.Known.parts = (), set()
+    processes.Known.job = staticmethod(lambda: None)
 
 
 #: parts of the paths of files that take minutes, the longest first

@@ -144,8 +144,9 @@ def _missing(patient: bool) -> list[str]:
     ``patient``: a peer's connection broke. The kernel closes the sockets of a process before it
     shows the process as ended, and a rank that raised closes them before it ends.
     """
-    deadline = time.monotonic() + (LOOK_S if patient else 0.0)
-    far = [peer for peer in processes.others() if peer.space != processes.space()]
+    others, here = processes.others(), processes.space()
+    far = [peer for peer in others if peer.space != here]
+    deadline = time.monotonic() + (LOOK_S if patient and len(far) < len(others) else 0.0)
     silent = [] if _disturbed() or not far else _silent(far)
     while not (found := _disturbed()) and not silent and time.monotonic() < deadline:
         time.sleep(0.02)

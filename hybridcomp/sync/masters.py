@@ -104,6 +104,31 @@ class Masters:
         return found
 
 
+def in_memory(tensor: Tensor) -> Tensor:
+    """Return the values of ``tensor`` in the order of its memory, a view; complex ones as pairs.
+
+    Weights in ``torch.channels_last`` are contiguous in no other order.
+    """
+    found = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return found.permute(_order(found))
+
+
+def piece_of(name: str, tensor: Tensor) -> tuple[str, int]:
+    """Return the elements of ``in_memory(tensor)``, and a name that another order would change."""
+    found = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    order = _order(found)
+    how = "" if order == list(range(found.dim())) else f" by dimensions {order}"
+    return f"{name}{how}", found.numel()
+
+
+def _order(tensor: Tensor) -> list[int]:
+    """Return the dimensions of ``tensor`` as they lie in memory, the slowest first."""
+    dimensions = range(tensor.dim())
+    if tensor.is_contiguous():
+        return list(dimensions)
+    return sorted(dimensions, key=tensor.stride, reverse=True)
+
+
 def bounds(numel: int, fragments: int, index: int) -> tuple[int, int]:
     """Return beginning and end of a fragment in a vector of ``numel`` elements."""
     return numel * index // fragments, numel * (index + 1) // fragments

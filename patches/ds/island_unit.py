@@ -25,6 +25,7 @@ from hybridcomp.patches.common import island_steps
 from hybridcomp.patches.common.parameter_names import named_once
 from hybridcomp.patches.ds import partitions
 from hybridcomp.sync import Islands, Masters
+from hybridcomp.sync.masters import in_memory, piece_of
 
 KEY = "compression.sync"
 #: attribute of an engine: its unit, with the islands of its job
@@ -154,8 +155,8 @@ def masters_of(engine: Any) -> Masters:
         raise ConfigError(KEY, Shown(type(optimizer).__name__), todo)
     found = {n: p for n, p in named_once(engine.module)[0].items() if p.requires_grad}
     return Masters(
-        [(name, parameter.numel()) for name, parameter in found.items()],
-        lambda: [parameter.data for parameter in found.values()],
+        [piece_of(name, parameter.data) for name, parameter in found.items()],
+        lambda: [in_memory(parameter.data) for parameter in found.values()],
         lambda: None,
         replicated=True,
     )

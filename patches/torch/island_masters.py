@@ -14,6 +14,7 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common.parameter_names import named_once
 from hybridcomp.sync import Masters
+from hybridcomp.sync.masters import in_memory, piece_of
 
 KEY = "compression.sync"
 #: how a user makes the engine's group the island
@@ -40,8 +41,8 @@ def masters_of(model: nn.Module) -> Masters:
     if isinstance(model, DistributedDataParallel):
         found = {n: p for n, p in named_once(model.module)[0].items() if p.requires_grad}
         return Masters(
-            [(name, parameter.numel()) for name, parameter in found.items()],
-            lambda: [parameter.data for parameter in found.values()],
+            [piece_of(name, parameter.data) for name, parameter in found.items()],
+            lambda: [in_memory(parameter.data) for parameter in found.values()],
             _nothing,
             replicated=True,
         )
@@ -54,8 +55,8 @@ def masters_of(model: nn.Module) -> Masters:
             raise ConfigError(KEY, Shown(f"the trained parameter {name}"), todo)
     trained = [one for one in shards if one.sharded_param.requires_grad]
     return Masters(
-        [(one._param_fqn or str(i), _local(one).numel()) for i, one in enumerate(trained)],
-        lambda: [_local(one) for one in trained],
+        [piece_of(one._param_fqn or str(i), _local(one)) for i, one in enumerate(trained)],
+        lambda: [in_memory(_local(one)) for one in trained],
         functools.partial(_gather_again, model),
         replicated=False,
     )

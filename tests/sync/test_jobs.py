@@ -32,6 +32,8 @@ FED_BACK: dict[str, Any] = {
 }  # fmt: skip
 
 
+#: seconds for which islands of one rank wait for one that is gone; a busy one takes less
+TIMEOUT_S = 8.0
 #: jobs that live until their process ends
 KEPT: list[Job] = []
 #: the weights that all agreed on, by meeting
@@ -73,7 +75,7 @@ def lives(
 
     Returns the start copies after each meeting. ``fate``: what befalls it after meeting ``when``.
     """
-    where = block(address, 4.0, 3, **rule)
+    where = block(address, TIMEOUT_S, 3, **rule)
     where["sync"]["islands"]["name"] = f"i{number}"
     job = Job(where, first=number, seed=number).build()
     found: Starts = {}
@@ -99,7 +101,7 @@ def befall(fate: str, job: Job) -> None:
     if fate == "ends":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fate == "hangs":
-        time.sleep(6.0)
+        time.sleep(1.5 * TIMEOUT_S)
     elif fate == "goes far":
         with torch.no_grad():
             next(iter(job.model.parameters())).mul_(1e4)

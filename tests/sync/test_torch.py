@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
 from hybridcomp.errors import AgreementError, ConfigError
+from hybridcomp.patches.torch import island_masters
 from hybridcomp.sync.outliers import far_off as far_off_of
-from tests.ranks import run_ranks
+from tests.ranks import RunRanks, run_ranks
 from tests.sync.torch_job import Job
 
 LOCAL: dict[str, Any] = {"preset": "local-sgd", "every": 1}
@@ -40,6 +43,49 @@ def every_step(engine: str) -> None:
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_every_step_is_the_native_job(engine: str) -> None:
     run_ranks(4, every_step, engine)
+
+
+class Odd(nn.Module):
+    """Weights that are contiguous in no order of their dimensions but one, and complex ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Conv2d(3, 3, 3).to(memory_format=torch.channels_last)
+        self.phases = nn.Parameter(torch.randn(5, 3, dtype=torch.complex64).t())
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.image(values).sum() + self.phases.abs().sum()
+
+
+def odd_weights() -> None:
+    """Islands take the weights of the first, and then the mean of what each has moved."""
+    told = block(**LOCAL, islands=1)
+    torch.manual_seed(0)
+    first = {name: value.clone() for name, value in Odd().state_dict().items()}
+    torch.manual_seed(dist.get_rank())
+    model: Any = DistributedDataParallel(Odd(), process_group=hybridcomp.island_group(told))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    hybridcomp.attach(model, told)
+    move = {True: 1 + 2j, False: 1}
+    for step in (1, 2):
+        model(torch.ones(1, 3, 4, 4)).backward()
+        for parameter in model.parameters():
+            by = (dist.get_rank() + 1) * move[parameter.is_complex()]
+            parameter.grad = torch.full_like(parameter, by)
+        optimizer.step()
+        for name, value in model.module.state_dict().items():
+            mean = 1.5 * step * move[value.is_complex()]
+            torch.testing.assert_close(value, first[name] - mean, rtol=0, atol=1e-5)
+            assert value.stride() == first[name].stride()
+    named = island_masters.masters_of(model).pieces
+    assert [name for name, _ in named] == [
+        "phases by dimensions [1, 0, 2]", "image.weight by dimensions [0, 2, 3, 1]", "image.bias",
+    ]  # fmt: skip
+    hybridcomp.detach(model)
+
+
+def test_weights_in_another_order_and_complex_ones(on_ranks: RunRanks) -> None:
+    on_ranks(2, odd_weights)
 
 
 def diverging() -> None:

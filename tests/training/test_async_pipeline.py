@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("deepspeed")
 
 from tests.pipelines import simulation
-from tests.ranks import run_ranks
+from tests.ranks import RankPool, run_ranks
 from tests.training import async_trainer
 from tests.training.async_trainer import AsyncJob, AsyncOutcome
 
@@ -161,8 +161,8 @@ def test_no_stage_waits_in_a_step() -> None:
 def test_a_stage_that_fails_ends_the_others() -> None:
     """Nobody waits for its messages for ever."""
     job = AsyncJob({"versions": "stash"}, 2, steps=9, break_at=4)
-    with pytest.raises(AssertionError) as raised:
-        run_ranks(2, async_trainer.run, 2, [job])
+    with RankPool(2) as pool, pytest.raises(AssertionError) as raised:
+        pool.run(async_trainer.run, 2, [job], grace=60.0)
     text = str(raised.value)
     assert "the last stage breaks" in text
     assert "rank 0 of 2" in text
