@@ -140,8 +140,9 @@ class BlockInt(FixedCodec):
 
     def wire_nbytes_of(self, numels: Lengths, dtype: torch.dtype) -> Lengths:
         check_dtype(self.spec, dtype)
-        nbytes = np.empty_like(numels)
-        on_host("lengths").blockint_nbytes(numels, self._setting, nbytes)
+        lengths = np.ascontiguousarray(numels, dtype=np.int64)
+        nbytes = np.empty_like(lengths)
+        on_host("lengths").blockint_nbytes(lengths, self._setting, nbytes)
         return nbytes
 
     def fused(self, device: torch.device) -> CollectiveKernel | None:

@@ -58,10 +58,11 @@ def sweep(folder: Path, pattern: str, world_size: int) -> None:
             try:
                 part.unlink(missing_ok=True)
             except OSError as error:
-                raise _unwritten(part, error) from error
+                raise unwritten(part, error) from error
 
 
-def _unwritten(path: Path, error: BaseException) -> CheckpointError:
+def unwritten(path: Path, error: BaseException) -> CheckpointError:
+    """Make the error about a file of a checkpoint that could not be written."""
     return CheckpointError(
         f"{path} cannot be written ({_first_line(error)}); this checkpoint is not complete: "
         "make room and save again, or resume from the one before"
@@ -86,7 +87,7 @@ def _replace(path: Path, fill: Callable[[BinaryIO], object]) -> None:
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
-        raise _unwritten(path, error) from error
+        raise unwritten(path, error) from error
 
 
 def sync_folder(folder: Path) -> None:

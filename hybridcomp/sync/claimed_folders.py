@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -20,18 +21,42 @@ def claim(folder: Path, run: str, island: str) -> None:
     """Say in ``folder`` that ``island`` of ``run`` writes there; every rank may, and alone.
 
     Raises CheckpointError where another island of the run has: each would overwrite what the other
-    has saved. An earlier run's folder is taken.
+    has saved; and where nothing can be written. An earlier run's folder is taken, and one whose
+    claim is empty: who made that ended before saying who it was.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILES.replace("*", run)
     try:
-        with os.fdopen(os.open(path, saved.NEW_FILE, 0o666), "w", encoding="utf-8") as file:
-            file.write(json.dumps({"format": saved.FORMAT, "island": island}) + "\n")
+        folder.mkdir(parents=True, exist_ok=True)
+        while not _create(path, json.dumps({"format": saved.FORMAT, "island": island}) + "\n"):
+            if awaited(lambda: _nbytes(path) or None, WRITING_S):
+                _check(folder, str(saved.read_json(path).get("island")), island)
+                break
+            path.unlink(missing_ok=True)
+        for other in set(folder.glob(FILES)) - {path}:
+            other.unlink(missing_ok=True)
+    except OSError as error:
+        raise saved.unwritten(path, error) from error
+
+
+def _create(path: Path, text: str) -> bool:
+    """Write a new file, or none at all; return whether there was none."""
+    try:
+        descriptor = os.open(path, saved.NEW_FILE, 0o666)
     except FileExistsError:
-        awaited(lambda: path.stat().st_size or None, WRITING_S)
-        _check(folder, str(saved.read_json(path).get("island")), island)
-    for other in set(folder.glob(FILES)) - {path}:
-        other.unlink(missing_ok=True)
+        return False
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    return True
+
+
+def _nbytes(path: Path) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0
 
 
 def claim_url(url: str, line: StoreLine, island: str) -> None:

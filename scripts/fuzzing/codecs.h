@@ -10,8 +10,11 @@
 #include "cpu_blockint.h"
 #include "cpu_casts.h"
 #include "cpu_expcode.h"
+#include "cpu_instructions.h"
 #include "cpu_mpc.h"
 #include "cpu_radix.h"
+#include "cpu_stepcode.h"
+#include "cpu_stepcode_decode.h"
 #include "cpu_zfp.h"
 
 namespace damage {
@@ -43,6 +46,8 @@ struct Codec {
     size_t (*room)(const Call&);
     size_t (*encode)(const Call&, const void*, u8*, size_t);
     void (*decode)(const Call&, const u8*, size_t, void*);
+    size_t tables = 0;  // bytes that a decoder allocates whatever the payload
+    void (*prepare)(const Call&) = nullptr;  // before `decode`, which is watched for what it allocates
 };
 
 inline size_t item_bytes(int dtype) { return dtype == 0 ? 4 : 2; }
@@ -79,6 +84,62 @@ inline Codec narrow(const char* name, int dtype) {  // `setting`: the dtype on t
 #ifdef WITH_RADIX
 inline radix::Settings radix_settings(const Call& c) {
     return {c.setting, c.relative != 0, c.bound};
+}
+#endif
+
+// Values of one of nine kinds, as fp32.
+inline std::vector<float> hostile(Random& random, size_t numel) {
+    std::vector<float> values(numel);
+    int kind = (int)random.below(9), exponent = (int)random.below(250) - 125;
+    for (size_t i = 0; i < numel; ++i) {
+        u64 bits = random.next();
+        // about normal: the mean of four uniform numbers
+        float value = (float)((bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) +
+                              (bits >> 48)) / 65536.0f - 2.0f;
+        if (kind == 1) value = 0.0f;
+        if (kind == 2) value = i % 97 == 5 ? 1e6f : value * 1e-3f;  // an outlier a segment
+        if (kind == 3) value = i % 5 ? 0.0f : value;
+        if (kind == 4) value = std::ldexp(value, exponent);
+        if (kind == 5) value = std::ldexp(value, (int)(bits % 60) - 30);  // every exponent
+        if (kind == 6) value = bits_float((u32)bits);  // NaN and Inf among them
+        if (kind == 7) value = bits_float((u32)bits & 0x807fffffu);  // subnormal
+        if (kind == 8) value = bits % 7 ? (float)(bits % 3) : bits_float(0x7f800000u | (u32)bits % 2);
+        values[i] = value;
+    }
+    return values;
+}
+
+#ifdef WITH_STEPCODE
+// What sender and receiver of stepcode both hold: values that follow from the call.
+inline std::vector<u16>& reference() {
+    static std::vector<u16> held;
+    return held;
+}
+
+inline int half_dtype(const Call& c) { return c.dtype == 2 ? 2 : 1; }
+
+// `setting`: the instructions, as far as the machine has them.
+inline void hold_reference(const Call& c) {
+    Random random{float_bits(c.bound) * 0x9e3779b97f4a7c15ull + c.numel};
+    std::vector<float> values = hostile(random, c.numel);
+    std::vector<u16>(c.numel).swap(reference());
+    cast(0, half_dtype(c), values.data(), reference().data(), c.numel, false, 1);
+    allowed_instructions() = (Instructions)c.setting;
+}
+
+// The reference with steps: few or many, short ones, signs alone, or other values.
+inline std::vector<u16> stepped(const Call& c, const u16* others) {
+    Random random{float_bits(c.bound) + c.numel};
+    std::vector<u16> values = reference();
+    size_t often = 1 + random.below(40), kind = random.below(4);
+    for (size_t i = 0; i < values.size(); ++i) {
+        if (random.below(often)) continue;
+        if (kind == 0) values[i] = (u16)(values[i] + random.below(7) - 3);
+        if (kind == 1) values[i] ^= 0x8000u;
+        if (kind == 2) values[i] = others[i];
+        if (kind == 3) values[i] = (u16)(values[i] + (random.next() >> random.below(64)));
+    }
+    return values;
 }
 #endif
 
@@ -123,29 +184,20 @@ inline std::vector<Codec> codecs() {
             expcode::decode(c.dtype, in, nbytes, out, c.numel, c.add, 1);
         }});
 #endif
+#ifdef WITH_STEPCODE
+    found.push_back({"stepcode", {0, 1, 2}, true,
+        [](const Call& c) { return stepcode::wire_nbytes(c.numel); },
+        [](const Call& c, const void* in, u8* out, size_t) {
+            hold_reference(c);
+            std::vector<u16> values = stepped(c, (const u16*)in);
+            return stepcode::encode(half_dtype(c), values.data(), reference().data(), c.numel, out, 1);
+        },
+        [](const Call& c, const u8* in, size_t nbytes, void* out) {
+            stepcode::decode(half_dtype(c), in, nbytes, reference().data(), (u16*)out, c.numel, 1);
+        },
+        4 * (stepcode::CONTEXTS << stepcode::PRECISION), hold_reference});
+#endif
     return found;
-}
-
-// Values of one of nine kinds, as fp32.
-inline std::vector<float> hostile(Random& random, size_t numel) {
-    std::vector<float> values(numel);
-    int kind = (int)random.below(9), exponent = (int)random.below(250) - 125;
-    for (size_t i = 0; i < numel; ++i) {
-        u64 bits = random.next();
-        // about normal: the mean of four uniform numbers
-        float value = (float)((bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) +
-                              (bits >> 48)) / 65536.0f - 2.0f;
-        if (kind == 1) value = 0.0f;
-        if (kind == 2) value = i % 97 == 5 ? 1e6f : value * 1e-3f;  // an outlier a segment
-        if (kind == 3) value = i % 5 ? 0.0f : value;
-        if (kind == 4) value = std::ldexp(value, exponent);
-        if (kind == 5) value = std::ldexp(value, (int)(bits % 60) - 30);  // every exponent
-        if (kind == 6) value = bits_float((u32)bits);  // NaN and Inf among them
-        if (kind == 7) value = bits_float((u32)bits & 0x807fffffu);  // subnormal
-        if (kind == 8) value = bits % 7 ? (float)(bits % 3) : bits_float(0x7f800000u | (u32)bits % 2);
-        values[i] = value;
-    }
-    return values;
 }
 
 struct Message {

@@ -64,6 +64,7 @@ bool decode(const Codec& codec, const Case& one, std::string& refusal, size_t& u
     if (!one.payload.empty()) memcpy(in.bytes, one.payload.data(), one.payload.size());
     if (room) memset(out.bytes, 0, room);
     refusal.clear();
+    if (codec.prepare) codec.prepare(one.call);
     allocated = 0, watching = true;
     try {
         codec.decode(one.call, in.bytes, one.payload.size(), out.bytes);
@@ -72,7 +73,7 @@ bool decode(const Codec& codec, const Case& one, std::string& refusal, size_t& u
         watching = false;
         refusal = error.what();
     }
-    used = allocated;
+    used = allocated - std::min(allocated, codec.tables);
     if (one.whole && !refusal.empty()) {
         fprintf(stderr, "damage: a whole payload was refused: %s\n", refusal.c_str());
         return false;

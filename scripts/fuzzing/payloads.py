@@ -29,12 +29,16 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "radix": ("radix_decode", "radix_encode"),
     "expcode": ("expcode_decode", "expcode_encode"),
     "mpc": ("mpc",),
+    "stepcode": (
+        "stepcode_decode", "stepcode_decode_256", "stepcode_decode_512", "stepcode_encode",
+        "stepcode_encode_256", "stepcode_encode_512", "stepcode_model",
+    ),
     "blockint": ("blockint",),
     "zfp": ("zfp",),
     "bf16": (), "fp16": (), "fp8": (),
 }  # fmt: skip
 #: codecs whose decoders read lengths from the payload
-VARIABLE = ("radix", "expcode", "mpc")
+VARIABLE = ("radix", "expcode", "mpc", "stepcode")
 FLAGS = (
     "-std=c++17", "-g1", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-w",
     "-DHC_CLONES=", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",

@@ -141,6 +141,13 @@ def test_scale_costs_a_quarter_bit() -> None:
     assert BlockInt(bits=4).wire_nbytes(2**20, torch.bfloat16) * 8 / 2**20 < 4.27
 
 
+def test_lengths_may_be_any_array_of_integers() -> None:
+    numels, codec = np.array([[0, 1], [31, 33], [1025, 10**6]]), BlockInt(bits=4)
+    expected = [codec.wire_nbytes(int(numel), torch.bfloat16) for numel in numels[:, 1]]
+    for lengths in (numels[:, 1], numels[:, 1].astype(np.int32)):
+        assert codec.wire_nbytes_of(lengths, torch.bfloat16).tolist() == expected
+
+
 def test_fp16_and_bf16_saturate_instead_of_becoming_inf() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         largest = torch.finfo(dtype).max

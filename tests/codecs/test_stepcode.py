@@ -285,6 +285,16 @@ def test_random_bytes_never_read_or_write_beyond(change: str) -> None:
                 assert "\n" not in str(error)
 
 
+@pytest.mark.usefixtures("way")
+def test_symbols_without_extra_bits_read_none_behind_the_payload() -> None:
+    """Of flipped signs alone there are no extra bits, and a payload may end with its last word."""
+    for numel in range(300, 400):
+        reference = torch.linspace(1, 2, numel).to(torch.bfloat16)
+        values = torch.where(torch.arange(numel) % 7 == 0, -reference, reference)
+        payload = guarded.copy(encoded(values, reference))
+        assert torch.equal(decoded(payload, reference, numel, torch.bfloat16), values)
+
+
 def test_another_reference_is_noticed_where_its_exponents_differ() -> None:
     values, reference = stepcode_reference.pair("normal", "many", 9000, 2, torch.bfloat16)
     payload = encoded(values, reference)

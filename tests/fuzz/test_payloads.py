@@ -1,6 +1,6 @@
 """Damaged payloads under the address and undefined-behaviour sanitizers, the short form.
 
-blockint and zfp take half a minute to build so; the long form has them.
+blockint and zfp take half a minute to build so; the long form has them. stepcode is built by night.
 """
 
 from __future__ import annotations
@@ -34,6 +34,17 @@ def test_damaged_payloads_are_garbage_or_refused(driver: Path, tmp_path: Path, c
     assert result.tried == CASES
     assert result.decoded > CASES / 10 and result.refused > CASES / 20
     assert result.largest <= 16
+
+
+@needs_sanitizers
+@pytest.mark.nightly
+def test_damaged_steps_are_garbage_or_refused(tmp_path: Path) -> None:
+    """stepcode with each kind of instructions, against a reference that both sides hold."""
+    driver = payloads.build(["stepcode"], native=False, folder=tmp_path)
+    result = payloads.run(driver, "stepcode", CASES, seed=7, keep=tmp_path)
+    assert result.failure == ""
+    assert result.tried == CASES
+    assert result.decoded > CASES / 10 and result.refused > CASES / 20
 
 
 @needs_sanitizers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import io
 import os
@@ -22,6 +23,7 @@ from torch import Tensor
 
 import hybridcomp
 from hybridcomp.errors import AgreementError, CheckpointError
+from hybridcomp.sync import claimed_folders
 from hybridcomp.sync.claimed_folders import claim
 from tests.ranks import run_ranks
 from tests.sync.jobs import beside, block, rendezvous, start
@@ -298,3 +300,32 @@ def test_of_islands_that_claim_a_folder_at_once_one_has_it(tmp_path: Path) -> No
             names = list("abcdefgh")
             found = list(pool.map(functools.partial(claims, tmp_path / str(number)), names))
         assert found.count(True) == 1, found
+
+
+def test_a_claim_that_was_never_written_keeps_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job ended between making the file and writing it, or the disk was full."""
+    monkeypatch.setattr(claimed_folders, "WRITING_S", 0.05)
+    file = tmp_path / claimed_folders.FILES.replace("*", "run")
+    file.touch()
+    assert claims(tmp_path, "a") and not claims(tmp_path, "b")
+    file.unlink()
+
+    class Full(io.StringIO):
+        """A file on a full disk."""
+
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def full(descriptor: int, *_: Any, **__: Any) -> Full:
+        os.close(descriptor)
+        return Full()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hybridcomp.sync.claimed_folders.os.fdopen", full)
+        with pytest.raises(CheckpointError, match=rf"{file.name} cannot be written .*No space"):
+            claim(tmp_path, "run", "a")
+    assert not file.exists() and claims(tmp_path, "b")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        claim(file / "below", "run", "a")

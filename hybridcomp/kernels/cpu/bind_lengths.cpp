@@ -17,6 +17,9 @@ class Words {
     Words(py::handle array, bool writes = false) {
         int flags = PyBUF_C_CONTIGUOUS | (writes ? PyBUF_WRITABLE : 0);
         if (PyObject_GetBuffer(array.ptr(), &view_, flags)) throw py::error_already_set();
+        if (view_.itemsize == sizeof(int64_t)) return;
+        PyBuffer_Release(&view_);
+        throw std::invalid_argument("lengths must be int64");
     }
     ~Words() { PyBuffer_Release(&view_); }
     Words(const Words&) = delete;
@@ -41,9 +44,10 @@ py::tuple read(py::handle list, int64_t row, py::handle out) {
     for (size_t i = 0; i < count; ++i) {
         int64_t found = PyLong_AsLongLong(item[i]);
         if (found == -1 && PyErr_Occurred()) throw py::error_already_set();
-        found *= row;
+        if (__builtin_mul_overflow(found, row, &found) || __builtin_add_overflow(total, found, &total)) {
+            throw std::overflow_error("lengths do not fit into 64 bits");
+        }
         words.data()[i] = found;
-        total += found;
         if (found < least) least = found;
         if (found > most) most = found;
     }

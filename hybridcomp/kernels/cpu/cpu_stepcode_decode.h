@@ -38,6 +38,7 @@ struct BitReader {
     size_t position, count;  // in bits
     bool good;
     u32 take(u32 number) {
+        if (number == 0) return 0;  // there may be no word to read
         if (position + number > count) {
             good = false;
             return 0;

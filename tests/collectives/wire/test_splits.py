@@ -37,6 +37,12 @@ def test_what_is_no_length_is_an_error(wrong: list[Any]) -> None:
         Splits.of(wrong)
 
 
+@pytest.mark.parametrize("wrong", [([1 << 62], 4), ([1 << 62, 1 << 62], 1)], ids=["row", "sum"])
+def test_lengths_beyond_64_bits_are_an_error(wrong: tuple[list[int], int]) -> None:
+    with pytest.raises(OverflowError, match="64 bits"):
+        Splits.of(*wrong)
+
+
 def test_few_lists_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_known", {})
     kept = [[index] for index in range(module.MOST_KNOWN + 5)]
