@@ -74,7 +74,7 @@ PARTS = (
     SavedPart(
         "link", "job",
         lambda channels: channels.verdicts.state(),
-        Channels.resume_verdicts,
+        lambda channels, state: channels.payoff.resume(state),
         wanted=lambda channels: bool(channels.config.measured()),
     ),
     SavedPart(
