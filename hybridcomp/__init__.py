@@ -21,6 +21,7 @@ HybridcompError      base of every error that is raised on purpose; see ``hybrid
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +37,13 @@ from hybridcomp.errors import (
 )
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.nn import Module
 
     from hybridcomp.config import CompressionConfig, load_config
+    from hybridcomp.patches.mcore.islands import island_pg_collection
+    from hybridcomp.patches.torch.attach import detach, stateful
     from hybridcomp.patches.torch.attached import Attached
+    from hybridcomp.patches.torch.session import island_group
     from hybridcomp.publishing import AppliedVersion, Publisher, VersionSummary, WeightReceiver
 
     __version__: str
@@ -96,7 +99,7 @@ def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = 
     another package (nothing stays half-patched), ConfigError on a config that cannot act, and where
     the DeepSpeed engine or Megatron's data-parallel wrapper that it is for was built before.
     """
-    from hybridcomp import patching
+    from hybridcomp import arming
     from hybridcomp.job import environment, uncaught
     from hybridcomp.log import say_once
     from hybridcomp.patches import registry
@@ -108,7 +111,7 @@ def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = 
     say_once(*environment.unknown())
     if config is not None:
         process.configure(config)
-    early_engines.check(frozenset(patching.IN_PLACE), process.configured(), new=config is not None)
+    early_engines.check(frozenset(arming.IN_PLACE), process.configured(), new=config is not None)
     registry.arm()
     auto_attach.arm(new=config is not None)
 
@@ -152,73 +155,6 @@ def attach(
 
     uncaught.install()  # blocks that differ are one line of the job, not a traceback of each rank
     return attach(model, block)
-
-
-def island_group(
-    block: Mapping[str, Any] | str | Path | CompressionConfig | None = None,
-) -> ProcessGroup:
-    """Return the process group of this rank's island, for a model whose block has ``sync``.
-
-    Build DistributedDataParallel with it, or the mesh of fully_shard; DeepSpeed's engines take it
-    by themselves. Every rank calls it, after ``init_process_group``; a second call returns the same
-    group. It is that of the whole job where islands are jobs of their own. ``block``: as for
-    ``attach``. Raises ConfigError where the block has no islands, or the job cannot be cut into
-    them.
-    """
-    from hybridcomp.patches.torch.session import island_group
-
-    return island_group(block)
-
-
-def island_pg_collection() -> Any:
-    """Return megatron-core's process groups with the data-parallel ones cut into islands.
-
-    A ProcessGroupCollection: give it to DistributedDataParallel and to ``get_megatron_optimizer``
-    (with ``use_gloo_process_groups=False``) as ``pg_collection``. Every rank calls it, after
-    ``initialize_model_parallel``; a second call returns the same. Where islands are jobs of their
-    own, the groups are the job's. Raises ConfigError where the process has no block with ``sync``,
-    or where islands do not hold whole copies of the model.
-    """
-    from hybridcomp.patches.mcore.islands import island_pg_collection
-
-    return island_pg_collection()
-
-
-def detach(model: Module) -> None:
-    """Restore the native communication of a model under FSDP2 or DDP; drops its state.
-
-    Every rank calls it between two steps. Messages, their bytes and values are native's from then
-    on. ``attach`` may follow, with another block too. The residuals of error feedback are dropped,
-    with a notice; ``save_state`` before saves them. Harmless when called twice.
-
-    Under FSDP2 torch's communication is back in its slots. DDP's reducer cannot drop a hook: ours
-    stays there and averages natively, with the values that DDP has without one.
-
-    Args:
-        model: the argument of ``attach``, or a model that was attached automatically.
-
-    Raises ConfigError on a model that was never attached.
-    """
-    from hybridcomp.patches.torch.attach import detach
-
-    detach(model)
-
-
-def stateful(model: Module, checkpoint: str | Path | None = None) -> Any:
-    """Return a model's ``Stateful`` for ``torch.distributed.checkpoint``, under "hybridcomp".
-
-    ``dcp.save({"hybridcomp": hybridcomp.stateful(model), ...}, checkpoint_id=folder)``
-
-    Args:
-        model: under FSDP2 or DDP; it is attached if that was not done yet.
-        checkpoint: the folder that is about to be loaded. Needed on another number of ranks than
-            wrote it, and where it may hold no state of hybridcomp.
-
-    Raises ConfigError where there is no block.
-    """
-    from hybridcomp.patches.torch.attach import stateful
-
-    return stateful(model, checkpoint)
 
 
 def save_state(folder: str | Path, loss_scale: float | None = None) -> None:
@@ -331,22 +267,28 @@ def publish(
     return publish(engine, to, names, **given, dtype=dtype, codec=codec)
 
 
+#: public names that are imported once somebody asks for them -> where they are: the config needs
+#: pydantic and torch, and `import hybridcomp` alone stays quick
+_LATE = {
+    "AppliedVersion": "publishing",
+    "Attached": "patches.torch.attached",
+    "CompressionConfig": "config",
+    "Publisher": "publishing",
+    "VersionSummary": "publishing",
+    "WeightReceiver": "publishing",
+    "detach": "patches.torch.attach",
+    "island_group": "patches.torch.session",
+    "island_pg_collection": "patches.mcore.islands",
+    "load_config": "config",
+    "stateful": "patches.torch.attach",
+}
+
+
 def __getattr__(name: str) -> Any:
-    # config needs pydantic and torch: `import hybridcomp` alone stays quick
-    if name in ("CompressionConfig", "load_config"):
-        from hybridcomp import config
-
-        return getattr(config, name)
-    if name == "Attached":
-        from hybridcomp.patches.torch.attached import Attached
-
-        return Attached
-    if name in ("AppliedVersion", "Publisher", "VersionSummary", "WeightReceiver"):
-        from hybridcomp import publishing
-
-        return getattr(publishing, name)
+    if name in _LATE:
+        return getattr(import_module(f"{__name__}.{_LATE[name]}"), name)
     if name == "__version__":
         from importlib.metadata import version
 
-        return version("hybridcomp")
+        return version(__name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

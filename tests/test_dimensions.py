@@ -47,6 +47,7 @@ ENGINES = {
 OWN_WORDS = {
     "channels/channel.py": "the settings that zero alone has",
     "channels/engine_channels.py": "the residuals of gradients",
+    "channels/payoff.py": "what comparing steps takes, and the group of trials",
     "channels/host_pace.py": "the settings that offload alone has",
     "commands/job_files.py": "what a DeepSpeed file shows of a job",
     "config/codec_settings.py": "which codecs one dimension alone may name",

@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "policy": {"codecs", "dimensions", "errors"},
     "config": {"codecs", "dimensions", "errors", "foreign", "policy"},
     "patching": {"errors"},
+    "arming": {"patching"},
     "autotune": {"codecs", "collectives", "dimensions", "job", "policy"},
     "channels": {
         "autotune", "codecs", "collectives", "config", "dimensions", "errors", "job", "log",
@@ -53,8 +54,9 @@ ALLOWED: dict[str, set[str]] = {
     "rules": {"config", "dimensions", "errors", "policy"},
     # all that knows an upstream: seams, facts, checkpoints; layers of our own are named beside them
     "patches": {
-        "autotune", "channels", "codecs", "collectives", "config", "dimensions", "errors", "job",
-        "log", "nn", "patching", "pipelines", "policy", "publishing", "rules", "session", "sync",
+        "arming", "autotune", "channels", "codecs", "collectives", "config", "dimensions", "errors",
+        "job", "log", "nn", "patching", "pipelines", "policy", "publishing", "rules", "session",
+        "sync",
     },
     # adapters to inference engines; each module imports its own
     "inference": {"errors", "foreign", "log", "patching", "publishing"},
@@ -81,7 +83,7 @@ ALLOWED: dict[str, set[str]] = {
     "missing_run": {"config", "errors", "job", "log"},
     # hybridcomp/__init__.py: the public names, imported late
     "": {
-        "channels", "collectives", "config", "errors", "job", "log", "patches", "patching",
+        "arming", "channels", "collectives", "config", "errors", "job", "log", "patches",
         "publishing", "session", "sync",
     },
 }  # fmt: skip

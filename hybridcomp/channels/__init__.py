@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybridcomp.autotune.trials import StepTraffic
 from hybridcomp.channels.broadcast_reduce import Broadcast, Reduce
-from hybridcomp.channels.channel import Channel, Message, channel_of
+from hybridcomp.channels.channel import Channel, Message
 from hybridcomp.channels.engine_channels import NAME, Channels, channels_of
 from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState
 from hybridcomp.channels.host_copies import HostMoves, Packed
@@ -25,5 +25,5 @@ __all__ = [
     "ATTRIBUTE", "NAME", "AllGather", "AllReduce", "AllToAll", "Broadcast", "Channel", "Channels",
     "EngineState", "HostMoves", "Message", "OwnedRange", "Packed", "PostReceive", "PostSend",
     "Posted", "Receive", "Reduce", "ReduceScatter", "ReduceScatterHandle", "ReduceToOwners", "Send",
-    "Shards", "StepTraffic", "channel_of", "channels_of", "native_nbytes",
+    "Shards", "StepTraffic", "channels_of", "native_nbytes",
 ]  # fmt: skip

@@ -6,6 +6,9 @@ Without one it counts the message and calls ``native``, upstream's original, so 
 bit-identical. Otherwise the message encodes its tensors, calls the collective and is recorded in
 the ledger. Its classes: sums in ``sums`` and ``scatter_sums``, messages that only move values in
 ``moves``, broadcasts and reductions to one rank in ``broadcast_reduce``.
+
+The choice depends only on what is equal on all ranks of a group: the block, the message's size and
+dtype, the step, and decisions the ranks agreed on, such as a measured link or a tripped guard.
 """
 
 from __future__ import annotations
@@ -14,37 +17,37 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from functools import cached_property, partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hybridcomp import collectives
-from hybridcomp.channels.codec_choice import CodecChoice
-from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState
+from hybridcomp.channels.engine_state import EngineState
 from hybridcomp.channels.error_samples import Samples
 from hybridcomp.channels.known_groups import KnownGroups
-from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs import LOSSLESS, Codec
+from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.codecs.quantized_residual import Residual
 from hybridcomp.collectives import Group, Handle, Meter, ReduceScatterHandle
-from hybridcomp.collectives.ring import Ring
 from hybridcomp.collectives.wire import HOST
-from hybridcomp.dimensions import ROWS, Dimension, Direction
+from hybridcomp.dimensions import MEASURED_EARLY, ROWS, Dimension, Direction
+from hybridcomp.errors import ConfigError
+from hybridcomp.policy import Policy, Traffic
 
 R = TypeVar("R")
 T = TypeVar("T")
 H = TypeVar("H", Handle, ReduceScatterHandle)
-
-
-def channel_of(obj: Any, dimension: Dimension) -> Channel | None:
-    """Return the channel of an attached engine or of an object tagged with it, None without one."""
-    channels = getattr(obj, ATTRIBUTE, None)
-    if channels is None:
-        return None
-    return cast("Channel", channels.by_dimension[dimension])
+#: elements, dtype, ranks and direction of a message
+_Key = tuple[int, torch.dtype, int, Direction]
+#: most messages whose codecs are remembered; sizes may differ at every step, as of tokens
+MOST_SETTLED = 4096
+#: where the link should have been measured before the first message
+UNMEASURED = (
+    'nothing was measured, as this job makes its groups in a way of its own; write "always"'
+)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -108,19 +111,20 @@ class Channel:
 
     Attributes:
         state: what all dimensions of the engine share; seams do not touch it.
-        choice: chooses the codecs.
         groups: what is known of process groups, by group and nodes (``group``).
         error_feedback: whether sums add what earlier ones have left out.
         delta: whether parameters travel as differences from the last gather.
+        is_suspended: whether messages are native now; see ``suspended``.
     """
 
     def __init__(self, dimension: Dimension, state: EngineState) -> None:
         self.dimension, self.state = dimension, state
-        self.choice = CodecChoice(dimension, state)
         self.samples = Samples(dimension, state)
         self.error_feedback = state.config.error_feedback(dimension)
         self.delta = dimension == "zero" and state.config.zero.delta
         self.groups = KnownGroups(dimension, state)
+        self.is_suspended = False
+        self._settled: tuple[Policy | None, dict[_Key, Codec | None]] = (None, {})
 
     def run(self, message: Message[R], *, native: Callable[[], T], encoded: Callable[[R], T]) -> T:
         """Send ``message`` encoded, or count it and have upstream send it.
@@ -135,9 +139,8 @@ class Channel:
 
         Returns what ``native`` or ``encoded`` returns.
         """
-        size = self.group(message.group).size
-        codec = self.choice.of_message(
-            message.numel, message.dtype, message.group, size, message.direction, message.between
+        codec = self.codec(
+            message.numel, message.dtype, message.group, message.direction, message.between
         )
         if codec is None or message.stays_native(self, codec):
             return self.run_native(message, native)
@@ -165,12 +168,55 @@ class Channel:
 
         For messages that consist of several, as a ring's; all others go through ``run``.
         """
-        size = self.group(group).size
-        return self.choice.of_message(numel, dtype, group, size, direction, between)
+        size, state = self.group(group).size, self.state
+        if size == 1 and self.error_feedback and not self.is_suspended:
+            # residuals saved by a job of more ranks: a sum over one rank sends nothing, adds them
+            return LOSSLESS if dtype in VALUE_DTYPES and state.residuals.is_restored else None
+        codec = self.choose(numel, dtype, size, direction)
+        if codec is not None and self.dimension in state.seen.counts:
+            state.seen.note(self.dimension, codec, numel, dtype, group, direction, between)
+            return None
+        return codec
 
-    def copy_codec(self, numel: int, dtype: torch.dtype, direction: Direction) -> Codec | None:
-        """Return the codec of a copy between this rank's device and its host, None for native."""
-        return self.choice.of_copy(numel, dtype, direction)
+    def choose(
+        self, numel: int, dtype: torch.dtype, ends: int, direction: Direction
+    ) -> Codec | None:
+        """Return the codec of values that travel between so many ``ends``, None for native."""
+        if self.is_suspended:
+            return None
+        step, guard, verdicts = self.state.step, self.state.guard, self.state.verdicts
+        policy, key = self.state.policy, (numel, dtype, ends, direction)
+        known = self._settled[0] is policy and step >= policy.settles_at
+        settled = self._settled[1] if known else {}
+        codec = settled[key] if key in settled else self._by_policy(key, step)
+        if codec is None:
+            return None
+        if not self.state.is_weighed and self._insists:
+            raise ConfigError(f"compression.{self.dimension}.when", "auto", UNMEASURED)
+        too_fast = flushes = False
+        if verdicts.by_dimension:
+            too_fast = verdicts.native(self.dimension, step)
+            flushes = verdicts.flushes(self.dimension, step)
+        if guard.trips and guard.native(self.dimension, step):
+            return guard.flush(self.dimension, step) if self.error_feedback else None
+        if too_fast:
+            return guard.lossless if self.error_feedback and flushes else None
+        return codec
+
+    def _by_policy(self, key: _Key, step: int) -> Codec | None:
+        """Return what the block says; asked once for all messages alike, once no ramp is left."""
+        policy, (numel, dtype, ends, direction) = self.state.policy, key
+        codec = policy.choose(Traffic(self.dimension, direction, dtype, numel, ends, step))
+        if step >= policy.settles_at:
+            if self._settled[0] is not policy or len(self._settled[1]) >= MOST_SETTLED:
+                self._settled = (policy, {})
+            self._settled[1][key] = codec
+        return codec
+
+    @cached_property
+    def _insists(self) -> bool:
+        """Return whether the block asks for a measurement before the first message."""
+        return self.dimension in MEASURED_EARLY and self.state.config.insists(self.dimension)
 
     def encodes(self, numel: int, dtype: torch.dtype, group: ProcessGroup | None) -> bool:
         """Return whether a message has a codec now; equal on all ranks of ``group``."""
@@ -197,30 +243,14 @@ class Channel:
         """The generation of the references of deltas; see ``Channels.resync``."""
         return self.state.generation
 
-    @property
-    def exact_step(self) -> bool:
-        """Return whether this step gathers exact parameters, as ``resync_every`` asks."""
-        every = self.state.config.zero.resync_every
-        return every > 0 and self.step % every == 0
-
-    @property
-    def pauses(self) -> bool:
-        """Return whether this step is compared with others: native now, maybe encoded soon."""
-        return self.state.verdicts.comparing(self.state.step)
-
-    @property
-    def is_suspended(self) -> bool:
-        """Return whether messages are native now; see ``suspended``."""
-        return self.choice.is_suspended
-
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Send messages inside natively, for checkpoints. All ranks enter and leave together."""
-        self.choice.is_suspended = True
+        self.is_suspended = True
         try:
             yield
         finally:
-            self.choice.is_suspended = False
+            self.is_suspended = False
 
     def handling(self, codec: Codec) -> Handling:
         """Return how sums with ``codec`` treat the parameters that a tensor holds."""
@@ -255,32 +285,6 @@ class Channel:
         """Return a meter for one message on ``device``."""
         clock = HOST if device.type == "cpu" else self.state.clock(device)
         return Meter(clock=clock, where=f"{self.dimension} at step {self.state.step}")
-
-    def ring(self, codec: Codec | None, group: ProcessGroup | None, device: torch.device) -> Ring:
-        """Return the ``Ring`` that sends ring attention's messages round ``group``.
-
-        Call ``record_ring_traffic`` once it has finished.
-        """
-        return Ring(codec, self.group(group), self.meter(device), device)
-
-    def record_ring_traffic(self, ring: Ring, raw_nbytes: int, direction: Direction) -> None:
-        """Record the messages of a finished ring; ``raw_nbytes``: bytes native would have sent.
-
-        Without a codec the ring sends just these, plus headers.
-        """
-        if ring.codec is None:
-            self.count_native(raw_nbytes, direction)
-            self.state.ledger.record_time((self.dimension, direction), ring.meter)
-            return
-        ring.meter.used[ring.codec.spec] = None
-        self.record(ring.meter, raw_nbytes, direction, ring.group.ring)
-
-    def gather_words(self, words: Tensor, group: ProcessGroup | None) -> list[list[int]]:
-        """Gather the int64 ``words`` of all ranks, beside a message of upstream; blocking."""
-        meter = self.meter(words.device)
-        rows = collectives.gather_words(words, self.group(group), meter)
-        self.state.ledger.record_extra((self.dimension, "forward"), meter)
-        return rows
 
     def record(self, meter: Meter, raw_nbytes: int, direction: Direction, inter: float) -> None:
         """Count an encoded message in whose place native would have sent ``raw_nbytes``, of which

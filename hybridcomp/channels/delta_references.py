@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hybridcomp.channels.channel import Channel
 from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives import gather_words
 from hybridcomp.log import say
 
 #: attribute of a buffer that is gathered by deltas: its Reference
@@ -62,10 +63,16 @@ def keep(channel: Channel, buffer: Tensor, group: dist.ProcessGroup | None) -> N
 
 def leave(channel: Channel, buffer: Tensor, group: dist.ProcessGroup | None) -> None:
     """Prepare upstream's gather: keep the reference where deltas may follow, else drop it."""
-    if channel.delta and channel.pauses:
+    if channel.delta and channel.state.verdicts.comparing(channel.step):
         keep(channel, buffer, group)
     else:
         forget(buffer)
+
+
+def is_exact(channel: Channel) -> bool:
+    """Return whether this step gathers exact parameters, as ``resync_every`` asks."""
+    every = channel.state.config.zero.resync_every
+    return every > 0 and channel.step % every == 0
 
 
 def forget(buffer: Tensor) -> None:
@@ -80,7 +87,7 @@ def agreed(channel: Channel, buffer: Tensor, codec: Codec, group: dist.ProcessGr
 
     False: gather exactly and ``keep``. Prints a message where references differ between ranks.
     """
-    if channel.exact_step:
+    if is_exact(channel):
         return False
     return alike(channel, _state(channel, buffer, codec, group), buffer.device, group)
 
@@ -96,7 +103,9 @@ def alike(
     ``state``: whether this rank is ready, and the digest of what it holds.
     """
     mine = torch.tensor(state, dtype=torch.int64, device=device)
-    states = channel.gather_words(mine, group)
+    meter = channel.meter(device)
+    states = gather_words(mine, channel.group(group), meter)
+    channel.state.ledger.record_extra((channel.dimension, "forward"), meter)
     if not all(ready for ready, _ in states):
         return False
     usual, count = Counter(digest for _, digest in states).most_common(1)[0]

@@ -1,4 +1,4 @@
-"""Channels of one engine: place its nodes, measure its links and close its optimizer steps."""
+"""Channels of one engine: place its nodes and close its optimizer steps."""
 
 from __future__ import annotations
 
@@ -6,20 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from hybridcomp.autotune.memory_limits import has_room
-from hybridcomp.autotune.timing import judge, judge_seen
-from hybridcomp.autotune.trials import (
-    StepTraffic,
-    TrialGroup,
-    agree_on,
-    gathers,
-    messages,
-    reductions,
-)
-from hybridcomp.autotune.verdicts import WARM
-from hybridcomp.channels import memory_use
 from hybridcomp.channels.channel import Channel
 from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState, specs_of, waiting_for
 from hybridcomp.channels.error_feedback import Residuals
@@ -27,18 +14,13 @@ from hybridcomp.channels.guard import Guard
 from hybridcomp.channels.host_copies import HostMoves
 from hybridcomp.channels.host_pace import Pace
 from hybridcomp.channels.ledger import Ledger
-from hybridcomp.codecs import poll_payloads, require_kernels
+from hybridcomp.channels.payoff import Payoff
+from hybridcomp.codecs import poll_payloads
 from hybridcomp.collectives import poll_headers
 from hybridcomp.collectives.topology import Nodes, Ranks, discover
 from hybridcomp.config import CompressionConfig
-from hybridcomp.config.memory import size
-from hybridcomp.dimensions import DIMENSIONS, MEASURED_EARLY, ROWS, TWO_LEVELS, Dimension
-from hybridcomp.job import small_messages
+from hybridcomp.dimensions import DIMENSIONS, TWO_LEVELS, Dimension
 
-#: number of parameters where it is not known yet: more than any trial takes
-UNKNOWN = 1 << 62
-#: why a run compresses nothing
-ALL_NATIVE = 'the link is faster than the codecs ("when": "auto")'
 #: attribute of a parameter: its dotted name, unique in the job
 NAME = "_hybridcomp_name"
 
@@ -65,6 +47,7 @@ class Channels(EngineState):
         )
         self.by_dimension = {name: Channel(name, self) for name in DIMENSIONS}
         self.host = HostMoves(self, self.by_dimension["offload"])
+        self.payoff = Payoff(self, self.by_dimension)
 
     def __getitem__(self, dimension: Dimension) -> Channel:
         return self.by_dimension[dimension]
@@ -108,172 +91,6 @@ class Channels(EngineState):
         notes = self.nodes.prepare(groups)
         return [f"{', '.join(names)}: {note}" for note in notes]
 
-    def run_autotune(
-        self,
-        group: dist.ProcessGroup | None,
-        dtype: torch.dtype,
-        device: torch.device,
-        numel: int = UNKNOWN,
-        sent: Mapping[Dimension, StepTraffic] | None = None,
-        only: Collection[Dimension] = MEASURED_EARLY,
-    ) -> list[str]:
-        """Time dp and zero, as far as they have ``when: auto``, encoded and native; a collective.
-
-        Call it after ``place``. ``group``: replicas of this rank's parameters, ``numel`` values of
-        ``dtype``. ``sent``: messages of a step, where they are known. ``only``: measure these
-        dimensions, where others have another group or dtype. Returns messages for the user, the
-        same on all ranks. Raises ConfigError where codecs cannot run on ``device``.
-        """
-        self.is_weighed = True
-        known = sent or {}
-        memory_use.note(self, known, {n: self[n].group(group) for n in known}, dtype, device)
-        if numel != UNKNOWN:
-            share = -(-numel // dist.get_world_size(group))
-            self.share = min(self.share or share, share)
-        encoded = {name for (name, _), codec in self.policy.codecs.items() if codec is not None}
-        if encoded - self.policy.low_rank and dist.get_world_size() > 1:
-            require_kernels(device)
-        wanted = [name for name in MEASURED_EARLY if name in only and name not in self.absent]
-        names = [name for name in self.config.measured() if name in wanted]
-        if not names or dist.get_world_size(group) < 2:
-            return []
-        place = TrialGroup(self["zero"].group(group), dtype, device)
-        common = small_messages.least(torch.tensor(numel, device=device), group)
-        with self.gains.measuring():
-            self._judge(names, group, int(common), known, place)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # the buffers of the trials are as large as the messages
-        self._note_verdicts()
-        told = [self.verdicts.by_dimension[name].describe(name) for name in names]
-        return told + self._nothing_left()
-
-    def _judge(
-        self,
-        names: Iterable[Dimension],
-        group: dist.ProcessGroup | None,
-        numel: int,
-        sent: Mapping[Dimension, StepTraffic],
-        place: TrialGroup,
-    ) -> None:
-        """Run the trials of each of ``names`` (dp, zero) and keep its verdict; a collective."""
-        dtype, device = place.dtype, place.device
-        for name in names:
-            known = sent.get(name)
-            whole = agree_on(known, group, device)
-            summed = ROWS[name].summed
-            if known is None or not whole:
-                known = StepTraffic((numel,), "sum" if summed else "gather")
-            codec = self.policy.codecs[name, "forward"]
-            assert codec is not None, "the block was checked"
-            trials = gathers(codec, place)
-            if summed:
-                bits = self.residuals.bits if self[name].error_feedback else 0
-                trials = reductions(codec, bits, place)
-            self.verdicts.by_dimension[name] = judge(trials, known, dtype.itemsize, device, whole)
-            del trials
-
-    def _nothing_left(self) -> list[str]:
-        """Return a message that nothing is compressed, once no verdict can change any more."""
-        if self.idle_reason(self.step) != ALL_NATIVE or self.verdicts.may_change:
-            return []
-        return [f'nothing is compressed in this run: {ALL_NATIVE}; "when": "always" compresses']
-
-    def idle_reason(self, step: int) -> str:
-        """Return why a run that ends at ``step`` has encoded no message."""
-        here = [n for n in DIMENSIONS if self[n].active and n not in self.absent]
-        if not here and self.config.sync.acts:
-            return "islands sent at their meetings alone, and sync has no codec"
-        if not here:
-            return "the dimensions that the block compresses send nothing in this job"
-        alone = dist.is_initialized() and dist.get_world_size() < 2
-        if alone and self.config.sync.jobs is None:
-            return "one rank sends nothing"
-        if all(n in self.verdicts.by_dimension and self.verdicts.native(n, step) for n in here):
-            return ALL_NATIVE
-        if any(n in self.guard.trips for n in here):
-            return "the guard gave up"
-        if step <= self.config.start_step:
-            return f"it ended at step {step}, and start_step is {self.config.start_step}"
-        return f"no message had min_bytes, {self.config.min_bytes}, and a dtype that codecs take"
-
-    def _unmeasured(self) -> list[str]:
-        """Return a message about dimensions that are compressed without having been measured."""
-        if self.is_weighed:
-            return []
-        here = [n for n in self.config.measured() if n in MEASURED_EARLY and n not in self.absent]
-        why = "not timed, as this job makes its groups in a way of its own"
-        return [f"{', '.join(here)}: compressed, {why}"] if here else []
-
-    def _weigh_seen(self, device: torch.device) -> list[str]:
-        """Time those of tp and pp that wait for a verdict, with messages like those observed.
-
-        A collective. Returns messages for the user, the same on all ranks.
-        """
-        waits = self.seen.waiting and self.step > self.config.start_step
-        if not waits or not self.seen.is_due():
-            return []
-        told = []
-        for name, (plan, nbytes) in self.seen.plans().items():
-            with self.gains.measuring():
-                verdict = judge_seen(messages(plan, device), nbytes, device)
-            self.verdicts.by_dimension[name] = verdict
-            self.seen.forget(name)
-            told.append(verdict.describe(name))
-        self._note_verdicts()
-        return told + (self._nothing_left() if told else [])
-
-    def resume_verdicts(self, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Take over the verdicts of a checkpoint; returns messages for the user."""
-        told = self.verdicts.restore(state, self.seen.waiting)
-        for name in self.verdicts.by_dimension:
-            self.seen.forget(name)
-        self._note_verdicts()
-        return told
-
-    def _compare(self, device: torch.device) -> list[str]:
-        """Compare steps of the run where a trial was close; a collective when the comparison ends.
-
-        Returns messages for the user, the same on all ranks.
-        """
-        if not self.verdicts.by_dimension or self.step < self.config.start_step + WARM:
-            return []
-        if self.pace.is_measuring:
-            return []  # these steps differ in how offload copies
-        without, told = set(self.guard.trips), []
-        allocates = self.verdicts.begins("dp") and self.verdicts.native("dp", self.step)
-        allocates = allocates and self.config.error_feedback("dp")
-        if allocates and not has_room(nbytes := memory_use.feedback_nbytes(self), device):
-            without.add("dp")
-            needed = f"{size(nbytes)} for error feedback"
-            told.append(f"dp: stays native: to compare steps, {needed} would be needed")
-        compared = self.verdicts.compare(self.step, without, device)
-        self._note_verdicts()
-        return told + compared + (self._nothing_left() if compared else [])
-
-    def _note_verdicts(self) -> None:
-        """Write into the ledger which dimensions are native, and since which step."""
-        ledger = self.ledger
-        for name, verdict in self.verdicts.by_dimension.items():
-            if name in self.guard.trips:
-                continue
-            ledger.native_since.pop(name, None)
-            if not verdict.pays:
-                ledger.native_since[name] = verdict.since
-                ledger.encoded_since.pop(name, None)
-            elif verdict.since:
-                ledger.encoded_since[name] = verdict.since
-
-    def open_step(self, device: torch.device) -> bool:
-        """Note the first forward pass of a step; return whether later steps may be compared."""
-        if self.verdicts.recheck is not None:
-            self.verdicts.recheck.open(self.step, device)
-        return self.verdicts.may_compare
-
-    def reopen_step(self) -> None:
-        """Note that the step was skipped; it begins again with the next first forward pass."""
-        if self.verdicts.recheck is not None:
-            self.verdicts.recheck.reopen(self.step)
-
     def close_step(self, sampled: bool, device: torch.device) -> list[str]:
         """Close an optimizer step, after ``step`` was counted: run due measurements, ask the guard.
 
@@ -286,7 +103,8 @@ class Channels(EngineState):
         self.ledger.drain()
         if self.config.start_step < self.step:
             self.gains.count(self.verdicts, self.step - 1, self.guard.trips)
-        told = self._unmeasured() + self._weigh_seen(device) + self._compare(device)
+        payoff = self.payoff
+        told = payoff.unmeasured() + payoff.weigh_seen(device) + payoff.compare(device)
         if self.guard.flushed("dp", self.step) or self.verdicts.holds_nothing("dp", self.step):
             self.residuals.clear()
         if not sampled or not self.guard.watching:

@@ -39,6 +39,8 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.wire import POOL, Meter
 from hybridcomp.policy import Direction
 
+#: of a copy, by which a codec is chosen: device and host
+ENDS = 2
 #: payloads that may be on the way to the device at once
 UPLOADS = 4
 #: micro-batches that are added in one pass over the sum: memory traffic of one pass instead of 4
@@ -86,6 +88,12 @@ class HostMoves:
         """Return the ``Pace``, which decides in which steps copies are encoded."""
         return self._state.pace
 
+    def copy_codec(self, numel: int, dtype: torch.dtype, direction: Direction) -> Codec | None:
+        """Return the codec of a copy between device and host, None for upstream's own copy."""
+        if not self.pace.encodes(direction, self._state.step, self._state.policy.start_step):
+            return None
+        return self._channel.choose(numel, dtype, ENDS, direction)
+
     def to_host(
         self,
         values: Tensor,
@@ -101,7 +109,7 @@ class HostMoves:
         Args:
             values: 1-D contiguous fp32/bf16/fp16 on the device; read on the current stream.
             out: 1-D contiguous on the host, as many elements, of the same dtype or fp32.
-            codec: from ``Channel.copy_codec``.
+            codec: from ``copy_codec``.
             raw_nbytes: bytes that upstream would have copied.
             add: accumulate into ``out``, rounding to its dtype.
             then: called when ``out`` is complete, by whichever thread completes it.

@@ -78,7 +78,7 @@ PARTS = (
     SavedPart(
         "link", "job",
         lambda channels: channels.verdicts.state(),
-        Channels.resume_verdicts,
+        lambda channels, state: channels.payoff.resume(state),
         right=are_decisions,
         wanted=lambda channels: bool(channels.config.measured()),
     ),

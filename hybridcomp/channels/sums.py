@@ -17,10 +17,10 @@ from torch import Tensor
 from hybridcomp import collectives
 from hybridcomp.channels import low_rank
 from hybridcomp.channels.channel import Channel, Handling, Message, R
-from hybridcomp.channels.error_feedback import Withheld
 from hybridcomp.channels.low_rank import Factored
 from hybridcomp.channels.pieces import Piece, borders, cut
 from hybridcomp.channels.replicated import UncompressedParams, stretches_of
+from hybridcomp.channels.withheld import Withheld
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.quantized_residual import Residual
 from hybridcomp.collectives import (

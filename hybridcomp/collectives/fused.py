@@ -1,4 +1,4 @@
-"""Run collectives with codecs that encode all chunks, or several tensors, in one GPU launch.
+"""Run collectives with codecs that encode all chunks in one GPU launch.
 
 An all_reduce takes three launches, the others two, whatever their sizes. Messages of tensor
 parallelism are so short that the host's time counts: sizes and offsets are planned once for all
@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import Codec, CollectiveKernel, PlannedKernel
-from hybridcomp.codecs.launches import NO_CHUNK, StretchTable
+from hybridcomp.codecs.base import Codec, CollectiveKernel
+from hybridcomp.codecs.launches import NO_CHUNK
 from hybridcomp.codecs.quantized_residual import BLOCK, QuantizedResidual, Residual
 from hybridcomp.collectives.wire import (
     POOL,
@@ -27,7 +26,6 @@ from hybridcomp.collectives.wire import (
     Transfer,
     chunk_ranges,
     relays,
-    stretches,
     transport,
 )
 
@@ -180,53 +178,6 @@ def fused_all_gather(
     POOL.give(room)
 
 
-@dataclass(frozen=True)
-class _PartsPlan:
-    """Sizes and places common to all messages whose parts have the same lengths."""
-
-    sent: StretchTable  # those for other ranks, and their payloads
-    received: StretchTable
-    gives: Splits  # bytes to each rank
-    takes: Splits
-    places: tuple[int, ...]
-    own: tuple[slice, slice]  # what stays on this rank: in the values, in the output
-
-
-@lru_cache(maxsize=256)
-def _planned_parts(
-    codec: Codec, dtype: torch.dtype, takes: Splits, gives: Splits, me: int
-) -> _PartsPlan:
-    """Plan an exchange of parts of any lengths."""
-    (sent, given, here), (received, taken, there) = (
-        _parts_of(codec, dtype, each, me) for each in (gives, takes)
-    )
-    own = slice(here, here + gives[me]), slice(there, there + takes[me])
-    return _PartsPlan(sent, received, given, taken, places_of(given.total, taken.total), own)
-
-
-@lru_cache(maxsize=256)
-def _parts_of(
-    codec: Codec, dtype: torch.dtype, splits: Splits, me: int
-) -> tuple[StretchTable, Splits, int]:
-    """Return the parts for all ranks but ``me``, their payloads' bytes, and where that of it is."""
-    nbytes = codec.wire_nbytes_of(splits.array, dtype)
-    table, total, start = StretchTable.of_parts(splits.array, nbytes, me)
-    return table, Splits(nbytes, total), start
-
-
-@lru_cache(maxsize=1024)
-def _planned_stretches(
-    codec: Codec, dtype: torch.dtype, numel: int, cuts: tuple[int, ...], ranks: int
-) -> tuple[StretchTable, int, tuple[int, ...]]:
-    """Plan a gather of shards of ``numel`` elements with cuts: ``(parts, bytes, places)``."""
-    edges = np.array(stretches(0, numel, cuts), dtype=np.int64)
-    numels = edges[:, 1] - edges[:, 0]
-    nbytes = codec.wire_nbytes_of(numels, dtype)
-    slot = int(nbytes.sum())
-    table = StretchTable(edges[:, 0], numels, nbytes.cumsum() - nbytes, edges[:, 0])
-    return table, slot, places_of(slot, ranks * slot)
-
-
 def fused_all_to_all(
     out: Tensor, values: Tensor, fused: CollectiveKernel, via: Transfer
 ) -> Steps[None]:
@@ -248,54 +199,6 @@ def fused_all_to_all(
     # 3
     with meter.coding():
         fused.decode(received, plan.chunk, plan.slot, out, me)
-    POOL.give(room)
-
-
-def parts_to_all(
-    out: Tensor,
-    values: Tensor,
-    takes: Splits,
-    gives: Splits,
-    kernel: PlannedKernel,
-    via: Transfer,
-) -> Steps[None]:
-    """Exchange parts of any lengths, by rank: bytes and bits of ``moves.all_to_all``.
-
-    1 encode all parts but this rank's, which is copied, 2 all-to-all, 3 decode.
-    """
-    group, meter = via.group, via.meter
-    plan = _planned_parts(via.codec, values.dtype, takes, gives, group.rank)
-    room, (sent, received) = room_of(plan.places, values.device)
-    # 1
-    out[plan.own[1]].copy_(values[plan.own[0]])
-    with meter.coding():
-        kernel.encode(plan.sent, values, sent)
-    # 2
-    yield transport.all_to_all(received, sent, plan.takes, plan.gives, group, meter)
-    # 3
-    with meter.coding():
-        kernel.decode(plan.received, received, out)
-    POOL.give(room)
-
-
-def gather_parts(shard: Tensor, out: Tensor, kernel: PlannedKernel, via: Transfer) -> Steps[None]:
-    """Gather shards with cuts into ``out``: bytes and bits of ``moves.all_gather``.
-
-    1 encode every stretch of this rank's shard, 2 all-gather, 3 decode those of all ranks.
-    """
-    group, meter, numel = via.group, via.meter, shard.numel()
-    parts, slot, places = _planned_stretches(
-        via.codec, shard.dtype, numel, tuple(via.cuts), group.size
-    )
-    room, (payload, gathered) = room_of(places, shard.device)
-    # 1
-    with meter.coding():
-        kernel.encode(parts, shard, payload)
-    # 2
-    yield relays.all_gather(gathered, payload, group, meter)
-    # 3
-    with meter.coding():
-        kernel.decode(parts, gathered, out, group.size, slot)
     POOL.give(room)
 
 

@@ -8,12 +8,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from hybridcomp.collectives.fused import (
-    fused_all_gather,
-    fused_all_to_all,
-    gather_parts,
-    parts_to_all,
-)
+from hybridcomp.collectives.fused import fused_all_gather, fused_all_to_all
+from hybridcomp.collectives.fused_parts import gather_parts, parts_to_all
 from hybridcomp.collectives.hierarchical.intra_node import place_columns
 from hybridcomp.collectives.move_plans import (
     AllGatherPlan,

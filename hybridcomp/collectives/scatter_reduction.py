@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import overload
 
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import Codec, CollectiveKernel, PlannedKernel
 from hybridcomp.codecs.quantized_residual import BLOCK, Residual, as_fp32, joined
 from hybridcomp.collectives.fused import adjacent, fused_reduce_scatter
 from hybridcomp.collectives.hierarchical.intra_node import join_columns, node_sum
 from hybridcomp.collectives.owner_exchange import scatter_parts, shards_as_plan
-from hybridcomp.collectives.owner_plan import OwnerPlan
+from hybridcomp.collectives.scatter_plan import ReduceScatterPlan, plan_rounds
 from hybridcomp.collectives.wire import (
     POOL,
     ReduceScatterHandle,
     Reduction,
     Steps,
-    SummedPart,
-    SumPlan,
     add_alone,
     check_residual,
     check_values,
     given,
     overlapped,
-    plan_sum,
-    rounds,
     sent_dtype,
-    stretches,
     sum_parts,
 )
 from hybridcomp.errors import CodecError
@@ -184,31 +177,10 @@ def _flat(
         only = Reduction(plan.codec, how.group, how.meter, edges, residual=left)
         return scatter_parts(flat, total, owners, parts, only)
     if not plan.rounds:
-        plan.rounds.extend(_plan_rounds(shards, residuals, cuts, plan, how))
+        lengths = [shard.numel() for shard in shards]
+        dtype = sent_dtype(plan.codec, own.dtype, residuals is not None, how.flush)
+        plan.rounds.extend(plan_rounds(lengths, cuts, plan, dtype, own.device, how.group))
     return _in_rounds(shards, total, residuals, plan, how)
-
-
-@dataclass(frozen=True, eq=False)
-class ReduceScatterPlan:
-    """Plan by which a group reduce-scatters messages that are alike, on one level.
-
-    Attributes:
-        held: the codec of the reduction, for the key.
-        codec, spec: of the quantization.
-        fused: kernels for two launches, for shards that are one in memory; ``parts``: with cuts.
-        whole: the shards and cuts of such a message as one tensor has them, from the first one on.
-        rounds: for all others, planned at the first one of these.
-        is_one: whether the rounds take values and residuals as one tensor each.
-    """
-
-    held: Codec
-    codec: Codec
-    spec: str
-    fused: CollectiveKernel | None
-    parts: PlannedKernel | None
-    is_one: bool
-    whole: list[tuple[OwnerPlan, tuple[int, ...]]] = field(default_factory=list)
-    rounds: list[SumPlan] = field(default_factory=list)
 
 
 def _planned(
@@ -233,37 +205,6 @@ def _planned(
         found = ReduceScatterPlan(how.codec, codec, codec.spec, fused, parts, is_one)
         found = how.group.keep(key, found, 1 if fused is not None else how.group.size)
     return found
-
-
-def _plan_rounds(
-    shards: Sequence[Tensor],
-    residuals: Residuals,
-    cuts: Cuts,
-    plan: ReduceScatterPlan,
-    how: Reduction,
-) -> list[SumPlan]:
-    group, like = how.group, shards[how.group.rank]
-    dtype = sent_dtype(plan.codec, like.dtype, residuals is not None, how.flush)
-    rows = [
-        stretches(0, shard.numel(), cuts[rank] if cuts else ()) for rank, shard in enumerate(shards)
-    ]
-    numel = shards.numel if isinstance(shards, Shards) else 0
-    return [
-        plan_sum(
-            [
-                SummedPart(low + rank * numel, high + rank * numel, (rank,), low)
-                if plan.is_one
-                else SummedPart(low, high, (rank,), low, rank)
-                for rank, row in enumerate(share)
-                for low, high in row
-            ],
-            plan.codec,
-            dtype,
-            like.device,
-            group,
-        )
-        for share in rounds(rows, (plan.codec,), like.device, group)
-    ]
 
 
 def _joined(shards: Sequence[Tensor]) -> Tensor | None:

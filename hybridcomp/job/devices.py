@@ -1,4 +1,4 @@
-"""Name the device of a rank, equally in a measurement and in a job."""
+"""Name the device of a rank, equally in a measurement and in a job, and find that of a job."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 cuda: Any = torch.cuda  # parts of it are untyped
 CPU_INFO = Path("/proc/cpuinfo")
@@ -23,3 +24,10 @@ def device_name(device: torch.device) -> str:
         name = models[0] if models else name
     threads = torch.get_num_threads()
     return f"{name}, {threads} thread{'s' * (threads > 1)}"
+
+
+def default_device() -> torch.device:
+    """Return the device on which the default group reduces."""
+    if "nccl" in str(dist.get_backend()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

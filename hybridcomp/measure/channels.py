@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import Channels, Message, Receive, Send
+from hybridcomp.channels.rings import record_ring, ring_of
 from hybridcomp.codecs import make_codec
 from hybridcomp.collectives.wire.transport import all_gather_single
 from hybridcomp.config import CompressionConfig
@@ -272,12 +273,12 @@ def _hop(shape: GroupShape, values: Tensor, channels: Channels | None, team: Tea
         codec = channel.codec(values.numel(), values.dtype, group, "forward")
         if codec is not None:
             (codec,) = codec.split_error_budget(1, 1, result=values.dtype)
-        ring = channel.ring(codec, group, values.device)
+        ring = ring_of(channel, codec, group, values.device)
         parcel = ring.pack([values])
         came = ring.shift(parcel, 1, parcel.contents).wait()
         assert came is not None
         ring.open(came, 0, out)
         came.release()
-        channel.record_ring_traffic(ring, values.nbytes, "forward")
+        record_ring(channel, ring, values.nbytes, "forward")
 
     return hop

@@ -3,22 +3,19 @@
 DeepSpeed's engines (``patches/ds/attach.py``), Megatron's processes (``process`` and
 ``patches/mcore/attach.py``) and code without patches call the same methods at the same moments:
 
-1. ``begin``: the ranks agree on block and versions, channels are made, the user is told what they
-   do.
+1. ``begin``: the ranks agree on block and versions, channels are made, the user is told of them.
 2. ``name_parameters``, ``place``, ``measure``: facts of the caller's model and groups.
 3. ``begin_step`` and ``end_step`` around every optimizer step.
 4. ``save`` and ``load`` beside the caller's checkpoint; ``close`` at the end.
 
 The caller sends its messages through ``channels``, and supplies names of parameters, which of them
-a buffer holds (``pieces``), groups, overflows and the loss scale. All ranks make all calls
-together.
+a buffer holds (``pieces``), groups, overflows and the loss scale. All ranks call them together.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +23,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.channels import NAME, Channels, StepTraffic, checkpoint
+from hybridcomp.channels import NAME, Channels, StepTraffic
 from hybridcomp.channels.ledger_file import make_together
 from hybridcomp.channels.memory_use import memory_of
 from hybridcomp.channels.pieces import Piece
-from hybridcomp.codecs import check_payloads
 from hybridcomp.codecs.base import VALUE_DTYPES
-from hybridcomp.collectives import check_headers
 from hybridcomp.collectives.topology import Ranks, ranks_of
 from hybridcomp.config import BLOCK, CompressionConfig, describe, idle_notes, notes
 from hybridcomp.config.memory import MemoryItem, memory_lines
 from hybridcomp.dimensions import MEASURED_EARLY, Dimension
-from hybridcomp.errors import ConfigError
 from hybridcomp.job import peer_liveness
-from hybridcomp.job.agreement import agree, versions
+from hybridcomp.job.devices import default_device
 from hybridcomp.log import Once
-from hybridcomp.session import wandb_run
+from hybridcomp.session import saved_session, wandb_run
+from hybridcomp.session.agreement import agree_on
 from hybridcomp.session.closing import before_the_end
 from hybridcomp.session.followers import StatefulFollower, StepFollower
 from hybridcomp.session.reporter import Event, Reporter, describe_run
@@ -60,41 +55,6 @@ def session_of(engine: Any) -> EngineSession | None:
     return found
 
 
-def agree_on(block: CompressionConfig | None, *packages: str, **facts: Any) -> None:
-    """Compare the block, the versions of ``packages`` and ``facts`` over all ranks.
-
-    None: this rank has no block. Raises AgreementError, naming the ranks that differ.
-    """
-    if block is not None and block.pipeline.waitless and "deepspeed" not in packages:
-        todo = "only DeepSpeed's pipeline goes on without a flush; remove it"
-        raise ConfigError(f"{BLOCK}.pipeline.versions", block.pipeline.versions, todo)
-    settings = {BLOCK: None} if block is None else block.flat()
-    agree({**settings, **facts, **versions(*packages)})
-    peer_liveness.announce()
-    peer_liveness.limit_waits()
-
-
-def default_device() -> torch.device:
-    """Return the device on which the default group reduces."""
-    if "nccl" in str(dist.get_backend()):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Saved:
-    """Contents of a checkpoint, from ``EngineSession.read``.
-
-    Attributes:
-        state: state of the job; None: the folder holds none.
-        kept: residuals of the ranks; None: the job has other groups.
-    """
-
-    folder: Path
-    state: checkpoint.State | None
-    kept: checkpoint.StoredState | None
-
-
 class EngineSession:
     """One engine's channels, and their handling at its steps and checkpoints.
 
@@ -105,6 +65,7 @@ class EngineSession:
         models: number of models whose parameters were named.
         restored: whether the engine has loaded its checkpoint since ``begin``.
         loaded: whether ``load`` has run since.
+        layout: ranks in each group whose coordinates are in the names of parameters.
         followers: what else is done around steps.
     """
 
@@ -131,8 +92,7 @@ class EngineSession:
         self.channels = channels
         self.loss_scale = 1.0
         self.reporter: Reporter | None = None
-        self.models = 0
-        self.restored = self.loaded = False
+        self.models, self.restored, self.loaded = 0, False, False
         self.kept_in = kept_in
         self.followers: list[StepFollower] = []
         self.say = Once()
@@ -140,7 +100,7 @@ class EngineSession:
         self._device = device
         self._interval = interval or (lambda: channels.config.ledger.interval)
         self._write = write
-        self._layout = layout
+        self.layout = layout
 
     @classmethod
     def begin(
@@ -154,9 +114,8 @@ class EngineSession:
     ) -> EngineSession | None:
         """Agree on ``block`` over all ranks and make its channels; None: no rank has a block.
 
-        ``packages``: upstream packages whose versions have to agree, too; ``absent``: dimensions
-        without messages in such a job; ``options``: as for the constructor. Raises
-        AgreementError.
+        ``packages``: of upstream, whose versions have to agree, too; ``absent``: dimensions without
+        messages in such a job; ``options``: as for the constructor. Raises AgreementError.
         """
         agree_on(block, *packages)
         if block is None:
@@ -181,10 +140,10 @@ class EngineSession:
         ``jsonl``: None for the block's ``ledger.jsonl``, if it has one. Raises ConfigError on every
         rank where rank 0 cannot write it.
         """
-        config = self.channels.config
+        config, named = self.channels.config, self.channels.config.ledger.jsonl
         describe_run(config)
-        if jsonl is None and config.ledger.jsonl:
-            jsonl = Path(config.ledger.jsonl)
+        if jsonl is None and named:
+            jsonl = Path(named)
         if jsonl is not None:
             make_together(jsonl, f"{BLOCK}.ledger.jsonl")
         self.reporter = Reporter(self.channels, jsonl, self.device)
@@ -215,9 +174,8 @@ class EngineSession:
     def warn(self, dtypes: Iterable[torch.dtype]) -> None:
         """Tell the user what memory is taken, and where the block saves nothing on these dtypes."""
         config = self.channels.config
-        self.say(*memory_lines(self.memory))
-        self.say(*idle_notes(config))
-        self.say(*(note for dtype in dtypes for note in notes(config, dtype)))
+        saves_nothing = (note for dtype in dtypes for note in notes(config, dtype))
+        self.say(*memory_lines(self.memory), *idle_notes(config), *saves_nothing)
 
     def place(self, groups: Iterable[Ranks | dist.ProcessGroup], *, of_user: bool = False) -> None:
         """Find the nodes, and make the two levels of ``hierarchy``; a collective.
@@ -249,9 +207,8 @@ class EngineSession:
         if dtype not in VALUE_DTYPES:
             return
         known = {} if numel is None else {"numel": numel}
-        self.say(
-            *self.channels.run_autotune(group, dtype, self.device, sent=sent, only=only, **known)
-        )
+        autotune = self.channels.payoff.run_autotune
+        self.say(*autotune(group, dtype, self.device, sent=sent, only=only, **known))
 
     @property
     def memory(self) -> list[MemoryItem]:
@@ -283,7 +240,7 @@ class EngineSession:
 
         Returns whether the next call matters: False once nothing is left to be timed.
         """
-        return self.channels.open_step(self.device)
+        return self.channels.payoff.open_step(self.device)
 
     def end_step(
         self, *, overflow: bool = False, loss_scale: float = 1.0, step: int | None = None
@@ -328,64 +285,14 @@ class EngineSession:
     def save(
         self, folder: str | Path, loss_scale: float | None = None, references: bool = False
     ) -> None:
-        """Write step and residuals of all ranks into ``folder``, which is complete afterwards.
-
-        ``loss_scale``: the factor on the gradients; None: that of the last step. ``references``:
-        whether the caller has written those of parameter deltas there. Raises CodecError for a
-        damaged payload that was not reported yet, so that wrong state is not saved.
-        """
-        check_payloads()
-        check_headers()
-        scale = self.loss_scale if loss_scale is None else loss_scale
-        checkpoint.save(Path(folder), self.channels, scale, self._layout(), references)
-        for follower in self.stateful_followers:
-            follower.save(Path(folder))
+        """Write step and residuals of all ranks into ``folder`` (``saved_session.save``)."""
+        saved_session.save(self, Path(folder), loss_scale, references)
 
     def load(
         self, folder: str | Path, loss_scale: float | None = None, step: int | None = None
     ) -> None:
-        """Load the files of ``save``, of this version or the one before.
-
-        ``loss_scale``: the factor on the gradients from now on; None: the saved one. ``step``: the
-        count of the engine, which then restores the references of parameter deltas, too. On another
-        number of ranks the sum of the residuals is kept.
-        """
-        self.take_over(self.read(folder), loss_scale, step)
-
-    def read(self, folder: str | Path) -> Saved:
-        """Read and check the files of ``save``, for ``take_over``; changes nothing. A collective.
-
-        Raises CheckpointError, on every rank, where a file of any rank is damaged.
-        """
-        folder = Path(folder)
-        state = checkpoint.read_state(folder)
-        known = state is None or state.groups == dict(self._layout())
-        for follower in self.stateful_followers:
-            follower.read(folder)
-        return Saved(folder, state, checkpoint.read(folder, self.channels) if known else None)
-
-    def take_over(
-        self, found: Saved, loss_scale: float | None = None, step: int | None = None
-    ) -> None:
-        """Continue from the result of ``read``; arguments as for ``load``. A collective."""
-        channels, state, folder = self.channels, found.state, found.folder
-        self.loaded = True
-        channels.residuals.drop()
-        stored = 1.0 if state is None else state.loss_scale
-        self.loss_scale = stored if loss_scale is None else loss_scale
-        if step is not None:
-            channels.step = step
-        else:
-            channels.resync()
-            if state is None:
-                self.say(f"{folder} holds no state; step and residuals start at zero")
-                return
-            channels.step = state.step
-        if found.kept is None:
-            assert state is not None
-            self.say(f"{folder} is of another layout, {state.groups}; residuals start at zero")
-            return
-        checkpoint.take_over(found.kept, channels, self.loss_scale, self.device)
+        """Load the files of ``save`` (``saved_session.read`` and ``take_over``)."""
+        saved_session.take_over(self, saved_session.read(self, Path(folder)), loss_scale, step)
 
     def close(self) -> None:
         """Write the totals; the channels send no message afterwards."""

@@ -122,7 +122,8 @@ class Reporter:
         """
         if self._account is not None:
             step = self._channels.step
-            self._account.close(self._channels.ledger.interval, self._channels.idle_reason(step))
+            idle = self._channels.payoff.idle_reason(step)
+            self._account.close(self._channels.ledger.interval, idle)
             self._account = None
         if self._jsonl is not None:
             ledger = self._channels.ledger

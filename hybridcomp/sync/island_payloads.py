@@ -26,7 +26,7 @@ NATIVE = "none"
 
 def pack(channel: Channel, values: Tensor) -> bytes:
     """Return ``values``, 1-D contiguous, as bytes, encoded as the block says; counts them."""
-    codec = channel.choice.of_message(values.numel(), values.dtype, None, ENDS, "forward", None)
+    codec = channel.choose(values.numel(), values.dtype, ENDS, "forward")
     if codec is None:
         channel.count_native(values.nbytes)
         return _line(channel, NATIVE, values) + _bytes(values)

@@ -18,7 +18,6 @@ gradients, and so clipping, is that of the stage.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -232,32 +231,6 @@ class AsyncPipeline:
         if names:
             engine.agg_additional_losses = dict(zip(names, values[2:].clone(), strict=True))
         return found
-
-
-class PipelineRow:
-    """A ``StepFollower`` that reports a pipeline; held weakly, as the session outlives engines."""
-
-    name = "pipeline"
-
-    def __init__(self, pipeline: AsyncPipeline) -> None:
-        self._known = weakref.ref(pipeline)
-
-    def before_step(self) -> None:
-        """Do nothing."""
-
-    def after_step(self, step: int) -> None:
-        """Do nothing."""
-
-    def after_skip(self) -> None:
-        """Do nothing."""
-
-    def row(self) -> dict[str, float] | None:
-        """Return the figures of this stage; rank 0 is of the first, whose gradients are latest."""
-        pipeline = self._known()
-        return None if pipeline is None else pipeline.row()
-
-    def close(self) -> None:
-        """Do nothing: the engine frees its pipeline."""
 
 
 def start(engine: Any, channel: Channel, settings: AsyncPipelineConfig) -> AsyncPipeline:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridcomp.arming import IN_PLACE
 from hybridcomp.channels import ATTRIBUTE, Channels
 from hybridcomp.collectives.topology import machines, ranks_of
 from hybridcomp.config import BLOCK, CompressionConfig, LedgerConfig, describe, load_config
@@ -33,13 +34,14 @@ from hybridcomp.patches.ds import (
 from hybridcomp.patches.ds.job_facts import loss_scale
 from hybridcomp.patches.ds.pipe import PIPE, Pipe, close
 from hybridcomp.patches.ds.requirement import REQUIREMENT
-from hybridcomp.patching import IN_PLACE, Seam
+from hybridcomp.patching import Seam
 from hybridcomp.policy import Dimension
 from hybridcomp.rules import ds_check, neox
 from hybridcomp.rules.planned import hold_to_machines, hold_to_plan
 from hybridcomp.session import process, wandb_run
+from hybridcomp.session.agreement import agree_on
 from hybridcomp.session.engine_session import ATTRIBUTE as SESSION
-from hybridcomp.session.engine_session import WHEN_ATTACHED, EngineSession, agree_on, session_of
+from hybridcomp.session.engine_session import WHEN_ATTACHED, EngineSession, session_of
 from hybridcomp.session.reporter import Event, describe_run, report_interval
 
 MODULE = "deepspeed.runtime.engine"
@@ -182,7 +184,7 @@ def _attach(
 def _report_pipeline(engine: Any, session: EngineSession) -> None:
     pipe: Pipe | None = getattr(engine, PIPE, None)
     if pipe is not None and pipe.waitless is not None:
-        from hybridcomp.patches.ds.async_pipeline import PipelineRow
+        from hybridcomp.patches.ds.pipeline_row import PipelineRow
 
         session.follow(PipelineRow(pipe.waitless))
 

@@ -21,6 +21,7 @@ from hybridcomp.patches.ds.job_facts import loss_scale
 from hybridcomp.patches.ds.pipe import drain
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
+from hybridcomp.session import saved_session
 from hybridcomp.session.engine_session import session_of
 
 MODULE = "deepspeed.runtime.engine"
@@ -106,7 +107,7 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         drain(self, "for the weights of a checkpoint")
         folder, found = Path(load_dir) / str(tag), None
         if tag is not None and whole:  # raises for damaged files before upstream changes weights
-            found = session.read(folder)
+            found = saved_session.read(session, folder)
             exact_weights.check(folder, session.channels)
         exact_weights.forget(self)
         if tag is not None and load_dir:
@@ -116,7 +117,7 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         session.channels.step = self.global_steps
         session.channels.residuals.drop()
         if result[0] is not None and found is not None:
-            session.take_over(found, loss_scale(self), step=self.global_steps)
+            saved_session.take_over(session, found, loss_scale(self), step=self.global_steps)
             exact_weights.resume(folder, self, session.channels)
         return result
 

@@ -85,7 +85,7 @@ def _copy(optimizer: Any, channels: Channels, param: Any) -> bool:
     alone = compact or (first and boundary)
     out = optimizer.single_partition_of_fp32_groups[group].grad.view(-1).narrow(0, start, numel)
     raw_nbytes = _native_nbytes(optimizer, param, out, boundary, alone)
-    codec = channels["offload"].copy_codec(numel, values.dtype, "backward")
+    codec = channels.host.copy_codec(numel, values.dtype, "backward")
     if not alone and adds_on_device(optimizer, channels, values, _owned(optimizer), values.device):
         sums = sums_of(optimizer)
         if not boundary:

@@ -86,15 +86,14 @@ def _copy(optimizer: Any, channels: Channels, param: Any, part: Tensor) -> bool:
     # upstream sums in the dtype of the buffer, and widens the gradient where that is wider
     narrow = total.itemsize >= part.itemsize
     values = part.detach().view(-1) if narrow else part.detach().view(-1).to(total.dtype)
-    channel = channels["offload"]
-    codec = channel.copy_codec(values.numel(), values.dtype, "backward")
+    codec = channels.host.copy_codec(values.numel(), values.dtype, "backward")
     owned = optimizer.grad_partitions_flat_buffer.numel()
     if not (first and boundary) and adds_on_device(
         optimizer, channels, total, owned, values.device
     ):
         _add(optimizer, channels, param, values, total, out, raw_nbytes)
     elif codec is None:
-        channel.count_native(raw_nbytes, "backward")
+        channels["offload"].count_native(raw_nbytes, "backward")
         return False
     elif first and boundary:
         optimizer.norm_for_param_grads[key] = optimizer._constant_buffered_norm2(values)
@@ -147,7 +146,7 @@ def _close(
 ) -> None:
     """Take the norm of a sum on the device, as upstream does, and copy it to the host."""
     optimizer.norm_for_param_grads[key] = optimizer._constant_buffered_norm2(total)
-    codec = channels["offload"].copy_codec(total.numel(), total.dtype, "backward")
+    codec = channels.host.copy_codec(total.numel(), total.dtype, "backward")
     if codec is not None:
         _send(channels, total, held, out, codec, raw_nbytes)
         return

@@ -108,7 +108,7 @@ def adds_on_device(
 
     ``like``: a tensor of the sums' dtype; ``numel``: elements of all gradients of this rank.
     """
-    if channels["offload"].copy_codec(1 << 40, like.dtype, "backward") is None:
+    if channels.host.copy_codec(1 << 40, like.dtype, "backward") is None:
         return False
     sums = sums_of(optimizer)
     if sums.on_device is None:

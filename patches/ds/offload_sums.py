@@ -64,10 +64,10 @@ def _start(tensor: Tensor) -> int:
 
 def upload(channels: Channels, values: Tensor, out: Tensor) -> bool:
     """Copy updated parameters to ``out`` on the device, encoded; False: left to upstream."""
-    channel, raw_nbytes = channels["offload"], out.numel() * out.itemsize
-    codec = channel.copy_codec(out.numel(), out.dtype, "forward")
+    raw_nbytes = out.numel() * out.itemsize
+    codec = channels.host.copy_codec(out.numel(), out.dtype, "forward")
     if codec is None:
-        channel.count_native(raw_nbytes, "forward")
+        channels["offload"].count_native(raw_nbytes, "forward")
         return False
     channels.host.to_device(values, out, codec, raw_nbytes=raw_nbytes)
     return True

@@ -5,11 +5,6 @@ bucket. Upstream all-reduces the whole bucket there and discards the slices that
 own; this patch sends each slice to its owners only, which saves bytes in addition to the codec.
 ``average_tensor`` above it has divided and chosen the stream, and is wrapped only to record where
 the bucket starts in memory.
-
-Native, and counted in ``allreduce_bucket`` and ``gradient_reduction_w_predivide``: gradients that
-take another path (``reduce_scatter: false``, ``use_multi_rank_bucket_allreduce: false``,
-``contiguous_gradients: false``). The check of the config has refused or announced those; these two
-functions refuse any other path.
 """
 
 from __future__ import annotations
@@ -26,15 +21,12 @@ from torch import Tensor
 
 from hybridcomp.channels import (
     NAME,
-    AllReduce,
     OwnedRange,
     ReduceToOwners,
-    channel_of,
     channels_of,
 )
 from hybridcomp.channels.pieces import Piece, cut
 from hybridcomp.codecs.base import Codec
-from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
@@ -54,23 +46,10 @@ ALLREDUCE_AND_SCATTER = Seam(
         "process_group",
     ),
 )  # fmt: skip
-ALLREDUCE_BUCKET = Seam(
-    REQUIREMENT,
-    MODULE,
-    f"{CLASS}.allreduce_bucket",
-    ("self", "bucket", "communication_data_type", "rank", "log", "divide", "process_group"),
-)
-PREDIVIDE = Seam(
-    REQUIREMENT,
-    MODULE,
-    f"{CLASS}.gradient_reduction_w_predivide",
-    ("self", "tensor", "communication_data_type"),
-)
-
 #: storage offset of the bucket that is being averaged
 _START: Scope[int | None] = Scope("bucket_start", None)
 #: whether upstream reduces the current bucket because it has no codec
-_DECLINED: Scope[bool] = Scope("bucket_declined", False)
+DECLINED: Scope[bool] = Scope("bucket_declined", False)
 
 
 class Slice(NamedTuple):
@@ -113,14 +92,14 @@ def make_allreduce_and_scatter(original: Callable[..., None]) -> Callable[..., N
         process_group: Any = None,
     ) -> None:
         def native() -> None:
-            with _DECLINED.inside(True):
+            with DECLINED.inside(True):
                 original(
                     self, bucket, communication_data_type, numel_per_bucket, log, divide,
                     process_group,
                 )  # fmt: skip
 
-        channel = channel_of(self, "dp")
-        if channel is None:
+        channels = channels_of(self)
+        if channels is None:
             native()
             return
         # 1
@@ -136,7 +115,7 @@ def make_allreduce_and_scatter(original: Callable[..., None]) -> Callable[..., N
             slices=slices,
             divides=divide and self.gradient_average,
         )
-        channel.run(message, native=native, encoded=message.deliver)
+        channels["dp"].run(message, native=native, encoded=message.deliver)
 
     return allreduce_and_scatter
 
@@ -234,77 +213,8 @@ def _keep_alive(optimizer: Any, tensor: Tensor) -> None:
         tensor.record_stream(optimizer.reduction_stream)
 
 
-def make_allreduce_bucket(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Count what is reduced natively."""
-
-    @functools.wraps(original)
-    def allreduce_bucket(
-        self: Any,
-        bucket: Sequence[Tensor],
-        communication_data_type: torch.dtype,
-        rank: int | None = None,
-        log: Any = None,
-        divide: bool = True,
-        process_group: Any = None,
-    ) -> Tensor:
-        group = self.dp_process_group if process_group is None else process_group
-        dtype = torch.float32 if self.sequence_parallel_size > 1 else communication_data_type
-        numel = sum(tensor.numel() for tensor in bucket)
-        _count(self, ALLREDUCE_BUCKET, numel, dtype, group, to_one=rank is not None)
-        return original(self, bucket, communication_data_type, rank, log, divide, process_group)
-
-    return allreduce_bucket
-
-
-def make_gradient_reduction_w_predivide(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Count what is reduced natively."""
-
-    @functools.wraps(original)
-    def gradient_reduction_w_predivide(
-        self: Any, tensor: Tensor, communication_data_type: torch.dtype
-    ) -> Tensor:
-        numel, group = tensor.numel(), self.dp_process_group
-        _count(self, PREDIVIDE, numel, communication_data_type, group, to_one=False)
-        return original(self, tensor, communication_data_type)
-
-    return gradient_reduction_w_predivide
-
-
-def _count(
-    optimizer: Any, seam: Seam, numel: int, dtype: torch.dtype, group: Any, to_one: bool
-) -> None:
-    """Count a native reduction; ConfigError where the block asks for a compressed one."""
-    channels = channels_of(optimizer)
-    if channels is None or _DECLINED.get():  # the channel has counted that bucket
-        return
-    channel, strict = channels["dp"], channels.config.on_unsupported == "error"
-    if strict and channel.encodes(numel, dtype, group):
-        raise ConfigError(
-            "compression.dp",
-            f"gradients in {seam.qualname}",
-            "this configuration of ZeRO reduces gradients on a path without a seam; remove what "
-            'leads there, or set "dp": "none", or set "on_unsupported": "native"',
-        )
-    message = _Elsewhere(numel=numel, dtype=dtype, group=group, to_one=to_one)
-    channel.run_native(message, lambda: None)
-
-
-@dataclass(eq=False, kw_only=True)
-class _Elsewhere(AllReduce):
-    """Reduction on a path without a seam, to all ranks or to one."""
-
-    to_one: bool
-
-    def native_nbytes(self, size: int) -> int:
-        """Return the bytes: a reduce to one rank moves each rank's share once, not twice."""
-        nbytes = super().native_nbytes(size)
-        return nbytes // 2 if self.to_one else nbytes
-
-
 COVERS = ("dp",)
 PATCHES = (
     (AVERAGE_TENSOR, make_average_tensor),
     (ALLREDUCE_AND_SCATTER, make_allreduce_and_scatter),
-    (ALLREDUCE_BUCKET, make_allreduce_bucket),
-    (PREDIVIDE, make_gradient_reduction_w_predivide),
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch.nn import Module, ParameterList
 from torch.nn.parallel import DistributedDataParallel
 
 from hybridcomp.channels import Channels
@@ -30,16 +30,16 @@ from hybridcomp.sync import Masters
 ATTRIBUTE = "_hybridcomp_attached"
 _UNSEEN = object()
 #: models that attach left native without a block, held weakly
-without_block: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+without_block: weakref.WeakSet[Module] = weakref.WeakSet()
 #: models that were detached: only the user attaches them again; held weakly
-detached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+detached: weakref.WeakSet[Module] = weakref.WeakSet()
 REPLICATE = (
     "the composable replicate keeps its DistributedDataParallel, and the passes of the model, to "
     "itself; wrap the model in DistributedDataParallel, or use fully_shard"
 )
 
 
-def attach(model: nn.Module, source: Source | None = None) -> Attached | None:
+def attach(model: Module, source: Source | None = None) -> Attached | None:
     """See ``hybridcomp.attach``."""
     known: Any = vars(model).get(ATTRIBUTE, _UNSEEN)
     if known is not _UNSEEN and (source is None or known is not None):
@@ -69,7 +69,7 @@ def attach(model: nn.Module, source: Source | None = None) -> Attached | None:
     return attached
 
 
-def _meet(model: nn.Module, attached: Attached) -> None:
+def _meet(model: Module, attached: Attached) -> None:
     """Have the islands of the block meet; where they cannot, detach and raise ConfigError."""
     ranks, known = island_masters.ranks_of_model(model), weakref.ref(model)
 
@@ -88,14 +88,27 @@ def _meet(model: nn.Module, attached: Attached) -> None:
         claimed_saves.follow(attached)
 
 
-def _weights(model: weakref.ref[nn.Module]) -> EngineWeights:
+def _weights(model: weakref.ref[Module]) -> EngineWeights:
     found = model()
     assert found is not None, "a model that steps is alive"
     return weights.weights_of(found)
 
 
-def detach(model: nn.Module) -> None:
-    """See ``hybridcomp.detach``."""
+def detach(model: Module) -> None:
+    """Restore the native communication of a model under FSDP2 or DDP; drops its state.
+
+    Every rank calls it between two steps. Messages, their bytes and values are native's from then
+    on. ``attach`` may follow, with another block too. The residuals of error feedback are dropped,
+    with a notice; ``save_state`` before saves them. Harmless when called twice.
+
+    Under FSDP2 torch's communication is back in its slots. DDP's reducer cannot drop a hook: ours
+    stays there and averages natively, with the values that DDP has without one.
+
+    Args:
+        model: the argument of ``attach``, or a model that was attached automatically.
+
+    Raises ConfigError on a model that was never attached.
+    """
     attached: Any = vars(model).get(ATTRIBUTE, _UNSEEN)
     if attached is _UNSEEN and model not in detached:
         todo = (
@@ -120,7 +133,7 @@ def look_again() -> None:
     without_block.clear()
 
 
-def is_served(model: nn.Module) -> bool:
+def is_served(model: Module) -> bool:
     """Return whether ``model``, under ``fully_shard``, is part of an attached model."""
     if not is_sharded(model):
         return False
@@ -129,15 +142,15 @@ def is_served(model: nn.Module) -> bool:
     return fsdp2.is_served(model)
 
 
-def _forget(model: nn.Module) -> None:
+def _forget(model: Module) -> None:
     vars(model).pop(ATTRIBUTE, None)
     detached.add(model)
     process.release(model)
 
 
-def _attach(model: nn.Module, source: Source | None) -> Attached | None:
+def _attach(model: Module, source: Source | None) -> Attached | None:
     if isinstance(model, DistributedDataParallel):
-        if isinstance(model.module, nn.ParameterList):  # without forward: only ``replicate`` does
+        if isinstance(model.module, ParameterList):  # without forward: only ``replicate`` does
             _refuse_replicate(source)
             return None
         from hybridcomp.patches.torch import ddp
@@ -170,14 +183,14 @@ def _refuse_replicate(source: Source | None) -> None:
     say(f"replicate stays native: {REPLICATE}")
 
 
-def is_sharded(model: nn.Module) -> bool:
+def is_sharded(model: Module) -> bool:
     """Return whether ``fully_shard`` was applied to ``model`` or to a part of it."""
     from torch.distributed.fsdp import FSDPModule
 
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def _attach_sharded(model: nn.Module, source: Source | None) -> Attached | None:
+def _attach_sharded(model: Module, source: Source | None) -> Attached | None:
     """Check torch, then attach: earlier versions lack modules that ``fsdp2`` imports."""
     try:
         torch_versions.check("fsdp2", torch_versions.FSDP2)
@@ -190,8 +203,18 @@ def _attach_sharded(model: nn.Module, source: Source | None) -> Attached | None:
     return fsdp2.attach(model, source)
 
 
-def stateful(model: nn.Module, checkpoint: str | Path | None = None) -> Any:
-    """See ``hybridcomp.stateful``."""
+def stateful(model: Module, checkpoint: str | Path | None = None) -> Any:
+    """Return a model's ``Stateful`` for ``torch.distributed.checkpoint``, under "hybridcomp".
+
+    ``dcp.save({"hybridcomp": hybridcomp.stateful(model), ...}, checkpoint_id=folder)``
+
+    Args:
+        model: under FSDP2 or DDP; it is attached if that was not done yet.
+        checkpoint: the folder that is about to be loaded. Needed on another number of ranks than
+            wrote it, and where it may hold no state of hybridcomp.
+
+    Raises ConfigError where there is no block.
+    """
     attached = attach(model)
     if attached is None:
         todo = "there is no block, and so no state; leave it out of the checkpoint"

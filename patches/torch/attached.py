@@ -173,7 +173,7 @@ class Attached:
         """Drop the residuals of a step that a loss scaler skipped, and begin the step again."""
         self._is_open = self._has_reduced = False
         self.channels.residuals.drop()
-        self.channels.reopen_step()
+        self.channels.payoff.reopen_step()
         self.session.skip_step()
 
     def rescale(self, factor: float) -> None:

@@ -42,7 +42,7 @@ class KeptGather:
         held = self._held(rows)
         ready = held is not None and self._generation == channel.generation
         self._generation = channel.generation
-        if channel.exact_step:
+        if delta_references.is_exact(channel):
             return None
         state = (ready, _digest(held) if ready and held is not None else 0)
         if not delta_references.alike(channel, state, output.device, group) or held is None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from hybridcomp.channels import Channels
 from hybridcomp.collectives.topology import Ranks, machines
@@ -47,13 +48,21 @@ def read(source: Source | None) -> CompressionConfig | None:
     return block if block is not None and block.enabled else None
 
 
-def island_group(source: Source | None) -> dist.ProcessGroup:
-    """See ``hybridcomp.island_group``."""
-    block = read(source)
-    whole = dist.group.WORLD
-    if block is not None and block.sync.jobs is not None and whole is not None:
+def island_group(
+    block: Mapping[str, Any] | str | Path | CompressionConfig | None = None,
+) -> ProcessGroup:
+    """Return the process group of this rank's island, for a model whose block has ``sync``.
+
+    Build DistributedDataParallel with it, or the mesh of fully_shard; DeepSpeed's engines take it
+    by themselves. Every rank calls it, after ``init_process_group``; a second call returns the same
+    group. It is that of the whole job where islands are jobs of their own. ``block``: as for
+    ``attach``. Raises ConfigError where the block has no islands, or the job cannot be cut into
+    them.
+    """
+    found, whole = read(block), dist.group.WORLD
+    if found is not None and found.sync.jobs is not None and whole is not None:
         return whole
-    islands = None if block is None else island_steps.islands_in(block)
+    islands = None if found is None else island_steps.islands_in(found)
     if islands is None:
         todo = 'the block has no "sync", and so no islands; add it'
         raise ConfigError(f"{BLOCK}.sync", NOTHING, todo)

@@ -103,9 +103,9 @@ def rank_main(engine: str, rounds: int, width: int, layers: int) -> None:
 
 def _timed_trials(into: list[float]) -> Any:
     """Add up the seconds that trials take while models are made."""
-    from hybridcomp.channels import Channels
+    from hybridcomp.channels.payoff import Payoff
 
-    weigh = Channels.run_autotune
+    weigh = Payoff.run_autotune
 
     def timed(self: Any, *given: Any, **named: Any) -> list[str]:
         start = time.perf_counter()
@@ -114,7 +114,7 @@ def _timed_trials(into: list[float]) -> Any:
         finally:
             into[0] += time.perf_counter() - start
 
-    return patch.object(Channels, "run_autotune", timed)
+    return patch.object(Payoff, "run_autotune", timed)
 
 
 def _ddp(model: Any, block: Any, loss: Any, tokens: Any, stage: int) -> Arm:

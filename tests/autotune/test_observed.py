@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from hybridcomp.autotune import trials
 from hybridcomp.autotune.trials import PlannedMessage
-from hybridcomp.channels import Channels, channels_of
-from hybridcomp.channels import engine_channels as channels_module
+from hybridcomp.channels import Channels, channels_of, payoff
 from hybridcomp.config import CompressionConfig
 from tests.ranks import RankPool
 from tests.stand_ins.link_clock import clock
@@ -72,7 +71,7 @@ def two_steps(times: tuple[float, float], odd_rank: int | None) -> dict[str, Any
         return trials.messages(plan, device)
 
     found: dict[str, Any] = {"native": [], "told": [], "planned": planned}
-    with clock(*times), patch.object(channels_module, "messages", kept):
+    with clock(*times), patch.object(payoff, "messages", kept):
         for step in (1, 2):
             found["native"].append(send_messages(channels, tensor, odd_rank))
             channels.step = step
@@ -261,7 +260,7 @@ def test_a_resumed_pipeline_goes_on_as_it_was(
 def test_the_state_is_json() -> None:
     channels = Channels(CompressionConfig.parse(BLOCK))
     stored = {"pays": False, "nbytes": 10, "native_s": 0.1, "coded_s": 0.2}
-    told = channels.resume_verdicts(json.loads(json.dumps({"pp": stored})))
+    told = channels.payoff.resume(json.loads(json.dumps({"pp": stored})))
     assert told == ["pp: native, as measured in the run that is continued"]
     assert channels.seen.waiting == ("tp",) and channels.verdicts.native("pp", channels.step)
     assert channels.ledger.native_since == {"pp": 0}

@@ -13,10 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridcomp.autotune import trials
+from hybridcomp.autotune import sum_trials, trials
 from hybridcomp.autotune.verdicts import Decision, Verdicts, are_decisions
-from hybridcomp.channels import Channels, StepTraffic, channels_of
-from hybridcomp.channels.codec_choice import CodecChoice
+from hybridcomp.channels import Channel, Channels, StepTraffic, channels_of
 from hybridcomp.codecs import make_codec
 from hybridcomp.collectives import Group
 from hybridcomp.config import CompressionConfig
@@ -50,7 +49,7 @@ def weighed(
     channels = Channels(CompressionConfig.parse({**BLOCK, "hierarchy": hierarchy}))
     channels.place([tuple(range(dist.get_world_size()))])
     with clock(*times[dist.get_rank()]) as sizes:
-        told = channels.run_autotune(None, torch.bfloat16, CPU, numel + dist.get_rank())
+        told = channels.payoff.run_autotune(None, torch.bfloat16, CPU, numel + dist.get_rank())
     assert not channels.ledger.interval["dp", "forward"].messages, "trials are no traffic"
     native = [channels[name].codec(1000, torch.bfloat16, None) is None for name in ("dp", "zero")]
     return channels.verdicts.state(), told, sizes, native
@@ -210,15 +209,15 @@ def foretold(stage: int, persistent: int) -> tuple[Any, ...]:
     engine = make_engine(job)
     known = step_messages.sent(engine)
     seen: dict[str, list[int]] = {"dp": [], "zero": []}
-    choose = CodecChoice.of_message
+    choose = Channel.codec
 
-    def of_message(self: Any, numel: int, *args: Any) -> Any:
-        seen[self._dimension].append(numel)
+    def codec(self: Any, numel: int, *args: Any) -> Any:
+        seen[self.dimension].append(numel)
         return choose(self, numel, *args)
 
     for step in range(3):
         seen = {"dp": [], "zero": []}
-        with patch.object(CodecChoice, "of_message", of_message):
+        with patch.object(Channel, "codec", codec):
             train_step(engine, job, step)
     engine.destroy()
     return {name: sent.numels for name, sent in known.items()}, seen
@@ -241,10 +240,10 @@ def weighed_whole(times: tuple[float, float], odd_rank: int | None) -> tuple[Any
         "zero": StepTraffic(numels, "gather", True),
     }
     with clock(*times) as sizes:
-        told = channels.run_autotune(None, torch.bfloat16, CPU, 5000, sent)
+        told = channels.payoff.run_autotune(None, torch.bfloat16, CPU, 5000, sent)
     scattered = StepTraffic((2000, 7, 1), "scatter")
     with clock(*times):
-        runs = trials.reductions(
+        runs = sum_trials.reductions(
             make_codec("blockint", bits=8),
             32,
             trials.TrialGroup(Group.of(None), torch.bfloat16, CPU),
@@ -291,7 +290,7 @@ def left_out() -> tuple[Any, ...]:
     channels = Channels(CompressionConfig.parse({"preset": "recommended", "min_bytes": 0}))
     channels.leave_out({"zero", "tp", "pp"})
     with clock(*FAST):
-        told = channels.run_autotune(None, torch.bfloat16, CPU, 5000)
+        told = channels.payoff.run_autotune(None, torch.bfloat16, CPU, 5000)
     codec = channels["dp"].codec(1000, torch.bfloat16, None)
     return told, codec, channels.seen.waiting, list(channels.verdicts.by_dimension)
 

@@ -97,9 +97,10 @@ def test_a_run_without_a_report_says_so(tmp_path: Path) -> None:
 def test_islands_without_a_codec_are_told_in_the_last_line() -> None:
     sync = {"islands": 2, "every": 30}
     exact = Channels(CompressionConfig.parse({"sync": sync}))
-    assert exact.idle_reason(5) == "islands sent at their meetings alone, and sync has no codec"
+    told = exact.payoff.idle_reason(5)
+    assert told == "islands sent at their meetings alone, and sync has no codec"
     coded = Channels(CompressionConfig.parse({"sync": {**sync, "codec": "blockint", "bits": 4}}))
-    assert "no message had min_bytes" in coded.idle_reason(5)
+    assert "no message had min_bytes" in coded.payoff.idle_reason(5)
 
 
 def test_pieces_of_a_message_are_cut_once_and_go_with_their_group() -> None:

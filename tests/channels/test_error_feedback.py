@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridcomp.channels.error_feedback import Residuals, Withheld
+from hybridcomp.channels.error_feedback import Residuals
 from hybridcomp.channels.pieces import Piece, cut
 from hybridcomp.channels.saved_residuals import Hop, are_residuals, held_in
+from hybridcomp.channels.withheld import Withheld
 from hybridcomp.codecs.quantized_residual import QuantizedResidual, as_fp32, nbytes_of
 
 LIKE = torch.zeros(0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hybridcomp import kernels, patching
-from hybridcomp.channels import Channels, engine_channels
+from hybridcomp.channels import Channels, payoff
 from hybridcomp.commands import cli, doctor
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import CodecError, ConfigError
@@ -217,10 +217,10 @@ def test_channels_ask_for_kernels_where_something_is_encoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[torch.device] = []
-    monkeypatch.setattr(engine_channels, "require_kernels", asked.append)
+    monkeypatch.setattr(payoff, "require_kernels", asked.append)
     for world_size in (1, 2):
         monkeypatch.setattr("torch.distributed.get_world_size", lambda size=world_size: size)
         for block in ({"dp": "bf16"}, {"dp": {"codec": "powersgd", "rank": 2}}):
             channels = Channels(CompressionConfig.parse(block))
-            channels.run_autotune(None, torch.float32, torch.device("cpu"))
+            channels.payoff.run_autotune(None, torch.float32, torch.device("cpu"))
     assert asked == [torch.device("cpu")]

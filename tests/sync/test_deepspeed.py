@@ -193,6 +193,7 @@ def saved(folder: Path) -> None:
 
 
 def taken_over(folder: Path) -> None:
+    from hybridcomp.session import saved_session
     from hybridcomp.session.engine_session import session_of
     from hybridcomp.sync import IslandMeetings
 
@@ -221,7 +222,7 @@ def taken_over(folder: Path) -> None:
     for step in range(7, 10):
         train_step(engine, job, step)
     session.save(folder / "again")
-    session.read(folder / "again")  # of another number of ranks than the last time
+    saved_session.read(session, folder / "again")  # of another number of ranks than the last time
     engine.destroy()
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hybridcomp.channels import Channel, Channels
+from hybridcomp.channels.rings import record_ring, ring_of
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Group, Meter
 from hybridcomp.collectives.ring import Contents, PackedMessage, Ring
@@ -97,7 +98,7 @@ class RingTraffic:
     def ring(self, codec: Codec | None, device: torch.device) -> Ring:
         """Return a ring for messages of ``codec``, with a new meter."""
         if self._channel is not None:
-            return self._channel.ring(codec, self.group, device)
+            return ring_of(self._channel, codec, self.group, device)
         return Ring(codec, Group.of(self.group), Meter(), device)
 
     def sample(self, values: Tensor, codec: Codec | None, direction: Direction) -> None:
@@ -113,7 +114,7 @@ class RingTraffic:
     def record_ring_traffic(self, ring: Ring, raw_nbytes: int, direction: Direction) -> None:
         """Record the messages that went through ``ring``."""
         if self._channel is not None:
-            self._channel.record_ring_traffic(ring, raw_nbytes, direction)
+            record_ring(self._channel, ring, raw_nbytes, direction)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from hybridcomp.errors import HybridcompError
 from hybridcomp.plan.machines import rings
+from hybridcomp.plan.machines.codings import coded, coding_of
 from hybridcomp.plan.machines.estimates import Curve, Estimate, curves
 from hybridcomp.plan.machines.links import NOTHING, Links
 from hybridcomp.plan.machines.overheads import MessageCosts, Overhead
@@ -143,7 +144,7 @@ class Cluster:
             return NOTHING
         host = on_host and not self.on_cpu
         table = self._host_codings if host else self._codings
-        known = _coding(table, setting, dtype, direction)
+        known = coding_of(table, setting, dtype, direction)
         beside: Beside = "compute" if busy else "alone"
         chosen = [curve for (_, how), curve in known.items() if how == beside]
         found = [curve.at(numel) for curve in chosen or known.values()]
@@ -243,11 +244,11 @@ class Cluster:
 
     @cached_property
     def _codings(self) -> dict[tuple[Any, ...], Curve]:
-        return _coded(self.codecs)
+        return coded(self.codecs)
 
     @cached_property
     def _host_codings(self) -> dict[tuple[Any, ...], Curve]:
-        return _coded(self.host_codecs)
+        return coded(self.host_codecs)
 
     @cached_property
     def _kernels(self) -> dict[tuple[Any, ...], Curve]:
@@ -272,32 +273,3 @@ class Cluster:
             row.beside != "alone", row.beside == "compute",
         )  # fmt: skip
         return Estimate.total(parts).value
-
-
-def _coded(rows: Iterable[Coding]) -> dict[tuple[Any, ...], Curve]:
-    return curves(
-        ((row.setting, row.dtype, row.direction, row.beside), row.numel, row.seconds)
-        for row in rows
-    )
-
-
-def _coding(
-    table: Mapping[tuple[Any, ...], Curve], setting: str, dtype: str, direction: Direction
-) -> dict[tuple[str, Beside], Curve]:
-    """Find curves by setting and ``beside``: of the setting, else of others of its codec."""
-    name = setting.partition("(")[0]
-    for wanted in (direction, "decode"):
-        for exact in (True, False):
-            found = {
-                (known, beside): curve
-                for (known, kind, way, beside), curve in table.items()
-                if kind in (dtype, "any") and way == wanted
-                and (known == setting if exact else known.partition("(")[0] == name)
-            }  # fmt: skip
-            if found:
-                return found
-    listed = ", ".join(sorted({key[0] for key in table})) or "none"
-    raise HybridcompError(
-        f"the cluster has no figure for {setting} of {dtype} ({direction}); it has: {listed}; "
-        "measure it again, describe it, or leave that codec out of the budget"
-    )

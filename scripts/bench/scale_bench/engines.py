@@ -68,7 +68,7 @@ class Ddp(Engine):
 
     def prepare(self) -> None:
         """Make the reducer of the communication hook."""
-        from hybridcomp.patches.torch.ddp import Reducer
+        from hybridcomp.patches.torch.ddp_reducer import Reducer
 
         model: Any = SimpleNamespace(
             process_group=dist.group.WORLD, find_unused_parameters=False, static_graph=False,

@@ -17,7 +17,7 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.patches.ds.async_rules import check, is_adam
 from hybridcomp.patches.ds.read_ahead import ReadAhead
 from hybridcomp.pipelines import make_correction
-from hybridcomp.session.engine_session import agree_on
+from hybridcomp.session.agreement import agree_on
 
 STASH = AsyncPipelineConfig(versions="stash")
 

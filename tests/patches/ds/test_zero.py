@@ -34,11 +34,11 @@ def pool() -> Iterator[RankPool]:
 
 
 def apply_and_revert() -> int:
-    from hybridcomp.patches.ds import parameter_gathers, zero0, zero3, zero12
+    from hybridcomp.patches.ds import parameter_gathers, zero0, zero3, zero12, zero12_elsewhere
     from hybridcomp.patching import Patch
 
     seams = 0
-    for module in (zero0, parameter_gathers, zero12, zero3):
+    for module in (zero0, parameter_gathers, zero12, zero12_elsewhere, zero3):
         for seam, make in module.PATCHES:
             before = inspect.getattr_static(*seam.owner_and_name())
             with Patch(seam, make) as patch:

@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridcomp import patching
+from hybridcomp import arming, patching
+from hybridcomp.arming import missing
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError, SeamError
 from hybridcomp.patches.mcore import transformer_engine
 from hybridcomp.patches.registry import patches_of
-from hybridcomp.patching import apply_all, missing, revert_all
+from hybridcomp.patching import apply_all, revert_all
 from hybridcomp.session import process
 from tests.ranks import run_ranks
 from tests.stand_ins import transformer_engine as te_stub
@@ -77,8 +78,8 @@ def test_an_unknown_version_stops_only_who_needs_it(monkeypatch: pytest.MonkeyPa
     from hybridcomp.rules import engine, mcore
 
     monkeypatch.setattr(patching, "version", lambda name: "2.30.0")
-    monkeypatch.setattr(patching, "UNFIT", {})
-    monkeypatch.setattr(registry, "UNFIT", patching.UNFIT)
+    monkeypatch.setattr(arming, "UNFIT", {})
+    monkeypatch.setattr(registry, "UNFIT", arming.UNFIT)
     registry.ARMED.apply(PACKAGE)
     reason = missing(PACKAGE)
     assert reason is not None and "< 2.19" in reason and "2.30.0" in reason

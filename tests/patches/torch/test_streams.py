@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridcomp.channels import NAME
 from hybridcomp.channels.pieces import Piece
-from hybridcomp.patches.torch.ddp import Reducer
+from hybridcomp.patches.torch.ddp_reducer import Reducer
 from hybridcomp.patches.torch.fsdp2_sums import EncodedReduceScatter
 from tests.stand_ins.gpu.common import QUIET, RANK, RANKS, channels, cuda, gpu, values_of
 from tests.stand_ins.gpu.machine import Gpu

@@ -1,0 +1,24 @@
+"""Compare the block of a job, and the versions of what it runs on, over all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridcomp.config import BLOCK, CompressionConfig
+from hybridcomp.errors import ConfigError
+from hybridcomp.job import peer_liveness
+from hybridcomp.job.agreement import agree, versions
+
+
+def agree_on(block: CompressionConfig | None, *packages: str, **facts: Any) -> None:
+    """Compare the block, the versions of ``packages`` and ``facts`` over all ranks.
+
+    None: this rank has no block. Raises AgreementError, naming the ranks that differ.
+    """
+    if block is not None and block.pipeline.waitless and "deepspeed" not in packages:
+        todo = "only DeepSpeed's pipeline goes on without a flush; remove it"
+        raise ConfigError(f"{BLOCK}.pipeline.versions", block.pipeline.versions, todo)
+    settings = {BLOCK: None} if block is None else block.flat()
+    agree({**settings, **facts, **versions(*packages)})
+    peer_liveness.announce()
+    peer_liveness.limit_waits()

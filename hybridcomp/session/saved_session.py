@@ -1,0 +1,90 @@
+"""Write a session beside a checkpoint of the caller's, and continue from one.
+
+All ranks make all calls together. ``read`` checks the files of every rank and changes nothing;
+``take_over`` then cannot fail on one rank alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybridcomp.channels import checkpoint
+from hybridcomp.codecs import check_payloads
+from hybridcomp.collectives import check_headers
+
+if TYPE_CHECKING:
+    from hybridcomp.session.engine_session import EngineSession
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Contents of a checkpoint, from ``read``.
+
+    Attributes:
+        state: state of the job; None: the folder holds none.
+        kept: residuals of the ranks; None: the job has other groups.
+    """
+
+    folder: Path
+    state: checkpoint.State | None
+    kept: checkpoint.StoredState | None
+
+
+def save(
+    session: EngineSession, folder: Path, loss_scale: float | None = None, references: bool = False
+) -> None:
+    """Write step and residuals of all ranks into ``folder``, which is complete afterwards.
+
+    ``loss_scale``: the factor on the gradients; None: that of the last step. ``references``:
+    whether the caller has written those of parameter deltas there. Raises CodecError for a damaged
+    payload that was not reported yet, so that wrong state is not saved.
+    """
+    check_payloads()
+    check_headers()
+    scale = session.loss_scale if loss_scale is None else loss_scale
+    checkpoint.save(folder, session.channels, scale, session.layout(), references)
+    for follower in session.stateful_followers:
+        follower.save(folder)
+
+
+def read(session: EngineSession, folder: Path) -> Saved:
+    """Read and check the files of ``save``, of this version or the one before, for ``take_over``.
+
+    Raises CheckpointError, on every rank, where a file of any rank is damaged.
+    """
+    state = checkpoint.read_state(folder)
+    known = state is None or state.groups == dict(session.layout())
+    for follower in session.stateful_followers:
+        follower.read(folder)
+    return Saved(folder, state, checkpoint.read(folder, session.channels) if known else None)
+
+
+def take_over(
+    session: EngineSession, found: Saved, loss_scale: float | None = None, step: int | None = None
+) -> None:
+    """Continue from the result of ``read``.
+
+    ``loss_scale``: the factor on the gradients from now on; None: the saved one. ``step``: the
+    count of the engine, which then restores the references of parameter deltas, too. On another
+    number of ranks the sum of the residuals is kept.
+    """
+    channels, state, folder = session.channels, found.state, found.folder
+    session.loaded = True
+    channels.residuals.drop()
+    stored = 1.0 if state is None else state.loss_scale
+    session.loss_scale = stored if loss_scale is None else loss_scale
+    if step is not None:
+        channels.step = step
+    else:
+        channels.resync()
+        if state is None:
+            session.say(f"{folder} holds no state; step and residuals start at zero")
+            return
+        channels.step = state.step
+    if found.kept is None:
+        assert state is not None
+        session.say(f"{folder} is of another layout, {state.groups}; residuals start at zero")
+        return
+    checkpoint.take_over(found.kept, channels, session.loss_scale, session.device)

@@ -1,0 +1,33 @@
+"""Report a pipeline that does not wait, beside the figures of a session's messages."""
+
+from __future__ import annotations
+
+import weakref
+
+from hybridcomp.patches.ds.async_pipeline import AsyncPipeline
+
+
+class PipelineRow:
+    """A ``StepFollower`` that reports a pipeline; held weakly, as the session outlives engines."""
+
+    name = "pipeline"
+
+    def __init__(self, pipeline: AsyncPipeline) -> None:
+        self._known = weakref.ref(pipeline)
+
+    def before_step(self) -> None:
+        """Do nothing."""
+
+    def after_step(self, step: int) -> None:
+        """Do nothing."""
+
+    def after_skip(self) -> None:
+        """Do nothing."""
+
+    def row(self) -> dict[str, float] | None:
+        """Return the figures of this stage; rank 0 is of the first, whose gradients are latest."""
+        pipeline = self._known()
+        return None if pipeline is None else pipeline.row()
+
+    def close(self) -> None:
+        """Do nothing: the engine frees its pipeline."""
