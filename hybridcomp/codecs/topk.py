@@ -10,8 +10,10 @@ sections that begin at a byte:
     bits x kept        sign and magnitude
     unary              the high part of each gap, as so many zeros and a one
 
-Gaps are geometric where the largest values lie anywhere, for which Rice's code is within a few
-percent of the entropy: at a density of 1/64 and 2 bits a message has 0.153 bits a value.
+On a CPU kernels do it (``kernels/cpu/cpu_topk.cpp``), on other devices functions of torch, in the
+same bytes. Gaps are geometric where the largest values lie anywhere, for which Rice's code is
+within a few percent of the entropy: at a density of 1/64 and 2 bits a message has 0.153 bits a
+value.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from hybridcomp.codecs.base import Codec, align
 from hybridcomp.codecs.checks import check_add, check_decode, check_dtype, check_encode
 from hybridcomp.codecs.setting import Setting
 from hybridcomp.errors import CodecError
+from hybridcomp.kernels import DTYPE_CODES, on_host
 
 CHUNK = 4096
 HEADER = 16
@@ -84,6 +87,55 @@ class TopK(Codec):
         check_encode(self.spec, values, out, nbytes)
         if not values.numel():
             return 0
+        if values.device.type != "cpu":
+            payload = self.encoded_by_torch(values)
+            out[: payload.numel()] = payload
+            return payload.numel()
+        used: int = on_host("topk").encode(
+            *self._settings(values.numel()), DTYPE_CODES[values.dtype], values.data_ptr(),
+            values.numel(), out.data_ptr(), nbytes, torch.get_num_threads(),
+        )  # fmt: skip
+        return used
+
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        check_decode(self.spec, payload, out, HEADER if out.numel() else 0)
+        if out.device.type == "cpu":
+            self._decode(payload, out, add=False)
+        elif out.numel():
+            out.copy_(self.decoded_by_torch(payload, out.numel(), out.dtype))
+
+    def decode_add(self, payload: Tensor, out: Tensor, dtype: torch.dtype) -> None:
+        check_add(self.spec, out, dtype)
+        check_decode(self.spec, payload, out, HEADER if out.numel() else 0)
+        if out.device.type == "cpu":
+            self._decode(payload, out, add=True)
+        elif out.numel():
+            out.add_(self.decoded_by_torch(payload, out.numel(), torch.float32))
+
+    def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
+        check_dtype(self.spec, dtype)
+        return absmax * 1.01
+
+    def _settings(self, numel: int) -> tuple[int, int, int, int]:
+        """Return the first arguments of the kernels."""
+        last = (numel - 1) % CHUNK + 1
+        return self.bits, self._rice, self._kept(CHUNK), self._kept(last)
+
+    def _decode(self, payload: Tensor, out: Tensor, *, add: bool) -> None:
+        if not out.numel():
+            return
+        try:
+            on_host("topk").decode(
+                *self._settings(out.numel()), DTYPE_CODES[out.dtype], payload.data_ptr(),
+                payload.numel(), out.data_ptr(), out.numel(), add, torch.get_num_threads(),
+            )  # fmt: skip
+        except ValueError as error:
+            raise CodecError(f"{self.spec}: cannot decode {out.numel()} values: {error}") from error
+
+    # by torch, on devices without kernels
+
+    def encoded_by_torch(self, values: Tensor) -> Tensor:
+        """Return the payload of ``values``, which are not empty: uint8 on their device."""
         wide = values.detach().float()
         places, scales = self._choose(wide)
         chosen, scale = wide[places], scales.float()[places // CHUNK]
@@ -91,10 +143,10 @@ class TopK(Codec):
         code = level.clamp(0, self._levels - 1).to(torch.int64) * 2 + (chosen < 0)
         gaps = torch.diff(places, prepend=places.new_full((1,), -1)) - 1
         high = gaps >> self._rice
-        unary = torch.zeros(int(high.sum()) + len(places), dtype=torch.uint8, device=out.device)
+        unary = torch.zeros(int(high.sum()) + len(places), dtype=torch.uint8, device=values.device)
         unary[(high + 1).cumsum(0) - 1] = 1
         head = torch.tensor(
-            [len(places), len(unary), values.numel(), 0], dtype=torch.int32, device=out.device
+            [len(places), len(unary), values.numel(), 0], dtype=torch.int32, device=values.device
         )
         sections = [
             head.view(torch.uint8), scales.view(torch.uint8),
@@ -102,25 +154,7 @@ class TopK(Codec):
             _packed(_bits(code, self.bits)), _packed(unary),
         ]  # fmt: skip
         payload = torch.cat(sections)
-        used = align(payload.numel())
-        out[: payload.numel()] = payload
-        out[payload.numel() : used] = 0
-        return used
-
-    def decode(self, payload: Tensor, out: Tensor) -> None:
-        check_decode(self.spec, payload, out, HEADER if out.numel() else 0)
-        if out.numel():
-            out.copy_(self._decoded(payload, out.numel(), out.dtype))
-
-    def decode_add(self, payload: Tensor, out: Tensor, dtype: torch.dtype) -> None:
-        check_add(self.spec, out, dtype)
-        check_decode(self.spec, payload, out, HEADER if out.numel() else 0)
-        if out.numel():
-            out.add_(self._decoded(payload, out.numel(), torch.float32))
-
-    def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
-        check_dtype(self.spec, dtype)
-        return absmax * 1.01
+        return torch.nn.functional.pad(payload, (0, align(payload.numel()) - payload.numel()))
 
     @property
     def _levels(self) -> int:
@@ -149,7 +183,8 @@ class TopK(Codec):
         scales[broken] = math.nan
         return kept.view(-1).nonzero().view(-1), scales
 
-    def _decoded(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    def decoded_by_torch(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return ``numel`` values in fp32, none above the largest of ``dtype``."""
         kept, unary, told, _ = payload[:HEADER].clone().view(torch.int32).tolist()
         chunks = -(-numel // CHUNK)
         lengths = [2 * chunks, *(-(-n // 8) for n in (kept * self._rice, kept * self.bits, unary))]

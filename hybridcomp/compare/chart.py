@@ -76,6 +76,7 @@ def final_figures(result: Result) -> dict[str, float]:
             found[f"{name}/gap_percent"] = row.gap
             found[f"{name}/gap_interval_percent"] = row.gap_interval
             found[f"{name}/clock_gap_percent"] = row.clock_gap
+            found[f"{name}/byte_gap_percent"] = row.byte_gap
         for dimension, ways in run.ledger().items():
             for way, figures in ways.items():
                 found[f"{name}/{dimension}/{way}/wire_MB"] = figures["wire_MB"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridcomp.compare.runs import Rows
+from hybridcomp.compare.runs import Curve, Rows
 from hybridcomp.session.metric_names import PREFIX, split_event
 
 
@@ -39,3 +39,21 @@ def ledger_of(
             "error": float(np.sqrt(np.mean(np.square(errors)))) if errors else None,
         }
     return rows
+
+
+def wire_of(values: Mapping[str, Any], prefix: str = PREFIX) -> float:
+    """Return the MB that one report of the ledger says were sent, over all dimensions."""
+    places = ((split_event(name, prefix), value) for name, value in values.items())
+    return sum(float(value) for place, value in places if place and place[2] == "wire_MB")
+
+
+def sent_until(reports: Iterable[tuple[float, float]], at: Curve) -> Curve | None:
+    """Return what was sent until each place of ``at``, in MB; None where nothing was reported.
+
+    ``reports``: a place and the MB since the report before; between two they were sent evenly.
+    """
+    found = sorted(reports)
+    if not sum(sent for _, sent in found):
+        return None
+    places = np.array([0.0, *(place for place, _ in found)])
+    return np.asarray(np.interp(at, places, np.cumsum([0.0, *(sent for _, sent in found)])))

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from hybridcomp.compare.figures import sent_until
 from hybridcomp.compare.runs import CompareError, Curve, LoggedTraining, Rows, check_curve
 from hybridcomp.foreign import parsed_json
 from hybridcomp.session.metric_names import LOSS, SPEED, TOKENS, VALID_LOSS
@@ -63,6 +64,7 @@ def read_training(path: Path, ledger: str) -> LoggedTraining:
         settings=header.get("deepspeed"),
         valid_loss=valid_loss,
         ledger=read_ledger(beside) if beside.is_file() else {},
+        sent=read_sent(beside, steps) if beside.is_file() else None,
     )
 
 
@@ -102,6 +104,22 @@ def read_ledger(path: Path) -> Rows:
                     "written by another version of hybridcomp"
                 )
     return rows
+
+
+def read_sent(path: Path, steps: Curve) -> Curve | None:
+    """Return the MB that all ranks had sent until each of ``steps``, by the ledger at ``path``.
+
+    After the last report come those that its summary has besides. ``path`` was read before.
+    """
+    reports: list[tuple[float, float]] = []
+    for record in read_lines(path):
+        ways = [row for one in record.get("dimensions", {}).values() for row in one.values()]
+        sent = sum(float(row.get("wire_MB") or 0.0) for row in ways)
+        if record.get("summary"):
+            reports.append((steps[-1], max(0.0, sent - sum(before for _, before in reports))))
+        else:
+            reports.append((float(record["step"]), sent))
+    return sent_until(reports, steps)
 
 
 def _check_figure(path: Path, name: str, value: object) -> None:

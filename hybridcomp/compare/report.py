@@ -43,7 +43,8 @@ def markdown(result: Result, title: str, picture: str | None, command: str) -> s
         f"Loss after {end}{those}; the final loss is the mean of the last {result.last} points. "
         f"Gaps are to {foreign.markdown(result.runs[0].label)}, paired by seed, with "
         'the 95% interval of their mean. "Gap, same time" compares the losses when the faster of '
-        "the two runs has finished.",
+        'the two runs has finished, "gap, same bytes" when both have sent what the one sends that '
+        "sends less.",
         "",
         *markdown_rows(losses(result)),
     ]
@@ -84,8 +85,8 @@ def as_json(result: Result) -> str:
 def losses(result: Result) -> list[list[str]]:
     """Return head and one row for each run, without columns that no run has."""
     head = [
-        "run", "seeds", f"loss (last {result.last})", "gap %", "gap %, same time", "valid loss",
-        "valid gap %", "k tokens/s",
+        "run", "seeds", f"loss (last {result.last})", "gap %", "gap %, same time",
+        "gap %, same bytes", "valid loss", "valid gap %", "k tokens/s",
     ]  # fmt: skip
     rows = [head]
     for number, (run, found) in enumerate(zip(result.runs, result.comparisons, strict=True)):
@@ -97,6 +98,7 @@ def losses(result: Result) -> list[list[str]]:
                 f"{found.final_loss:.4f}",
                 with_interval(found.gap, found.gap_interval) if number else "",
                 with_interval(found.clock_gap, found.clock_gap_interval) if number else "",
+                with_interval(found.byte_gap, found.byte_gap_interval) if number else "",
                 _optional(found.valid_loss, ".4f"),
                 _optional(found.valid_gap, "+.2f") if number else "",
                 "-" if speed is None else f"{speed / 1e3:.2f}",

@@ -44,6 +44,7 @@ class LoggedTraining:
     settings: Mapping[str, Any] | None = None
     valid_loss: float | None = None
     ledger: Rows = field(default_factory=dict)  # totals; empty without compression
+    sent: Curve | None = None  # MB of all ranks until then; None without a ledger
     project: str = ""  # of W&B
     group: str = ""
 

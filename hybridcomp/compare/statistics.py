@@ -26,6 +26,7 @@ class Aligned:
     axis: Curve  # (points,)
     losses: list[Curve]  # of each run: (seeds, points)
     seconds: list[Curve] | None  # of each run: (seeds, points); None where one is unknown
+    sent: list[Curve | None]  # MB of each run: (seeds, points); None without its ledger
     notes: list[str]
 
 
@@ -44,6 +45,9 @@ class Comparison:
     #: the gap to the baseline after the time that the faster of the two took, None without clocks
     clock_gap: float | None
     clock_gap_interval: float | None
+    #: the gap to the baseline after the bytes that the thriftier of the two sent, None without both
+    byte_gap: float | None
+    byte_gap_interval: float | None
 
 
 def align(runs: Sequence[Run], last: int) -> Aligned:
@@ -85,6 +89,7 @@ def align(runs: Sequence[Run], last: int) -> Aligned:
         ]
         if clocks
         else None,
+        sent=[_sent(run, axis, unit) for run in runs],
         notes=notes,
     )
 
@@ -93,6 +98,12 @@ def _axis(training: LoggedTraining, unit: str) -> Curve:
     found = training.tokens if unit == "tokens" else training.steps
     assert found is not None
     return found
+
+
+def _sent(run: Run, axis: Curve, unit: str) -> Curve | None:
+    """Return the MB of a run's seeds along the axis; None where a ledger is missing."""
+    found = [np.interp(axis, _axis(t, unit), t.sent) for t in run.trainings if t.sent is not None]
+    return np.stack(found) if len(found) == len(run.trainings) else None
 
 
 def _clock(training: LoggedTraining) -> Curve:
@@ -121,7 +132,9 @@ def _compare(runs: Sequence[Run], aligned: Aligned, number: int, last: int) -> C
     if len(known) == len(pairs):
         valid = float(np.mean([own for own, _ in known]))
         valid_gap = float(np.mean([100 * (own / other - 1) for own, other in known]))
-    clock = clock_gaps(aligned, number, order, last)
+    clocks = None if aligned.seconds is None else (aligned.seconds[number], aligned.seconds[0])
+    clock = gaps_along(clocks, aligned, number, order, last)
+    moved = gaps_along((aligned.sent[number], aligned.sent[0]), aligned, number, order, last)
     seconds = None if aligned.seconds is None else float(aligned.seconds[number][:, -1].mean())
     return Comparison(
         label=run.label,
@@ -134,6 +147,8 @@ def _compare(runs: Sequence[Run], aligned: Aligned, number: int, last: int) -> C
         seconds=seconds,
         clock_gap=None if clock is None else float(clock.mean()),
         clock_gap_interval=None if clock is None else half_width(clock),
+        byte_gap=None if moved is None else float(moved.mean()),
+        byte_gap_interval=None if moved is None else half_width(moved),
     )
 
 
@@ -176,17 +191,24 @@ def caveats(
     return found
 
 
-def clock_gaps(aligned: Aligned, number: int, order: Sequence[int], last: int) -> Curve | None:
-    """Return gaps in percent at equal wall clock, of each seed: (seeds,).
+def gaps_along(
+    spent: tuple[Curve | None, Curve | None] | None,
+    aligned: Aligned,
+    number: int,
+    order: Sequence[int],
+    last: int,
+) -> Curve | None:
+    """Return gaps in percent at equal wall clock or equal bytes, of each seed: (seeds,).
 
-    Losses are taken when the faster run of a pair reaches the end of the axis; both are means of
-    the ``last`` points before that time. None without clocks.
+    Losses are taken where the run of a pair that spends less reaches the end of the axis; both are
+    means of the ``last`` points before that. ``spent``: what the run and the baseline have spent
+    until each point, (seeds, points); None where that is not known.
     """
-    if aligned.seconds is None:
+    if spent is None or spent[0] is None or spent[1] is None:
         return None
     gaps = []
     for own, other in enumerate(order):
-        clocks = aligned.seconds[number][own], aligned.seconds[0][other]
+        clocks = spent[0][own], spent[1][other]
         stop = min(float(clock[-1]) for clock in clocks)
         smooth = (
             running_mean(aligned.losses[number][own : own + 1], last)[0],

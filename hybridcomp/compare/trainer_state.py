@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from hybridcomp.compare.figures import ledger_of
-from hybridcomp.compare.json_lines import read_ledger
+from hybridcomp.compare.figures import ledger_of, sent_until, wire_of
+from hybridcomp.compare.json_lines import read_ledger, read_sent
 from hybridcomp.compare.runs import CompareError, Curve, LoggedTraining, check_curve
 from hybridcomp.foreign import parsed_json
 from hybridcomp.session.metric_names import TRAINER_PREFIX
@@ -69,6 +69,11 @@ def read_training(path: Path, ledger: str) -> LoggedTraining:
         identity={"data": {} if batch is None else {"train_batch_size": batch}},
         valid_loss=float(evaluations[-1]) if evaluations else None,
         ledger=ledger_of(history, {}, TRAINER_PREFIX) if beside is None else read_ledger(beside),
+        sent=sent_until(
+            ((record["step"], wire_of(record, TRAINER_PREFIX)) for record in history), steps
+        )
+        if beside is None
+        else read_sent(beside, steps),
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridcomp.compare.figures import ledger_of
+from hybridcomp.compare.figures import ledger_of, sent_until, wire_of
 from hybridcomp.compare.runs import CompareError, Curve, LoggedTraining, check_curve
 from hybridcomp.session.metric_names import (
     CONFIG_CODECS,
@@ -85,6 +85,10 @@ def read_training(folder: Path) -> LoggedTraining:
         settings=_settings(config, header),
         valid_loss=_last(history, VALID_LOSSES),
         ledger=ledger_of(history.values(), config.get(CONFIG_CODECS) or {}),
+        sent=sent_until(
+            ((row, wire_of(values)) for row, values in history.items()),
+            np.array(at, dtype=np.float64),
+        ),
         project=about.project,
         group=about.run_group,
     )

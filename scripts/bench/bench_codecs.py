@@ -152,6 +152,7 @@ def subjects_of(values: Tensor) -> list[Subject]:
         *(make_codec("zfp", rate=rate) for rate in (4, 8, 16, 24)),
         make_codec("mpc"),
         make_codec("expcode"),
+        make_codec("topk"),
         *(make_codec("radix", error_bound=bound) for bound in (3e-2, 1e-2, 1e-3)),
     ]
     peers = [eager_subject(8, values), eager_subject(4, values), zfpy_subject(8, values)]

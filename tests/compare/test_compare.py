@@ -13,7 +13,7 @@ from hybridcomp.commands import cli
 from hybridcomp.compare import CompareError, Wishes, compared, draw
 from hybridcomp.compare.reading import read_run, split_label
 from hybridcomp.compare.runs import short
-from tests.compare.made import record, write_run
+from tests.compare.made import ROW, record, write_run
 
 
 def compare(*runs: Any, **wishes: Any) -> Any:
@@ -88,6 +88,37 @@ def test_twice_as_fast_wins_at_equal_wall_clock(tmp_path: Path) -> None:
     expected = 100 * (1.001 * (2 + 3 / 400) / (2 + 3 / 200) - 1)
     assert found.clock_gap == pytest.approx(expected, abs=1e-6) and expected < 0
     assert found.seconds == pytest.approx(200)
+
+
+def sends(run: Path, mbytes: dict[int, float], total: float) -> Path:
+    """Put a ledger beside a log: MB by the step of a report, and in all."""
+    lines: list[dict[str, Any]] = [
+        {"step": step, "dimensions": {"dp": {"forward": {**ROW, "wire_MB": sent}}}}
+        for step, sent in mbytes.items()
+    ]
+    whole = {"dp": {"forward": {**ROW, "wire_MB": total}}}
+    lines.append({"summary": True, "step": 400, "dimensions": whole})
+    (run.parent / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def test_whoever_sends_less_wins_at_equal_bytes(tmp_path: Path) -> None:
+    base = sends(write_run(tmp_path / "a", 0, 1.0, steps=400), {100: 100.0, 200: 100.0}, 400.0)
+    # nothing is sent before step 300, so that half of the bytes are sent by step 350
+    less = sends(write_run(tmp_path / "b", 0, 1.001, steps=400), {300: 0.0}, 100.0)
+    found = compare(base, less, last=1).comparisons[1]
+    # the baseline is at step 100 when it has sent what the other sends in 400
+    expected = 100 * (1.001 * (2 + 3 / 400) / (2 + 3 / 100) - 1)
+    assert found.byte_gap == pytest.approx(expected, abs=1e-6) and expected < 0
+    back = compare(less, base, last=1).comparisons[1]
+    assert back.byte_gap == pytest.approx(100 * (100 / (100 + expected) - 1), abs=1e-6)
+    half = compare(sends(base, {}, 50.0), less, last=1).comparisons[1]
+    assert half.byte_gap == pytest.approx(
+        100 * (1.001 * (2 + 3 / 350) / (2 + 3 / 400) - 1), abs=1e-6
+    )
+    (base.parent / "ledger.jsonl").unlink()
+    found = compare(base, less, last=1).comparisons[1]
+    assert found.byte_gap is None and found.byte_gap_interval is None
 
 
 def _replace(path: Path, text: str) -> None:
