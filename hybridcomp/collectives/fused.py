@@ -33,6 +33,8 @@ from hybridcomp.collectives.wire import (
 
 #: alignment in bytes of buffers that share an allocation: a warp loads that many at once
 PLACE = 512
+#: exchanges of unequal parts that are remembered; each has a row for every rank
+MOST_KNOWN = 64
 
 
 @dataclass(frozen=True)
@@ -132,13 +134,13 @@ def fused_reduce_scatter(
     total: Tensor,
     fused: CollectiveKernel,
     how: Reduction,
-    begun: bool = False,
+    begin: Tensor | None = None,
 ) -> Steps[Tensor]:
     """Sum this rank's shard over ``group`` into ``total``: bytes and bits of ``reduce_scatter``.
 
     ``flat`` and the residual: the shards of all ranks one after the other, of ``chunk`` elements
     each, the last ones shorter or empty; in a residual of few bits each begins at a block.
-    ``begun``: the sum starts from what ``total`` holds.
+    ``begin``: what the sum starts from, fp32; may be ``total``.
 
     1 encode all shards but this rank's, 2 all-to-all, 3 sum in rank order.
     """
@@ -154,7 +156,7 @@ def fused_reduce_scatter(
     # 3
     left = _own(residual, plan, me)
     with meter.coding():
-        fused.sum(received, flat[plan.mine], ranks, me, total, left, begun)
+        fused.sum(received, flat[plan.mine], ranks, me, total, left, begin)
     POOL.give(room)
     return total
 
@@ -192,25 +194,25 @@ class _PartsPlan:
     own: tuple[slice, slice]  # what stays on this rank: in the values, in the output
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=MOST_KNOWN)
 def _planned_parts(
-    codec: Codec, dtype: torch.dtype, takes: Splits, gives: Splits, me: int
+    codec: Codec, dtype: torch.dtype, takes: Splits, gives: Splits, me: int, device: torch.device
 ) -> _PartsPlan:
     """Plan an exchange of parts of any lengths."""
     (sent, given, here), (received, taken, there) = (
-        _parts_of(codec, dtype, each, me) for each in (gives, takes)
+        _parts_of(codec, dtype, each, me, device) for each in (gives, takes)
     )
     own = slice(here, here + gives[me]), slice(there, there + takes[me])
     return _PartsPlan(sent, received, given, taken, places_of(given.total, taken.total), own)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=MOST_KNOWN)
 def _parts_of(
-    codec: Codec, dtype: torch.dtype, splits: Splits, me: int
+    codec: Codec, dtype: torch.dtype, splits: Splits, me: int, device: torch.device
 ) -> tuple[StretchTable, Splits, int]:
     """Return the parts for all ranks but ``me``, their payloads' bytes, and where that of it is."""
     nbytes = codec.wire_nbytes_of(splits.array, dtype)
-    table, total, start = StretchTable.of_parts(splits.array, nbytes, me)
+    table, total, start = StretchTable.of_parts(splits.array, nbytes, me, device)
     return table, Splits(nbytes, total), start
 
 
@@ -264,7 +266,8 @@ def parts_to_all(
     1 encode all parts but this rank's, which is copied, 2 all-to-all, 3 decode.
     """
     group, meter = via.group, via.meter
-    plan = _planned_parts(via.codec, values.dtype, takes, gives, group.rank)
+    of = values.dtype, takes, gives, group.rank, values.device
+    plan = _planned_parts(via.codec, *of)
     room, (sent, received) = room_of(plan.places, values.device)
     # 1
     out[plan.own[1]].copy_(values[plan.own[0]])
