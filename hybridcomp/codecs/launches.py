@@ -68,11 +68,11 @@ class CollectiveKernel(Protocol):
         me: int,
         out: Tensor,
         residual: Kept | None = None,
-        begun: bool = False,
+        begin: Tensor | None = None,
     ) -> None:
         """Sum in fp32 and rank order into ``out``; ``own`` and ``residual`` as in ``reduce``.
 
-        ``begun``: the sum starts from what ``out`` holds.
+        ``begin`` (fp32, as long as ``out``, or ``out`` itself): the sum starts from it.
         """
 
     def decode(
@@ -148,7 +148,7 @@ class PlannedKernel(Protocol):
         me: int,
         out: Tensor,
         residual: Kept | None = None,
-        begun: bool = False,
+        begin: Tensor | None = None,
     ) -> None:
         """Sum every stretch in fp32 and in rank order into its place in ``out``.
 
@@ -157,5 +157,5 @@ class PlannedKernel(Protocol):
             payloads: those of all stretches, rank after rank, without rank ``me``.
             own: the values that rank ``me`` adds exactly, with ``residual``, which becomes 0; may
                 be ``out``, each stretch in its place.
-            begun: the sums start from what ``out`` holds.
+            begin: fp32, as long as ``out``, or ``out`` itself: the sums start from it.
         """

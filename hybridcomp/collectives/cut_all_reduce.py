@@ -135,7 +135,7 @@ def cut_all_reduce(
             kept.unpack(total)
     only = Reduction(codecs[0], group, meter, how.cuts, residual=how.residual)
     exchange = exchange_of(plan.owners, first, codecs[0], tensor, only)
-    yield from sum_at_owners(tensor, total, exchange, first, only, kept is not None)
+    yield from sum_at_owners(tensor, total, exchange, first, only, None if kept is None else total)
     # 2
     room, (payload, gathered) = room_of(plan.places, tensor.device)
     with meter.coding():

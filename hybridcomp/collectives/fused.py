@@ -130,13 +130,13 @@ def fused_reduce_scatter(
     total: Tensor,
     fused: CollectiveKernel,
     how: Reduction,
-    begun: bool = False,
+    begin: Tensor | None = None,
 ) -> Steps[Tensor]:
     """Sum this rank's shard over ``group`` into ``total``: bytes and bits of ``reduce_scatter``.
 
     ``flat`` and the residual: the shards of all ranks one after the other, of ``chunk`` elements
     each, the last ones shorter or empty; in a residual of few bits each begins at a block.
-    ``begun``: the sum starts from what ``total`` holds.
+    ``begin``: what the sum starts from, fp32; may be ``total``.
 
     1 encode all shards but this rank's, 2 all-to-all, 3 sum in rank order.
     """
@@ -152,7 +152,7 @@ def fused_reduce_scatter(
     # 3
     left = _own(residual, plan, me)
     with meter.coding():
-        fused.sum(received, flat[plan.mine], ranks, me, total, left, begun)
+        fused.sum(received, flat[plan.mine], ranks, me, total, left, begin)
     POOL.give(room)
     return total
 

@@ -17,6 +17,9 @@ from hybridcomp.codecs.launches import StretchTable
 from hybridcomp.collectives.fused import places_of, room_of
 from hybridcomp.collectives.wire import POOL, Splits, Steps, Transfer, relays, stretches, transport
 
+#: exchanges of unequal parts that are remembered; each has a row for every rank
+MOST_KNOWN = 64
+
 
 @dataclass(frozen=True)
 class _PartsPlan:
@@ -30,25 +33,25 @@ class _PartsPlan:
     own: tuple[slice, slice]  # what stays on this rank: in the values, in the output
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=MOST_KNOWN)
 def _planned_parts(
-    codec: Codec, dtype: torch.dtype, takes: Splits, gives: Splits, me: int
+    codec: Codec, dtype: torch.dtype, takes: Splits, gives: Splits, me: int, device: torch.device
 ) -> _PartsPlan:
     """Plan an exchange of parts of any lengths."""
     (sent, given, here), (received, taken, there) = (
-        _parts_of(codec, dtype, each, me) for each in (gives, takes)
+        _parts_of(codec, dtype, each, me, device) for each in (gives, takes)
     )
     own = slice(here, here + gives[me]), slice(there, there + takes[me])
     return _PartsPlan(sent, received, given, taken, places_of(given.total, taken.total), own)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=MOST_KNOWN)
 def _parts_of(
-    codec: Codec, dtype: torch.dtype, splits: Splits, me: int
+    codec: Codec, dtype: torch.dtype, splits: Splits, me: int, device: torch.device
 ) -> tuple[StretchTable, Splits, int]:
     """Return the parts for all ranks but ``me``, their payloads' bytes, and where that of it is."""
     nbytes = codec.wire_nbytes_of(splits.array, dtype)
-    table, total, start = StretchTable.of_parts(splits.array, nbytes, me)
+    table, total, start = StretchTable.of_parts(splits.array, nbytes, me, device)
     return table, Splits(nbytes, total), start
 
 
@@ -78,7 +81,8 @@ def parts_to_all(
     1 encode all parts but this rank's, which is copied, 2 all-to-all, 3 decode.
     """
     group, meter = via.group, via.meter
-    plan = _planned_parts(via.codec, values.dtype, takes, gives, group.rank)
+    of = values.dtype, takes, gives, group.rank, values.device
+    plan = _planned_parts(via.codec, *of)
     room, (sent, received) = room_of(plan.places, values.device)
     # 1
     out[plan.own[1]].copy_(values[plan.own[0]])

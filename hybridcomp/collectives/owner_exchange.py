@@ -189,12 +189,12 @@ def sum_at_owners(
     exchange: OwnerExchange,
     kernel: PlannedKernel,
     how: Reduction,
-    begun: bool = False,
+    begin: Tensor | None = None,
 ) -> Steps[None]:
     """1 encode all runs of other ranks, 2 all-to-all, 3 sum this rank's runs in rank order.
 
     A residual of few bits is fp32 in between where a run begins inside of one of its blocks.
-    ``begun``: of a plan without shared runs, the sums start from what ``sums`` holds.
+    ``begin``: of a plan without shared runs, what the sums start from, fp32; may be ``sums``.
     """
     group, meter, residual, buffer = how.group, how.meter, how.residual, None
     ranks, me = group.size, group.rank
@@ -212,9 +212,9 @@ def sum_at_owners(
     yield transport.all_to_all(received, sent, exchange.takes, exchange.gives, group, meter)
     # 3
     with meter.coding():
-        kernel.sum(exchange.incoming, received, tensor, ranks, me, sums, residual, begun)
+        kernel.sum(exchange.incoming, received, tensor, ranks, me, sums, residual, begin)
         if exchange.again is not None and exchange.shared is not None:
-            assert not begun, "shared runs hold this rank's values where they are summed"
+            assert begin is None, "shared runs hold this rank's values where they are summed"
             kernel.decode(exchange.again, payloads, sums)
             kernel.sum(exchange.shared, received, sums, ranks, me, sums)
         if kept is not None and isinstance(residual, Tensor):
@@ -228,11 +228,11 @@ def scatter_parts(
     owners: OwnerPlan,
     kernel: PlannedKernel,
     how: Reduction,
-    begun: bool = False,
+    begin: Tensor | None = None,
 ) -> Steps[Tensor]:
     """Sum this rank's chunk of ``flat`` into ``total``: ``sum_at_owners`` of an ``even_plan``."""
     exchange = exchange_of(owners, kernel, how.codec, flat, how)
-    yield from sum_at_owners(flat, total, exchange, kernel, how, begun)
+    yield from sum_at_owners(flat, total, exchange, kernel, how, begin)
     return total
 
 
@@ -246,7 +246,8 @@ def send_sums(
 ) -> Steps[None]:
     """1 encode this rank's chunk ``total`` for the owners, 2 all-to-all, 3 decode into ``sums``.
 
-    With ``feedback`` the chunk becomes the residual of this quantization.
+    What stays on this rank is not in it. With ``feedback`` the chunk becomes the residual of this
+    quantization.
     """
     meter, gives, takes = via.meter, exchange.gives, exchange.takes
     room, payloads, received, sent = exchange.room(total)
@@ -263,8 +264,15 @@ def send_sums(
         kernel.decode(exchange.incoming, received, sums)
         if exchange.again is not None:
             kernel.decode(exchange.again, payloads, sums)
-        for (low, high), place in exchange.stays:
-            sums[place : place + high - low].copy_(total[low:high])
-            if feedback:
-                total[low:high].zero_()
     POOL.give(room)
+
+
+def keep_sums(total: Tensor, sums: Tensor, exchange: OwnerExchange, feedback: bool) -> None:
+    """Copy what stays on this rank from its chunk ``total`` into ``sums``.
+
+    With ``feedback`` the chunk is a residual, which becomes 0 there.
+    """
+    for (low, high), place in exchange.stays:
+        sums[place : place + high - low].copy_(total[low:high])
+        if feedback:
+            total[low:high].zero_()

@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.quantized_residual import QuantizedResidual
+from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual
 from hybridcomp.collectives.fused import fused_reduce_scatter
 from hybridcomp.collectives.hierarchical.intra_node import (
     node_sum,
@@ -17,6 +17,7 @@ from hybridcomp.collectives.hierarchical.intra_node import (
 )
 from hybridcomp.collectives.owner_exchange import (
     exchange_of,
+    keep_sums,
     scatter_parts,
     send_sums,
     sum_at_owners,
@@ -161,20 +162,15 @@ def _balanced(tensor: Tensor, plan: BucketPlan, sums: Tensor, how: Reduction) ->
     numel = owners.lengths[group.rank]
     check_residual("owner_residual", kept, numel)
     # 1
-    if isinstance(kept, Tensor):
-        buffer, total = None, kept
-    else:
-        buffer, total = POOL.take_fp32(numel, tensor.device)
-        if kept is not None:
-            kept.unpack(total)
     begun, left = kept is not None, how.residual
+    buffer, total, begin = _accumulator(numel, plan, sums, kept)
     if plan.fused is not None:
         only = Reduction(first, group, meter, residual=left)
-        yield from fused_reduce_scatter(tensor, owners.lengths[0], total, plan.fused, only, begun)
+        yield from fused_reduce_scatter(tensor, owners.lengths[0], total, plan.fused, only, begin)
     elif plan.parts is not None:
         kernel, even = plan.parts
         only = Reduction(first, group, meter, plan.cuts, residual=left)
-        yield from scatter_parts(tensor, total, even, kernel, only, begun)
+        yield from scatter_parts(tensor, total, even, kernel, only, begin)
     else:
         residuals = None if left is None else [left]
         yield from overlapped(
@@ -185,13 +181,38 @@ def _balanced(tensor: Tensor, plan: BucketPlan, sums: Tensor, how: Reduction) ->
         hop = Transfer(second, group, meter, plan.cuts)
         exchange = exchange_of(owners, plan.kernel, second, total, hop)
         yield from send_sums(total, sums, exchange, plan.kernel, hop, begun)
+        if plan.alone is None:
+            with meter.coding():
+                keep_sums(total, sums, exchange, begun)
+        elif kept is not None:
+            kept.zero_()
     else:
         yield from overlapped(
             [_send_on(each, total, sums, group, meter, begun) for each in plan.scatters]
         )
-    if isinstance(kept, QuantizedResidual):
+    if plan.alone is None and isinstance(kept, QuantizedResidual):
         kept.pack(total)
     POOL.give(buffer)
+
+
+def _accumulator(
+    numel: int, plan: BucketPlan, sums: Tensor, kept: Residual | None
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """Return ``(buffer to give back, fp32 tensor of the sum of a chunk, what that starts from)``.
+
+    That is in ``sums`` where the chunk is this rank's alone, else the residual ``kept``, which then
+    is that of the second quantization, or a buffer.
+    """
+    buffer: Tensor | None = None
+    if plan.alone is not None:
+        total = sums[plan.alone : plan.alone + numel]
+    elif isinstance(kept, Tensor):
+        total = kept
+    else:
+        buffer, total = POOL.take_fp32(numel, sums.device)
+    if isinstance(kept, QuantizedResidual):
+        return buffer, total, kept.unpack(total)
+    return buffer, total, kept
 
 
 def _send_on(

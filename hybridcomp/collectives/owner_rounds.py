@@ -52,6 +52,8 @@ class BucketPlan:
         cuts: of the parameters; a bounded codec also where owners change.
         fused: kernels for the first hop of a balanced plan; ``parts``: with cuts, with the plan of
             that hop.
+        alone: where the chunk that this rank sums lies in the tensor of its sums, if no other rank
+            needs any of it and kernels sum it: then it is summed there.
         sums: the rounds of the first hop without such kernels.
         scatters: the same of the second hop.
     """
@@ -65,6 +67,7 @@ class BucketPlan:
     cuts: tuple[int, ...] = ()
     fused: CollectiveKernel | None = None
     parts: tuple[PlannedKernel, OwnerPlan] | None = None
+    alone: int | None = None
     sums: tuple[SumPlan, ...] = ()
     scatters: tuple[ScatterRound, ...] = ()
 
@@ -143,12 +146,13 @@ def _balanced(
         cuts = tuple(sorted({*cuts, *(run.start for run in owners.runs)}))
     fused = None if cuts or not fits(how.residual) else codecs[0].fused(device)
     first, kernel = codecs[0].planned(device), codecs[1].planned(device)
-    parts = None
+    parts, alone = None, _alone_at(owners, plan.mine, group.rank)
     if first is not None and fused is None:
         parts = first, even_plan(owners.numel, owners.lengths[0], group.size)
     sums: tuple[SumPlan, ...] = ()
     scatters: tuple[ScatterRound, ...] = ()
     if fused is None and parts is None:
+        alone = None
         wide, start = how.residual is not None, owners.even[group.rank].start
         dtype = sent_dtype(codecs[0], tensor.dtype, wide, how.flush)
         count = round_count(owners.longest[1], codecs[:1], device, group)
@@ -179,8 +183,28 @@ def _balanced(
         )
     specs = dict.fromkeys(each.spec for each in codecs)
     return BucketPlan(
-        plan.held, owners, plan.mine, codecs, specs, kernel, cuts, fused, parts, sums, scatters
+        plan.held,
+        owners,
+        plan.mine,
+        codecs,
+        specs,
+        kernel,
+        cuts,
+        fused,
+        parts,
+        None if kernel is None else alone,
+        sums,
+        scatters,
     )
+
+
+def _alone_at(owners: OwnerPlan, mine: OwnedSums, me: int) -> int | None:
+    """Return where the chunk of rank ``me`` begins in its sums, if it owns all of it alone."""
+    chunk = owners.even[me]
+    for run in owners.runs:
+        if chunk.start < chunk.stop and run.start <= chunk.start and chunk.stop <= run.stop:
+            return mine.place_of(chunk.start) if run.ranks == (me,) else None
+    return None
 
 
 def _scatter_round(

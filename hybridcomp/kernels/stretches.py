@@ -74,6 +74,8 @@ class StretchTable:
         self.rows[:, 0] -= tiles
         for column, each in enumerate((values, numels, payloads, outs), start=1):
             self.rows[:, column] = each
+        self._room: Tensor | None = None  # the rows, where they lie as a device copies them
+        self._far: tuple[Tensor, bytes] | None = None
         self._on: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
     @classmethod
@@ -83,20 +85,26 @@ class StretchTable:
         return cls(values, numels, payloads, outs, step)
 
     @classmethod
-    def of_parts(cls, numels: Offsets, nbytes: Offsets, skip: int) -> tuple[StretchTable, int, int]:
+    def of_parts(
+        cls, numels: Offsets, nbytes: Offsets, skip: int, device: torch.device
+    ) -> tuple[StretchTable, int, int]:
         """Lay out parts that follow each other, as their payloads do, but for part ``skip``.
 
         Args:
             numels: int64 elements of each part.
             nbytes: int64 bytes of each payload; that of ``skip`` becomes zero.
+            device: that kernels will read the rows on.
 
         Returns the table, the bytes of all payloads, and the first element of ``skip``.
         """
         made = cls.__new__(cls)
-        rows = np.empty((len(numels), ROW_WORDS), dtype=np.int64)
+        shape, room = (len(numels), ROW_WORDS), None
+        if device.type == "cuda" and len(numels) > NEAR:
+            room = _room(shape, device)
+        rows = np.empty(shape, dtype=np.int64) if room is None else room.numpy()
         layout = on_host("lengths").lay_out(numels, nbytes, skip, TILE.bit_length() - 1, rows)
         count, made.tiles, total, start = layout
-        made.rows, made._on = rows[:count], {}
+        made.rows, made._room, made._far, made._on = rows[:count], room, None, {}
         return made, total, start
 
     def __len__(self) -> int:
@@ -106,11 +114,11 @@ class StretchTable:
         """Return the rows on ``device``, copied for ``stream`` at the first call; nobody waits."""
         found = self._on.get((device, stream))
         if found is None:
-            rows = torch.from_numpy(self.rows)
-            if device.type == "cuda":  # a graph that captures the copy reads the pinned one again
-                rows = torch.empty(rows.shape, dtype=torch.int64, pin_memory=True).copy_(rows)
-            there = torch.empty(rows.shape, dtype=torch.int64, device=device)
-            found = self._on[device, stream] = rows, there.copy_(rows, non_blocking=True)
+            rows = torch.from_numpy(self.rows) if self._room is None else self._room[: len(self)]
+            if device.type == "cuda" and self._room is None:
+                rows = _room(self.rows.shape, device).copy_(rows)
+            # a graph that captures the copy reads the pinned rows again
+            found = self._on[device, stream] = rows, rows.to(device, non_blocking=True)
         return found[1]
 
     @cached_property
@@ -123,7 +131,14 @@ class StretchTable:
 
     def far(self, words: Tensor) -> bytes:
         """Return a ``NearTable`` whose rows are at ``words``."""
-        return struct.pack("<2Q", len(self), words.data_ptr()) + _NOTHING
+        if self._far is None or self._far[0] is not words:
+            self._far = words, struct.pack("<2Q", len(self), words.data_ptr()) + _NOTHING
+        return self._far[1]
+
+
+def _room(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return int64 memory of the host that ``device`` copies without the host waiting."""
+    return torch.empty(shape, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
 _NOTHING = bytes(8 * ROW_WORDS * NEAR)

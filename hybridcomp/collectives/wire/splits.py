@@ -18,7 +18,7 @@ from hybridcomp.codecs.launches import read_lengths
 
 Lengths = npt.NDArray[np.int64]
 #: lists of lengths that are remembered; each holds as many numbers as its group has ranks
-MOST_KNOWN = 256
+MOST_KNOWN = 64
 
 
 class Splits:

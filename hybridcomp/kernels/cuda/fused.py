@@ -65,15 +65,15 @@ class FusedBlockInt:
 
     def sum(
         self, payloads: Tensor, own: Tensor, ranks: int, me: int, out: Tensor,
-        residual: Kept | None = None, begun: bool = False,
+        residual: Kept | None = None, begin: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Sum, a warp for each tile."""
         words = self._sum(payloads, own, ranks, me, out)
-        if residual is None and not begun:
+        if residual is None and begin is None:
             self._add("sum", own, 32, *words)
         else:
             bits = bits_of(residual)
-            left = (*words_of(residual, bits), out.data_ptr() if begun else 0)
+            left = (*words_of(residual, bits), 0 if begin is None else begin.data_ptr())
             self._add("sum_feedback", own, bits, *words, *left)
 
     @staticmethod

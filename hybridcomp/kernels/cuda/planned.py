@@ -60,16 +60,16 @@ class PlannedBlockInt:
 
     def sum(
         self, table: StretchTable, payloads: Tensor, own: Tensor, ranks: int, me: int, out: Tensor,
-        residual: Kept | None = None, begun: bool = False,
+        residual: Kept | None = None, begin: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Sum, one warp for each tile."""
         slot, bits = payloads.numel() // max(ranks - 1, 1), bits_of(residual)
         words = (payloads.data_ptr(), own.data_ptr(), ranks, me, slot, out.data_ptr())
         left = words_of(residual, bits)
-        if residual is None and not begun:
+        if residual is None and begin is None:
             self._launch("sum", own, table, *words, *left, bits=bits)
         else:
-            owner = out.data_ptr() if begun else 0
+            owner = 0 if begin is None else begin.data_ptr()
             self._launch("sum_feedback", own, table, *words, *left, owner, bits=bits)
 
     def _words(self, table: StretchTable, device: torch.device) -> Tensor:

@@ -34,7 +34,7 @@ from hybridcomp.config import CompressionConfig
 #: ranks of a node, parameters of a gather and their elements, side of a matrix
 WIDTH, CUTS, PIECE, SIDE = 4, 64, 40, 64
 #: elements of all shards in two levels, as many in every group: the CPU copies them here
-WHOLE = 1 << 15
+WHOLE = 1 << 12
 #: lists of lengths that an exchange with new lengths takes in turn
 LISTS = 64
 NATIVE = {"min_bytes": 0, "ledger": {"sample_every": 0}}

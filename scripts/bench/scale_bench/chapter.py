@@ -41,6 +41,29 @@ Launches of codecs, messages, and operations of torch that launch a kernel:
 
 {counts}
 """
+GROWING = """## Messages that grow
+
+Of the messages of channels ([their host time](host_time.md#in-groups-of-up-to-4096-ranks)) all but one
+take at most 1.5 times as long among 4,096 ranks as among 8, with as many launches. Buckets to owners
+take 1.4 to 1.5 times as long, as large groups take two hops where small ones take one.
+
+An all-to-all whose lengths were never met before takes 2.5 times as long: 64 µs among 8 ranks, 160 µs
+among 4,096. What grows are passes over one number for each rank, of which none makes an object but torch's list:
+
+| µs more among 4,096 ranks | what |
+|---|---|
+| 12 | the bytes for each rank as the list of Python's integers that `all_to_all_single` takes |
+| 11 | 160 KB written: 40 bytes for each rank, the table that a GPU's kernels read |
+| 9 | the engine's list read: 4,096 of Python's integers |
+| 9 | a copy of that list, by which the way back finds its lengths |
+| 5 | the bytes of every payload |
+| 6 | the measurement's own copy of its list |
+
+The rest, half of it, is spread over the message: memory for these tables that no cache holds, and
+lists that are given back. A GPU copies the table from where it was written, and nobody waits.
+(`bench_host.py --ranks 4096 --profile "all_to_all new splits"`, beside the same with `--ranks 8`;
+profiles of the processor's time.)
+"""
 BYTES = """## Bytes and memory of a rank
 
 By a block of width {width} ({values} million values), 16 bits, micro-batches of {tokens} tokens.
@@ -170,6 +193,7 @@ def _measured(found: Row, out: Path) -> Iterator[str]:
             lambda row: f"{row['launches']}, {row['messages']}, {row['operations']}",
         ),
     )  # fmt: skip
+    yield GROWING
     values = sum(_numel(shape) for _, shape in LARGE.parameters(0)) / 1e6
     yield BYTES.format(
         width=f"{LARGE.width:,}", values=f"{values:,.0f}", tokens=f"{LARGE.tokens:,}",

@@ -73,7 +73,7 @@ def test_sums_are_the_cpus(
     assert not left.any()
     begun = arrays.make("normal", NUMEL, 97)
     _, further = contributions(codec, ranks, me, own.float(), begun.clone())
-    fused.sum(payloads, own, ranks, me, begun, begun=True)
+    fused.sum(payloads, own, ranks, me, begun, begin=begun)
     assert torch.equal(arrays.bits_of(begun), arrays.bits_of(further))
     if dtype != torch.float16:  # what overflows it is encoded as Inf
         assert torch.equal(out, encoded)

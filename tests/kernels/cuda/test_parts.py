@@ -120,7 +120,7 @@ def test_parts_that_follow_each_other(skip: int) -> None:
     codec, numels = make_codec("blockint", bits=4), np.array(FEW, dtype=np.int64)
     sizes = codec.wire_nbytes_of(numels, torch.bfloat16)
     assert sizes.tolist() == [codec.wire_nbytes(n, torch.bfloat16) for n in FEW]
-    table, total, start = StretchTable.of_parts(numels, sizes, skip)
+    table, total, start = StretchTable.of_parts(numels, sizes, skip, torch.device("cpu"))
     starts = numels.cumsum() - numels
     assert numels.tolist() == list(FEW) and sizes[skip] == 0
     assert (total, start) == (sizes.sum(), starts[skip])
@@ -130,6 +130,6 @@ def test_parts_that_follow_each_other(skip: int) -> None:
     assert (table.tiles, table.near) == (expected.tiles, expected.near)
     assert np.array_equal(table.rows, expected.rows)
     with pytest.raises(ValueError, match="no such part"):
-        StretchTable.of_parts(numels, sizes, len(FEW))
+        StretchTable.of_parts(numels, sizes, len(FEW), torch.device("cpu"))
     with pytest.raises(ValueError, match="do not match"):
-        StretchTable.of_parts(numels, sizes[1:], 0)
+        StretchTable.of_parts(numels, sizes[1:], 0, torch.device("cpu"))
