@@ -192,6 +192,8 @@ class Channels(EngineState):
             return ALL_NATIVE
         if any(n in self.guard.trips for n in here):
             return "the guard gave up"
+        if not step:
+            return "it ended before its first optimizer step"
         if step <= self.config.start_step:
             return f"it ended at step {step}, and start_step is {self.config.start_step}"
         return f"no message had min_bytes, {self.config.min_bytes}, and a dtype that codecs take"
@@ -288,10 +290,21 @@ class Channels(EngineState):
             self.gains.count(self.verdicts, self.step - 1, self.guard.trips)
         told = self._unmeasured() + self._weigh_seen(device) + self._compare(device)
         if self.guard.flushed("dp", self.step) or self.verdicts.holds_nothing("dp", self.step):
-            self.residuals.clear()
+            told += self._drop_residuals()
         if not sampled or not self.guard.watching:
             return told
         return told + self._fall_back(self.guard.decide(self.step, device))
+
+    def _drop_residuals(self) -> list[str]:
+        """Free residuals that no message takes any more; return what is lost by it.
+
+        A parameter that no rank used in the step that sent them keeps its own (``Withheld``).
+        """
+        norm = self.residuals.norm()
+        self.residuals.clear()
+        why = "no rank used its parameters in the step that sent the rest"
+        lost = f"dp: what error feedback held back, of norm {norm:.3g} on rank 0 after step "
+        return [f"{lost}{self.step}, goes into no step any more: {why}"] if norm else []
 
     def resume_guard(self, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Take over the guard of a checkpoint; returns messages for the user."""
