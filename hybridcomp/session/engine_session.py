@@ -353,16 +353,18 @@ class EngineSession:
         self.take_over(self.read(folder), loss_scale, step)
 
     def read(self, folder: str | Path) -> Saved:
-        """Read and check the files of ``save``, for ``take_over``; changes nothing. A collective.
+        """Read and check the files of ``save``, for ``take_over``. A collective.
 
-        Raises CheckpointError, on every rank, where a file of any rank is damaged.
+        Followers take theirs over at once, behind the rest. Raises CheckpointError, on every rank,
+        where a file of any rank is damaged; nothing has changed then.
         """
         folder = Path(folder)
         state = checkpoint.read_state(folder)
         known = state is None or state.groups == dict(self._layout())
+        kept = checkpoint.read(folder, self.channels) if known else None
         for follower in self.stateful_followers:
             follower.read(folder)
-        return Saved(folder, state, checkpoint.read(folder, self.channels) if known else None)
+        return Saved(folder, state, kept)
 
     def take_over(
         self, found: Saved, loss_scale: float | None = None, step: int | None = None
