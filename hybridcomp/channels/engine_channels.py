@@ -106,10 +106,21 @@ class Channels(EngineState):
         payoff = self.payoff
         told = payoff.unmeasured() + payoff.weigh_seen(device) + payoff.compare(device)
         if self.guard.flushed("dp", self.step) or self.verdicts.holds_nothing("dp", self.step):
-            self.residuals.clear()
+            told += self._drop_residuals()
         if not sampled or not self.guard.watching:
             return told
         return told + self._fall_back(self.guard.decide(self.step, device))
+
+    def _drop_residuals(self) -> list[str]:
+        """Free residuals that no message takes any more; return what is lost by it.
+
+        A parameter that no rank used in the step that sent them keeps its own (``Withheld``).
+        """
+        norm = self.residuals.norm()
+        self.residuals.clear()
+        why = "no rank used its parameters in the step that sent the rest"
+        lost = f"dp: what error feedback held back, of norm {norm:.3g} on rank 0 after step "
+        return [f"{lost}{self.step}, goes into no step any more: {why}"] if norm else []
 
     def resume_guard(self, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Take over the guard of a checkpoint; returns messages for the user."""

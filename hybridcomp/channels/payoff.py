@@ -179,6 +179,8 @@ class Payoff:
             return ALL_NATIVE
         if any(n in state.guard.trips for n in here):
             return "the guard gave up"
+        if not step:
+            return "it ended before its first optimizer step"
         if step <= state.config.start_step:
             return f"it ended at step {step}, and start_step is {state.config.start_step}"
         return f"no message had min_bytes, {state.config.min_bytes}, and a dtype that codecs take"

@@ -21,8 +21,8 @@ class RendezvousConfig(Strict):
     name: str | None = Field(
         None,
         min_length=1,
-        description="What the island is called in messages. Default: a number, from 0 on as they "
-        "come.",
+        description="What the island is called, in messages and when it comes again; each has its "
+        "own. Default: a number, from 0 on as they come.",
     )
     at_start: int = Field(
         2, ge=1, description="Islands with which a run begins. Others join at a later meeting."

@@ -52,13 +52,15 @@ def save(
 def read(session: EngineSession, folder: Path) -> Saved:
     """Read and check the files of ``save``, of this version or the one before, for ``take_over``.
 
-    Raises CheckpointError, on every rank, where a file of any rank is damaged.
+    Followers take theirs over at once, behind the rest. Raises CheckpointError, on every rank,
+    where a file of any rank is damaged; nothing has changed then.
     """
     state = checkpoint.read_state(folder)
     known = state is None or state.groups == dict(session.layout())
+    kept = checkpoint.read(folder, session.channels) if known else None
     for follower in session.stateful_followers:
         follower.read(folder)
-    return Saved(folder, state, checkpoint.read(folder, session.channels) if known else None)
+    return Saved(folder, state, kept)
 
 
 def take_over(

@@ -257,7 +257,13 @@ class Rendezvous:
         return self._append(Roster(number, [], joining, giver, [], heard))
 
     def _has_left(self, member: str, number: int) -> bool:
-        """Return whether a member has left, maybe with messages under way from ``number`` on."""
+        """Return whether a member has left, maybe with messages under way from ``number`` on.
+
+        One whose name has been announced again has ended without a word, as on SIGTERM.
+        """
+        name, _, times = member.partition("#")
+        if int(self.line.get(f"starts/{name}") or 0) > int(times or 1):
+            return True
         numbers = range(number, number + self.under_way + 2)
         return any(self.line.get(f"stands/{one}/{member}") == BYE for one in numbers)
 

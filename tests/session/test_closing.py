@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from hybridcomp.channels import Channels
 from hybridcomp.channels.gains import Gains
 from hybridcomp.channels.ledger import Entry
+from hybridcomp.config import CompressionConfig
 from hybridcomp.session.closing import UNTIMED, Account, last_line
 from tests.paths import ROOT
 from tests.selection import by_day, by_night
@@ -183,3 +185,8 @@ def test_lines_stand_beside_progress_bars(tmp_path: Path) -> None:
     )
     parts = done.stdout.decode().replace("\r", "\n").split("\n")
     assert parts.count("[hybridcomp] a line") == 3 and parts.count("[hybridcomp] the end") == 1
+
+
+def test_a_run_that_never_stepped_is_not_said_to_have_begun_too_early() -> None:
+    channels = Channels(CompressionConfig.parse({"dp": "bf16"}))
+    assert channels.idle_reason(0) == "it ended before its first optimizer step"

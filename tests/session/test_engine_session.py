@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from hybridcomp.channels import AllReduce
 from hybridcomp.collectives.topology import ranks_of
 from hybridcomp.config import CompressionConfig
-from hybridcomp.errors import AgreementError
+from hybridcomp.errors import AgreementError, CheckpointError
 from hybridcomp.session.engine_session import EngineSession
 from tests.ranks import run_ranks
 
@@ -148,6 +149,28 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path) -> None:
     for whole, after, residual in run_ranks(2, resumed, str(tmp_path)):
         assert residual > 0
         assert after == whole
+
+
+def damaged(folder: str) -> tuple[int, int]:
+    """How often a follower was to read a sound checkpoint, and one with a damaged file."""
+    toy, follower = Toy(FEEDBACK), mock.Mock()
+    toy.train(0, 1)
+    assert toy.session is not None
+    toy.session.save(folder)
+    toy.session.follow(follower)
+    toy.session.load(folder)
+    sound = follower.read.call_count
+    dist.barrier()
+    if dist.get_rank() == 1:
+        (Path(folder) / "hybridcomp_residuals_rank_00001.pt").write_bytes(b"")
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="rank 1"):
+        toy.session.load(folder)
+    return sound, follower.read.call_count - sound
+
+
+def test_followers_keep_theirs_where_a_file_is_damaged(tmp_path: Path) -> None:
+    assert run_ranks(2, damaged, str(tmp_path)) == [(1, 0)] * 2
 
 
 def followed() -> tuple[list[float], int]:

@@ -168,6 +168,35 @@ def test_a_run_whose_giver_has_ended_begins_again(port: int) -> None:
     assert one.last is not None and len(one.last.present) == 3
 
 
+def test_islands_that_all_ended_without_a_word_begin_again_under_their_names(port: int) -> None:
+    """A scheduler ends all jobs with SIGTERM, and starts them again: nobody is there to decide."""
+    one, two = Counter(port, "a", weights=3), Counter(port, "b")
+    together(one.join, two.join)
+    together(one.hold, two.hold)
+    assert one.last is not None
+    reached = ("run", one.last.number)
+    again = [Counter(port, name, reached=reached, weights=5) for name in "ab"]
+    together(*(island.join for island in again))
+    assert sorted(island.own for island in again) == ["a#2", "b#2"]
+    assert again[0].last == again[1].last and again[0].last is not None
+    assert again[0].last.present == [] and again[0].last.number == one.last.number + 1
+    together(*(island.hold for island in again))
+    assert again[0].weights == again[1].weights == 7
+
+
+def test_one_that_ended_without_a_word_begins_no_run_beside_the_others(port: int) -> None:
+    one, two = Counter(port, "a", weights=3), Counter(port, "b", timeout_s=3.0)
+    together(one.join, two.join)
+    again = Counter(port, "a", at_start=1)
+
+    def goes_on() -> None:
+        while again.name + "#2" not in two.last.members:  # type: ignore[union-attr]
+            two.hold()
+
+    together(again.join, goes_on)
+    assert two.last == again.last and two.last is not None and two.last.present == ["b"]
+
+
 def test_large_messages_go_in_pieces(port: int) -> None:
     line = StoreLine("127.0.0.1", port)
     data = os.urandom((9 << 20) + 3)

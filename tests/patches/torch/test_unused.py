@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import re
 from typing import Any
 
 import pytest
@@ -85,6 +88,31 @@ def test_nothing_goes_with_a_sum_that_is_thrown_away(
     used = [every, nobody, (False, True, False, False), nobody, nobody, every]
     for off in on_ranks(4, kept, codec, hierarchy, used):
         assert max(off) < 1e-4, off
+
+
+def lost(used: list[bool]) -> str:
+    """What is said in a run whose guard gives up after the second of the steps ``used``."""
+    guarded = {**CODECS["blockint"], "guard": {"residual": 1e-3}}
+    model = DistributedDataParallel(Gated(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ledger = {"every": 999, "sample_every": 1}
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        hybridcomp.attach(model, {"dp": guarded, "min_bytes": 0, "ledger": ledger})
+        for extra in used:
+            optimizer.zero_grad()
+            model(torch.randn(8, 40), extra).square().mean().backward()
+            optimizer.step()
+    hybridcomp.detach(model)
+    return said.getvalue()
+
+
+def test_what_a_fallback_cannot_send_is_told(on_ranks: RunRanks) -> None:
+    """The step that sends residuals uses the layer in the first run, and not in the second."""
+    words = r"dp: what error feedback held back, of norm [\d.e-]+ on rank 0 after step 3, goes into"
+    for used, count in (([True] * 4, 0), ([True, True, False, True], 1)):
+        said, silent = on_ranks(2, lost, used)
+        assert "native from step 2 on" in said and silent == ""
+        assert len(re.findall(words, said)) == count, said
 
 
 def left_behind() -> tuple[int, int]:
