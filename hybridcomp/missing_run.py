@@ -23,7 +23,7 @@ ACTING = "hybridcomp.patches"
 
 def watch() -> None:
     """Wait for the first optimizer step, where a file is named that may hold a block."""
-    if next(_named(sys.argv), None) is None:
+    if next(_named(_words()), None) is None:
         return
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -48,13 +48,18 @@ def _missing() -> str | None:
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if ACTING in sys.modules or not several:
         return None
-    for place, file in _named(sys.argv):
+    for place, file in _named(_words()):
         if _has_block(file):
             return (
                 f"{place} {file} has a block, and nothing is compressed: put -m hybridcomp.run "
                 "before the script, or call hybridcomp.install() or hybridcomp.attach(model) in it"
             )
     return None
+
+
+def _words() -> Sequence[str]:
+    """Return the command line; an interpreter inside another program may have none."""
+    return getattr(sys, "argv", ())
 
 
 def _named(words: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -24,7 +24,7 @@ from hybridcomp.rules.ds_job import DeepSpeedJob
 from hybridcomp.rules.planned import hold_to_plan
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SILENT = "started in another way, the job ignores the block without a word"
+SILENT = "started in another way, the job compresses nothing"
 DEEPSPEED_START = """\
 start with  deepspeed --module hybridcomp.run SCRIPT ... --deepspeed_config {file}
         or  torchrun ... -m hybridcomp.run SCRIPT ... (accelerate launch likewise)

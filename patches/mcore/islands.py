@@ -173,8 +173,10 @@ def follow(session: EngineSession, wrapper: Any) -> None:
     right = ranks if source is None else _inside(ranks_of(source), island)
     spread = island if ranks == right and set(ranks) <= set(island) else ranks
     job = _jobs.setdefault(session, _Job())
-    if job.wrapper is not None and spread == island:
-        return  # a further chunk
+    if job.wrapper is not None and spread == island:  # a further chunk, or the model made anew
+        if job.wrapper() is None:
+            job.wrapper = weakref.ref(wrapper)
+        return
     make = functools.partial(_masters, job, island)
     island_steps.start(session, make, spread, TODO)
     job.wrapper = weakref.ref(wrapper)

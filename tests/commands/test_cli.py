@@ -142,7 +142,7 @@ def test_validate_ends_with_the_command_that_starts_the_job(
     assert cli.main(["validate", path]) == 0
     _, _, end = capsys.readouterr().out.partition("start with  ")
     assert start in end and path in end
-    assert end.endswith("started in another way, the job ignores the block without a word\n")
+    assert end.endswith("started in another way, the job compresses nothing\n")
 
 
 def test_validate_tells_files_that_only_deepspeed_reads(

@@ -58,6 +58,16 @@ def test_torch_calls_it() -> None:
     assert points["hybridcomp"].load() is missing_run.watch
 
 
+def test_an_interpreter_without_a_command_line_imports_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one inside another program; what is raised here would be raised by ``import torch``."""
+    monkeypatch.delattr(sys, "argv")
+    monkeypatch.delenv("HYBRIDCOMP_CONFIG", raising=False)
+    missing_run.watch()
+    assert missing_run._missing() is None
+
+
 def test_a_block_that_the_environment_names_is_told_of_once(tmp_path: Path) -> None:
     file = tmp_path / "block.json"
     file.write_text(json.dumps(BLOCK))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -123,7 +125,19 @@ def refused() -> None:
         initialize(Job())
 
 
+def anew() -> None:
+    """A model that was built, given up and built once more trains in islands."""
+    prepare()
+    plain = Job(**SGD, block=block(**LOCAL))
+    with groups_of(plain):
+        given_up = weakref.ref(MegatronIslandJob(plain).chunks[0])
+        gc.collect()
+        assert given_up() is None
+        assert MegatronIslandJob(plain).train(1).meetings.clock == 1
+
+
 def by_day(folder: str) -> None:
+    anew()
     every_step([(Job(**SHARDED, bf16=True, overlap=True), 1, "expcode")])
     as_simulated()
     reported(folder)
