@@ -49,6 +49,11 @@ HC_INLINE Pair low_halves(Coefficients k) {
 HC_INLINE u64 joined(Pair x) { return (u64)x.high << 32 | x.low; }
 HC_INLINE Pair parted(u64 x) { return Pair{(u32)x, (u32)(x >> 32)}; }
 
+HC_INLINE u32 header_of(const float* v) {
+    return block_header(largest(largest(magnitude_bits(v[0]), magnitude_bits(v[1])),
+                                largest(magnitude_bits(v[2]), magnitude_bits(v[3]))));
+}
+
 // A block of 32 bits: encode_planes of zfp.h for SHORT_BITS.
 HC_INLINE u32 encode_word(const float* v, const u32* table) {
     u32 header = header_of(v);
