@@ -21,7 +21,7 @@ from hybridcomp.foreign import printable
 from hybridcomp.job import environment
 from hybridcomp.job.devices import device_name
 from hybridcomp.kernels import kernels_of
-from hybridcomp.kernels.cuda import images, setup
+from hybridcomp.kernels.cuda import hip, images, setup
 from hybridcomp.kernels.cuda.setup import CudaSetup
 from hybridcomp.measure import report
 from hybridcomp.plan.machines import cluster_file
@@ -91,17 +91,13 @@ def _gpu(found: CudaSetup) -> Iterator[Finding]:
     for line in setup.lines(found):
         yield (OK if found.devices else INFO), line
     if torch.distributed.is_nccl_available():
-        yield (OK if found.devices else INFO), "NCCL " + ".".join(map(str, cuda.nccl.version()))
+        name = "RCCL " if found.rocm else "NCCL "
+        yield (OK if found.devices else INFO), name + ".".join(map(str, cuda.nccl.version()))
     if found.driver is not None and not found.devices:
         yield INFO, "there is a driver, but torch sees no GPU (CUDA_VISIBLE_DEVICES, or its build)"
     if not found.devices and not found.cupy:
-        yield (
-            INFO,
-            (
-                "no GPU, and cupy is not installed (optional: pip install 'hybridcomp[cuda13]', or "
-                "cuda12)"
-            ),
-        )
+        optional = hip.install() if found.rocm else "pip install 'hybridcomp[cuda13]', or cuda12"
+        yield INFO, f"no GPU, and cupy is not installed (optional: {optional})"
     for problem in setup.misfits(found):
         yield FAIL, problem
 
@@ -109,13 +105,14 @@ def _gpu(found: CudaSetup) -> Iterator[Finding]:
 def _probes(found: CudaSetup) -> Iterator[Finding]:
     """Encode a message on every GPU; with a compiler but no GPU, compile a kernel."""
     if found.nvrtc is not None and not found.devices:
-        architecture = max(found.architectures)
+        newest = max(found.architectures, default=0)
+        name = hip.EXAMPLE if found.rocm else f"sm_{newest}"
         try:
-            images.compiled("casts.cu", (), architecture)
+            images.compiled("casts.cu", (), hip.EXAMPLE if found.rocm else newest)
         except HybridcompError as error:
             yield FAIL, f"GPU kernels: {error}"
         else:
-            yield INFO, f"GPU kernels compile for sm_{architecture}; there is no GPU to run them"
+            yield INFO, f"GPU kernels compile for {name}; there is no GPU to run them"
     for index, _ in enumerate(found.devices if found.nvrtc is not None else ()):
         yield _probe(torch.device("cuda", index))
 

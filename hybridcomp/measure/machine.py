@@ -33,6 +33,8 @@ def made(team: Team, seconds: float, dtype: str) -> dict[str, str]:
     found["seconds"] = f"{seconds:.1f}"
     found["dtype of messages"] = dtype
     if team.device.type == "cuda":
-        found["cuda"] = str(torch.version.cuda)
+        found["rocm" if torch.version.hip else "cuda"] = torch.version.hip or str(
+            torch.version.cuda
+        )
         found["nccl"] = ".".join(map(str, cuda.nccl.version()))
     return found

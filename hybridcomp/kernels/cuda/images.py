@@ -1,8 +1,9 @@
-"""Compile images of CUDA sources with NVRTC, once for each architecture, and cache them on disk.
+"""Compile images of the GPU kernels, once for each architecture, and cache them on disk.
 
-NVRTC is called through CuPy's binding, but not by ``cupy.RawModule``, which adds ``-ftz=true``
-behind all options: with subnormals flushed to zero, bytes and sums would differ from the CPU's. Its
-disk cache also ignores changes of included files. Our cache is in CuPy's folder.
+NVRTC, or hipRTC for AMD's GPUs (``hip``), is called through CuPy's binding, but not by
+``cupy.RawModule``, which adds ``-ftz=true`` behind all options: with subnormals flushed to zero,
+bytes and sums would differ from the CPU's. Its disk cache also ignores changes of included files.
+Our cache is in CuPy's folder.
 
 Ranks that start together may each compile; they write the same bytes, and a file appears whole or
 not at all. A damaged file is compiled again.
@@ -19,18 +20,22 @@ from pathlib import Path
 from typing import Any
 
 from hybridcomp.errors import CodecError
+from hybridcomp.kernels.cuda import hip
 
+#: 90 for sm_90, or what AMD calls a GPU
+Architecture = int | str
 FOLDER = Path(__file__).resolve().parent
 FORMATS = FOLDER.parent / "formats"
 #: options of all kernels: bytes must not depend on fused multiply-add, nor on flushing to zero
-OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", f"-I{FOLDER}", f"-I{FORMATS}")
+OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false")
+FOLDERS = (f"-I{FOLDER}", f"-I{FORMATS}")
 DIGEST_NBYTES = 32
 
 
 @cache
 def sources_digest() -> str:
     """Return the digest of all kernel sources and of the compiler options."""
-    digest = hashlib.sha256(" ".join(OPTIONS[:-2]).encode())
+    digest = hashlib.sha256(" ".join(OPTIONS + hip.OPTIONS).encode())
     for path in sorted((*FORMATS.glob("*.h"), *FOLDER.glob("*.h"), *FOLDER.glob("*.cu"))):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
@@ -39,27 +44,35 @@ def sources_digest() -> str:
 def compiler() -> tuple[tuple[int, int], tuple[int, ...]]:
     """Return the version of NVRTC, and its target architectures (75 for sm_75).
 
+    Of hipRTC the version, and none: it does not tell which GPUs it knows.
+
     Raises CodecError where CuPy is not installed, cannot be imported or does not find NVRTC.
     """
     try:
         nvrtc = _nvrtc()
         major, minor = nvrtc.getVersion()
-        return (major, minor), tuple(sorted(nvrtc.getSupportedArchs()))
+        known = () if hip.version() else tuple(sorted(nvrtc.getSupportedArchs()))
+        return (major, minor), known
     except Exception as error:  # a missing library raises many kinds of errors
         reason = " ".join(str(error).split())[:200]
         raise CodecError(f"{type(error).__name__}: {reason}") from error
 
 
 def compiled(
-    source: str, defines: tuple[str, ...], architecture: int, *options: str
+    source: str, defines: tuple[str, ...], architecture: Architecture, *options: str
 ) -> tuple[bytes, str]:
     """Compile ``source`` for sm_``architecture``; returns the image and the compiler's log.
 
-    For a GPU that is newer than the compiler returns PTX for the newest architecture it knows.
+    For a GPU that is newer than the compiler returns PTX for the newest architecture it knows; for
+    one of AMD's, whose architecture is a name, what hipRTC makes.
 
     Raises CodecError with the compiler's log, or for a GPU that is too old for the compiler.
     """
     nvrtc = _nvrtc()
+    text = (FOLDER / source).read_text()
+    more = (*FOLDERS, *(f"-D{define}" for define in defines), *options)
+    if isinstance(architecture, str):
+        return hip.compiled(nvrtc, text, source, architecture, more)
     known = nvrtc.getSupportedArchs()
     newest = max(known)
     if architecture < min(known):
@@ -70,10 +83,9 @@ def compiled(
         )
     real = architecture <= newest
     target = f"-arch=sm_{architecture}" if real else f"-arch=compute_{newest}"
-    program = nvrtc.createProgram((FOLDER / source).read_text(), source, [], [])
+    program = nvrtc.createProgram(text, source, [], [])
     try:
-        macros = (f"-D{define}" for define in defines)
-        nvrtc.compileProgram(program, (*OPTIONS, target, *macros, *options))
+        nvrtc.compileProgram(program, (*OPTIONS, target, *more))
         log: str = nvrtc.getProgramLog(program)
         found: bytes = nvrtc.getCUBIN(program) if real else nvrtc.getPTX(program)
         return found, log
@@ -86,7 +98,7 @@ def compiled(
         nvrtc.destroyProgram(program)
 
 
-def image(source: str, defines: tuple[str, ...], architecture: int) -> bytes:
+def image(source: str, defines: tuple[str, ...], architecture: Architecture) -> bytes:
     """Return the image of ``compiled``, from the cache or stored there.
 
     Where the cache cannot be written warns once, and the process continues with the compiled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import threading
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hybridcomp.errors import CodecError
-from hybridcomp.kernels.cuda import images
-from hybridcomp.kernels.cuda.setup import extra_of, setup
+from hybridcomp.kernels.cuda import hip, images
+from hybridcomp.kernels.cuda.setup import install_of, setup
 from hybridcomp.kernels.cuda.workspaces import Workspaces
 
 THREADS = 256  # of a thread block, unless a kernel needs another number
@@ -50,11 +51,14 @@ class CudaLauncher:
     """Loads images compiled by ``images``, through CuPy, and launches on torch's current stream.
 
     All memory is torch's: a CUDA graph that captures the stream captures the launches. Where
-    another context is current in the thread, a launch switches to the device's context and back.
+    another context (on AMD's GPUs another device) is current in the thread, a launch switches to
+    the device's and back.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cupy = _cupy()
+        if hip.version():
+            warnings.warn(hip.NEVER_RUN, stacklevel=2)
         self._device = torch.device(device.type, device.index or 0)
         self._index: int = self._device.index
         self._extension = _extension()
@@ -88,12 +92,15 @@ class CudaLauncher:
     def _zeroed(self, words: int) -> Tensor:
         return torch.zeros(words, dtype=torch.int64, device=self._device)
 
+    def _architecture(self, device: Any) -> images.Architecture:
+        return hip.target(self._index) if hip.version() else int(device.compute_capability)
+
     def _load(self, source: str, defines: tuple[str, ...], kernel: str) -> tuple[int, int]:
         cuda.init()  # torch creates the primary context, which all share
         device = self._cupy.cuda.Device(self._index)
         with device:
             if (source, defines) not in self._modules:  # compiling takes seconds
-                found = images.image(source, defines, int(device.compute_capability))
+                found = images.image(source, defines, self._architecture(device))
             with self._loading:
                 module = self._modules.get((source, defines))
                 if module is None:
@@ -113,20 +120,25 @@ def _cupy() -> Any:
         import cupy
     except ImportError as error:
         raise CodecError(
-            f"codecs on a GPU need CuPy ({error}); pip install "
-            f"'hybridcomp[{extra_of(setup())}]', or leave this dimension native"
+            f"codecs on a GPU need CuPy ({error}); {install_of(setup())}, or leave this dimension "
+            "native"
         ) from error
     except OSError as error:  # it creates its folder on import
         raise CodecError(
             f"CuPy cannot make its folder {images.cache_folder()} ({error}); set "
             "CUPY_CACHE_DIR to a folder that can be written"
         ) from error
+    if hip.version() and not cupy.cuda.runtime.is_hip:
+        raise CodecError(
+            f"torch is built for ROCm, and the CuPy that is installed for CUDA: uninstall it, then "
+            f"{hip.install()}, or leave this dimension native"
+        )
     return cupy
 
 
 @cache
 def _extension() -> Any:
-    """Load ``launch.cpp``'s extension, with libcuda open. Raises CodecError."""
+    """Load ``launch.cpp``'s extension, with the driver's library open. Raises CodecError."""
     try:
         extension = importlib.import_module("hybridcomp.kernels._launch")
     except ImportError as error:
@@ -135,9 +147,10 @@ def _extension() -> Any:
             "with `pip install --no-build-isolation -e .` in a checkout (needs a C++17 compiler)"
         ) from error
     try:
-        extension.open_driver(LIBCUDA)
+        extension.open_driver(hip.library() if hip.version() else LIBCUDA)
     except OSError as error:
-        raise CodecError(f"no CUDA driver was found ({error}); install NVIDIA's") from error
+        kind, owner = ("ROCm", "AMD") if hip.version() else ("CUDA", "NVIDIA")
+        raise CodecError(f"no {kind} driver was found ({error}); install {owner}'s") from error
     return extension
 
 

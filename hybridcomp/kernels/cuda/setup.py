@@ -1,4 +1,4 @@
-"""Report the CUDA versions of the driver, torch, CuPy and NVRTC, and whether they fit together.
+"""Report the versions of the driver, torch, CuPy and its compiler, and whether they fit together.
 
 No function starts a kernel or makes a context on a device; every fact may be missing.
 """
@@ -13,12 +13,15 @@ from importlib import metadata
 import torch
 
 from hybridcomp.errors import CodecError
+from hybridcomp.kernels.cuda import hip
 
 Version = tuple[int, int]
 #: lowest compute capability that the compiler of CUDA 13 supports (a V100 has 7.0)
 FIRST_OF_CUDA_13 = 75
 #: packages that contain CuPy, with the CUDA of each
 CUPY = {"cupy-cuda11x": 11, "cupy-cuda12x": 12, "cupy-cuda13x": 13}
+#: those for AMD's GPUs, with the ROCm of each
+CUPY_ROCM = {"cupy-rocm-5-0": 5, "cupy-rocm-7-0": 7}
 
 
 @dataclass(frozen=True)
@@ -26,14 +29,16 @@ class CudaSetup:
     """CUDA versions of this process. ``None`` and empty: missing.
 
     ``driver`` is the newest CUDA that the driver runs, ``torch`` the CUDA of torch's build,
-    ``devices`` name and compute capability (90 for 9.0) of every GPU that torch sees, ``cupy`` the
-    installed packages that contain CuPy, with their versions, ``nvrtc`` the compiler that CuPy
-    loads, ``architectures`` its targets, ``problem`` why it could not be loaded.
+    ``rocm`` the ROCm of it, ``devices`` name and compute capability (90 for 9.0, of AMD's the name
+    of the target) of every GPU that torch sees, ``cupy`` the installed packages that contain CuPy,
+    with their versions, ``nvrtc`` the compiler that CuPy loads (hipRTC for AMD's),
+    ``architectures`` its targets, ``problem`` why it could not be loaded.
     """
 
     driver: Version | None = None
     torch: Version | None = None
-    devices: tuple[tuple[str, int], ...] = ()
+    rocm: Version | None = None
+    devices: tuple[tuple[str, int | str], ...] = ()
     cupy: tuple[tuple[str, str], ...] = ()
     nvrtc: Version | None = None
     architectures: tuple[int, ...] = ()
@@ -44,8 +49,11 @@ def setup() -> CudaSetup:
     """Collect the CUDA versions of this process. Never raises for a missing one."""
     nvrtc, architectures, problem = _nvrtc()
     return CudaSetup(
-        driver=_driver(), torch=_version_of(torch.version.cuda), devices=_devices(),
-        cupy=tuple((name, found) for name in (*CUPY, "cupy") if (found := _installed(name))),
+        driver=_driver(), torch=_version_of(torch.version.cuda), rocm=hip.version(),
+        devices=_devices(),
+        cupy=tuple(
+            (name, found) for name in (*CUPY, *CUPY_ROCM, "cupy") if (found := _installed(name))
+        ),
         nvrtc=nvrtc, architectures=architectures, problem=problem,
     )  # fmt: skip
 
@@ -56,7 +64,7 @@ def extra_of(found: CudaSetup) -> str:
     CUDA 13 no longer compiles for a V100. Otherwise the major version of torch's CUDA decides, as
     its libraries are installed, then the driver's.
     """
-    if any(architecture < FIRST_OF_CUDA_13 for _, architecture in found.devices):
+    if any(architecture < FIRST_OF_CUDA_13 for _, architecture in _of_nvidia(found)):
         return "cuda12"
     for version in (found.torch, found.driver):
         if version is not None:
@@ -64,11 +72,22 @@ def extra_of(found: CudaSetup) -> str:
     return "cuda13"
 
 
+def install_of(found: CudaSetup) -> str:
+    """Say how to get a CuPy that fits the GPUs and torch."""
+    return hip.install() if found.rocm else f"pip install 'hybridcomp[{extra_of(found)}]'"
+
+
+def _of_nvidia(found: CudaSetup) -> Iterator[tuple[str, int]]:
+    for name, architecture in found.devices:
+        if isinstance(architecture, int):
+            yield name, architecture
+
+
 def misfits(found: CudaSetup) -> Iterator[str]:
     """Yield a sentence for every reason why codecs cannot run on the GPUs of this machine."""
     if not found.devices:
         return
-    install = f"pip install 'hybridcomp[{extra_of(found)}]'"
+    install = install_of(found)
     if len(found.cupy) > 1:
         names = ", ".join(name for name, _ in found.cupy)
         yield (
@@ -78,11 +97,14 @@ def misfits(found: CudaSetup) -> Iterator[str]:
     elif not found.cupy:
         yield f"codecs on a GPU need CuPy, which is not installed: {install}"
     elif found.nvrtc is None:
-        yield f"CuPy does not find the compiler NVRTC ({found.problem}): {install}"
-    if found.nvrtc is None:
+        compiler = "hipRTC" if found.rocm else "NVRTC"
+        yield f"CuPy does not find the compiler {compiler} ({found.problem}): {install}"
+    elif found.rocm and found.cupy[0][0] in CUPY:
+        yield f"torch is built for ROCm, and {found.cupy[0][0]} for CUDA: {install}"
+    if found.nvrtc is None or found.rocm:
         return
     yield from _of_the_driver(found, install)
-    for name, architecture in found.devices:
+    for name, architecture in _of_nvidia(found):
         if architecture < min(found.architectures):
             yield (
                 f"NVRTC {_text(found.nvrtc)} compiles for sm_{min(found.architectures)} and newer, "
@@ -103,16 +125,20 @@ def _of_the_driver(found: CudaSetup, install: str) -> Iterator[str]:
 def lines(found: CudaSetup) -> Iterator[str]:
     """Describe the CUDA setup in sentences, without judging it."""
     for index, (name, architecture) in enumerate(found.devices):
-        yield f"GPU {index}: {name}, sm_{architecture}"
+        yield f"GPU {index}: {name}, {'' if found.rocm else 'sm_'}{architecture}"
     if found.driver is not None:
         yield f"the NVIDIA driver runs CUDA up to {_text(found.driver)}"
-    if found.torch is None:
+    if found.rocm is not None:
+        yield f"torch is built for ROCm {_text(found.rocm)}: {hip.NEVER_RUN}"
+    elif found.torch is None:
         yield "torch is a build without CUDA"
     else:
         yield f"torch is built for CUDA {_text(found.torch)}"
     for name, version in found.cupy:
         yield f"{name} {version}"
-    if found.nvrtc is not None:
+    if found.nvrtc is not None and found.rocm:
+        yield f"hipRTC {_text(found.nvrtc)}"
+    elif found.nvrtc is not None:
         oldest = min(found.architectures)
         yield f"NVRTC {_text(found.nvrtc)} compiles for sm_{oldest} and newer"
 
@@ -140,11 +166,15 @@ def _driver() -> Version | None:
     return version.value // 1000, version.value % 1000 // 10
 
 
-def _devices() -> tuple[tuple[str, int], ...]:
+def _devices() -> tuple[tuple[str, int | str], ...]:
     if not torch.cuda.is_available():
         return ()
-    found = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
-    return tuple((device.name, 10 * device.major + device.minor) for device in found)
+    found = []
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        number = 10 * device.major + device.minor
+        found.append((device.name, hip.target(index) if hip.version() else number))
+    return tuple(found)
 
 
 def _installed(name: str) -> str | None:

@@ -49,17 +49,6 @@ HC_INLINE Pair low_halves(Coefficients k) {
 HC_INLINE u64 joined(Pair x) { return (u64)x.high << 32 | x.low; }
 HC_INLINE Pair parted(u64 x) { return Pair{(u32)x, (u32)(x >> 32)}; }
 
-// Zero from 32 on.
-HC_INLINE u32 shifted_left(u32 word, u32 count) {
-#ifdef __CUDA_ARCH__
-    u32 shifted;
-    asm("shl.b32 %0, %1, %2;" : "=r"(shifted) : "r"(word), "r"(count));
-    return shifted;
-#else
-    return count < 32 ? word << count : 0;
-#endif
-}
-
 HC_INLINE u32 header_of(const float* v) {
     return block_header(largest(largest(magnitude_bits(v[0]), magnitude_bits(v[1])),
                                 largest(magnitude_bits(v[2]), magnitude_bits(v[3]))));
@@ -161,16 +150,6 @@ HC_INLINE Four decode_word(u32 word, const u32* table) {
     }
     if (n == 4 && shift < 64) planes |= (u64)bits << shift;
     return values_of(coefficients_of(parted(planes)), Pair{0, 0}, word & 511);
-}
-
-// Drops less than 32 bits.
-HC_INLINE u64 dropped(u64 bits, u32 count) {
-#ifdef __CUDA_ARCH__
-    u32 high = (u32)(bits >> 32);
-    return (u64)(high >> count) << 32 | __funnelshift_r((u32)bits, high, count);
-#else
-    return bits >> count;
-#endif
 }
 
 // A block of 64 bits, likewise.

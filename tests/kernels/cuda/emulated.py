@@ -23,6 +23,8 @@ HERE = Path(__file__).resolve().parent
 KERNELS, FORMATS = images.FOLDER, images.FORMATS
 THREADS = 256
 ARGUMENTS = 12
+#: variable of the environment: lanes of a wave, for kernels as HIP compiles them
+WAVE = "HYBRIDCOMP_EMULATED_WAVE"
 #: as the CPU kernels are built: the same bytes with and without fused multiply-add
 FLAGS = (
     "-std=c++17", "-O1", "-ffp-contract=off", "-fno-trapping-math", "-fPIC", "-shared",
@@ -64,7 +66,8 @@ class Emulated:
 def _folder() -> Path:
     """Shared by the ranks of a test, and by sessions until a source changes."""
     digest = hashlib.sha256(images.sources_digest().encode())
-    digest.update((HERE / "emulator.h").read_bytes())
+    for path in sorted((HERE / "emulator.h", *HERE.glob("*.cu"))):
+        digest.update(path.read_bytes())
     name = f"hybridcomp-emulated-{getpass.getuser()}-{digest.hexdigest()[:16]}"
     folder = Path(tempfile.gettempdir()) / name
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -73,8 +76,13 @@ def _folder() -> Path:
 
 @cache
 def emulated(source: str, *defines: str) -> Emulated:
-    """``hybridcomp/kernels/<source>`` built with ``defines`` (``NAME=VALUE``)."""
-    library = _folder() / f"{'-'.join((source, *defines))}.so"
+    """``hybridcomp/kernels/cuda/<source>``, or a source beside this file, with its whole path.
+
+    Built with ``defines`` (``NAME=VALUE``).
+    """
+    if wave := os.environ.get(WAVE):
+        defines = (*defines, f"HC_WAVE={wave}")
+    library = _folder() / f"{'-'.join((Path(source).name, *defines))}.so"
     with library.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another worker of this session may be building it
         if not library.is_file():
@@ -88,7 +96,7 @@ def _build(source: str, defines: tuple[str, ...], library: Path) -> None:
         pytest.skip("no C++ compiler: the CUDA kernels cannot be emulated")
     partial = library.with_suffix(f".{os.getpid()}")
     macros = [f"-D{define}" for define in defines]
-    command = [compiler, *FLAGS, *macros, f"-I{FORMATS}"]
+    command = [compiler, *FLAGS, *macros, f"-I{FORMATS}", f"-I{KERNELS}"]
     command += ["-o", str(partial), str(KERNELS / source)]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr

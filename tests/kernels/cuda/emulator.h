@@ -1,7 +1,16 @@
-// Runs CUDA kernels on the host, so that they can be tested without a GPU: every thread of a block is a
+// Runs GPU kernels on the host, so that they can be tested without a GPU: every thread of a block is a
 // fiber; exchanges between the lanes of a warp and barriers switch to the next one. Lanes run in an
 // order that a seed shuffles, so that a missing barrier shows. Blocks run one after the other.
+//
+// With HC_WAVE kernels see the intrinsics of HIP for waves of that many lanes, in place of CUDA's. A warp
+// is 32 of them, and only its own lanes take part in what it does: of the others a vote has any bits.
 #pragma once
+
+#define HC_EMULATED
+#ifdef HC_WAVE
+#define __HIP__
+#define __forceinline__ inline __attribute__((always_inline))
+#endif
 
 #include <ucontext.h>
 
@@ -156,8 +165,9 @@ inline void run_block(unsigned threads) {
 #define gridDim (emulator::state.grid_size)
 
 inline void __syncthreads() { emulator::wait(emulator::state.block); }
-inline void __syncwarp(unsigned = ~0u) { emulator::exchange(0); }
 inline void __threadfence() {}
+#ifndef HC_WAVE
+inline void __syncwarp(unsigned = ~0u) { emulator::exchange(0); }
 inline unsigned __shfl_xor_sync(unsigned, unsigned value, int mask) {
     unsigned lane = emulator::state.current->thread % 32;
     return emulator::exchange(value)[lane ^ (unsigned)mask];
@@ -185,6 +195,55 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selectors) {
     }
     return found;
 }
+#else
+constexpr int __HIP_MEMORY_SCOPE_AGENT = 4;
+template <class V>
+inline V __hip_atomic_load(const V* at, int, int) { return *(const volatile V*)at; }
+template <class V>
+inline void __hip_atomic_store(V* at, V value, int, int) { *(volatile V*)at = value; }
+inline void __builtin_amdgcn_fence(int, const char*) {}
+inline void __builtin_amdgcn_wave_barrier() { emulator::exchange(0); }
+inline unsigned __lane_id() { return emulator::state.current->thread % HC_WAVE; }
+inline uint64_t __ballot(int predicate) {
+    const unsigned* slots = emulator::exchange(predicate != 0);
+    uint64_t found = 0;
+    for (int lane = 0; lane < 32; ++lane) found |= (uint64_t)slots[lane] << lane;
+    if (HC_WAVE == 32) return found;
+    unsigned others = 2654435761u * (emulator::state.current->exchanges + 1);
+    return __lane_id() < 32 ? (uint64_t)others << 32 | found : found << 32 | others;
+}
+// `width`: the lanes among which a value moves.
+inline int __shfl(int value, int lane, int width = HC_WAVE) {
+    if (width != 32) abort();
+    return (int)emulator::exchange((unsigned)value)[lane & 31];
+}
+inline int __shfl_xor(int value, int mask, int width = HC_WAVE) {
+    if (width != 32 || mask >> 5) abort();
+    unsigned lane = emulator::state.current->thread % 32;
+    return (int)emulator::exchange((unsigned)value)[lane ^ (unsigned)mask];
+}
+inline int __shfl_up(int value, unsigned delta, int width = HC_WAVE) {
+    if (width != 32) abort();
+    unsigned lane = emulator::state.current->thread % 32;
+    const unsigned* slots = emulator::exchange((unsigned)value);
+    return lane >= delta ? (int)slots[lane - delta] : value;
+}
+// v_perm_b32: a byte for each of the result's; 0 to 3 are those of b, 4 to 7 those of a.
+inline unsigned __builtin_amdgcn_perm(unsigned a, unsigned b, unsigned selectors) {
+    uint64_t bytes = (uint64_t)a << 32 | b;
+    unsigned found = 0;
+    for (int i = 0; i < 4; ++i) {
+        unsigned selector = selectors >> (8 * i) & 255;
+        if (selector > 7) abort();  // signs and constants
+        found |= (unsigned)(bytes >> (8 * selector) & 255) << (8 * i);
+    }
+    return found;
+}
+// v_alignbit_b32
+inline unsigned __builtin_amdgcn_alignbit(unsigned a, unsigned b, unsigned shift) {
+    return (unsigned)(((uint64_t)a << 32 | b) >> (shift & 31));
+}
+#endif
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
 inline int __clz(unsigned value) { return value ? __builtin_clz(value) : 32; }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((uint64_t)a * b >> 32); }

@@ -51,16 +51,27 @@ class Driver:
         return list((ctypes.c_uint64 * 24).in_dll(self.library, "seen"))[:count]
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    """The extension with a libcuda of ours."""
+def stand_in(folder: Path, source: str) -> Driver:
+    """The extension with a driver of ours."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler")
-    library = tmp_path_factory.mktemp("libcuda") / "libcuda.so"
-    source = HERE / "fake_libcuda.cpp"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    library = folder / "driver.so"
+    flags = ["-shared", "-fPIC", "-Wl,-Bsymbolic"]  # one of several that are open for all to see
+    subprocess.run([compiler, *flags, "-o", str(library), str(HERE / source)], check=True)
     return Driver(library)
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
+    """NVIDIA's."""
+    return stand_in(tmp_path_factory.mktemp("libcuda"), "fake_libcuda.cpp")
+
+
+@pytest.fixture(scope="module")
+def hip_driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
+    """AMD's: its device takes the place of the context."""
+    return stand_in(tmp_path_factory.mktemp("libamdhip"), "fake_libamdhip.cpp")
 
 
 def test_a_launch_hands_over_words(driver: Driver) -> None:
@@ -85,12 +96,40 @@ def test_another_context_is_pushed_for_the_launch_only(driver: Driver) -> None:
 
 def test_what_the_driver_says_is_told(driver: Driver) -> None:
     driver.expect(0, fails=1)
-    with pytest.raises(RuntimeError, match=r"cuLaunchKernel: CUDA error 1 \(made up\)"):
+    with pytest.raises(RuntimeError, match=r"launch of a kernel: CUDA error 1 \(made up\)"):
         driver.extension.launch(1, 0x55, 1, 1, 256, 0, None)
     assert driver.extension.current_context() == CONTEXT
     driver.expect(0, fails=700)
     with pytest.raises(RuntimeError, match=r"CUDA error 700 \(unknown\)"):
         driver.extension.launch(1, CONTEXT, 1, 1, 256, 0, None)
+
+
+def test_a_launch_on_another_device_of_amds_leaves_the_current_one(hip_driver: Driver) -> None:
+    """The words of CUDA's launch, with a device in place of the context."""
+    extension = hip_driver.extension
+    assert extension.current_context() == 1
+    hip_driver.expect(1, table_words=2)
+    extension.launch(2**40, 0, 5, 2, 64, 9, struct.pack("2Q", 3, 2**63), 7)
+    assert hip_driver.seen(14) == [2**40, 5, 2, 1, 64, 1, 1, 0, 9, 0, 0, 3, 2**63, 7]
+    assert extension.current_context() == 1
+    hip_driver.expect(0, fails=98)
+    with pytest.raises(RuntimeError, match=r"launch of a kernel: HIP error 98 \(made up\)"):
+        extension.launch(1, 1, 1, 1, 256, 0, None)
+    hip_driver.expect(0)
+    with pytest.raises(RuntimeError, match=r"HIP error 101 \(made up\)"):  # no such device
+        extension.launch(1, 7, 1, 1, 256, 0, None)
+    assert extension.current_context() == 1
+
+
+def test_a_library_that_is_no_driver(driver: Driver, tmp_path: Path) -> None:
+    """What is missing is named, and the driver that is open stays."""
+    (tmp_path / "empty.cpp").write_text("")
+    library = tmp_path / "empty.so"
+    command = ["-shared", "-fPIC", "-o", str(library), str(tmp_path / "empty.cpp")]
+    subprocess.run([shutil.which("g++") or "clang++", *command], check=True)
+    with pytest.raises(OSError, match="cuLaunchKernel"):
+        driver.extension.open_driver(str(library))
+    assert driver.extension.current_context() == CONTEXT
 
 
 def test_wrong_arguments(driver: Driver) -> None:
@@ -106,7 +145,7 @@ def test_a_machine_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     extension, missing = own_extension(tmp_path), str(tmp_path / "libcuda.so")
     with pytest.raises(OSError, match="libcuda"):
         extension.open_driver(missing)
-    with pytest.raises(RuntimeError, match="libcuda is not open"):
+    with pytest.raises(RuntimeError, match="no driver is open"):
         extension.launch(1, 2, 1, 1, 256, 0, None)
     monkeypatch.setattr(launcher, "LIBCUDA", missing)
     monkeypatch.setattr(importlib, "import_module", lambda name: extension)

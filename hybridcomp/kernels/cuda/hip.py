@@ -1,0 +1,76 @@
+"""AMD GPUs, on which no kernel of ours ever ran: their names, their libraries, images by hipRTC.
+
+torch for ROCm calls AMD's GPUs ``cuda`` devices, their streams as well, and RCCL ``nccl``. CuPy for
+ROCm has hipRTC behind its binding of NVRTC, and AMD's runtime behind the one of CUDA's; kernels are
+launched by ``launch.cpp``, which knows the functions of both drivers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hybridcomp.errors import CodecError
+
+NEVER_RUN = (
+    "codecs were never run on an AMD GPU: their kernels were compiled for some and emulated, no "
+    "more; compare losses with native communication first, and tell us"
+)
+#: options of all kernels beside those of NVRTC's that hipRTC knows: no fused multiply-add that is
+#: not written, subnormals as they are
+OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-gpu-flush-denormals-to-zero")
+#: for what kernels are compiled where there is no GPU: waves of 64 lanes
+EXAMPLE = "gfx90a"
+
+
+def version() -> tuple[int, int] | None:
+    """Return the version of ROCm that torch is built for, or None for another build."""
+    text: str | None = torch.version.hip
+    if text is None:
+        return None
+    major, minor, *_ = (*text.split("."), "0")
+    return int(major), int(minor)
+
+
+def target(index: int) -> str:
+    """Return what AMD's compilers call a device, as ``gfx90a:sramecc+:xnack-``."""
+    properties: Any = torch.cuda.get_device_properties(index)
+    return str(properties.gcnArchName)
+
+
+def library() -> str:
+    """Return the name of AMD's runtime, of which torch has loaded one."""
+    found = version()
+    return "libamdhip64.so" if found is None else f"libamdhip64.so.{found[0]}"
+
+
+def install() -> str:
+    """Say how to get a CuPy that fits torch."""
+    found = version()
+    if found is not None and found[0] == 7:
+        return "pip install cupy-rocm-7-0"
+    text = "ROCm" if found is None else f"ROCm {found[0]}.{found[1]}"
+    return f"install CuPy for {text} (https://docs.cupy.dev/en/stable/install.html)"
+
+
+def compiled(
+    compiler: Any, text: str, source: str, target: str, options: tuple[str, ...]
+) -> tuple[bytes, str]:
+    """Compile ``text``, named ``source``, for ``target`` with ``compiler``, CuPy's binding.
+
+    Returns the code object and the compiler's log. Raises CodecError with that log.
+    """
+    program = compiler.createProgram(text, source, [], [])
+    try:
+        compiler.compileProgram(program, (*OPTIONS, f"--offload-arch={target}", *options))
+        log: str = compiler.getProgramLog(program)
+        # what CuPy takes for the zero at the end of a text is the last byte of the image
+        return compiler.getPTX(program) + b"\0", log
+    except compiler.NVRTCError as error:
+        raise CodecError(
+            f"hipRTC {compiler.getVersion()} cannot compile {source} for {target} ({error}):\n"
+            f"{compiler.getProgramLog(program)}"
+        ) from error
+    finally:
+        compiler.destroyProgram(program)
