@@ -87,7 +87,7 @@ class Channels(EngineState):
         names = [name for name in TWO_LEVELS if self[name].active and name not in low_rank]
         if self.config.hierarchy == "none" or not names:
             return []
-        self.nodes = discover(self.config.hierarchy)
+        self.nodes = discover(self.config.widths, self.config.level_codecs)
         notes = self.nodes.prepare(groups)
         return [f"{', '.join(names)}: {note}" for note in notes]
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Group, Levels
 from hybridcomp.collectives.hierarchical.discovery import Hierarchy, placed
 from hybridcomp.collectives.hierarchical.units import Arrangement, arrange
@@ -36,12 +37,19 @@ class Nodes:
     """Nodes of all ranks, the units that hold several nodes, and the levels of groups that span
     them."""
 
-    def __init__(self, of_rank: Sequence[int], source: str, *above: Sequence[int]) -> None:
+    def __init__(
+        self,
+        of_rank: Sequence[int],
+        source: str,
+        *above: Sequence[int],
+        codecs: Sequence[Codec | None] = (),
+    ) -> None:
         """``of_rank``: a number for the node of every global rank; ``source``: its origin.
 
         ``above``: the same for switches, sites and so on, which hold whole units of the level
-        before.
+        before. ``codecs``: of the sums of each level, the innermost first; None, or none: native.
         """
+        self.codecs = tuple(codecs)
         self.of_rank = tuple(of_rank)
         self.units = (self.of_rank, *map(tuple, above))
         self.source = source
@@ -101,7 +109,7 @@ class Nodes:
                 self._rows[ranks] = [_of(ranks, row) for row in found.grid]
                 self._make(ranks, found)
                 levels = COUNTS.get(len(found.stages) + 1, f"{len(found.stages) + 1}")
-                way = _way(found, nodes=len(self.units) == 1)
+                way = _way(found, self._codecs(found), nodes=len(self.units) == 1)
                 notes[f"{levels} levels over {count} nodes (by {self.source}): {way}"] = None
                 if found.note:
                     notes[found.note] = None
@@ -111,6 +119,11 @@ class Nodes:
                 "compressed between all ranks"
             ] = None
         return list(notes)
+
+    def _codecs(self, found: Arrangement) -> tuple[Codec | None, ...]:
+        """Return the codec of each stage; a stage of several levels is native."""
+        known = dict(enumerate(self.codecs))
+        return tuple(known.get(level) for level in found.levels)
 
     def _make(self, ranks: Ranks, found: Arrangement) -> None:
         """Make all subgroups of the group ``ranks``, on every rank of the job in one order."""
@@ -132,7 +145,7 @@ class Nodes:
         others = frozenset(range(len(found.grid))) - {node}
         self._levels[ranks] = Levels(
             found.grid, node, local, Group.of(stages[-1]), Group.of(far, others),
-            tuple(map(Group.of, stages[:-1])),
+            tuple(map(Group.of, stages[:-1])), self._codecs(found),
         )  # fmt: skip
         self.uses |= {*mine, columns[local]}
 
@@ -142,14 +155,21 @@ def _of(ranks: Ranks, members: Iterable[int]) -> Ranks:
     return tuple(ranks[index] for index in members)
 
 
-def _way(found: Arrangement, *, nodes: bool) -> str:
+def _way(found: Arrangement, codecs: Sequence[Codec | None], *, nodes: bool) -> str:
     """Say what is native and what is encoded; ``nodes``: there are no units above nodes."""
     units, width = len(found.grid), len(found.grid[0])
     if nodes:
         return f"native inside a node, encoded between {units} nodes of {width} ranks"
-    inner = ", then among ".join(map(str, found.widths))
-    twice = "quantized twice at most"
-    return f"native among {inner} ranks, encoded between {units} units of {width} ranks, {twice}"
+    ways = ["native" if codec is None else codec.spec for codec in codecs]
+    inner = ", then ".join(
+        f"among {ranks}" if way == before else f"{way} among {ranks}"
+        for ranks, way, before in zip(found.widths, ways, ["", *ways], strict=False)
+    )
+    lossy = sum(1 for codec in codecs if codec is not None and not codec.lossless)
+    times = "quantized twice at most"
+    if lossy:
+        times = f"quantized {2 + lossy} times at most, twice of these between the units"
+    return f"{inner} ranks, encoded between {units} units of {width} ranks, {times}"
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
@@ -157,14 +177,16 @@ def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
     return tuple(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
 
 
-def discover(hierarchy: Hierarchy) -> Nodes:
+def discover(hierarchy: Hierarchy, codecs: Sequence[Codec | None] = ()) -> Nodes:
     """Find the nodes of this job and the units above them; a collective with ``auto``.
+
+    ``codecs``: of the sums of each level.
 
     Raises ConfigError where a number does not divide what it groups, or nobody tells a unit.
     """
     found = placed(hierarchy)
     nodes, *above = found.units
-    return Nodes(nodes, found.source, *above)
+    return Nodes(nodes, found.source, *above, codecs=codecs)
 
 
 def machines(device: str) -> list[tuple[int, str]]:

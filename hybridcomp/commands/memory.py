@@ -191,7 +191,7 @@ class _RanksOfReplica:
         """Return the ranks of a largest unit that sum before they encode; 1 in one level."""
         if self.block.hierarchy == "none":
             return 1
-        found = self.block.hierarchy
+        found = self.block.widths
         first, *above = found if isinstance(found, list) else [found]
         units = [self.job.ranks_per_node if isinstance(first, str) else first]
         for width in above:

@@ -75,7 +75,7 @@ def lines(
             yield from _resumed(None, checkpoint)
         return
     if world_size is not None:
-        check_widths(block.hierarchy, world_size)
+        check_widths(block.widths, world_size)
     notes = [*idle_notes(block), *_ledger_notes(block)]
     if not bare:
         if found.dtype is not None:

@@ -23,6 +23,15 @@ from hybridcomp.config.codec_settings import NONE
 from hybridcomp.config.dimension import DimensionConfig, MeasuredConfig
 from hybridcomp.config.dimension_fields import DimensionFields
 from hybridcomp.config.error_messages import NOTHING, problem, translate
+from hybridcomp.config.hierarchy_level import (
+    HierarchyLevel,
+    Units,
+    Widths,
+    check_levels,
+    codecs_of,
+    read_level,
+    widths_of,
+)
 from hybridcomp.config.ledger import LedgerConfig
 from hybridcomp.config.presets import MEASURING, NATIVE, merged
 from hybridcomp.config.publish import PublishConfig
@@ -39,10 +48,6 @@ from hybridcomp.policy import Limits, Policy, Rung
 
 #: the key of the block in a ds_config.json
 BLOCK = "compression"
-
-
-#: for each level of ``hierarchy``: the units of the level below that a unit has
-Widths = Annotated[list[Literal["auto"] | Annotated[int, Field(ge=2)]], Field(min_length=2)]
 
 
 class CompressionConfig(DimensionFields):
@@ -64,7 +69,7 @@ class CompressionConfig(DimensionFields):
         ge=0,
         description="Optimizer steps that are native before compression starts; for a warm-up.",
     )
-    hierarchy: Literal["auto", "none"] | Annotated[int, Field(ge=1)] | Widths = Field(
+    hierarchy: Literal["auto", "none"] | Annotated[int, Field(ge=1)] | Units = Field(
         "auto",
         description=f"Two levels for {listed(TWO_LEVELS)} where a group spans nodes: native "
         "inside a node, encoded between nodes, which then carry the bytes of one rank instead of "
@@ -73,7 +78,8 @@ class CompressionConfig(DimensionFields):
         "group inside one node, or with one rank on each, is always compressed in one level. "
         "[8, 4]: three levels, nodes of 8 ranks, switches or sites of 4 nodes, and what is encoded "
         'between these; more numbers, more levels. "auto" in place of a number: as the launcher '
-        "tells, of switches Slurm's SLURM_TOPOLOGY_ADDR.",
+        "tells, of switches Slurm's SLURM_TOPOLOGY_ADDR. An object in place of a number, such as "
+        '{"size": 4, "codec": "blockint", "bits": 8}: dp\'s sums of this level are encoded, too.',
     )
     on_unsupported: Literal["error", "native"] = Field(
         "error",
@@ -98,10 +104,17 @@ class CompressionConfig(DimensionFields):
     @classmethod
     def _one_of(cls, found: Any) -> Any:
         if isinstance(found, list):
-            if len(found) < 2 or not all(each == "auto" or _counts(each, 2) for each in found):
+            if len(found) < 2 or not all(
+                isinstance(each, (Mapping, HierarchyLevel)) or each == "auto" or _counts(each, 2)
+                for each in found
+            ):
                 todo = "expected two or more numbers of 2 or more, such as [8, 4]: ranks of a node,"
                 raise problem("", found, f'{todo} nodes of a site; "auto" where the launcher tells')
-        elif not _counts(found, 1) and found not in ("auto", "none"):
+            return [
+                read_level(each, number) if isinstance(each, Mapping) else each
+                for number, each in enumerate(found)
+            ]
+        if not _counts(found, 1) and found not in ("auto", "none"):
             todo = 'expected "auto", "none" or the number of consecutive ranks that share a node'
             raise problem("", found, todo)
         return found
@@ -141,9 +154,20 @@ class CompressionConfig(DimensionFields):
         if not found:
             why = f"only {listed(TWO_LEVELS)} have two levels, and neither is compressed"
             raise problem("hierarchy", self.hierarchy, f"{why}; remove it")
+        check_levels(self.hierarchy, self.level_codecs, self.codecs())
         if all(codec.low_rank for codec in found):
             why = f"{found[0].name} sums its factors natively over all ranks, in one level"
             raise problem("hierarchy", self.hierarchy, f"{why}; remove it")
+
+    @property
+    def widths(self) -> Widths:
+        """Return ``hierarchy`` without the codecs of levels."""
+        return widths_of(self.hierarchy)
+
+    @property
+    def level_codecs(self) -> tuple[Codec | None, ...]:
+        """Return the codec of each level of ``hierarchy``, the innermost first; None: native."""
+        return codecs_of(self.hierarchy)
 
     @model_validator(mode="after")
     def _keeps_bounds(self) -> CompressionConfig:
@@ -242,8 +266,12 @@ class CompressionConfig(DimensionFields):
             settings |= {f"{BLOCK}.pipeline.{key}": value for key, value in self.pipeline}
         if self.publish is not None:
             settings |= {f"{BLOCK}.publish.{key}": value for key, value in self.publish}
-        for name in ("enabled", "min_bytes", "start_step", "on_unsupported", "hierarchy"):
+        for name in ("enabled", "min_bytes", "start_step", "on_unsupported"):
             settings[f"{BLOCK}.{name}"] = getattr(self, name)
+        settings[f"{BLOCK}.hierarchy"] = self.widths
+        for level, codec in enumerate(self.level_codecs):
+            if codec is not None:
+                settings[f"{BLOCK}.hierarchy.{level}"] = codec.spec
         if self._planned is not None:
             settings[f"{BLOCK}.plan"] = dict(self._planned.layout)
         for (name, direction), rungs in self.ramps().items():

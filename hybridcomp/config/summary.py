@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -41,7 +41,7 @@ def describe(config: CompressionConfig, absent: Collection[Dimension] = ()) -> l
     if isinstance(config.hierarchy, int):
         lines.append(f"{'nodes':13} every {config.hierarchy} consecutive ranks share one")
     elif isinstance(config.hierarchy, list):
-        lines.append(f"{'levels':13} {_levels(config.hierarchy)}")
+        lines.append(f"{'levels':13} {_levels(config)}")
     if config.pipeline.waitless:
         lines.append(f"{'pipeline':13} {_waitless(config.pipeline)}")
     if config.publish is not None:
@@ -56,15 +56,18 @@ def describe(config: CompressionConfig, absent: Collection[Dimension] = ()) -> l
     return lines
 
 
-def _levels(widths: Sequence[int | str]) -> str:
-    """Say what a unit of each level consists of."""
+def _levels(config: CompressionConfig) -> str:
+    """Say what a unit of each level consists of, and which levels encode their sums."""
+    widths = config.widths if isinstance(config.widths, list) else []
     below = ["ranks", "nodes", *["of these"] * len(widths)]
     told = [
         f"{'units' if level else 'nodes'} "
         + ("by the launcher" if width == "auto" else f"of {width} {below[level]}")
-        for level, width in enumerate(widths)
+        + (f" with {codec.spec}" if codec else "")
+        for level, (width, codec) in enumerate(zip(widths, config.level_codecs, strict=True))
     ]
-    return f"{', '.join(told)}: native inside, encoded between the last"
+    inside = "native inside but for these codecs" if any(config.level_codecs) else "native inside"
+    return f"{', '.join(told)}: {inside}, encoded between the last"
 
 
 def _waitless(settings: AsyncPipelineConfig) -> str:

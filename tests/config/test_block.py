@@ -483,3 +483,38 @@ def test_block_is_frozen() -> None:
     config = parse({"dp": "bf16"})
     with pytest.raises(ValueError, match="frozen"):
         config.min_bytes = 1  # type: ignore[misc]
+
+
+LEVELS = [8, {"size": 4, "codec": "blockint", "bits": 8}]
+ENCODED = {"dp": {"codec": "blockint", "bits": 4}}
+
+
+def test_a_level_may_have_a_codec_on_which_ranks_agree() -> None:
+    config = parse({**ENCODED, "hierarchy": LEVELS})
+    assert config.widths == [8, 4]
+    assert [codec and codec.spec for codec in config.level_codecs] == [None, "blockint(bits=8)"]
+    plain = parse({**ENCODED, "hierarchy": [8, 4]})
+    same = parse({**ENCODED, "hierarchy": [8, {"size": 4}]})
+    assert plain.level_codecs == same.level_codecs == (None, None)
+    assert plain.flat() == same.flat() != config.flat()
+    told = "nodes of 8 ranks, units of 4 nodes with blockint(bits=8): native inside but for these"
+    assert any(told in line for line in describe(config))
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ({"zero": "blockint", "hierarchy": LEVELS}, "only sums of dp are encoded on a level"),
+        ({"dp": {"error_bound": 0.01}, "hierarchy": LEVELS}, "not in the error_bound of dp"),
+        ({**ENCODED, "hierarchy": [8, {"size": 4, "error_bound": 0.1}]}, "fixed bits"),
+        ({**ENCODED, "hierarchy": [8, {"codec": "blockint"}]}, "size"),
+        ({**ENCODED, "hierarchy": [8, {"size": 1, "codec": "blockint"}]}, "size"),
+        ({**ENCODED, "hierarchy": [8, {"size": 4, "codec": "mpc", "bits": 3}]}, "remove bits"),
+    ],
+    ids=str,
+)
+def test_codecs_of_levels_that_are_refused(block: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as error:
+        parse(block)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 250
+    assert error.value.key.startswith("compression.hierarchy"), error.value

@@ -14,18 +14,22 @@ Residuals belong to a node's sum: a rank holds only those of its stretch, so the
 hold every element once.
 
 In more than two levels "node" here stands for a largest unit, such as a site of several nodes: its
-ranks sum and gather level by level, all of it natively, and what leaves the unit is quantized as
-often as in two levels.
+ranks sum and gather level by level, and what leaves the unit is quantized as often as in two
+levels. A level may have a codec for its sums: with e_l its bound for the values that a rank sends
+on level l, the sum of all units is off by at most the sum of the e_l over all senders of all these
+levels, beside what the codec between the units leaves out of the sums that it gets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
+from hybridcomp.collectives.fused import fused_reduce_scatter
 from hybridcomp.collectives.wire import (
     POOL,
     Group,
@@ -33,9 +37,15 @@ from hybridcomp.collectives.wire import (
     Meter,
     OwnedRange,
     Range,
+    Reduction,
     Steps,
+    SummedPart,
+    SumPlan,
     Transfer,
     chunk_ranges,
+    plan_sum,
+    sent_dtype,
+    sum_parts,
     transport,
 )
 
@@ -54,11 +64,15 @@ def node_sum(
     levels, dtype = how.group.levels, values.dtype
     assert levels is not None
     buffer: Tensor | None = None
-    for group in levels.stages:
+    for number, group in enumerate(levels.stages):
         each = len(lengths) // group.size
         cut = [sum(lengths[at : at + each]) for at in range(0, len(lengths), each)]
         lengths = lengths[group.rank * each :][:each]
-        summed, values = yield from _sum_stretch(values, cut, group, how.meter)
+        own = levels.codecs[number] if levels.codecs else None
+        if own is None:
+            summed, values = yield from _sum_stretch(values, cut, group, how.meter)
+        else:
+            summed, values = yield from _sum_encoded(values, cut, Transfer(own, group, how.meter))
         POOL.give(buffer)
         buffer = summed
     assert buffer is not None
@@ -90,6 +104,33 @@ def _sum_stretch(
         for row in others:
             total.add_(row)
     POOL.give(wire)
+    return buffer, total
+
+
+def _sum_encoded(
+    values: Tensor, lengths: Sequence[int], via: Transfer
+) -> Steps[tuple[Tensor, Tensor]]:
+    """``_sum_stretch`` of encoded values: each rank adds its own exactly, in rank order.
+
+    Blocks of the codec may cross the borders of parameters.
+    """
+    codec, group, meter = via.codec, via.group, via.meter
+    buffer, total = POOL.take_fp32(lengths[group.rank], values.device)
+    fused, chunk = codec.fused(values.device), lengths[0]
+    edges = [min(rank * chunk, values.numel()) for rank in range(group.size + 1)]
+    meter.use(codec.spec)
+    if fused is not None and chunk and [b - a for a, b in pairwise(edges)] == list(lengths):
+        yield from fused_reduce_scatter(values, chunk, total, fused, Reduction(codec, group, meter))
+        return buffer, total
+    key = ("level", id(codec), *lengths, values.dtype, values.device)
+    found: tuple[Codec, SumPlan] | None = group.plans.get(key)
+    if found is None:
+        ends = list(accumulate(lengths, initial=0))
+        parts = [SummedPart(*edge, (rank,)) for rank, edge in enumerate(pairwise(ends))]
+        dtype = sent_dtype(codec, values.dtype, wide=False)
+        plan = plan_sum(parts, codec, dtype, values.device, group)
+        found = group.keep(key, (codec, plan), group.size)
+    yield from sum_parts(found[1], [values], None, total, group, meter)
     return buffer, total
 
 

@@ -24,11 +24,13 @@ class Arrangement:
         stages: for each level inside of these units, the innermost first, the group ranks that sum
             natively together, ascending.
         note: what the user must know, or "".
+        levels: for each of ``stages`` the number of its level, the innermost 0; -1: of several.
     """
 
     grid: tuple[Members, ...]
     stages: tuple[tuple[Members, ...], ...]
     note: str = ""
+    levels: tuple[int, ...] = (0,)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -53,13 +55,16 @@ def arrange(units: Sequence[Sequence[int]]) -> Arrangement | str | None:
         stages = tuple(sum((part.stages[i] for part in parts if part), ())
                        for i in range(len(first.widths)))  # fmt: skip
         if all(list(column) == sorted(column) for column in zip(*orders, strict=True)):
-            wide = [stage for stage in stages if len(stage[0]) > 1]
-            return Arrangement(orders, tuple(wide))
+            levels = [level for level, stage in enumerate(stages) if len(stage[0]) > 1]
+            return Arrangement(
+                orders, tuple(stages[level] for level in levels), levels=tuple(levels)
+            )
     return Arrangement(
         grid,
         (grid,),
         "the units inside of a group's largest ones differ in their ranks, so the ranks of a "
         "largest one sum in one step",
+        levels=(-1,),
     )
 
 

@@ -147,6 +147,7 @@ class Levels:
     inner: Group  # the ranks of this node, in two levels by local index, else ascending
     outer: Group  # the ranks with this local index, by node; all others are remote
     parts: tuple[Group, ...] = ()  # in two levels none
+    codecs: tuple[Codec | None, ...] = ()  # of the sums of ``stages``; None, or none: native
 
     @property
     def nodes(self) -> int:

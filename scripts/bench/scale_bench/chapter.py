@@ -43,16 +43,12 @@ Launches of codecs, messages, and operations of torch that launch a kernel:
 """
 GROWING = """## Messages that grow
 
-Of the messages of channels ([their host time](host_time.md#in-groups-of-up-to-4096-ranks)) all
-but one
-take at most 1.5 times as long among 4,096 ranks as among 8, with as many launches. Buckets to
-owners
-take 1.4 to 1.5 times as long, as large groups take two hops where small ones take one.
+Of the messages of channels ([their host time](host_time.md#in-groups-of-up-to-4096-ranks)) all but
+one take at most 1.5 times as long among 4,096 ranks as among 8, with as many launches. Buckets to
+owners take 1.4 to 1.5 times as long: large groups take two hops where small ones take one.
 
 An all-to-all whose lengths were never met before takes 2.5 times as long: 64 µs among 8 ranks,
-160 µs
-among 4,096. What grows are passes over one number for each rank, of which none makes an object
-but torch's list:
+160 µs among 4,096. What grows are passes over a number for each rank:
 
 | µs more among 4,096 ranks | what |
 |---|---|

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Group, Levels
 from hybridcomp.collectives.hierarchical.units import Arrangement, arrange
 from tests.collectives.calls import group_of
@@ -22,6 +23,7 @@ def units_of(widths: Sequence[int], ranks: int) -> list[list[int]]:
 
 def deep_groups(
     units: Sequence[Sequence[int]],
+    codecs: Sequence[Codec | None] = (),
 ) -> tuple[Arrangement, Callable[[int], Levels], list[Any]]:
     """The arrangement, what makes the levels of a rank, and the boards that its groups use."""
     found = arrange(units)
@@ -40,16 +42,21 @@ def deep_groups(
         *parts, inner = (group_with(step, rank) for step in steps)
         far = group_with(columns, rank)
         outer = Group(far.process_group, node, far.size, frozenset(range(far.size)) - {node})
-        return Levels(found.grid, node, found.grid[node].index(rank), inner, outer, tuple(parts))
+        local, own = found.grid[node].index(rank), tuple(codecs)
+        return Levels(found.grid, node, local, inner, outer, tuple(parts), own)
 
     return found, levels, list(boards.values())
 
 
-def everywhere(units: Sequence[Sequence[int]], run: Callable[[Any, int], Any]) -> list[Any]:
-    """What ``run`` returns on each rank, given its levels of ``units``."""
+def everywhere(
+    units: Sequence[Sequence[int]],
+    run: Callable[[Any, int], Any],
+    codecs: Sequence[Codec | None] = (),
+) -> list[Any]:
+    """What ``run`` returns on each rank, given its levels of ``units``, with ``codecs``."""
     ranks = len(units[0])
     with thread_groups.in_process():
-        _, levels, boards = deep_groups(units)
+        _, levels, boards = deep_groups(units, codecs)
         return thread_groups.run(ranks, lambda _, rank: run(levels(rank), rank), boards)
 
 

@@ -1,0 +1,101 @@
+"""Model of the levels of ``hierarchy``, of which each may have a codec of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
+
+from hybridcomp.codecs.base import Codec
+from hybridcomp.config.codec_settings import CodecSettings, build_codec
+from hybridcomp.config.error_messages import problem, translate
+from hybridcomp.dimensions import Dimension, Direction
+
+#: units of the level below that a unit has, or as the launcher tells
+Size = Literal["auto"] | Annotated[int, Field(ge=2)]
+#: ``hierarchy`` without codecs
+Widths = Literal["auto", "none"] | int | list[int | Literal["auto"]]
+
+
+class HierarchyLevel(CodecSettings):
+    """One level of ``hierarchy`` inside of the largest units: its size, and how its sums travel."""
+
+    size: Size = Field(
+        description="Units of the level below in a unit of this one: ranks of a node, nodes of a "
+        'switch or site. "auto": as the launcher tells.'
+    )
+
+    @field_validator("size", mode="before")
+    @classmethod
+    def _counted(cls, found: Any) -> Any:
+        if found != "auto" and (type(found) is not int or found < 2):
+            raise problem("", found, 'expected a number of 2 or more, or "auto"')
+        return found
+
+    _built: Codec | None = PrivateAttr(None)
+
+    @model_validator(mode="after")
+    def _build(self) -> HierarchyLevel:
+        given = self.given()
+        for key in ("error_bound", "error_bound_mode", "segment"):
+            if key in given:
+                todo = "the sums of a level are encoded with a codec of fixed bits, such as"
+                raise problem(key, given[key], f'{todo} "codec": "blockint", "bits": 8; remove it')
+        self._built = build_codec(given, "") if given else None
+        return self
+
+    @property
+    def built(self) -> Codec | None:
+        """Return the codec of the sums on this level; None: they are native."""
+        return self._built
+
+
+#: for each level, the innermost first
+Units = Annotated[list[Size | HierarchyLevel], Field(min_length=2)]
+#: as a block has it
+Written = Literal["auto", "none"] | int | list[Size | HierarchyLevel]
+
+
+def read_level(found: Mapping[str, Any], number: int) -> HierarchyLevel:
+    """Read level ``number`` of a list; its error names the key in that level."""
+    try:
+        return HierarchyLevel.model_validate(found)
+    except ValidationError as error:
+        wrong = translate(error, HierarchyLevel, str(number))
+        raise problem(wrong.key, wrong.found, wrong.todo) from None
+
+
+def widths_of(hierarchy: Written) -> Widths:
+    """Return ``hierarchy`` without the codecs of levels."""
+    if not isinstance(hierarchy, list):
+        return hierarchy
+    return [each.size if isinstance(each, HierarchyLevel) else each for each in hierarchy]
+
+
+def codecs_of(hierarchy: Written) -> tuple[Codec | None, ...]:
+    """Return the codec of each level, the innermost first; None: native."""
+    levels = hierarchy if isinstance(hierarchy, list) else []
+    return tuple(each.built if isinstance(each, HierarchyLevel) else None for each in levels)
+
+
+def check_levels(
+    hierarchy: Written,
+    levels: tuple[Codec | None, ...],
+    codecs: Mapping[tuple[Dimension, Direction], Codec | None],
+) -> None:
+    """Refuse codecs of ``levels`` without sums to encode, or that would break an error bound.
+
+    ``codecs``: of the dimensions, by direction.
+    """
+    own = [codec for codec in levels if codec is not None]
+    summed = [codec for (name, _), codec in codecs.items() if codec and name == "dp"]
+    told = ", ".join(codec.spec for codec in own)
+    found = widths_of(hierarchy)
+    if own and not summed:
+        why = f"only sums of dp are encoded on a level ({told}), and dp is not compressed"
+        raise problem("hierarchy", found, f"{why}; write numbers alone")
+    if any(codec.bounded for codec in summed) and not all(codec.lossless for codec in own):
+        why = f"what a level leaves out ({told}) is not in the error_bound of dp"
+        todo = "leave that level native or lossless, or give dp a codec of fixed bits"
+        raise problem("hierarchy", found, f"{why}; {todo}")
