@@ -118,7 +118,7 @@ def _sum_encoded(
     buffer, total = POOL.take_fp32(lengths[group.rank], values.device)
     fused, chunk = codec.fused(values.device), lengths[0]
     edges = [min(rank * chunk, values.numel()) for rank in range(group.size + 1)]
-    meter.use(codec.spec)
+    meter.used[codec.spec] = None
     if fused is not None and chunk and [b - a for a, b in pairwise(edges)] == list(lengths):
         yield from fused_reduce_scatter(values, chunk, total, fused, Reduction(codec, group, meter))
         return buffer, total
