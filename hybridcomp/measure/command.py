@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -50,8 +51,7 @@ def run(options: argparse.Namespace) -> int:
     if mine:
         _meet(device)
     try:
-        given: int | None = options.ranks_per_node
-        hierarchy: Hierarchy = "auto" if given is None else given
+        hierarchy = _hierarchy(options)
         cluster = measure(
             device, options.seconds, hierarchy=hierarchy, dtype=options.dtype, blocks=blocks
         )
@@ -74,6 +74,9 @@ def _looked_at(options: argparse.Namespace) -> list[BlockSize]:
         raise ConfigError("--seconds", options.seconds, "expected a number above 0")
     if options.ranks_per_node is not None and options.ranks_per_node < 1:
         raise ConfigError("--ranks-per-node", options.ranks_per_node, "expected 1 or more")
+    site = options.nodes_per_site
+    if site is not None and site != "auto" and not (site.isdecimal() and int(site) > 1):
+        raise ConfigError("--nodes-per-site", site, 'expected 2 or more, or "auto"')
     folder = options.out.absolute().parent
     if os.environ["RANK"] == "0":  # rank 0 writes the file
         if options.out.is_dir():
@@ -81,6 +84,15 @@ def _looked_at(options: argparse.Namespace) -> list[BlockSize]:
         if not os.access(folder, os.W_OK):
             raise ConfigError("--out", str(options.out), f"{folder} is no folder to write into")
     return [BlockSize.parse(text) for text in options.block]
+
+
+def _hierarchy(options: argparse.Namespace) -> Hierarchy:
+    """Return how ranks are assigned to nodes, and nodes to sites where there are any."""
+    nodes: int | Literal["auto"] = options.ranks_per_node or "auto"
+    site: str | None = options.nodes_per_site
+    if site is None:
+        return nodes
+    return [nodes, "auto" if site == "auto" else int(site)]
 
 
 def _meet(device: torch.device) -> None:

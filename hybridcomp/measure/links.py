@@ -8,8 +8,8 @@ out, and the planner extrapolates linearly.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from hybridcomp.autotune.memory_limits import NBYTES, room_for
 from hybridcomp.collectives.wire.transport import all_gather_single
 from hybridcomp.measure.clock import LEAST, MOST, MOST_INNER, SHORT_S, CallClock, Run
 from hybridcomp.measure.coders import product_beside
-from hybridcomp.measure.team import GroupShape, MeasuredPart, Team
+from hybridcomp.measure.team import GroupShape, MeasuredPart, Team, sites_of
 from hybridcomp.plan.machines.estimates import Curve, Estimate, summary
 from hybridcomp.plan.machines.rows import Beside, Operation, Timing
 
@@ -71,8 +71,28 @@ def link_rows(
     team: Team, clock: CallClock, part: MeasuredPart, shapes: list[GroupShape], dtype: torch.dtype
 ) -> list[Timing]:
     """Time all cases; return equal rows on all ranks; a collective over the job."""
-    keys, rows = _keys(shapes), []
-    cases = [(size, key) for size in SIZES for key in keys if _wanted(size, key)]
+    return _rows(team, clock, part, _keys(shapes), dtype)
+
+
+def uplink_rows(
+    team: Team, clock: CallClock, part: MeasuredPart, shape: GroupShape, dtype: torch.dtype
+) -> list[Timing]:
+    """Time sends between sites, all ranks of a site at once; a collective over the job.
+
+    ``shape``: ``uplink_shape``. One pair alone may be slower than what all share. Rows have the
+    bytes of all pairs that cross a site's link, so that they are times of the whole link.
+    """
+    sites = sites_of(team.nodes)
+    pairs = sum(1 for one, _ in shape.groups if sites[one] == sites[shape.groups[0][0]])
+    rows = _rows(team, clock, part, [Key("send", shape, "groups")], dtype)
+    return [replace(row, nbytes=row.nbytes * pairs) for row in rows]
+
+
+def _rows(
+    team: Team, clock: CallClock, part: MeasuredPart, keys: list[Key], dtype: torch.dtype
+) -> list[Timing]:
+    rows: list[Timing] = []
+    cases = [(size, key) for size in SIZES for key in keys if _wanted(size, key, keys)]
     most = room_for(team.device) * NBYTES // 3
     product = product_beside(clock, team.device)
     points: dict[Key, list[tuple[float, Estimate]]] = {}
@@ -123,8 +143,8 @@ def _patience(nbytes: int, key: Key, allowance_s: float, part: MeasuredPart) -> 
     return own
 
 
-def _wanted(nbytes: int, key: Key) -> bool:
-    return key.beside == "alone" or nbytes in BUSY_SIZES
+def _wanted(nbytes: int, key: Key, keys: Sequence[Key]) -> bool:
+    return len(keys) == 1 or key.beside == "alone" or nbytes in BUSY_SIZES
 
 
 def timed(

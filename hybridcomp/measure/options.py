@@ -32,5 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a transformer block to time, not the usual ones; repeatable")  # fmt: skip
     add("--ranks-per-node", type=int, metavar="N",
         help="consecutive ranks that share a node, where the launcher does not say")  # fmt: skip
+    add("--nodes-per-site", metavar="N",
+        help="consecutive nodes that share a switch or a site, whose uplinks are timed then; "
+        "auto: as Slurm tells")  # fmt: skip
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if any")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # set by DeepSpeed's launcher

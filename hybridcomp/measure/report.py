@@ -29,6 +29,7 @@ def lines(cluster: Cluster) -> Iterator[str]:
         yield "by " + ", ".join(f"{name} {value}" for name, value in cluster.made.items())
     yield from _ranks(cluster)
     yield from _links(cluster)
+    yield from _uplinks(cluster)
     yield from _codecs(cluster)
     yield from _channels(cluster)
 
@@ -42,6 +43,17 @@ def _ranks(cluster: Cluster) -> Iterator[str]:
     slow = [(rank, speed) for rank, speed in enumerate(cluster.speeds) if speed < 0.9]
     for rank, speed in slow:
         yield f"rank {rank} computes at {speed:.0%} of the fastest one's speed"
+
+
+def _uplinks(cluster: Cluster) -> Iterator[str]:
+    """Yield the speed of a site's link, by the largest message that was timed on it."""
+    if cluster.uplinks:
+        row = max(cluster.uplinks, key=lambda row: row.nbytes)
+        rate = row.nbytes / row.seconds.value / 1e6
+        yield (
+            f"uplink of a site of {cluster.nodes_per_site} nodes: {rate:,.3g} MB/s, with "
+            f"{row.nbytes / 1e6:,.3g} MB of all its ranks at once"
+        )
 
 
 def _links(cluster: Cluster) -> Iterator[str]:

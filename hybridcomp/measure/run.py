@@ -18,10 +18,17 @@ from hybridcomp.measure.channels import channel_rows
 from hybridcomp.measure.clock import CallClock, clock_for, on_device
 from hybridcomp.measure.coders import coding_rows, copy_rows, host_rows, merged
 from hybridcomp.measure.kernels import DTYPES, kernel_rows, trained_size
-from hybridcomp.measure.links import link_rows
+from hybridcomp.measure.links import link_rows, uplink_rows
 from hybridcomp.measure.machine import made, memory_nbytes
 from hybridcomp.measure.messages import message_rows
-from hybridcomp.measure.team import Team, TimeBudget, connected, shapes_of
+from hybridcomp.measure.team import (
+    Team,
+    TimeBudget,
+    connected,
+    shapes_of,
+    sites_of,
+    uplink_shape,
+)
 from hybridcomp.measure.trainings import training_rows
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.rows import Coding, Copy, Kernel, Rank
@@ -29,7 +36,7 @@ from hybridcomp.plan.machines.rows import Coding, Copy, Kernel, Rank
 #: shares of the time after which each part ends
 UNTIL = {
     "kernels": 0.12, "codecs": 0.24, "hosts": 0.26, "copies": 0.27, "messages": 0.34,
-    "channels": 0.42, "links": 0.64, "trainings": 1.0,
+    "channels": 0.42, "links": 0.64, "uplinks": 0.68, "trainings": 1.0,
 }  # fmt: skip
 #: least bytes of a block's value: its weight and its gradient, in fp32
 BLOCK_NBYTES = 8.0
@@ -49,7 +56,7 @@ def measure(
     Args:
         device: of this rank.
         seconds: that it may take, roughly.
-        hierarchy: as in the block: how ranks are assigned to nodes.
+        hierarchy: as in the block: how ranks are assigned to nodes, and nodes to sites.
         dtype: of the values of messages.
         blocks: transformer blocks to time, those of the model to train; none: default ones.
     """
@@ -94,7 +101,8 @@ def _linked(
     team: Team, clock: CallClock, budget: TimeBudget, cluster: Cluster, dtype: str
 ) -> Cluster:
     """Return the cluster with timings of messages and links; a collective over the job."""
-    shapes = connected(shapes_of(team.nodes.of_rank), team)
+    sites = sites_of(team.nodes)
+    shapes = connected(shapes_of(team.nodes.of_rank, sites=sites), team)
     groups = ", ".join(shape.describe() for shape in shapes)
     encoded, left_out = message_rows(
         team, clock, budget.part(UNTIL["messages"], f"encoded messages ({groups})"),
@@ -108,6 +116,12 @@ def _linked(
         team, clock, budget.part(UNTIL["links"], "links, alone and with others at work"),
         shapes, DTYPES[dtype],
     )  # fmt: skip
+    if sites:
+        (shape,) = connected([uplink_shape(sites)], team)
+        part = budget.part(UNTIL["uplinks"], "uplinks of sites, all their ranks at once")
+        uplinks = uplink_rows(team, clock, part, shape, DTYPES[dtype])
+        each = cluster.nodes // len(set(sites))
+        cluster = replace(cluster, nodes_per_site=each, uplinks=tuple(uplinks))
     return replace(
         cluster, links=tuple(links), encoded=tuple(encoded), channels=tuple(channels),
         left_out=(*left_out, *more),

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.collectives.topology import Nodes
+from hybridcomp.errors import ConfigError
 from hybridcomp.job import small_messages
 from hybridcomp.log import say
 
@@ -73,16 +74,41 @@ class GroupShape:
         return f"{self.ranks} ranks {place}"
 
 
-def shapes_of(nodes: Sequence[int], most: int = MOST_SHAPES) -> list[GroupShape]:
+def sites_of(nodes: Nodes) -> tuple[int, ...]:
+    """Return the site (or switch) of every rank, the largest known units; none in two levels.
+
+    Raises ConfigError where sites have different numbers of nodes, or these are not consecutive.
+    """
+    if len(nodes.units) < 2:
+        return ()
+    sites = nodes.units[-1]
+    each = len(set(nodes.of_rank)) // len(set(sites))
+    if any(node // each != site for node, site in zip(nodes.of_rank, sites, strict=True)):
+        todo = "sites must have equally many nodes, numbered one after the other"
+        raise ConfigError("--nodes-per-site", list(sites), f"{todo}; start ranks in that order")
+    return sites
+
+
+def uplink_shape(sites: Sequence[int]) -> GroupShape:
+    """Return the pairs of ranks at equal places of neighbouring sites, on two sites each.
+
+    ``sites``: of every rank.
+    """
+    return GroupShape(2, 2, tuple(_pairs(sites, across=True)))
+
+
+def shapes_of(
+    nodes: Sequence[int], most: int = MOST_SHAPES, sites: Sequence[int] = ()
+) -> list[GroupShape]:
     """Return the shapes that tensor, pipeline and data parallelism of these ranks can have.
 
-    ``nodes``: of every rank. Pairs inside a node and between nodes come first, then the whole job,
-    then groups whose size divides it, of neighbours and of ranks far apart, up to ``most`` beside
-    the pairs.
+    ``nodes``: of every rank, and ``sites``, where there are any: pairs are of nodes of one. Pairs
+    inside a node and between nodes come first, then the whole job, then groups whose size divides
+    it, of neighbours and of ranks far apart, up to ``most`` beside the pairs.
     """
     world = len(nodes)
     found: dict[tuple[int, int], GroupShape] = {}
-    candidates = [_pairs(nodes, across=False), _pairs(nodes, across=True)]
+    candidates = [_pairs(nodes, across=False), _pairs(nodes, across=True, sites=sites)]
     sizes = [world, *(size for size in range(2, world) if world % size == 0)]
     for size in sorted(sizes, key=lambda size: (size != world, size)):
         strides = [
@@ -98,15 +124,19 @@ def shapes_of(nodes: Sequence[int], most: int = MOST_SHAPES) -> list[GroupShape]
     return pairs + [shape for shape in found.values() if shape.ranks > 2][:most]
 
 
-def _pairs(nodes: Sequence[int], *, across: bool) -> list[Ranks]:
-    """Return disjoint pairs of ranks on one node, or at equal places of neighbouring nodes."""
+def _pairs(nodes: Sequence[int], *, across: bool, sites: Sequence[int] = ()) -> list[Ranks]:
+    """Return disjoint pairs of ranks on one node, or at equal places of neighbouring nodes, with
+    ``sites`` of one of these."""
     rows: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         rows.setdefault(node, []).append(rank)
     if across:
-        rooms = list(rows.values())
+        by_site: dict[int, list[list[int]]] = {}
+        for row in rows.values():
+            by_site.setdefault(sites[row[0]] if sites else 0, []).append(row)
         return [
-            pair for one, two in zip(rooms[::2], rooms[1::2], strict=False)
+            pair for rooms in by_site.values()
+            for one, two in zip(rooms[::2], rooms[1::2], strict=False)
             for pair in zip(one, two, strict=False)
         ]  # fmt: skip
     return [

@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +32,7 @@ from hybridcomp.measure import (
 from hybridcomp.measure.block import BlockSize, TransformerBlock
 from hybridcomp.measure.clock import HostCallClock, Run
 from hybridcomp.measure.run import measure
-from hybridcomp.measure.team import Team, TimeBudget
+from hybridcomp.measure.team import Team, TimeBudget, sites_of
 from hybridcomp.plan.machines import cluster_file
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.rows import Coding, Rank
@@ -230,6 +231,7 @@ def test_alone_it_says_how_it_is_started(
         (["--seconds", "0"], "--seconds: found 0.0; expected a number above 0"),
         (["--seconds", "inf"], "--seconds: found inf"),
         (["--seconds", "nan"], "--seconds: found nan"),
+        (["--nodes-per-site", "1"], "--nodes-per-site: found '1'; expected 2 or more, or"),
         (["--ranks-per-node", "0"], "--ranks-per-node: found 0; expected 1 or more"),
         (["--block", "8x128"], "--block: found '8x128'"),
         (["--out", "."], "--out: found '.'; expected a file, and it is a folder"),
@@ -258,3 +260,37 @@ def too_large() -> str:
 
 def test_a_block_that_no_rank_has_room_for_is_refused(on_ranks: RunRanks) -> None:
     assert all("take 2.7e+07 GB, more than a rank has" in said for said in on_ranks(2, too_large))
+
+
+def measured_sites() -> Cluster:
+    with little():
+        return measure(torch.device("cpu"), 2.0, hierarchy=[1, 2])
+
+
+def test_uplinks_of_sites_are_timed_and_planned_with(on_ranks: RunRanks, tmp_path: Path) -> None:
+    """Four nodes of one rank on two sites: both ranks of a site send at once."""
+    cluster, *others = on_ranks(4, measured_sites)
+    assert all(other == cluster for other in others) and cluster.nodes_per_site == 2
+    assert {(row.operation, row.beside) for row in cluster.uplinks} == {("send", "groups")}
+    assert {row.nbytes for row in cluster.uplinks} <= {2 << 12, 2 << 14, 2 << 16}
+    assert (2 << 12) in {row.nbytes for row in cluster.uplinks}
+    assert any(line.startswith("uplink of a site of 2 nodes: ") for line in report.lines(cluster))
+    file = tmp_path / "cluster.json"
+    cluster_file.write(cluster, file)
+    found = cluster_file.read(file)
+    for read, row in zip(found.uplinks, cluster.uplinks, strict=True):
+        assert (read.operation, read.nbytes) == (row.operation, row.nbytes)
+        assert read.seconds.value == pytest.approx(row.seconds.value, rel=1e-3)
+    assert found.sites_of(range(4)) == 2
+    slow = replace(found, uplinks=tuple(
+        replace(row, seconds=row.seconds.times(1000.0)) for row in found.uplinks))  # fmt: skip
+    near, far = (slow.seconds("all_reduce", 1 << 14, 2, 2, sites=sites).value for sites in (1, 2))
+    assert far > 100 * near
+
+
+def test_nodes_of_sites_that_do_not_follow_each_other_are_refused() -> None:
+    assert sites_of(Nodes([0, 1, 2, 3], "test", [0, 0, 1, 1])) == (0, 0, 1, 1)
+    assert sites_of(Nodes([0, 1, 2, 3], "test")) == ()
+    for sites in ([0, 1, 0, 1], [0, 0, 0, 1]):
+        with pytest.raises(ConfigError, match="numbered one after the other"):
+            sites_of(Nodes([0, 1, 2, 3], "test", sites))
