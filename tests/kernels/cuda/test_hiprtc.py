@@ -72,10 +72,9 @@ def built(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[bytes]]]
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(("source", "defines"), FORMS, ids=lambda value: str(value))
 def test_compiles_without_spills(
-    source: str, defines: tuple[str, ...], target: str, built: dict[Case, Future[bytes]],
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    """Registers, shared memory and modes of every kernel; divisions are the correct ones."""
+    source: str, defines: tuple[str, ...], target: str, built: dict[Case, Future[bytes]]
+) -> None:
+    """Registers, memory and modes of arithmetic of every kernel."""
     if target not in known_targets():
         pytest.skip(f"the hipRTC of this machine does not know {target}")
     image = built[source, defines, target].result()
@@ -90,11 +89,24 @@ def test_compiles_without_spills(
     shared, scratch = (max(getattr(k, name) for k in kernels) for name in ("shared", "scratch"))
     print(f"\n| {source} {' '.join(defines)} | {target} | {len(kernels)} | {most} | {shared} | "
           f"{scratch} |")  # fmt: skip
-    text = instructions(image, tmp_path)
-    if text is None:
-        pytest.skip("registers and modes are as they should; no llvm-objdump reads the rest")
-    assert count("v_rcp_f32", text) == count("v_div_fixup_f32", text)
-    assert not count("v_(mad|mac|pk_fma)_f32", text) and not count("v_(rsq|sqrt)_f32", text)
+
+
+@pytest.mark.nightly
+def test_arithmetic_is_the_cpus(tmp_path: Path) -> None:
+    """With the options of all kernels nothing is fused, and a division is rounded correctly."""
+    library()
+    kernel = 'extern "C" __global__ void k(float* o, float a, float b, float c) {{ *o = {}; }}'
+    found = {}
+    for value in ("a * b + c", "a / b", "__builtin_fmaf(a, b, c)"):
+        image, _ = hip.compiled(HipRtc(), kernel.format(value), "one.cu", "gfx90a", ())
+        found[value] = instructions(image, tmp_path)
+    plain, division, fused = found.values()
+    if plain is None or division is None or fused is None:
+        pytest.skip("no llvm-objdump here")
+    assert count("v_mul_f32", plain) == count("v_add_f32", plain) == 1
+    assert not count("v_(fma|fmac|mad|mac|pk_fma)_f32", plain)
+    assert count("v_(fma|fmac)_f32", fused) == 1
+    assert count("v_div_scale_f32", division) == 2 and count("v_div_fixup_f32", division) == 1
 
 
 @pytest.mark.nightly
