@@ -39,8 +39,9 @@
 #define HC_BOUNDS(THREADS, BLOCKS) __launch_bounds__(THREADS, BLOCKS)
 #endif
 
-// A table among the arguments of a kernel. The emulator hands all arguments over as words: there it is an
-// address.
+// A table, the first argument of a kernel by value; inside it is `as_table` of that. The emulator hands all
+// arguments over as words: there it is an address. AMD's compiler would copy what is indexed into the memory
+// of every thread, and so it is read where the arguments lie.
 #if HC_SM
 #define HC_BY_VALUE(TABLE) const __grid_constant__ hybridcomp::TABLE
 #elif HC_AMD && !defined(HC_EMULATED)
@@ -53,6 +54,17 @@ namespace hybridcomp {
 
 constexpr u32 FULL_WARP = 0xffffffffu;  // what `ballot` gives where all lanes say yes
 constexpr int WARP = 32;
+
+template <class T>
+HC_INLINE const T& as_table(const T& table) {
+#if HC_AMD && !defined(HC_EMULATED)
+    return *(const T*)__builtin_amdgcn_kernarg_segment_ptr();
+#else
+    return table;
+#endif
+}
+template <class T>
+HC_INLINE const T& as_table(const T* table) { return *table; }
 
 // Lanes. All 32 of a warp take part in each of these.
 

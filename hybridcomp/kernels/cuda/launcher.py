@@ -57,11 +57,11 @@ class CudaLauncher:
 
     def __init__(self, device: torch.device) -> None:
         self._cupy = _cupy()
-        if hip.version():
-            warnings.warn(hip.NEVER_RUN, stacklevel=2)
         self._device = torch.device(device.type, device.index or 0)
         self._index: int = self._device.index
         self._extension = _extension()
+        if hip.version():
+            warnings.warn(hip.NEVER_RUN, stacklevel=2)
         self._start: Callable[..., None] = self._extension.launch
         self._stream = stream_getter()
         self._workspaces = Workspaces(self._zeroed)

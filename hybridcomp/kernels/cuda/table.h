@@ -62,9 +62,4 @@ HC_INLINE const PlannedRow& row_of(const NearTable& table, u64 tile) {
     return row_of(table.far ? table.far : table.near, table.count, tile);
 }
 
-template <class T>
-HC_INLINE const T& as_table(const T& table) { return table; }
-template <class T>
-HC_INLINE const T& as_table(const T* table) { return *table; }
-
 }  // namespace hybridcomp

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,34 +10,12 @@ from typing import Any
 import pytest
 
 from hybridcomp.kernels.cuda import images
+from tests.kernels.cuda.sources import NIGHTLY, SOURCES
 
 pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="needs hybridcomp[cuda12] or [cuda13]")
 
-NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 #: Turing, A100, RTX 30, H100, B200. V100 (sm_70) needs CUDA 12's NVRTC; nothing newer is used.
 ARCHITECTURES = (75, 80, 86, 90, 100)
-BLOCKINT = ("blockint.cu", "blockint_sum.cu")
-OF_KEPT = (*BLOCKINT, "residual.cu")
-WIDTHS = (4, *((2, 3, 5, 6, 7, 8) if NIGHTLY else ()))
-ROTATED = (2, 3, 4) if NIGHTLY else ()
-#: bits of residuals: their kernels are images of their own
-KEPT = (8, 4, 16) if NIGHTLY else (8,)
-FEW = tuple(f"HC_KEPT={bits}" for bits in KEPT)
-#: of all dtypes at once; a run compiles those of its own
-SOURCES: list[tuple[str, tuple[str, ...]]] = [
-    *((name, (f"HC_BITS={bits}",)) for name in BLOCKINT for bits in WIDTHS),
-    *((name, ("HC_BITS=4", "HC_ROTATE=1", "HC_GAUSSIAN=1")) for name in BLOCKINT if NIGHTLY),
-    *((name, (f"HC_BITS={bits}", "HC_ROTATE=1")) for name in BLOCKINT for bits in ROTATED),
-    *((path.name, ()) for path in sorted(images.FOLDER.glob("*.cu")) if path.name not in OF_KEPT),
-    *(("residual.cu", (few,)) for few in FEW),
-    *((name, ("HC_BITS=4", few)) for name in (*BLOCKINT, "blockint_table.cu") for few in FEW),
-    *(
-        (name, (f"HC_BITS={b}", "HC_ROTATE=1", f))
-        for name in BLOCKINT
-        for b in ROTATED
-        for f in FEW
-    ),
-]
 #: registers of a thread with which two blocks of 256 fit a multiprocessor, or eight of 64
 MOST_REGISTERS, MOST_OF_64 = 128, 128
 
