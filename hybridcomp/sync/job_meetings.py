@@ -105,6 +105,11 @@ class JobMeetings(SyncFollower):
         self._membership = None
         super().close()
 
+    def __del__(self) -> None:
+        """Leave the run, where the model was dropped and nobody has closed this."""
+        if getattr(self, "_membership", None) is not None:
+            self.close()
+
     # coming
 
     def _begin(self) -> None:

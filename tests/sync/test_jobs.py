@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import gc
 import io
 import os
 import re
@@ -175,6 +176,22 @@ def test_a_run_begins_where_the_islands_of_another_have_ended() -> None:
     with rendezvous() as address:
         assert run_ranks(1, ends, address) == [2]
         assert run_ranks(1, ends, address) == [5]
+
+
+def dropped(address: str) -> list[int]:
+    """The last meetings of two models, the first of which is dropped without a word."""
+    found = []
+    for seed in range(2):
+        job = Job(block(address, at_start=1, **FED_BACK), seed=seed).build().train(4)
+        found.append(job.job_meetings.membership.last.number)
+        del job
+        gc.collect()
+    return found
+
+
+def test_a_model_that_is_dropped_leaves_the_run() -> None:
+    with rendezvous() as address:
+        assert run_ranks(1, dropped, address) == [[2, 5]]
 
 
 def overflowing(address: str, number: int) -> tuple[Tensor, dict[str, float]]:
