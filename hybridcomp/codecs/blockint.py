@@ -41,6 +41,8 @@ GAUSSIAN_BITS = 4
 
 #: spacing of a block's levels
 Levels = Literal["uniform", "gaussian"]
+#: which of the two levels around a value is sent
+Rounding = Literal["nearest", "random"]
 
 SETTINGS = (
     Setting(
@@ -59,6 +61,12 @@ SETTINGS = (
         "levels", Levels,
         "blockint at 4 bits: gaussian puts the 16 levels where Gaussian values gather, for errors "
         "a sixth smaller; zeros beside other values become small numbers. Default uniform.",
+    ),
+    Setting(
+        "rounding", Rounding,
+        "blockint: random sends the level above or below with the probability that makes the mean "
+        "the value (stochastic rounding), so that small values arrive over many steps without "
+        "state; errors of up to a whole step, not half of one. Default nearest.",
     ),
 )  # fmt: skip
 
@@ -79,6 +87,10 @@ class BlockInt(FixedCodec):
             relative error at 4 bits is 8 % on Gaussian values, and 17 % smaller than that of
             uniform levels on average over training tensors. Zeros beside other values come back
             as 5 % of their block's absmax.
+        rounding: "random" for a mean of zero of every error, with uniform levels only. What is
+            random is a hash of value, index and scale (kernels/formats/dither.h), so there is no
+            state, and the same message has the same bytes. The relative error is 1.4 times as
+            large, its bound twice.
 
     Raises:
         CodecError: a setting is out of range, or does not go with ``bits``.
@@ -90,8 +102,14 @@ class BlockInt(FixedCodec):
     span: ClassVar[int] = TILE
     kernels = KernelSet[FixedKernels](name)
 
-    def __init__(self, bits: int = 8, rotate: bool = False, levels: Levels = "uniform") -> None:
-        self.check_settings(bits=bits, rotate=rotate, levels=levels)
+    def __init__(
+        self,
+        bits: int = 8,
+        rotate: bool = False,
+        levels: Levels = "uniform",
+        rounding: Rounding = "nearest",
+    ) -> None:
+        self.check_settings(bits=bits, rotate=rotate, levels=levels, rounding=rounding)
         if rotate and bits > ROTATION_BITS:
             raise CodecError(
                 f"blockint: rotate gains only at {ROTATION_BITS} bits and fewer and the message "
@@ -102,15 +120,23 @@ class BlockInt(FixedCodec):
                 f"blockint: levels gaussian are {2**GAUSSIAN_BITS}, for {GAUSSIAN_BITS} bits and "
                 f"not {bits}, found 'gaussian'"
             )
+        if levels == "gaussian" and rounding == "random":
+            raise CodecError(
+                "blockint: rounding random needs levels that are evenly spaced and the message has "
+                "levels gaussian; remove one of them, found 'random'"
+            )
         self.bits = bits
         self.rotate = rotate
         self.levels = levels
+        self.rounding = rounding
+        self.unbiased = rounding == "random"
 
     @cached_property
     def spec(self) -> str:
         rotate = ", rotate=True" if self.rotate else ""
         levels = f", levels={self.levels}" if self.levels != "uniform" else ""
-        return f"blockint(bits={self.bits}{rotate}{levels})"
+        rounding = f", rounding={self.rounding}" if self.rounding != "nearest" else ""
+        return f"blockint(bits={self.bits}{rotate}{levels}{rounding})"
 
     @classmethod
     def ladder(cls) -> tuple[BlockInt, ...]:
@@ -118,7 +144,8 @@ class BlockInt(FixedCodec):
 
     @cached_property
     def _setting(self) -> int:
-        return self.bits + 16 * self.rotate + 32 * (self.levels == "gaussian")
+        levels = 32 * (self.levels == "gaussian")
+        return self.bits + 16 * self.rotate + levels + 64 * (self.rounding == "random")
 
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
         if dtype not in VALUE_DTYPES:  # asked several times for each message
@@ -167,9 +194,11 @@ class BlockInt(FixedCodec):
         45 times the bound without and far above real errors: no bound to promise.
         """
         check_dtype(self.spec, dtype)
-        # half a step; the last digit covers the roundings of the scale, its inverse and products
+        # half a step, or a whole one; the last digit covers the roundings of the scale, its inverse
+        # and products
         levels: int = 2 ** (self.bits - 1) - 1
-        share = 0.0925 if self.levels == "gaussian" else 0.5001 / levels
+        steps = 1.0001 if self.rounding == "random" else 0.5001
+        share = 0.0925 if self.levels == "gaussian" else steps / levels
         top = absmax * 17 / 16
         if self.rotate:
             # H D errors of two blocks of 32, whose squared tops add up to the group's

@@ -117,6 +117,7 @@ class Bounded(Codec):
         self.segment = segment
         self.family = family
         self.fixed = fixed
+        self.unbiased = fixed is not None and fixed.unbiased
         self.inner = inner
         self.rounding = rounding
         self.choices = (fixed,) if fixed else ladder_of(family)

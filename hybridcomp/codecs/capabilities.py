@@ -57,6 +57,9 @@ class Capabilities:
     references: ClassVar[bool] = False
     #: leaves most values out, for error feedback to send them later: for sync only
     sparse: ClassVar[bool] = False
+    #: the mean of its errors is zero, so that nothing is left out for good: residuals and deltas,
+    #: which carry what was left out into the next message, would carry noise alone
+    unbiased: bool = False
     #: the low-rank reduction of gradients that are matrices; None: they are encoded
     low_rank: LowRank | None = None
 

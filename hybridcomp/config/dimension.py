@@ -142,7 +142,10 @@ class DimensionConfig(CodecSettings):
         build_codec(self.given(), "")
 
     def _check_converges(self, codec: Codec, key: str) -> None:
-        """Refuse a codec whose error grows when its residual is fed back into the next message."""
+        """Refuse a codec whose error grows, or is noise alone, if it goes into the next message."""
+        if codec.unbiased:
+            todo = "leaves nothing out in the mean, and its noise would only come back; remove it"
+            raise problem(key, True, f"{codec} {todo}")
         why = codec.diverges()
         if why is not None:
             raise problem(key, True, f"diverges {why}")

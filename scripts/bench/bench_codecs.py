@@ -143,6 +143,7 @@ def subjects_of(values: Tensor) -> list[Subject]:
         make_codec("blockint", bits=4),
         make_codec("blockint", bits=4, rotate=True),
         make_codec("blockint", bits=4, levels="gaussian"),
+        *(make_codec("blockint", bits=bits, rounding="random") for bits in (8, 4)),
         make_codec("blockint", bits=4, rotate=True, levels="gaussian"),
         *(make_codec("blockint", bits=bits) for bits in (2, 3, 5, 6, 7)),
         make_codec("bf16"),

@@ -32,6 +32,7 @@ LAYOUTS = {
     ],
     "loss_torch": [name for name, at in loss_study.LAYOUTS.items() if at.engine != "deepspeed"],
     "feedback": ["dp2", "ddp2"],
+    "rounding": ["dp2", "ddp2"],
 }
 
 
@@ -48,6 +49,32 @@ def torch_chapter(source: Path, out: Path) -> str:
 def feedback_chapter(source: Path, out: Path) -> str:
     """Write the chapter of gradients with and without error feedback. Raises Missing."""
     return _chapter("feedback", FEEDBACK_HEAD, source, out, picture="feedback")
+
+
+def rounding_chapter(source: Path, out: Path) -> str:
+    """Write the chapter of gradients rounded at random, and what codecs do to Adam's moments.
+
+    ``source`` has unsent.json of scripts/bench/unsent_values.py as well. Raises Missing.
+    """
+    file = source / "unsent.json"
+    if not file.is_file():
+        raise Missing(f"{file}: missing; scripts/bench/unsent_values.py writes it")
+    text = _chapter("rounding", ROUNDING_HEAD, source, out, picture="rounding")
+    counted = json.loads(file.read_text())
+    (out / "rounding_unsent.json").write_text(json.dumps(counted, indent=1) + "\n")
+    names = ("never", "missing", "error", "second")
+    rows = [["way", "kind", *names]] + [
+        [way, kind, *(f"{figures[name]:.4f}" for name in names)]
+        for way, kinds in counted["ways"].items()
+        for kind, figures in kinds.items()
+        if kind in ("embeddings", "matrices") or figures["never"]
+    ]
+    noise = ", ".join(f"{kind} {share:.2f}" for kind, share in counted["noise"].items())
+    command = (
+        f"scripts/bench/unsent_values.py --steps {counted['steps']} --bits 4 --out unsent.json"
+    )
+    told = UNSENT.format(steps=counted["steps"], noise=noise)
+    return "\n".join([text, told, *markdown_rows(rows), f"\n```\n{command}\n```"])
 
 
 def _chapter(
@@ -120,6 +147,21 @@ on the weights and the data of the baseline's run of that seed, gaps paired by s
 interval of their mean. Only gradients are encoded, by `blockint`; "feedback 32, 8, 4" keeps what an
 encoding left out in residuals of so many bits and adds it to the next message
 (`"error_feedback": {"bits": 8}`), the others give it up.
+"""
+ROUNDING_HEAD = """\
+As in [error feedback and the loss](feedback.md); "random" is `blockint` with
+`"rounding": "random"`, the others round to the nearest level.
+"""
+UNSENT = """
+## What a codec does to a gradient
+
+The gradients of {steps} steps of one native training of 4 samples a step, after clipping, encoded
+in many ways beside it. never: the share of the values that were sent in no step although they were
+not zero in all; missing: the norm of what the sum of all steps lacks over that of the sum; error:
+the norm of the errors of all steps over that of the gradients; second: the root of Adam's second
+moment over that without a codec. Kinds that are not listed (norms, biases) have nothing that was
+never sent. Sampling alone, half the difference between the gradients of a batch's halves, has this
+norm over that of the gradients: {noise}.
 """
 TITLES = {
     "dp2": "ZeRO 1 on two ranks: gradients (dp) and parameters (zero)",

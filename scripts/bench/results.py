@@ -28,6 +28,7 @@ from bench.loss_chapters import (
     Study,
     feedback_chapter,
     loss_chapter,
+    rounding_chapter,
     torch_chapter,
     untimed,
 )
@@ -90,6 +91,12 @@ CHAPTERS = (
         "Error feedback and the loss",
         feedback_chapter,
         "scripts/bench/loss_study.py --layouts dp2 ddp2",
+    ),
+    Chapter(
+        "rounding",
+        "Rounding at random and the loss",
+        rounding_chapter,
+        "scripts/bench/loss_study.py --layouts dp2 ddp2, unsent_values.py",
     ),
     Chapter(
         "sync",

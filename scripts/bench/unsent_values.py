@@ -1,14 +1,22 @@
 #!/usr/bin/env python3
-"""Count gradient values that a codec never sends, with and without error feedback.
+"""Count gradient values that a codec never sends, and what its errors do to Adam's moments.
 
     scripts/bench/unsent_values.py --steps 1000 --out unsent.json
 
 A value that stays below half a step of its block of 32 is encoded as zero. Trains the example's
 model on one CPU without compression and encodes every parameter's gradient in many ways beside it:
 as it is, with residuals of 32, 8 and 4 bits, and rounded at random. Of each way and kind of
-parameter (norms, biases, embeddings, matrices) the file says which share of the values was not sent
-in any step although it was not zero in all, and which share of the sum of the gradients has not
-arrived: norm of (sum of what was decoded - sum of the gradients) over the norm of the latter.
+parameter (norms, biases, embeddings, matrices) the file says
+
+* never: the share of the values that was sent in no step although it was not zero in all;
+* missing: the share of the sum of the gradients that has not arrived: norm of (sum of what was
+  decoded - sum of the gradients) over the norm of the latter;
+* error: norm of the errors of all steps over the norm of all gradients;
+* second: mean over the values of sqrt(v of what was decoded / v of the gradient), v as Adam's
+  second moment with its beta of 0.95: an update is shorter by as much.
+
+"noise" is, by kind, the norm of half the difference between the gradients of the batch's two halves
+over that of the gradients: how far sampling alone moves them.
 """
 
 from __future__ import annotations
@@ -16,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +35,20 @@ from hybridcomp.codecs.quantized_residual import zeros
 from hybridcomp.collectives.wire.encoding import EncodeRequest, encode_job
 
 KINDS = ("norms", "biases", "embeddings", "matrices")
-#: name of a way -> arguments of blockint, bits of residuals (0: none)
-WAYS: dict[str, tuple[dict[str, Any], int]] = {
-    f"{bits} bits{', feedback ' + str(kept) if kept else ''}": ({"bits": bits}, kept)
-    for bits in (3, 4, 5)
-    for kept in (0, 32, 8, 4)
-}
-WAYS["4 bits, gaussian"] = ({"bits": 4, "levels": "gaussian"}, 0)
-RANDOM = {f"{bits} bits, at random": bits for bits in (3, 4, 5)}
+BETA = 0.95
+
+
+def ways_of(bits: int) -> dict[str, tuple[dict[str, Any], int]]:
+    """Return by name the arguments of blockint, and the bits of residuals (0: none)."""
+    found: dict[str, tuple[dict[str, Any], int]] = {f"{bits} bits": ({"bits": bits}, 0)}
+    for kept in (32, 8, 4):
+        found[f"{bits} bits, feedback {kept}"] = ({"bits": bits}, kept)
+    random = {"bits": bits, "rounding": "random"}
+    found[f"{bits} bits, at random"] = (random, 0)
+    found[f"{bits} bits, at random, feedback 32"] = (random, 32)  # which the block refuses
+    if bits == 4:
+        found["4 bits, gaussian"] = ({"bits": 4, "levels": "gaussian"}, 0)
+    return found
 
 
 def kind_of(name: str, parameter: Tensor) -> str:
@@ -47,23 +60,21 @@ def kind_of(name: str, parameter: Tensor) -> str:
     return "embeddings" if name == "layers.0.weight" else "matrices"
 
 
-@dataclass
 class Watched:
-    """One way of encoding one parameter: what was sent of it so far."""
+    """One parameter: sums over the steps of what came, of its squares and as a second moment."""
 
-    numel: int
-    sent: Tensor = field(init=False)  # bool: at least once not as zero
-    total: Tensor = field(init=False)  # fp64: the sum of what was decoded
+    def __init__(self, numel: int) -> None:
+        self.sent = torch.zeros(numel, dtype=torch.bool)  # at least once not zero
+        self.total = torch.zeros(numel, dtype=torch.float64)
+        self.second = torch.zeros(numel)
+        self.squares = 0.0  # of the gradient, or of the errors
 
-    def __post_init__(self) -> None:
-        """Begin with nothing sent."""
-        self.sent = torch.zeros(self.numel, dtype=torch.bool)
-        self.total = torch.zeros(self.numel, dtype=torch.float64)
-
-    def add(self, decoded: Tensor) -> None:
-        """Note what arrived in a step."""
-        self.sent |= decoded != 0
-        self.total += decoded
+    def add(self, came: Tensor, counted: Tensor) -> None:
+        """Note what came in a step; ``counted`` goes into the squares."""
+        self.sent |= came != 0
+        self.total += came
+        self.second.mul_(BETA).addcmul_(came, came, value=1 - BETA)
+        self.squares += float(counted.square().sum())
 
 
 class Encoded(Watched):
@@ -74,56 +85,40 @@ class Encoded(Watched):
         self._codec = make_codec("blockint", **settings)
         self._residual = zeros(kept, numel, torch.device("cpu")) if kept else None
         nbytes = self._codec.wire_nbytes(numel, torch.float32)
-        self._payload = torch.empty(nbytes, dtype=torch.uint8)
+        self._payload, self._decoded = torch.empty(nbytes, dtype=torch.uint8), torch.empty(numel)
 
     def step(self, gradient: Tensor) -> None:
         """Encode one gradient."""
         job = EncodeRequest(gradient, self._residual)
         encode_job(self._codec, job, self._payload, torch.float32)
-        decoded = torch.empty(self.numel)
-        self._codec.decode(self._payload, decoded)
-        self.add(decoded)
-
-
-class AtRandom(Watched):
-    """Rounds blockint's uniform levels up or down at random, so that the mean is the value."""
-
-    def __init__(self, numel: int, bits: int, seed: int) -> None:
-        super().__init__(numel)
-        self._top = 2 ** (bits - 1) - 1
-        self._draw = torch.Generator().manual_seed(seed)
-
-    def step(self, gradient: Tensor) -> None:
-        """Round one gradient; a step is that of the codec: absmax with a mantissa of 4 bits."""
-        blocks = torch.nn.functional.pad(gradient, (0, -self.numel % 32)).view(-1, 32)
-        bits = blocks.abs().amax(1, keepdim=True).view(torch.int32)
-        step = (((bits + 0x7FFFF) >> 19) << 19).view(torch.float32).clamp(min=2.0**-110) / self._top
-        levels = torch.floor(blocks / step + torch.rand(blocks.shape, generator=self._draw))
-        self.add((levels.clamp(-self._top, self._top) * step).view(-1)[: self.numel])
+        self._codec.decode(self._payload, self._decoded)
+        self.add(self._decoded, self._decoded - gradient)
 
 
 def report(
-    ways: dict[str, dict[str, Watched]], given: dict[str, Tensor], kinds: dict[str, str]
+    ways: dict[str, dict[str, Encoded]], given: dict[str, Watched], kinds: dict[str, str]
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Return by way and kind the shares of values never sent and of the sum that is missing."""
+    """Return by way and kind what the top of this file lists, and the number of values."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for way, parameters in ways.items():
         for kind in KINDS:
-            names = [name for name in parameters if kinds[name] == kind]
-            alive = sum(int((given[f"{name}, any"]).sum()) for name in names)
-            never = sum(
-                int((given[f"{name}, any"] & ~parameters[name].sent).sum()) for name in names
-            )
-            whole = sum(float(given[name].square().sum()) for name in names)
-            off = sum(
-                float((parameters[name].total - given[name]).square().sum()) for name in names
-            )
-            share = {
+            pairs = [(parameters[name], given[name]) for name in given if kinds[name] == kind]
+            alive = sum(int(native.sent.sum()) for _, native in pairs)
+            never = sum(int((native.sent & ~one.sent).sum()) for one, native in pairs)
+            whole = sum(float(native.total.square().sum()) for _, native in pairs)
+            off = sum(float((one.total - native.total).square().sum()) for one, native in pairs)
+            ratios = [
+                (one.second[native.sent] / native.second[native.sent].clamp(min=1e-30)).sqrt()
+                for one, native in pairs
+            ]
+            errors = sum(one.squares for one, _ in pairs)
+            found.setdefault(way, {})[kind] = {
                 "values": alive,
                 "never": never / max(alive, 1),
                 "missing": (off / whole) ** 0.5,
+                "error": (errors / sum(native.squares for _, native in pairs)) ** 0.5,
+                "second": float(torch.cat(ratios).mean()),
             }
-            found.setdefault(way, {})[kind] = share
     return found
 
 
@@ -135,6 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--batch", type=int, default=4, help="samples of 128 tokens")
     add("--lr", type=float, default=3e-4)
     add("--seed", type=int, default=0)
+    add("--bits", type=int, nargs="+", default=[3, 4, 5])
     add("--data", type=Path, default=Path("data/text"), metavar="PREFIX")
     add("--out", type=Path, default=Path("unsent.json"), metavar="FILE")
     asked = parser.parse_args(arguments)
@@ -166,36 +162,45 @@ def count(asked: argparse.Namespace) -> None:
     parameters = dict(model.named_parameters())
     kinds = {name: kind_of(name, parameter) for name, parameter in parameters.items()}
     numels = {name: parameter.numel() for name, parameter in parameters.items()}
-    ways: dict[str, dict[str, Any]] = {
+    ways = {
         way: {name: Encoded(numel, *how) for name, numel in numels.items()}
-        for way, how in WAYS.items()
+        for bits in asked.bits
+        for way, how in ways_of(bits).items()
     }
-    for way, bits in RANDOM.items():
-        ways[way] = {
-            name: AtRandom(numel, bits, seed) for seed, (name, numel) in enumerate(numels.items())
-        }
-    given: dict[str, Tensor] = {}
-    for name, numel in numels.items():
-        given[name] = torch.zeros(numel, dtype=torch.float64)
-        given[f"{name}, any"] = torch.zeros(numel, dtype=torch.bool)
+    given = {name: Watched(numel) for name, numel in numels.items()}
+    noise = dict.fromkeys(KINDS, 0.0)
     for step in range(asked.steps):
         found, labels = samples.batch(range(step * asked.batch, (step + 1) * asked.batch))
         optimizer.zero_grad()
-        value = loss(model(found), labels)
-        value.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for name, parameter in parameters.items():
+        halves: list[list[Tensor]] = []
+        for half in range(2):
+            value = loss(model(found[half::2]), labels[half::2]) / 2
+            halves.append(list(torch.autograd.grad(value, [*parameters.values()])))
+        for parameter, first, second in zip(parameters.values(), *halves, strict=True):
+            parameter.grad = first + second
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        clip = min(1.0, 1.0 / float(norm))
+        for (name, parameter), first, second in zip(parameters.items(), *halves, strict=True):
             assert parameter.grad is not None
             gradient = parameter.grad.reshape(-1).contiguous()
-            given[name] += gradient
-            given[f"{name}, any"] |= gradient != 0
+            given[name].add(gradient, gradient)
+            noise[kinds[name]] += float((first - second).square().sum()) * clip**2
             for watched in ways.values():
                 watched[name].step(gradient)
         optimizer.step()
         if (step + 1) % 100 == 0 or step + 1 == asked.steps:
-            told = {"steps": step + 1, "loss": float(value), "ways": report(ways, given, kinds)}
+            whole = {
+                kind: sum(given[name].squares for name in given if kinds[name] == kind)
+                for kind in KINDS
+            }
+            told = {
+                "steps": step + 1,
+                "loss": 2 * float(value.detach()),
+                "noise": {kind: (noise[kind] / whole[kind]) ** 0.5 for kind in KINDS},
+                "ways": report(ways, given, kinds),
+            }
             asked.out.write_text(json.dumps(told, indent=1) + "\n")
-            print(f"step {step + 1}  loss {float(value):.3f}", flush=True)
+            print(f"step {step + 1}  loss {told['loss']:.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ SETTINGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"codec": "blockint", "bits": 8, "rotate": True}, "rotate"),
     ({"codec": "blockint", "bits": 4, "levels": "normal"}, "levels"),
     ({"codec": "blockint", "bits": 8, "levels": "gaussian"}, "levels"),
+    ({"codec": "blockint", "rounding": "stochastic"}, "rounding"),
     ({"codec": "zfp", "rate": 0}, "rate"), ({"codec": "zfp", "rate": 33}, "rate"),
     ({"codec": "zfp", "rate": NAN}, "rate"),
     ({"codec": "zfp", "rate": INF}, "rate"), ({"codec": "zfp", "rate": "8"}, "rate"),

@@ -30,6 +30,7 @@ CODECS: tuple[tuple[str, dict[str, Any]], ...] = (
     *(("blockint", {"bits": bits}) for bits in range(2, 9)),
     *(("blockint", {"bits": bits, "rotate": True}) for bits in (2, 3, 4)),
     ("blockint", {"bits": 4, "levels": "gaussian"}),
+    *(("blockint", {"bits": bits, "rounding": "random"}) for bits in (2, 4, 8)),
     *(("zfp", {"rate": rate}) for rate in (2.5, 4, 8, 13.75, 16, 24)),
     *(("radix", {"error_bound": bound, "segment": segment})
       for bound in (0.3, 1e-2, 1e-4, 1e-6) for segment in (64, 4096)),

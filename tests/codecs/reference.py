@@ -93,15 +93,30 @@ def _gaussian_value(level: int) -> np.float32:
     return F(j * (j * j * F(6.594e-5) + F(0.04768)))
 
 
-def _levels(block: Floats, half_top: np.float32, bits: int, gaussian: bool) -> list[int]:
+def _random_bits(value: np.float32, index: int, inverse: np.float32) -> int:
+    """14 bits, see kernels/formats/dither.h."""
+    seed = index * 0x9E3779B9 + int(inverse.view(np.uint32))
+    word = int(value.view(np.uint32)) ^ seed % 2**32
+    word = (word ^ word >> 16) * 0x7FEB352D % 2**32
+    return ((word ^ word >> 15) * 0x846CA68B % 2**32) >> 18
+
+
+def _levels(
+    block: Floats, first: int, half_top: np.float32, bits: int, gaussian: bool, random: bool
+) -> list[int]:
+    """``first``: index of the block's first value in the message."""
     if gaussian:
         return _gaussian_levels(block * (F(0.5) / half_top))
-    inverse = F((2 ** (bits - 1) - 1) / 2) / half_top
-    return [int(level) for level in np.rint(block * inverse) + 2 ** (bits - 1)]
+    inverse, offset = F((2 ** (bits - 1) - 1) / 2) / half_top, 2 ** (bits - 1)
+    if not random:
+        return [int(level) for level in np.rint(block * inverse) + offset]
+    fine = np.rint(np.float64(block * inverse) * 2**14)  # in units of 2^-14 of a step
+    drawn = [_random_bits(value, first + index, inverse) for index, value in enumerate(block)]
+    return [(int(one) + more) // 2**14 + offset for one, more in zip(fine, drawn, strict=True)]
 
 
 def blockint_encode(
-    values: Floats, bits: int, rotate: bool = False, gaussian: bool = False
+    values: Floats, bits: int, rotate: bool = False, gaussian: bool = False, random: bool = False
 ) -> bytes:
     """The payload of blockint."""
     blocks = _blocks(rotated(values) if rotate else values)
@@ -120,7 +135,7 @@ def blockint_encode(
         base = bases[number // 32]
         code = min(253, 16 * base + 15 - int(tops[number]))
         codes.append(254 if gaussian and absmax[number] == 0 else code)
-        levels = _levels(block, _half_top(code, base), bits, gaussian)
+        levels = _levels(block, 32 * number, _half_top(code, base), bits, gaussian, random)
         assert min(levels) >= (0 if gaussian else 1) and max(levels) <= 2**bits - 1
         for width, shift, first in _fields(bits):
             for index, level in enumerate(levels):

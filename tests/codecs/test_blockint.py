@@ -10,21 +10,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridcomp.codecs import BlockInt
+from hybridcomp.codecs.blockint import Levels
 from hybridcomp.errors import CodecError
 from tests.codecs import arrays, reference
 
 BITS = tuple(range(2, 9))
-#: bits, rotate, Gaussian levels
-VARIANTS = (
-    *((bits, False, False) for bits in BITS),
-    *((bits, True, False) for bits in (2, 3, 4)),
-    (4, False, True),
-    (4, True, True),
+#: bits, rotate, Gaussian levels, rounded at random
+Variant = tuple[int, bool, bool, bool]
+VARIANTS: tuple[Variant, ...] = (
+    *((bits, False, False, random) for bits in BITS for random in (False, True)),
+    *((bits, True, False, random) for bits in (2, 3, 4) for random in (False, True)),
+    (4, False, True, False),
+    (4, True, True, False),
 )
 
 
-def codec_of(bits: int, rotate: bool, gaussian: bool) -> BlockInt:
-    return BlockInt(bits, rotate, "gaussian" if gaussian else "uniform")
+def codec_of(bits: int, rotate: bool, gaussian: bool, random: bool) -> BlockInt:
+    levels: Levels = "gaussian" if gaussian else "uniform"
+    return BlockInt(bits, rotate, levels, "random" if random else "nearest")
 
 
 def encoded(codec: BlockInt, values: Tensor) -> Tensor:
@@ -37,32 +40,30 @@ def as_bytes(payload: Tensor) -> bytes:
     return payload.numpy().tobytes()
 
 
-def check_against_reference(values: Tensor, bits: int, rotate: bool, gaussian: bool) -> None:
-    codec, floats = codec_of(bits, rotate, gaussian), values.float().numpy()
+def check_against_reference(values: Tensor, variant: Variant) -> None:
+    codec, floats = codec_of(*variant), values.float().numpy()
     payload = encoded(codec, values)
-    expected = reference.blockint_encode(floats, bits, rotate, gaussian)
+    expected = reference.blockint_encode(floats, *variant)
     assert as_bytes(payload) == expected
 
     decoded = torch.empty(values.numel())
     codec.decode(payload, decoded)
     np.testing.assert_array_equal(
         decoded.numpy(),
-        reference.blockint_decode(expected, len(floats), bits, rotate, gaussian),
+        reference.blockint_decode(expected, len(floats), *variant[:3]),
     )
 
 
 @given(values=arrays.tensors(), variant=st.sampled_from(VARIANTS))
 @settings(max_examples=200, deadline=None)
-def test_bytes_and_values_are_those_of_the_reference(
-    values: Tensor, variant: tuple[int, bool, bool]
-) -> None:
-    check_against_reference(values, *variant)
+def test_bytes_and_values_are_those_of_the_reference(values: Tensor, variant: Variant) -> None:
+    check_against_reference(values, variant)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", arrays.KINDS)
-def test_whole_tiles_of_every_kind(kind: str, variant: tuple[int, bool, bool]) -> None:
-    check_against_reference(arrays.make(kind, 2048 + 104, seed=variant[0]), *variant)
+def test_whole_tiles_of_every_kind(kind: str, variant: Variant) -> None:
+    check_against_reference(arrays.make(kind, 2048 + 104, seed=variant[0]), variant)
 
 
 def test_nan_spoils_its_block_of_32_and_nothing_else() -> None:
@@ -83,9 +84,9 @@ def test_rotated_nan_spoils_its_group_of_64_and_nothing_else() -> None:
     values[70] = float("nan")
     values[200] = -float("inf")
     values[1024 + 90] = float("nan")  # after the last whole group: its block of 32
-    for bits, rotate, gaussian in VARIANTS:
-        if rotate:
-            codec, decoded = codec_of(bits, rotate, gaussian), torch.empty(len(values))
+    for variant in VARIANTS:
+        if variant[1]:
+            codec, decoded = codec_of(*variant), torch.empty(len(values))
             codec.decode(encoded(codec, values), decoded)
             lost = torch.zeros(len(values), dtype=torch.bool)
             lost[64:128] = lost[192:256] = lost[1024 + 64 : 1024 + 96] = True
@@ -171,6 +172,8 @@ def test_impossible_bits_are_refused(bits: object) -> None:
         ({"bits": 4, "rotate": 1}, "rotate must be true or false"),
         ({"bits": 3, "levels": "gaussian"}, "levels gaussian.*4 bits"),
         ({"bits": 4, "levels": "normal"}, "levels must be one of"),
+        ({"rounding": "up"}, "rounding must be one of"),
+        ({"bits": 4, "levels": "gaussian", "rounding": "random"}, "random needs levels that"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(

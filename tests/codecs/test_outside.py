@@ -158,7 +158,7 @@ def test_it_acts_in_the_block(toy: Path) -> None:
     assert ramp["flat"]["compression.tp.forward.ramp"] == [[2, "toy(keep=3)"]]
     assert large == "compression.dp.keep: found 4; toy: keep must be an integer from 2 to 3"
     assert kind.startswith('compression.dp.keep: found "x"; expected an integer')
-    assert "blockint takes bits and rotate and levels; remove keep" in other
+    assert "blockint takes bits and rotate and levels and rounding; remove keep" in other
     assert "did you mean 'toy'?" in near
     assert not [key for key in ours["flat"] if "codec" in key], "the digest of ours is what it was"
 

@@ -131,6 +131,21 @@ BROKEN: list[tuple[Any, str, tuple[str, ...]]] = [
         ('"gaussian"', "for 4 bits and not 8"),
     ),
     (
+        {"dp": {"codec": "blockint", "bits": 4, "levels": "gaussian", "rounding": "random"}},
+        "compression.dp.rounding",
+        ('"random"', "evenly spaced"),
+    ),
+    (
+        {"dp": {**BLOCKINT, "bits": 4, "rounding": "random", "error_feedback": {"bits": 8}}},
+        "compression.dp.error_feedback",
+        ("leaves nothing out in the mean", "remove it"),
+    ),
+    (
+        {"zero": {**BLOCKINT, "bits": 4, "rounding": "random", "delta": True}},
+        "compression.zero.delta",
+        ("leaves nothing out in the mean", "remove it"),
+    ),
+    (
         {"dp": {"codec": "blockint", "rate": 8}},
         "compression.dp.rate",
         ("takes bits", "remove rate"),

@@ -27,14 +27,19 @@ inline u32 finite_absmax(const u32* absmax, int blocks) {
 }
 
 // encode_block for a finite block.
-template <int BITS, bool GAUSSIAN>
-HC_INLINE void encode_lanes(const float* values, float inverse, u8* out) {
-    constexpr float magic = 12582912.0f + (float)(1 << (BITS - 1));
-    U8 levels = {};
+template <int BITS, bool GAUSSIAN, bool RANDOM>
+HC_INLINE void encode_lanes(const float* values, u32 first, float inverse, u8* out) {
+    constexpr float magic = (RANDOM ? dither::MAGIC : 12582912.0f) + (float)(1 << (BITS - 1));
+    U8 levels = {}, lanes = {0, 1, 2, 3, 4, 5, 6, 7};
     for (int b = 0; b < 4; ++b) {
-        F8 scaled = load_lanes<F8>(values + 8 * b) * inverse;
+        F8 value = load_lanes<F8>(values + 8 * b), scaled = value * inverse;
         if (GAUSSIAN) scaled = gaussian_cell(scaled) - 0.5f;
-        levels |= ((U8)(scaled + magic) & 255u) << (8 * b);
+        U8 level = (U8)(scaled + magic);
+        if (RANDOM) {
+            U8 seeds = lanes * dither::SPREAD + dither::seed_of(first + 8 * b, inverse);
+            level = dither::level_of(level, dither::random_bits((U8)value, seeds));
+        }
+        levels |= (level & 255u) << (8 * b);
     }
     pack_level_lanes<BITS>(levels, out);
 }
@@ -54,27 +59,30 @@ HC_INLINE void decode_lanes(const u8* in, float step, typename T::Stored* out) {
     }
 }
 
-template <int BITS, bool GAUSSIAN>
-void encode_nonfinite_tile(const float* values, const u32* absmax, int blocks, u8* levels,
+template <int BITS, bool GAUSSIAN, bool RANDOM>
+void encode_nonfinite_tile(const float* values, u32 first, const u32* absmax, int blocks, u8* levels,
                            u8* scales, u8* base_out) {
     u32 base = base_of(finite_absmax(absmax, blocks)), words[BITS];
     for (int b = 0; b < blocks; ++b) {
         scales[b] = (u8)scale_code<GAUSSIAN>(absmax[b], base);
-        encode_block<BITS, GAUSSIAN>(values + b * BLOCK, scales[b], base, words);
+        encode_block<BITS, GAUSSIAN, RANDOM>(values + b * BLOCK, first + b * BLOCK, scales[b], base, words);
         memcpy(levels + b * 4 * BITS, words, 4 * BITS);
     }
     *base_out = (u8)base;
 }
 
-template <int BITS, bool GAUSSIAN>
-HC_INLINE void encode_tile(const float* values, int blocks, u8* levels, u8* scales, u8* base_out) {
+// `first`: the index of the first value in the message.
+template <int BITS, bool GAUSSIAN, bool RANDOM>
+HC_INLINE void encode_tile(const float* values, u32 first, int blocks, u8* levels, u8* scales,
+                           u8* base_out) {
     u32 absmax[TILE_BLOCKS] = {};
     float inverse[TILE_BLOCKS];
     u32 largest = 0;
     for (int b = 0; b < blocks; ++b) absmax[b] = absmax_bits(values + b * BLOCK);
     for (int b = 0; b < TILE_BLOCKS; ++b) largest = absmax[b] > largest ? absmax[b] : largest;
     if (largest >= INF_BITS) {
-        encode_nonfinite_tile<BITS, GAUSSIAN>(values, absmax, blocks, levels, scales, base_out);
+        encode_nonfinite_tile<BITS, GAUSSIAN, RANDOM>(values, first, absmax, blocks, levels, scales,
+                                                      base_out);
         return;
     }
     u32 base = base_of(largest);
@@ -84,9 +92,20 @@ HC_INLINE void encode_tile(const float* values, int blocks, u8* levels, u8* scal
     }
     for (int b = 0; b < blocks; ++b) {
         scales[b] = (u8)absmax[b];
-        encode_lanes<BITS, GAUSSIAN>(values + b * BLOCK, inverse[b], levels + b * 4 * BITS);
+        encode_lanes<BITS, GAUSSIAN, RANDOM>(values + b * BLOCK, first + b * BLOCK, inverse[b],
+                                             levels + b * 4 * BITS);
     }
     *base_out = (u8)base;
+}
+
+template <int BITS, bool GAUSSIAN>
+HC_INLINE void encode_tile(bool random, const float* values, size_t first, int blocks, u8* levels,
+                           u8* scales, u8* base) {
+    if (!GAUSSIAN && random) {
+        encode_tile<BITS, false, true>(values, (u32)first, blocks, levels, scales, base);
+    } else {
+        encode_tile<BITS, GAUSSIAN, false>(values, (u32)first, blocks, levels, scales, base);
+    }
 }
 
 HC_INLINE void rotate_tile(float* values, size_t count) {
@@ -104,8 +123,9 @@ HC_INLINE void rotate_back(float* values, size_t count) {
 // Tiles [begin, end) of a message of `numel` values. `source` begins at tile `origin` of it, `out` at its
 // beginning; so do those of decode_tiles.
 template <int BITS, bool GAUSSIAN, class T>
-HC_INLINE void encode_tiles(const void* source, size_t numel, bool rotate, u8* out, size_t begin,
+HC_INLINE void encode_tiles(const void* source, size_t numel, int setting, u8* out, size_t begin,
                             size_t end, size_t origin) {
+    bool rotate = rotated(setting), random = at_random(setting);
     const auto* values = (const typename T::Stored*)source;
     Layout layout(numel, BITS);
     for (size_t tile = begin; tile < end; ++tile) {
@@ -116,14 +136,15 @@ HC_INLINE void encode_tiles(const void* source, size_t numel, bool rotate, u8* o
         u8* scales = out + layout.scales + block;
         u8* base = out + layout.bases + tile;
         if (sizeof(typename T::Stored) == 4 && count == TILE && !rotate) {
-            encode_tile<BITS, GAUSSIAN>((const float*)source + from, TILE_BLOCKS, levels, scales, base);
+            encode_tile<BITS, GAUSSIAN>(random, (const float*)source + from, first, TILE_BLOCKS, levels,
+                                        scales, base);
             continue;
         }
         float buffer[TILE];
         for (size_t i = 0; i < count; ++i) buffer[i] = T::load(values[from + i]);
         for (size_t i = count; i < (size_t)TILE; ++i) buffer[i] = 0.0f;
         if (rotate) rotate_tile(buffer, count);
-        encode_tile<BITS, GAUSSIAN>(buffer, (int)ceil_div(count, BLOCK), levels, scales, base);
+        encode_tile<BITS, GAUSSIAN>(random, buffer, first, (int)ceil_div(count, BLOCK), levels, scales, base);
     }
 }
 
@@ -156,8 +177,9 @@ HC_INLINE void decode_blocks(const u8* levels, const u8* scales, u32 base, size_
 }
 
 template <int BITS, bool GAUSSIAN, class T, bool ADD>
-HC_INLINE void decode_tiles(const u8* in, size_t numel, bool rotate, void* target, size_t begin,
+HC_INLINE void decode_tiles(const u8* in, size_t numel, int setting, void* target, size_t begin,
                             size_t end, size_t origin) {
+    bool rotate = rotated(setting);
     Layout layout(numel, BITS);
     for (size_t tile = begin; tile < end; ++tile) {
         size_t first = tile * TILE, block = tile * TILE_BLOCKS;
@@ -187,25 +209,25 @@ HC_INLINE void decode_tiles(const u8* in, size_t numel, bool rotate, void* targe
     }
 }
 
-typedef void Encode(const void*, size_t, bool, u8*, size_t, size_t, size_t);
-typedef void Decode(const u8*, size_t, bool, void*, size_t, size_t, size_t);
+typedef void Encode(const void*, size_t, int, u8*, size_t, size_t, size_t);
+typedef void Decode(const u8*, size_t, int, void*, size_t, size_t, size_t);
 
 #define HC_BLOCKINT(NAME, BITS, GAUSSIAN, T)                                                    \
-    HC_CLONES void encode_##NAME##_##T(const void* values, size_t numel, bool rotate, u8* out,  \
+    HC_CLONES void encode_##NAME##_##T(const void* values, size_t numel, int setting, u8* out,  \
                                        size_t begin, size_t end, size_t origin) {               \
-        encode_tiles<BITS, GAUSSIAN, T>(values, numel, rotate, out, begin, end, origin);        \
+        encode_tiles<BITS, GAUSSIAN, T>(values, numel, setting, out, begin, end, origin);       \
     }                                                                                           \
-    HC_CLONES void decode_##NAME##_##T(const u8* in, size_t numel, bool rotate, void* out,      \
+    HC_CLONES void decode_##NAME##_##T(const u8* in, size_t numel, int setting, void* out,      \
                                        size_t begin, size_t end, size_t origin) {               \
-        decode_tiles<BITS, GAUSSIAN, T, false>(in, numel, rotate, out, begin, end, origin);     \
+        decode_tiles<BITS, GAUSSIAN, T, false>(in, numel, setting, out, begin, end, origin);    \
     }
 #define HC_BLOCKINT_BITS(NAME, BITS, GAUSSIAN)                                                  \
     HC_BLOCKINT(NAME, BITS, GAUSSIAN, Fp32)                                                     \
     HC_BLOCKINT(NAME, BITS, GAUSSIAN, BFloat16)                                                 \
     HC_BLOCKINT(NAME, BITS, GAUSSIAN, Float16)                                                  \
-    HC_CLONES void add_##NAME(const u8* in, size_t numel, bool rotate, void* out, size_t begin, \
+    HC_CLONES void add_##NAME(const u8* in, size_t numel, int setting, void* out, size_t begin, \
                               size_t end, size_t origin) {                                      \
-        decode_tiles<BITS, GAUSSIAN, Fp32, true>(in, numel, rotate, out, begin, end, origin);   \
+        decode_tiles<BITS, GAUSSIAN, Fp32, true>(in, numel, setting, out, begin, end, origin);  \
     }
 HC_BLOCKINT_BITS(2, 2, false)
 HC_BLOCKINT_BITS(3, 3, false)
@@ -225,18 +247,14 @@ Encode* const ENCODE[8][3] = {HC_ROWS(encode)};
 Decode* const DECODE[8][3] = {HC_ROWS(decode)};
 Decode* const ADD[8] = {add_2, add_3, add_4, add_5, add_6, add_7, add_8, add_gaussian};
 
-// A setting is bits + 16 when rotated + 32 with Gaussian levels.
-int bits_of(int setting) { return setting & 15; }
-bool rotated(int setting) { return (setting & 16) != 0; }
-int row_of(int setting) { return (setting & 32) != 0 ? 7 : bits_of(setting) - 2; }
+int row_of(int setting) { return gaussian(setting) ? 7 : bits_of(setting) - 2; }
 
 }  // namespace
 
 bool possible(int setting) {
     int bits = bits_of(setting);
-    bool gaussian = (setting & 32) != 0;
-    return (setting & ~63) == 0 && bits >= 2 && bits <= (rotated(setting) ? 4 : 8) &&
-           (!gaussian || bits == 4);
+    return (setting & ~127) == 0 && bits >= 2 && bits <= (rotated(setting) ? 4 : 8) &&
+           (!gaussian(setting) || (bits == 4 && !at_random(setting)));
 }
 
 size_t wire_nbytes(size_t numel, int setting) { return Layout(numel, bits_of(setting)).total; }
@@ -245,7 +263,7 @@ void encode(int setting, int dtype, const void* values, size_t numel, u8* out, i
     Encode* loop = ENCODE[row_of(setting)][dtype];
     Layout layout(numel, bits_of(setting));
     parallel_ranges(layout.tiles, TILE, threads, [&](size_t begin, size_t end) {
-        loop(values, numel, rotated(setting), out, begin, end, 0);
+        loop(values, numel, setting, out, begin, end, 0);
     });
     pad(out, layout.used, layout.total);
 }
@@ -256,7 +274,6 @@ void encode_kept(int setting, int dtype, const void* values, size_t numel, u8* o
     Decode* decode = DECODE[row_of(setting)][(int)Dtype::fp32];
     Layout layout(numel, bits_of(setting));
     size_t size = dtype == (int)Dtype::fp32 ? 4 : 2;
-    bool rotate = rotated(setting);
     parallel_ranges(layout.tiles, TILE, threads, [&](size_t begin, size_t end) {
         for (size_t tile = begin; tile < end; ++tile) {
             size_t first = tile * TILE;
@@ -264,8 +281,8 @@ void encode_kept(int setting, int dtype, const void* values, size_t numel, u8* o
             residual::Place here = residual::place_of(bits, kept, first);
             alignas(32) float sums[TILE], sent[TILE];
             residual::add(bits, here, dtype, (const u8*)values + first * size, count, sums);
-            encode(sums, numel, rotate, out, tile, tile + 1, tile);
-            decode(out, numel, rotate, sent, tile, tile + 1, tile);
+            encode(sums, numel, setting, out, tile, tile + 1, tile);
+            decode(out, numel, setting, sent, tile, tile + 1, tile);
             for (size_t i = count; i < ceil_div(count, BLOCK) * BLOCK; ++i) sent[i] = 0.0f;
             residual::keep(bits, sums, sent, count, here);
         }
@@ -276,7 +293,7 @@ void encode_kept(int setting, int dtype, const void* values, size_t numel, u8* o
 void decode(int setting, int dtype, const u8* in, void* out, size_t numel, bool add, int threads) {
     Decode* loop = add ? ADD[row_of(setting)] : DECODE[row_of(setting)][dtype];
     parallel_ranges(ceil_div(numel, TILE), TILE, threads, [&](size_t begin, size_t end) {
-        loop(in, numel, rotated(setting), out, begin, end, 0);
+        loop(in, numel, setting, out, begin, end, 0);
     });
 }
 

@@ -1,4 +1,5 @@
-// How a warp holds a tile of blockint, for HC_BITS bits, HC_GAUSSIAN levels or not, HC_ROTATE or not:
+// How a warp holds a tile of blockint, for HC_BITS bits, HC_GAUSSIAN levels or not, HC_ROTATE or not,
+// HC_RANDOM rounding or to the nearest:
 // eight values a lane and round, four lanes a block, four rounds; every lane works out code and step of
 // one block of the 32, not all lanes those of all.
 //
@@ -21,6 +22,9 @@
 #ifndef HC_ROTATE
 #define HC_ROTATE 0
 #endif
+#ifndef HC_RANDOM
+#define HC_RANDOM 0
+#endif
 
 namespace hybridcomp {
 namespace blockint {
@@ -30,6 +34,7 @@ constexpr int EACH = 8;    // values of a lane and round
 constexpr int ROUND = WARP * EACH;
 constexpr bool GAUSSIAN = HC_GAUSSIAN;
 constexpr bool ROTATE = HC_ROTATE;
+constexpr bool RANDOM = HC_RANDOM;
 
 struct Layout {
     u64 blocks, tiles, scales, bases, used, total;
@@ -82,10 +87,13 @@ HC_INLINE u32 scatter_largest(const u32* tops, u32 part) {
     }
 }
 
-// The low byte is the level; the whole is a float, see `sent_value`.
-constexpr float MAGIC = 12582912.0f + (float)(1 << (HC_BITS - 1));
+// The low byte is the level; the whole is a float, see `sent_value`. `at`: the value's index in the message.
+constexpr float OFFSET = (float)(1 << (HC_BITS - 1));
+constexpr u32 MAGIC_BITS = 0x4b400000u;  // of 1.5 * 2^23
+constexpr float MAGIC = 12582912.0f + OFFSET;
 
-HC_INLINE u32 quantized(float value, float inverse) {
+HC_INLINE u32 quantized(float value, float inverse, u32 at) {
+    if (RANDOM) return MAGIC_BITS | quantize<HC_BITS, GAUSSIAN, true>(value, inverse, at);
     float scaled = value * inverse;
     if (GAUSSIAN) scaled = gaussian_cell(scaled) - 0.5f;
     return float_bits(scaled + MAGIC);

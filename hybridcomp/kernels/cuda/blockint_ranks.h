@@ -230,13 +230,17 @@ HC_INLINE float largest_magnitude(const float* values) {
     return top;
 }
 
-// The levels of a block -> its words.
-HC_INLINE void store_block(const float* held, float inverse, u32* out) {
+// The levels of a block, of values from index `first` on -> its words.
+HC_INLINE void store_block(const float* held, float inverse, u32 first, u32* out) {
     u32 levels[WORDS], words[BLOCK_WORDS];
 #pragma unroll
     for (int k = 0; k < WORDS; ++k) {
-        u32 word = low_bytes(quantized(held[k], inverse), quantized(held[k + 8], inverse),
-                             quantized(held[k + 16], inverse), quantized(held[k + 24], inverse));
+        u32 bytes[4];
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+            bytes[b] = quantized(held[k + 8 * b], inverse, first + k + 8 * b);
+        }
+        u32 word = low_bytes(bytes[0], bytes[1], bytes[2], bytes[3]);
         levels[k] = inverse == 0.0f ? 0 : word;
     }
     pack_levels<HC_BITS>(levels, words);
@@ -257,10 +261,11 @@ HC_INLINE void settle_block(float* held, float inverse, u32 code, u32 base, Shar
                             K owner, const Span& span) {
     bool twice;
     float step = careful_step(code, base, twice);
+    u32 first = (u32)span.first();
     if constexpr (ROTATE) {
 #pragma unroll
         for (int k = 0; k < BLOCK; ++k) {
-            held[k] = sent_value(quantized(held[k], inverse), step);
+            held[k] = sent_value(quantized(held[k], inverse, first + k), step);
             if (twice) held[k] = finite(held[k] * 2.0f);
         }
         rotate_block_back(held, in_group(span.first(), span.count));
@@ -277,7 +282,8 @@ HC_INLINE void settle_block(float* held, float inverse, u32 code, u32 base, Shar
             float value = held[4 * i + k];
             sent[k] = value;
             if constexpr (!ROTATE) {
-                kept[k] = value, sent[k] = sent_value(quantized(value, inverse), step);
+                kept[k] = value;
+                sent[k] = sent_value(quantized(value, inverse, first + 4 * i + k), step);
                 if (twice) sent[k] = finite(sent[k] * 2.0f);
             }
         }

@@ -88,7 +88,7 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
     u32 code = scale_code<GAUSSIAN>(absmax, base);
     float inverse = code == NONFINITE_CODE ? 0.0f : inverse_step<HC_BITS, GAUSSIAN>(code, base);
     if (span.block < layout.blocks) {
-        store_block(held, inverse, (u32*)out + (u64)span.block * HC_BITS);
+        store_block(held, inverse, (u32)span.first(), (u32*)out + (u64)span.block * HC_BITS);
         out[layout.scales + span.block] = (u8)code;
     }
     if constexpr (FEEDBACK) {

@@ -59,9 +59,9 @@ HC_INLINE void encode_held(H* held, u64 tile, u64 count, u8* out, R residual, bo
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
         float scale = bits_float(of_round(float_bits(inverse), i, place));
-        u32 q[EACH];
+        u32 q[EACH], start = (u32)tile * TILE + i * ROUND + lane_id() * EACH;
 #pragma unroll
-        for (int k = 0; k < EACH; ++k) q[k] = quantized(held[i].value(k), scale);
+        for (int k = 0; k < EACH; ++k) q[k] = quantized(held[i].value(k), scale, start + k);
         store_levels(q, scale == 0.0f, place.block(i) < blocks, words + place.block(i) * HC_BITS,
                      place.part);
         if constexpr (SETTLE) {

@@ -20,10 +20,11 @@ SUM_THREADS = 64  # of a thread block of blockint_sum.cu, each of whose warps ne
 
 @cache
 def blockint_macros(setting: int) -> tuple[str, ...]:
-    """Return the macros of one setting: bits, + 16 rotated, + 32 with Gaussian levels."""
+    """Return the macros of one setting: bits, + 16 rotated, + 32 Gaussian levels, + 64 random."""
     rotate = ("HC_ROTATE=1",) if setting & 16 else ()
     gaussian = ("HC_GAUSSIAN=1",) if setting & 32 else ()
-    return (f"HC_BITS={setting & 15}", *rotate, *gaussian)
+    random = ("HC_RANDOM=1",) if setting & 64 else ()
+    return (f"HC_BITS={setting & 15}", *rotate, *gaussian, *random)
 
 
 def blockint_image(setting: int, dtype: int, kept: int = 32) -> tuple[str, ...]:

@@ -30,13 +30,16 @@
 // A^2, so errors of e_b in each value of block b become errors of at most
 // 8 sqrt(32 sum of e_b^2) <= sqrt(2048) e, e the bound of an encoding without rotation.
 //
-// Levels. u = round_to_even(x * inv) + 2^(bits-1), never 0. Eight little-endian words hold the levels
-// of a block: byte b of word k is u of value k + 8 b. The width is split into fields of 4, 2 and 1
-// bits, from the top of u down; 8 bits are the eight words as they are. A field of w bits takes w
-// words: word j holds, from the lowest bit of each byte up, the fields of words j, j + w, j + 2w, ...
+// Levels. u = round_to_even(x * inv) + 2^(bits-1), never 0. Rounded at random (dither.h; not with
+// Gaussian levels) it is the level below or above x, and bounds hold with 1.0001 in place of 0.5001.
+// Eight little-endian words hold the levels of a block: byte b of word k is u of value k + 8 b. The
+// width is split into fields of 4, 2 and 1 bits, from the top of u down; 8 bits are the eight words
+// as they are. A field of w bits takes w words: word j holds, from the lowest bit of each byte up, the
+// fields of words j, j + w, j + 2w, ...
 // So packing is shifts of whole 32-bit lanes, eight on AVX2, one on a GPU, and never a byte shuffle.
 #pragma once
 
+#include "dither.h"
 #include "portable.h"
 
 namespace hybridcomp {
@@ -153,21 +156,26 @@ HC_INLINE void unpack_levels(const u32* in, u32* levels) {
 
 // Finite blocks only. Adding 1.5 * 2^23 + bias leaves the rounded level in the low byte; the bias is
 // even, so ties still go to the even level.
-template <int BITS, bool GAUSSIAN>
-HC_INLINE u32 quantize(float value, float inverse) {
-    constexpr float magic = 12582912.0f + (float)(1 << (BITS - 1));
+// `at`: the value's index in the message.
+template <int BITS, bool GAUSSIAN, bool RANDOM>
+HC_INLINE u32 quantize(float value, float inverse, u32 at) {
+    constexpr float offset = (float)(1 << (BITS - 1));
     float scaled = value * inverse;
+    if (RANDOM) {
+        u32 random = dither::random_bits(float_bits(value), dither::seed_of(at, inverse));
+        return dither::level_of(float_bits(scaled + (dither::MAGIC + offset)), random) & 255u;
+    }
     if (GAUSSIAN) scaled = gaussian_cell(scaled) - 0.5f;
-    return float_bits(scaled + magic) & 255u;
+    return float_bits(scaled + (12582912.0f + offset)) & 255u;
 }
 
-template <int BITS, bool GAUSSIAN>
-HC_INLINE void quantize_block(const float* values, float inverse, u32* levels) {
+template <int BITS, bool GAUSSIAN, bool RANDOM>
+HC_INLINE void quantize_block(const float* values, float inverse, u32 first, u32* levels) {
     for (int k = 0; k < WORDS; ++k) {
-        levels[k] = quantize<BITS, GAUSSIAN>(values[k], inverse) |
-                    quantize<BITS, GAUSSIAN>(values[k + 8], inverse) << 8 |
-                    quantize<BITS, GAUSSIAN>(values[k + 16], inverse) << 16 |
-                    quantize<BITS, GAUSSIAN>(values[k + 24], inverse) << 24;
+        levels[k] = 0;
+        for (int i = k; i < BLOCK; i += WORDS) {
+            levels[k] |= quantize<BITS, GAUSSIAN, RANDOM>(values[i], inverse, first + i) << (i & ~7);
+        }
     }
 }
 
@@ -186,15 +194,16 @@ HC_INLINE void dequantize_block(const u32* levels, float step, float* values) {
     }
 }
 
-// 32 values -> BITS words, given the block's scale code and its tile's base.
-template <int BITS, bool GAUSSIAN>
-HC_INLINE void encode_block(const float* values, u32 code, u32 base, u32* out) {
+// 32 values from index `first` on -> BITS words, given the block's scale code and its tile's base.
+template <int BITS, bool GAUSSIAN, bool RANDOM>
+HC_INLINE void encode_block(const float* values, u32 first, u32 code, u32 base, u32* out) {
     if (code == NONFINITE_CODE) {
         for (int i = 0; i < BITS; ++i) out[i] = 0;
         return;
     }
     u32 levels[WORDS];
-    quantize_block<BITS, GAUSSIAN>(values, inverse_step<BITS, GAUSSIAN>(code, base), levels);
+    float inverse = inverse_step<BITS, GAUSSIAN>(code, base);
+    quantize_block<BITS, GAUSSIAN, RANDOM>(values, inverse, first, levels);
     pack_levels<BITS>(levels, out);
 }
 

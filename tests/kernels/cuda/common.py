@@ -28,6 +28,8 @@ CODECS: list[Codec] = [
     make_codec("blockint", bits=2, rotate=True),
     make_codec("blockint", bits=4, levels="gaussian"),
     make_codec("blockint", bits=4, rotate=True, levels="gaussian"),
+    make_codec("blockint", bits=4, rounding="random"),
+    make_codec("blockint", bits=3, rotate=True, rounding="random"),
     # whole words, short blocks, blocks across words
     *(make_codec("zfp", rate=rate) for rate in (8, 16, 32, 2.5, 9, 12.75)),
     make_codec("mpc", dim=1),

@@ -34,7 +34,7 @@ FEW = (4, 8, 16)
 ALL: list[dict[str, Any]] = [
     *({"bits": bits} for bits in range(2, 9)), {"bits": 4, "levels": "gaussian"},
     *({"bits": bits, "rotate": True} for bits in (2, 3, 4)),
-    {"bits": 4, "levels": "gaussian", "rotate": True},
+    {"bits": 4, "levels": "gaussian", "rotate": True}, {"bits": 4, "rounding": "random"},
 ]  # fmt: skip
 #: setting and bits of the residual: all of them in the nightly run, as each takes its own libraries
 CASES = list(itertools.product(ALL, FEW)) if NIGHTLY else [({"bits": 4}, 8)]

@@ -81,6 +81,28 @@ def test_feedback_chapter(tmp_path: Path) -> None:
     assert (out / "feedback_dp2.png").is_file() and not (out / "loss_dp2.png").exists()
 
 
+def test_rounding_chapter(tmp_path: Path) -> None:
+    """It needs both measurements, and tells the kinds of which something was never sent."""
+    pytest.importorskip("matplotlib")
+    study, out = tmp_path / "study", tmp_path / "out"
+    for seed in (0, 1):
+        for name in ("baseline", "4 bits", "4 bits, random"):
+            finish(study, "ddp2", name, seed, 1.0)
+    assert results.main(["--rounding", str(study), "--out", str(out)]) == 1
+    kinds = {
+        kind: {"values": 9, "never": never, "missing": 0.25, "error": 0.125, "second": 1.5}
+        for kind, never in (("norms", 0.0), ("biases", 0.5), ("matrices", 0.0))
+    }
+    told = {"steps": 70, "noise": {"norms": 0.75}, "ways": {"4 bits": kinds}}
+    (study / "unsent.json").write_text(json.dumps(told))
+    assert results.main(["--rounding", str(study), "--out", str(out)]) == 0
+    text = (out / "rounding.md").read_text()
+    assert "(rounding_ddp2.png)" in text and "| 4 bits, random | 2 |" in text
+    assert "| 4 bits | biases | 0.5000 | 0.2500 | 0.1250 | 1.5000 |" in text
+    assert "| 4 bits | matrices |" in text and "| norms |" not in text
+    assert "norms 0.75" in text and "--steps 70 --bits 4" in text
+
+
 def islands_of(study: Path, seeds: tuple[int, ...]) -> None:
     """A study of islands: 60 steps, of which 2 bits end a per cent above fp32 and 2 above native.
 

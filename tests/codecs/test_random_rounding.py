@@ -1,0 +1,153 @@
+"""Rounding at random: the mean of errors, what those of ranks have in common, repetitions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridcomp.codecs import BlockInt
+from tests.codecs import arrays
+
+NUMEL = 100_000
+BITS = (2, 3, 4, 5, 8)
+
+
+def decoded_of(codec: BlockInt, values: Tensor) -> Tensor:
+    payload = torch.empty(codec.wire_nbytes(values.numel(), values.dtype), dtype=torch.uint8)
+    codec.encode(values, payload)
+    decoded = torch.empty(values.numel())
+    codec.decode(payload, decoded)
+    return decoded
+
+
+def errors_of(codec: BlockInt, values: Tensor) -> Tensor:
+    return decoded_of(codec, values).double() - values.double()
+
+
+def normal(seed: int, numel: int = NUMEL) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def messages() -> dict[str, Tensor]:
+    """Messages whose mean error says something, each of NUMEL values."""
+    constant = torch.full((NUMEL,), 0.3)
+    constant[::32] = 1.0  # the scale of every block
+    small = normal(2) * 0.01
+    small[::32] = 1.0  # below half a step, which rounding to nearest never sends
+    return {
+        "fp32": normal(0),
+        "born bf16": normal(1).bfloat16().float(),
+        "bf16": normal(1).bfloat16(),
+        "constant": constant,
+        "small": small,
+        "positive": normal(3).abs(),
+    }
+
+
+def z_score(errors: Tensor) -> float:
+    """The mean in units of its own standard error."""
+    mean, spread = float(errors.mean()), float(errors.std())
+    if spread < 1e-12:
+        return math.copysign(math.inf, mean) if mean else 0.0
+    return mean / (spread / math.sqrt(errors.numel()))
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("name", sorted(messages()))
+def test_the_mean_error_is_zero(name: str, bits: int) -> None:
+    values = messages()[name]
+    errors = errors_of(BlockInt(bits, rounding="random"), values)
+    assert float(errors.abs().max()) > 0
+    assert abs(z_score(errors)) < 4
+    # also of those values alone that lie on one side of zero, and weighed by the values
+    assert abs(z_score(errors[values > 0])) < 4
+    assert abs(z_score(errors * values.double())) < 4
+
+
+def test_to_nearest_the_same_values_have_another_mean() -> None:
+    """What the test above sees: the constants, and the small ones, which never arrive."""
+    values = messages()
+    for name in ("constant", "small"):
+        errors = errors_of(BlockInt(4), values[name])
+        assert abs(z_score((errors * values[name].double())[errors != 0])) > 40, name
+    small = values["small"].clone()
+    small[::32] = 0
+    assert not decoded_of(BlockInt(4), values["small"])[small != 0].any()
+    arrived = decoded_of(BlockInt(4, rounding="random"), values["small"])[small != 0]
+    assert 0.03 < float((arrived != 0).float().mean()) < 0.08  # 0.8 % of 7 steps
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_it_is_as_likely_to_round_up_as_the_value_is_far(bits: int) -> None:
+    """Over values that all lie at one place between two levels, in every tenth of a step."""
+    top = 2 ** (bits - 1) - 1
+    for tenth in range(1, 10):
+        values = torch.full((NUMEL,), tenth / 10 / top)
+        values += normal(tenth) * 1e-4 / top
+        values[::32] = 1.0
+        up = decoded_of(BlockInt(bits, rounding="random"), values) > 0
+        share = float(up[values < 1].float().mean())
+        assert abs(share - tenth / 10) < 4 * 0.5 / math.sqrt(NUMEL)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_errors_of_two_ranks_have_nothing_in_common(bits: int) -> None:
+    """Values that differ in their last place, a bit of bf16 or altogether."""
+    codec, first = BlockInt(bits, rounding="random"), normal(5)
+    last = (first.view(torch.int32) ^ 1).view(torch.float32)
+    near = (first.bfloat16().view(torch.int16) ^ 1).view(torch.bfloat16).float()
+    pairs = ((first, normal(6)), (first, last), (first.bfloat16().float(), near), (first, -first))
+    for one, other in pairs:
+        a, b = errors_of(codec, one), errors_of(codec, other)
+        # as noise: what a value's place between two levels says of its error is zero in the mean
+        common = float((a * b).mean() / (a.std() * b.std()))
+        assert abs(common) < 4 / math.sqrt(NUMEL), common
+
+
+def test_blocks_of_one_message_have_nothing_in_common() -> None:
+    """The same block of values again and again: each is rounded in its own way."""
+    errors = errors_of(BlockInt(4, rounding="random"), normal(7, 32).repeat(NUMEL // 32))
+    rows = errors.view(-1, 32)
+    for apart in (1, 2, 32, 64):
+        a, b = rows[:-apart].flatten(), rows[apart:].flatten()
+        assert abs(float((a * b).mean() / (a.std() * b.std()))) < 4 / math.sqrt(a.numel())
+    assert abs(z_score(errors)) < 4
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("kind", arrays.KINDS)
+def test_the_same_message_has_the_same_bytes(kind: str, rotate: bool) -> None:
+    values, threads = arrays.make(kind, 5000, 3), torch.get_num_threads()
+    codec = BlockInt(4, rotate, rounding="random")
+    payloads = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            room = torch.full((codec.wire_nbytes(5000, torch.float32),), count, dtype=torch.uint8)
+            codec.encode(values, room)
+            payloads.append(room)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(payload, payloads[0]) for payload in payloads)
+
+
+def test_levels_stay_in_range_next_to_the_top() -> None:
+    """A value at the top of its block, or a hair below, never becomes a level further."""
+    for bits in BITS:
+        top = torch.tensor([1.0, 1.0 - 2.0**-24, 1.0625 - 2.0**-20]).repeat(8000)
+        for values in (top, -top, top * 2.0**-100, top * 3e38):
+            decoded = decoded_of(BlockInt(bits, rounding="random"), values)
+            assert not (decoded.sign() * values.sign() < 0).any()
+            assert float(decoded.abs().max()) <= 1.0626 * float(values.abs().max())
+
+
+def test_values_on_a_level_and_zeros_stay_there() -> None:
+    levels = torch.arange(-7, 8).float().repeat(200)
+    levels[::15] = 0.0
+    levels[1::30] = 7.0
+    for block in levels.split(32):
+        block[0] = 7.0  # T is then 7, and the step 1
+    assert torch.equal(decoded_of(BlockInt(4, rounding="random"), levels), levels)
