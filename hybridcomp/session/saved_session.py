@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from hybridcomp.channels import checkpoint
 from hybridcomp.codecs import check_payloads
 from hybridcomp.collectives import check_headers
 
-if TYPE_CHECKING:
-    from hybridcomp.session.engine_session import EngineSession
+#: a session, ``engine_session.EngineSession``, which imports this module
+Session = Any
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Saved:
 
 
 def save(
-    session: EngineSession, folder: Path, loss_scale: float | None = None, references: bool = False
+    session: Session, folder: Path, loss_scale: float | None = None, references: bool = False
 ) -> None:
     """Write step and residuals of all ranks into ``folder``, which is complete afterwards.
 
@@ -49,7 +49,7 @@ def save(
         follower.save(folder)
 
 
-def read(session: EngineSession, folder: Path) -> Saved:
+def read(session: Session, folder: Path) -> Saved:
     """Read and check the files of ``save``, of this version or the one before, for ``take_over``.
 
     Followers take theirs over at once, behind the rest. Raises CheckpointError, on every rank,
@@ -64,7 +64,7 @@ def read(session: EngineSession, folder: Path) -> Saved:
 
 
 def take_over(
-    session: EngineSession, found: Saved, loss_scale: float | None = None, step: int | None = None
+    session: Session, found: Saved, loss_scale: float | None = None, step: int | None = None
 ) -> None:
     """Continue from the result of ``read``.
 

@@ -15,19 +15,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hybridcomp.collectives.wire.handle import Kind, Meter, TimedBody
+from hybridcomp.collectives.wire.handle import Kind, Meter, StreamSpan, TimedBody
 
 #: spans kept until the end of a step; an evaluation sends any number of messages within a step
 WAITING = 1024
-
-
-@dataclass(frozen=True)
-class StreamSpan:
-    """A stretch of a stream's work between two events."""
-
-    kind: Kind
-    start: Any
-    stop: Any
 
 
 class Totals(Protocol):

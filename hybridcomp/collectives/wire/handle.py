@@ -26,8 +26,6 @@ from hybridcomp.job import peer_liveness
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from hybridcomp.collectives.wire.device_clock import StreamSpan
-
 T = TypeVar("T")
 #: the steps of a collective: yields the works to wait for, returns the result
 Steps = Generator[Work, None, T]
@@ -101,6 +99,15 @@ class _UnderWay(Work):
 #: yielded by steps that have posted a message and have work to do before they wait for it, so that
 #: collectives that run side by side post theirs first (``overlapped``)
 UNDER_WAY = _UnderWay()
+
+
+@dataclass(frozen=True)
+class StreamSpan:
+    """A stretch of a stream's work between two events."""
+
+    kind: Kind
+    start: Any
+    stop: Any
 
 
 @dataclass(slots=True)
