@@ -114,7 +114,9 @@ HC_INLINE void encode_tile(const typename E::Stored* values, u64 count, u64 tile
                         if (whole) {
                             sums[i].store(residual + at);
                         } else {
-                            for (u32 k = 0; k < eight_of(at, count); ++k) residual[at + k] = sums[i].values[k];
+                            u32 there = eight_of(at, count);
+                            HC_UNROLL_FOR_AMD
+                            for (u32 k = 0; k < EACH && k < there; ++k) residual[at + k] = sums[i].values[k];
                         }
                     }
                     rotate(sums[i].values, full || in_group(at, count));
@@ -143,16 +145,14 @@ struct Target<EightFp32> : EightFp32 {
     HC_INLINE void arrange_levels(u32* levels) {
         bool odd = lane_id() & 1;
         u32 other = other_lane<1>(odd ? levels[0] : levels[1]);
-        if (odd) levels[0] = other;
-        else levels[1] = other;
+        levels[0] = odd ? other : levels[0], levels[1] = odd ? levels[1] : other;
     }
     HC_INLINE void arrange(float* v) {
         bool odd = lane_id() & 1;
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             float other = other_lane_float(odd ? v[k] : v[k + 4], 1);
-            if (odd) v[k] = other;
-            else v[k + 4] = other;
+            v[k] = odd ? other : v[k], v[k + 4] = odd ? v[k + 4] : other;
         }
     }
     HC_INLINE_MEMBER void load(const float* at) { load_apart(at, 8); }

@@ -39,6 +39,14 @@
 #define HC_BOUNDS(THREADS, BLOCKS) __launch_bounds__(THREADS, BLOCKS)
 #endif
 
+// A loop over some of a lane's values. NVIDIA's compiler needs fewer registers for it as it stands; AMD's
+// would move the values to memory.
+#if HC_AMD
+#define HC_UNROLL_FOR_AMD _Pragma("unroll")
+#else
+#define HC_UNROLL_FOR_AMD
+#endif
+
 // A table, the first argument of a kernel by value; inside it is `as_table` of that. The emulator hands all
 // arguments over as words: there it is an address. AMD's compiler would copy what is indexed into the memory
 // of every thread, and so it is read where the arguments lie.

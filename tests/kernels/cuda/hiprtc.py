@@ -108,7 +108,8 @@ class HipKernel:
     name: str
     registers: int  # of a lane, for vectors
     scalars: int
-    spills: int
+    spills: int  # of registers for vectors, to memory
+    held: int  # registers for scalars that found room in lanes of the others
     shared: int
     scratch: int
     wave: int
@@ -130,7 +131,7 @@ def kernels_of(image: bytes) -> list[HipKernel]:
         kernels.append(
             HipKernel(
                 kernel[".name"], kernel[".vgpr_count"], kernel[".sgpr_count"],
-                kernel[".vgpr_spill_count"] + kernel[".sgpr_spill_count"],
+                kernel[".vgpr_spill_count"], kernel[".sgpr_spill_count"],
                 kernel[".group_segment_fixed_size"], kernel[".private_segment_fixed_size"],
                 kernel[".wavefront_size"], modes >> 12 & 3, modes >> 16 & 3,
             )
