@@ -97,7 +97,7 @@ def all_to_all(
     staged = out.device.type in STAGING.devices and STAGING.needed(out, group)
     room, source = (STAGING.room(out), STAGING.out(values)) if staged else (out, values)
     work: Work
-    if group.backends.get(room.device.type) == "gloo":
+    if not room.is_cuda and group.backends.get("cpu") == "gloo":
         work = between_pairs(torch.split(room, takes), torch.split(source, gives), group)
     else:
         work = dist.all_to_all_single(
@@ -116,7 +116,7 @@ def all_gather(out: Tensor, values: Tensor, group: Group, meter: Meter) -> Work:
 
 
 def _gather(out: Tensor, values: Tensor, group: Group) -> Work:
-    if group.backends.get(out.device.type) == "gloo":
+    if not out.is_cuda and group.backends.get("cpu") == "gloo":
         places = torch.tensor_split(out, group.size)
         return between_pairs(places, [values] * len(places), group)
     work: Work = all_gather_single(out, values, group=group.process_group, async_op=True)
