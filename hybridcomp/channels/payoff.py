@@ -1,4 +1,4 @@
-"""Whether encoding pays in each dimension of one engine, as the ranks measure it together.
+"""Measure whether encoding pays in each dimension of one engine; its ranks do it together.
 
 dp and zero are timed before the first step, with messages like those of a step; tp and pp once
 their messages were seen; and where a trial was close, steps of the run are compared. The verdicts
@@ -16,13 +16,7 @@ import torch.distributed as dist
 from hybridcomp.autotune.memory_limits import has_room
 from hybridcomp.autotune.sum_trials import reductions
 from hybridcomp.autotune.timing import judge, judge_seen
-from hybridcomp.autotune.trials import (
-    StepTraffic,
-    TrialGroup,
-    agree_on,
-    gathers,
-    messages,
-)
+from hybridcomp.autotune.trials import StepTraffic, TrialGroup, agree_on, gathers, messages
 from hybridcomp.autotune.verdicts import WARM
 from hybridcomp.channels import memory_use
 from hybridcomp.channels.channel import Channel

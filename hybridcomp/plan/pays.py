@@ -24,6 +24,7 @@ import torch
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.stepcode import cpu_instructions
+from hybridcomp.codecs.words import DTYPE_NAMES
 from hybridcomp.config import CompressionConfig
 from hybridcomp.dimensions import BETWEEN_RANKS, ROWS, Dimension, Key
 from hybridcomp.errors import ConfigError
@@ -103,9 +104,7 @@ def measured(cluster: Cluster, codecs: Iterable[Codec], dtype: torch.dtype, devi
 
     ``device`` has the overhead of a message. Raises HybridcompError where one was not measured.
     """
-    name = str(dtype).removeprefix("torch.")
-    kind = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[name]
-    speeds = {}
+    kind, speeds = DTYPE_NAMES[dtype], {}
     for codec in codecs:
         if not codec.takes(dtype):
             continue

@@ -70,7 +70,7 @@ def unless_refused(make: Callable[[], EngineWeights], ranks: tuple[int, ...]) ->
 
 
 class _AsShown(str):
-    """What another rank has found, as its message shows it."""
+    """Text about a value that another rank has found, which an error shows as it is."""
 
     __slots__ = ()
 

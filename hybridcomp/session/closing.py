@@ -8,9 +8,11 @@ by an exception too, and in ranks started by ``multiprocessing``, which run no `
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing import util
+from typing import Protocol
 
 from hybridcomp.channels.gains import Gains
 from hybridcomp.channels.ledger import Entry, Key
@@ -19,6 +21,13 @@ from hybridcomp.log import say
 
 #: text where none of a run's seconds were measured
 UNTIMED = 'seconds were not measured ("when": "auto" measures them)'
+
+
+class Closable(Protocol):
+    """Object that a process closes before it ends."""
+
+    def close(self) -> None:
+        """Write and tell what is left; harmless when called twice."""
 
 
 @dataclass
@@ -59,7 +68,8 @@ class Account:
 
 
 _accounts: list[Account] = []
-_callbacks: list[Callable[[], None]] = []
+#: held weakly: a dropped model takes its session and its ledger along
+_open: weakref.WeakSet[Closable] = weakref.WeakSet()
 _registered_in: list[int] = []  # process with a registered end: forks inherit the list
 
 
@@ -74,14 +84,14 @@ def open_account(gains: Gains, report: str) -> Account:
     return account
 
 
-def before_the_end(callback: Callable[[], None]) -> None:
-    """Register ``callback`` to run before the last line, for example to close a reporter."""
-    _callbacks.append(callback)
+def close_at_the_end(one: Closable) -> None:
+    """Close ``one`` before the last line, unless it was dropped: who waits for it is told."""
+    _open.add(one)
 
 
 def _end() -> None:
-    for callback in _callbacks:
-        callback()
+    for one in list(_open):
+        one.close()
     if _accounts:
         say(last_line(_accounts), anywhere=True)
     _accounts.clear()

@@ -14,7 +14,6 @@ a buffer holds (``pieces``), groups, overflows and the loss scale. All ranks cal
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from hybridcomp.job.devices import default_device
 from hybridcomp.log import Once
 from hybridcomp.session import saved_session, wandb_run
 from hybridcomp.session.agreement import agree_on
-from hybridcomp.session.closing import before_the_end
+from hybridcomp.session.closing import close_at_the_end
 from hybridcomp.session.followers import StatefulFollower, StepFollower
 from hybridcomp.session.reporter import Event, Reporter, describe_run
 
@@ -96,7 +95,7 @@ class EngineSession:
         self.kept_in = kept_in
         self.followers: list[StepFollower] = []
         self.say = Once()
-        _open.add(self)
+        close_at_the_end(self)
         self._device = device
         self._interval = interval or (lambda: channels.config.ledger.interval)
         self._write = write
@@ -300,16 +299,3 @@ class EngineSession:
             self.followers.pop().close()
         if self.reporter is not None:
             self.reporter.close()
-
-
-#: held weakly: an engine that is dropped takes its session along
-_open: weakref.WeakSet[EngineSession] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    """Close all sessions when the process ends: who waits for one of their followers is told."""
-    for session in list(_open):
-        session.close()
-
-
-before_the_end(_close_all)

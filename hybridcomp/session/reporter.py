@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from hybridcomp.config import CompressionConfig, LedgerConfig
 from hybridcomp.dimensions import ONE_WAY
 from hybridcomp.job import small_messages
 from hybridcomp.log import say
-from hybridcomp.session.closing import Account, before_the_end, open_account
+from hybridcomp.session.closing import Account, close_at_the_end, open_account
 from hybridcomp.session.followers import StepFollower
 from hybridcomp.session.metric_names import (
     CONFIG_BLOCK,
@@ -59,7 +58,7 @@ class Reporter:
             if jsonl is not None:
                 self._jsonl = JsonLines(jsonl)
             self._account = open_account(channels.gains, "" if jsonl is None else str(jsonl))
-            _open.add(self)
+            close_at_the_end(self)
 
     def report(self, step: int, followers: Iterable[StepFollower] = ()) -> list[Event]:
         """Sum the interval over the job; rank 0 prints and writes. ``followers``: further rows.
@@ -144,19 +143,6 @@ class Reporter:
 
     def __del__(self) -> None:
         self.close()
-
-
-#: reporters with an open file, held weakly: a dropped model takes its ledger along
-_open: weakref.WeakSet[Reporter] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    """Write the totals of all open reporters when the process ends."""
-    for reporter in list(_open):
-        reporter.close()
-
-
-before_the_end(_close_all)
 
 
 def report_interval(ledger: LedgerConfig, steps_per_print: float | None) -> int:

@@ -1,21 +1,41 @@
 """Write a session beside a checkpoint of the caller's, and continue from one.
 
-All ranks make all calls together. ``read`` checks the files of every rank and changes nothing;
+All ranks make all calls together. ``read`` checks the files of every rank before anything changes;
 ``take_over`` then cannot fail on one rank alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
-from hybridcomp.channels import checkpoint
+import torch
+
+from hybridcomp.channels import Channels, checkpoint
 from hybridcomp.codecs import check_payloads
 from hybridcomp.collectives import check_headers
+from hybridcomp.log import Once
+from hybridcomp.session.followers import StatefulFollower
 
-#: a session, ``engine_session.EngineSession``, which imports this module
-Session = Any
+
+class SavedParts(Protocol):
+    """Parts of an ``EngineSession``, which imports this module, that checkpoints are about."""
+
+    channels: Channels
+    loss_scale: float
+    loaded: bool
+    say: Once
+    layout: Callable[[], Mapping[str, int]]
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of this rank."""
+
+    @property
+    def stateful_followers(self) -> list[StatefulFollower]:
+        """Return the followers whose state belongs to a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +53,7 @@ class Saved:
 
 
 def save(
-    session: Session, folder: Path, loss_scale: float | None = None, references: bool = False
+    session: SavedParts, folder: Path, loss_scale: float | None = None, references: bool = False
 ) -> None:
     """Write step and residuals of all ranks into ``folder``, which is complete afterwards.
 
@@ -49,7 +69,7 @@ def save(
         follower.save(folder)
 
 
-def read(session: Session, folder: Path) -> Saved:
+def read(session: SavedParts, folder: Path) -> Saved:
     """Read and check the files of ``save``, of this version or the one before, for ``take_over``.
 
     Followers take theirs over at once, behind the rest. Raises CheckpointError, on every rank,
@@ -64,7 +84,7 @@ def read(session: Session, folder: Path) -> Saved:
 
 
 def take_over(
-    session: Session, found: Saved, loss_scale: float | None = None, step: int | None = None
+    session: SavedParts, found: Saved, loss_scale: float | None = None, step: int | None = None
 ) -> None:
     """Continue from the result of ``read``.
 

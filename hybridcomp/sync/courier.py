@@ -47,9 +47,8 @@ class Courier:
         self._problem: Exception | None = None
         self._ended = False
         self._threads = [self._started(self._send, meet), self._started(self._fetch, meet)]
-        atexit.register(
-            self.close, 0.0
-        )  # a thread that is inside torch then would abort the process
+        # a thread that is inside torch when the interpreter ends would abort the process
+        atexit.register(self.close, 0.0)
 
     def send(self, own: str, number: int, message: memoryview) -> None:
         """Post this rank's message for a meeting as soon as those before are; it is not copied."""

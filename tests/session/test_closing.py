@@ -189,4 +189,4 @@ def test_lines_stand_beside_progress_bars(tmp_path: Path) -> None:
 
 def test_a_run_that_never_stepped_is_not_said_to_have_begun_too_early() -> None:
     channels = Channels(CompressionConfig.parse({"dp": "bf16"}))
-    assert channels.idle_reason(0) == "it ended before its first optimizer step"
+    assert channels.payoff.idle_reason(0) == "it ended before its first optimizer step"

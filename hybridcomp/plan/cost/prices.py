@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.words import DTYPE_NAMES
 from hybridcomp.collectives.native_nbytes import (
     all_gather_nbytes,
     all_reduce_nbytes,
@@ -36,7 +37,6 @@ from hybridcomp.plan.machines.rows import Direction, Operation
 MIN_BYTES = 65536
 #: directions of a codec on the sender and on the receiver
 CODING: tuple[Direction, Direction] = ("encode", "decode")
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ class Prices:
         """
         if choice.codec is None:
             return True
-        spec, name = _timed(choice.codec, dtype), NAMES[dtype]
+        spec, name = _timed(choice.codec, dtype), DTYPE_NAMES[dtype]
         on_host = copied and self.cluster.codes_on_host
         places = [(name, False), *((one, True) for one in (name, "fp32") if on_host)]
         try:
@@ -134,7 +134,7 @@ class Prices:
         shape = rings.encoded_shape(operation, call.ranks)
         coded = call.coded or tuple(Coded(way, 1.0, share) for way, share in shape.coded)
         # 1.
-        timed, name = _timed(codec, dtype), NAMES[dtype]
+        timed, name = _timed(codec, dtype), DTYPE_NAMES[dtype]
         coding = Estimate.total(
             self.cluster.coding(timed, name, one.share * call.numel, one.direction)
             .times(one.calls) for one in coded
@@ -174,7 +174,7 @@ class Prices:
             if back:
                 bus = bus.plus(cluster.copy("to_device", back))
             return Price(inside=bus, nbytes=native, native_nbytes=native)
-        payload, name = call.numel * choice.bits(dtype) / 8, NAMES[dtype]
+        payload, name = call.numel * choice.bits(dtype) / 8, DTYPE_NAMES[dtype]
         # master weights are encoded from fp32, without a cast, where payload sizes are fixed
         own = "fp32" if codec.fixed_size and not (to_host or codec.lossless) else name
         sender, receiver = CODING
@@ -227,7 +227,8 @@ class Prices:
         nbytes = native_nbytes("all_gather", numel, dtype, ranks) * share
         cost = self._native(call, "all_gather", dtype, nbytes)
         values = numel * (ranks - 1) / ranks
-        coding = self.cluster.coding(_timed(choice.codec, dtype), NAMES[dtype], values, "decode")
+        timed, name = _timed(choice.codec, dtype), DTYPE_NAMES[dtype]
+        coding = self.cluster.coding(timed, name, values, "decode")
         found = replace(cost, native_nbytes=0.0, between_native_nbytes=0.0)
         return found.plus(Price(coding=coding))
 

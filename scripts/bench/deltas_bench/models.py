@@ -1,4 +1,4 @@
-"""What other models of a step would take: contexts beside the exponent of the old weight.
+"""Count the bits that other models of a step would take: contexts beside the old exponent.
 
 Bits are those of the format's symbols given the context, of their extra bits, and of the model, 3
 bytes for each symbol of each context; that is what an encoder with this model would send. What it
