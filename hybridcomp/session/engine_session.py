@@ -41,7 +41,7 @@ from hybridcomp.job import peer_liveness
 from hybridcomp.job.agreement import agree, versions
 from hybridcomp.log import Once
 from hybridcomp.session import wandb_run
-from hybridcomp.session.followers import StatefulFollower, StepFollower
+from hybridcomp.session.followers import OverflowFollower, StatefulFollower, StepFollower
 from hybridcomp.session.reporter import Event, Reporter, describe_run
 
 #: attribute of an engine with its session
@@ -299,6 +299,8 @@ class EngineSession:
         self.loss_scale = loss_scale
         advice = "" if self.kept_in else ADVICE
         self.say(*(f"{text}{advice}" for text in channels.close_step(sampled, self.device)))
+        if overflow:
+            self._overflowed(None if loss_scale == 1.0 else loss_scale)  # 1: it scales no loss
         for follower in self.followers:
             follower.after_step(channels.step)
         every = self._interval()
@@ -308,8 +310,14 @@ class EngineSession:
 
     def skip_step(self) -> None:
         """Tell the followers of a step that a loss scaler has skipped, which is not counted."""
+        self._overflowed(None)
         for follower in self.followers:
             follower.after_skip()
+
+    def _overflowed(self, loss_scale: float | None) -> None:
+        for follower in self.followers:
+            if isinstance(follower, OverflowFollower):
+                follower.overflowed(loss_scale)
 
     def take_events(self) -> list[Event]:
         """Return the figures of the last report, once, for a trainer that logs at other moments."""

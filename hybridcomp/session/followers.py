@@ -52,3 +52,14 @@ class StatefulFollower(Protocol):
 
     def read(self, folder: Path) -> None:
         """Continue from what ``save`` wrote; where it wrote nothing, begin anew."""
+
+
+@runtime_checkable
+class OverflowFollower(Protocol):
+    """A follower that says whose step an overflow has skipped."""
+
+    def overflowed(self, loss_scale: float | None) -> None:
+        """Note that the step of this rank's replicas was skipped; no collective.
+
+        ``loss_scale``: of the next step; None: not known.
+        """

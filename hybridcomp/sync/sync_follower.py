@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridcomp import log
 from hybridcomp.channels import Channel
 from hybridcomp.config import IslandConfig
 from hybridcomp.sync.masters import Masters, bounds, cut
@@ -167,6 +168,24 @@ class SyncFollower(ABC):
         """
         for index, part in enumerate(self.parts):
             self._write(index, part.fragment.fall_back())
+
+    def overflowed(self, loss_scale: float | None) -> None:
+        """Say whose step was skipped for an overflow, on the first rank of the island.
+
+        ``loss_scale``: of the next step; None: not known.
+        """
+        island = self._island()
+        if island is not None:
+            scale = "" if loss_scale is None else f", goes on with a loss scale of {loss_scale:g}"
+            log.say(
+                f"sync: step {self.clock + 1}: island {island} skips its step for an overflow"
+                f"{scale}, and meets the others as ever",
+                anywhere=True,
+            )
+
+    @abstractmethod
+    def _island(self) -> str | None:
+        """Return what this rank's island is called, on its first rank; None on the others."""
 
     def after_skip(self) -> None:
         """Count a step that was skipped for an overflow."""
