@@ -128,7 +128,8 @@ class Channels(EngineState):
         known = sent or {}
         memory_use.note(self, known, {n: self[n].group(group) for n in known}, dtype, device)
         if numel != UNKNOWN:
-            share = -(-numel // dist.get_world_size(group))
+            self.replicas = dist.get_world_size(group)
+            share = -(-numel // self.replicas)
             self.share = min(self.share or share, share)
         encoded = {name for (name, _), codec in self.policy.codecs.items() if codec is not None}
         if encoded - self.policy.low_rank and dist.get_world_size() > 1:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridcomp import log
 from hybridcomp.channels import NAME, Channels, StepTraffic, checkpoint
 from hybridcomp.channels.ledger_file import make_together
 from hybridcomp.channels.memory_use import memory_of
@@ -317,7 +318,9 @@ class EngineSession:
     def _overflowed(self, loss_scale: float | None) -> None:
         for follower in self.followers:
             if isinstance(follower, OverflowFollower):
-                follower.overflowed(loss_scale)
+                told = follower.overflowed(loss_scale)
+                if told is not None:
+                    log.say(told, anywhere=True)
 
     def take_events(self) -> list[Event]:
         """Return the figures of the last report, once, for a trainer that logs at other moments."""

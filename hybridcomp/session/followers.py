@@ -56,10 +56,10 @@ class StatefulFollower(Protocol):
 
 @runtime_checkable
 class OverflowFollower(Protocol):
-    """A follower that says whose step an overflow has skipped."""
+    """A follower that knows whose step an overflow has skipped."""
 
-    def overflowed(self, loss_scale: float | None) -> None:
-        """Note that the step of this rank's replicas was skipped; no collective.
+    def overflowed(self, loss_scale: float | None) -> str | None:
+        """Return a sentence on a step that was skipped, on one of its ranks; else None.
 
-        ``loss_scale``: of the next step; None: not known.
+        No collective. ``loss_scale``: of the next step; None: not known.
         """

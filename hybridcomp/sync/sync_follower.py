@@ -11,7 +11,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp import log
 from hybridcomp.channels import Channel
 from hybridcomp.config import IslandConfig
 from hybridcomp.sync.masters import Masters, bounds, cut
@@ -169,19 +168,19 @@ class SyncFollower(ABC):
         for index, part in enumerate(self.parts):
             self._write(index, part.fragment.fall_back())
 
-    def overflowed(self, loss_scale: float | None) -> None:
-        """Say whose step was skipped for an overflow, on the first rank of the island.
+    def overflowed(self, loss_scale: float | None) -> str | None:
+        """Return whose step was skipped for an overflow, on the first rank of the island.
 
         ``loss_scale``: of the next step; None: not known.
         """
         island = self._island()
-        if island is not None:
-            scale = "" if loss_scale is None else f", goes on with a loss scale of {loss_scale:g}"
-            log.say(
-                f"sync: step {self.clock + 1}: island {island} skips its step for an overflow"
-                f"{scale}, and meets the others as ever",
-                anywhere=True,
-            )
+        if island is None:
+            return None
+        scale = "" if loss_scale is None else f", goes on with a loss scale of {loss_scale:g}"
+        return (
+            f"sync: step {self.clock + 1}: island {island} skips its step for an overflow{scale}, "
+            "and meets the others as ever"
+        )
 
     @abstractmethod
     def _island(self) -> str | None:
