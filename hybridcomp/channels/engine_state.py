@@ -48,6 +48,7 @@ class EngineState:
         absent: dimensions that this job sends no messages of, which are not measured.
         messages: of dp and zero in a step, as far as the seams know them, for ``memory_use``.
         share: parameters of this rank divided by its replicas; 0: not known.
+        replicas: ranks over which gradients of these weights are averaged, once it is known.
         nodes: with hierarchy, once the groups of the job are known.
         numels: elements of each parameter, by the name that its residuals have; empty: not known.
         common: names of small parameters that tensor-parallel ranks share (``replicated``).
@@ -69,6 +70,7 @@ class EngineState:
     gains: Gains = field(default_factory=Gains)
     messages: dict[Dimension, RankMessages] = field(default_factory=dict)
     share: int = 0
+    replicas: int = 1
     nodes: Nodes | None = None
     numels: dict[str, int] = field(default_factory=dict)
     common: frozenset[str] = frozenset()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from hybridcomp.autotune.trials import StepTraffic
 from hybridcomp.channels.engine_state import EngineState
@@ -75,5 +76,15 @@ def memory_of(state: EngineState) -> list[MemoryItem]:
     }
     found = taken(state.config, encoded)
     if state.share:
-        found += [*meetings(state.config, state.share), *published(state.config, state.share)]
+        found += meetings(state.config, state.share, _islands(state))
+        found += published(state.config, state.share)
     return found
+
+
+def _islands(state: EngineState) -> int:
+    """Return the number of islands; of nodes and of jobs, of which more may come, an estimate."""
+    sync = state.config.sync
+    if sync.jobs is not None:
+        return sync.jobs.at_start
+    width = sync.islands if isinstance(sync.islands, int) else state.replicas
+    return max(1, dist.get_world_size() // width)

@@ -64,7 +64,8 @@ class Payoff:
         groups = {name: self._channels[name].group(group) for name in known}
         memory_use.note(state, known, groups, dtype, device)
         if numel != UNKNOWN:
-            share = -(-numel // dist.get_world_size(group))
+            state.replicas = dist.get_world_size(group)
+            share = -(-numel // state.replicas)
             state.share = min(state.share or share, share)
         encoded = {name for (name, _), codec in state.policy.codecs.items() if codec is not None}
         if encoded - state.policy.low_rank and dist.get_world_size() > 1:

@@ -1,14 +1,7 @@
 """topk: the largest values of every 4096, in few bits, with their places entropy-coded.
 
-For deltas whose rest error feedback sends later (Sarfi et al. 2025, SparseLoCo). Payload, in
-sections that begin at a byte:
-
-    4 x int32          values kept, bits of the last section, values of the message, 0
-    bf16 x chunks      the scale of each chunk of 4096: the median of the magnitudes kept; NaN where
-                       the chunk has a NaN or Inf, which all of it then decodes to
-    rice x kept        the low bits of each gap to the value kept before
-    bits x kept        sign and magnitude
-    unary              the high part of each gap, as so many zeros and a one
+For deltas whose rest error feedback sends later (Sarfi et al. 2025, SparseLoCo). The payload stands
+at the top of ``kernels/formats/topk.h``.
 
 On a CPU kernels do it (``kernels/cpu/cpu_topk.cpp``), on other devices functions of torch, in the
 same bytes. Gaps are geometric where the largest values lie anywhere, for which Rice's code is

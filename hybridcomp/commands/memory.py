@@ -97,6 +97,7 @@ def lines(block: CompressionConfig, file: JobFile, job: JobSize) -> Iterator[str
     """
     split = job.world_size // job.replicas if job.replicas else _split(file, job)
     replicas, numel = job.world_size // split, -(-job.parameters // split)
+    whole = replicas
     if block.sync.acts:  # the island takes the place of all replicas
         of_island = block.sync.islands
         if isinstance(of_island, str | int):  # else it is the whole job
@@ -106,7 +107,9 @@ def lines(block: CompressionConfig, file: JobFile, job: JobSize) -> Iterator[str
     ranks = _RanksOfReplica(block, file, numel, replicas, job)
     messages = ranks.messages()
     share = -(-numel // replicas)
-    others = [*meetings(block, share), *published(block, share)]
+    jobs = block.sync.jobs
+    islands = whole // replicas if jobs is None else jobs.at_start
+    others = [*meetings(block, share, islands), *published(block, share)]
     items = [*taken(block, messages), *others]
     yield from (f"  {line}" for line in memory_lines(items))
     if not items:

@@ -6,7 +6,6 @@ are exact where the messages are; wire buffers are those of the largest message,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -195,22 +194,29 @@ def _encoded(config: CompressionConfig, name: Dimension, sent: RankMessages) -> 
             yield numel
 
 
-def meetings(config: CompressionConfig, share: int) -> list[MemoryItem]:
-    """Return what islands keep of a rank's ``share`` of the weights between meetings, in fp32.
+def meetings(config: CompressionConfig, share: int, islands: int) -> list[MemoryItem]:
+    """Return what ``islands`` islands take on a rank that has ``share`` of the weights, in fp32.
 
-    The start, the momentum, what messages left out, the weights that the next message counts from,
-    and the messages under way, with late means also what the island had moved by then.
+    State: the start, the momentum, what messages left out, and with late means the weights that the
+    next message counts from. Messages, as many as are under way at once: what was sent, with late
+    means also what the island had moved by then, and what all islands sent. Of islands that are
+    jobs it lies encoded on the host, and only that of the meeting that ends is decoded.
     """
     sync = config.sync
     if not sync.acts:
         return []
-    late = sync.staleness > 0
-    copies: float = 1 + (sync.outer.momentum > 0) + sync.error_feedback + late
-    if late:
-        copies += 2 * (sync.staleness + 1)
-    elif sync.delay:
-        copies += math.ceil(sync.delay * sync.fragments / sync.every) / sync.fragments
-    return [MemoryItem("state of islands", round(FP32 * share * copies))]
+    late, fragment = sync.staleness > 0, -(-share // sync.fragments)
+    copies = 1 + (sync.outer.momentum > 0) + sync.error_feedback + late
+    found = [MemoryItem("state of islands", FP32 * share * copies)]
+    at_once, sent = sync.most_under_way + 1, 1 + (late and sync.error_feedback)
+    decoded = islands * (at_once if sync.jobs is None else 1)
+    nbytes = FP32 * fragment * (at_once * sent + decoded)
+    found.append(MemoryItem("messages of islands", nbytes))
+    if sync.jobs is not None:
+        codec = config.codecs().get(("sync", "forward"))
+        each = FP32 * fragment if codec is None else codec.wire_nbytes(fragment, torch.float32)
+        found.append(MemoryItem("messages of islands", at_once * islands * each, on_host=True))
+    return found
 
 
 def published(config: CompressionConfig, share: int) -> list[MemoryItem]:

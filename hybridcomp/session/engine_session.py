@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridcomp import log
 from hybridcomp.channels import NAME, Channels, StepTraffic
 from hybridcomp.channels.ledger_file import make_together
 from hybridcomp.channels.memory_use import memory_of
@@ -37,7 +38,7 @@ from hybridcomp.log import Once
 from hybridcomp.session import saved_session, wandb_run
 from hybridcomp.session.agreement import agree_on
 from hybridcomp.session.closing import close_at_the_end
-from hybridcomp.session.followers import StatefulFollower, StepFollower
+from hybridcomp.session.followers import OverflowFollower, StatefulFollower, StepFollower
 from hybridcomp.session.reporter import Event, Reporter, describe_run
 
 #: attribute of an engine with its session
@@ -258,6 +259,8 @@ class EngineSession:
         self.loss_scale = loss_scale
         advice = "" if self.kept_in else ADVICE
         self.say(*(f"{text}{advice}" for text in channels.close_step(sampled, self.device)))
+        if overflow:
+            self._overflowed(None if loss_scale == 1.0 else loss_scale)  # 1: it scales no loss
         for follower in self.followers:
             follower.after_step(channels.step)
         every = self._interval()
@@ -267,8 +270,16 @@ class EngineSession:
 
     def skip_step(self) -> None:
         """Tell the followers of a step that a loss scaler has skipped, which is not counted."""
+        self._overflowed(None)
         for follower in self.followers:
             follower.after_skip()
+
+    def _overflowed(self, loss_scale: float | None) -> None:
+        for follower in self.followers:
+            if isinstance(follower, OverflowFollower):
+                told = follower.overflowed(loss_scale)
+                if told is not None:
+                    log.say(told, anywhere=True)
 
     def take_events(self) -> list[Event]:
         """Return the figures of the last report, once, for a trainer that logs at other moments."""

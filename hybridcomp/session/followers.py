@@ -52,3 +52,14 @@ class StatefulFollower(Protocol):
 
     def read(self, folder: Path) -> None:
         """Continue from what ``save`` wrote; where it wrote nothing, begin anew."""
+
+
+@runtime_checkable
+class OverflowFollower(Protocol):
+    """A follower that knows whose step an overflow has skipped."""
+
+    def overflowed(self, loss_scale: float | None) -> str | None:
+        """Return a sentence on a step that was skipped, on one of its ranks; else None.
+
+        No collective. ``loss_scale``: of the next step; None: not known.
+        """

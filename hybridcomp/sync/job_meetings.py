@@ -77,10 +77,7 @@ class JobMeetings(SyncFollower):
                 raise
 
     def after_step(self, step: int) -> None:
-        """Hold the meetings that are due; raise what has failed in a message since the last step.
-
-        ``step`` is not used, see the clock.
-        """
+        """Hold the meetings that are due, or raise what has failed in a message since."""
         if self._membership is not None:
             self._membership.courier.check()
         super().after_step(step)
@@ -109,6 +106,10 @@ class JobMeetings(SyncFollower):
         """Leave the run, where the model was dropped and nobody has closed this."""
         if getattr(self, "_membership", None) is not None:
             self.close()
+
+    def _island(self) -> str | None:
+        of = self._membership
+        return None if of is None or of.meet.place else of.own
 
     # coming
 

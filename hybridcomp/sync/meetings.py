@@ -103,6 +103,9 @@ class IslandMeetings(SyncFollower):
         peers = [row[islands.place] for row in islands.rows]
         agree(digest, what="weights of the islands", ranks=peers)
 
+    def _island(self) -> str | None:
+        return None if self.islands.place else str(self.islands.index)
+
     # meetings
 
     def _send(self, index: int) -> None:

@@ -168,6 +168,24 @@ class SyncFollower(ABC):
         for index, part in enumerate(self.parts):
             self._write(index, part.fragment.fall_back())
 
+    def overflowed(self, loss_scale: float | None) -> str | None:
+        """Return whose step was skipped for an overflow, on the first rank of the island.
+
+        ``loss_scale``: of the next step; None: not known.
+        """
+        island = self._island()
+        if island is None:
+            return None
+        scale = "" if loss_scale is None else f", goes on with a loss scale of {loss_scale:g}"
+        return (
+            f"sync: step {self.clock + 1}: island {island} skips its step for an overflow{scale}, "
+            "and meets the others as ever"
+        )
+
+    @abstractmethod
+    def _island(self) -> str | None:
+        """Return what this rank's island is called, on its first rank; None on the others."""
+
     def after_skip(self) -> None:
         """Count a step that was skipped for an overflow."""
         self.after_step(-1)

@@ -113,7 +113,7 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
         feedback = any(channel.error_feedback for channel in channels)
         if feedback:  # else no residual depends on it, and reading it may wait for a GPU
             session.loss_scale = float(self.get_loss_scale())
-        islands.stepping(session, self)
+        has_islands = islands.stepping(session, self)
         session.before_step()
         kept = feedback or channels.config.start_step or session.stateful_followers
         if session.forgetful and kept:
@@ -123,8 +123,9 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
             result = original(self)
         finally:
             _progress.stepping = False
-        after = float(self.get_loss_scale()) if feedback else session.loss_scale
-        session.end_step(overflow=feedback and not bool(result[0]), loss_scale=after)
+        skipped = (feedback or has_islands) and not bool(result[0])
+        after = float(self.get_loss_scale()) if feedback or skipped else session.loss_scale
+        session.end_step(overflow=skipped, loss_scale=after)
         return result
 
     return step

@@ -31,7 +31,9 @@ from hybridcomp.sync import Islands, Masters
 KEY = f"{BLOCK}.sync"
 TODO = (
     "build DistributedDataParallel and the optimizer with "
-    "pg_collection=hybridcomp.island_pg_collection()"
+    "pg_collection=hybridcomp.island_pg_collection(), the latter also with "
+    "use_gloo_process_groups=False; in megatron/training/training.py of Megatron-LM: DP(...) "
+    "in get_model and get_megatron_optimizer(...) in setup_model_and_optimizer"
 )
 #: fields of a ProcessGroupCollection with data-parallel ranks, which islands cut
 CUT = ("dp", "dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "tp_dp_cp", "intra_dist_opt")

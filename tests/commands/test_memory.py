@@ -62,7 +62,16 @@ def test_islands_and_published_weights(tmp_path: Path, capsys: pytest.CaptureFix
     path = file(tmp_path, 2, sync={"islands": 8}, publish={"to": str(tmp_path / "weights")})
     line = told(capsys, path, *SIZED)
     assert f"state of islands {size(2 * 4 * N / 8)}, " in line  # start and momentum
+    # what was sent, and what eight islands sent
+    assert f"messages of islands {size((1 + 64 // 8) * 4 * N / 8)}, " in line
     assert f"copy of published weights {size(2 * N / 8)} (host)" in line
+    late = {"preset": "streaming", "islands": 8, "every": 8, "delay": 5}  # three at once
+    line = told(capsys, file(tmp_path, 2, sync=late), *SIZED)
+    assert f"messages of islands {size(3 * (1 + 64 // 8) * 4 * N / 8 / 4)}" in line
+    where = {"rendezvous": "tcp://a:1", "at_start": 5}
+    line = told(capsys, file(tmp_path, 2, sync={"islands": where}), *SIZED)
+    assert f"messages of islands {size(6 * 4 * N / 64)}, " in line
+    assert f"messages of islands {size(5 * 4 * N / 64)} (host)" in line
     assert "nothing" in told(capsys, file(tmp_path, 2, dp="none"), *SIZED)
 
 

@@ -177,7 +177,7 @@ def test_the_noise_is_what_chance_gives(tmp_path: Path) -> None:
     for seed in range(200):
         rng = np.random.default_rng(seed)
         losses = [2 * (1 + rng.normal(0, 0.01, (1, 60))) for _ in range(2)]
-        chance = noise(Aligned("steps", np.arange(60.0), losses, None, []), 1, [0], 20)
+        chance = noise(Aligned("steps", np.arange(60.0), losses, None, [None] * 2, []), 1, [0], 20)
         gap = 100 * (losses[1][:, -20:].mean() / losses[0][:, -20:].mean() - 1)
         assert chance is not None
         found += abs(gap) > chance

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from tests.training.mcore_trainer import (
     train_step,
     wrap,
 )
+
+#: Adam as plain SGD, which the distributed optimizer does not take
+SHARDED: dict[str, Any] = {"optimizer": "adam", "linear": True, "distributed_optimizer": True}
 
 
 def block(**sync: Any) -> dict[str, Any]:
@@ -80,23 +84,30 @@ def weights_after(job: Job, first: int = 0) -> Tensor:
 class QuadraticModel(nn.Module):
     """A vector with an island's loss of ``tests.sync.simulated``."""
 
-    def __init__(self) -> None:
+    def __init__(self, island: int, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
-        self.weights = nn.Parameter(simulated.first())
+        self.weights = nn.Parameter(simulated.first().to(dtype))
         self.weights.tensor_model_parallel = False  # type: ignore[attr-defined]
-        self.quadratic = simulated.Quadratic.of(dist.get_rank())
+        self.quadratic = simulated.Quadratic.of(island)
 
     def forward(self) -> Tensor:
         apart = self.weights - self.quadratic.minimum
         return (self.quadratic.curvature * apart.square()).sum() / 2
 
 
-def quadratic_after(told: dict[str, Any], steps: int) -> Tensor:
-    """Train a QuadraticModel in fp64 in islands of one rank; its weights."""
-    job = Job(clip=0.0, optimizer="sgd", lr=simulated.INNER, block=told)
+def quadratic_after(told: dict[str, Any], steps: int, cp: int = 1, sharded: bool = False) -> Tensor:
+    """Train a QuadraticModel in islands of ``cp`` context ranks; its weights.
+
+    In fp64, or ``sharded`` by the distributed optimizer in fp32.
+    """
+    job = Job(clip=0.0, optimizer="sgd", lr=simulated.INNER, cp=cp, block=told)
+    dtype = torch.float64
+    if sharded:
+        job, dtype = dataclasses.replace(job, **SHARDED), torch.float32
     with armed(job):
         initialize(job)
-        (chunk,), optimizer = wrap(job, model_config(job), [QuadraticModel()])
+        model = QuadraticModel(dist.get_rank() // cp, dtype)
+        (chunk,), optimizer = wrap(job, model_config(job), [model])
         for _ in range(steps):
             chunk.zero_grad_buffer()
             optimizer.zero_grad()

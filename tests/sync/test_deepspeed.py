@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +16,17 @@ import torch.distributed as dist
 
 from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.patches.ds import partitions
+from hybridcomp.session.engine_session import session_of
 from tests.ranks import run_ranks
-from tests.training.trainer import Job, ds_config, make_engine, parameters, train_step
+from tests.selection import by_day
+from tests.training.trainer import (
+    Job,
+    batch,
+    ds_config,
+    make_engine,
+    parameters,
+    train_step,
+)
 
 SGD = {"type": "SGD", "params": {"lr": 0.05}}
 LOCAL: dict[str, Any] = {
@@ -125,6 +136,44 @@ def dealt() -> None:
 
 def test_training_data_goes_to_all_ranks() -> None:
     run_ranks(4, dealt, timeout=600.0)
+
+
+#: a power of 2 as the first loss scale, halved by every overflow
+SCALED = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 1000}
+
+
+def overflowing(stage: int) -> tuple[int, float, dict[str, float], str, torch.Tensor]:
+    """Train two islands in fp16; a loss of the second overflows in its fourth step."""
+    sync = {"preset": "local-sgd", "islands": 1, "every": 2}
+    told = {"sync": sync, "min_bytes": 0, "ledger": {"every": 1_000_000}}
+    job = Job(stage, "fp16", block=told, ds_json={"fp16": SCALED})
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        engine = make_engine(job)
+        for step in range(6):
+            values, targets = batch(dist.get_rank(), step, torch.float16)
+            loss = (engine(values) - targets).float().square().mean()
+            engine.backward(loss * (1e6 if step == 3 and dist.get_rank() else 1.0))
+            engine.step()
+    session = session_of(engine)
+    assert session is not None
+    (follower,) = session.followers
+    row = follower.row()
+    assert isinstance(row, dict)
+    scale = float(engine.optimizer.loss_scale)
+    return engine.skipped_steps, scale, row, said.getvalue(), flat(engine)
+
+
+@pytest.mark.parametrize("stage", by_day(range(4), [1]))
+def test_an_overflow_in_one_island_is_its_own_affair(stage: int) -> None:
+    one, other = run_ranks(2, overflowing, stage)
+    assert (one[0], other[0]) == (0, 1) and (one[1], other[1]) == (256.0, 128.0)
+    for _, _, row, _, weights in (one, other):
+        assert (row["meetings"], row["skipped"]) == (3.0, 0.0)
+        assert bool(weights.isfinite().all())
+    assert torch.equal(one[4], other[4])  # the sixth step was a meeting
+    scale = ", goes on with a loss scale of 128" if stage else ""  # 0 scales no loss in 0.19
+    words = f"sync: step 4: island 1 skips its step for an overflow{scale}, and meets the others"
+    assert words in other[3] and "overflow" not in one[3].lower()
 
 
 def after_islands() -> None:

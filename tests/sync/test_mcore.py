@@ -69,6 +69,22 @@ def as_simulated() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+def of_context_ranks() -> None:
+    """DiLoCo where both ranks of an island are context ranks of one replica."""
+    prepare()
+    rule = {"preset": "diloco", "every": 3, "outer": {"lr": 0.5, "momentum": 0.8, "nesterov": True}}
+    for sharded in (False, True):
+        found = quadratic_after(block(**rule, islands=2), steps=9, cp=2, sharded=sharded)
+        expected = simulated.diloco(2, 9, 3, 0.5, 0.8, True)[dist.get_rank() // 2]
+        atol = 1e-4 if sharded else 1e-12  # the distributed optimizer keeps fp32
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=atol)
+
+
+@pytest.mark.nightly
+def test_context_ranks_inside_an_island() -> None:
+    run_ranks(4, of_context_ranks, timeout=600.0)
+
+
 def reported(folder: str) -> None:
     """Meetings have their row in the ledger."""
     path = Path(folder, "ledger.jsonl")
@@ -95,7 +111,9 @@ def refused() -> None:
         with pytest.raises(ConfigError) as caught:
             wrap(plain, model_config(plain), [torch.nn.Linear(2, 2)], pg_collection=None)
         words = f"found ranks [0, 1]; the island of this rank is {island}; build DistributedData"
+        where = "get_megatron_optimizer(...) in setup_model_and_optimizer"
         assert words in str(caught.value) and "island_pg_collection()" in str(caught.value)
+        assert where in str(caught.value) and "\n" not in str(caught.value)
     with groups_of(plain):
         job = MegatronIslandJob(plain).train(1)
         _, job.optimizer = build(plain)

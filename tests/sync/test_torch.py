@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from typing import Any
 
 import pytest
@@ -38,6 +40,35 @@ def every_step(engine: str) -> None:
     job = Job(block(**LOCAL), engine).build().train(3, micro_batches=2)
     torch.testing.assert_close(job.weights(), accumulated, rtol=0, atol=1e-6)
     assert job.meetings.clock == 3
+
+
+def averaged_in_turn(engine: str) -> None:
+    """A tied weight lies in several fragments; each meeting takes the mean of it once.
+
+    Nothing trains but what is added by hand, so that after a turn of all fragments every weight is
+    the start less half of the mean move: averaged twice it would be a quarter.
+    """
+    rule = {"every": 4, "fragments": 4, "outer": {"lr": 0.5, "momentum": 0.0, "nesterov": False}}
+    job = Job(block(**rule, islands=2), engine).build()
+    job.optimizer.param_groups[0]["lr"] = 0.0
+    job.train(3)  # to the end of a turn
+    assert len({part.low for part in job.meetings.parts}) == 4
+    start = job.weights()
+    island = dist.get_rank() // 2
+    with torch.no_grad():
+        for parameter in job.model.parameters():
+            parameter.add_(1.0 + 2.0 * island)
+    job.train(4)
+    model: Any = job.model.module if engine == "ddp" else job.model
+    assert model.head.weight is model.embedding.weight
+    torch.testing.assert_close(job.weights(), start + 1.0, rtol=0, atol=1e-6)
+    row = job.meetings.row()
+    assert row is not None and row["meetings"] == 7
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_a_tied_weight_in_several_fragments_is_averaged_once(engine: str) -> None:
+    run_ranks(4, averaged_in_turn, engine)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
@@ -128,7 +159,14 @@ def diverging_in_turn(skipped: int, **late: int) -> None:
 
 
 def overflowing() -> None:
-    """An island whose loss scaler skips a step meets with the others all the same."""
+    """An island whose loss scaler skips a step says so and meets with the others all the same."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        skipping()
+    told = "sync: step 2: island 0 skips its step for an overflow, and meets the others as ever"
+    assert (told in said.getvalue()) == (dist.get_rank() == 0)
+
+
+def skipping() -> None:
     job = Job(block(**LOCAL, islands=1)).build()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     for step in range(4):

@@ -35,6 +35,7 @@ class Job:
     pp: int = 1
     virtual: int | None = None  # stages on each pipeline rank
     ep: int = 1
+    cp: int = 1
     experts: int | None = None
     dispatcher: str = "alltoall"
     sequence_parallel: bool = False
@@ -154,6 +155,7 @@ def initialize(job: Job) -> None:
         pipeline_model_parallel_size=job.pp,
         virtual_pipeline_model_parallel_size=job.virtual,
         expert_model_parallel_size=job.ep,
+        context_parallel_size=job.cp,
         expert_tensor_parallel_size=1 if job.ep > 1 else None,
         order=job.order,
     )

@@ -19,7 +19,7 @@ from tests.training import trainer
 QUIET: dict[str, Any] = {"min_bytes": 0, "ledger": {"every": 1_000_000}}
 FEEDBACK = {"codec": "blockint", "bits": 4, "error_feedback": True}
 EIGHT = {"codec": "blockint", "bits": 8}
-#: bytes that are told and allocated of residuals, of references of deltas, of islands
+#: bytes that are told and allocated: residuals, references of deltas, state and messages of islands
 Figures = tuple[tuple[int, int], ...]
 
 
@@ -40,6 +40,20 @@ JOBS = {
     "bf16-optimizer": trainer.Job(1, "bf16", bf16_optimizer=True, block=block(16, delta=True)),
     # last: DeepSpeed keeps the groups of islands for engines that come after
     "islands": trainer.Job(1, block={"sync": {"islands": 1, "every": 2}, **QUIET}),
+    "islands, late": trainer.Job(
+        1,
+        block={
+            "sync": {"islands": 1, "every": 2, "fragments": 2, "delay": 1},
+            **QUIET,
+        },
+    ),
+    "islands, ahead": trainer.Job(
+        1,
+        block={
+            "sync": {"preset": "wsp", "islands": 1, "every": 1, **FEEDBACK},
+            **QUIET,
+        },
+    ),
 }
 TORCH = {
     "ddp": torch_trainer.Job("ddp", {"dp": FEEDBACK, **QUIET}),
@@ -53,12 +67,22 @@ def figures(session: Any, buffers: list[Any]) -> Figures:
     items = {item.name: item.nbytes for item in session.memory}
     told = sum(n for name, n in items.items() if name.startswith("residuals"))
     held = [found.own.nbytes for one in buffers if (found := reference_of(one)) is not None]
-    fragments = [part.fragment for one in session.stateful_followers for part in one.parts]
-    kept = [t for one in fragments for t in (one.start, one.momentum) if t is not None]
+    followers = session.stateful_followers
+    fragments = [part.fragment for one in followers for part in one.parts]
+    late = [sent for one in fragments for sent in one.under_way]
+    state = [t for one in fragments for t in (one.start, one.momentum, one.residual, one.base)]
+    state += [sent.kept for sent in late]
+    messages = [meeting.rows for one in followers for meeting in one.under_way]
+    messages += [sent.message for sent in late]
+    messages += [sent.moved for sent in late if sent.moved is not sent.message]
     return (
         (told, session.channels.residuals.nbytes),
         (items.get("references of deltas", 0), sum(held)),
-        (items.get("state of islands", 0), sum(t.nbytes for t in kept)),
+        (items.get("state of islands", 0), sum(t.nbytes for t in state if t is not None)),
+        (
+            items.get("messages of islands", 0) if late else 0,
+            sum(t.nbytes for t in messages if t is not None),
+        ),
     )
 
 
@@ -92,6 +116,7 @@ def test_memory_is_told_before_it_is_taken() -> None:
         for name, every in rank.items():
             for told, held in every:
                 assert told == pytest.approx(held, rel=0.03), name
-        assert all(rank[name][0][1] for name in rank if name != "islands")
+        assert all(rank[name][0][1] for name in rank if "islands" not in name)
         assert all(rank[name][1][1] for name in ("zero1", "zero2-8", "bf16-optimizer"))
-        assert rank["islands"][2][1]
+        assert all(rank[name][2][1] for name in rank if "islands" in name)
+        assert all(rank[name][3][1] for name in ("islands, late", "islands, ahead"))

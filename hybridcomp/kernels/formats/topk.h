@@ -1,5 +1,16 @@
-// topk: the largest values of a chunk, each as a sign and a level. What a message looks like stands in
-// docs/wire_formats.md; here is the arithmetic of one value, one scale and one selection.
+// topk: the largest values of every 4096, in few bits, with their places. Sections begin at a byte, bits
+// are filled in from the lowest, zeros fill up to a multiple of 16 bytes.
+//
+//   header  4 x int32            values kept, bits of the last section, values of the message, 0
+//   scales  bf16 for each 4096   the median of the magnitudes kept; NaN where a value is NaN or Inf, which
+//                                all 4096 decode to
+//   low     r bits x kept        the low bits of the gap to the value kept before, less one; r is the
+//                                largest with 2^r at most ln 2 / density
+//   values  bits x kept          lowest bit: the sign; the others: the level k of L = 2^(bits - 1), for
+//                                (0.8 + 0.6 (k + 1/2) / L) times the scale
+//   high    as the header says   the gap without its low bits, as so many zeros and a one
+//
+// Of equal magnitudes the first are kept.
 #pragma once
 
 #include "portable.h"
