@@ -19,8 +19,9 @@ SENDERS = {
 THROUGH = {"hybridcomp/collectives/wire/transport.py", "hybridcomp/job/small_messages.py"}
 #: the native side of what is measured, which must be torch's own
 MEASURED = {
-    "hybridcomp/autotune/trials.py", "hybridcomp/measure/channels.py",
-    "hybridcomp/measure/links.py", "hybridcomp/nn/slices/timing.py",
+    "hybridcomp/autotune/sum_trials.py", "hybridcomp/autotune/trials.py",
+    "hybridcomp/measure/channels.py", "hybridcomp/measure/links.py",
+    "hybridcomp/nn/slices/timing.py",
 }  # fmt: skip
 #: weights for inference engines: counted in a row of their own
 PUBLISHED = {"hybridcomp/publishing/groups.py", "hybridcomp/publishing/streams.py"}

@@ -144,10 +144,13 @@ class QuantizedResidual:
         """Add ``values`` (fp32) to the values, in place."""
         self.pack(self.unpack().add_(values.to(self.device)))
 
-    def zero_(self) -> None:
-        """Set the values to zero."""
-        if self.in_blocks:  # the steps stay, as where kernels write zeros
-            self._parts()[0].zero_()
+    def zero_(self, *, steps: bool = False) -> None:
+        """Set the values to zero; ``steps``: of the blocks as well, as ``pack`` of zeros does."""
+        if self.in_blocks:  # the steps stay otherwise, as where kernels write zeros
+            levels, each = self._parts()
+            levels.zero_()
+            if steps:
+                each.fill_(_SMALLEST)
         else:
             self.pack(torch.zeros(self.numel(), device=self.device))
 

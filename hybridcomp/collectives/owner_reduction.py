@@ -184,6 +184,8 @@ def _balanced(tensor: Tensor, plan: BucketPlan, sums: Tensor, how: Reduction) ->
         if plan.alone is None:
             with meter.coding():
                 keep_sums(total, sums, exchange, begun)
+        elif isinstance(kept, QuantizedResidual):
+            kept.zero_(steps=True)
         elif kept is not None:
             kept.zero_()
     else:

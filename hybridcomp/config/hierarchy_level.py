@@ -10,8 +10,10 @@ from pydantic import Field, PrivateAttr, ValidationError, field_validator, model
 from hybridcomp.codecs.base import Codec
 from hybridcomp.config.codec_settings import CodecSettings, build_codec
 from hybridcomp.config.error_messages import problem, translate
-from hybridcomp.dimensions import Dimension, Direction
+from hybridcomp.dimensions import ROWS, TWO_LEVELS, Dimension, Direction, listed
 
+#: dimensions whose sums a level may encode
+SUMMED = tuple(name for name in TWO_LEVELS if ROWS[name].summed)
 #: units of the level below that a unit has, or as the launcher tells
 Size = Literal["auto"] | Annotated[int, Field(ge=2)]
 #: ``hierarchy`` without codecs
@@ -89,13 +91,13 @@ def check_levels(
     ``codecs``: of the dimensions, by direction.
     """
     own = [codec for codec in levels if codec is not None]
-    summed = [codec for (name, _), codec in codecs.items() if codec and name == "dp"]
-    told = ", ".join(codec.spec for codec in own)
+    summed = [codec for (name, _), codec in codecs.items() if codec and name in SUMMED]
+    told, names = ", ".join(codec.spec for codec in own), listed(SUMMED)
     found = widths_of(hierarchy)
     if own and not summed:
-        why = f"only sums of dp are encoded on a level ({told}), and dp is not compressed"
+        why = f"only sums of {names} are encoded on a level ({told}), and {names} is not compressed"
         raise problem("hierarchy", found, f"{why}; write numbers alone")
     if any(codec.bounded for codec in summed) and not all(codec.lossless for codec in own):
-        why = f"what a level leaves out ({told}) is not in the error_bound of dp"
-        todo = "leave that level native or lossless, or give dp a codec of fixed bits"
+        why = f"what a level leaves out ({told}) is not in the error_bound of {names}"
+        todo = f"leave that level native or lossless, or give {names} a codec of fixed bits"
         raise problem("hierarchy", found, f"{why}; {todo}")
