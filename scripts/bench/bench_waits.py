@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{args.mbytes} MB, every {args.every} steps of {args.step:g} s", flush=True)
         report(held[0], args, int(os.environ["WORLD_SIZE"]))
         return 0
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     for number, (fragments, delay) in enumerate(args.cases, 1):
         wait, digest = trained(args, port + number, fragments, delay)
         held[0].set(f"{rank}/{number}", f"{wait} {digest}")

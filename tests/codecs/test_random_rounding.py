@@ -148,6 +148,6 @@ def test_values_on_a_level_and_zeros_stay_there() -> None:
     levels = torch.arange(-7, 8).float().repeat(200)
     levels[::15] = 0.0
     levels[1::30] = 7.0
-    for block in levels.split(32):
+    for block in torch.split(levels, 32):
         block[0] = 7.0  # T is then 7, and the step 1
     assert torch.equal(decoded_of(BlockInt(4, rounding="random"), levels), levels)

@@ -91,8 +91,8 @@ def test_a_damaged_payload_is_an_error_or_values_and_never_a_crash() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
         broken = payload.clone()
-        place = torch.randint(0, payload.numel(), (3,), generator=generator)
-        broken[place] = torch.randint(0, 256, (3,), generator=generator, dtype=torch.uint8)
+        places = torch.randint(0, payload.numel(), (3,), generator=generator)
+        broken[places] = torch.randint(0, 256, (3,), generator=generator, dtype=torch.uint8)
         try:
             codec.decode(broken, out)
         except CodecError as error:

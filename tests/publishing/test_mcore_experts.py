@@ -83,7 +83,7 @@ def published(folder: Path) -> list[Any]:
             parameter.copy_(parameter + 0.01 * draws)
     for publisher in publishers:
         assert not publisher.publish().full
-    told = []
+    told: list[str] = []
     for odd in ({"qk_layernorm": True}, {"moe_router_enable_expert_bias": True}):
         other, _ = model_like_mixtral(
             **odd, **({} if "qk_layernorm" in odd else {"moe_router_score_function": "sigmoid"})
@@ -153,8 +153,7 @@ def test_experts_have_the_names_of_checkpoints(tmp_path: Path, world_size: int) 
 def test_transformers_computes_the_same_with_them(tmp_path: Path) -> None:
     """Its own Mixtral loads the published tensors as a checkpoint, and has the same logits."""
     transformers = pytest.importorskip("transformers")
-    from safetensors.torch import save_file
-
+    save_file = pytest.importorskip("safetensors.torch").save_file
     ranks = run_ranks(2, published, tmp_path, timeout=600.0)
     receiver = WeightReceiver(tmp_path / "hf")
     receiver.update()

@@ -81,11 +81,13 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.image = nn.Conv2d(3, 3, 3).to(memory_format=torch.channels_last)
+        image: Any = nn.Conv2d(3, 3, 3)
+        self.image = image.to(memory_format=torch.channels_last)
         self.phases = nn.Parameter(torch.randn(5, 3, dtype=torch.complex64).t())
 
     def forward(self, values: Tensor) -> Tensor:
-        return self.image(values).sum() + self.phases.abs().sum()
+        total: Tensor = self.image(values).sum() + self.phases.abs().sum()
+        return total
 
 
 def odd_weights() -> None:

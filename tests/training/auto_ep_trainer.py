@@ -78,7 +78,8 @@ class Layer(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         found = self.mlp(self.norm(hidden))
-        return hidden + (found[0] if isinstance(found, tuple) else found)
+        total: Tensor = hidden + (found[0] if isinstance(found, tuple) else found)
+        return total
 
 
 class Inner(nn.Module):
