@@ -147,8 +147,8 @@ def test_scale_costs_a_quarter_bit() -> None:
 def test_lengths_may_be_any_array_of_integers() -> None:
     numels, codec = np.array([[0, 1], [31, 33], [1025, 10**6]]), BlockInt(bits=4)
     expected = [codec.wire_nbytes(int(numel), torch.bfloat16) for numel in numels[:, 1]]
-    given: list[Any] = [numels[:, 1], numels[:, 1].astype(np.int32)]
-    for lengths in given:
+    arrays_of: list[Any] = [numels[:, 1], numels[:, 1].astype(np.int32)]
+    for lengths in arrays_of:
         assert codec.wire_nbytes_of(lengths, torch.bfloat16).tolist() == expected
 
 

@@ -283,7 +283,7 @@ def test_uplinks_of_sites_are_timed_and_planned_with(on_ranks: RunRanks, tmp_pat
         assert read.seconds.value == pytest.approx(row.seconds.value, rel=1e-3)
     assert found.sites_of(range(4)) == 2
     slow = replace(found, uplinks=tuple(
-        replace(row, seconds=row.seconds.times(1000.0)) for row in found.uplinks))  # fmt: skip
+        replace(row, seconds=row.seconds.times(1e6)) for row in found.uplinks))  # fmt: skip
     near, far = (slow.seconds("all_reduce", 1 << 14, 2, 2, sites=sites).value for sites in (1, 2))
     assert far > 100 * near
 
