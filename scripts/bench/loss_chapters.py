@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import loss_study
+from bench.loss_layouts import LAYOUTS
 from hybridcomp.compare import CompareError, Wishes, compared
 from hybridcomp.compare.draw import draw
 from hybridcomp.compare.reading import differences
@@ -24,13 +25,13 @@ class Missing(Exception):
 #: names of islands in a study: steps between meetings, and how they send
 ISLANDS = re.compile(r"H(\d+) (.+)")
 #: chapter -> the layouts that it holds
-LAYOUTS = {
+SHOWN = {
     "loss": [
         name
-        for name, at in loss_study.LAYOUTS.items()
-        if at.engine == "deepspeed" and name != "dp2z0"  # which is for checkpoints of islands
+        for name, at in LAYOUTS.items()
+        if at.engine == "deepspeed" and name not in ("dp2z0", "dp4")
     ],
-    "loss_torch": [name for name, at in loss_study.LAYOUTS.items() if at.engine != "deepspeed"],
+    "loss_torch": [name for name, at in LAYOUTS.items() if at.engine != "deepspeed"],
     "feedback": ["dp2", "ddp2"],
     "rounding": ["dp2", "ddp2"],
 }
@@ -38,53 +39,22 @@ LAYOUTS = {
 
 def loss_chapter(source: Path, out: Path) -> str:
     """Write the chapter of presets and error bounds from loss_study.py's runs. Raises Missing."""
-    return _chapter("loss", LOSS_HEAD, source, out)
+    return study_chapter("loss", LOSS_HEAD, source, out)
 
 
 def torch_chapter(source: Path, out: Path) -> str:
     """Write the same chapter under torch's engines, beside torch's methods. Raises Missing."""
-    return _chapter("loss_torch", TORCH_HEAD, source, out, least=1)
+    return study_chapter("loss_torch", TORCH_HEAD, source, out, least=1)
 
 
-def feedback_chapter(source: Path, out: Path) -> str:
-    """Write the chapter of gradients with and without error feedback. Raises Missing."""
-    return _chapter("feedback", FEEDBACK_HEAD, source, out, picture="feedback")
-
-
-def rounding_chapter(source: Path, out: Path) -> str:
-    """Write the chapter of gradients rounded at random, and what codecs do to Adam's moments.
-
-    ``source`` has unsent.json of scripts/bench/unsent_values.py as well. Raises Missing.
-    """
-    file = source / "unsent.json"
-    if not file.is_file():
-        raise Missing(f"{file}: missing; scripts/bench/unsent_values.py writes it")
-    text = _chapter("rounding", ROUNDING_HEAD, source, out, picture="rounding")
-    counted = json.loads(file.read_text())
-    (out / "rounding_unsent.json").write_text(json.dumps(counted, indent=1) + "\n")
-    names = ("never", "missing", "error", "second")
-    rows = [["way", "kind", *names]] + [
-        [way, kind, *(f"{figures[name]:.4f}" for name in names)]
-        for way, kinds in counted["ways"].items()
-        for kind, figures in kinds.items()
-        if kind in ("embeddings", "matrices") or figures["never"]
-    ]
-    noise = ", ".join(f"{kind} {share:.2f}" for kind, share in counted["noise"].items())
-    command = (
-        f"scripts/bench/unsent_values.py --steps {counted['steps']} --bits 4 --out unsent.json"
-    )
-    told = UNSENT.format(steps=counted["steps"], noise=noise)
-    return "\n".join([text, told, *markdown_rows(rows), f"\n```\n{command}\n```"])
-
-
-def _chapter(
+def study_chapter(
     stem: str, head: str, source: Path, out: Path, least: int = 2, picture: str = "loss"
 ) -> str:
     """Write the chapter of layouts with ``least`` seeds of a finished baseline. Raises Missing.
 
     ``picture``: the first word of the pictures' names.
     """
-    found = {name: Study.of(source / name) for name in LAYOUTS[stem]}
+    found = {name: Study.of(source / name) for name in SHOWN[stem]}
     studies = {name: study for name, study in found.items() if len(study.seeds) >= least}
     if not studies:
         seeds = "two seeds" if least > 1 else "one seed"
@@ -101,7 +71,7 @@ def _chapter(
             blocks[layout] = further
     (out / f"{stem}.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     (out / f"{stem}_blocks.json").write_text(json.dumps(blocks, indent=1) + "\n", encoding="utf-8")
-    missing = [name for name in LAYOUTS[stem] if len(found[name].seeds) < 2]
+    missing = [name for name in SHOWN[stem] if len(found[name].seeds) < 2]
     if missing:
         parts.append(f"\nNot measured yet with several seeds: {', '.join(missing)}.")
     return "\n".join([head, *parts, *commands(studies, stem)])
@@ -140,28 +110,6 @@ native for its first tenth, as it is documented), and FSDP2 with `reduce_dtype=t
 sends fewer bytes than each of them. The final loss is the mean of the last 20 steps; gaps are in
 percent of it, paired by seed, with the 95% interval of their mean (Student's t). Speeds are left
 out: the machine did other work beside it.
-"""
-FEEDBACK_HEAD = """\
-As in [loss](loss.md): the example GPT, 0.85 M parameters, fp32, two CPU ranks, every run of a seed
-on the weights and the data of the baseline's run of that seed, gaps paired by seed with the 95%
-interval of their mean. Only gradients are encoded, by `blockint`; "feedback 32, 8, 4" keeps what an
-encoding left out in residuals of so many bits and adds it to the next message
-(`"error_feedback": {"bits": 8}`), the others give it up.
-"""
-ROUNDING_HEAD = """\
-As in [error feedback and the loss](feedback.md); "random" is `blockint` with
-`"rounding": "random"`, the others round to the nearest level.
-"""
-UNSENT = """
-## What a codec does to a gradient
-
-The gradients of {steps} steps of one native training of 4 samples a step, after clipping, encoded
-in many ways beside it. never: the share of the values that were sent in no step although they were
-not zero in all; missing: the norm of what the sum of all steps lacks over that of the sum; error:
-the norm of the errors of all steps over that of the gradients; second: the root of Adam's second
-moment over that without a codec. Kinds that are not listed (norms, biases) have nothing that was
-never sent. Sampling alone, half the difference between the gradients of a batch's halves, has this
-norm over that of the gradients: {noise}.
 """
 TITLES = {
     "dp2": "ZeRO 1 on two ranks: gradients (dp) and parameters (zero)",
@@ -225,7 +173,7 @@ class Study:
     def scale(self, layout: str) -> tuple[int, float]:
         """Return by what the committed file's batch is divided, and the learning rate."""
         settings = self.done[loss_study.BASELINE][self.seeds[0]]
-        file = loss_study.CONFIGS / loss_study.LAYOUTS[layout].config
+        file = loss_study.CONFIGS / LAYOUTS[layout].config
         batch = "train_micro_batch_size_per_gpu"
         divisor = json.loads(file.read_text())[batch] // settings[batch]
         return divisor, float(settings["optimizer"]["params"]["lr"])
@@ -267,7 +215,7 @@ def commands(studies: Mapping[str, Study], stem: str = "loss") -> list[str]:
     """Return the commands that make the chapter again, from the settings of its runs."""
     layout, study = next(iter(studies.items()))
     settings = study.done[loss_study.BASELINE][study.seeds[0]]
-    committed = json.loads((loss_study.CONFIGS / loss_study.LAYOUTS[layout].config).read_text())
+    committed = json.loads((loss_study.CONFIGS / LAYOUTS[layout].config).read_text())
     divisor, rate = study.scale(layout)
     trained = dict.fromkeys(name for found in studies.values() for name in found.whole)
     peers = [name.removeprefix("peer ") for name in trained if name.startswith("peer ")]

@@ -12,6 +12,7 @@ not repeated: started again, the study goes on where it was cut off.
 --after N trains natively for N steps first, with a checkpoint, and all runs go on from that.
 --peers NAME ... trains other methods too (scripts/bench/train_peer.py), where a layout is data
 parallel: under torch's own engines (ddp2, fsdp2) torch's own.
+--model LAYERS WIDTH HEADS and --muon-lr LR train another size, and with DeepSpeed's Muon.
 """
 
 from __future__ import annotations
@@ -19,59 +20,30 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from hybridcomp.compare import CompareError, Wishes, compare_runs, launch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as the import below
+
+from bench.loss_layouts import LAYOUTS, Layout
+
 SCRIPTS = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(SCRIPTS))
 CONFIGS = SCRIPTS.parent / "configs"
 BASELINE = launch.BASELINE
 PRESETS = ("naive-zfp", "naive-mpc", "mzhybrid", "zhybrid", "recommended")
 #: the run that ends in the checkpoint that the others go on from
 BEFORE = "before"
-
-
-Engine = Literal["deepspeed", "ddp", "fsdp2"]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Layout of the ranks: its DeepSpeed file, their number and the arguments of the example."""
-
-    config: str  # the committed file without a block
-    ranks: int
-    arguments: tuple[str, ...] = ()
-    peers: bool = False  # whether this is data parallelism and nothing else
-    engine: Engine = "deepspeed"
-
-    @property
-    def known_peers(self) -> tuple[str, ...]:
-        """Return the peers that ``--peers`` may name under this layout."""
-        from bench.peers.methods import PEERS
-        from bench.peers.torch_engines import METHODS
-
-        if self.engine == "deepspeed":
-            return tuple(PEERS) if self.peers else ()
-        return tuple(METHODS[self.engine])
-
-
-LAYOUTS = {
-    "dp2": Layout("ds_zero1_baseline.json", 2, peers=True),
-    "dp2z0": Layout("ds_zero0_baseline.json", 2, peers=True),  # whose checkpoints fit any island
-    "pp2": Layout("ds_pipe2_baseline.json", 2, ("--pp", "2")),
-    "pp2dp2": Layout("ds_pipe2_baseline.json", 4, ("--pp", "2")),
-    "3d": Layout("ds_3d_baseline.json", 8, ("--tp", "2", "--pp", "2")),
-    "tp2d": Layout("ds_zero0_baseline.json", 4, ("--tp2d", "2")),  # which no preset names
-    "cp4": Layout("ds_zero1_baseline.json", 4, ("--cp", "4")),  # nor this
-    "ddp2": Layout("ds_zero1_baseline.json", 2, ("--engine", "ddp"), engine="ddp"),
-    "fsdp2": Layout("ds_zero1_baseline.json", 2, ("--engine", "fsdp2"), engine="fsdp2"),
-}
+#: beside the runs: the commands that made them, a line each
+COMMANDS = "commands.txt"
+#: of Nesterov's momentum, as Muon's author has it
+MUON_MOMENTUM = 0.95
 
 
 @dataclass(frozen=True)
@@ -102,10 +74,19 @@ def settings_of(case: Case, options: argparse.Namespace, folder: Path) -> dict[s
     settings["train_micro_batch_size_per_gpu"] = batch // options.divide_batch
     optimizer = settings["optimizer"]["params"]
     optimizer["lr"] = options.lr or optimizer["lr"]
+    highest: float | list[float] = optimizer["lr"]
+    if options.muon_lr:  # whose groups are the matrices and, with AdamW, all the rest
+        decay = {"momentum": MUON_MOMENTUM, "weight_decay": optimizer["weight_decay"]}
+        rates = {"muon_lr": options.muon_lr, "adam_lr": optimizer["lr"]}
+        settings["optimizer"] = {
+            "type": "Muon",
+            "params": {**rates, **decay, "betas": optimizer["betas"], "torch_adam": True},
+        }
+        highest = list(rates.values())
     settings["scheduler"] = {
         "type": "WarmupDecayLR",
         "params": {
-            "warmup_max_lr": optimizer["lr"],
+            "warmup_max_lr": highest,
             "warmup_num_steps": max(2, steps // 10),
             "total_num_steps": steps,
         },
@@ -130,7 +111,7 @@ def train(case: Case, options: argparse.Namespace) -> float | None:
         "--deepspeed_config", str(config), "--data", str(options.data),
         "--steps", str(options.after + options.steps), "--seed", str(case.seed),
         "--print-every", "100", "--log", str(folder / "loss.jsonl"), *more,
-        *checkpoint(case, options),
+        *size(options), *checkpoint(case, options),
     ]  # fmt: skip
     variables = environment(folder)
     if layout.engine != "deepspeed" and case.block is not None:
@@ -138,6 +119,12 @@ def train(case: Case, options: argparse.Namespace) -> float | None:
     config.write_text(json.dumps(settings, indent=1))
     name = f"{case.layout} {case.name} seed {case.seed}"
     return launch.LaunchedTraining(name, folder, command, settings, variables).run()
+
+
+def size(options: argparse.Namespace) -> list[str]:
+    """Return the words that give the example another size."""
+    words = zip(("--layers", "--width", "--heads"), options.model or (), strict=False)
+    return [str(word) for pair in words for word in pair]
 
 
 def checkpoint(case: Case, options: argparse.Namespace) -> list[str]:
@@ -248,6 +235,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--layouts", nargs="+", choices=list(LAYOUTS), default=["dp2", "pp2"])
     add("--presets", nargs="*", choices=PRESETS, default=list(PRESETS))
     add(
+        "--muon-lr",
+        type=float,
+        metavar="LR",
+        help="train all matrices with DeepSpeed's Muon at this rate, norms and biases with AdamW "
+        "at --lr",
+    )
+    add(
+        "--model",
+        type=int,
+        nargs=3,
+        metavar=("LAYERS", "WIDTH", "HEADS"),
+        help="another size of the example (4 128 4: 0.85 M parameters)",
+    )
+    add(
         "--divide-batch",
         type=int,
         default=1,
@@ -264,6 +265,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     found.out, found.data = found.out.resolve(), found.data.resolve()
     if found.after and (found.peers or found.layouts != ["dp2z0"]):
         parser.error("--after: expected --layouts dp2z0 and no --peers, which load no checkpoint")
+    if found.muon_lr and any(LAYOUTS[name].engine != "deepspeed" for name in found.layouts):
+        parser.error("--muon-lr: expected layouts of DeepSpeed, whose optimizer it is")
     for name in found.peers:
         if not any(name in LAYOUTS[layout].known_peers for layout in found.layouts):
             parser.error(f"--peers: no layout of {' '.join(found.layouts)} has {name!r}")
@@ -285,6 +288,7 @@ def study(options: argparse.Namespace) -> None:
     """Train every case, then compare. Raises CompareError, for a lacking package at once."""
     if find_spec("matplotlib") is None:
         raise CompareError("the pictures need matplotlib: pip install 'hybridcomp[plot]'")
+    write_command(options)
     cases = list(cases_of(options))
     for number, case in enumerate(cases, 1):
         seconds = train(case, options)
@@ -293,6 +297,22 @@ def study(options: argparse.Namespace) -> None:
             f"{number}/{len(cases)} {case.layout} {case.name} seed {case.seed}: {took}", flush=True
         )
     tables(options)
+
+
+def write_command(options: argparse.Namespace) -> None:
+    """Add this command to commands.txt beside the runs, without folders of this machine."""
+    told = {name: value for name, value in vars(options).items() if name not in ("data", "out")}
+    words = ["scripts/bench/loss_study.py"]
+    for name, value in told.items():
+        if value or name == "presets":  # all where the option is left out
+            values = value if isinstance(value, list) else [value]
+            words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    line = shlex.join(words)
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / COMMANDS
+    known = file.read_text().splitlines() if file.is_file() else []
+    if line not in known:
+        file.write_text("\n".join([*known, line, ""]))
 
 
 if __name__ == "__main__":

@@ -23,15 +23,8 @@ from hybridcomp.compare.report import as_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
-from bench.loss_chapters import (
-    Missing,
-    Study,
-    feedback_chapter,
-    loss_chapter,
-    rounding_chapter,
-    torch_chapter,
-    untimed,
-)
+from bench.feedback_chapter import feedback_chapter, rounding_chapter
+from bench.loss_chapters import Missing, Study, loss_chapter, torch_chapter, untimed
 from bench.scale_bench.chapter import scale_chapter
 from bench.sync_chapter import sync_chapter
 from bench.training_bench import chapters, gpu_chapter, gpu_losses, paper

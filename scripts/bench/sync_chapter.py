@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from bench import loss_study
 from bench.continued_islands import CONTINUED, continued
 from bench.loss_chapters import ISLANDS, Missing, Study, command_section, untimed
+from bench.loss_layouts import LAYOUTS
 from bench.sites_bench import curves
 from hybridcomp.compare import Wishes, compared
 from hybridcomp.compare.draw import draw
@@ -218,7 +219,7 @@ def traffic(found: SyncStudy) -> list[str]:
     rows = [["run", "kB a step and rank", "bits a parameter a meeting", "drift %"]]
     meetings = [name for name in found.runs if ISLANDS.fullmatch(name) or PEER.fullmatch(name)]
     for name in [*meetings, *(n for n in found.others() if n not in meetings)]:
-        ranks, steps = loss_study.LAYOUTS[LAYOUT].ranks, found.steps()
+        ranks, steps = LAYOUTS[LAYOUT].ranks, found.steps()
         kilobytes = 1e3 * found.sent(name) / ranks / steps
         drift = found.drift(name)
         rows.append([

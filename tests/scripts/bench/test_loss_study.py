@@ -109,6 +109,41 @@ def test_runs_go_on_from_the_checkpoint_of_their_seed(
     assert "--after: expected --layouts dp2z0" in capsys.readouterr().err
 
 
+def test_other_sizes_and_muon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = recorded(monkeypatch)
+    words = ["--layouts", "dp4", "--presets", "--seeds", "3", "--lr", "0.001"]
+    words += ["--muon-lr", "0.02", "--model", "6", "384", "8"]
+    found = options(tmp_path, *words)
+    case = next(loss_study.cases_of(found))
+    loss_study.train(case, found)
+    size = commands[0].index("--layers")
+    assert commands[0][size:] == ["--layers", "6", "--width", "384", "--heads", "8"]
+    assert commands[0][commands[0].index("--num_gpus") + 1] == "4"
+    settings = json.loads((case.folder(found.out) / "ds_config.json").read_text())
+    rates = {"muon_lr": 0.02, "adam_lr": 0.001}
+    assert settings["optimizer"]["type"] == "Muon"
+    assert settings["optimizer"]["params"].items() >= rates.items()
+    assert settings["scheduler"]["params"]["warmup_max_lr"] == [0.02, 0.001]
+    with pytest.raises(SystemExit):
+        options(tmp_path, "--layouts", "ddp2", "--muon-lr", "0.02")
+    assert "--muon-lr: expected layouts of DeepSpeed" in capsys.readouterr().err
+
+
+def test_a_study_leaves_its_commands(tmp_path: Path) -> None:
+    words = ["--layouts", "dp2", "--presets", "--seeds", "3", "4"]
+    for _ in range(2):
+        loss_study.write_command(options(tmp_path, *words))
+    loss_study.write_command(options(tmp_path, *words, "--muon-lr", "0.02"))
+    lines = (tmp_path / "out" / loss_study.COMMANDS).read_text().splitlines()
+    common = "scripts/bench/loss_study.py --steps 1000"
+    assert [line.startswith(common) for line in lines] == [True, True]
+    assert "--seeds 3 4 --layouts dp2 --presets --muon-lr 0.02" in lines[1]
+    again = lines[1].split()[1:]
+    assert options(tmp_path, *again).muon_lr == 0.02 and options(tmp_path, *again).presets == []
+
+
 def test_blocks_for_all_layouts_or_for_each(tmp_path: Path) -> None:
     file, block = tmp_path / "blocks.json", {"dp": "bf16"}
     file.write_text(json.dumps({"mine": block}))

@@ -18,7 +18,7 @@ from tests.compare.made import write_run
 def finish(out: Path, layout: str, name: str, seed: int, factor: float, **more: Any) -> None:
     """A run as loss_study leaves it."""
     block = None if name == "baseline" else {"dp": "bf16"}
-    options = argparse.Namespace(steps=60, after=0, divide_batch=4, lr=3e-4)
+    options = argparse.Namespace(steps=60, after=0, divide_batch=4, lr=3e-4, muon_lr=None)
     case = loss_study.Case(layout, name, block, seed)
     folder = case.folder(out)
     write_run(folder, seed, factor, ledger=block is not None)
@@ -79,6 +79,26 @@ def test_feedback_chapter(tmp_path: Path) -> None:
     assert "(feedback_dp2.png)" in text and "| 4 bits, feedback 8 | 2 |" in text
     assert "Not measured yet with several seeds: ddp2." in text
     assert (out / "feedback_dp2.png").is_file() and not (out / "loss_dp2.png").exists()
+    assert "In other trainings" not in text
+
+
+def test_feedback_in_other_trainings(tmp_path: Path) -> None:
+    """Each has a row, and the difference that feedback makes is paired by seed."""
+    pytest.importorskip("matplotlib")
+    study, out = tmp_path / "study", tmp_path / "out"
+    ways = {"baseline": 1.0, "4 bits": 1.01, "4 bits, feedback 8": 1.03, "5 bits": 1.0}
+    for seed in (0, 1):
+        for name, factor in ways.items():
+            finish(study, "dp2", name, seed, factor)
+            if name != "5 bits":
+                finish(study / "also" / "Muon", "dp4", name, seed, factor)
+    (study / "also" / "Muon" / loss_study.COMMANDS).write_text("loss_study.py --muon-lr 0.5\n")
+    assert results.main(["--feedback", str(study), "--out", str(out)]) == 0
+    text = (out / "feedback.md").read_text()
+    gaps = "+1.00 ± 0.00 | +3.00 ± 0.00 |"
+    assert f"| as above | dp2 | 2 | {gaps} +0.00 ± 0.00 | +2.00 ± 0.00 |" in text
+    assert f"| Muon | dp4 | 2 | {gaps} - | +2.00 ± 0.00 |" in text
+    assert "```\nloss_study.py --muon-lr 0.5\n```" in text
 
 
 def test_rounding_chapter(tmp_path: Path) -> None:
