@@ -11,7 +11,7 @@ REPORT_EVERY = 10
 
 
 class LedgerConfig(Strict):
-    """What is written down about the traffic. Counting itself is always on."""
+    """Say what is written down about the traffic. Counting itself is always on."""
 
     jsonl: str | None = Field(
         None,

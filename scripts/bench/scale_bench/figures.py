@@ -1,4 +1,4 @@
-"""What a step of an engine costs one rank: host time, launches, messages, bytes, memory, files."""
+"""Count what a step costs one rank: host time, launches, messages, bytes, memory, files."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ DTYPE = torch.bfloat16
 
 
 class Shape(NamedTuple):
-    """What the steps send: blocks of a transformer of this width, tokens of a micro-batch."""
+    """Give the width of a transformer's blocks and the tokens of a micro-batch that steps send."""
 
     width: int
     blocks: int
