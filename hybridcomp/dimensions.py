@@ -120,7 +120,7 @@ ROWS: Mapping[Dimension, DimensionRow] = {
         "gradients",
         directions=("forward",),
         timed="at start-up",
-        recommended={"codec": "blockint", "bits": 4, "error_feedback": True},
+        recommended={"codec": "blockint", "bits": 4},
         group="data-parallel",
         two_levels=True,
     ),

@@ -33,11 +33,11 @@ ENGINE = "deepspeed"
 ZERO_STAGES = (0, 1, 2)
 #: blocks of the native models: two numbers of them show which seconds grow with the parameters
 FEW, MANY = 1, 3
-#: blocks of compression: a codec alone, and the preset, with error feedback
+#: blocks of compression: a codec alone, and the preset with error feedback, which costs most
 EIGHT = {"codec": "blockint", "bits": 8}
 STYLES: tuple[Mapping[str, Any], ...] = (
     {"dp": EIGHT, "zero": EIGHT},
-    {"preset": "recommended", "when": "always"},
+    {"preset": "recommended", "when": "always", "dp": {"error_feedback": True}},
 )
 #: micro-batches of a step: the first, with no gradients to add to, one like all others, the last
 MICRO_BATCHES = 3

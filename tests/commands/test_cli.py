@@ -25,13 +25,17 @@ def write(folder: Path, content: Any) -> str:
     return str(path)
 
 
-def test_validate_prints_the_resolved_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_prints_the_resolved_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = CONFIGS / "ds_zero2_recommended.json"
     assert cli.main(["validate", str(path), "--world-size", "2", "--no-pipeline"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"{path}: valid, digest ")
-    assert "dp            blockint(bits=4)" in out
-    assert "error feedback" in out
+    assert "dp            blockint(bits=4)" in out and "error feedback" not in out
+    feedback = write(tmp_path, {"preset": "recommended", "dp": {"error_feedback": True}})
+    assert cli.main(["validate", feedback]) == 0
+    assert "less than bf16, error feedback" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("ds_*.json")), ids=lambda p: p.stem)

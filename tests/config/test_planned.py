@@ -13,7 +13,9 @@ from hybridcomp.errors import ConfigError
 from tests.config.common import parse
 
 LAYOUT = {"data": 2, "stages": 2, "zero_stage": 1}
-BLOCK = {"preset": "recommended", "zero": "none", "min_bytes": 1024}
+BLOCK = {
+    "preset": "recommended", "dp": {"error_feedback": True}, "zero": "none", "min_bytes": 1024,
+}  # fmt: skip
 
 
 def write(folder: Path, **changed: Any) -> str:

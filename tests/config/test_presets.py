@@ -13,16 +13,20 @@ from tests.config.common import parse
 
 
 def test_preset_with_overrides() -> None:
-    config = parse({"preset": "recommended", "dp": {"bits": 3}, "zero": "mpc", "tp": "none"})
+    config = parse(
+        {"preset": "recommended", "dp": {"error_feedback": True}, "zero": "mpc", "tp": "none"}
+    )
     codecs = config.policy().codecs
-    assert codecs["dp", "forward"] == BlockInt(3)
-    assert config.error_feedback("dp"), "what the override does not name stays the preset's"
+    assert codecs["dp", "forward"] == BlockInt(4), "what the override does not name stays"
+    assert config.error_feedback("dp")
     assert codecs["zero", "forward"] == Mpc()
     assert codecs["tp", "forward"] is None
     assert codecs["pp", "backward"] == BlockInt(8)
     assert config.explicit == {"dp", "zero", "tp"}
-    replaced = parse({"preset": "recommended", "dp": {"codec": "blockint", "bits": 8}})
-    assert not replaced.error_feedback("dp"), "a codec replaces the whole dimension"
+    fewer = parse({"preset": "recommended", "dp": {"bits": 3}})
+    assert fewer.policy().codecs["dp", "forward"] == BlockInt(3)
+    replaced = parse({"preset": "recommended", "zero": {"codec": "zfp", "rate": 8}})
+    assert replaced.policy().codecs["zero", "forward"] == Zfp(8)
     way = parse({"preset": "recommended", "pp": {"backward": {"bits": 4}}}).policy().codecs
     assert (way["pp", "forward"], way["pp", "backward"]) == (BlockInt(8), BlockInt(4))
     both = parse({"preset": "recommended", "pp": {"forward": "mpc", "backward": "bf16"}})

@@ -94,7 +94,7 @@ def test_budgets() -> None:
 
     recommended = AllowedChoices.parse("recommended")
     assert settings(recommended, ("dp", "forward")) == [
-        "native", "expcode()", "blockint(bits=8)", "blockint(bits=4) feedback",
+        "native", "expcode()", "blockint(bits=8)", "blockint(bits=4)",
     ]  # fmt: skip
     assert "blockint(bits=4) delta" in settings(recommended, ("zero", "forward"))
     assert not any("delta" in one for one in settings(recommended, ("zero", "forward"), 3))

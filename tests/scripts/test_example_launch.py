@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 6
 BLOCK: dict[str, Any] = {
     "preset": "recommended",
+    "dp": {"error_feedback": True},
     "when": "always",
     "min_bytes": 0,
     "ledger": {"jsonl": "compressed/ledger.jsonl"},

@@ -36,7 +36,12 @@ BLOCKS: dict[str, dict[str, Any] | None] = {
     "native": None,
     "none": dict.fromkeys(("dp", "zero", "tp", "pp"), "none"),
     "lossless": {"preset": "naive-mpc", "min_bytes": 0},
-    "recommended": {"preset": "recommended", "when": "always", "min_bytes": 0},
+    "recommended": {
+        "preset": "recommended",
+        "when": "always",
+        "min_bytes": 0,
+        "dp": {"error_feedback": True},
+    },
     "directions": {
         "preset": "recommended",
         "when": "always",

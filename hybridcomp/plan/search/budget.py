@@ -17,9 +17,10 @@ from hybridcomp.plan.choices import NATIVE, Choice
 LOSSLESS = (Choice.of("expcode"),)
 #: lossless on deltas: twice the saving of a lossless codec on weights (docs/deltas.md)
 LOSSLESS_DELTA = (Choice.of({"codec": "mpc", "delta": True}), Choice.of("stepcode"))
-#: as the preset ``recommended``: 4 bits where error feedback or a delta corrects the error
+#: as the preset ``recommended``: 4 bits for gradients, whose error the optimizer averages over
+#: steps (docs/results/feedback.md), and where a delta corrects it
 BITS_8 = (Choice.of({"codec": "blockint", "bits": 8}),)
-BITS_4_FEEDBACK = (Choice.of({"codec": "blockint", "bits": 4, "error_feedback": True}),)
+BITS_4 = (Choice.of({"codec": "blockint", "bits": 4}),)
 BITS_4_DELTA = (Choice.of({"codec": "blockint", "bits": 4, "delta": True}),)
 #: ``dp`` bounds above this one get error feedback (configs/README.md)
 FEEDBACK_FROM = 0.005
@@ -140,9 +141,9 @@ def _named(dimension: Dimension, name: str) -> tuple[Choice, ...]:
     lossless = LOSSLESS + (LOSSLESS_DELTA if ROWS[dimension].sends_deltas else ())
     if name == "lossless":
         return lossless
-    feedback = BITS_4_FEEDBACK if ROWS[dimension].keeps_residuals else ()
+    gradients = BITS_4 if ROWS[dimension].keeps_residuals else ()
     deltas = BITS_4_DELTA if ROWS[dimension].sends_deltas else ()
-    return (*lossless, *BITS_8, *feedback, *deltas)
+    return (*lossless, *BITS_8, *gradients, *deltas)
 
 
 def _bounded(dimension: Dimension, bound: float) -> tuple[Choice, ...]:

@@ -21,7 +21,7 @@ from hybridcomp.plan.machines.rows import TrainedSmall
 from hybridcomp.plan.request import Batch, SearchLimits
 from tests.plan.clusters import cluster, small
 
-FEEDBACK: Mapping[str, Any] = {"preset": "recommended"}
+FEEDBACK: Mapping[str, Any] = {"preset": "recommended", "dp": {"error_feedback": True}}
 #: what the made-up engine takes: for a micro-batch and a step, each time and for each value
 MICRO, STEP, MORE = Line(2e-3, 1e-9), Line(5e-3, 3e-9), 4e-9
 PARAMETERS = 1_000_000
