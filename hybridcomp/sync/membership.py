@@ -16,6 +16,7 @@ from hybridcomp.config.rendezvous import RendezvousConfig
 from hybridcomp.errors import HybridcompError, PeerError
 from hybridcomp.job import small_messages
 from hybridcomp.sync.courier import Courier
+from hybridcomp.sync.departure import depart
 from hybridcomp.sync.rendezvous import Rendezvous
 from hybridcomp.sync.roster import Reached, Roster
 from hybridcomp.sync.store_line import KEY, StoreLine
@@ -142,16 +143,11 @@ class Membership:
     def leave(self, under_way: int) -> None:
         """Leave the run, so that nobody waits for this island. No collective.
 
-        ``under_way``: meetings to which it has sent its message, or is sending it. It counts, where
-        it is at the rendezvous within ``timeout_s``.
+        ``under_way``: meetings to which it has sent its message, or is sending it (``departure``).
         """
-        unsent = self.courier.close(self._limit_s)
-        if not self.own or self.meet.place:
-            return
-        try:
-            self.meet.leave(self.own, self.last.number + under_way - unsent + 1)
-        except PeerError as error:  # the others wait once, or have gone with the store
-            self._say(f"sync: island {self.own} ends without a word: {error}")
+        first = self.last.number + 1
+        numbers = range(first, first + under_way)
+        depart(self.meet, self.courier, self.own, numbers, self._limit_s, self._say)
 
     def _of_first(self, work: Callable[[], Any]) -> Any:
         """Return on all ranks what ``work`` gives on the first; raise on all what it raises."""
