@@ -73,10 +73,10 @@ class Once:
     def __init__(self) -> None:
         self._told: set[str] = set()
 
-    def __call__(self, *texts: str) -> None:
+    def __call__(self, *texts: str, anywhere: bool = False) -> None:
         fresh = [text for text in dict.fromkeys(texts) if text not in self._told]
         self._told.update(fresh)
-        say(*fresh)
+        say(*fresh, anywhere=anywhere)
 
     def forget(self) -> None:
         """Forget the printed texts, for another job in the same process."""

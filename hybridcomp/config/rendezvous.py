@@ -21,8 +21,9 @@ class RendezvousConfig(Strict):
     name: str | None = Field(
         None,
         min_length=1,
-        description="What the island is called, in messages and when it comes again; each has its "
-        "own. Default: a number, from 0 on as they come.",
+        description="What the island is called, in messages and when it comes again. Each has its "
+        "own: a name that a living island has is an error. Default: a number, from 0 on as they "
+        "come.",
     )
     at_start: int = Field(
         2, ge=1, description="Islands with which a run begins. Others join at a later meeting."

@@ -75,18 +75,25 @@ _registered_in: list[int] = []  # process with a registered end: forks inherit t
 
 def open_account(gains: Gains, report: str) -> Account:
     """Open the account of a model on rank 0, which the job's last line includes."""
-    if os.getpid() not in _registered_in:
-        _registered_in[:] = [os.getpid()]
-        _accounts.clear()
-        util.Finalize(None, _end, exitpriority=0)
+    _register_end()
     account = Account(gains, report)
     _accounts.append(account)
     return account
 
 
 def close_at_the_end(one: Closable) -> None:
-    """Close ``one`` before the last line, unless it was dropped: who waits for it is told."""
+    """Close ``one`` before the process ends, unless it was dropped: who waits for it is told."""
+    _register_end()
     _open.add(one)
+
+
+def _register_end() -> None:
+    """Have this process close what is open at its end; a fork inherits its parent's."""
+    if os.getpid() not in _registered_in:
+        _registered_in[:] = [os.getpid()]
+        _accounts.clear()
+        _open.clear()
+        util.Finalize(None, _end, exitpriority=0)
 
 
 def _end() -> None:

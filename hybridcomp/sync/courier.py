@@ -8,16 +8,16 @@ and goings are as without threads, and so are the bits.
 * **What is held**: at most as many messages as meetings may be under way, of each island one.
 * **A failure** in a thread ends it. The next call of any method raises it, ``check`` at the next
   step at the latest, and so does every later one.
-* **The end**: ``close`` posts what is left, for as long as it is told, and ends both threads. A
-  process that ends without it ends them as well: to the others it was killed.
+* **The end**: ``close`` posts what is left, for as long as it is told, and ends both threads. At
+  the normal end of a process the session closes its meetings and so this, on every rank.
 """
 
 from __future__ import annotations
 
-import atexit
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from multiprocessing import util
 
 from hybridcomp.errors import HybridcompError, PeerError
 from hybridcomp.sync.rendezvous import Rendezvous
@@ -44,11 +44,12 @@ class Courier:
         #: what is to be taken; True: it was decided that it counts, and nobody asks if it stands
         self._wanted: dict[Place, bool] = {}
         self._found: dict[Place, bytearray | None] = {}
-        self._problem: Exception | None = None
+        self.problem: Exception | None = None
         self._ended = False
         self._threads = [self._started(self._send, meet), self._started(self._fetch, meet)]
-        # a thread that is inside torch when the interpreter ends would abort the process
-        atexit.register(self.close, 0.0)
+        # a thread that is inside torch when the interpreter ends would abort the process: where
+        # nothing has closed this (priority 0), it loses what is unsent
+        self._net = util.Finalize(None, self.close, (0.0,), exitpriority=-1)
 
     def send(self, own: str, number: int, message: memoryview) -> None:
         """Post this rank's message for a meeting as soon as those before are; it is not copied."""
@@ -105,21 +106,19 @@ class Courier:
         Returns how many messages were not posted.
         """
         with self._changed:
-            self._changed.wait_for(
-                lambda: not self._unsent or self._problem or self._ended, seconds
-            )
+            self._changed.wait_for(lambda: not self._unsent or self.problem or self._ended, seconds)
             self._ended, self._wanted, self._found = True, {}, {}
             self._changed.notify_all()
         for thread in self._threads:
             thread.join(REQUEST_ENDS_S)
-        atexit.unregister(self.close)
+        self._net.cancel()
         return len(self._unsent)
 
     # inside
 
     def _raise(self) -> None:
-        if self._problem is not None:
-            raise self._problem
+        if self.problem is not None:
+            raise self.problem
 
     def _await(self, there: Callable[[], bool]) -> None:
         """Wait, with the lock, until something is there; raise what goes wrong.
@@ -127,7 +126,7 @@ class Courier:
         Not without a limit: each request of the threads has one.
         """
         self._changed.notify_all()
-        self._changed.wait_for(lambda: there() or self._problem)
+        self._changed.wait_for(lambda: there() or self.problem)
         if not there():
             self._raise()
 
@@ -148,7 +147,7 @@ class Courier:
                 words = f"{KEY}: a thread that carries messages has failed: {error!r}"
                 error = PeerError(f"{words}; report it with the lines above")
             with self._changed:
-                self._problem = self._problem or error
+                self.problem = self.problem or error
                 self._changed.notify_all()
 
     def _send(self, meet: Rendezvous) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.sync.exact_sends import start_gather
+from hybridcomp.sync.kept_gradients import KeptGradients
 from hybridcomp.sync.progress import Part
 
 
@@ -26,6 +27,7 @@ class Masters:
             these from them. A collective of the island where they are cut over its ranks.
         replicated: whether ranks of the island hold the same vector, so that each sends a part.
         replicas: the ranks that do; None: all of the island.
+        kept: watches for gradients that are kept over a meeting; None: the engine clears them.
     """
 
     pieces: Sequence[tuple[str, int]]
@@ -33,6 +35,7 @@ class Masters:
     written: Callable[[], None]
     replicated: bool
     replicas: dist.ProcessGroup | None = None
+    kept: KeptGradients | None = None
 
     @property
     def numel(self) -> int:

@@ -6,6 +6,7 @@ the others, errors as well.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from hybridcomp.config.rendezvous import RendezvousConfig
 from hybridcomp.errors import HybridcompError, PeerError
 from hybridcomp.job import small_messages
 from hybridcomp.sync.courier import Courier
+from hybridcomp.sync.departure import depart
+from hybridcomp.sync.held_name import HeldName
 from hybridcomp.sync.rendezvous import Rendezvous
 from hybridcomp.sync.roster import Reached, Roster
 from hybridcomp.sync.store_line import KEY, StoreLine
@@ -62,12 +65,21 @@ class Membership:
         self.own, self.last = "", Roster(-1, [])
         self.left_out = self.joined = 0
 
+        self._held: HeldName | None = None
+
         def introduced() -> tuple[str, str]:
             name = self.meet.named(jobs.name)
-            return name, self.meet.compare(facts, name)
+            run = self.meet.compare(facts, name)
+            self._held = HeldName(line, name)
+            self._held.take()
+            return name, run
 
         self.name, self.run = self._of_first(introduced)
-        self.courier = Courier(self.meet, dist.get_world_size())
+        try:
+            self.courier = Courier(self.meet, dist.get_world_size())
+        except HybridcompError:
+            self._release()
+            raise
 
     def join(self, reached: Reached, has_state: Callable[[Roster], bool]) -> None:
         """Announce this island and wait until it is in; a collective of the island.
@@ -75,11 +87,12 @@ class Membership:
         Args:
             reached: how far its own state had got.
             has_state: gets start copies and momentum as a decision says; False where none come.
+
+        Raises AgreementError where another living island has its name, PeerError where it is not
+        let in or gets no weights.
         """
         for _ in range(TRIES):
-            since, self.own = self._of_first(
-                lambda: (self.meet.decisions(), self.meet.announce(self.name, reached))
-            )
+            since, self.own = self._of_first(functools.partial(self._announced, reached))
             self.last = self.meet.admitted(self.own, since, self._say)
             if has_state(self.last):
                 self._tell_joined()
@@ -142,16 +155,22 @@ class Membership:
     def leave(self, under_way: int) -> None:
         """Leave the run, so that nobody waits for this island. No collective.
 
-        ``under_way``: meetings to which it has sent its message, or is sending it. It counts, where
-        it is at the rendezvous within ``timeout_s``.
+        ``under_way``: meetings to which it has sent its message, or is sending it (``departure``).
         """
-        unsent = self.courier.close(self._limit_s)
-        if not self.own or self.meet.place:
-            return
-        try:
-            self.meet.leave(self.own, self.last.number + under_way - unsent + 1)
-        except PeerError as error:  # the others wait once, or have gone with the store
-            self._say(f"sync: island {self.own} ends without a word: {error}")
+        first = self.last.number + 1
+        numbers = range(first, first + under_way)
+        depart(self.meet, self.courier, self.own, numbers, self._limit_s, self._say)
+        self._release()
+
+    def _announced(self, reached: Reached) -> tuple[int, str]:
+        """Return how many decisions there were, and what the island is called from now on."""
+        assert self._held is not None, "the first rank"
+        self._held.take()  # another may have it where this was stopped
+        return self.meet.decisions(), self.meet.announce(self.name, reached)
+
+    def _release(self) -> None:
+        if self._held is not None:
+            self._held.release()
 
     def _of_first(self, work: Callable[[], Any]) -> Any:
         """Return on all ranks what ``work`` gives on the first; raise on all what it raises."""

@@ -76,6 +76,10 @@ class StoreLine:
         """Set ``key`` unless somebody has; return what it holds then: all get the same."""
         return self._ask(lambda: bytes(self._store.compare_set(key, "", value)))
 
+    def swap(self, key: str, before: str, value: str) -> None:
+        """Set ``key`` where it holds ``before``."""
+        self._ask(lambda: self._store.compare_set(key, before, value))
+
     def add(self, key: str, amount: int) -> int:
         """Add to the number ``key``, 0 in the beginning; return the sum."""
         return self._ask(lambda: int(self._store.add(key, amount)))

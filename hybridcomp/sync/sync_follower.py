@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ class SyncFollower(ABC):
         self._loaded: Sequence[Mapping[str, Any]] | None = None
         self._figures = Figures()
         self._inside: dist.ProcessGroup | None = None
+        self._told_kept = False
 
     @property
     def masters(self) -> Masters:
@@ -134,6 +136,19 @@ class SyncFollower(ABC):
                 written |= self._take()
         if written:
             self.masters.written()
+            if self.masters.kept is not None and not self._told_kept:
+                self.masters.kept.watch(functools.partial(self._keeps_gradients, self.clock))
+
+    def _keeps_gradients(self, met: int) -> None:
+        """Say once, on the first rank of the island, that gradients are older than a meeting."""
+        island, self._told_kept = self._island(), True
+        if island is not None:
+            self._say(
+                f"sync: island {island} keeps gradients over the meeting after step {met} and adds "
+                "those of other weights to them; call zero_grad() after every optimizer step, or "
+                "choose `every` so that islands meet where an accumulation ends",
+                anywhere=True,
+            )
 
     @abstractmethod
     def _send(self, index: int) -> None:
@@ -193,6 +208,8 @@ class SyncFollower(ABC):
     def close(self) -> None:
         """Free start copies, momentum, residuals and what is under way. No collective."""
         self.progress = Progress()
+        if self._masters is not None and self._masters.kept is not None:
+            self._masters.kept.stop()
         self._masters = self._loaded = None
 
     @abstractmethod

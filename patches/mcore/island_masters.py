@@ -24,6 +24,7 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.job import small_messages
 from hybridcomp.sync import Masters
 from hybridcomp.sync.exact_sends import broadcast
+from hybridcomp.sync.kept_gradients import KeptGradients, before_output
 
 KEY = "compression.sync"
 DISTRIBUTED = "DistributedOptimizer"
@@ -133,6 +134,10 @@ def masters_of(optimizer: Any, wrapper: Any, island: Ranks, todo: str) -> Master
         functools.partial(_written, leaves, common),
         replicated=not sharded,
         replicas=wrapper.dp_cp_group,
+        kept=KeptGradients(
+            lambda: [getattr(p, "main_grad", None) for p in wrapper.module.parameters()],
+            functools.partial(before_output, wrapper),
+        ),
     )
 
 

@@ -14,6 +14,7 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common.parameter_names import named_once
 from hybridcomp.sync import Masters
+from hybridcomp.sync.kept_gradients import KeptGradients, before_leaves
 from hybridcomp.sync.masters import in_memory, piece_of
 
 KEY = "compression.sync"
@@ -45,6 +46,10 @@ def masters_of(model: nn.Module) -> Masters:
             lambda: [in_memory(parameter.data) for parameter in found.values()],
             _nothing,
             replicated=True,
+            kept=KeptGradients(
+                lambda: [parameter.grad for parameter in found.values()],
+                functools.partial(before_leaves, found.values),
+            ),
         )
     shards = _sharded(model)
     managed = {id(one.sharded_param) for one in shards}
@@ -59,6 +64,10 @@ def masters_of(model: nn.Module) -> Masters:
         lambda: [in_memory(_local(one)) for one in trained],
         functools.partial(_gather_again, model),
         replicated=False,
+        kept=KeptGradients(
+            lambda: [gradient for one in trained for gradient in _gradients(one)],
+            functools.partial(before_leaves, lambda: list(map(_whole, trained))),
+        ),
     )
 
 
@@ -87,6 +96,18 @@ def _sharded(model: nn.Module) -> Sequence[Any]:
 def _mesh_ranks(one: Any) -> list[int]:
     found: list[int] = one.sharded_param.device_mesh.mesh.flatten().tolist()
     return found
+
+
+def _whole(one: Any) -> Tensor:
+    """Return the leaf of the graph that stands for a parameter."""
+    found: Tensor = getattr(one, "_unsharded_param", one.sharded_param)
+    return found
+
+
+def _gradients(one: Any) -> list[Tensor | None]:
+    """Return what a backward pass adds to: shards, and what was not reduced yet."""
+    whole = one.unsharded_accumulated_grad
+    return [one.sharded_param.grad, _whole(one).grad, whole]
 
 
 def _local(one: Any) -> Tensor:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import hybridcomp
+from hybridcomp import log
 from hybridcomp.errors import PeerError
 from hybridcomp.sync import courier as courier_module
 from hybridcomp.sync.courier import Courier
-from hybridcomp.sync.rendezvous import Rendezvous
+from hybridcomp.sync.departure import depart
+from hybridcomp.sync.rendezvous import BYE, HERE, Rendezvous
 from hybridcomp.sync.store_line import StoreLine
 from tests.ranks import run_ranks
-from tests.sync.jobs import block, rendezvous
+from tests.sync.jobs import beside, block, rendezvous
 from tests.sync.torch_job import Job
 
 
@@ -115,6 +120,78 @@ def test_the_end_waits_no_longer_than_it_is_told(monkeypatch: pytest.MonkeyPatch
         assert courier.close(0.05) == 3  # one is held up
         monkeypatch.undo()
         meet.opened.set()
+
+
+def test_what_is_lost_at_the_end_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second rank of an island cannot send its second message; the first says goodbye."""
+    monkeypatch.setattr(courier_module, "REQUEST_ENDS_S", 0.1)
+    with met(2) as (meet, make):
+        first, second, held_up = make(), make(), copy.copy(meet)
+        meet.opened.set()
+        for courier in (first, second):
+            courier.send("a", 1, memoryview(b"x"))
+            courier.wait_sent(1)
+        first.send("a", 2, memoryview(b"x"))
+        first.wait_sent(2)
+        meet.opened.clear()
+        second.send("a", 2, memoryview(b"x"))
+        held_up.place = 1
+        depart(held_up, second, "a", range(1, 3), 0.05, log.say)
+        told = "rank 1 of island a ends and loses its message for 1 meeting(s), which the others "
+        assert told in capsys.readouterr().out
+        depart(meet, first, "a", range(1, 3), 0.05, log.say)
+        words = "island a ends and loses 1 meeting(s), which the others hold without it: another "
+        assert words in capsys.readouterr().out
+        assert meet.line.get("stands/1/a") == HERE and meet.line.get("stands/2/a") == BYE
+        monkeypatch.undo()
+        meet.opened.set()
+
+
+#: jobs that live until their process ends
+KEPT: list[Job] = []
+
+
+class Slow(Rendezvous):
+    """A rendezvous over a slow link."""
+
+    def post(self, own: str, number: int, message: bytes | memoryview) -> None:
+        time.sleep(0.7)
+        super().post(own, number, message)
+
+
+def ends_while_it_sends(address: str) -> None:
+    """Train, and end as a script does, with a message under way that the second rank sends late."""
+    told = block(address, preset="wsp")
+    told["sync"]["islands"]["name"] = "ends"
+    job = Job(told).build().train(3)
+    KEPT.append(job)
+    if dist.get_rank():
+        meet: Any = job.job_meetings.membership.meet
+        meet.__class__ = Slow
+        job.job_meetings.membership.courier.close(10.0)
+        job.job_meetings.membership.courier = Courier(meet, 2)
+    job.train(1)
+
+
+def goes_on(address: str) -> list[tuple[list[str], list[str]]]:
+    """Train an island; who was present and who silent at each meeting."""
+    told = block(address, preset="wsp")
+    told["sync"]["islands"]["name"] = "goes-on"
+    job, found = Job(told, first=2).build(), []
+    for _ in range(4):
+        last = job.train(2).job_meetings.membership.last
+        found.append((sorted(last.present), last.silent))
+    hybridcomp.detach(job.model)
+    return found
+
+
+def test_what_a_rank_still_sends_at_the_end_of_its_process_counts() -> None:
+    with rendezvous() as address:
+        _, (found, _) = beside((2, ends_while_it_sends, (address,)), (2, goes_on, (address,)))
+    both = ["ends", "goes-on"]
+    assert found == [([], []), (both, []), (both, []), (["goes-on"], [])]
 
 
 def loses_its_rendezvous() -> tuple[int, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import io
 import json
 import weakref
 from collections.abc import Iterator
@@ -154,8 +156,38 @@ def anew() -> None:
         assert MegatronIslandJob(plain).train(1).meetings.clock == 1
 
 
+def overflowing() -> None:
+    """A real overflow in fp16 shrinks the loss scale of one island; all meet as ever."""
+    for sharded in (False, True):
+        told = block(preset="local-sgd", every=2)
+        settings = {**SHARDED, "linear": False} if sharded else PLAIN
+        job = Job(**settings, loss_scale=2.0**10, block=told)
+        said = io.StringIO()
+        with groups_of(job):
+            ours = MegatronIslandJob(job).train(1)
+            scaler = ours.optimizer.chained_optimizers[0].grad_scaler
+            if dist.get_rank() == 1:
+                scaler._scale.fill_(2.0**40)  # gradients in fp16 end at 2^16
+            before = ours.weights()
+            with contextlib.redirect_stdout(said):
+                ours.train(1)
+            assert ours.meetings.clock == 2
+            row = ours.meetings.row()
+            assert row is not None and (row["meetings"], row["skipped"]) == (1.0, 0.0)
+            mine = ours.weights()
+            assert torch.equal(*gathered(mine)) and bool(mine.isfinite().all())
+            assert not torch.equal(mine, before)  # that of the mean
+            assert float(scaler.scale) == (2.0**39 if dist.get_rank() else 2.0**10)
+        words = (
+            "sync: step 2: island 1 skips its step for an overflow, goes on with a loss scale of "
+            "5.49756e+11, and meets the others as ever"
+        )
+        assert (words in said.getvalue()) == (dist.get_rank() == 1), said.getvalue()
+
+
 def by_day(folder: str) -> None:
     anew()
+    overflowing()
     every_step([(Job(**SHARDED, bf16=True, overlap=True), 1, "expcode")])
     as_simulated()
     reported(folder)

@@ -43,6 +43,7 @@ class Job:
     overlap: bool = False  # of gradient reduction, parameter gather and pipeline sends
     batch_p2p: bool = True
     bf16: bool = False
+    loss_scale: float | None = None  # of the first step: the job is in fp16
     recompute: bool = False
     average: bool = False  # average_in_collective
     optimizer: str = "adam"
@@ -197,7 +198,7 @@ def train_step(job: Job, chunks: Sequence[Any], optimizer: Any, step: int) -> li
         forward_only=False,
     )
     success, _, _ = optimizer.step()
-    assert success
+    assert success or job.loss_scale is not None
     return [sum(float(part["loss"]) for part in found) / len(found)] if found else []
 
 
@@ -275,29 +276,34 @@ def wrap(job: Job, config: Any, models: Sequence[Any], **groups: Any) -> tuple[l
         use_distributed_optimizer=job.distributed_optimizer,
         overlap_grad_reduce=job.overlap,
         overlap_param_gather=job.overlap and job.distributed_optimizer,
-        grad_reduce_in_fp32=job.bf16,
+        grad_reduce_in_fp32=config.params_dtype != torch.float32,
         average_in_collective=job.average,
         bucket_size=4000 if job.overlap else None,
     )
     groups = groups or _groups(job)
     chunks = [DistributedDataParallel(config, ddp_config, model, **groups) for model in models]
     config.finalize_model_grads_func = finalize_model_grads
+    scaled = job.loss_scale is not None
     if job.overlap:
         config.no_sync_func = (
             [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
         )
     settings: dict[str, Any] = {
         "optimizer": job.optimizer, "lr": job.lr, "weight_decay": 0.0, "clip_grad": job.clip,
-        "sgd_momentum": 0.0, "bf16": job.bf16,
+        "sgd_momentum": 0.0, "bf16": job.bf16, "fp16": scaled,
         "params_dtype": config.params_dtype, "use_distributed_optimizer": job.distributed_optimizer,
         "overlap_param_gather": job.overlap and job.distributed_optimizer,
     }  # fmt: skip
+    if scaled:
+        settings |= {"initial_loss_scale": job.loss_scale, "hysteresis": 1}
     if job.linear:
         settings |= {"adam_beta1": 0.0, "adam_beta2": 0.0, "adam_eps": 1e6, "lr": 1e6 * job.lr}
     known = {field.name for field in fields(OptimizerConfig)}  # 0.13 has no overlap_param_gather
     settings = {name: value for name, value in settings.items() if name in known}
     gloo = {"use_gloo_process_groups": False} if groups else {}
     optimizer = get_megatron_optimizer(OptimizerConfig(**settings), chunks, **gloo, **groups)
+    if scaled:
+        config.grad_scale_func = optimizer.scale_loss
     return chunks, optimizer
 
 
@@ -326,14 +332,14 @@ def model_config(job: Job) -> Any:
             "recompute_granularity": "full", "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }  # fmt: skip
+    dtype = torch.bfloat16 if job.bf16 else torch.float32 if job.loss_scale is None else torch.half
     return TransformerConfig(
         num_layers=job.layers, hidden_size=WIDTH, num_attention_heads=HEADS,
         use_cpu_initialization=True,
         tensor_model_parallel_size=job.tp, pipeline_model_parallel_size=job.pp,
         virtual_pipeline_model_parallel_size=job.virtual, expert_model_parallel_size=job.ep,
-        sequence_parallel=job.sequence_parallel, bf16=job.bf16,
-        params_dtype=torch.bfloat16 if job.bf16 else torch.float32,
-        pipeline_dtype=torch.bfloat16 if job.bf16 else torch.float32,
+        sequence_parallel=job.sequence_parallel, bf16=job.bf16, fp16=job.loss_scale is not None,
+        params_dtype=dtype, pipeline_dtype=dtype,
         hidden_dropout=0.0, attention_dropout=0.0, gradient_accumulation_fusion=False,
         bias_dropout_fusion=False, masked_softmax_fusion=False, persist_layer_norm=False,
         batch_p2p_comm=job.batch_p2p, overlap_p2p_comm=job.overlap and not job.batch_p2p,
@@ -360,7 +366,7 @@ def _model(job: Job, config: Any, index: int) -> Any:
     ).to(_device())
     for parameter in model.parameters():
         tensor_parallel_defaults(parameter)
-    return Float16Module(config, model) if job.bf16 else model
+    return model if config.params_dtype == torch.float32 else Float16Module(config, model)
 
 
 def tensor_parallel_defaults(parameter: Tensor) -> None:

@@ -1,0 +1,90 @@
+"""Notice gradients that are kept over a meeting: those of the new weights would be added to them.
+
+A meeting comes after an optimizer step, when scripts are about to clear the gradients. Whether they
+do is seen when the next backward pass begins: until then gradients may be cleared at any time, as
+between the forward and the backward pass. DeepSpeed clears them in its step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+Look = Callable[[], None]
+
+
+class Hook(Protocol):
+    """Handle of a hook of torch."""
+
+    def remove(self) -> None:
+        """Remove the hook."""
+
+
+class KeptGradients:
+    """Watch for the first backward pass after a meeting, on one rank."""
+
+    def __init__(
+        self,
+        gradients: Callable[[], Iterable[Tensor | None]],
+        before: Callable[[Look], list[Hook]],
+    ) -> None:
+        """Watch nothing yet.
+
+        Args:
+            gradients: returns what a backward pass adds to, as it is now.
+            before: has a function called at the beginning of each backward pass, before any
+                gradient is added, until the hooks that it returns are removed.
+        """
+        self._gradients, self._before = gradients, before
+        self._hooks: list[Hook] = []
+
+    def watch(self, found: Callable[[], object]) -> None:
+        """Call ``found`` if the next backward pass begins with gradients that are not zero."""
+        self.stop()
+        self._hooks = self._before(functools.partial(self._look, found))
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _look(self, found: Callable[[], object]) -> None:
+        if self._hooks:
+            self.stop()
+            if _any(self._gradients()):
+                found()
+
+
+def before_leaves(leaves: Callable[[], Iterable[Tensor]], look: Look) -> list[Hook]:
+    """Call ``look`` before the gradient of any of ``leaves`` is added: before all others', too."""
+    return [_of(leaf, look) for leaf in leaves() if leaf.requires_grad]
+
+
+def before_output(module: nn.Module, look: Look) -> list[Hook]:
+    """Call ``look`` when the gradient of an output of ``module`` is there.
+
+    For engines whose kernels add gradients of weights before autograd calls hooks of these.
+    """
+
+    def passed(_: nn.Module, __: object, output: Any) -> None:
+        for tensor in output if isinstance(output, (list, tuple)) else [output]:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                _of(tensor, look)
+
+    return [module.register_forward_hook(passed)]
+
+
+def _any(gradients: Iterable[Tensor | None]) -> bool:
+    """Return whether any value is not zero; waits for the device where there is one."""
+    local = [getattr(one, "_local_tensor", one) for one in gradients if one is not None]
+    dense = [one._values() if one.is_sparse else one for one in local]
+    return bool(dense) and bool(torch.stack([one.detach().any() for one in dense]).any())
+
+
+def _of(tensor: Any, look: Look) -> Hook:
+    hook: Hook = tensor.register_hook(lambda _: look())
+    return hook
