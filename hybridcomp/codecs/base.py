@@ -19,6 +19,7 @@ from hybridcomp.codecs.checks import VALUE_DTYPES, check_add, check_decode, chec
 from hybridcomp.codecs.launches import (
     CollectiveKernel,
     MultiTensorKernel,
+    PieceKernel,
     PlannedKernel,
 )
 from hybridcomp.codecs.quantized_residual import QuantizedResidual
@@ -26,8 +27,8 @@ from hybridcomp.kernels import DTYPE_CODES, FixedKernels, KernelSet
 
 __all__ = [
     "Codec", "CollectiveKernel", "DTYPE_CODES", "FixedCodec", "FixedKernels",
-    "MultiTensorKernel", "PAYLOAD_ALIGN", "PlannedKernel", "VALUE_DTYPES", "align", "check_add",
-    "check_decode", "check_encode",
+    "MultiTensorKernel", "PAYLOAD_ALIGN", "PieceKernel", "PlannedKernel", "VALUE_DTYPES", "align",
+    "check_add", "check_decode", "check_encode",
 ]  # fmt: skip
 
 #: every payload starts at a multiple of this many bytes inside a wire buffer, and its
@@ -115,6 +116,10 @@ class Codec(Capabilities, ABC):
 
     def each(self, device: torch.device) -> MultiTensorKernel | None:
         """Return kernels for several tensors, where the back end of ``device`` has them."""
+        return None
+
+    def pieces(self, device: torch.device) -> PieceKernel | None:
+        """Return kernels for any number of payloads of variable size, where ``device`` has them."""
         return None
 
     def kernels_on(self, device: torch.device) -> tuple[int, FixedKernels] | None:

@@ -11,8 +11,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hybridcomp.codecs.base import PieceKernel
 from hybridcomp.codecs.expcode import ExpCode
 from hybridcomp.codecs.stepcode import STEP_DTYPES, StepCode
+from hybridcomp.codecs.varying_pieces import varying_pieces
 
 #: integers as wide as the values
 _INTEGERS = torch.int16
@@ -71,6 +73,11 @@ class ExactSteps(ExpCode):
             super().encode_into(values, out, size)
         else:
             _STEPS.encode_into(values, self._held, out, size)
+
+    def pieces(self, device: torch.device) -> PieceKernel | None:
+        if self._held is None:
+            return super().pieces(device)
+        return varying_pieces(_STEPS.kernels.on(device), device, (), True, self._held)
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
         """Decode into ``out``; after ``against`` it holds the reference and is updated in place."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from hybridcomp.kernels.kept import Kept
 from hybridcomp.kernels.stretches import PlannedStretch, StretchTable, read_lengths
 
 __all__ = [
-    "NO_CHUNK", "CollectiveKernel", "MultiTensorKernel", "PlannedKernel",
+    "NO_CHUNK", "CollectiveKernel", "MultiTensorKernel", "PieceKernel", "PlannedKernel",
     "PlannedStretch", "StretchTable", "read_lengths",
 ]  # fmt: skip
 
@@ -103,6 +104,39 @@ class MultiTensorKernel(Protocol):
         self, payloads: Sequence[Tensor], out: Sequence[Tensor], *, add: bool = False
     ) -> None:
         """Decode each of ``payloads`` into its ``out``; ``add``: add to ``out``, in fp32."""
+
+
+class PieceKernel(Protocol):
+    """Kernels of a codec of variable size that take any number of tensors of one dtype.
+
+    The number of launches does not depend on that of the tensors. Payloads are the codec's.
+    Arguments must satisfy its ``encode_into``, ``decode`` and ``decode_add``; they are not checked
+    again.
+    """
+
+    def encode(
+        self,
+        values: Sequence[Tensor],
+        out: Sequence[Tensor],
+        sizes: Tensor,
+        places: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Encode each of ``values`` into its ``out`` and store the bytes used in ``sizes`` (int64).
+
+        ``places``: where each begins and ends in the message, for a codec ``against`` earlier
+        values.
+        """
+
+    def decode(self, payloads: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        """Decode each of ``payloads`` into its ``out``."""
+
+    def add(
+        self, payloads: Sequence[Sequence[Tensor]], out: Sequence[Tensor], dtype: torch.dtype
+    ) -> None:
+        """Add to each of ``out`` (fp32) its row of ``payloads``, in order; rows are equally long.
+
+        ``dtype``: that was encoded.
+        """
 
 
 class PlannedKernel(Protocol):

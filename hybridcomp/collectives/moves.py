@@ -154,7 +154,7 @@ def _gather_round(
             for start, stop in row
         ]
         arrived = list(chain.from_iterable([payloads[rank] for rank in missing]))
-        decode_all(codec, plan.each, arrived, out)
+        decode_all(codec, plan.each or plan.varying, arrived, out)
     POOL.give(own.buffer, gathered)
 
 

@@ -44,6 +44,7 @@ from hybridcomp.channels import channel
 from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.collectives.wire.device_clock import SILENT
 from hybridcomp.kernels.cuda import CudaKernels
+from hybridcomp.kernels.cuda.launcher import Words
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDS, CALLS = 200, 20
@@ -66,6 +67,14 @@ class Nowhere:
     def zeros(self, words: int) -> torch.Tensor:
         """Return zeros in the host's memory."""
         return torch.zeros(words, dtype=torch.int64)
+
+    def empty(self, words: int) -> torch.Tensor:
+        """Return words of the host's memory."""
+        return torch.empty(words, dtype=torch.int64)
+
+    def words(self, values: Words) -> torch.Tensor:
+        """Return a copy in the host's memory."""
+        return torch.from_numpy(values.copy())
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from hybridcomp import collectives
 from hybridcomp.channels import Channels
 from hybridcomp.channels.host_landing import Landing
 from hybridcomp.codecs import Codec, make_codec
+from hybridcomp.codecs.exact_steps import ExactSteps
 from hybridcomp.codecs.quantized_residual import split, zeros
 from hybridcomp.collectives import Group, Meter, OwnedRange, Transfer, chunk_ranges
 from hybridcomp.config import CompressionConfig
@@ -149,6 +150,19 @@ def test_collectives(gpu: Gpu, codec: Codec, dtype: torch.dtype, bits: int) -> N
     assert waits == (set() if codec.fixed_size else {"an event"})
     moves(codec, dtype)
     assert not gpu.unmet
+
+
+@pytest.mark.parametrize("pieces", [4, 100])
+def test_gathers_of_exact_steps(gpu: Gpu, pieces: int) -> None:
+    """With few pieces in a launch's arguments, and with many in a table on the device."""
+    group, cuts = Group.of(fake_group(RANKS, RANK)), [8 * piece for piece in range(1, pieces)]
+    for _ in range(2):
+        values, held = values_of(dtype=torch.bfloat16), values_of(dtype=torch.bfloat16)
+        gathered = values_of(RANKS * NUMEL, torch.bfloat16)
+        codec, meter = ExactSteps().against(held), Meter()
+        all_gather(values, gathered, codec, group, meter=meter, cuts=cuts, async_op=True).wait()
+        gathered.add_(1)
+    assert set(gpu.waits) == {"an event"} and not gpu.unmet
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -12,7 +12,7 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import Codec, MultiTensorKernel
+from hybridcomp.codecs.base import Codec, MultiTensorKernel, PieceKernel
 from hybridcomp.collectives.wire import payload_sizes, relays, transport
 from hybridcomp.collectives.wire.cuts import Range
 from hybridcomp.collectives.wire.encoding import POOL, EncodeRequest, encode_sum
@@ -33,6 +33,7 @@ class GatherPlan:
         slot: bytes of the longest rank's payloads, the most.
         pieces: bytes of all payloads in the gathered buffer, and of the gap behind each rank's.
         each: kernels for several payloads in one launch, if the back end has them.
+        varying: kernels for all payloads of variable size, where their sizes stay on the device.
         sizes_in_front: sizes travel in front of the payloads.
     """
 
@@ -45,6 +46,7 @@ class GatherPlan:
     slot: int
     pieces: list[int]
     each: MultiTensorKernel | None
+    varying: PieceKernel | None
     sizes_in_front: bool
 
     def room(self) -> Slots:
@@ -70,8 +72,20 @@ def plan_gather(
     heads = [payload_sizes.head_nbytes(len(row)) if in_front else 0 for row in numels]
     slot = max(map(sum, known.values()))
     pieces = list(chain(*([*row, slot - sum(row)] for row in nbytes)))
-    each = codec.each(device) if sum(map(len, numels)) > 1 else None
-    return GatherPlan(codec, dtype, device, group.rank, nbytes, heads, slot, pieces, each, in_front)
+    several, stay = sum(map(len, numels)) > 1, payload_sizes.SIZES.stay(codec, device)
+    return GatherPlan(
+        codec=codec,
+        dtype=dtype,
+        device=device,
+        me=group.rank,
+        nbytes=nbytes,
+        heads=heads,
+        slot=slot,
+        pieces=pieces,
+        each=codec.each(device) if several else None,
+        varying=codec.pieces(device) if several and stay else None,
+        sizes_in_front=in_front,
+    )
 
 
 def _distinct(rows: Sequence[Sequence[int]]) -> list[Sequence[int]]:
@@ -108,6 +122,11 @@ def encode_all(
         return room
     if payload_sizes.SIZES.stay(codec, plan.device):
         room.words = room.buffer.new_empty(len(stretches), dtype=torch.int64)
+    if plan.varying is not None and room.words is not None and len(stretches) > 1:
+        room.nbytes = most
+        slots = torch.split(room.buffer[: sum(most)], most)
+        plan.varying.encode([values.to(dtype) for values in stretches], slots, room.words, places)
+        return room
     position = room.head
     for index, values in enumerate(stretches):
         word = None if room.words is None else room.words[index : index + 1]
@@ -120,11 +139,11 @@ def encode_all(
 
 def decode_all(
     codec: Codec,
-    each: MultiTensorKernel | None,
+    each: MultiTensorKernel | PieceKernel | None,
     payloads: Sequence[Tensor],
     out: Sequence[Tensor],
 ) -> None:
-    """Decode ``payloads`` into ``out``, all of one dtype; with ``each`` in one launch."""
+    """Decode ``payloads`` into ``out``, all of one dtype; with ``each`` in few launches."""
     if each is not None and len(out) > 1:
         each.decode(payloads, out)
         return

@@ -243,7 +243,7 @@ HC_INLINE void encode(const void* in, u64 numel, u64 dtype, u8* out, Workspace* 
     u32 tiles = (u32)ceil_div(numel, TILE);
     u32* buffer = (u32*)buffers[threadIdx.x / WARP];
     Source<F> source(in, numel, tile);
-    u32 words = make_tile<F, HELD>(source, buffer), total, place = shared.look(work, group, words, total);
+    u32 words = make_tile<F, HELD>(source, buffer), total, place = shared.look(work->states, group, words, total);
     u64 data = HEADER_BYTES + 4ull * tiles;
     if (tile < tiles && lane_id() == 0) ((u32*)(out + HEADER_BYTES))[tile] = place;
     u32* to = (u32*)(out + data) + place;

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,6 +24,8 @@ WARPS = THREADS // 32
 WHOLE = 2**64 - 1  # no chunk is skipped
 DTYPES = ("fp32", "bf16", "fp16")  # by dtype code
 LIBCUDA = "libcuda.so.1"
+#: int64 words of a table
+Words = npt.NDArray[np.int64]
 cuda: Any = torch.cuda  # parts of it are untyped
 
 
@@ -45,6 +49,12 @@ class Launcher(Protocol):
 
     def zeros(self, words: int) -> Tensor:
         """Return ``words`` int64 zeros on the device, ready on the stream of the launches."""
+
+    def empty(self, words: int) -> Tensor:
+        """Return ``words`` int64 on the device, of any values."""
+
+    def words(self, values: Words) -> Tensor:
+        """Copy ``values`` to the device, on the stream of the launches; nobody waits."""
 
 
 class CudaLauncher:
@@ -88,6 +98,16 @@ class CudaLauncher:
         if cuda.is_current_stream_capturing():
             return self._zeroed(words)
         return self._workspaces.take(words, self._stream(self._index))
+
+    def empty(self, words: int) -> Tensor:
+        """See Launcher."""
+        return torch.empty(words, dtype=torch.int64, device=self._device)
+
+    def words(self, values: Words) -> Tensor:
+        """See Launcher. A captured graph would read the host's memory at every replay."""
+        host = torch.empty(values.shape, dtype=torch.int64, pin_memory=True)
+        host.numpy()[...] = values
+        return host.to(self._device, non_blocking=True)
 
     def _zeroed(self, words: int) -> Tensor:
         return torch.zeros(words, dtype=torch.int64, device=self._device)

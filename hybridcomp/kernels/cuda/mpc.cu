@@ -32,7 +32,7 @@ HC_INLINE void encode(const void* in, u64 numel, u64 dim, u64 dtype, u8* out, Wo
             if (d[i]) *to++ = d[i];
         }
     }
-    u32 total, before = shared.look(work, group, kept, total);
+    u32 total, before = shared.look(work->states, group, kept, total);
     u64 data = HEADER_WORDS + message.groups;
     u32* to = (u32*)out + data + before;
 #pragma unroll 8
@@ -62,7 +62,7 @@ HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 dim, u64 dtype, v
     bool good = fits && words[0] == header_word((u32)dtype, (u32)dim) && words[1] == (u32)numel;
     u32 mask = fits && lane < place.used ? words[HEADER_WORDS + chunk * GROUPS + lane] : 0;
     u32 included = scan_lanes(ones_in(mask)), kept = lane_value(included, WARP - 1), total;
-    u64 at = data + shared.look(work, group, kept, total);
+    u64 at = data + shared.look(work->states, group, kept, total);
     good = good && data + shared.place + total <= nbytes / 4;
     if (!good) report_damage(damage);
     if (!place.count) return;

@@ -1,45 +1,24 @@
-// CUDA kernels of stepcode: an encoder is the first four, one after the other, a decoder the last two.
+// CUDA kernels of stepcode, each for all pieces of a message: an encoder is the first five, one after the other, a
+// decoder the last two. Of a grid with rows one is a piece's, else blocks take the tiles of all pieces.
+#include "stepcode_count.h"
 #include "stepcode_decode.h"
 #include "stepcode_encode.h"
 
-typedef unsigned long long u64;
+#define HC_STEPCODE(NAME, ARGUMENTS, CODE)                                                     \
+    extern "C" __global__ void HC_BOUNDS(256, 2)                                               \
+    stepcode_##NAME(HC_BY_VALUE(Pieces) given, unsigned long long dtype, void* plans ARGUMENTS) { \
+        const hybridcomp::Pieces& pieces = hybridcomp::as_table(given);                        \
+        CODE;                                                                                  \
+    }
+#define HC_AND(...) , __VA_ARGS__
+#define HC_PIECE pieces.rows()[blockIdx.y], (unsigned)dtype, (hybridcomp::stepcode::Plan*)plans + blockIdx.y
+#define HC_ALL pieces, (unsigned)dtype, (hybridcomp::stepcode::Plan*)plans
 
-extern "C" __global__ void HC_BOUNDS(256, 2)
-stepcode_count(const unsigned short* values, const unsigned short* reference, u64 numel, u64 dtype,
-               unsigned int* counts) {
-    hybridcomp::stepcode::count(values, reference, numel, (unsigned)dtype, counts);
-}
-
-extern "C" __global__ void HC_BOUNDS(256, 2)
-stepcode_model(const unsigned int* counts, u64 numel, u64 dtype, void* plan, unsigned char* out) {
-    hybridcomp::stepcode::make_model(counts, numel, (unsigned)dtype,
-                                     (hybridcomp::stepcode::Plan*)plan, out);
-}
-
-extern "C" __global__ void HC_BOUNDS(256, 2)
-stepcode_encode(const unsigned short* values, const unsigned short* reference, u64 numel, u64 dtype,
-                void* plan, unsigned char* out, void* work) {
-    hybridcomp::stepcode::encode(values, reference, numel, (unsigned)dtype,
-                                 (hybridcomp::stepcode::Plan*)plan, out, (hybridcomp::Workspace*)work);
-}
-
-extern "C" __global__ void HC_BOUNDS(256, 2)
-stepcode_finish(const unsigned short* values, u64 numel, u64 dtype, const void* plan, unsigned char* out,
-                u64* size) {
-    hybridcomp::stepcode::finish(values, numel, (unsigned)dtype, (const hybridcomp::stepcode::Plan*)plan,
-                                 out, size);
-}
-
-extern "C" __global__ void HC_BOUNDS(256, 2)
-stepcode_read(const unsigned char* in, u64 nbytes, u64 numel, u64 dtype, void* plan,
-              unsigned int* damage) {
-    hybridcomp::stepcode::read_plan(in, nbytes, numel, (unsigned)dtype,
-                                    (hybridcomp::stepcode::Plan*)plan, damage);
-}
-
-extern "C" __global__ void HC_BOUNDS(256, 2)
-stepcode_decode(const unsigned char* in, u64 numel, u64 dtype, const void* plan,
-                const unsigned short* reference, unsigned short* out, unsigned int* damage) {
-    hybridcomp::stepcode::decode(in, numel, (unsigned)dtype, (const hybridcomp::stepcode::Plan*)plan,
-                                 reference, out, damage);
-}
+HC_STEPCODE(exponents, , hybridcomp::stepcode::count_exponents(HC_PIECE))
+HC_STEPCODE(count, , hybridcomp::stepcode::count_steps(HC_PIECE))
+HC_STEPCODE(model, , hybridcomp::stepcode::make_model(HC_PIECE))
+HC_STEPCODE(code, HC_AND(unsigned* scratch), hybridcomp::stepcode::code(HC_ALL, scratch))
+HC_STEPCODE(place, HC_AND(unsigned* scratch, void* work),
+            hybridcomp::stepcode::place(HC_ALL, scratch, (hybridcomp::Workspace*)work))
+HC_STEPCODE(read, HC_AND(unsigned* damage), hybridcomp::stepcode::read_plan(HC_PIECE, damage))
+HC_STEPCODE(decode, HC_AND(unsigned* damage), hybridcomp::stepcode::decode(HC_ALL, damage))

@@ -1,17 +1,23 @@
-"""Launch stepcode's kernels."""
+"""Launch stepcode's kernels, each for all pieces of a message."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hybridcomp.kernels.cuda.functions import CudaFunctions
 from hybridcomp.kernels.cuda.launcher import WARPS, ceil_div
+from hybridcomp.kernels.cuda.pieces import PieceTable, lay_out
+from hybridcomp.kernels.pieces import PayloadPiece
 
 SOURCE = "stepcode.cu"
 #: values of the smallest tile, which a warp codes; the grids are for tiles of this size
 TILE = 8192
-#: size of ``Plan`` in stepcode_plan.h, and of the counts of symbols, in 64-bit words
-PLAN_WORDS, COUNT_WORDS = 1540, 256 * 128 // 2
-#: thread blocks that count samples, and that copy values which are not encoded
-BLOCKS = 256
+#: size of ``Plan`` in stepcode_plan.h in 64-bit words
+PLAN_WORDS = 1540
+#: words of 32 bits that a tile keeps beside its values' room (ROOM_HEAD in stepcode_encode.h)
+LEAST_ROOM = 34
+#: thread blocks that count samples: of a piece at most, and of many pieces together
+BLOCKS, ALL_BLOCKS = 256, 4096
 RUN = 512
 
 
@@ -22,24 +28,15 @@ class StepCodeOnCuda(CudaFunctions):
         self, dtype: int, values: int, reference: int, numel: int, out: int, nbytes: int,
         threads: int, size: int = 0, /,
     ) -> int:  # fmt: skip
-        """Encode, one warp for each tile, in four launches."""
+        """Encode, one warp for each tile."""
         if not numel:
             return 0
-        groups = ceil_div(numel, TILE * WARPS)
-        counts, plan = self._launcher.zeros(COUNT_WORDS), self._launcher.zeros(PLAN_WORDS)
-        work = self._launcher.zeros(2 + groups)  # the size, the ticket, a word for each block
-        found, planned, start = counts.data_ptr(), plan.data_ptr(), work.data_ptr()
-        some = min(BLOCKS, ceil_div(numel, RUN))
-        launch, model = self._fixed, out + 32
-        launch(SOURCE, (), "stepcode_count", out, some, (values, reference, numel, dtype, found))
-        launch(SOURCE, (), "stepcode_model", out, 1, (found, numel, dtype, planned, model))
-        coded = (values, reference, numel, dtype, planned, out, start + 8)
-        launch(SOURCE, (), "stepcode_encode", out, groups, coded)
-        finished = (values, numel, dtype, planned, out, size or start)
-        launch(SOURCE, (), "stepcode_finish", out, some, finished)
-        if size:
+        word = None if size else self._launcher.zeros(1)
+        address = size if word is None else word.data_ptr()
+        self.encode_pieces(dtype, pieces=[PayloadPiece(values, numel, out, address, reference)])
+        if word is None:
             return 0
-        used = int(work[0])  # waits
+        used = int(word)  # waits
         self._damage.check()
         return used
 
@@ -48,11 +45,38 @@ class StepCodeOnCuda(CudaFunctions):
         threads: int, /,
     ) -> None:  # fmt: skip
         """Decode, one warp for each tile. ``check`` reports damage."""
-        if not numel:
-            return
-        plan, damage = self._launcher.zeros(PLAN_WORDS), self._damage.word.data_ptr()
-        planned, groups = plan.data_ptr(), ceil_div(numel, TILE * WARPS)
-        head = (payload, nbytes, numel, dtype, planned, damage)
-        self._fixed(SOURCE, (), "stepcode_read", payload, 1, head)
-        tiles = (payload, numel, dtype, planned, reference, out, damage)
-        self._fixed(SOURCE, (), "stepcode_decode", payload, groups, tiles)
+        self.decode_pieces(dtype, pieces=[PayloadPiece(out, numel, payload, nbytes, reference)])
+
+    def encode_pieces(self, dtype: int, /, *, pieces: Sequence[PayloadPiece]) -> None:
+        """Encode all pieces that have values, in five launches; sizes are stored."""
+        for laid in lay_out(self._launcher, pieces, TILE * WARPS, (LEAST_ROOM, TILE)):
+            plans = self._launcher.zeros(PLAN_WORDS * laid.count)
+            scratch = self._launcher.empty(ceil_div(laid.scratch, 2))
+            work = self._launcher.zeros(1 + laid.blocks)  # the ticket, a word for each block
+            head, room = (dtype, plans.data_ptr()), scratch.data_ptr()
+            samples = (_sampling(laid), laid.count)
+            self._launch("exponents", samples, laid, *head)
+            self._launch("count", samples, laid, *head)
+            self._launch("model", (1, laid.count), laid, *head)
+            self._launch("code", (laid.blocks, 1), laid, *head, room)
+            self._launch("place", (laid.blocks, 1), laid, *head, room, work.data_ptr())
+
+    def decode_pieces(
+        self, dtype: int, /, *, pieces: Sequence[PayloadPiece], ranks: int = 1, add: bool = False
+    ) -> None:
+        """Decode all pieces that have values, in two launches. ``check`` reports damage."""
+        assert ranks == 1 and not add, "steps are not added up"
+        for laid in lay_out(self._launcher, pieces, TILE * WARPS):
+            plans = self._launcher.zeros(PLAN_WORDS * laid.count)
+            words = (dtype, plans.data_ptr(), self._damage.word.data_ptr())
+            self._launch("read", (1, laid.count), laid, *words)
+            self._launch("decode", (laid.blocks, 1), laid, *words)
+
+    def _launch(self, kernel: str, grid: tuple[int, int], laid: PieceTable, *words: int) -> None:
+        self._launcher.launch(SOURCE, (), f"stepcode_{kernel}", grid, *words, table=laid.table)
+
+
+def _sampling(laid: PieceTable) -> int:
+    """Return how many blocks count the samples of each piece."""
+    most = min(BLOCKS, max(1, ALL_BLOCKS // laid.count))
+    return min(most, ceil_div(laid.longest, RUN))

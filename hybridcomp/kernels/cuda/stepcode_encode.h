@@ -1,5 +1,5 @@
-// Encoder of stepcode on a GPU. Each tile is coded twice: first for its length, then, when the block has
-// learned where its tiles lie, to write it.
+// Encoder of stepcode on a GPU. Each tile is coded once, into scratch memory, as where it will lie is not known
+// before all tiles in front of it have been coded; then all tiles are put together.
 #pragma once
 
 #include "stepcode_plan.h"
@@ -7,174 +7,184 @@
 namespace hybridcomp {
 namespace stepcode {
 
-// Counts of every stride-th run, [exponents][ROW]. Most values stay: those are added up in shared memory.
-HC_INLINE void count(const u16* values, const u16* reference, u64 numel, u32 dtype, u32* counts) {
-    __shared__ u32 unchanged[256];
-    for (u32 i = threadIdx.x; i < 256; i += blockDim.x) unchanged[i] = 0;
-    __syncthreads();
-    u64 stride = stride_of(numel) * RUN, runs = ceil_div(numel, stride);
-    for (u64 run = blockIdx.x; run < runs; run += gridDim.x) {
-        u64 first = run * stride, left = numel - first;
-        for (u32 i = threadIdx.x; i < RUN && i < left; i += blockDim.x) {
-            u32 old = reference[first + i], step = step_between(old, values[first + i]);
-            u32 exponent = exponent_of(old, dtype);
-            if (step == 0) atomicAdd(unchanged + exponent, 1u);
-            else atomicAdd(counts + exponent * ROW + code_of(step).symbol, 1u);
-        }
-    }
-    __syncthreads();
-    for (u32 e = threadIdx.x; e < 256; e += blockDim.x) {
-        if (unchanged[e]) atomicAdd(counts + e * ROW, unchanged[e]);
-    }
-}
+constexpr u32 UNCHANGED = 0xfffffffeu;  // in place of a number of words, as STORED is
+constexpr u32 ROOM_HEAD = 2 + LANES;    // LEAST_ROOM in stepcode.py is that of a tile
 
-// The model of the counts, by one block: ranges and sizes into the plan, its bytes into the payload.
-HC_INLINE void make_model(const u32* counts, u64 numel, u32 dtype, Plan* plan, u8* out) {
-    __shared__ u32 totals[256], sums[CONTEXTS][ROW], ranges[CONTEXTS][ROW], begins[CONTEXTS], lowest;
-    __shared__ u64 costs[CONTEXTS], sampled[CONTEXTS];
-    for (u32 e = threadIdx.x; e < exponents(dtype); e += blockDim.x) {
-        totals[e] = 0;
-        for (u32 s = 0; s < SYMBOLS; ++s) totals[e] += counts[e * ROW + s];
+// Where a tile is kept between the two kernels: words, or how it is sent; bits of `extra`; states; words from the
+// last to the first; extra bits that end where the room ends. Together these are no longer than the values.
+struct Room {
+    u32* at;
+    u32 limit;  // words of 32 bits behind the head
+    HC_INLINE_MEMBER Room(u32* scratch, const Piece& piece, u32 tile, u64 index, u32 count)
+        : at(scratch + piece.scratch + index * (tile / 2 + ROOM_HEAD)), limit(count / 2) {}
+    HC_INLINE_MEMBER u16* words() const { return (u16*)(at + ROOM_HEAD); }
+    HC_INLINE_MEMBER u32* extra() const { return at + ROOM_HEAD; }
+    HC_INLINE_MEMBER u32 coded_length() const {
+        return STATE_BYTES / 4 + (at[0] + 1) / 2 + (at[1] + 31) / 32;
     }
-    for (u32 i = threadIdx.x; i < CONTEXTS * ROW; i += blockDim.x) sums[i / ROW][i % ROW] = 0;
-    __syncthreads();
-    if (threadIdx.x == 0) lowest = lowest_exponent(totals, dtype);
-    __syncthreads();
-    for (u32 s = threadIdx.x; s < SYMBOLS; s += blockDim.x) {
-        for (u32 e = 0; e < exponents(dtype); ++e) {
-            sums[context_of(e << mantissa_bits(dtype), dtype, lowest)][s] += counts[e * ROW + s];
-        }
+    // Words of 32 bits that the tile takes in the payload.
+    HC_INLINE_MEMBER u32 length(u32 count) const {
+        return at[0] == UNCHANGED ? 0 : at[0] == STORED ? 1 + (count + 1) / 2 : coded_length();
     }
-    __syncthreads();
-    u32 c = threadIdx.x;
-    if (c < CONTEXTS) {
-        frequencies_from(sums[c], least_count(numel), ranges[c]);
-        costs[c] = cost_of(sums[c], ranges[c]), sampled[c] = 0;
-        for (u32 s = 0; s < ESCAPE; ++s) sampled[c] += sums[c][s];
-        begins[c] = 1 + 3 * listed_symbols(ranges[c]);
-        ranges_from(ranges[c]);
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        u64 cost = 0, all = 0;
-        u32 at = 0;
-        for (u32 i = 0; i < CONTEXTS; ++i) {
-            u32 length = begins[i];
-            cost += costs[i], all += sampled[i];
-            begins[i] = at, at += length;
-        }
-        plan->model = (at + 3) / 4 * 4, plan->lowest = lowest, plan->tile = 1u << tile_log(cost, all);
-        for (; at % 4; ++at) out[at] = 0;
-    }
-    __syncthreads();
-    if (c < CONTEXTS) write_context(ranges[c], out + begins[c]);
-    for (u32 i = threadIdx.x; i < CONTEXTS * SYMBOLS; i += blockDim.x) {
-        plan->ranges[i / SYMBOLS][i % SYMBOLS] = ranges[i / SYMBOLS][i % SYMBOLS];
-    }
-}
-
-// What a tile comes to.
-struct Lots {
-    u32 words, extra, state;  // extra: bits
-    bool changed;
 };
 
-struct Pair {
-    const u16* values;
-    const u16* reference;
-    u32 dtype, lowest;
-};
+// A range of the model, and what its frequency is divided by.
+typedef uint2 Entry;
 
-// Codes a tile, from its last 32 values to its first, by one warp. With WRITE the words end at
-// `words` + `lots.words`, the extra bits at bit `lots.extra` of zeroed words.
-template <bool WRITE>
-HC_INLINE Lots code(const Pair& from, const Bounds& tile, const u32 (*ranges)[ROW], Lots lots, u16* words,
-                    u32* extra) {
-    Lots found = {0, 0, LEAST_STATE, false};
-    u32 lane = lane_id(), moved = 0;
-    for (u32 group = (tile.count + WARP - 1) / WARP; group-- > 0;) {
-        u32 i = group * WARP + lane;
-        bool active = i < tile.count;
-        u32 old = active ? from.reference[tile.first + i] : 0;
-        u32 step = active ? step_between(old, from.values[tile.first + i]) : 0;
-        Coded coded = code_of(step);
-        const u32* row = ranges[context_of(old, from.dtype, from.lowest)];
-        if (!row[coded.symbol]) coded = Coded{ESCAPE, 16, step};
-        u32 range = row[coded.symbol], number = active ? coded.count : 0;
-        bool over = active && overflows(found.state, range);
-        u32 mask = ballot(over);
-        found.words += ones_in(mask);
-        if (WRITE && over) words[lots.words - found.words + lanes_before(mask)] = (u16)found.state;
-        found.state = over ? found.state >> 16 : found.state;
-        found.state = active ? push_symbol(found.state, range) : found.state;
-        moved |= step;
-        if (ballot(number != 0)) {
-            u32 included = scan_lanes(number);
-            found.extra += lane_value(included, WARP - 1);
-            if (WRITE && number) {
-                put_word(extra, lots.extra - found.extra + included - number, coded.bits);
+HC_INLINE void load_entries(const Plan* plan, Entry (*entries)[ROW]) {
+    for (u32 i = threadIdx.x; i < CONTEXTS * ROW; i += blockDim.x) {
+        u32 range = plan->ranges[0][i], frequency = frequency_of(range);
+        entries[0][i] = make_uint2(range, frequency ? 0xffffffffu / frequency : 0);
+    }
+    __syncthreads();
+}
+
+// The extra bits of a group, `all` of them up to bit `end`: `number` of them are this lane's, at `position`.
+HC_INLINE void put_extra(u32* words, u32 end, u32 all, u32 position, u32 bits, u32 number) {
+    u32 fresh = (end - all) / 32 + lane_id();
+    if (fresh < end / 32) words[fresh] = 0;  // no more than 16
+    sync_warp();
+    if (number) put_word(words, position, bits);
+}
+
+// Codes a tile, from its last 32 values to its first, by one warp, into its room.
+HC_INLINE void code_tile(const u16* values, const u16* reference, u32 count, u32 dtype, u32 lowest,
+                         const Entry (*entries)[ROW], const Room& room) {
+    u32 lane = lane_id(), state = LEAST_STATE, words = 0, extra = 0, moved = 0, end = 32 * room.limit;
+    u32 groups = (count + WARP - 1) / WARP, batches = (groups + AHEAD - 1) / AHEAD;
+    u32 next_olds[AHEAD], next_values[AHEAD];
+    bool fits = true;
+    load_groups(reference, (batches - 1) * AHEAD, count, next_olds);
+    load_groups(values, (batches - 1) * AHEAD, count, next_values);
+#pragma unroll 1
+    for (u32 batch = batches; fits && batch-- > 0;) {
+        u32 olds[AHEAD], news[AHEAD], first = batch * AHEAD;
+#pragma unroll
+        for (u32 n = 0; n < AHEAD; ++n) olds[n] = next_olds[n], news[n] = next_values[n];
+        if (batch) {
+            load_groups(reference, first - AHEAD, count, next_olds);
+            load_groups(values, first - AHEAD, count, next_values);
+        }
+#pragma unroll
+        for (u32 m = 0; m < AHEAD; ++m) {
+            const u32 n = AHEAD - 1 - m, i = (first + n) * WARP + lane, old = olds[n];
+            if (first + n >= groups || !fits) continue;
+            bool active = i < count;
+            u32 step = active ? step_between(old, news[n]) : 0;
+            Coded coded = code_of(step);
+            const Entry* row = entries[context_of(old, dtype, lowest)];
+            Entry entry = row[coded.symbol];
+            if (!entry.x) coded = Coded{ESCAPE, 16, step}, entry = row[ESCAPE];
+            u32 number = active ? coded.count : 0, included = 0, all = 0;
+            bool over = active && overflows(state, entry.x);
+            u32 mask = ballot(over), more = words + ones_in(mask);
+            if (ballot(number != 0)) included = scan_lanes(number), all = lane_value(included, WARP - 1);
+            fits = (more + 1) / 2 + (extra + all + 31) / 32 <= room.limit;
+            if (fits && over) room.words()[more - 1 - lanes_before(mask)] = (u16)state;
+            if (fits && all) {
+                u32 place = end - extra - all + included - number;
+                put_extra(room.extra(), end - extra, all, place, coded.bits, number);
             }
+            state = over ? state >> 16 : state;
+            state = active ? push_by_inverse(state, entry.x, entry.y) : state;
+            words = more, extra += all, moved |= step;
         }
     }
-    found.changed = ballot(moved != 0) != 0;
-    return found;
+    bool changed = ballot(moved != 0) != 0;
+    room.at[2 + lane] = state;
+    if (lane == 0) room.at[0] = words, room.at[1] = extra;
+    sync_warp();
+    bool stored = !fits || room.coded_length() >= 1 + (count + 1) / 2;
+    sync_warp();
+    if (lane == 0 && (stored || !changed)) room.at[0] = changed ? STORED : UNCHANGED;
 }
 
-HC_INLINE void encode(const u16* values, const u16* reference, u64 numel, u32 dtype, Plan* plan, u8* out,
-                      Workspace* work) {
-    __shared__ u32 ranges[CONTEXTS][ROW];
-    __shared__ Lengths<WARPS> shared;
-    u32 group = take_ticket(work), warp = threadIdx.x / WARP, lane = lane_id(), size = plan->tile;
-    u64 tiles = ceil_div(numel, size), index = (u64)group * WARPS + warp;
-    if ((u64)group * WARPS >= tiles) return;
-    copy_words(plan->ranges[0], ranges[0], CONTEXTS * ROW);
-    __syncthreads();
-    Pair from = {values, reference, dtype, plan->lowest};
-    Bounds tile(numel, size, index);
-    Lots lots = code<false>(from, tile, ranges, Lots{}, nullptr, nullptr);
-    u32 after = STATE_BYTES / 4 + (lots.words + 1) / 2, stored = 1 + (tile.count + 1) / 2;
-    u32 length = after + (lots.extra + 31) / 32, total;
-    bool raw = length >= stored;
-    length = !lots.changed ? 0 : raw ? stored : length;
-    u32 place = shared.look(work, group, length, total);
-    u32* offsets = (u32*)(out + HEADER_BYTES + plan->model);
-    if (index < tiles && lane == 0) offsets[index] = place;
-    if (index + 1 == tiles && lane == 0) plan->length = place + length;
-    if (!length) return;
-    u32* to = offsets + tiles + place;
-    u16* words = (u16*)(to + STATE_BYTES / 4);
-    if (raw) {
-        if (lane == 0) to[0] = STORED, to[length - 1] = 0;
+// Every tile into its room, and the length of all of a piece into its plan.
+HC_INLINE void code(const Pieces& pieces, u32 dtype, Plan* plans, u32* scratch) {
+    __shared__ Entry entries[CONTEXTS][ROW];
+    Job job(pieces, plans, blockIdx.x);
+    u32 size = job.plan->tile;
+    u64 tiles = ceil_div(job.piece.numel, size), index = job.group * WARPS + threadIdx.x / WARP;
+    if (job.group * WARPS >= tiles) return;
+    load_entries(job.plan, entries);
+    if (index >= tiles) return;
+    Bounds tile(job.piece.numel, size, index);
+    Room room(scratch, job.piece, size, index, tile.count);
+    code_tile((const u16*)job.piece.values + tile.first, (const u16*)job.piece.reference + tile.first,
+              tile.count, dtype, job.plan->lowest, entries, room);
+    sync_warp();
+    if (lane_id() == 0) atomicAdd(&job.plan->length, room.length(tile.count));
+}
+
+// A tile from its room to where it lies in the payload, by one warp.
+HC_INLINE void put_tile(const Room& room, const u16* values, u32 count, u32* to) {
+    u32 lane = lane_id(), words = room.at[0], extra = room.at[1];
+    if (words == UNCHANGED) return;
+    if (words == STORED) {
+        if (lane == 0) to[0] = STORED, to[(count + 1) / 2] = 0;
         sync_warp();
-        copy_values(values + tile.first, (u16*)(to + 1), tile.count, lane, WARP);
+        copy_values(values, (u16*)(to + 1), count, lane, WARP);
         return;
     }
-    if (lane == 0) to[0] = lots.words;
-    if (lane == 0 && lots.words % 2) words[lots.words] = 0;
-    for (u32 i = after + lane; i < length; i += WARP) to[i] = 0;
-    sync_warp();
-    to[1 + lane] = code<true>(from, tile, ranges, lots, words, to + after).state;
+    if (lane == 0) to[0] = words;
+    to[1 + lane] = room.at[2 + lane];
+    to += STATE_BYTES / 4;
+    for (u32 i = lane; i < (words + 1) / 2; i += WARP) {
+        const u16* from = room.words() + words - 1 - 2 * i;
+        to[i] = from[0] | (2 * i + 1 < words ? (u32)*(from - 1) << 16 : 0);
+    }
+    to += (words + 1) / 2;
+    u32 begin = 32 * room.limit - extra;
+    for (u32 i = lane; i < (extra + 31) / 32; i += WARP) {
+        u32 at = begin / 32 + i, high = at + 1 < room.limit ? room.extra()[at + 1] : 0;
+        to[i] = funnel_right(room.extra()[at], high, begin);
+    }
 }
 
-// The header, or the values unencoded where that is shorter.
-HC_INLINE void finish(const u16* values, u64 numel, u32 dtype, const Plan* plan, u8* out, u64* size) {
-    u64 tiles = ceil_div(numel, plan->tile), plain = HEADER_BYTES + 2 * numel;
-    u64 used = HEADER_BYTES + plan->model + 4 * (tiles + plan->length);
-    bool raw = used >= plain;
-    used = raw ? plain : used;
-    u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-    if (raw) copy_values(values, (u16*)(out + HEADER_BYTES), numel, thread, (u64)gridDim.x * blockDim.x);
-    if (blockIdx.x) return;
+// The header of a piece and the zeros behind it; by one block.
+HC_INLINE void put_header(const Piece& piece, u32 dtype, const Plan* plan, bool raw, u64 used) {
+    u8* out = (u8*)piece.payload;
     if (threadIdx.x == 0) {
         u32* head = (u32*)out;
         head[0] = MAGIC;
         head[1] = VERSION | dtype << 8 | (raw ? UNENCODED : STEPS) << 16 | (raw ? 0 : plan->lowest << 24);
-        head[2] = (u32)numel, head[3] = (u32)(numel >> 32);
+        head[2] = (u32)piece.numel, head[3] = (u32)(piece.numel >> 32);
         head[4] = raw ? 0 : plan->tile, head[5] = raw ? 0 : plan->length;
         head[6] = raw ? 0 : plan->model, head[7] = 0;
-        *size = align16(used);
+        *(u64*)piece.size = align16(used);
     }
     if (threadIdx.x < WARP) pad_payload(out, used, align16(used));
+}
+
+// All tiles and headers into the payloads, or the values unencoded where that is shorter.
+HC_INLINE void place(const Pieces& pieces, u32 dtype, Plan* plans, u32* scratch, Workspace* work) {
+    __shared__ Lengths<WARPS> shared;
+    Job job(pieces, plans, take_ticket(work));
+    const Piece& piece = job.piece;
+    const Plan* plan = job.plan;
+    u32 size = plan->tile, lane = lane_id(), total;
+    u64 tiles = ceil_div(piece.numel, size), index = job.group * WARPS + threadIdx.x / WARP;
+    u64 used = HEADER_BYTES + plan->model + 4 * (tiles + plan->length);
+    u64 plain = HEADER_BYTES + 2 * piece.numel;
+    bool raw = used >= plain;
+    u8* out = (u8*)piece.payload;
+    const u16* values = (const u16*)piece.values;
+    if (job.group == 0) put_header(piece, dtype, plan, raw, raw ? plain : used);
+    if (raw) {
+        Bounds part(piece.numel, WARPS * LEAST_TILE, job.group);
+        copy_values(values + part.first, (u16*)(out + HEADER_BYTES) + part.first, part.count, threadIdx.x,
+                    blockDim.x);
+        return;
+    }
+    if (job.group * WARPS >= tiles) return;
+    Bounds tile(piece.numel, size, index);
+    Room room(scratch, piece, size, index, tile.count);
+    u32 length = index < tiles ? room.length(tile.count) : 0;
+    u32 begin = shared.look(work->states + piece.first, (u32)job.group, length, total);
+    if (index >= tiles) return;
+    u32* offsets = (u32*)(out + HEADER_BYTES + plan->model);
+    if (lane == 0) offsets[index] = begin;
+    put_tile(room, values + tile.first, tile.count, offsets + tiles + begin);
 }
 
 }  // namespace stepcode

@@ -1,8 +1,10 @@
-// stepcode on a GPU: what one kernel leaves in global memory for the next. An encoder counts, makes the model,
-// writes the tiles, and finishes the message; a decoder reads the model and decodes. A tile is a warp's, a
-// state of the format a lane's. Nothing is known on the host: grids are those of the smallest tiles.
+// stepcode on a GPU: what one kernel leaves in global memory for the next. An encoder counts exponents, then the
+// steps of each context, makes the models, codes the tiles into scratch memory, and puts them together; a decoder
+// reads the models and decodes. Each kernel takes all pieces of a message. A tile is a warp's, a state of the
+// format a lane's. Nothing is known on the host: grids are those of the smallest tiles.
 #pragma once
 
+#include "table.h"
 #include "warp_tiles.h"
 
 #include "stepcode_model.h"
@@ -11,15 +13,19 @@ namespace hybridcomp {
 namespace stepcode {
 
 constexpr int WARPS = 8, THREADS = WARPS * WARP;
+constexpr u32 LEAST_TILE = 1u << MIN_TILE_LOG;
 // Slots of 16 states share an entry, from which the search for a symbol starts.
 constexpr u32 COARSE = TOTAL / 16;
 
-// Zero before the first kernel. Its size in words of 64 bits: PLAN_WORDS in stepcode.py.
+// One for each piece, zero before the first kernel. Its size in words of 64 bits: PLAN_WORDS in stepcode.py.
 struct Plan {
     u32 good, mode, lowest, tile, model, length;
     u32 reserved[2];
-    u32 ranges[CONTEXTS][ROW];
-    u8 first[CONTEXTS][COARSE];
+    u32 ranges[CONTEXTS][ROW];  // of an encoder at first the counts
+    union {
+        u8 first[CONTEXTS][COARSE];  // of a decoder
+        u32 exponents[256];          // of an encoder: how often they were counted
+    };
 };
 static_assert(sizeof(Plan) == 8 * 1540, "stepcode.py has this size");
 
@@ -35,12 +41,36 @@ HC_INLINE void copy_values(const u16* from, u16* to, u64 count, u64 thread, u64 
     for (u64 i = thread; i < count; i += threads) to[i] = from[i];
 }
 
+// Groups of 32 values whose loads are under way while others are coded: a tile's groups wait for each other,
+// and with a load in each of them they would wait for memory.
+constexpr u32 AHEAD = 4;
+
+// This lane's values of AHEAD groups from `group` on, ascending; 0 beyond `count`.
+HC_INLINE void load_groups(const u16* from, u32 group, u32 count, u32* to) {
+#pragma unroll
+    for (u32 n = 0; n < AHEAD; ++n) {
+        u32 i = (group + n) * WARP + lane_id();
+        to[n] = i < count ? (u32)from[i] : 0;
+    }
+}
+
 struct Bounds {
     u64 first;
     u32 count;
     HC_INLINE_MEMBER Bounds(u64 numel, u32 tile, u64 index)
         : first(index * tile),
           count(first >= numel ? 0 : (u32)(numel - first < tile ? numel - first : tile)) {}
+};
+
+// What this block of threads works on, where blocks take the tiles of all pieces one after the other.
+struct Job {
+    Piece piece;
+    Plan* plan;
+    u64 group;  // of WARPS tiles within the piece
+    HC_INLINE_MEMBER Job(const Pieces& pieces, Plan* plans, u64 block) {
+        u32 number = pieces.of_block(block);
+        piece = pieces.rows()[number], plan = plans + number, group = block - piece.first;
+    }
 };
 
 }  // namespace stepcode

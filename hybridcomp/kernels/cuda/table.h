@@ -41,7 +41,8 @@ struct PlannedRow {
 };
 
 // The row that tile `tile` is in; behind the last one's end it is the last.
-HC_INLINE const PlannedRow& row_of(const PlannedRow* rows, u64 count, u64 tile) {
+template <class R>
+HC_INLINE const R& row_of(const R* rows, u64 count, u64 tile) {
     u64 low = 0, high = count;
     while (high - low > 1) {
         u64 middle = (low + high) / 2;
@@ -61,5 +62,28 @@ struct NearTable {
 HC_INLINE const PlannedRow& row_of(const NearTable& table, u64 tile) {
     return row_of(table.far ? table.far : table.near, table.count, tile);
 }
+
+// A tensor of a message with a payload of its own whose length varies. By whole thread blocks one after the
+// other: `first` is the number of its first block.
+struct Piece {
+    u64 first, values, numel, payload;
+    u64 size;       // of an encoder the word for the bytes used, of a decoder the bytes of the payload
+    u64 reference;  // of stepcode: the earlier values
+    u64 scratch;    // where in the memory between two kernels it has its room
+};
+constexpr u32 NEAR_PIECES = 64;
+
+// Few pieces come by value, many lie in the device's memory.
+struct Pieces {
+    u64 count;
+    const Piece* far;  // null: the pieces are `near`
+    Piece near[NEAR_PIECES];
+
+    HC_INLINE_MEMBER const Piece* rows() const { return far ? far : near; }
+    // Number of the piece that block `block` works for.
+    HC_INLINE_MEMBER u32 of_block(u64 block) const {
+        return (u32)(&row_of(rows(), count, block) - rows());
+    }
+};
 
 }  // namespace hybridcomp

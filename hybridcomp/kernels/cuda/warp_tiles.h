@@ -55,7 +55,8 @@ struct Lengths {
     u32 lengths[WARPS], place;
 
     // Words before this warp's, of all groups of warps before and of this one; `total`: of this one.
-    HC_INLINE_MEMBER u32 look(Workspace* work, u32 group, u32 mine, u32& total) {
+    // `states`: of the message, zero before its first group.
+    HC_INLINE_MEMBER u32 look(u64* states, u32 group, u32 mine, u32& total) {
         u32 warp = threadIdx.x / WARP, before = 0;
         if (lane_id() == 0) lengths[warp] = mine;
         __syncthreads();
@@ -66,7 +67,7 @@ struct Lengths {
             before += w < warp ? length : 0, total += length;
         }
         if (warp == 0) {
-            u32 found = look_back(work->states, group, total);
+            u32 found = look_back(states, group, total);
             if (lane_id() == 0) place = found;
         }
         __syncthreads();

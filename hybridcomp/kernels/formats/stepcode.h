@@ -118,6 +118,14 @@ HC_INLINE u32 push_symbol(u32 state, u32 range) {
     return (quotient << PRECISION) + (state - quotient * frequency) + start_of(range);
 }
 
+// The same with `inverse`, 0xffffffff / the frequency: multiplied by it a state gives the quotient, or one less.
+HC_INLINE u32 push_by_inverse(u32 state, u32 range, u32 inverse) {
+    u32 frequency = frequency_of(range), quotient = (u32)((u64)state * inverse >> 32);
+    u32 rest = state - quotient * frequency;
+    bool more = rest >= frequency;
+    return ((quotient + more) << PRECISION) + rest - (more ? frequency : 0) + start_of(range);
+}
+
 HC_INLINE u32 pop_symbol(u32 state, u32 range) {
     return frequency_of(range) * (state >> PRECISION) + (state & (TOTAL - 1)) - start_of(range);
 }

@@ -18,6 +18,7 @@ from torch import Tensor
 from bench.gpu_bench.measure import Work
 from hybridcomp import kernels
 from hybridcomp.kernels.cuda import CudaKernels, images
+from hybridcomp.kernels.cuda.launcher import Words
 
 Image = tuple[str, tuple[str, ...]]
 NUMEL = 1 << 15  # of the messages that find out what is launched
@@ -37,6 +38,12 @@ class Recorder:
     def zeros(self, words: int) -> Tensor:
         """See ``launcher.Launcher``."""
         return torch.zeros(words, dtype=torch.int64, device=self._device)
+
+    empty = zeros
+
+    def words(self, values: Words) -> Tensor:
+        """See ``launcher.Launcher``."""
+        return torch.from_numpy(values.copy()).to(self._device)
 
 
 def needed(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.kernels.cuda import images
+from hybridcomp.kernels.cuda.launcher import Words
 
 HERE = Path(__file__).resolve().parent
 KERNELS, FORMATS = images.FOLDER, images.FORMATS
@@ -117,3 +118,11 @@ class EmulatedLauncher:
     def zeros(self, words: int) -> Tensor:
         """See ``launcher.Launcher``."""
         return torch.zeros(words, dtype=torch.int64)
+
+    def empty(self, words: int) -> Tensor:
+        """See ``launcher.Launcher``: what nobody may rely on."""
+        return torch.full((words,), -0x5A5A5A5A5A5A5A5B)
+
+    def words(self, values: Words) -> Tensor:
+        """See ``launcher.Launcher``."""
+        return torch.from_numpy(values.copy())

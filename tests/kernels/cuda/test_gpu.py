@@ -22,6 +22,7 @@ from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.collectives import Meter, chunk_ranges
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels.cuda import CudaKernels, images
+from hybridcomp.kernels.cuda.launcher import Words
 from tests.codecs import arrays
 from tests.collectives.calls import all_gather, all_reduce, all_to_all, recv, reduce_scatter, send
 from tests.kernels.cuda.common import (
@@ -50,6 +51,11 @@ class Recorder:
 
     def zeros(self, words: int) -> Tensor:
         return torch.zeros(words, dtype=torch.int64, device="cuda")
+
+    empty = zeros
+
+    def words(self, values: Words) -> Tensor:
+        return torch.from_numpy(values.copy()).cuda()
 
 
 @pytest.fixture(scope="module", autouse=True)

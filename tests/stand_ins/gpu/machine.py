@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.distributed import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hybridcomp.kernels.cuda.launcher import Words
 from hybridcomp.kernels.cuda.workspaces import Workspaces
 from tests.stand_ins.gpu.memory import HOST, Block, Clock, Memory, Stream, tensors_in
 
@@ -41,6 +43,7 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.capturing = False
         self.unmet: list[Message] = []
         self._workspaces = Workspaces(self._zeroed)
+        self._named: dict[int, list[int]] = {}  # addresses in tables on the device, by theirs
 
     def stream(self, name: str) -> Stream:
         """Make a stream."""
@@ -108,6 +111,7 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         if table is not None:
             words = (*words, *struct.unpack(f"<{len(table) // 8}Q", table[: len(table) // 8 * 8]))
+            words = (*words, *chain(*(self._named.get(word, ()) for word in words)))
         self.sweep()
         self.current.behind(self.host.clock)
         self.current.step()
@@ -118,6 +122,17 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def zeros(self, words: int) -> Tensor:
         """See ``launcher.Launcher``."""
         return self._workspaces.take(words, self.current.number)
+
+    def empty(self, words: int) -> Tensor:
+        """See ``launcher.Launcher``."""
+        return torch.empty(words, dtype=torch.int64, device=DEVICE)
+
+    def words(self, values: Words) -> Tensor:
+        """See ``launcher.Launcher``: a launch that reads these reads and writes what they name."""
+        host = torch.empty(values.shape, dtype=torch.int64, pin_memory=True)
+        made = host.to(DEVICE, non_blocking=True)
+        self._named[made.data_ptr()] = values.flatten().tolist()
+        return made
 
     def _zeroed(self, words: int) -> Tensor:
         return torch.zeros(words, dtype=torch.int64, device=DEVICE)

@@ -1,0 +1,91 @@
+"""Encode and decode all pieces of a message with payloads of variable size at once, on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from hybridcomp.kernels import DTYPE_CODES, stores_sizes
+from hybridcomp.kernels.pieces import PayloadPiece, PieceFunctions
+
+
+class VaryingPieces:
+    """``launches.PieceKernel`` of one codec with its settings, on one device.
+
+    Args:
+        functions: its kernels.
+        settings: their first arguments.
+        lossless: whether decoders must be told what was encoded.
+        held: the earlier values of the whole message, for a codec ``against`` them.
+    """
+
+    def __init__(
+        self, functions: PieceFunctions, settings: tuple[float, ...], lossless: bool,
+        held: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self._functions, self._settings = functions, settings
+        self._lossless, self._held = lossless, held
+
+    def encode(
+        self, values: Sequence[Tensor], out: Sequence[Tensor], sizes: Tensor,
+        places: Sequence[tuple[int, int]] = (),
+    ) -> None:  # fmt: skip
+        """See ``launches.PieceKernel``."""
+        if not values:
+            return
+        if not all(one.numel() for one in values):
+            sizes.zero_()
+        held, start = self._held, sizes.data_ptr()
+        references = [0] * len(values)
+        if held is not None:
+            begin, width = held.data_ptr(), held.itemsize
+            references = [begin + width * place for place, _ in places] or [begin] * len(values)
+        rows = zip(values, out, range(start, start + 8 * len(values), 8), references, strict=True)
+        pieces = [
+            PayloadPiece(one.data_ptr(), one.numel(), payload.data_ptr(), size, reference)
+            for one, payload, size, reference in rows
+        ]
+        self._functions.encode_pieces(*self._settings, DTYPE_CODES[values[0].dtype], pieces=pieces)
+
+    def decode(self, payloads: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        """See ``launches.PieceKernel``."""
+        if out:
+            self._decode(payloads, out, 1, out[0].dtype, add=False)
+
+    def add(
+        self, payloads: Sequence[Sequence[Tensor]], out: Sequence[Tensor], dtype: torch.dtype
+    ) -> None:
+        """See ``launches.PieceKernel``."""
+        if out and payloads[0]:
+            flat = [payload for row in payloads for payload in row]
+            told = dtype if self._lossless else torch.float32
+            self._decode(flat, out, len(payloads[0]), told, add=True)
+
+    def _decode(
+        self, payloads: Sequence[Tensor], out: Sequence[Tensor], ranks: int, dtype: torch.dtype, *,
+        add: bool,
+    ) -> None:  # fmt: skip
+        pieces, rows = list[PayloadPiece](), iter(payloads)
+        for one in out:
+            place = one.data_ptr()
+            for payload in islice(rows, ranks):
+                nbytes = payload.numel()
+                pieces.append(PayloadPiece(place, one.numel(), payload.data_ptr(), nbytes, place))
+        self._functions.decode_pieces(
+            *self._settings, DTYPE_CODES[dtype], pieces=pieces, ranks=ranks, add=add
+        )
+
+
+def varying_pieces(
+    functions: Any, device: torch.device, settings: tuple[float, ...], lossless: bool,
+    held: Tensor | None = None,
+) -> VaryingPieces | None:  # fmt: skip
+    """Return ``VaryingPieces`` of ``functions``, those on ``device``; None where sizes do not stay
+    there, as on a CPU."""
+    if not stores_sizes(device):
+        return None
+    return VaryingPieces(cast(PieceFunctions, functions), settings, lossless, held)

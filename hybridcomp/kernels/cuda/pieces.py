@@ -1,0 +1,78 @@
+"""Lay out pieces of a message whose payloads vary in length, for kernels that take all of them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from hybridcomp.kernels.cuda.functions import ALIGN
+from hybridcomp.kernels.cuda.launcher import Launcher, Words
+from hybridcomp.kernels.pieces import PayloadPiece
+
+#: rows of a table that comes by value (``table.h``); a longer one is copied to the device
+NEAR, ROW_WORDS = 64, 7
+#: rows of a table: a grid has no more than 65,535 rows
+MOST = 1 << 15
+
+
+@dataclass(frozen=True)
+class PieceTable:
+    """``Pieces`` of table.h, for launches on the stream that was current when it was made.
+
+    Attributes:
+        table: the first argument of the kernels.
+        count: its pieces.
+        longest: values of the longest one.
+        blocks: thread blocks that all of them take.
+        scratch: words of 32 bits of the room between two kernels.
+        far: the rows on the device, which launches read as long as they are not freed.
+    """
+
+    table: bytes
+    count: int
+    longest: int
+    blocks: int
+    scratch: int
+    far: Tensor | None
+
+
+def lay_out(
+    launcher: Launcher, pieces: Sequence[PayloadPiece], step: int, room: tuple[int, int] = (0, 1)
+) -> Iterator[PieceTable]:
+    """Yield one table of all ``pieces`` that have values, or several of more than ``MOST``.
+
+    Args:
+        launcher: of the device of the pieces.
+        pieces: payloads begin at multiples of 16 bytes.
+        step: values that a thread block takes.
+        room: words of 32 bits in the room between two kernels: for every two values none or one,
+            and for every so many values, (a, b): ceil(numel / 2) + a * ceil(numel / b); a 0: none.
+
+    Raises ValueError for a payload that does not begin where it should.
+    """
+    full = np.array(pieces, dtype=np.int64).reshape(-1, len(PayloadPiece._fields))
+    full = full[full[:, 1] > 0]
+    if (full[:, 2] % ALIGN).any():
+        raise ValueError(f"a payload must begin at a multiple of {ALIGN} bytes")
+    for begin in range(0, len(full), MOST):
+        yield _table(launcher, full[begin : begin + MOST], step, room)
+
+
+def _table(launcher: Launcher, given: Words, step: int, room: tuple[int, int]) -> PieceTable:
+    numels = given[:, 1]
+    rows = np.empty((len(given), ROW_WORDS), dtype=np.int64)
+    rows[:, 1:6] = given
+    blocks = -(-numels // step)
+    rows[:, 0] = np.cumsum(blocks) - blocks
+    words = -(-numels // 2) + room[0] * -(-numels // room[1]) if room[0] else 0 * numels
+    rows[:, 6] = np.cumsum(words) - words
+    far = launcher.words(rows) if len(rows) > NEAR else None
+    head = struct.pack("<2Q", len(rows), 0 if far is None else far.data_ptr())
+    near = (b"" if far is not None else rows.tobytes()).ljust(8 * ROW_WORDS * NEAR, b"\0")
+    return PieceTable(
+        head + near, len(rows), int(numels.max()), int(blocks.sum()), int(words.sum()), far
+    )

@@ -1,0 +1,47 @@
+"""Pieces of a message, each with its payload, for kernels that launch once for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+
+class PayloadPiece(NamedTuple):
+    """Tensor with a payload of its own, by addresses.
+
+    Attributes:
+        values, numel: what is encoded, or where a decoder writes.
+        payload: address of the payload.
+        size: of an encoder the address of the int64 for the bytes used, of a decoder the bytes of
+            the payload.
+        reference: address of the values that stepcode takes steps from.
+    """
+
+    values: int
+    numel: int
+    payload: int
+    size: int
+    reference: int = 0
+
+
+class PieceFunctions(Protocol):
+    """Kernels of one codec of variable size for any number of pieces; its settings come first.
+
+    The number of launches does not depend on that of the pieces. Those without values are skipped.
+    """
+
+    def encode_pieces(self, *settings_and_dtype: Any, pieces: Sequence[PayloadPiece]) -> None:
+        """Encode each piece, and store the bytes used."""
+
+    def decode_pieces(
+        self,
+        *settings_and_dtype: Any,
+        pieces: Sequence[PayloadPiece],
+        ranks: int = 1,
+        add: bool = False,
+    ) -> None:
+        """Decode each piece, or ``add`` to fp32 values.
+
+        With several ``ranks`` so many pieces, one after the other, are added to the same values, in
+        this order.
+        """

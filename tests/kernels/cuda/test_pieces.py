@@ -1,0 +1,154 @@
+"""Payloads of variable size of a message, all in a constant number of launches."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridcomp.codecs import Codec
+from hybridcomp.codecs.exact_steps import ExactSteps
+from hybridcomp.codecs.launches import PieceKernel
+from hybridcomp.errors import CodecError
+from hybridcomp.kernels.cuda import CudaKernels, pieces
+from hybridcomp.kernels.cuda.functions import DamageFlag
+from tests.codecs import arrays, guarded, stepcode_reference
+from tests.kernels.cuda.common import kernels_replaced, payload_of
+from tests.kernels.cuda.emulated import THREADS, EmulatedLauncher
+
+BF16 = torch.bfloat16
+#: nothing, one value, parts of tiles, several blocks of tiles; more pieces than come by value
+LENGTHS = (1, 0, 31, 4099, 8192, 70_001, 513, 2)
+MANY = (5, 40, 1, 0) * (pieces.NEAR // 4 + 4)
+
+
+class CountingLauncher(EmulatedLauncher):
+    """Remembers the kernels that were launched; runs none of them where ``dry``."""
+
+    def __init__(self, dry: bool = False) -> None:
+        self.kernels: list[str] = []
+        self._dry = dry
+
+    def launch(
+        self, source: str, defines: tuple[str, ...], kernel: str, grid: tuple[int, int],
+        *words: int, threads: int = THREADS, table: bytes | None = None,
+    ) -> None:  # fmt: skip
+        self.kernels.append(kernel)
+        assert grid[0] >= 1 and 1 <= grid[1] <= 65_535
+        if not self._dry:
+            super().launch(source, defines, kernel, grid, *words, threads=threads, table=table)
+
+
+def kernel_of(codec: Codec) -> PieceKernel:
+    """The codec's, on the back end that is in place."""
+    found = codec.pieces(torch.device("cpu"))
+    assert found is not None
+    return found
+
+
+def places_of(lengths: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Stretches of a message, one behind the other, each behind a value that nobody sends."""
+    ends = torch.tensor(lengths).add(1).cumsum(0).tolist()
+    return [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+
+
+def encoded(
+    codec: Codec, values: Tensor, places: list[tuple[int, int]]
+) -> tuple[list[Tensor], list[int]]:
+    """The slots of all pieces, and the sizes."""
+    parts = [values[start:stop] for start, stop in places]
+    sizes = [codec.wire_nbytes(part.numel(), values.dtype) for part in parts]
+    slots = list(torch.split(torch.full((sum(sizes),), 0xA5, dtype=torch.uint8), sizes))
+    words = torch.full((len(parts) + 2,), -7)
+    kernel_of(codec).encode(parts, slots, words[1:-1], places)
+    assert words[0] == words[-1] == -7
+    return slots, words[1:-1].tolist()
+
+
+def steps_of(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Values of a message with such pieces, and what they are steps from, of several kinds."""
+    kinds = ("many", "nothing", "everything", "few", "far")
+    pairs = [
+        stepcode_reference.pair("normal", kinds[i % 5], max(n, 1), i, BF16)
+        for i, n in enumerate(lengths)
+    ]
+    one, both = torch.zeros(1, dtype=BF16), [list[Tensor](), list[Tensor]()]
+    for pair, length in zip(pairs, lengths, strict=True):
+        for found, each in zip(both, pair, strict=True):
+            found += (one, each[:length])
+    new, old = map(torch.cat, both)
+    return new, old
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, MANY], ids=["few", "many"])
+def test_steps_of_all_pieces(lengths: tuple[int, ...]) -> None:
+    """The bytes of an encoder that takes one after the other, decoded in place."""
+    (values, reference), places = steps_of(lengths), places_of(lengths)
+    codec, launcher = ExactSteps().against(reference), CountingLauncher()
+    kernels = CudaKernels(launcher)
+    refuse = AssertionError("the host waited")
+    with kernels_replaced(kernels):
+        with mock.patch.object(DamageFlag, "check", side_effect=refuse):
+            slots, sizes = encoded(codec, values, places)
+        held = reference.clone()
+        kernel_of(codec).decode(slots, [held[start:stop] for start, stop in places])
+        kernels.check()
+    assert len(launcher.kernels) == 7
+    for (start, stop), slot, size in zip(places, slots, sizes, strict=True):
+        right = payload_of(codec.part(start, stop), values[start:stop])
+        assert right.numel() == size and torch.equal(slot[:size], right)
+        assert torch.equal(arrays.bits_of(held[start:stop]), arrays.bits_of(values[start:stop]))
+
+
+@pytest.mark.parametrize("count", [2, 64, 1024])
+def test_launches_of_steps(count: int) -> None:
+    """Five to encode and two to decode, however many pieces there are."""
+    launcher, lengths = CountingLauncher(dry=True), (1000,) * count
+    codec = ExactSteps().against(torch.zeros(1001 * count, dtype=BF16))
+    with kernels_replaced(CudaKernels(launcher)):
+        slots, _ = encoded(codec, torch.zeros(1001 * count, dtype=BF16), places_of(lengths))
+        assert len(launcher.kernels) == 5
+        kernel_of(codec).decode(slots, [torch.zeros(1000, dtype=BF16) for _ in slots])
+    assert len(launcher.kernels) == 7
+
+
+def test_more_pieces_than_a_grid_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "MOST", 3)
+    lengths = (9, 700, 1, 33)
+    (values, reference), places = steps_of(lengths), places_of(lengths)
+    codec, launcher = ExactSteps().against(reference), CountingLauncher()
+    with kernels_replaced(CudaKernels(launcher)):
+        slots, sizes = encoded(codec, values, places)
+    assert len(launcher.kernels) == 10
+    for (start, stop), slot, size in zip(places, slots, sizes, strict=True):
+        assert torch.equal(slot[:size], payload_of(codec.part(start, stop), values[start:stop]))
+
+
+def test_a_damaged_piece_is_told_at_the_check() -> None:
+    lengths = (900, 900, 900)
+    (values, reference), places = steps_of(lengths), places_of(lengths)
+    codec, kernels = ExactSteps().against(reference), CudaKernels(EmulatedLauncher())
+    with kernels_replaced(kernels):
+        slots, _ = encoded(codec, values, places)
+        slots[1][0] ^= 1
+        kernel_of(codec).decode(slots, [reference[start:stop].clone() for start, stop in places])
+        with pytest.raises(CodecError, match="damaged"):
+            kernels.check()
+        with pytest.raises(ValueError, match="multiple of 16 bytes"):
+            kernel_of(codec).encode([values[:9]], [slots[0][1:]], torch.zeros(1, dtype=torch.int64))
+
+
+def test_nothing_beside_the_pieces_is_touched() -> None:
+    """Values, references and payloads that end where memory ends."""
+    values, reference = (guarded.copy(one) for one in steps_of((8200,)))
+    codec, sizes = ExactSteps().against(reference), torch.zeros(2, dtype=torch.int64)
+    parts = [values[1:100], values[100:]]
+    rooms = [guarded.empty(codec.wire_nbytes(part.numel(), BF16)) for part in parts]
+    with kernels_replaced(CudaKernels(EmulatedLauncher())):
+        kernel_of(codec).encode(parts, rooms, sizes, [(1, 100), (100, 8201)])
+        used = [guarded.copy(room[:size]) for room, size in zip(rooms, sizes.tolist(), strict=True)]
+        out = guarded.copy(reference)
+        kernel_of(codec).decode(used, [out[1:100], out[100:]])
+    assert torch.equal(arrays.bits_of(out[1:]), arrays.bits_of(values[1:]))
