@@ -66,15 +66,16 @@ class AllToAll(Message[Handle]):
     Attributes:
         values: of any shape; their flat order counts.
         out: 1-D contiguous, of their dtype; None: allocated where there is a codec.
-        in_splits, out_splits: rows to and from each rank; None: equal parts.
+        in_splits, out_splits: rows to and from each rank; None: equal parts. Once it is sent,
+            elements to and from each rank.
         row: elements of a row.
         async_op: return before ``out`` is complete.
     """
 
     values: Tensor
     out: Tensor | None = None
-    in_splits: Sequence[int] | None = None
-    out_splits: Sequence[int] | None = None
+    in_splits: Sequence[int] | Splits | None = None
+    out_splits: Sequence[int] | Splits | None = None
     row: int = 1
     async_op: bool = False
 
@@ -92,6 +93,7 @@ class AllToAll(Message[Handle]):
         values = self.values.detach().contiguous().view(-1)
         gives = None if self.in_splits is None else Splits.of(self.in_splits, self.row)
         takes = None if self.out_splits is None else Splits.of(self.out_splits, self.row)
+        self.in_splits, self.out_splits = gives, takes  # lists are compared once a message
         if self.out is None:
             self.out = values.new_empty(values.numel() if takes is None else takes.total)
         channel.sample(

@@ -1,4 +1,4 @@
-"""Describe the codecs of a message in words, for the lines at start-up."""
+"""Name the dtypes and the codecs of a message in words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import torch
 
 from hybridcomp.codecs.base import Codec
 
-DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+#: dtypes of messages by the names that options and files of the command line have
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def used_for(codec: Codec, summed: bool, dtype: torch.dtype) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from hybridcomp.codecs.words import DTYPES
 from hybridcomp.commands.job_files import JobFile
 from hybridcomp.config import CompressionConfig
 from hybridcomp.config.memory import (
@@ -167,8 +168,7 @@ class _RanksOfReplica:
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of the messages; bf16 where the file leaves it open."""
-        names: Mapping[str | None, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16}
-        return names.get(self.file.dtype, torch.bfloat16)
+        return DTYPES[self.file.dtype or "bf16"]
 
     def messages(self) -> dict[Dimension, RankMessages]:
         """Return the messages of a step of DeepSpeed, or of DDP for a bare block."""

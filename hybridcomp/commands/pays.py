@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.words import DTYPE_NAMES, DTYPES
 from hybridcomp.commands.job_files import JobFile, read_job_file
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.presets import PRESETS
@@ -35,7 +36,6 @@ RANKS = 8
 LEAST, MOST, MOST_RANKS = 1e-9, 1e15, 10**6
 #: the block for a job that has none yet
 SUGGESTED = {"preset": "recommended"}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: bytes of the messages in the table
 MESSAGES = (0.25e6, 4e6, 64e6)
 
@@ -144,10 +144,9 @@ def table(
 
     ``there``: the dimensions of which the job has messages.
     """
-    kind = next(name for name, dtype in DTYPES.items() if dtype == job.dtype)
     yield (
-        f"{kind} messages among {job.ranks} ranks, ZeRO {job.stage}, codecs on {device.what}: "
-        "compression pays below"
+        f"{DTYPE_NAMES[job.dtype]} messages among {job.ranks} ranks, ZeRO {job.stage}, "
+        f"codecs on {device.what}: compression pays below"
     )
     sizes = "".join(f"{f'{nbytes / 1e6:g} MB':>12}" for nbytes in MESSAGES)
     yield f"{'dimension':13} {'codec':26} {'bits':>5} {sizes}   Gb/s of a rank's link"

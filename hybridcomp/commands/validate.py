@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hybridcomp.channels import checkpoint_note
 from hybridcomp.channels.ledger_file import unwritable
+from hybridcomp.codecs.words import DTYPES
 from hybridcomp.collectives.hierarchical.discovery import check_widths
 from hybridcomp.commands import memory
 from hybridcomp.commands.job_files import read_job_file
@@ -23,7 +22,6 @@ from hybridcomp.rules import neox as rules
 from hybridcomp.rules.ds_job import DeepSpeedJob
 from hybridcomp.rules.planned import hold_to_plan
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SILENT = "started in another way, the job compresses nothing"
 DEEPSPEED_START = """\
 start with  deepspeed --module hybridcomp.run SCRIPT ... --deepspeed_config {file}

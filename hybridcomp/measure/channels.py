@@ -27,10 +27,10 @@ from torch import Tensor
 from hybridcomp.channels import Channels, Message, Receive, Send
 from hybridcomp.channels.rings import record_ring, ring_of
 from hybridcomp.codecs import make_codec
+from hybridcomp.codecs.words import DTYPES
 from hybridcomp.collectives.wire.transport import all_gather_single
 from hybridcomp.config import CompressionConfig
 from hybridcomp.measure.clock import LEAST, MOST, MOST_INNER, SHORT_S, CallClock, Run
-from hybridcomp.measure.kernels import DTYPES
 from hybridcomp.measure.links import Key, reduce_scatter_single
 from hybridcomp.measure.messages import CODECS, payload_nbytes
 from hybridcomp.measure.team import GroupShape, MeasuredPart, Team

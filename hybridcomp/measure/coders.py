@@ -14,11 +14,12 @@ import torch
 from hybridcomp.channels.host_landing import fewer_threads
 from hybridcomp.codecs import CODECS, Codec
 from hybridcomp.codecs.exact_steps import typical_steps
+from hybridcomp.codecs.words import DTYPES
 from hybridcomp.config import CompressionConfig
 from hybridcomp.config.presets import PRESETS
 from hybridcomp.errors import HybridcompError
 from hybridcomp.measure.clock import LEAST, CallClock, HostCallClock, Run, samples
-from hybridcomp.measure.kernels import DTYPES, dtypes_of
+from hybridcomp.measure.kernels import dtypes_of
 from hybridcomp.measure.team import MeasuredPart, Team
 from hybridcomp.plan.machines.estimates import Estimate, median, summary
 from hybridcomp.plan.machines.rows import Beside, Coding, Copy, Direction

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridcomp.codecs.words import DTYPES
+from hybridcomp.measure import options
 from hybridcomp.measure.block import BlockSize, TransformerBlock, kept_nbytes
 from hybridcomp.measure.clock import LEAST, CallClock, HostCallClock, Run, samples
 from hybridcomp.measure.team import MeasuredPart, Team
 from hybridcomp.plan.machines.estimates import median, summary
 from hybridcomp.plan.machines.rows import Kernel, Kind
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: a size is left out if two calls and LEAST timings of it may take this many times the allowance
 PATIENCE = 3.0
 
@@ -78,7 +79,7 @@ def trained_size(device: torch.device) -> BlockSize:
 def dtypes_of(device: torch.device) -> dict[str, torch.dtype]:
     """Return the dtypes that trainings use on ``device``."""
     return {
-        name: dtype for name, dtype in DTYPES.items() if name != "fp16" or device.type == "cuda"
+        name: DTYPES[name] for name in options.DTYPES if name != "fp16" or device.type == "cuda"
     }
 
 

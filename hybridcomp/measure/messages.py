@@ -12,11 +12,11 @@ import torch
 
 from hybridcomp import collectives
 from hybridcomp.codecs import Codec, make_codec
+from hybridcomp.codecs.words import DTYPES
 from hybridcomp.collectives import Group, Meter, Reduction, Transfer
 from hybridcomp.errors import HybridcompError
 from hybridcomp.measure.clock import LEAST, CallClock, Run
 from hybridcomp.measure.coders import product_beside
-from hybridcomp.measure.kernels import DTYPES
 from hybridcomp.measure.links import Key, timed
 from hybridcomp.measure.team import GroupShape, MeasuredPart, Team
 from hybridcomp.plan.machines.rows import Encoded, LeftOut, Operation

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from hybridcomp.codecs.words import DTYPES
 from hybridcomp.collectives.hierarchical.discovery import Hierarchy
 from hybridcomp.collectives.topology import discover
 from hybridcomp.errors import ConfigError
@@ -17,7 +18,7 @@ from hybridcomp.measure.block import BlockSize
 from hybridcomp.measure.channels import channel_rows
 from hybridcomp.measure.clock import CallClock, clock_for, on_device
 from hybridcomp.measure.coders import coding_rows, copy_rows, host_rows, merged
-from hybridcomp.measure.kernels import DTYPES, kernel_rows, trained_size
+from hybridcomp.measure.kernels import kernel_rows, trained_size
 from hybridcomp.measure.links import link_rows, uplink_rows
 from hybridcomp.measure.machine import made, memory_nbytes
 from hybridcomp.measure.messages import message_rows

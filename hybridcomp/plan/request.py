@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from hybridcomp.codecs.words import DTYPES
 from hybridcomp.errors import ConfigError
 from hybridcomp.plan import decided
 from hybridcomp.plan.engines import OWN_CUTS
@@ -15,9 +16,6 @@ from hybridcomp.plan.layout import Layout
 from hybridcomp.plan.plan import Plan
 
 Engine = Literal["deepspeed", "megatron", "neox"]
-DTYPES: Mapping[str, torch.dtype] = {
-    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
-}  # fmt: skip
 
 
 #: most samples of a step and tokens of a sample: a search over more does not end

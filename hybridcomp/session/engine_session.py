@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp import log
 from hybridcomp.channels import NAME, Channels, StepTraffic
 from hybridcomp.channels.ledger_file import make_together
 from hybridcomp.channels.memory_use import memory_of
@@ -38,7 +37,7 @@ from hybridcomp.log import Once
 from hybridcomp.session import saved_session, wandb_run
 from hybridcomp.session.agreement import agree_on
 from hybridcomp.session.closing import close_at_the_end
-from hybridcomp.session.followers import OverflowFollower, StatefulFollower, StepFollower
+from hybridcomp.session.followers import Followers, StepFollower
 from hybridcomp.session.reporter import Event, Reporter, describe_run
 
 #: attribute of an engine with its session
@@ -94,7 +93,7 @@ class EngineSession:
         self.reporter: Reporter | None = None
         self.models, self.restored, self.loaded = 0, False, False
         self.kept_in = kept_in
-        self.followers: list[StepFollower] = []
+        self.followers = Followers()
         self.say = Once()
         close_at_the_end(self)
         self._device = device
@@ -221,19 +220,13 @@ class EngineSession:
         """Call ``follower`` around every optimizer step, and close it with the session."""
         self.followers.append(follower)
 
-    @property
-    def stateful_followers(self) -> list[StatefulFollower]:
-        """Return the followers whose state belongs to a checkpoint."""
-        return [one for one in self.followers if isinstance(one, StatefulFollower)]
-
     def before_step(self) -> None:
         """Call the followers while the weights are those before an optimizer step.
 
         Where the engine's own step is about to begin, or at any moment before it at which all ranks
         of the engine come by; calls after the first of a step are harmless.
         """
-        for follower in self.followers:
-            follower.before_step()
+        self.followers.before_step()
 
     def begin_step(self) -> bool:
         """Begin a step, unless it has begun: before its first forward pass, or before any of them.
@@ -260,9 +253,8 @@ class EngineSession:
         advice = "" if self.kept_in else ADVICE
         self.say(*(f"{text}{advice}" for text in channels.close_step(sampled, self.device)))
         if overflow:
-            self._overflowed(None if loss_scale == 1.0 else loss_scale)  # 1: it scales no loss
-        for follower in self.followers:
-            follower.after_step(channels.step)
+            self.followers.overflowed(None if loss_scale == 1.0 else loss_scale)  # 1: scales none
+        self.followers.after_step(channels.step)
         every = self._interval()
         if self.reporter is not None and every and channels.step % every == 0:
             events = self.reporter.report(channels.step, self.followers)
@@ -270,16 +262,7 @@ class EngineSession:
 
     def skip_step(self) -> None:
         """Tell the followers of a step that a loss scaler has skipped, which is not counted."""
-        self._overflowed(None)
-        for follower in self.followers:
-            follower.after_skip()
-
-    def _overflowed(self, loss_scale: float | None) -> None:
-        for follower in self.followers:
-            if isinstance(follower, OverflowFollower):
-                told = follower.overflowed(loss_scale)
-                if told is not None:
-                    log.say(told, anywhere=True)
+        self.followers.after_skip()
 
     def take_events(self) -> list[Event]:
         """Return the figures of the last report, once, for a trainer that logs at other moments."""
@@ -306,7 +289,6 @@ class EngineSession:
 
     def close(self) -> None:
         """Write the totals; the channels send no message afterwards."""
-        while self.followers:
-            self.followers.pop().close()
+        self.followers.close()
         if self.reporter is not None:
             self.reporter.close()

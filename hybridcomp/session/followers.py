@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from hybridcomp import log
+
 
 class StepFollower(Protocol):
     """Called around every optimizer step, on all ranks together; may be a collective."""
@@ -63,3 +65,41 @@ class OverflowFollower(Protocol):
 
         No collective. ``loss_scale``: of the next step; None: not known.
         """
+
+
+class Followers(list[StepFollower]):
+    """The followers of one session, called in the order in which they were added."""
+
+    @property
+    def stateful(self) -> list[StatefulFollower]:
+        """Return those whose state belongs to a checkpoint."""
+        return [one for one in self if isinstance(one, StatefulFollower)]
+
+    def before_step(self) -> None:
+        """Call all of them while the weights are those before an optimizer step."""
+        for follower in self:
+            follower.before_step()
+
+    def after_step(self, step: int) -> None:
+        """Call all of them after optimizer step ``step``."""
+        for follower in self:
+            follower.after_step(step)
+
+    def after_skip(self) -> None:
+        """Tell all of them of a step that a loss scaler has skipped, which is not counted."""
+        self.overflowed(None)
+        for follower in self:
+            follower.after_skip()
+
+    def overflowed(self, loss_scale: float | None) -> None:
+        """Say whose step an overflow has skipped; ``loss_scale``: as in ``OverflowFollower``."""
+        for follower in self:
+            if isinstance(follower, OverflowFollower):
+                told = follower.overflowed(loss_scale)
+                if told is not None:
+                    log.say(told, anywhere=True)
+
+    def close(self) -> None:
+        """Free what they hold, the last one first."""
+        while self:
+            self.pop().close()

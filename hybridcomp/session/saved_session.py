@@ -17,7 +17,7 @@ from hybridcomp.channels import Channels, checkpoint
 from hybridcomp.codecs import check_payloads
 from hybridcomp.collectives import check_headers
 from hybridcomp.log import Once
-from hybridcomp.session.followers import StatefulFollower
+from hybridcomp.session.followers import Followers
 
 
 class SavedParts(Protocol):
@@ -27,15 +27,12 @@ class SavedParts(Protocol):
     loss_scale: float
     loaded: bool
     say: Once
+    followers: Followers
     layout: Callable[[], Mapping[str, int]]
 
     @property
     def device(self) -> torch.device:
         """Return the device of this rank."""
-
-    @property
-    def stateful_followers(self) -> list[StatefulFollower]:
-        """Return the followers whose state belongs to a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ def save(
     check_headers()
     scale = session.loss_scale if loss_scale is None else loss_scale
     checkpoint.save(folder, session.channels, scale, session.layout(), references)
-    for follower in session.stateful_followers:
+    for follower in session.followers.stateful:
         follower.save(folder)
 
 
@@ -78,7 +75,7 @@ def read(session: SavedParts, folder: Path) -> Saved:
     state = checkpoint.read_state(folder)
     known = state is None or state.groups == dict(session.layout())
     kept = checkpoint.read(folder, session.channels) if known else None
-    for follower in session.stateful_followers:
+    for follower in session.followers.stateful:
         follower.read(folder)
     return Saved(folder, state, kept)
 

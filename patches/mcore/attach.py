@@ -115,7 +115,7 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
             session.loss_scale = float(self.get_loss_scale())
         has_islands = islands.stepping(session, self)
         session.before_step()
-        kept = feedback or channels.config.start_step or session.stateful_followers
+        kept = feedback or channels.config.start_step or session.followers.stateful
         if session.forgetful and kept:
             session.say(LACKS_STATE)
         _progress.stepping = True

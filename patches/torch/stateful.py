@@ -107,7 +107,7 @@ def state_dict_of(attached: WithState) -> dict[str, Any]:
         model=attached.identity,
         layout={**attached.layout, "nodes": channels.layout},
         divisors=dict(attached.divisors()),
-        followers={one.name: one.state() for one in attached.session.stateful_followers},
+        followers={one.name: one.state() for one in attached.session.followers.stateful},
     )
 
 
@@ -192,7 +192,7 @@ def take_over(attached: WithState, entries: Mapping[str, dict[str, Any]]) -> Non
 
 def _resume_followers(attached: WithState, states: Sequence[Mapping[str, Any]]) -> None:
     """Hand followers their states. Raises CheckpointError on all ranks where one is damaged."""
-    for follower in attached.session.stateful_followers:
+    for follower in attached.session.followers.stateful:
         kept = [state.get("followers", {}).get(follower.name) for state in states]
         found = [one for one in kept if one is not None]
         _, problem = saved.attempt(functools.partial(follower.resume, found))

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.codecs.quantized_residual import BITS, nbytes_of, zeros
+from hybridcomp.codecs.words import DTYPES
 from hybridcomp.collectives.wire.encoding import EncodeRequest, encode_job
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PHASES = ("encode", "decode", "decode_add")
 #: codecs of --feedback; the last has no kernel that also takes the residual
 FED_BACK = (

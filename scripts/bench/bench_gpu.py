@@ -47,9 +47,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all
 
 from bench.gpu_bench import markdown, ours, peers, prebuild, report, size_exchange, targets
 from bench.gpu_bench.measure import Bench, DeviceStopwatch, Point, Work, cuda
+from hybridcomp.codecs.words import DTYPES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIZES = (256 << 20, 1 << 20, 64 << 20, 64 << 10, 16 << 20)  # those of the targets first
 SLOW_S = 2.0  # a subject that takes longer is named: it compiles
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}

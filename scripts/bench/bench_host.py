@@ -42,11 +42,11 @@ from bench.gpu_bench.group_messages import GroupMessages
 from bench.gpu_bench.messages import RANKS, Messages, group_without_wire
 from hybridcomp.channels import channel
 from hybridcomp.codecs import Codec, make_codec
+from hybridcomp.codecs.words import DTYPES
 from hybridcomp.collectives.wire.device_clock import SILENT
 from hybridcomp.kernels.cuda import CudaKernels
 from hybridcomp.kernels.cuda.launcher import Words
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDS, CALLS = 200, 20
 MOST_S = 1.5  # of one kind of message: slow ones are measured in fewer rounds, at least three
 #: of the tables of ranks, where none are asked for

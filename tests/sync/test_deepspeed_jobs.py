@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybridcomp.codecs.words import DTYPES
 from hybridcomp.errors import CheckpointError
 from hybridcomp.session.engine_session import session_of
 from hybridcomp.sync import JobMeetings
@@ -25,7 +26,6 @@ from tests.training.trainer import Job, batch, make_engine
 FED_BACK: dict[str, Any] = {
     "preset": "diloco", "codec": "blockint", "bits": 4, "error_feedback": True,
 }  # fmt: skip
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def steps(engine: Any, job: Job, first: int, numbers: range) -> None:

@@ -67,7 +67,7 @@ def figures(session: Any, buffers: list[Any]) -> Figures:
     items = {item.name: item.nbytes for item in session.memory}
     told = sum(n for name, n in items.items() if name.startswith("residuals"))
     held = [found.own.nbytes for one in buffers if (found := reference_of(one)) is not None]
-    followers = session.stateful_followers
+    followers = session.followers.stateful
     fragments = [part.fragment for one in followers for part in one.parts]
     late = [sent for one in fragments for sent in one.under_way]
     state = [t for one in fragments for t in (one.start, one.momentum, one.residual, one.base)]

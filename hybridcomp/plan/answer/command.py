@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hybridcomp.codecs.words import DTYPES
 from hybridcomp.config.memory import size
 from hybridcomp.errors import ConfigError, HybridcompError
 from hybridcomp.foreign import parsed_json, printable
@@ -20,7 +21,7 @@ from hybridcomp.plan.meetings import proposal
 from hybridcomp.plan.models.model import Model
 from hybridcomp.plan.models.reading import read_model
 from hybridcomp.plan.plan import Plan
-from hybridcomp.plan.request import DTYPES, Batch, Found, Nearest, SearchLimits
+from hybridcomp.plan.request import Batch, Found, Nearest, SearchLimits
 from hybridcomp.plan.search.budget import AllowedChoices
 from hybridcomp.plan.search.search import search
 

@@ -8,13 +8,14 @@ from typing import Any, get_args
 
 import pytest
 
+from hybridcomp.codecs.words import DTYPES
 from hybridcomp.commands import cli
 from hybridcomp.config import load_config
 from hybridcomp.plan.answer import arguments
 from hybridcomp.plan.answer.command import fixed_of
 from hybridcomp.plan.machines import cluster_file
 from hybridcomp.plan.plan import Plan
-from hybridcomp.plan.request import DTYPES, Engine
+from hybridcomp.plan.request import Engine
 from hybridcomp.plan.search import budget
 from tests.paths import CONFIGS, ROOT
 
