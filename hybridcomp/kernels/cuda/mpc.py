@@ -12,7 +12,7 @@ CHUNK = 1024  # words of 32 bits
 
 
 class MpcOnCuda(CudaPieces):
-    """``VariableKernels`` and ``PieceFunctions`` on a GPU; the setting is the differences' stride."""
+    """``VariableKernels`` and ``PieceFunctions`` on a GPU; the setting is the stride."""
 
     def encode(
         self, dim: int, dtype: int, values: int, numel: int, out: int, nbytes: int, threads: int,

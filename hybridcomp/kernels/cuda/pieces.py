@@ -17,6 +17,8 @@ from hybridcomp.kernels.pieces import PayloadPiece
 NEAR, ROW_WORDS = 64, 7
 #: rows of a table: a grid has no more than 65,535 rows
 MOST = 1 << 15
+#: values that a thread block of pieces.cu takes
+STEP = 4096
 #: of kernels that take all pieces, where those for one tensor are an image of their own
 IMAGE = ("HC_PIECES=1",)
 
@@ -44,13 +46,13 @@ class PieceTable:
 
 def lay_out(
     launcher: Launcher, pieces: Sequence[PayloadPiece], step: int, room: tuple[int, int] = (0, 1),
-    ranks: int = 1,
+    ranks: int = 1, aligned: bool = True,
 ) -> Iterator[PieceTable]:  # fmt: skip
     """Yield one table of all ``pieces`` that have values, or several of more than ``MOST``.
 
     Args:
         launcher: of the device of the pieces.
-        pieces: payloads begin at multiples of 16 bytes.
+        pieces: payloads begin at multiples of 16 bytes, unless ``aligned`` is False.
         step: values that a thread block takes.
         room: (a, b): words of 32 bits in the room between two kernels, ceil(numel / 2)
             + a * ceil(numel / b); none where a is 0.
@@ -60,7 +62,7 @@ def lay_out(
     """
     full = np.array(pieces, dtype=np.int64).reshape(-1, len(PayloadPiece._fields))
     full = full[full[:, 1] > 0]
-    if (full[:, 2] % ALIGN).any():
+    if aligned and (full[:, 2] % ALIGN).any():
         raise ValueError(f"a payload must begin at a multiple of {ALIGN} bytes")
     most = max(MOST // ranks, 1) * ranks
     for begin in range(0, len(full), most):
@@ -87,6 +89,12 @@ def _table(
 
 class CudaPieces(CudaFunctions):
     """Functions of a codec with kernels for all pieces of a message, in one launch each way."""
+
+    def on_values(self, kernel: str, pieces: Sequence[PayloadPiece]) -> None:
+        """Launch ``pieces_<kernel>`` of pieces.cu for all pieces."""
+        for laid in lay_out(self._launcher, pieces, STEP, aligned=False):
+            name, grid = f"pieces_{kernel}", (laid.blocks, 1)
+            self._launcher.launch("pieces.cu", (), name, grid, table=laid.table)
 
     def _encode_all(
         self, source: str, kernel: str, pieces: Sequence[PayloadPiece], step: int, *words: int,

@@ -11,6 +11,7 @@ from torch import Tensor
 from hybridcomp.codecs import VALUE_DTYPES, Codec, make_codec
 from hybridcomp.codecs.exact_steps import ExactSteps
 from hybridcomp.codecs.launches import PieceKernel
+from hybridcomp.codecs.varying_pieces import NAMES
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels.cuda import CudaKernels, pieces
 from hybridcomp.kernels.cuda.functions import DamageFlag
@@ -167,6 +168,33 @@ def test_sums_over_ranks(codec: Codec, dtype: torch.dtype, ranks: int) -> None:
         for payload in row:
             codec.decode_add(payload, wanted, dtype)
         assert torch.equal(arrays.bits_of(total), arrays.bits_of(wanted))
+
+
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+def test_sums_and_residuals_beside_the_codec(dtype: torch.dtype) -> None:
+    """Of tensors of any address, by three launches; what is left of no number is 0."""
+    lengths = (1, 0, 5000, 33, 4096) * 14  # more than come by value
+    whole, places = torch.full((sum(lengths) + len(lengths),), 7.0), places_of(lengths)
+    out, more = whole.clone(), values_of(lengths, dtype)
+    launcher = CountingLauncher()
+    with kernels_replaced(CudaKernels(launcher)):
+        kernel = kernel_of(make_codec("expcode"))
+        parts = [out[start:stop] for start, stop in places]
+        kernel.begin(parts, [index % 2 == 0 for index in range(len(parts))], torch.bfloat16)
+        for index, ((start, stop), part) in enumerate(zip(places, parts, strict=True)):
+            assert torch.equal(part.signbit(), torch.full((stop - start,), index % 2 == 0))
+            assert not part.any()
+        kernel.accumulate(parts, [more[start:stop] for start, stop in places])
+        sums = out.clone()
+        sent = [sums[start:stop].flip(0) for start, stop in places]
+        kernel.settle(parts, sent)
+    assert launcher.kernels == ["pieces_fill", f"pieces_add_{NAMES[dtype]}", "pieces_settle"]
+    for index, ((start, stop), part, gone) in enumerate(zip(places, parts, sent, strict=True)):
+        right = more[start:stop].float() + (0.0 if index % 2 else -0.0)
+        assert torch.equal(bits_but_nan(sums[start:stop]), bits_but_nan(right))
+        assert torch.equal(part, (sums[start:stop] - gone).nan_to_num(0.0, 0.0, 0.0))
+        whole[start:stop] = part
+    assert torch.equal(out, whole)
 
 
 @pytest.mark.parametrize("count", [2, 64, 1024])
