@@ -11,8 +11,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.base import Codec, PieceKernel
 from hybridcomp.codecs.checks import check_add, check_decode, check_dtype, check_encode, check_size
+from hybridcomp.codecs.varying_pieces import varying_pieces
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels import DTYPE_CODES, KernelSet, VariableKernels, stores_sizes
 
@@ -58,6 +59,10 @@ class VariableCodec(Codec):
             torch.get_num_threads(),
             *size,
         )
+
+    def pieces(self, device: torch.device) -> PieceKernel | None:
+        functions = self.kernels.on(device)
+        return varying_pieces(functions, device, self._settings, self.lossless)
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
         self._decode(payload, out, out.dtype, add=False)

@@ -130,6 +130,23 @@ class PieceKernel(Protocol):
     def decode(self, payloads: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         """Decode each of ``payloads`` into its ``out``."""
 
+    def decode_fp32(
+        self, payloads: Sequence[Tensor], out: Sequence[Tensor], dtype: torch.dtype
+    ) -> None:
+        """Decode into fp32 ``out`` what was encoded as ``dtype``; a lossless -0.0 may become 0."""
+
+    def begin(self, out: Sequence[Tensor], exact: Sequence[bool], dtype: torch.dtype) -> None:
+        """Fill fp32 ``out`` with what sums begin with, as a first value would be copied there.
+
+        ``exact``: whether its first values come from a tensor and not from a payload.
+        """
+
+    def accumulate(self, totals: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Add each of ``values``, all of one dtype, to its total (fp32)."""
+
+    def settle(self, residuals: Sequence[Tensor], delivered: Sequence[Tensor]) -> None:
+        """Subtract fp32 tensors from fp32 residuals, which become 0 where that is not finite."""
+
     def add(
         self, payloads: Sequence[Sequence[Tensor]], out: Sequence[Tensor], dtype: torch.dtype
     ) -> None:

@@ -12,6 +12,10 @@ from torch import Tensor
 from hybridcomp.kernels import DTYPE_CODES, stores_sizes
 from hybridcomp.kernels.pieces import PayloadPiece, PieceFunctions
 
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+#: bits of -0.0, to which any fp32 value can be added without a change
+MINUS_ZERO = 1 << 31
+
 
 class VaryingPieces:
     """``launches.PieceKernel`` of one codec with its settings, on one device.
@@ -56,6 +60,33 @@ class VaryingPieces:
         if out:
             self._decode(payloads, out, 1, out[0].dtype, add=False)
 
+    def decode_fp32(
+        self, payloads: Sequence[Tensor], out: Sequence[Tensor], dtype: torch.dtype
+    ) -> None:
+        """See ``launches.PieceKernel``."""
+        if self._lossless and dtype != torch.float32:
+            self.begin(out, [False] * len(out), dtype)
+            self.add([[payload] for payload in payloads], out, dtype)
+        else:
+            self.decode(payloads, out)
+
+    def begin(self, out: Sequence[Tensor], exact: Sequence[bool], dtype: torch.dtype) -> None:
+        """See ``launches.PieceKernel``."""
+        narrow = self._lossless and dtype != torch.float32
+        zeros = [0 if narrow and not one else MINUS_ZERO for one in exact]
+        rows = zip(out, zeros, strict=True)
+        pieces = [PayloadPiece(one.data_ptr(), one.numel(), 0, zero) for one, zero in rows]
+        self._functions.on_values("fill", pieces)
+
+    def accumulate(self, totals: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """See ``launches.PieceKernel``."""
+        if values:
+            self._functions.on_values(f"add_{NAMES[values[0].dtype]}", _pairs(totals, values))
+
+    def settle(self, residuals: Sequence[Tensor], delivered: Sequence[Tensor]) -> None:
+        """See ``launches.PieceKernel``."""
+        self._functions.on_values("settle", _pairs(residuals, delivered))
+
     def add(
         self, payloads: Sequence[Sequence[Tensor]], out: Sequence[Tensor], dtype: torch.dtype
     ) -> None:
@@ -78,6 +109,11 @@ class VaryingPieces:
         self._functions.decode_pieces(
             *self._settings, DTYPE_CODES[dtype], pieces=pieces, ranks=ranks, add=add
         )
+
+
+def _pairs(out: Sequence[Tensor], values: Sequence[Tensor]) -> list[PayloadPiece]:
+    rows = zip(out, values, strict=True)
+    return [PayloadPiece(one.data_ptr(), one.numel(), v.data_ptr(), 0) for one, v in rows]
 
 
 def varying_pieces(

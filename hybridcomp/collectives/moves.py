@@ -255,5 +255,5 @@ def _parts_to_all(
     # 2
     with via.meter.coding():
         others = [place for place, row in zip(places, payloads.received, strict=True) if row]
-        decode_all(plan.codec, plan.each, list(chain(*payloads.received)), others)
+        decode_all(plan.codec, plan.each or plan.varying, list(chain(*payloads.received)), others)
     POOL.give(*payloads.buffers)

@@ -38,7 +38,7 @@ from hybridcomp.collectives.wire import (
     check_residual,
     check_values,
     chunk_ranges,
-    decode_fp32,
+    decode_all_fp32,
     exchange,
     given,
     overlapped,
@@ -236,8 +236,7 @@ def _send_on(
         if len(arrived) > 1 and plan.each is not None:
             plan.each.decode(arrived, places)
         else:
-            for place, payload in zip(places, arrived, strict=True):
-                decode_fp32(coder, payload, place, dtype)
+            decode_all_fp32(plan.exchange.varying, coder, arrived, places, dtype)
         for (low, high), (start, stop) in plan.stays:
             sums[start:stop].copy_(total[low:high])
             if feedback:

@@ -183,7 +183,9 @@ def _round(
     # 6
     start = clock.begin()
     places = [tensor[low:high] for low, high in plan.stretches]
-    decode_all(plan.gather.codec, plan.gather.each, list(chain(*payloads)), places)
+    decode_all(
+        plan.gather.codec, plan.gather.each or plan.gather.varying, list(chain(*payloads)), places
+    )
     if kept is not None:
         settle(summed, own[mine])
     if isinstance(kept, QuantizedResidual):
@@ -214,8 +216,12 @@ def _pair(tensor: Tensor, plan: PairRound, how: Reduction) -> Steps[None]:
     payloads = yield from exchange(plan.exchange, jobs, how.group, meter)
     # 3
     start = meter.clock.begin()
-    for payload, out in zip(payloads.received[1 - how.group.rank], sums, strict=True):
-        coder.decode_add(payload, out, plan.exchange.dtype)
+    received, varying = payloads.received[1 - how.group.rank], plan.exchange.varying
+    if varying is not None and len(sums) > 1:
+        varying.add([[payload] for payload in received], sums, plan.exchange.dtype)
+    else:
+        for payload, out in zip(received, sums, strict=True):
+            coder.decode_add(payload, out, plan.exchange.dtype)
     if buffer is not None:
         tensor[begin:stop].copy_(total)
     meter.clock.end(meter, "codec", start)

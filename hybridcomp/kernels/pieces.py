@@ -30,6 +30,13 @@ class PieceFunctions(Protocol):
     The number of launches does not depend on that of the pieces. Those without values are skipped.
     """
 
+    def on_values(self, kernel: str, pieces: Sequence[PayloadPiece]) -> None:
+        """Run a kernel on the fp32 values of each piece.
+
+        ``add_<dtype>``: add the values at ``payload``. ``settle``: subtract the fp32 values there;
+        what is not finite becomes 0. ``fill``: with the float whose bits are ``size``.
+        """
+
     def encode_pieces(self, *settings_and_dtype: Any, pieces: Sequence[PayloadPiece]) -> None:
         """Encode each piece, and store the bytes used."""
 

@@ -17,6 +17,7 @@ from hybridcomp.kernels import KernelSet, kernels_of
 from hybridcomp.kernels import cuda as cuda_package
 from hybridcomp.kernels.cuda import CudaKernels
 from hybridcomp.kernels.cuda.functions import CudaFunctions
+from hybridcomp.kernels.cuda.pieces import CudaPieces
 from tests.kernels.cuda.emulated import EmulatedLauncher
 
 
@@ -39,7 +40,7 @@ def launch_modules() -> Iterator[str]:
             continue
         classes = vars(importlib.import_module(name)).values()
         own = [c for c in classes if isinstance(c, type) and c.__module__ == name]
-        if any(issubclass(c, CudaFunctions) and c is not CudaFunctions for c in own):
+        if any(issubclass(c, CudaFunctions) and c not in (CudaFunctions, CudaPieces) for c in own):
             yield path.stem
 
 

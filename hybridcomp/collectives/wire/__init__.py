@@ -9,6 +9,7 @@ exchange_plan  what all-to-alls of payloads of the same lengths, and sums by the
 exchanges      all-to-all of payloads; encoded parts to their owners, who add them up
 message_rounds how long messages are cut, so that coding overlaps with sending
 varying        payloads whose sizes vary with the values
+at_once        all payloads whose sizes vary in few launches, on a GPU
 gathers        all-gather of payloads
 relays         all-gather over several groups, one after the other
 payload_sizes  sizes of payloads of variable size
@@ -23,6 +24,7 @@ Operations above import from here, not from its parts.
 from __future__ import annotations
 
 from hybridcomp.collectives.wire import payload_sizes, relays, transport
+from hybridcomp.collectives.wire.at_once import decode_all_fp32
 from hybridcomp.collectives.wire.cuts import OwnedRange, Range, chunk_ranges, cut_rows, stretches
 from hybridcomp.collectives.wire.encoding import (
     POOL,
@@ -30,7 +32,6 @@ from hybridcomp.collectives.wire.encoding import (
     add_values,
     check_residual,
     check_values,
-    decode_fp32,
     encode_sum,
     settle,
 )
@@ -108,7 +109,7 @@ __all__ = [
     "chunk_ranges",
     "cut_rows",
     "decode_all",
-    "decode_fp32",
+    "decode_all_fp32",
     "encode_all",
     "encode_sum",
     "exchange",

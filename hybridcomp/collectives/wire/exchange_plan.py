@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.base import Codec, MultiTensorKernel
+from hybridcomp.codecs.base import Codec, MultiTensorKernel, PieceKernel
 from hybridcomp.collectives.wire import payload_sizes
 from hybridcomp.collectives.wire.encoding import Coder, coder_of
 from hybridcomp.collectives.wire.group import Group
@@ -38,6 +38,7 @@ class ExchangePlan:
         copies: further slots of payloads: (first one, this one).
         pieces: bytes of the payloads in the order in which they come.
         each: kernels for several payloads in one launch, if the back end has them.
+        varying: kernels for all payloads of variable size, where their sizes stay on the device.
         is_late: the encoder leaves sizes on the device.
         sizes_in_front: sizes travel in front of the payloads.
         settles_later: this rank decodes its payloads once the message has left, on a CPU, where
@@ -59,6 +60,7 @@ class ExchangePlan:
     copies: list[tuple[int, int]]
     pieces: list[int]
     each: MultiTensorKernel | None
+    varying: PieceKernel | None
     is_late: bool
     sizes_in_front: bool
     settles_later: bool
@@ -116,6 +118,7 @@ def plan_exchange(
         copies=copies,
         pieces=pieces,
         each=codec.each(device) if max(len(jobs), len(pieces)) > 1 else None,
+        varying=codec.pieces(device) if is_late and max(len(jobs), len(pieces)) > 1 else None,
         is_late=is_late,
         sizes_in_front=sizes_in_front,
         settles_later=device.type == "cpu" and not is_late,

@@ -18,6 +18,7 @@ from torch import Tensor
 from hybridcomp.codecs.base import MultiTensorKernel
 from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual, as_fp32
 from hybridcomp.collectives.wire import transport
+from hybridcomp.collectives.wire.at_once import add_at_once
 from hybridcomp.collectives.wire.encoding import (
     POOL,
     Coder,
@@ -155,6 +156,10 @@ def sum_parts(
     if plan.each is not None:
         for row in rows:
             _add_row(sums, row, plan.each)
+    elif plan.exchange.varying is not None and sums:
+        outs, own = [each.out for each in sums], [each.own for each in sums]
+        fresh = [each.fresh for each in sums]
+        add_at_once(plan.exchange.varying, rows, group.rank, outs, own, fresh, dtype)
     else:
         for sum_, column in zip(sums, zip(*rows, strict=True), strict=True):
             _add_column(sum_, column, coder, dtype)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.collectives.wire import payload_sizes, transport
+from hybridcomp.collectives.wire.at_once import encode_at_once
 from hybridcomp.collectives.wire.encoding import POOL, EncodeRequest, encode_job, encode_sum
 from hybridcomp.collectives.wire.exchange_plan import ExchangePlan, Payloads
 from hybridcomp.collectives.wire.group import Group
@@ -64,8 +65,10 @@ class Varying:
         encoded = list(torch.split(out[: sum(plan.rooms)], plan.rooms))
         counts = sum(map(len, plan.arriving))
         words = torch.empty(len(jobs) + counts, dtype=torch.int64, device=plan.device)
-        for index, (job, slot) in enumerate(zip(jobs, encoded, strict=True)):
-            encode_job(plan.codec, job, slot, plan.dtype, words[index : index + 1])
+        kernel, sizes = plan.varying if len(jobs) > 1 else None, words[: len(jobs)]
+        if kernel is None or not encode_at_once(kernel, jobs, encoded, plan.dtype, sizes):
+            for index, (job, slot) in enumerate(zip(jobs, encoded, strict=True)):
+                encode_job(plan.codec, job, slot, plan.dtype, sizes[index : index + 1])
         self._words = words
         return Payloads(encoded, [out], out[: sum(plan.rooms)], False)
 

@@ -85,7 +85,10 @@ struct Sink {
     // What this lane adds to in the block that begins at `first`, if vectors can.
     HC_INLINE_MEMBER void load(u32 first, u32 part, Held& held) const {
         if constexpr (ADD) {
-            if (!whole) return;
+            if (!whole) {  // said, or what other tiles had is kept in registers
+                held = Held();
+                return;
+            }
             const float* at = (const float*)out + first;
 #pragma unroll
             for (u32 k = 0; k < 4; ++k) {
@@ -237,12 +240,13 @@ HC_INLINE bool get_any(const u8* in, const Body& body, const S& sink) {
     return get_blocks<F, F::WIDEST, WHOLE>(in, body, sink);
 }
 
+// Tile `tile`, by one warp.
 template <class F, class T, bool ADD, int WARPS>
-HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 dtype, void* target, u32* damage) {
+HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 dtype, void* target, u32* damage, u32 tile) {
     // a tile begins anywhere in the first of these
     __shared__ uint4 buffers[WARPS][(Lanes<F>::TILE_WORDS + 3) / 4 + 1];
     const u32* header = (const u32*)in;
-    u32 tile = (u32)warp_id(), tiles = (u32)ceil_div(numel, TILE);
+    u32 tiles = (u32)ceil_div(numel, TILE);
     if (tile >= tiles) return;
     u64 first = (u64)tile * TILE, data = HEADER_BYTES + 4ull * tiles;
     u32 count = (u32)(numel - first < TILE ? numel - first : TILE), blocks = (count + BLOCK - 1) / BLOCK;

@@ -234,16 +234,17 @@ HC_INLINE u32 make_tile(const Source<F>& source, u32* buffer) {
     return source.count ? make_any_tile<F>(source, buffer) : 0;
 }
 
-// `WARPS` tiles a block of threads, whose values are HELD rounds at a time in registers.
+// `WARPS` tiles a block of threads, whose values are HELD rounds at a time in registers. `group`: number of the
+// block in the message, in the order of tickets; `states`: of all of them.
 template <class F, int WARPS, int HELD>
-HC_INLINE void encode(const void* in, u64 numel, u64 dtype, u8* out, Workspace* work, u64* size) {
+HC_INLINE void encode(const void* in, u64 numel, u64 dtype, u8* out, u64* states, u32 group, u64* size) {
     __shared__ uint4 buffers[WARPS][(Lanes<F>::TILE_WORDS + 3) / 4];
     __shared__ Lengths<WARPS> shared;
-    u32 group = take_ticket(work), tile = group * WARPS + threadIdx.x / WARP;
+    u32 tile = group * WARPS + threadIdx.x / WARP;
     u32 tiles = (u32)ceil_div(numel, TILE);
     u32* buffer = (u32*)buffers[threadIdx.x / WARP];
     Source<F> source(in, numel, tile);
-    u32 words = make_tile<F, HELD>(source, buffer), total, place = shared.look(work->states, group, words, total);
+    u32 words = make_tile<F, HELD>(source, buffer), total, place = shared.look(states, group, words, total);
     u64 data = HEADER_BYTES + 4ull * tiles;
     if (tile < tiles && lane_id() == 0) ((u32*)(out + HEADER_BYTES))[tile] = place;
     u32* to = (u32*)(out + data) + place;

@@ -1,16 +1,17 @@
 // CUDA kernels of mpc: eight chunks of 1024 words for the eight warps of a block, which finds its place
-// in the stream by one look-back.
+// in the stream by one look-back. With HC_PIECES for all pieces of a message.
 #include "mpc_tile.h"
+#include "table.h"
 
 namespace hybridcomp {
 namespace mpc {
 
 template <int WARPS>
-HC_INLINE void encode(const void* in, u64 numel, u64 dim, u64 dtype, u8* out, Workspace* work,
+HC_INLINE void encode(const void* in, u64 numel, u64 dim, u64 dtype, u8* out, u64* states, u32 group,
                       u64* size) {
     __shared__ u32 buffers[WARPS][BUFFER];
     __shared__ Lengths<WARPS> shared;
-    u32 group = take_ticket(work), warp = threadIdx.x / WARP, lane = lane_id();
+    u32 warp = threadIdx.x / WARP, lane = lane_id();
     u64 chunk = (u64)group * WARPS + warp;
     Message message(numel, dtype);
     Place place(message.words, chunk);
@@ -32,7 +33,7 @@ HC_INLINE void encode(const void* in, u64 numel, u64 dim, u64 dtype, u8* out, Wo
             if (d[i]) *to++ = d[i];
         }
     }
-    u32 total, before = shared.look(work->states, group, kept, total);
+    u32 total, before = shared.look(states, group, kept, total);
     u64 data = HEADER_WORDS + message.groups;
     u32* to = (u32*)out + data + before;
 #pragma unroll 8
@@ -48,11 +49,11 @@ HC_INLINE void encode(const void* in, u64 numel, u64 dim, u64 dtype, u8* out, Wo
 }
 
 template <int WARPS, bool ADD>
-HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 dim, u64 dtype, void* out, Workspace* work,
-                      u32* damage) {
+HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 dim, u64 dtype, void* out, u64* states,
+                      u32 group, u32* damage) {
     __shared__ uint4 buffers[WARPS][(BUFFER + 3) / 4];
     __shared__ Lengths<WARPS> shared;
-    u32 group = take_ticket(work), warp = threadIdx.x / WARP, lane = lane_id();
+    u32 warp = threadIdx.x / WARP, lane = lane_id();
     u64 chunk = (u64)group * WARPS + warp;
     Message message(numel, dtype);
     Place place(message.words, chunk);
@@ -62,7 +63,7 @@ HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 dim, u64 dtype, v
     bool good = fits && words[0] == header_word((u32)dtype, (u32)dim) && words[1] == (u32)numel;
     u32 mask = fits && lane < place.used ? words[HEADER_WORDS + chunk * GROUPS + lane] : 0;
     u32 included = scan_lanes(ones_in(mask)), kept = lane_value(included, WARP - 1), total;
-    u64 at = data + shared.look(work->states, group, kept, total);
+    u64 at = data + shared.look(states, group, kept, total);
     good = good && data + shared.place + total <= nbytes / 4;
     if (!good) report_damage(damage);
     if (!place.count) return;
@@ -99,19 +100,51 @@ HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 dim, u64 dtype, v
 }  // namespace mpc
 }  // namespace hybridcomp
 
+#ifndef HC_PIECES
 extern "C" __global__ void HC_BOUNDS(256, 4)
-mpc_encode(const void* values, unsigned long long numel, unsigned long long dim,
-           unsigned long long dtype, unsigned char* out, void* work, unsigned long long* size) {
-    hybridcomp::mpc::encode<8>(values, numel, dim, dtype, out, (hybridcomp::Workspace*)work, size);
+mpc_encode(const void* values, unsigned long long numel, unsigned long long dim, unsigned long long dtype,
+           unsigned char* out, hybridcomp::Workspace* work, unsigned long long* size) {
+    hybridcomp::mpc::encode<8>(values, numel, dim, dtype, out, work->states, hybridcomp::take_ticket(work),
+                               size);
 }
 
 #define HC_DECODE(NAME, ADD)                                                                     \
     extern "C" __global__ void HC_BOUNDS(256, 4)                                                 \
     NAME(const unsigned char* in, unsigned long long nbytes, unsigned long long numel,           \
-         unsigned long long dim, unsigned long long dtype, void* out, void* work,                \
+         unsigned long long dim, unsigned long long dtype, void* out, hybridcomp::Workspace* work, \
          unsigned int* damage) {                                                                 \
-        hybridcomp::mpc::decode<8, ADD>(in, nbytes, numel, dim, dtype, out,                      \
-                                        (hybridcomp::Workspace*)work, damage);                   \
+        hybridcomp::mpc::decode<8, ADD>(in, nbytes, numel, dim, dtype, out, work->states,        \
+                                        hybridcomp::take_ticket(work), damage);                  \
     }
+#else
+extern "C" __global__ void HC_BOUNDS(256, 3)
+mpc_encode(HC_BY_VALUE(Pieces) given, unsigned long long dim, unsigned long long dtype,
+           hybridcomp::Workspace* work) {
+    unsigned block = hybridcomp::take_ticket(work);
+    hybridcomp::Piece piece = hybridcomp::as_table(given).at_block(block);
+    hybridcomp::mpc::encode<8>((const void*)piece.values, piece.numel, dim, dtype,
+                               (unsigned char*)piece.payload, work->states + piece.first,
+                               (unsigned)(block - piece.first), (unsigned long long*)piece.size);
+}
+
+// Each rank's payloads have states of their own, as many as there are blocks.
+#define HC_DECODE(NAME, ADD)                                                                     \
+    extern "C" __global__ void HC_BOUNDS(256, 3)                                                 \
+    NAME(HC_BY_VALUE(Pieces) given, unsigned long long dim, unsigned long long dtype,            \
+         unsigned long long ranks, hybridcomp::Workspace* work, unsigned int* damage) {          \
+        unsigned block = hybridcomp::take_ticket(work);                                          \
+        const hybridcomp::Piece* piece =                                                         \
+            hybridcomp::ranks_of_block(hybridcomp::as_table(given), ranks, block);               \
+        unsigned long long* states = work->states + piece->first;                                \
+        unsigned group = (unsigned)(block - piece->first);                                       \
+        _Pragma("unroll 1") for (unsigned rank = 0; rank < (unsigned)ranks; ++rank, ++piece) {   \
+            hybridcomp::mpc::decode<8, ADD>((const unsigned char*)piece->payload, piece->size,   \
+                                            piece->numel, dim, dtype, (void*)piece->values,      \
+                                            states, group, damage);                              \
+            states += gridDim.x;                                                                 \
+            hybridcomp::sync_warp();                                                             \
+        }                                                                                        \
+    }
+#endif
 HC_DECODE(mpc_decode, false)
 HC_DECODE(mpc_add, true)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
-from hybridcomp.kernels.cuda.functions import CudaFunctions
-from hybridcomp.kernels.cuda.launcher import DTYPES, ceil_div
+from hybridcomp.kernels.cuda.launcher import DTYPES, THREADS, ceil_div
+from hybridcomp.kernels.cuda.pieces import CudaPieces
+from hybridcomp.kernels.pieces import PayloadPiece
 
 
-class RadixOnCuda(CudaFunctions):
-    """``VariableKernels`` on a GPU; settings: segment, whether relative, error bound."""
+class RadixOnCuda(CudaPieces):
+    """``VariableKernels`` and ``PieceFunctions`` on a GPU.
+
+    Settings: segment, whether relative, error bound.
+    """
 
     def encode(
         self, segment: int, relative: bool, bound: float, dtype: int, values: int, numel: int,
@@ -30,8 +35,31 @@ class RadixOnCuda(CudaFunctions):
             ceil_div(numel, segment),
             (payload, nbytes, numel, segment, _float_bits(bound), int(relative), out,
              self._damage.word.data_ptr()),
-            threads=256 if add or dtype == 0 else 128,
+            threads=_decoding_threads(dtype, add),
         )  # fmt: skip
+
+    def encode_pieces(
+        self, segment: int, relative: bool, bound: float, dtype: int, /, *,
+        pieces: Sequence[PayloadPiece],
+    ) -> None:  # fmt: skip
+        """Encode all pieces in one launch."""
+        words = (segment, _float_bits(bound), int(relative), dtype)
+        kernel = f"radix_encode_{DTYPES[dtype]}"
+        self._encode_all("radix.cu", kernel, pieces, 2 * segment, *words)
+
+    def decode_pieces(
+        self, segment: int, relative: bool, bound: float, dtype: int, /, *,
+        pieces: Sequence[PayloadPiece], ranks: int = 1, add: bool = False,
+    ) -> None:  # fmt: skip
+        """Decode all pieces in one launch. ``check`` reports damage."""
+        kernel = "radix_add" if add else f"radix_decode_{DTYPES[dtype]}"
+        words, threads = (segment, _float_bits(bound), int(relative)), _decoding_threads(dtype, add)
+        self._decode_all("radix.cu", kernel, pieces, segment, *words, ranks=ranks, threads=threads)
+
+
+def _decoding_threads(dtype: int, add: bool) -> int:
+    """Return the threads of a segment."""
+    return THREADS if add or dtype == 0 else THREADS // 2
 
 
 def _float_bits(value: float) -> int:

@@ -25,14 +25,14 @@ struct Place {
 };
 
 HC_INLINE Place find_tile(const u8* in, u64 nbytes, u64 numel, u64 segment, u64 bound, u64 relative,
-                          u32 tiles) {
+                          u32 number, u32 tiles) {
     uint4 first = load16(in), second = load16(in + 16);
-    const u32* offsets = (const u32*)in + HEADER_BYTES / 4 + blockIdx.x;
+    const u32* offsets = (const u32*)in + HEADER_BYTES / 4 + number;
     u32 length = second.z;
     Place place;
     place.data = HEADER_BYTES + 4ull * tiles;
     place.dtype = first.y >> 8 & 255;
-    place.begin = offsets[0], place.end = blockIdx.x + 1 < tiles ? offsets[1] : length;
+    place.begin = offsets[0], place.end = number + 1 < tiles ? offsets[1] : length;
     // what there must be, and what differs from it
     u32 word = VERSION | (relative ? 0u : 1u) << 16;
     u32 differs = (first.x ^ MAGIC) | ((first.y ^ word) & ~0xff00u) | (first.z ^ (u32)numel) |
@@ -105,15 +105,16 @@ HC_INLINE bool read_head(const u32* words, u32 limit, u32 blocks, u32 raw_bits, 
     return good && at + planes * stride + total <= limit;
 }
 
+// Segment `number`.
 template <class O, bool ADD>
 HC_INLINE void decode(const u8* in, u64 nbytes, u64 numel, u64 segment, u64 bound, u64 relative,
-                      void* target, u32* damage) {
+                      void* target, u32* damage, u32 number) {
     __shared__ uint4 buffer[(MOST_TILE_WORDS + 3) / 4 + 2];  // it begins in the first of these
     constexpr u32 PARTS = O::PARTS;
     u32 tiles = (u32)ceil_div(numel, segment), b = threadIdx.x * PARTS, cls[PARTS], position = 0;
-    u64 first = blockIdx.x * segment;
+    u64 first = number * segment;
     u32 count = (u32)(numel - first < segment ? numel - first : segment);
-    Place tile = find_tile(in, nbytes, numel, segment, bound, relative, tiles);
+    Place tile = find_tile(in, nbytes, numel, segment, bound, relative, number, tiles);
     const u32* words = (const u32*)buffer;
 #pragma unroll
     for (u32 k = 0; k < PARTS; ++k) cls[k] = RAW + 1;

@@ -98,14 +98,14 @@ HC_INLINE Sums sum_up(const Chosen* chosen, u32 warp, TileMemory<B>& mine) {
 
 // By the first warp of each segment. The last one to come here says how long all are, and will look
 // back: it gets their words + FIRST_ARRIVAL, the others 0.
-HC_INLINE u32 arrive(u32 words, u32 which, u32 group, Shared& shared, Workspace* work) {
+HC_INLINE u32 arrive(u32 words, u32 which, u32 group, Shared& shared, u64* states) {
     u32 total = 0;
     if (lane_id() == 0) {
         shared.lengths[which] = words;
         u32 arrived = atomicAdd(&shared.arrived, words + FIRST_ARRIVAL);
         if (arrived / FIRST_ARRIVAL == TILES - 1) {
             total = arrived % FIRST_ARRIVAL + words + FIRST_ARRIVAL;
-            announce(work->states, group, total % FIRST_ARRIVAL);
+            announce(states, group, total % FIRST_ARRIVAL);
         }
     }
     return lane_value(total, 0);
@@ -129,7 +129,7 @@ HC_INLINE void put_tile(const Share<B>& share, const Chosen* chosen, const Head&
 
 template <class B>
 HC_INLINE void encode(const void* in, u64 numel, u64 segment, u64 bound, u64 relative, u64 dtype,
-                      u8* out, Workspace* work, u64* size) {
+                      u8* out, u64* states, u32 group, u64* size) {
     __shared__ TileMemory<B> memory[TILES];
     __shared__ Shared shared;
     u32 which = threadIdx.x / TILE_THREADS, b = threadIdx.x % TILE_THREADS, warp = b / WARP;
@@ -137,7 +137,7 @@ HC_INLINE void encode(const void* in, u64 numel, u64 segment, u64 bound, u64 rel
     for (u32 i = b; i < HEAD_WORDS; i += TILE_THREADS) mine.buffer[i] = 0;
     if (b < 2) mine.classes[b] = 0;
     if (threadIdx.x == 0) shared.arrived = 0;
-    u32 group = take_ticket(work), tile = group * TILES + which, tiles = (u32)ceil_div(numel, segment);
+    u32 tile = group * TILES + which, tiles = (u32)ceil_div(numel, segment);
     u64 first = (u64)tile * segment;
     u32 count = first >= numel ? 0 : (u32)(numel - first < segment ? numel - first : segment);
     u32 at = b * EACH * BLOCK;
@@ -155,10 +155,10 @@ HC_INLINE void encode(const void* in, u64 numel, u64 segment, u64 bound, u64 rel
     }
     Sums sums = sum_up(chosen, warp, mine);
     Head head = make_head(mine.classes[0], mine.classes[1], sums.all, (count + BLOCK - 1) / BLOCK);
-    u32 total = warp == 0 ? arrive(head.words, which, group, shared, work) : 0;
+    u32 total = warp == 0 ? arrive(head.words, which, group, shared, states) : 0;
     put_tile(share, chosen, head, sums, step, b, mine.buffer);
     if (total) {
-        u32 found = sum_of_tiles(work->states, group, total % FIRST_ARRIVAL);
+        u32 found = sum_of_tiles(states, group, total % FIRST_ARRIVAL);
         if (lane_id() == 0) shared.begin = found;
     }
     __syncthreads();

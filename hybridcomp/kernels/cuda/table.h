@@ -80,10 +80,18 @@ struct Pieces {
     Piece near[NEAR_PIECES];
 
     HC_INLINE_MEMBER const Piece* rows() const { return far ? far : near; }
-    // Number of the piece that block `block` works for.
+    // Number of the piece that block `block` works for; of pieces that begin together the last.
     HC_INLINE_MEMBER u32 of_block(u64 block) const {
         return (u32)(&row_of(rows(), count, block) - rows());
     }
+    // That piece.
+    HC_INLINE_MEMBER Piece at_block(u64 block) const { return row_of(rows(), count, block); }
 };
+
+// The payloads of `ranks` ranks for the same values, which follow each other as pieces that begin together: the
+// first of them, for block `block`.
+HC_INLINE const Piece* ranks_of_block(const Pieces& pieces, u64 ranks, u64 block) {
+    return pieces.rows() + pieces.of_block(block) / (u32)ranks * (u32)ranks;
+}
 
 }  // namespace hybridcomp

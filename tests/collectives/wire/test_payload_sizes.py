@@ -17,6 +17,8 @@ from hybridcomp.codecs import Bounded, Codec, make_codec
 from hybridcomp.collectives import Meter
 from hybridcomp.collectives.wire import payload_sizes, staging
 from hybridcomp.kernels.cuda import CudaKernels
+from hybridcomp.kernels.cuda.pieces import IMAGE
+from tests.collectives import late as calls
 from tests.collectives.calls import all_reduce
 from tests.collectives.common import digest, values_of
 from tests.collectives.late import NUMEL, Reads, Sums, everything, late, moved, sizes_ahead
@@ -24,6 +26,17 @@ from tests.kernels.cuda.common import kernels_replaced
 from tests.kernels.cuda.emulated import EmulatedLauncher, emulated
 from tests.ranks import RunRanks
 from tests.selection import by_day
+
+
+class Counting(EmulatedLauncher):
+    """Counts launches of kernels, but those with which a CPU adds values of another dtype."""
+
+    launches = 0
+
+    def launch(self, source: str, *words: Any, **options: Any) -> None:
+        self.launches += source != "casts.cu"
+        super().launch(source, *words, **options)
+
 
 CODECS = [
     make_codec("radix", error_bound=1e-2, segment=256), make_codec("expcode"), make_codec("mpc"),
@@ -57,9 +70,41 @@ def test_bits_bytes_and_residuals_are_those_of_sizes_that_are_returned(
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_with_the_kernels_of_a_device(on_ranks: RunRanks, codec: Codec) -> None:
-    emulated(f"{codec.name}.cu")  # built once, or skipped
-    assert min(on_ranks(2, both, codec, torch.bfloat16, True, True)) > 5
+@pytest.mark.parametrize("ranks", by_day([2, 3], [3]))
+def test_with_the_kernels_of_a_device(on_ranks: RunRanks, ranks: int, codec: Codec) -> None:
+    """Of which those for all pieces of a message do the sums and residuals, too."""
+    for image in ((f"{codec.name}.cu",), (f"{codec.name}.cu", *IMAGE), ("pieces.cu",)):
+        emulated(*image)  # built once, or skipped
+    assert min(on_ranks(ranks, both, codec, torch.bfloat16, True, True)) > 5
+
+
+def _launches(codec: Codec, dtype: torch.dtype) -> list[list[int]]:
+    """Launches of each reduction, with few borders and with many."""
+    found = []
+    for step in (3000, 500):
+
+        def cuts_of(numel: int, step: int = step) -> list[int]:
+            return list(range(step, numel, step))
+
+        sums, counts, launcher = Sums(codec, dtype, True), list[int](), Counting()
+        with (
+            late(),
+            kernels_replaced(CudaKernels(launcher)),
+            mock.patch.object(calls, "cuts_of", cuts_of),
+        ):
+            for call in (sums.all_reduce, sums.reduce_scatter, sums.direct, sums.balanced):
+                launcher.launches = 0
+                call(0, Meter())
+                counts.append(launcher.launches)
+        found.append(counts)
+    return found
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_launches_do_not_grow_with_the_parts(on_ranks: RunRanks, codec: Codec) -> None:
+    dtype = torch.bfloat16 if codec.lossless else torch.float32
+    for few, many in on_ranks(3, _launches, codec, dtype):
+        assert few == many and max(few) <= 16, (few, many)
 
 
 def test_a_bound_leaves_sizes_where_its_codecs_do(on_ranks: RunRanks) -> None:

@@ -9,6 +9,8 @@ from hybridcomp.kernels.cuda import images
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 BLOCKINT = ("blockint.cu", "blockint_sum.cu")
 OF_KEPT = (*BLOCKINT, "residual.cu")
+#: with kernels that take all pieces of a message as an image of their own
+OF_PIECES = ("expcode.cu", "mpc.cu", "radix.cu")
 WIDTHS = (4, *((2, 3, 5, 6, 7, 8) if NIGHTLY else ()))
 ROTATED = (2, 3, 4) if NIGHTLY else ()
 #: bits of residuals: their kernels are images of their own
@@ -20,6 +22,7 @@ SOURCES: list[tuple[str, tuple[str, ...]]] = [
     *((name, ("HC_BITS=4", "HC_ROTATE=1", "HC_GAUSSIAN=1")) for name in BLOCKINT if NIGHTLY),
     *((name, (f"HC_BITS={bits}", "HC_ROTATE=1")) for name in BLOCKINT for bits in ROTATED),
     *((path.name, ()) for path in sorted(images.FOLDER.glob("*.cu")) if path.name not in OF_KEPT),
+    *((name, ("HC_PIECES=1",)) for name in OF_PIECES),
     *(("residual.cu", (few,)) for few in FEW),
     *((name, ("HC_BITS=4", few)) for name in (*BLOCKINT, "blockint_table.cu") for few in FEW),
     *(
@@ -35,5 +38,6 @@ FORMS: list[tuple[str, tuple[str, ...]]] = [
     *((name, ("HC_BITS=4", "HC_KEPT=8")) for name in (*BLOCKINT, "blockint_table.cu")),
     *((name, ("HC_BITS=2", "HC_ROTATE=1", "HC_GAUSSIAN=1")) for name in BLOCKINT),
     *((path.name, ()) for path in sorted(images.FOLDER.glob("*.cu")) if path.name not in OF_KEPT),
+    *((name, ("HC_PIECES=1",)) for name in OF_PIECES),
     ("residual.cu", ("HC_KEPT=8",)),
 ]

@@ -8,17 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs import Codec
+from hybridcomp.codecs import VALUE_DTYPES, Codec, make_codec
 from hybridcomp.codecs.exact_steps import ExactSteps
 from hybridcomp.codecs.launches import PieceKernel
+from hybridcomp.codecs.varying_pieces import NAMES
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels.cuda import CudaKernels, pieces
 from hybridcomp.kernels.cuda.functions import DamageFlag
 from tests.codecs import arrays, guarded, stepcode_reference
-from tests.kernels.cuda.common import kernels_replaced, payload_of
+from tests.kernels.cuda.common import bits_but_nan, kernels_replaced, payload_of
 from tests.kernels.cuda.emulated import THREADS, EmulatedLauncher
 
 BF16 = torch.bfloat16
+VARYING = [
+    make_codec("expcode"), make_codec("mpc", dim=1), make_codec("mpc", dim=3), make_codec("radix"),
+    make_codec("radix", error_bound=1e-5, mode="abs", segment=256),
+]  # fmt: skip
 #: nothing, one value, parts of tiles, several blocks of tiles; more pieces than come by value
 LENGTHS = (1, 0, 31, 4099, 8192, 70_001, 513, 2)
 MANY = (5, 40, 1, 0) * (pieces.NEAR // 4 + 4)
@@ -100,6 +105,109 @@ def test_steps_of_all_pieces(lengths: tuple[int, ...]) -> None:
         right = payload_of(codec.part(start, stop), values[start:stop])
         assert right.numel() == size and torch.equal(slot[:size], right)
         assert torch.equal(arrays.bits_of(held[start:stop]), arrays.bits_of(values[start:stop]))
+
+
+def values_of(lengths: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Values of a message with such pieces, of several kinds."""
+    kinds, one = ("normal", "nonfinite", "sparse", "wide", "subnormal"), torch.zeros(1, dtype=dtype)
+    parts = [arrays.make(kinds[i % 5], n, i, dtype) for i, n in enumerate(lengths)]
+    return torch.cat([each for part in parts for each in (one, part)])
+
+
+def outcomes(codec: Codec, payloads: list[Tensor], out: list[Tensor]) -> list[Tensor]:
+    """What a launch for each decodes and adds."""
+    totals = [torch.linspace(-1, 1, one.numel()) for one in out]
+    for payload, one, total in zip(payloads, out, totals, strict=True):
+        codec.decode(payload, one)
+        codec.decode_add(payload, total, one.dtype)
+    return [bits_but_nan(one) for one in (*out, *totals)]
+
+
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+@pytest.mark.parametrize("codec", VARYING, ids=str)
+def test_all_pieces(codec: Codec, dtype: torch.dtype) -> None:
+    """The bytes of the CPU's encoder; values and sums are its bits, in one launch each."""
+    for lengths in (LENGTHS[:5], MANY):
+        values, places, launcher = values_of(lengths, dtype), places_of(lengths), CountingLauncher()
+        kernels = CudaKernels(launcher)
+        out = [torch.full((n,), 3.0, dtype=dtype) for n in lengths]
+        totals = [torch.linspace(-1, 1, n) for n in lengths]
+        with kernels_replaced(kernels):
+            slots, sizes = encoded(codec, values, places)
+            kernel_of(codec).decode(slots, out)
+            kernel_of(codec).add([[slot] for slot in slots], totals, dtype)
+            kernels.check()
+        assert len(launcher.kernels) == 3
+        parts = [values[start:stop] for start, stop in places]
+        right = [payload_of(codec, part) for part in parts]
+        assert sizes == [payload.numel() for payload in right]
+        for slot, payload in zip(slots, right, strict=True):
+            assert torch.equal(slot[: payload.numel()], payload)
+        expected = outcomes(codec, right, [torch.empty_like(one) for one in out])
+        for wanted, found in zip(expected, map(bits_but_nan, (*out, *totals)), strict=True):
+            assert torch.equal(wanted, found)
+
+
+@pytest.mark.parametrize("ranks", [3, 40])
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+@pytest.mark.parametrize("codec", VARYING[:4], ids=str)
+def test_sums_over_ranks(codec: Codec, dtype: torch.dtype, ranks: int) -> None:
+    """In one launch the bits of additions in the order of the ranks."""
+    lengths, launcher = (5, 4099, 0, 300) if ranks < 40 else (5, 0, 70), CountingLauncher()
+    rows = [
+        [payload_of(codec, arrays.make("normal", n, 100 * i + r, dtype)) for r in range(ranks)]
+        for i, n in enumerate(lengths)
+    ]
+    totals, right = ([torch.linspace(-1, 1, n) for n in lengths] for _ in range(2))
+    kernels = CudaKernels(launcher)
+    with kernels_replaced(kernels):
+        kernel_of(codec).add(rows, totals, dtype)
+        kernels.check()
+    assert len(launcher.kernels) == 1
+    for row, total, wanted in zip(rows, totals, right, strict=True):
+        for payload in row:
+            codec.decode_add(payload, wanted, dtype)
+        assert torch.equal(arrays.bits_of(total), arrays.bits_of(wanted))
+
+
+@pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
+def test_sums_and_residuals_beside_the_codec(dtype: torch.dtype) -> None:
+    """Of tensors of any address, by three launches; what is left of no number is 0."""
+    lengths = (1, 0, 5000, 33, 4096) * 14  # more than come by value
+    whole, places = torch.full((sum(lengths) + len(lengths),), 7.0), places_of(lengths)
+    out, more = whole.clone(), values_of(lengths, dtype)
+    launcher = CountingLauncher()
+    with kernels_replaced(CudaKernels(launcher)):
+        kernel = kernel_of(make_codec("expcode"))
+        parts = [out[start:stop] for start, stop in places]
+        kernel.begin(parts, [index % 2 == 0 for index in range(len(parts))], torch.bfloat16)
+        for index, ((start, stop), part) in enumerate(zip(places, parts, strict=True)):
+            assert torch.equal(part.signbit(), torch.full((stop - start,), index % 2 == 0))
+            assert not part.any()
+        kernel.accumulate(parts, [more[start:stop] for start, stop in places])
+        sums = out.clone()
+        sent = [sums[start:stop].flip(0) for start, stop in places]
+        kernel.settle(parts, sent)
+    assert launcher.kernels == ["pieces_fill", f"pieces_add_{NAMES[dtype]}", "pieces_settle"]
+    for index, ((start, stop), part, gone) in enumerate(zip(places, parts, sent, strict=True)):
+        right = more[start:stop].float() + (0.0 if index % 2 else -0.0)
+        assert torch.equal(bits_but_nan(sums[start:stop]), bits_but_nan(right))
+        assert torch.equal(part, (sums[start:stop] - gone).nan_to_num(0.0, 0.0, 0.0))
+        whole[start:stop] = part
+    assert torch.equal(out, whole)
+
+
+@pytest.mark.parametrize("count", [2, 64, 1024])
+@pytest.mark.parametrize("codec", VARYING, ids=str)
+def test_launches(codec: Codec, count: int) -> None:
+    """One to encode, one to decode and one to add, however many pieces and ranks there are."""
+    launcher, lengths = CountingLauncher(dry=True), (1000,) * count
+    with kernels_replaced(CudaKernels(launcher)):
+        slots, _ = encoded(codec, torch.zeros(1001 * count), places_of(lengths))
+        out = [torch.zeros(1000) for _ in slots]
+        kernel_of(codec).decode(slots, out)
+        kernel_of(codec).add([slots[:count] for _ in range(2)], out[:2], torch.float32)
+    assert len(launcher.kernels) == 3
 
 
 @pytest.mark.parametrize("count", [2, 64, 1024])

@@ -1,0 +1,142 @@
+"""Encode, decode and add all payloads of variable size of a message in few launches, on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from hybridcomp.codecs.base import PieceKernel
+from hybridcomp.collectives.wire.encoding import POOL, Coder, EncodeRequest, decode_fp32
+
+#: fp32 values that are decoded side by side begin at multiples of so many, which move as one
+ALIGNED = 4
+
+
+def encode_at_once(
+    kernel: PieceKernel,
+    jobs: Sequence[EncodeRequest],
+    slots: Sequence[Tensor],
+    dtype: torch.dtype,
+    words: Tensor,
+) -> bool:
+    """Do for all ``jobs`` what ``encode_job`` does for each; ``words`` (int64) get the sizes.
+
+    Returns whether it was done. Not possible, and nothing changed, where residuals have fewer bits
+    than 32, which kernels of their own unpack one by one, or where only some jobs have one.
+    """
+    residuals = [job.residual for job in jobs if isinstance(job.residual, Tensor)]
+    if len(residuals) < sum(job.residual is not None for job in jobs):
+        return False
+    if not residuals:
+        kernel.encode([job.values.to(dtype) for job in jobs], slots, words)
+    elif len(residuals) < len(jobs):
+        return False
+    else:
+        pairs = [(r, job.values) for r, job in zip(residuals, jobs, strict=True)]
+        added = [(r, values) for r, values in pairs if values is not r]
+        if len({values.dtype for _, values in added}) > 1:
+            return False
+        kernel.accumulate([r for r, _ in added], [values for _, values in added])
+        kernel.encode([r.to(dtype) for r in residuals], slots, words)
+    _settle(kernel, jobs, residuals, slots, dtype)
+    return True
+
+
+def _settle(
+    kernel: PieceKernel,
+    jobs: Sequence[EncodeRequest],
+    residuals: Sequence[Tensor],
+    slots: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> None:
+    """Decode the payloads of jobs that ask for it, and subtract them from their residuals."""
+    asked = [index for index, job in enumerate(jobs) if residuals or job.decoded is not None]
+    if not asked:
+        return
+    lacking = [jobs[index].values.numel() for index in asked if jobs[index].decoded is None]
+    rooms = [-(-numel // ALIGNED) * ALIGNED for numel in lacking]
+    buffer, wide = POOL.take_fp32(sum(rooms), slots[0].device)
+    starts = zip(accumulate([0, *rooms[:-1]]), lacking, strict=False)
+    delivered: list[Tensor] = []
+    for index in asked:
+        decoded = jobs[index].decoded
+        if decoded is None:
+            start, numel = next(starts)
+            decoded = wide[start : start + numel]
+        delivered.append(decoded)
+    kernel.decode_fp32([slots[index] for index in asked], delivered, dtype)
+    if residuals:
+        kernel.settle(residuals, delivered)
+    POOL.give(buffer)
+
+
+def decode_all_fp32(
+    kernel: PieceKernel | None,
+    coder: Coder,
+    payloads: Sequence[Tensor],
+    out: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> None:
+    """Decode ``payloads`` of ``dtype`` into fp32 ``out``, with a ``kernel`` all at once."""
+    if kernel is not None and len(out) > 1:
+        kernel.decode_fp32(payloads, out, dtype)
+        return
+    for payload, one in zip(payloads, out, strict=True):
+        decode_fp32(coder, payload, one, dtype)
+
+
+def add_at_once(
+    kernel: PieceKernel,
+    rows: Sequence[Sequence[Tensor | None]],
+    me: int,
+    out: Sequence[Tensor],
+    own: Sequence[Tensor | None],
+    fresh: Sequence[bool],
+    dtype: torch.dtype,
+) -> None:
+    """Add all ranks' payloads of variable size to the sums in ``out``, in rank order.
+
+    1 fill sums that hold nothing yet, 2 add the payloads of the ranks before this one, 3 its exact
+    values, or its payloads, 4 the payloads of those behind it.
+
+    Args:
+        rows: by rank, the payload of each sum; of rank ``me`` None where it adds ``own`` values.
+        own: by sum; None: they are in ``out`` already.
+        fresh: by sum, whether ``out`` holds nothing yet.
+        dtype: that was encoded.
+    """
+    # 1
+    firsts = zip(out, rows[0], fresh, strict=True)
+    begun = [(one, first is None) for one, first, new in firsts if new]
+    if begun:
+        kernel.begin([one for one, _ in begun], [exact for _, exact in begun], dtype)
+    # 2
+    _add_columns(kernel, rows[:me], out, dtype)
+    # 3
+    _add_columns(kernel, rows[me : me + 1], out, dtype)
+    exact = [
+        (one, values)
+        for one, values, payload in zip(out, own, rows[me], strict=True)
+        if payload is None and values is not None
+    ]
+    for kind in {values.dtype for _, values in exact}:
+        chosen = [pair for pair in exact if pair[1].dtype == kind]
+        kernel.accumulate([one for one, _ in chosen], [values for _, values in chosen])
+    # 4
+    _add_columns(kernel, rows[me + 1 :], out, dtype)
+
+
+def _add_columns(
+    kernel: PieceKernel,
+    rows: Sequence[Sequence[Tensor | None]],
+    out: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> None:
+    """Add the payloads of ``rows``, by rank, to their sums."""
+    columns = [[row[part] for row in rows] for part in range(len(out))]
+    full = [[payload for payload in column if payload is not None] for column in columns]
+    chosen = [(column, one) for column, one in zip(full, out, strict=True) if column]
+    kernel.add([column for column, _ in chosen], [one for _, one in chosen], dtype)
