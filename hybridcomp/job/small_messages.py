@@ -1,11 +1,12 @@
 """Messages in which the ranks of a job agree: sums, extremes and objects, no traffic of training.
 
-They are collectives over ``group``, None for the job, and block until the result is there. Traffic
-of training goes through ``collectives/wire/transport.py``, which counts it.
+They are collectives over ``group``, None for the job, and block until the result is there, but for
+``start_least``. Traffic of training goes through ``collectives/wire/transport.py``: that counts it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -31,6 +32,17 @@ def least(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Take the smallest of all ranks, element by element, in place; return ``values``."""
     dist.all_reduce(values, op=dist.ReduceOp.MIN, group=group)
     return values
+
+
+def start_least(values: Tensor, group: ProcessGroup | None = None) -> Callable[[], Tensor]:
+    """Begin ``least``; return what waits for its result and returns it."""
+    work = dist.all_reduce(values, op=dist.ReduceOp.MIN, group=group, async_op=True)
+
+    def result() -> Tensor:
+        work.wait()
+        return values
+
+    return result
 
 
 def gather(own: Tensor, group: ProcessGroup | None = None) -> list[Tensor]:

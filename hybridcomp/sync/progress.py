@@ -31,12 +31,15 @@ class Meeting:
         rows: what all islands sent, one after the other; complete after ``wait``. Of an island that
             is a job: its own message, as bytes; none where it has sent nothing.
         wait: returns once the rows are there.
+        finite: waits for the word of all islands, and returns by island whether what it has sent is
+            finite; None: whoever takes the mean finds out.
     """
 
     index: int
     due: int
     rows: Tensor
     wait: Callable[[], Any]
+    finite: Callable[[], Tensor] | None = None
 
 
 @dataclass(eq=False)

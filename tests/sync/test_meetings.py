@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
+from hybridcomp.job import small_messages
 from hybridcomp.sync import IslandMeetings, Masters, islands_of
 from tests.ranks import run_ranks
 from tests.sync import simulated
@@ -62,3 +65,32 @@ def recurrences() -> None:
 
 def test_meetings_are_the_published_recurrences() -> None:
     run_ranks(ISLANDS, recurrences)
+
+
+def spoiled(value: float) -> None:
+    """Islands that take means later ask no rank of their own whether these are finite."""
+    waited: list[Tensor] = []
+
+    def least(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+        waited.append(values)
+        return values
+
+    small_messages.least = least
+    loss = Quadratic.of(dist.get_rank())
+    weights = first()
+    meetings = meetings_of(weights, preset="streaming", codec="none", fragments=2, delay=1)
+    for step in range(4 * EVERY):
+        meetings.before_step()
+        weights.copy_(loss.step(weights))
+        if step == EVERY and dist.get_rank() == 1:
+            weights[-1] = value
+        meetings.after_step(step)
+    row = meetings.row()
+    skipped = 0.0 if math.isfinite(value) else 1.0
+    assert row is not None and (row["meetings"], row["skipped"]) == (7.0 - skipped, skipped)
+    assert bool(weights.isfinite().all()) and not waited
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e200])
+def test_a_late_mean_is_taken_without_a_wait_for_the_island(value: float) -> None:
+    run_ranks(ISLANDS, spoiled, value)
