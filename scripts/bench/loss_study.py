@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybridcomp.compare import CompareError, Wishes, compare_runs, launch
+from hybridcomp.errors import install_hint
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(SCRIPTS))
@@ -284,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def study(options: argparse.Namespace) -> None:
     """Train every case, then compare. Raises CompareError, for a lacking package at once."""
     if find_spec("matplotlib") is None:
-        raise CompareError("the pictures need matplotlib: pip install 'hybridcomp[plot]'")
+        raise CompareError(f"the pictures need matplotlib: {install_hint('plot')}")
     cases = list(cases_of(options))
     for number, case in enumerate(cases, 1):
         seconds = train(case, options)
