@@ -13,6 +13,12 @@ HybridcompError
 from __future__ import annotations
 
 
+def install_hint(extra: str = "") -> str:
+    """Say how to install hybridcomp, with an extra such as "plot": it is on no package index."""
+    what = f"'.[{extra}]'" if extra else "."
+    return f"pip install -e {what} in the clone of hybridcomp"
+
+
 class HybridcompError(Exception):
     """Base class of every error that hybridcomp raises on purpose."""
 

@@ -4,7 +4,7 @@
 make_docs.py                    write docs/block.md, the schema for editors, the tables inside other
                                 pages, and the releases that they name
 make_docs.py --check            say what is not current; the exit status is 1 then
-make_docs.py --build FOLDER     build the site there, strictly (pip install 'hybridcomp[docs]')
+make_docs.py --build FOLDER     build the site there, strictly (pip install -e '.[docs]')
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from hybridcomp.codecs import CODECS, make_codec
-from hybridcomp.errors import HybridcompError
+from hybridcomp.errors import HybridcompError, install_hint
 from hybridcomp.foreign import printable
 from hybridcomp.job import environment
 from hybridcomp.job.devices import device_name
@@ -96,7 +96,7 @@ def _gpu(found: CudaSetup) -> Iterator[Finding]:
     if found.driver is not None and not found.devices:
         yield INFO, "there is a driver, but torch sees no GPU (CUDA_VISIBLE_DEVICES, or its build)"
     if not found.devices and not found.cupy:
-        optional = hip.install() if found.rocm else "pip install 'hybridcomp[cuda13]', or cuda12"
+        optional = hip.install() if found.rocm else f"{install_hint('cuda13')}, or cuda12"
         yield INFO, f"no GPU, and cupy is not installed (optional: {optional})"
     for problem in setup.misfits(found):
         yield FAIL, problem
@@ -139,7 +139,7 @@ def _requirements() -> Iterator[Finding]:
     """Check Python and the requirements in hybridcomp's metadata."""
     python = platform.python_version()
     if _version("hybridcomp") is None:
-        yield FAIL, f"python {python}; hybridcomp is not installed: pip install hybridcomp"
+        yield FAIL, f"python {python}; hybridcomp is not installed: {install_hint()}"
         return
     window = metadata.metadata("hybridcomp")["Requires-Python"]
     yield (OK if SpecifierSet(window).contains(python) else FAIL), f"python {python} ({window})"
@@ -185,8 +185,8 @@ def _optional() -> Iterator[Finding]:
         ("transformers", "Hugging Face's Trainer"),
         ("accelerate", "of Hugging Face"),
         ("transformer-engine", "NVIDIA's, for layers of megatron-core"),
-        ("wandb", "pip install 'hybridcomp[wandb]'"),
-        ("matplotlib", "pip install 'hybridcomp[plot]'"),
+        ("wandb", install_hint("wandb")),
+        ("matplotlib", install_hint("plot")),
     ):
         found = _version(name)
         if found is None:
@@ -233,7 +233,7 @@ def _seams(package: str, extra: str) -> Iterator[Finding]:
     name = Requirement(found[0].seam.requirement).name
     installed = _version(name)
     if installed is None:
-        yield INFO, f"{name} is not installed (optional: pip install 'hybridcomp[{extra}]')"
+        yield INFO, f"{name} is not installed (optional: {install_hint(extra)})"
         return
     reasons: dict[str, list[str]] = {}
     for patch in found:

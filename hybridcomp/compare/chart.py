@@ -11,6 +11,7 @@ import numpy as np
 from hybridcomp.compare.report import Result, losses
 from hybridcomp.compare.runs import CompareError, Curve
 from hybridcomp.compare.statistics import running_mean
+from hybridcomp.errors import install_hint
 
 #: points of a line of the chart; W&B draws at most 10,000 rows of a table
 POINTS = 400
@@ -27,7 +28,7 @@ def log(
     try:
         import wandb
     except ImportError:
-        raise CompareError("the W&B chart needs W&B: pip install 'hybridcomp[wandb]'") from None
+        raise CompareError(f"the W&B chart needs W&B: {install_hint('wandb')}") from None
     mode: Any = os.environ.get("WANDB_MODE", "offline")
     run = wandb.init(
         project=project,

@@ -17,6 +17,7 @@ from hybridcomp.compare.reading import check_comparable, read_runs
 from hybridcomp.compare.report import Result
 from hybridcomp.compare.runs import CompareError
 from hybridcomp.compare.statistics import align, caveats, compare
+from hybridcomp.errors import install_hint
 from hybridcomp.foreign import one_line
 
 DESCRIPTION = """\
@@ -39,7 +40,7 @@ trained again.
 """
 
 
-NO_PICTURE = "no picture: it needs matplotlib: pip install 'hybridcomp[plot]'"
+NO_PICTURE = f"no picture: it needs matplotlib: {install_hint('plot')}"
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def check_first(wishes: Wishes) -> None:
         todo = "expected a folder that can be written; name another one"
         raise CompareError(f"--out {wishes.out}: {error.strerror or error}; {todo}") from None
     if wishes.wandb not in (None, "none") and find_spec("wandb") is None:
-        raise CompareError("the W&B chart needs W&B: pip install 'hybridcomp[wandb]'")
+        raise CompareError(f"the W&B chart needs W&B: {install_hint('wandb')}")
 
 
 def compare_runs(texts: Sequence[str], wishes: Wishes) -> Result:
@@ -218,7 +219,7 @@ def _chart(result: Result, wishes: Wishes, picture: Path | None) -> None:
     if wishes.wandb == "none":
         return
     if wishes.wandb is None and find_spec("wandb") is None:
-        print("no W&B chart: pip install 'hybridcomp[wandb]'")
+        print(f"no W&B chart: {install_hint('wandb')}")
         return
     trainings = [training for found in result.runs for training in found.trainings]
     project = wishes.wandb or next((t.project for t in trainings if t.project), "hybridcomp")

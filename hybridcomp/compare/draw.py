@@ -12,6 +12,7 @@ from hybridcomp import foreign
 from hybridcomp.compare.report import Result, with_interval
 from hybridcomp.compare.runs import CompareError
 from hybridcomp.compare.statistics import gap_curves, running_mean
+from hybridcomp.errors import install_hint
 
 #: distinct for colour-blind readers too (Okabe and Ito); the baseline is grey and wide, so that it
 #: can be seen below a curve that covers it
@@ -32,7 +33,7 @@ def draw(result: Result, path: Path, smooth: int, title: str) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise CompareError("the picture needs matplotlib: pip install 'hybridcomp[plot]'") from None
+        raise CompareError(f"the picture needs matplotlib: {install_hint('plot')}") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from hybridcomp.compare.figures import ledger_of, sent_until, wire_of
 from hybridcomp.compare.runs import CompareError, Curve, LoggedTraining, check_curve
+from hybridcomp.errors import install_hint
 from hybridcomp.session.metric_names import (
     CONFIG_CODECS,
     CONFIG_RUN,
@@ -99,9 +100,7 @@ def read(path: Path) -> tuple[dict[str, Any], Any, dict[int, dict[str, Any]]]:
     try:
         from wandb.proto import wandb_internal_pb2
     except ImportError:
-        raise CompareError(
-            f"{path}: reading it needs W&B: pip install 'hybridcomp[wandb]'"
-        ) from None
+        raise CompareError(f"{path}: reading it needs W&B: {install_hint('wandb')}") from None
     config: dict[str, Any] = {}
     about: Any = wandb_internal_pb2.RunRecord()
     history: dict[int, dict[str, Any]] = {}

@@ -5,10 +5,13 @@
     python scripts/bench/bench_deltas.py --width 128 --layers 2 # a small model, in seconds
     python scripts/bench/bench_deltas.py --check                # exit 1 if a target is missed
     python scripts/bench/bench_deltas.py --models               # other models of the step
+    python scripts/bench/bench_deltas.py --tuned llama gpt2     # fine-tuning, and GRPO
     python scripts/bench/bench_deltas.py --json out.json
 
 A byte-level GPT learns the text of this checkout in fp32 with AdamW at 1e-3; then, from there, the
 last of a few steps at each learning rate is the trace: all weights cast to bf16 before and after.
+With `--tuned` models of transformers (`deltas_bench/tuned.py`) are pretrained in its place, and the
+traces are of fine-tuning on another text and of GRPO, after `--settle` steps of a new AdamW each.
 `static model` is Laplace steps whose scale is the message's only parameter, `short codes` an ideal
 prefix code for each exponent without its table. Speeds are bytes of weights per second on one core,
 for a trace repeated to `--mbytes`, by the clock of bench_codecs.py; `x copy` divides the best time
@@ -22,7 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -35,12 +38,14 @@ from bench.deltas_bench.bits import compressors, sent
 from bench.deltas_bench.models import models
 from bench.deltas_bench.others import speeds_of_others
 from bench.deltas_bench.traces import Size, Trace, traces
+from bench.deltas_bench.tuned import NAMES, tuned
 from hybridcomp.codecs import StepCode
 
 RATES = [1e-3, 3e-4, 1e-4, 1e-6]
 OTHER = "int32 + bf16"
-#: bits a value of each rate, GB/s of weights on one core where at most MOST_SPARSE have changed
-MOST_BITS = {1e-3: 4.4, 3e-4: 2.8, 1e-4: 1.9, 1e-6: 0.3}
+#: bits a value by label, while pretraining; GB/s of weights on one core where at most MOST_SPARSE
+#: have changed
+MOST_BITS = {"0.001": 4.4, "0.0003": 2.8, "0.0001": 1.9, "1e-06": 0.3}
 MOST_OF_ENTROPY, MOST_SPARSE, LEAST_SPEED = 1.1, 0.05, 1.0
 #: where 1 to 5 % have changed: bits a changed value, shares of positions and of gaps through zstd
 MOST_CHANGED_BITS, MOST_OF_POSITIONS, MOST_OF_GAPS = 7.0, 1 / 6, 0.4
@@ -78,10 +83,11 @@ def _in_place(codec: StepCode, payload: Tensor, reference: Tensor, held: Tensor)
     return timed(lambda: codec.decode(payload, held, held))
 
 
-def table(rows: dict[float, Row], names: list[str], digits: int) -> str:
-    """Return a line for each name, a column for each rate, in Markdown."""
+def table(rows: Mapping[float, Row] | Mapping[str, Row], names: list[str], digits: int) -> str:
+    """Return a line for each name, a column for each rate or trace, in Markdown."""
+    heads = [one if isinstance(one, str) else f"{one:g}" for one in rows]
     lines = [
-        "| | " + " | ".join(f"{rate:g}" for rate in rows) + " |",
+        "| | " + " | ".join(heads) + " |",
         "|---" * (len(rows) + 1) + "|",
     ]
     for name in names:
@@ -90,22 +96,22 @@ def table(rows: dict[float, Row], names: list[str], digits: int) -> str:
     return "\n".join(lines)
 
 
-def missed_targets(rows: dict[float, Row]) -> list[str]:
-    """Return a line for each target that this run missed."""
+def missed_targets(rows: Mapping[str, Row]) -> list[str]:
+    """Return a line for each target that this run missed; ``rows`` by the traces' labels."""
     missed = []
-    for rate, row in rows.items():
-        share = row["stepcode"] / row["entropy"]
+    for label, row in rows.items():
+        share, most = row["stepcode"] / row["entropy"], MOST_BITS.get(label, 16.0)
         if share > MOST_OF_ENTROPY:
-            missed.append(f"{rate:g}: {share:.3f} times the entropy, expected {MOST_OF_ENTROPY}")
-        if row["stepcode"] > MOST_BITS.get(rate, 16.0):
-            missed.append(f"{rate:g}: {row['stepcode']:.2f} bits, expected {MOST_BITS[rate]}")
+            missed.append(f"{label}: {share:.3f} times the entropy, expected {MOST_OF_ENTROPY}")
+        if row["stepcode"] > most:
+            missed.append(f"{label}: {row['stepcode']:.2f} bits, expected {most}")
         if row["changed"] > MOST_SPARSE:
             continue
         for name in ("encode GB/s", "decode GB/s"):
             if row[name] < LEAST_SPEED:
-                missed.append(f"{rate:g}: {name} {row[name]:.2f}, expected {LEAST_SPEED}")
+                missed.append(f"{label}: {name} {row[name]:.2f}, expected {LEAST_SPEED}")
         if row["changed"] >= 0.01:
-            missed += [f"{rate:g}: {line}" for line in _missed_by_few(row)]
+            missed += [f"{label}: {line}" for line in _missed_by_few(row)]
     return missed
 
 
@@ -137,21 +143,32 @@ def parser_of(doc: str, mbytes: int, what: str, repeats: int) -> argparse.Argume
     return parser
 
 
+def all_traces(arguments: argparse.Namespace) -> Iterator[Trace]:
+    """Yield the traces that were asked for."""
+    if not arguments.tuned:
+        size = Size(arguments.width, arguments.layers)
+        yield from traces(size, arguments.rates, arguments.warmup, arguments.settle)
+    for name in arguments.tuned:
+        yield from tuned(name, arguments.warmup, arguments.settle)
+
+
 def main() -> int:
     """Parse arguments, train, measure, print; the exit status is 1 if --check missed a target."""
     parser = parser_of(__doc__, 64, "size of the weights for speeds", 9)
     parser.add_argument("--others-mbytes", type=int, default=16, help="to time others on")
     parser.add_argument("--models", action="store_true", help="bits of other models instead")
+    parser.add_argument(
+        "--tuned", nargs="+", choices=NAMES, default=[], help="traces of these architectures"
+    )
     parser.add_argument("--check", action="store_true", help="fail if a target is missed")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if not any(name.startswith("zstd") for name in compressors()):
         print("zlib stands in for zstd: pip install zstandard")
-    rows: dict[float, Row] = {}
-    size = Size(arguments.width, arguments.layers)
-    for trace in traces(size, arguments.rates, arguments.warmup, arguments.settle):
+    rows: dict[str, Row] = {}
+    for trace in all_traces(arguments):
         if arguments.models:
-            rows[trace.rate] = models(trace)
+            rows[trace.label] = models(trace)
             continue
         row = sent(trace.reference, trace.values)
         row["of the entropy"] = row["stepcode"] / row["entropy"] if row["entropy"] else 1.0
@@ -160,8 +177,11 @@ def main() -> int:
         head = arguments.others_mbytes * 2**19
         pair = trace.reference[:head], trace.values[:head]
         other_row = speeds_of_others(*pair, max(1, arguments.repeats // 3), timed)
-        rows[trace.rate] = row | fast_row | other_row
-        print(f"{trace.rate:g}: {row['stepcode']:.3f} bits a value, {row['entropy']:.3f} needed")
+        rows[trace.label] = row | fast_row | other_row
+        print(
+            f"{trace.label}: {row['stepcode']:.3f} bits a value, {row['entropy']:.3f} needed",
+            flush=True,
+        )
     names = list(next(iter(rows.values())))
     if arguments.models:
         print("\nBits a value with a model that knows:\n" + table(rows, names, 3))

@@ -48,6 +48,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all
 from bench.gpu_bench import markdown, ours, peers, prebuild, report, size_exchange, targets
 from bench.gpu_bench.measure import Bench, DeviceStopwatch, Point, Work, cuda
 from hybridcomp.codecs.words import DTYPES
+from hybridcomp.errors import install_hint
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SIZES = (256 << 20, 1 << 20, 64 << 20, 64 << 10, 16 << 20)  # those of the targets first
@@ -203,8 +204,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if not cuda.is_available():
         print(
-            "no CUDA device: nothing was measured. Run this on a machine with one GPU, with "
-            "hybridcomp[gpu] installed; it takes no other preparation",
+            "no CUDA device: nothing was measured. Run this on a machine with one GPU, after "
+            f"{install_hint('gpu')}; it takes no other preparation",
             file=sys.stderr,
         )
         return 2
@@ -245,7 +246,7 @@ def conclude(
     try:
         report.draw(arguments.png, found.points, f"codecs on {known['device']}")
     except ImportError as error:
-        print(f"no picture: {error}; install hybridcomp[plot]", file=sys.stderr)
+        print(f"no picture: {error}; {install_hint('plot')}", file=sys.stderr)
     print("", *report.published(), sep="\n")
     for name, reason in found.left_out.items():
         print(f"left out: {name}: {reason}")

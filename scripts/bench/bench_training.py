@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all
 from bench.training_bench import cells, losses, machine, picture, products, report
 from bench.training_bench.measure import Bench, Options
 from bench.training_bench.runners import CellError
+from hybridcomp.errors import install_hint
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -93,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no bf16 instructions here: products of bf16 matrices run in fp32, for all arms")
     drawing = find_spec("matplotlib") is not None
     if not drawing:
-        print("no pictures: they need matplotlib, pip install 'hybridcomp[plot]'", flush=True)
+        print(f"no pictures: they need matplotlib: {install_hint('plot')}", flush=True)
     ratios = [*([None] if asked.unshaped else []), *asked.r]
     for layout in asked.layouts:
         try:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridcomp.compare import CompareError, Wishes, compare_runs, launch
+from hybridcomp.errors import install_hint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as the import below
 
@@ -287,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def study(options: argparse.Namespace) -> None:
     """Train every case, then compare. Raises CompareError, for a lacking package at once."""
     if find_spec("matplotlib") is None:
-        raise CompareError("the pictures need matplotlib: pip install 'hybridcomp[plot]'")
+        raise CompareError(f"the pictures need matplotlib: {install_hint('plot')}")
     write_command(options)
     cases = list(cases_of(options))
     for number, case in enumerate(cases, 1):

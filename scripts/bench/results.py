@@ -20,6 +20,7 @@ from pathlib import Path
 from hybridcomp.compare import CompareError, Wishes, compared
 from hybridcomp.compare.draw import draw
 from hybridcomp.compare.report import as_json
+from hybridcomp.errors import install_hint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
@@ -123,7 +124,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", metavar="FOLDER")
     found = parser.parse_args(arguments)
     if find_spec("matplotlib") is None:
-        parser.error("the pictures need matplotlib: pip install 'hybridcomp[plot]'")
+        parser.error(f"the pictures need matplotlib: {install_hint('plot')}")
     return found
 
 

@@ -36,7 +36,7 @@ def lay_out(tp: int, pp: int, tp2d: int = 1, cp: int = 1) -> Any:
     except ImportError as error:
         raise ParallelismError(
             f"--tp {tp}: expected megatron-core, found none that can be imported ({error}); "
-            "pip install 'hybridcomp[megatron]'"
+            "pip install -e '.[megatron]' in the clone of hybridcomp"
         ) from None
     return tensor_parallel.start(tp, pp)
 
@@ -57,7 +57,7 @@ def mesh_of(tp2d: int, others: int) -> Any:
     except ImportError as error:
         raise ParallelismError(
             f"--tp2d {tp2d}: expected hybridcomp, found none that can be imported ({error}); "
-            "pip install hybridcomp"
+            "pip install -e . in the clone of hybridcomp"
         ) from None
     return two_dimensional.start(tp2d)
 
@@ -112,7 +112,7 @@ def token_slices() -> Any:
     except ImportError as error:
         raise ParallelismError(
             f"--slices: expected hybridcomp, found none that can be imported ({error}); "
-            "pip install hybridcomp"
+            "pip install -e . in the clone of hybridcomp"
         ) from None
     return found
 
@@ -150,7 +150,7 @@ def cut_sequences(cp: int, tp: int, pp: int, length: int) -> None:
     except ImportError as error:
         raise ParallelismError(
             f"--cp {cp}: expected hybridcomp, found none that can be imported ({error}); "
-            "pip install hybridcomp"
+            "pip install -e . in the clone of hybridcomp"
         ) from None
     context_parallel.start(cp, tp, pp)
 

@@ -5,7 +5,7 @@ of one rank. Attention heads and the feed-forward layer are cut over the ranks (
 section 3), so is the vocabulary of embedding, output and loss. Megatron's layers work on CPUs as
 they are; its optimizers and its pipeline would not, but those are DeepSpeed's here.
 
-Needs megatron-core: the extra ``[megatron]`` of hybridcomp.
+Needs megatron-core: ``pip install -e '.[megatron]'`` in the clone.
 """
 
 from __future__ import annotations

@@ -88,15 +88,15 @@ def test_what_fits_is_no_misfit(found: CudaSetup) -> None:
     [
         (
             changed(CUDA_13, cupy=(), nvrtc=None, architectures=()),
-            ["need CuPy, which is not installed", "hybridcomp[cuda13]"],
+            ["need CuPy, which is not installed", "-e '.[cuda13]'"],
         ),
         (
             changed(CUDA_12, devices=H100, cupy=(), nvrtc=None, architectures=()),
-            ["need CuPy, which is not installed", "hybridcomp[cuda12]"],
+            ["need CuPy, which is not installed", "-e '.[cuda12]'"],
         ),
         (
             changed(CUDA_13, nvrtc=None, architectures=(), problem="RuntimeError: no libnvrtc"),
-            ["does not find the compiler NVRTC (RuntimeError: no libnvrtc)", "hybridcomp[cuda13]"],
+            ["does not find the compiler NVRTC (RuntimeError: no libnvrtc)", "-e '.[cuda13]'"],
         ),
         (
             changed(CUDA_13, cupy=(("cupy-cuda12x", "14.2.0"), ("cupy-cuda13x", "14.2.0"))),
@@ -104,11 +104,11 @@ def test_what_fits_is_no_misfit(found: CudaSetup) -> None:
         ),
         (
             changed(CUDA_13, driver=(12, 8), torch=(12, 6)),
-            ["the driver runs CUDA up to 12.8", "NVRTC 13.0", "hybridcomp[cuda12]"],
+            ["the driver runs CUDA up to 12.8", "NVRTC 13.0", "-e '.[cuda12]'"],
         ),
         (
             changed(CUDA_13, devices=V100),
-            ["compiles for sm_75 and newer", "Tesla V100 is sm_70", "hybridcomp[cuda12]"],
+            ["compiles for sm_75 and newer", "Tesla V100 is sm_70", "-e '.[cuda12]'"],
         ),
     ],
 )  # fmt: skip
@@ -180,7 +180,7 @@ def test_equal_failures_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_engine_that_is_not_there_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_version", lambda name: None)
     ((mark, text),) = doctor._seams("megatron.core", "megatron")
-    assert mark == doctor.INFO and "pip install 'hybridcomp[megatron]'" in text
+    assert mark == doctor.INFO and "pip install -e '.[megatron]' in the clone" in text
 
 
 def test_variables_that_the_launcher_does_not_hand_on_are_told(

@@ -150,6 +150,14 @@ def test_launcher_lines_name_the_module() -> None:
 VARIABLE = re.compile(r"\bHYBRIDCOMP_[A-Z_]*[A-Z]\b")
 
 
+def test_no_hint_asks_an_index_for_hybridcomp() -> None:
+    """Extras are installed in a clone: ``errors.install_hint`` says so, everywhere."""
+    paths = [path for name in ("*.py", "*.md", "*.yml", "*.yaml") for path in ROOT.rglob(name)]
+    asking = re.compile(r"pip install (-U )?['\"]?hybridcomp")
+    own = (path for path in paths if not {".git", "site-packages"} & set(path.parts))
+    assert [str(path) for path in own if asking.search(path.read_text(errors="replace"))] == []
+
+
 def test_environment_variables_are_known() -> None:
     known = {*environment.VARIABLES, *environment.CHECKOUT}
     for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:

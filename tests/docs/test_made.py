@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import make_docs
+from hybridcomp.errors import install_hint
 from tests.paths import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -128,7 +129,7 @@ def test_ci_runs_the_commands_of_the_readme() -> None:
 def test_the_site_is_built_strictly(tmp_path: Path) -> None:
     """Links, anchors and navigation, as mkdocs sees them: a warning is an error."""
     if find_spec("mkdocs") is None or find_spec("material") is None:
-        pytest.skip("mkdocs is not installed (pip install 'hybridcomp[docs]')")
+        pytest.skip(f"mkdocs is not installed ({install_hint('docs')})")
     result = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "make_docs.py"), "--build", str(tmp_path)],
         capture_output=True, text=True, check=False,

@@ -12,7 +12,7 @@ from importlib import metadata
 
 import torch
 
-from hybridcomp.errors import CodecError
+from hybridcomp.errors import CodecError, install_hint
 from hybridcomp.kernels.cuda import hip
 
 Version = tuple[int, int]
@@ -74,7 +74,7 @@ def extra_of(found: CudaSetup) -> str:
 
 def install_of(found: CudaSetup) -> str:
     """Say how to get a CuPy that fits the GPUs and torch."""
-    return hip.install() if found.rocm else f"pip install 'hybridcomp[{extra_of(found)}]'"
+    return hip.install() if found.rocm else install_hint(extra_of(found))
 
 
 def _of_nvidia(found: CudaSetup) -> Iterator[tuple[str, int]]:

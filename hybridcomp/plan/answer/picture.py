@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridcomp import foreign
-from hybridcomp.errors import HybridcompError
+from hybridcomp.errors import HybridcompError, install_hint
 from hybridcomp.plan.answer.report import codecs
 from hybridcomp.plan.plan import MEMORY_KINDS, Plan, Span
 
@@ -29,9 +29,7 @@ def draw(plans: Sequence[Plan], limit: float, path: Path, title: str) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise HybridcompError(
-            "the picture needs matplotlib: pip install 'hybridcomp[plot]'"
-        ) from None
+        raise HybridcompError(f"the picture needs matplotlib: {install_hint('plot')}") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -39,7 +39,7 @@ class Trace:
     """All weights of the model as bf16, before and after the last step at ``rate``.
 
     before: those before the step before; kinds: a number for each weight, by the name of its
-    parameter within a layer, uint8.
+    parameter within a layer, uint8; name: what a table calls it, "" for the rate.
     """
 
     rate: float
@@ -47,6 +47,12 @@ class Trace:
     values: Tensor
     before: Tensor
     kinds: Tensor
+    name: str = ""
+
+    @property
+    def label(self) -> str:
+        """Return what a table calls the trace."""
+        return self.name or f"{self.rate:g}"
 
 
 class SmallGpt(nn.Module):

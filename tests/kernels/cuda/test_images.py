@@ -19,12 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridcomp.errors import CodecError
+from hybridcomp.errors import CodecError, install_hint
 from hybridcomp.kernels.cuda import images, launcher
 from hybridcomp.kernels.cuda.launcher import CudaLauncher
 from tests.ranks import RankPool
 
-pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="needs hybridcomp[gpu]")
+pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason=install_hint("gpu"))
 ONE = ("mpc.cu", (), 80)  # the quickest
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from hybridcomp.errors import install_hint
 from hybridcomp.kernels.cuda import images
 from tests.kernels.cuda.sources import NIGHTLY, SOURCES
 
-pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="needs hybridcomp[cuda12] or [cuda13]")
+pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason=install_hint("cuda13"))
 
 #: Turing, A100, RTX 30, H100, B200. V100 (sm_70) needs CUDA 12's NVRTC; nothing newer is used.
 ARCHITECTURES = (75, 80, 86, 90, 100)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench import bench_deltas
-from bench.deltas_bench import bits, models, others, traces
+from bench.deltas_bench import bits, models, others, traces, tuned
 
 
 def test_bits_of_known_steps() -> None:
@@ -86,7 +86,7 @@ def test_missed_targets_are_named() -> None:
     sparse = {
         "stepcode": 0.2, "entropy": 0.19, "changed": 0.02, "encode GB/s": 0.5, "decode GB/s": 2.0,
     }  # fmt: skip
-    missed = bench_deltas.missed_targets({1e-3: row, 1e-6: sparse})
+    missed = bench_deltas.missed_targets({"0.001": row, "1e-06": sparse})
     assert len(missed) == 4 and "1.125 times the entropy" in missed[0]
     assert "10.00 bits a changed value" in missed[3]
     few = {"stepcode": 0.2, "changed": 0.04, "int32 + bf16": 1.1, "gaps, zstd-1": 0.45}
@@ -130,3 +130,26 @@ def test_kinds_are_those_of_a_layer() -> None:
     assert len(kinds) == len(traces.flat(model)) and int(kinds.max()) + 1 < len(
         list(model.parameters())
     )
+
+
+def test_rewards_are_of_the_answer() -> None:
+    """An answer earns its share of small letters; models are of the size that is claimed."""
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    texts = tuned.Texts()
+    small = torch.tensor(texts._tokenizer.encode("some words").ids)
+    assert texts.rewards(small[None]).tolist() == [1.0]
+    assert texts.rewards(torch.tensor([texts._tokenizer.encode("A7").ids])).tolist() == [0.0]
+    for name in tuned.NAMES:
+        assert sum(weight.numel() for weight in tuned.made(name).parameters()) > 10e6
+
+
+def test_traces_of_tuning_have_a_name_and_a_step() -> None:
+    """The step is that of the new optimizer after ``settle`` others."""
+    model = torch.nn.Linear(64, 64)
+    found = tuned._step("m tuning", model, lambda: model(torch.ones(64)).square().sum(), 1e-6, 1)
+    assert found.label == "m tuning 1e-06" and found.rate == 1e-6
+    moved = (found.values != found.reference).float().mean()
+    assert 0 < moved < 0.2 and (found.reference != found.before).any()
+    made = traces.Trace(1e-3, found.values, found.values, found.values, found.kinds)
+    assert made.label == "0.001"

@@ -208,7 +208,7 @@ def test_without_matplotlib_it_says_so_first(
     monkeypatch.setattr(results, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         results.main(["--loss", "nowhere"])
-    assert "pip install 'hybridcomp[plot]'" in capsys.readouterr().err
+    assert "pip install -e '.[plot]' in the clone" in capsys.readouterr().err
 
 
 def test_missing_and_mixed_measurements_are_named(
