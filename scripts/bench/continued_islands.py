@@ -27,23 +27,25 @@ def continued(folder: Path) -> list[str]:
     names = [name for name in study.done if ISLANDS.fullmatch(name)]
     if not study.seeds or not names:
         return [head, "Not measured yet."]
-    rows = [["run", "gap after 1 meeting %", "at the end %", f"meetings until within {NEAR} %"]]
+    until = f"meetings until within {NEAR} %"
+    rows = [["run", "gap after 1 meeting %", "at the end %", "to fp32 %", until]]
     steps = 0
     for name in sorted(names, key=lambda name: (every_of(name), name)):
         seeds = sorted(set(study.done[name]) & set(study.seeds))
         gaps, steps = gaps_by_meeting(study, name, seeds)
-        last = gaps[:, -1]
         rows.append([
-            name, f"{gaps[:, 0].mean():+.2f}", with_interval(float(last.mean()), half_width(last)),
-            meetings_until(gaps.mean(axis=0)),
+            name, f"{gaps[:, 0].mean():+.2f}", at_the_end(gaps),
+            to_fp32(study, name, seeds), meetings_until(gaps.mean(axis=0)),
         ])  # fmt: skip
     return [
         head,
         f"Native goes on beside islands that begin with its checkpoint ({study.say_seeds()}, ZeRO "
         f"0, {steps} steps more, the learning rate falling to 0 over all). Losses are means over "
-        "the H steps before a meeting, gaps those to native in the same steps, on the same data. "
+        "the H steps before a meeting, gaps those to native in the same steps, on the same data; "
+        "to fp32 is the gap at the end to islands that send fp32. "
         f"An island is within {NEAR} % from the first meeting on after which all gaps are below "
-        "that.\n",
+        "that. A gap below 0 does not say that islands train better: outer momentum makes their "
+        "steps longer, which helps where the learning rate is low for native.\n",
         *markdown_rows(rows),
         f"\n`{command(study, steps, {every_of(name) for name in names})}`",
     ]
@@ -60,13 +62,27 @@ def command(study: Study, steps: int, intervals: Iterable[int]) -> str:
     return f"scripts/bench/loss_study.py {shlex.join(map(str, words))}"
 
 
-def gaps_by_meeting(study: Study, name: str, seeds: Sequence[int]) -> tuple[Values, int]:
-    """Return gaps to native in percent, (seeds, meetings), and the steps of a run."""
+def at_the_end(gaps: Values) -> str:
+    """Format the mean over the seeds of the gaps after the last meeting, with its interval."""
+    return with_interval(float(gaps[:, -1].mean()), half_width(gaps[:, -1]))
+
+
+def to_fp32(study: Study, name: str, seeds: Sequence[int]) -> str:
+    """Format the gap at the end to islands of the same H that send fp32; ``-`` without them."""
+    exact = f"H{every_of(name)} fp32"
+    both = [seed for seed in seeds if seed in study.done.get(exact, {})]
+    if name == exact or not both:
+        return "-"
+    return at_the_end(gaps_by_meeting(study, name, both, exact)[0])
+
+
+def gaps_by_meeting(
+    study: Study, name: str, seeds: Sequence[int], to: str = loss_study.BASELINE
+) -> tuple[Values, int]:
+    """Return gaps to the run ``to`` in percent, (seeds, meetings), and the steps of a run."""
     every, rows, steps = every_of(name), [], 0
     for seed in seeds:
-        own, base = (
-            losses_in(study.folder / n / f"seed{seed}") for n in (name, loss_study.BASELINE)
-        )
+        own, base = (losses_in(study.folder / n / f"seed{seed}") for n in (name, to))
         steps = min(len(own), len(base))
         count = steps // every
         means = [one[: count * every].reshape(count, every).mean(axis=1) for one in (own, base)]

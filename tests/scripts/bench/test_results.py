@@ -149,7 +149,7 @@ def test_sync_chapter(tmp_path: Path) -> None:
     assert "| H = 30, 3 seeds | - | - | +1.00 ± 0.00 | - |" in text  # of fp32 at the same H
     assert "(+2.01 ± 0.00) | - |" in text  # of native
     assert "| native | 4 | " in text, "each run has its own seeds"
-    assert "| H10 4 bits | +0.20 | +0.20 ± 0.00 | 0 |" in text
+    assert "| H10 4 bits | +0.20 | +0.20 ± 0.00 | - | 0 |" in text
     assert "Not measured yet: the time to an equal loss over links." in text
     assert "--layouts dp2 --presets --islands 10 30 --steps 60 --seeds 0 1 2 3" in text
     assert str(tmp_path) not in text
