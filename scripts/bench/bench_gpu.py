@@ -71,7 +71,7 @@ def sources(only: Sequence[str] = ()) -> dict[str, Source]:
     mine: dict[str, Source] = {
         name: partial(ours.works, name=name, codec=codec) for name, codec in ours.codecs().items()
     }
-    found = {**mine, **peers.PEERS}
+    found = {**mine, ours.STEPS: ours.steps, **peers.PEERS}
     return {
         name: source
         for name, source in found.items()
@@ -124,7 +124,8 @@ def measure(
 
 def prepare(chosen: dict[str, Source], dtypes: Sequence[str]) -> None:
     """Compile what our codecs among ``chosen`` need."""
-    mine = [source for name, source in chosen.items() if name in ours.codecs()]
+    names = (*ours.codecs(), ours.STEPS)
+    mine = [source for name, source in chosen.items() if name in names]
     wanted = prebuild.needed(mine, [DTYPES[name] for name in dtypes], torch.device("cuda", 0))
     if wanted:
         major, minor = cuda.get_device_capability(0)

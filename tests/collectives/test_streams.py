@@ -41,7 +41,10 @@ FIXED = [
     make_codec("blockint", bits=8), make_codec("blockint", bits=4, rotate=True), make_codec("bf16"),
     make_codec("fp8"), make_codec("zfp", rate=8),
 ]  # fmt: skip
-VARIABLE = [make_codec("radix", error_bound=1e-2), make_codec("expcode"), make_codec("mpc")]
+VARIABLE = [
+    make_codec("radix", error_bound=1e-2), make_codec("expcode"), make_codec("mpc"),
+    make_codec("topk"),
+]  # fmt: skip
 
 pytestmark = QUIET
 

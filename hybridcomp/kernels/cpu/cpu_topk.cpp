@@ -155,15 +155,6 @@ void each_kept(const Chosen& chosen, size_t most, const Body& body) {
     }
 }
 
-// Where the sections of a message begin.
-struct Sections {
-    size_t scales, low, codes, unary, end;
-    Sections(const Settings& settings, size_t numel, size_t kept, size_t unary_bits)
-        : scales(HEADER), low(scales + 2 * ceil_div(numel, CHUNK)),
-          codes(low + ceil_div(kept * settings.rice, 8)), unary(codes + ceil_div(kept * settings.bits, 8)),
-          end(unary + ceil_div(unary_bits, 8)) {}
-};
-
 // Reads bits from the lowest on, all of which lie before `end`.
 class BitReader {
   public:
@@ -242,7 +233,7 @@ size_t encode(const Settings& settings, int dtype, const void* in, size_t numel,
         ++kept;
         unary += (gap >> settings.rice) + 1;
     });
-    Sections at(settings, numel, kept, unary);
+    Sections at(numel, kept, unary, settings.rice, settings.bits);
     require(nbytes >= align16(at.end), "topk: out is too short");
     u32 header[4] = {(u32)kept, (u32)unary, (u32)numel, 0};
     memcpy(out, header, HEADER);
@@ -270,7 +261,7 @@ void decode(const Settings& settings, int dtype, const u8* in, size_t nbytes, vo
     u32 kept = header[0], unary = header[1];
     require(header[2] == numel && kept <= numel && kept <= unary && unary <= 0x7fffffffu,
             "damaged, or of others");
-    Sections at(settings, numel, kept, unary);
+    Sections at(numel, kept, unary, settings.rice, settings.bits);
     require(nbytes >= at.end, "damaged, or of others");
     size_t item = dtype == (int)Dtype::fp32 ? 4 : 2;
     if (!add) {

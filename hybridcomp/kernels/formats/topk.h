@@ -24,6 +24,14 @@ constexpr u32 HEADER = 16;
 constexpr double LOW = 0.8, WIDTH = 0.6;
 constexpr u16 BROKEN = 0x7fc0;  // the scale of a chunk with NaN or Inf
 
+// Bytes at which the sections of a message begin. `rice`: low bits of a gap.
+struct Sections {
+    u64 scales, low, codes, unary, end;
+    HC_INLINE_MEMBER Sections(u64 numel, u64 kept, u64 unary_bits, u64 rice, u64 bits)
+        : scales(HEADER), low(scales + 2 * ((numel + CHUNK - 1) / CHUNK)), codes(low + (kept * rice + 7) / 8),
+          unary(codes + (kept * bits + 7) / 8), end(unary + (unary_bits + 7) / 8) {}
+};
+
 // The scale of a chunk whose median of the magnitudes kept is `median`, finite, as bits. Rounds to
 // nearest even; the largest become Inf.
 HC_INLINE u16 scale_of(u32 median) { return (u16)((median + 0x7fffu + ((median >> 16) & 1u)) >> 16); }

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.gpu_bench.measure import Work, cuda
 from bench.gpu_bench.messages import ME, RANKS, Messages, group_without_wire
-from hybridcomp.codecs import Codec, make_codec
+from hybridcomp.codecs import Codec, StepCode, make_codec
 from hybridcomp.codecs.base import CollectiveKernel
+from hybridcomp.codecs.exact_steps import typical_steps
+from hybridcomp.codecs.stepcode import STEP_DTYPES
 
 #: of a message that consists of the parameters of a group
 TENSORS = 64
+#: the row of exact steps
+STEPS = "stepcode"
 
 
 def codecs() -> dict[str, Codec]:
@@ -31,6 +37,7 @@ def codecs() -> dict[str, Codec]:
         "expcode": make_codec("expcode"),
         "radix 1e-2": make_codec("radix", error_bound=1e-2),
         "radix 1e-3": make_codec("radix", error_bound=1e-3),
+        "topk": make_codec("topk"),
     }
 
 
@@ -59,25 +66,47 @@ def works(values: Tensor, *, name: str, codec: Codec) -> Iterator[Work]:
             yield from AllReduce(name, codec, fused, values, feedback=feedback).works()
 
 
+def steps(values: Tensor) -> Iterator[Work]:
+    """stepcode of 16-bit values after a typical step, against those before it."""
+    if values.dtype not in STEP_DTYPES:
+        return
+    codec, numel, moved = StepCode(), values.numel(), typical_steps(values)
+    room = values.new_empty(codec.wire_nbytes(numel, values.dtype), dtype=torch.uint8)
+    used = codec.encode(moved, values, room)
+    payload, out = room[:used].clone(), torch.empty_like(values)
+    size = torch.zeros(1, dtype=torch.int64, device=values.device)
+    nbytes, bits = 2 * values.nbytes + used, 8 * used / numel
+    encode = partial(codec.encode_into, moved, values, room, size)
+    yield Work(STEPS, "encode", nbytes, encode, bits)
+    yield Work(STEPS, "decode", nbytes, partial(codec.decode, payload, values, out), bits)
+
+
 def _tensors(name: str, codec: Codec, values: Tensor) -> Iterator[Work]:
-    """The message as TENSORS tensors with a payload each: in one launch, and in a launch each."""
-    each, length = codec.each(values.device), values.numel() // TENSORS
+    """The message as TENSORS tensors with a payload each: all at once, and a launch for each."""
+    length = values.numel() // TENSORS
+    each: Any = codec.each(values.device) or codec.pieces(values.device)
     if each is None or not length:
         return
     parts = torch.split(values[: length * TENSORS], length)
-    nbytes = codec.wire_nbytes(length, values.dtype)
-    rooms = torch.split(values.new_empty(nbytes * TENSORS, dtype=torch.uint8), nbytes)
+    room = codec.wire_nbytes(length, values.dtype)
+    rooms = torch.split(values.new_empty(room * TENSORS, dtype=torch.uint8), room)
+    sizes = torch.full((TENSORS,), room, device=values.device)
     out = torch.split(torch.empty_like(values)[: length * TENSORS], length)
-    moved, bits = TENSORS * (nbytes + length * values.itemsize), 8 * nbytes / length
 
     def one_by_one() -> None:
-        for part, room in zip(parts, rooms, strict=True):
-            codec.encode(part, room)
+        for part, slot, size in zip(parts, rooms, sizes.split(1), strict=True):
+            if codec.fixed_size:
+                codec.encode(part, slot)
+            else:
+                codec.encode_into(part, slot, size)
 
-    note = f"{TENSORS} tensors"
-    yield Work(name, "encode tensors", moved, lambda: each.encode(parts, rooms), bits, note)
+    one_by_one()
+    nbytes, note = int(sizes.sum()), f"{TENSORS} tensors"
+    moved, bits = nbytes + sum(part.nbytes for part in parts), 8 * nbytes / (length * TENSORS)
+    last = () if codec.fixed_size else (sizes,)
+    yield Work(name, "encode tensors", moved, lambda: each.encode(parts, rooms, *last), bits, note)
     yield Work(name, "decode tensors", moved, lambda: each.decode(rooms, out), bits, note)
-    yield Work(name, "encode one by one", moved, one_by_one, bits, f"{note}, {TENSORS} launches")
+    yield Work(name, "encode one by one", moved, one_by_one, bits, f"{note}, one by one")
 
 
 def _encoder(codec: Codec, values: Tensor, room: Tensor) -> Callable[[], object]:

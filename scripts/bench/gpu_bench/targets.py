@@ -55,6 +55,8 @@ TARGETS = (
     *(Target("bf16", phase, 0.98) for phase in ("encode", "decode")),
     Target("expcode", "encode", 0.65),
     Target("expcode", "decode", 0.90),
+    Target("stepcode", "encode", 0.50, ("bf16", "fp16")),
+    Target("stepcode", "decode", 0.65, ("bf16", "fp16")),
     Target("radix", "encode", 0.45),
     Target("radix", "decode", 0.90, ("fp32",)),
     Target("radix", "decode", 0.75, ("bf16", "fp16")),

@@ -316,7 +316,8 @@ def test_parts_of_names_choose_what_is_measured(modules: dict[str, Any]) -> None
     assert list(sources(("BLOCKINT 4", "triton"))) == [
         "blockint 4", "blockint 4, gaussian", "blockint 4, rotate", "Triton int8", "Triton int4"
     ]  # fmt: skip
-    assert len(sources()) == len(modules["ours"].codecs()) + len(modules["peers"].PEERS)
+    ours, others = modules["ours"].codecs(), modules["peers"].PEERS
+    assert list(sources()) == [*ours, "stepcode", *others]
 
 
 def test_libraries_that_no_loader_finds_and_builders_that_cannot_read(
