@@ -14,8 +14,8 @@ markdown        a sentence or a cell of Markdown
 fenced          a block of code of Markdown
 picture         a label of matplotlib
 
-``parsed_json`` and ``parsed_yaml`` read such files, and raise a ValueError of one line for anything
-that cannot be read.
+``parsed_json`` and ``parsed_yaml`` read such files, ``folder_path`` a folder's URL; they raise a
+ValueError of one line for anything that cannot be read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ import math
 import re
 import shlex
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 #: error about brackets nested deeper than the parser's stack
 TOO_DEEP = "nested too deeply"
@@ -44,6 +46,27 @@ def parsed_json(text: str) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
+
+
+def folder_path(text: str) -> Path:
+    """Return the folder of a ``file://`` URL or a path, as it stands: nothing is expanded.
+
+    Raises ValueError, which says what was expected, for what would name another folder than is
+    seen in it.
+    """
+    parts = urlsplit(text)
+    path = unquote(parts.path) if "://" in text else text
+    if not path.isprintable() or text != text.strip():
+        raise ValueError("expected no blanks around it, and no control characters; take them out")
+    if "://" in text and (parts.scheme != "file" or parts.netloc not in ("", "localhost")):
+        raise ValueError(
+            "expected a folder, file:///folder; sync it with the tool of your object store"
+        )
+    if "://" in text and (parts.query or parts.fragment):
+        raise ValueError("expected a URL without ? and #; write %3F and %23 for those of a name")
+    if not path or (path == text and text.startswith(("~", "file:"))):
+        raise ValueError("expected a folder, file:///folder, or a path without ~; write it out")
+    return Path(path)
 
 
 def parsed_yaml(text: str) -> Any:

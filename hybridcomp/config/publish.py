@@ -8,9 +8,7 @@ from pydantic import Field, field_validator
 
 from hybridcomp.config.codec_settings import Strict
 from hybridcomp.config.error_messages import problem
-
-#: how a folder is written
-URL = "file://"
+from hybridcomp.foreign import folder_path
 
 
 class PublishConfig(Strict):
@@ -55,7 +53,8 @@ class PublishConfig(Strict):
     @field_validator("to")
     @classmethod
     def _folder(cls, found: Any) -> Any:
-        if "://" in found and not found.startswith((f"{URL}/", f"{URL}localhost/")):
-            todo = "expected a folder, file:///folder; sync it with the tool of your object store"
-            raise problem("", found, todo)
+        try:
+            folder_path(found)
+        except ValueError as error:
+            raise problem("", found, str(error)) from None
         return found

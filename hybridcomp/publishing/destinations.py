@@ -15,15 +15,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
-from urllib.parse import unquote, urlsplit
 
 from hybridcomp.errors import ConfigError, PublishError
-from hybridcomp.foreign import one_line
+from hybridcomp.foreign import folder_path, one_line
 from hybridcomp.job.saved import NEW_FILE, sync_folder
 from hybridcomp.log import say
 from hybridcomp.publishing.choosing import ReceiverTimes
 from hybridcomp.publishing.encoding import Sink
 from hybridcomp.publishing.records import DamagedVersion, Manifest, read_manifest
+from hybridcomp.publishing.spools import open_file
 
 PARTS = "parts"
 _MANIFEST = re.compile(r"v(\d{10})\.json")
@@ -74,25 +74,26 @@ class Destination(ABC):
 def folder_of(to: str | Path) -> Path:
     """Return the folder of a ``file://`` URL or a path. Raises ConfigError for other URLs."""
     text = os.fspath(to)
-    parts = urlsplit(text)
-    if "://" not in text:
-        return Path(text)
-    if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
-        todo = (
-            "expected a folder of this machine, file:///folder; sync it with the tool of your "
-            "object store"
-        )
-        raise ConfigError(TO, text, todo)
-    return Path(unquote(parts.path))
+    try:
+        return folder_path(text)
+    except ValueError as error:
+        raise ConfigError(TO, text, str(error)) from None
 
 
 def manifests_in(folder: Path) -> dict[int, Path]:
-    """Return the manifests in ``folder`` by version, in order."""
+    """Return the manifests in ``folder`` by version, in order. Raises PublishError."""
     found = {}
-    with contextlib.suppress(FileNotFoundError):
+    try:
         for path in folder.iterdir():
             if match := _MANIFEST.fullmatch(path.name):
                 found[int(match[1])] = path
+    except FileNotFoundError:  # before the first version
+        return {}
+    except OSError as error:
+        raise PublishError(
+            f"publish: {one_line(folder)} cannot be read ({error.strerror}); make it a folder that "
+            "can be read, or name another one"
+        ) from None
     return dict(sorted(found.items()))
 
 
@@ -102,7 +103,8 @@ def read_manifest_file(path: Path, version: int) -> Manifest:
     Raises PublishError, DamagedVersion, and FileNotFoundError where it is gone.
     """
     try:
-        text = path.read_bytes()
+        with open_file(path) as file:
+            text = file.read()
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -155,6 +157,9 @@ class Folder(Destination):
     def _manifest(self, version: int) -> Path:
         return self.path / f"v{version:010d}.json"
 
+    def _new_manifest(self, version: int) -> Path:
+        return self.path / f".{self._manifest(version).name}.{self._token}"
+
     def wants_full(self) -> bool:
         """Return whether a receiver has left a file that asks for a full version."""
         return any(self.path.glob(ASKS))
@@ -185,19 +190,34 @@ class Folder(Destination):
         return self._part.name
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest; a second one of its version is an error."""
+        """Write the manifest. Raises PublishError where another job writes to the folder."""
         target = self._manifest(manifest.version)
-        unfinished = target.with_name(f".{target.name}.{self._token}")
+        self._check_alone(manifest.version)
+        unfinished = self._new_manifest(manifest.version)
         with _as_publish_error(manifest.version, target):
             unfinished.unlink(missing_ok=True)
             with os.fdopen(os.open(unfinished, NEW_FILE, 0o666), "wb") as file:
                 file.write(manifest.to_json())
                 file.flush()
                 os.fsync(file.fileno())
-            _rename_new(unfinished, target)
+            try:
+                _rename_new(unfinished, target)
+            except FileExistsError:
+                self._check_alone(manifest.version)
+                raise
             sync_folder(self.path)
         if manifest.full:
             self._answer()
+
+    def _check_alone(self, version: int) -> None:
+        """Raise PublishError where somebody has written ``version``, or a later one."""
+        newest = max(manifests_in(self.path), default=0)
+        if newest >= version:
+            raise PublishError(
+                f"version {version}: {one_line(self.path)} has version {newest} already: another "
+                "job publishes there; end one of them, or name a folder for each, and start this "
+                "one again"
+            )
 
     def _answer(self) -> None:
         """Remove what asked for a full version, which is there now."""
@@ -209,9 +229,9 @@ class Folder(Destination):
                 say(f"{said}: all versions are full ones until it is gone", anywhere=True)
 
     def abandon(self) -> None:
-        """Remove this rank's part."""
+        """Remove this rank's part, and what there is of a manifest."""
         self.finish("abandoned")
-        for path in (self._unfinished, self._part):
+        for path in (self._unfinished, self._part, self._new_manifest(self._version)):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
 

@@ -181,7 +181,7 @@ class GroupSource(StreamSource):
         self._next = Greeting(needs_full=True)  # until this version is applied
         self._stream = _Heard(self._group, told.sender)
         with ExitStack() as stack:
-            offer = self._receive(stack, after_abort=False)
+            offer = self._receive(stack, held, after_abort=False)
             self._next.receive_s = time.perf_counter() - begun
             if offer is not None:
                 yield offer

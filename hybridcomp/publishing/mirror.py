@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -74,11 +75,18 @@ class Mirror:
 
     @classmethod
     def empty(cls, table: Table, aliases: dict[str, str]) -> Mirror:
-        """Allocate the weights of ``table``."""
-        flats = {
-            name: torch.empty(torch.Size(shape).numel(), dtype=DTYPES[dtype])
-            for name, (shape, dtype) in table.items()
-        }
+        """Allocate the weights of ``table``. Raises PublishError where there is no memory."""
+        counts = {name: math.prod(shape) for name, (shape, _) in table.items()}
+        try:
+            flats = {
+                name: torch.empty(count, dtype=DTYPES[table[name][1]])
+                for name, count in counts.items()
+            }
+        except (MemoryError, OverflowError, RuntimeError):  # as torch says it
+            raise PublishError(
+                f"this receiver has no memory for {2 * sum(counts.values())} bytes of weights; "
+                "give its host more, or have it receive another model"
+            ) from None
         return cls(table, aliases, flats)
 
     def shaped(self, name: str) -> Tensor:
@@ -93,13 +101,12 @@ def stage(manifest: Manifest, parts: Sequence[ReadPart], mirror: Mirror | None) 
     mirror is not what the sender compared with, or payloads or decoded values have another
     checksum.
     """
-    if mirror is None:
-        assert manifest.full and manifest.table is not None
-        fresh = Mirror.empty(manifest.table, manifest.aliases)
-    target = fresh if mirror is None else mirror
-    pieces = [one for part in parts for one in part.pieces]
-    _check_cover(manifest, target.table, pieces)
-    staged = CheckedVersion(manifest, fresh=fresh if mirror is None else None)
+    table = manifest.table if mirror is None else mirror.table
+    assert table is not None, "the first version is a full one"
+    _check_cover(manifest, table, [one for part in parts for one in part.pieces])
+    target = mirror or Mirror.empty(table, manifest.aliases)
+    fresh = target if mirror is None else None
+    staged = CheckedVersion(manifest, fresh=fresh)
     room: Tensor | None = None  # for values that are not kept
     for part in parts:
         for piece in part.pieces:

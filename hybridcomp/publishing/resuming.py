@@ -21,7 +21,7 @@ from hybridcomp.publishing.destinations import PARTS, TO, Destination, Folder
 from hybridcomp.publishing.encoding import PartEncoder
 from hybridcomp.publishing.parts import read_part
 from hybridcomp.publishing.records import Manifest, read_manifest
-from hybridcomp.publishing.spools import FileBytes
+from hybridcomp.publishing.spools import FileBytes, open_file
 from hybridcomp.publishing.stretches import WeightRange
 from hybridcomp.publishing.weights import DividedWeights, EngineWeights
 
@@ -91,7 +91,7 @@ def _pieces(folder: Path, manifest: Manifest, rank: int) -> dict[WeightRange, st
     """Return the checksums of the pieces in the part of ``rank``; {} where it has none."""
     for entry in manifest.parts:
         if entry.rank == rank:
-            with (folder / PARTS / entry.file).open("rb") as file:
+            with open_file(folder / PARTS / entry.file) as file:
                 found = read_part(FileBytes(file), entry, manifest)
                 return {one.stretch: one.after for one in found.pieces}
     return {}

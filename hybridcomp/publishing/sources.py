@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ from hybridcomp.publishing.checksums import in_threads
 from hybridcomp.publishing.destinations import PARTS, manifests_in, read_manifest_file
 from hybridcomp.publishing.parts import ReadPart, read_part
 from hybridcomp.publishing.records import DamagedVersion, Manifest
-from hybridcomp.publishing.spools import FileBytes, PartBytes
+from hybridcomp.publishing.spools import FileBytes, PartBytes, open_file
 
 #: what to do where nothing leads back to the sender
 BY_HAND = "Publisher.ask_full() on the sender makes its next version a full one"
@@ -192,13 +191,13 @@ class FolderSource(Source):
         files: list[BinaryIO] = []
         for part in manifest.parts:
             try:
-                files.append(stack.enter_context((self.path / PARTS / part.file).open("rb")))
+                files.append(stack.enter_context(open_file(self.path / PARTS / part.file)))
             except FileNotFoundError:
                 return None
             except OSError as error:
                 raise PublishError(
                     f"version {manifest.version}: {part.file} cannot be read "
-                    f"({os.strerror(error.errno or 0)}); make it readable"
+                    f"({error.strerror}); make it readable"
                 ) from None
         return files
 

@@ -6,8 +6,12 @@ is beyond the memory that a version may take goes to a temporary file.
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 import tempfile
 from bisect import bisect_right
+from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import torch
@@ -30,6 +34,15 @@ class PartBytes(Protocol):
 
     def at(self, offset: int, nbytes: int) -> Tensor:
         """Return bytes as uint8 on the host, aligned. Raises ValueError where there are fewer."""
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file to read. Raises OSError, also for a pipe, which might never answer."""
+    number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(number, "rb")
 
 
 class FileBytes:
@@ -65,7 +78,7 @@ class Spool:
         self._file: Any = None
 
     def keep(self, chunk: Tensor, in_memory: bool) -> None:
-        """Append ``chunk``, 1-D uint8, which is the spool's from now on."""
+        """Append ``chunk``, 1-D uint8, which is the spool's from now on. Raises OSError."""
         self._starts.append(self._size)
         self._size += chunk.numel()
         if in_memory:

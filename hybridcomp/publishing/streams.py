@@ -11,6 +11,7 @@ more than a bucket of another rank's part.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import zlib
 from collections.abc import Callable
@@ -32,6 +33,8 @@ NAME = b"hcf"
 MARK = NAME + bytes([FORMAT])
 DATA, VERSION, ABORT, ASK = b"D", b"V", b"X", b"A"
 FRAME = struct.Struct("<4sc3xIQI")
+#: bytes that follow the head of a frame, at most: of a part, of a manifest
+MOST_FRAME, MOST_MANIFEST = 1 << 26, 1 << 30
 #: bytes among which the next head is looked for after a damaged one: four buckets
 MOST_SKIPPED = 1 << 26
 OTHERS = "give the receiver a stream that only a publisher writes to"
@@ -79,10 +82,11 @@ def frame_head(kind: bytes, rank: int, nbytes: int) -> bytes:
 
 
 def frame_in(data: bytes | bytearray) -> Frame | None:
-    """Return the head that ``data`` begins with; None where that is no whole one."""
+    """Return the head that ``data`` begins with; None where that is none that is written."""
     mark, kind, rank, nbytes, checksum = FRAME.unpack_from(data)
     is_whole = mark == MARK and checksum == zlib.crc32(data[: FRAME.size - 4])
-    return Frame(kind, rank, nbytes) if is_whole else None
+    fits = nbytes <= {DATA: MOST_FRAME, VERSION: MOST_MANIFEST}.get(kind, 0)
+    return Frame(kind, rank, nbytes) if is_whole and fits else None
 
 
 def read_frame(stream: Readable, begun: bool, look_on: bool = False) -> Frame | None:
@@ -247,8 +251,11 @@ class Stream(Destination):
     def _frame(self, kind: bytes, rank: int, data: memoryview) -> None:
         if self._stream is None:
             raise PublishError("expected a stream on the first rank of the job, found None")
-        write_all(self._stream, frame_head(kind, rank, len(data)))
-        write_all(self._stream, data)
+        most = MOST_FRAME if kind == DATA else MOST_MANIFEST
+        for low in range(0, max(1, len(data)), most):
+            some = data[low : low + most]
+            write_all(self._stream, frame_head(kind, rank, len(some)))
+            write_all(self._stream, some)
         flush: Callable[[], object] | None = getattr(self._stream, "flush", None)
         if flush is not None and kind != DATA:
             flush()
@@ -258,9 +265,10 @@ class Stream(Destination):
         self._frame(VERSION, 0, memoryview(manifest.to_json()))
 
     def abandon(self) -> None:
-        """Tell the receiver that the version is given up."""
+        """Tell the receiver that the version is given up, unless the stream itself is broken."""
         if self._ranks[0] == dist.get_rank() and self._stream is not None:
-            self._frame(ABORT, 0, memoryview(b""))
+            with contextlib.suppress(OSError, RuntimeError):
+                self._frame(ABORT, 0, memoryview(b""))
 
 
 class _Frames:

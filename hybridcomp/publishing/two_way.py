@@ -4,8 +4,23 @@ from __future__ import annotations
 
 import select
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from hybridcomp.errors import PublishError
 from hybridcomp.publishing.streams import ASK, FRAME, MARK, foreign_bytes, frame_head, frame_in
+
+
+@contextmanager
+def _connected() -> Iterator[None]:
+    """Turn an error of a socket into one line."""
+    try:
+        yield
+    except OSError as error:
+        raise PublishError(
+            f"the other side of the socket is gone ({error.strerror or error}): connect again, and "
+            "make a new publisher and a new WeightReceiver"
+        ) from None
 
 
 class TwoWay:
@@ -21,24 +36,27 @@ class TwoWay:
 
     def read(self, nbytes: int, /) -> bytes:
         """Return up to ``nbytes`` bytes; none at the end of the stream."""
-        return self._socket.recv(nbytes)
+        with _connected():
+            return self._socket.recv(nbytes)
 
     def readinto(self, room: memoryview, /) -> int:
         """Receive into ``room``; return how many bytes, 0 at the end of the stream."""
-        return self._socket.recv_into(room)
+        with _connected():
+            return self._socket.recv_into(room)
 
     def write(self, data: memoryview | bytes, /) -> None:
         """Send all of ``data``."""
-        self._socket.sendall(data)
+        with _connected():
+            self._socket.sendall(data)
 
     def ask_full(self) -> None:
         """Ask the sender for a full version."""
-        self._socket.sendall(frame_head(ASK, 0, 0))
+        self.write(frame_head(ASK, 0, 0))
 
     def wants_full(self) -> bool:
         """Return whether a receiver has asked since the last call, without waiting for it."""
         while select.select([self._socket], [], [], 0)[0]:
-            data = self._socket.recv(FRAME.size * 64)
+            data = self.read(FRAME.size * 64)
             if not data:
                 break  # the receiver has gone: writing says so
             self._back += data

@@ -29,6 +29,7 @@ STEPS = 6
         ({}, "compression.publish.to: found nothing"),
         ({"to": "s3://bucket/x"}, 'compression.publish.to: found "s3://bucket/x"; expected a fold'),
         ({"to": "file://host/x"}, "expected a folder, file:///folder"),
+        ({"to": "file:///x#1"}, "write %3F and %23"),
         ({"to": "/x", "every": 0}, "compression.publish.every: found 0"),
         ({"to": "/x", "anchor": 3}, "did you mean 'anchor_every'?"),
         ({"to": "/x", "dtype": "fp32"}, "compression.publish.dtype: found"),

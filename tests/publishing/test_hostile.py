@@ -1,0 +1,283 @@
+"""What a stranger does to a folder, a stream and a disk: one clear line, and nothing unsafe."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import Tensor
+
+from hybridcomp.errors import ConfigError, PublishError
+from hybridcomp.publishing import Publisher, WeightReceiver, stream_sources, streams
+from hybridcomp.publishing.destinations import PARTS, Folder, folder_of
+from hybridcomp.publishing.mirror import Mirror
+from hybridcomp.publishing.spools import Spool
+from hybridcomp.publishing.streams import DATA, VERSION, Stream, frame_head, frame_in
+from hybridcomp.publishing.two_way import TwoWay
+from tests.publishing.made import Weights, same
+from tests.ranks import RunRanks
+
+
+def refused(call: Callable[[], object]) -> str:
+    """The message of a PublishError, which is one line."""
+    with pytest.raises(PublishError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def two_jobs(folder: Path) -> list[Any]:
+    """Two trainers in one folder; then the first one again, when its version is removed."""
+    weights, others = Weights(), Weights()
+    others.step(1)
+    first = weights.publisher(Folder(folder))
+    first.publish()
+    second = others.publisher(Folder(folder), anchor_every=1, keep=1)
+    second.publish()
+    told = [refused(first.publish)]
+    others.step(2)
+    second.publish()
+    assert not (folder / "v0000000002.json").exists()
+    told.append(refused(first.publish))
+    receiver = WeightReceiver(folder)
+    receiver.update()
+    left = sorted(path.name for path in folder.rglob("*") if path.name.startswith((".", "v")))
+    return [told, same(receiver, others.values), len(left)]
+
+
+def test_of_two_trainers_in_a_folder_one_is_refused(on_ranks: RunRanks, tmp_path: Path) -> None:
+    """Also where the versions that would have been in its way were removed meanwhile."""
+    ((told, right, left),) = on_ranks(1, two_jobs, tmp_path)
+    for text, newest in zip(told, (2, 3), strict=True):
+        assert f"has version {newest} already: another job publishes there; end one" in text
+    assert right and left == 2  # a manifest and its part
+
+
+@contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """Files of which no more than ``room`` bytes can be written, as on a full disk."""
+    real, left = os.fdopen, [room]
+
+    class Limited(io.FileIO):
+        def write(self, data: Any) -> int:
+            left[0] -= len(data)
+            if left[0] < 0:
+                raise OSError(28, "No space left on device")
+            return super().write(data) or 0
+
+    def opened(number: int, mode: str = "r", *args: Any, **given: Any) -> Any:
+        if mode != "wb":
+            return real(number, mode, *args, **given)
+        return io.BufferedWriter(Limited(number, "wb"), 64)
+
+    with mock.patch.object(os, "fdopen", opened):
+        yield
+
+
+def on_a_full_disk(folder: Path) -> list[Any]:
+    """A second version that does not fit: within the part, and within the manifest."""
+    weights = Weights()
+    publisher = weights.publisher(Folder(folder))
+    size = publisher.publish().nbytes
+    before = sorted(folder.rglob("*"))
+    told = []
+    for room in (size // 2, size + 100):
+        publisher.ask_full()
+        with full_disk(room):
+            told.append(refused(publisher.publish))
+        assert sorted(folder.rglob("*")) == before
+    weights.step(3)
+    summary = publisher.publish()
+    receiver = WeightReceiver(folder)
+    receiver.update()
+    return [told, summary.version, summary.full, same(receiver, weights.values)]
+
+
+def test_a_disk_that_fills_up_leaves_no_half_of_a_version(
+    on_ranks: RunRanks, tmp_path: Path
+) -> None:
+    ((told, *after),) = on_ranks(1, on_a_full_disk, tmp_path)
+    for text, name in zip(told, (".part.unfinished", "v0000000002.json"), strict=True):
+        assert f"{name} cannot be written (No space left on device); make room" in text
+    assert after == [2, True, True]
+
+
+def with_links(folder: Path) -> list[Any]:
+    """Links at the names that the next version takes, and a pipe as a manifest."""
+    weights, kept = Weights(), folder.parent / "kept"
+    kept.write_text("kept")
+    publisher = weights.publisher(Folder(folder))
+    publisher.publish()
+    place: Any = publisher._destination
+    name = f"v0000000002.{place._token}.r00000.part"
+    for link in (folder / PARTS / name, folder / PARTS / f"{name}.unfinished"):
+        link.symlink_to(kept)
+    (folder / f".v0000000002.json.{place._token}").symlink_to(kept)
+    weights.step(1)
+    publisher.publish()
+    assert kept.read_text() == "kept" and not (folder / PARTS / name).is_symlink()
+    receiver = WeightReceiver(folder)
+    receiver.update()
+    right = same(receiver, weights.values)
+    os.mkfifo(folder / "v0000000003.json")
+    told = [refused(receiver.update)]
+    (folder / "v0000000003.json").unlink()
+    weights.step(2)
+    publisher.publish()
+    (part,) = (folder / PARTS).glob("v0000000003.*")
+    part.unlink()
+    os.mkfifo(part)
+    told.append(refused(receiver.update))
+    return [right, told]
+
+
+def test_links_and_pipes_in_the_folder(on_ranks: RunRanks, tmp_path: Path) -> None:
+    """No file behind a link is written, and nobody waits for a pipe."""
+    ((right, told),) = on_ranks(1, with_links, tmp_path / "folder")
+    assert right and all("cannot be read (it is not a regular file)" in text for text in told)
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    text = refused(WeightReceiver(tmp_path / "file").update)
+    assert "cannot be read (Not a directory); make it a folder that can be read" in text
+    assert WeightReceiver(tmp_path / "not yet").update() is None
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("file:///a/b/", "/a/b"), ("file:///a%20b", "/a b"), ("file:///a b", "/a b"),
+        ("file://localhost/a%23", "/a#"), ("/a/b#c", "/a/b#c"), ("a/b/", "a/b"),
+    ],
+)  # fmt: skip
+def test_folders_are_those_that_are_written(text: str, path: str) -> None:
+    assert folder_of(text) == Path(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "todo"),
+    [
+        (" file:///a", "no blanks around it"), ("file:///a\n", "no blanks around it"),
+        ("file:///a%00", "no control characters"), ("file:///a#b", "%23"),
+        ("file:///a?b", "%3F"), ("file:/a", "file:///folder"), ("file://", "file:///folder"),
+        ("", "file:///folder"), ("~/a", "a path without ~"), ("file://host/a", "object store"),
+    ],
+)  # fmt: skip
+def test_what_would_be_another_folder_is_refused(text: str, todo: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        folder_of(text)
+    assert todo in str(caught.value) and "\n" not in str(caught.value)
+
+
+def streamed(count: int = 4) -> list[bytes]:
+    """Versions of one rank, the second one with steps, the others full."""
+    weights, found = Weights(), list[bytes]()
+    stream = io.BytesIO()
+    publisher = weights.publisher(Stream(stream, (0,)))
+    for number in range(count):
+        weights.step(number)
+        if number != 1:
+            publisher.ask_full()
+        begin = stream.tell()
+        publisher.publish()
+        found.append(stream.getvalue()[begin:])
+    return found
+
+
+def test_a_false_length_is_no_frame(on_ranks: RunRanks) -> None:
+    """A head with a right checksum that announces more than frames have is passed over."""
+    for kind in (DATA, VERSION):
+        assert frame_in(frame_head(kind, 0, 1 << 26)) is not None
+        assert frame_in(frame_head(kind, 0, 1 << 40)) is None
+        (versions,) = on_ranks(1, streamed)
+        wrong = frame_head(kind, 0, 1 << 40) + bytes(100)
+        stream = io.BytesIO(b"".join([versions[0], wrong, *versions[1:]]))
+        receiver = WeightReceiver(stream)
+        receiver.update()
+        assert "the head of a frame was damaged" in refused(receiver.update)
+        while receiver.update() is not None:
+            pass
+        assert receiver.version == 4
+    text = refused(WeightReceiver(io.BytesIO(frame_head(DATA, 0, 1 << 40) + bytes(99))).update)
+    assert "expected a frame of published weights" in text
+
+
+def test_long_parts_are_cut_into_frames(
+    on_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "MOST_FRAME", 500)
+    written = io.BytesIO()
+    Stream(written, (0,))._frame(DATA, 0, memoryview(bytes(1234)))
+    heads = [frame_in(written.getvalue()[place:]) for place in (0, 524, 1048)]
+    assert [head and head.nbytes for head in heads] == [500, 500, 234]
+
+
+def test_a_version_without_end_is_not_kept(
+    on_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More bytes than the held weights can take are read and let go; the next version is taken."""
+    monkeypatch.setattr(stream_sources, "IN_MEMORY", 20000)
+    kept: list[int] = []
+    keep = Spool.keep
+
+    def counting(spool: Spool, chunk: Tensor, in_memory: bool) -> None:
+        kept.append(chunk.numel())
+        keep(spool, chunk, in_memory)
+
+    monkeypatch.setattr(Spool, "keep", counting)
+    (versions,) = on_ranks(1, streamed)
+    more = b"".join(frame_head(DATA, 0, 10000) + bytes(10000) for _ in range(40))
+    receiver = WeightReceiver(io.BytesIO(b"".join([versions[0], more, *versions[1:]])))
+    receiver.update()
+    kept.clear()
+    text = refused(receiver.update)
+    assert "version 2: it has more than the 35" in text and "that it can have" in text
+    assert sum(kept) < 36000
+    while receiver.update() is not None:
+        pass
+    assert receiver.version == 4
+
+
+def test_a_temporary_folder_without_room(
+    on_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version is read to its end and refused; the stream goes on."""
+    (versions,) = on_ranks(1, streamed)
+    receiver = WeightReceiver(io.BytesIO(b"".join(versions)))
+    receiver.update()
+    monkeypatch.setattr(stream_sources, "IN_MEMORY", 0)
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    with mock.patch.object(tempfile, "TemporaryFile", full):
+        text = refused(receiver.update)
+    assert "version 2: the temporary folder has no room" in text and "TMPDIR" in text
+    while receiver.update() is not None:
+        pass
+    assert receiver.version == 4
+
+
+def to_nobody() -> str:
+    """A publisher whose receiver has gone."""
+    here, there = socket.socketpair()
+    there.close()
+    with here:
+        held = Weights().held()
+        return refused(Publisher(held, Stream(TwoWay(here), (0,)), bucket=1000).publish)
+
+
+def test_a_receiver_that_is_gone_is_one_line(on_ranks: RunRanks) -> None:
+    (text,) = on_ranks(1, to_nobody)
+    assert "the other side of the socket is gone" in text and "connect again" in text
+
+
+def test_a_model_that_no_host_has_memory_for() -> None:
+    text = refused(lambda: Mirror.empty({"w": ((1 << 61,), "bf16")}, {}))
+    assert "no memory for 4611686018427387904 bytes" in text
