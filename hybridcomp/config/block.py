@@ -137,9 +137,16 @@ class CompressionConfig(DimensionFields):
             raise problem("", NOTHING, f"{todo} {', '.join(DIMENSIONS)} {meant}")
         config._check_samples(data)
         config._check_when()
+        config._check_islands()
         if data.get("hierarchy", "none") != "none":
             config._check_hierarchy()
         return config
+
+    def _check_islands(self) -> None:
+        """Refuse a pipeline without a flush in islands, which hold no PipelineModule."""
+        if self.enabled and self.sync.acts and self.pipeline.waitless:
+            todo = "islands of sync train no PipelineModule; leave pipeline or sync out"
+            raise problem("pipeline.versions", self.pipeline.versions, todo)
 
     def _check_when(self) -> None:
         """Refuse ``"when": "auto"`` where no dimension can be measured."""

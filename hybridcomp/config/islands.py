@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.codecs.registry import CODECS
 from hybridcomp.config.codec_settings import (
     ISLAND_CODEC,
     NONE,
@@ -244,7 +243,7 @@ class IslandConfig(_Declared):
             raise problem("ramp", self.ramp.model_dump(by_alias=True), todo)
 
     def _check_feedback(self, codec: Codec | None) -> None:
-        if codec is not None and CODECS[codec.name].sparse and not self.error_feedback:
+        if codec is not None and codec.sparse and not self.error_feedback:
             raise problem(
                 "error_feedback", False, f"{codec.name} does not converge without; set it to true"
             )

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import Shown, idle
 from hybridcomp.errors import ConfigError
+from hybridcomp.patches.common import island_steps
 from hybridcomp.publishing import EngineWeights, Publisher
 from hybridcomp.publishing.destinations import Destination, Folder, folder_of
 from hybridcomp.publishing.following import PublishedSteps
@@ -26,7 +27,7 @@ KEY = "publish"
 
 
 def start(session: EngineSession, weights: Callable[[], EngineWeights]) -> None:
-    """Publish after the steps of ``session``, where its block says so.
+    """Publish after the steps of ``session``, where its block says so; of islands the first does.
 
     ``weights``: returns what this rank holds, before the first step. Where the engine's weights
     cannot be published the first step raises ConfigError, or with ``on_unsupported: native`` the
@@ -35,6 +36,9 @@ def start(session: EngineSession, weights: Callable[[], EngineWeights]) -> None:
     block = session.channels.config
     settings = block.publish
     if settings is None:
+        return
+    islands = island_steps.islands_in(block)
+    if islands is not None and islands.index:  # their weights have the same names and places
         return
 
     def make() -> Publisher | None:

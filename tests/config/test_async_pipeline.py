@@ -34,6 +34,16 @@ def test_bad_settings(settings: dict[str, Any], key: str, fragment: str) -> None
     assert fragment in str(raised.value) and "\n" not in str(raised.value)
 
 
+def test_islands_have_no_pipeline() -> None:
+    block = {"sync": {"islands": 2}, "pipeline": {"versions": "stash"}}
+    words = (
+        r'^compression.pipeline.versions: found "stash"; islands of sync train no PipelineModule'
+    )
+    with pytest.raises(ConfigError, match=words):
+        CompressionConfig.parse(block)
+    CompressionConfig.parse({**block, "enabled": False})
+
+
 def test_what_fits() -> None:
     for correction, versions in FITS.items():
         for one in versions:

@@ -121,6 +121,20 @@ def test_weights_in_another_order_and_complex_ones(on_ranks: RunRanks) -> None:
     on_ranks(2, odd_weights)
 
 
+def bounded() -> None:
+    """A mean of messages within an error bound is as near to the exact one as the bound says."""
+    rule = {"preset": "local-sgd", "every": 2, "islands": 1}
+    first = Job(block(**rule)).build().weights()
+    alone = Job(block(**{**rule, "every": 9})).build().train(2).weights()
+    moved = (first - alone).abs().max()
+    dist.all_reduce(moved, op=dist.ReduceOp.MAX)
+    exact = Job(block(**rule)).build().train(2).weights()
+    for mode, most in (("rel", 1e-3 * float(moved)), ("abs", 1e-3)):
+        told = {**rule, "error_bound": 1e-3, "error_bound_mode": mode}
+        found = Job(block(**told)).build().train(2).weights()
+        assert 0 < float((found - exact).abs().max()) <= most + 1e-6
+
+
 def diverging() -> None:
     """A meeting with NaN is skipped by all islands, and the one that sent it goes back."""
     rule = {"preset": "diloco", "every": 2, "codec": "blockint", "bits": 8}
@@ -212,6 +226,7 @@ def refused() -> None:
 
 
 def several() -> None:
+    bounded()
     diverging()
     diverging_in_turn(1)
     diverging_in_turn(2, delay=3)
