@@ -14,8 +14,8 @@ SOURCE = "stepcode.cu"
 TILE = 8192
 #: size of ``Plan`` in stepcode_plan.h in 64-bit words
 PLAN_WORDS = 1540
-#: words of 32 bits that a tile keeps beside its values' room (ROOM_HEAD in stepcode_encode.h)
-LEAST_ROOM = 34
+#: words of 32 bits of a tile's room beside its values' (ROOM_HEAD, ROOM_SLACK in stepcode_encode.h)
+LEAST_ROOM = 34 + 128
 #: thread blocks that count samples: of a piece at most, and of many pieces together
 BLOCKS, ALL_BLOCKS = 256, 4096
 RUN = 512

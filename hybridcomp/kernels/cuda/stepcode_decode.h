@@ -68,72 +68,99 @@ struct Model {
     u8 first[CONTEXTS][COARSE];
 };
 
-// The words of a tile, by one warp: 128 of them in registers, so that nobody waits for memory.
+// The words of a tile, by one warp: 128 of them in registers, so that nobody waits for memory. Zeros behind them.
 struct Words {
     const u32* from;
-    u32 pairs, base, near, far;  // `near` has words 64 base + 2 lane and one more, `far` those 64 behind
-    HC_INLINE_MEMBER Words(const u32* words, u32 number) : from(words), pairs((number + 1) / 2), base(0) {
-        near = load(0), far = load(1);
+    u32 pairs, next;      // words in twos; that of this lane which is loaded next
+    u32 at, near, far;    // `near` has words 2 lane and one more, `far` those 64 behind; `at` of them were taken
+    HC_INLINE_MEMBER Words(const u32* words, u32 number)
+        : from(words), pairs((number + 1) / 2), next(lane_id()), at(0) {
+        near = load(), far = load();
     }
-    HC_INLINE_MEMBER u32 load(u32 set) const {
-        u32 i = set * WARP + lane_id();
-        return i < pairs ? from[i] : 0;
+    HC_INLINE_MEMBER u32 load() {
+        u32 word = next < pairs ? from[next] : 0;
+        next += WARP;
+        return word;
     }
-    // That of index `at`, at most 96 behind the first that `near` has.
-    HC_INLINE_MEMBER u32 get(u32 at) const {
-        u32 i = at - 64 * base, low = lane_value(near, i / 2 % WARP), high = lane_value(far, i / 2 % WARP);
+    // The next one for each lane of `mask`, in order; any number for the others.
+    HC_INLINE_MEMBER u32 take(u32 mask) {
+        u32 i = at + lanes_before(mask), low = lane_value(near, i / 2 % WARP), high = lane_value(far, i / 2 % WARP);
+        at += ones_in(mask);
+        if (at >= 64) at -= 64, near = far, far = load();
         return (i < 64 ? low : high) >> (16 * (i % 2)) & 0xffffu;
     }
-    // From here on nothing in front of word `at` is asked for.
-    HC_INLINE_MEMBER void pass(u32 at) {
-        if (at - 64 * base < 64) return;
-        ++base, near = far, far = load(base + 1);
+    HC_INLINE_MEMBER u32 taken() const { return 2 * (next - lane_id()) - 128 + at; }
+};
+
+// Decodes a tile value by value: a state of the format for each lane.
+struct Decoder {
+    const Model& model;
+    const u32* extra;
+    Words words;
+    u32 state, lowest, position, most;  // bits of `extra` that were read, and that there are
+
+    // A group, of which a lane has the step from `old` if it is `active`. Returns it; false in `good` where the
+    // extra bits end.
+    HC_INLINE_MEMBER u32 step(u32 old, u32 dtype, bool active, bool& good) {
+        u32 context = context_of(old, dtype, lowest), slot = state & (TOTAL - 1);
+        const u32* row = model.ranges[context];
+        u32 symbol = model.first[context][slot / (TOTAL / COARSE)], range = row[symbol];
+        while (slot - start_of(range) >= frequency_of(range)) range = row[++symbol];
+        u32 popped = pop_symbol(state, range), bits = 0;
+        state = active ? popped : state;
+        bool low = active && state < LEAST_STATE;
+        u32 word = words.take(ballot(low));
+        state = low ? state << 16 | word : state;
+        bool direct = !active || symbol < DIRECT;
+        if (!ballot(!direct)) return unfolded(symbol);
+        u32 some = active ? extra_count(symbol) : 0;
+        u32 included = scan_lanes(some), all = lane_value(included, WARP - 1);
+        good = good && all <= most - position;
+        if (good && some) bits = extra_bits(extra, position + included - some, some);
+        position += good ? all : 0;
+        return step_of(symbol, bits);
     }
 };
+
+template <u32 DTYPE>
+HC_INLINE bool decode_values(Decoder& decoder, const u16* reference, u16* out, u32 count) {
+    u32 lane = lane_id(), batches = count / BATCH, olds[AHEAD];
+    bool good = true;
+    if (batches) load_batch(reference, olds);
+#pragma unroll 1
+    for (u32 batch = 0; batch < batches; ++batch, reference += BATCH, out += BATCH) {
+        u32 next[AHEAD];
+        // those of the last batch once more, and no branch around loads
+        load_batch(reference + (batch + 1 < batches ? BATCH : 0), next);
+#pragma unroll
+        for (u32 n = 0; n < AHEAD; ++n) {
+            u32 step = decoder.step(olds[n], DTYPE, true, good);
+            out[n * WARP + lane] = (u16)after_step(olds[n], step);
+        }
+        if (!good) return false;
+#pragma unroll
+        for (u32 n = 0; n < AHEAD; ++n) olds[n] = next[n];
+    }
+#pragma unroll 1
+    for (u32 i = lane; i - lane < count % BATCH; i += WARP) {
+        bool active = i < count % BATCH;
+        u32 old = active ? reference[i] : 0, step = decoder.step(old, DTYPE, active, good);
+        if (active) out[i] = (u16)after_step(old, step);
+    }
+    return good;
+}
 
 // A tile of words and extra bits, by one warp; false if no encoder has made them.
 HC_INLINE bool decode_steps(const u32* in, u32 length, const Model& model, u32 dtype, u32 lowest,
                             const u16* reference, u16* out, u32 count) {
-    u32 lane = lane_id(), number = in[0], after = STATE_BYTES / 4 + (number + 1) / 2;
+    u32 number = in[0], after = STATE_BYTES / 4 + (number + 1) / 2;
     if (length < STATE_BYTES / 4 || number > count || length < after) return false;
-    Words words(in + STATE_BYTES / 4, number);
-    const u32* extra = in + after;
-    u32 state = in[1 + lane], at = 0, position = 0, most = 32 * (length - after), next[AHEAD];
-    load_groups(reference, 0, count, next);
-#pragma unroll 1
-    for (u32 first = 0; first * WARP < count; first += AHEAD) {
-        u32 olds[AHEAD];
-#pragma unroll
-        for (u32 n = 0; n < AHEAD; ++n) olds[n] = next[n];
-        load_groups(reference, first + AHEAD, count, next);
-#pragma unroll
-        for (u32 n = 0; n < AHEAD; ++n) {
-            if ((first + n) * WARP >= count) continue;
-            u32 i = (first + n) * WARP + lane, old = olds[n], context = context_of(old, dtype, lowest);
-            bool active = i < count;
-            const u32* row = model.ranges[context];
-            u32 slot = state & (TOTAL - 1), symbol = model.first[context][slot / (TOTAL / COARSE)];
-            while (start_of(row[symbol]) + frequency_of(row[symbol]) <= slot) ++symbol;
-            u32 popped = pop_symbol(state, row[symbol]), bits = 0;
-            state = active ? popped : state;
-            bool low = active && state < LEAST_STATE;
-            u32 mask = ballot(low);
-            if (at + ones_in(mask) > number) return false;
-            u32 word = words.get(at + lanes_before(mask));
-            state = low ? state << 16 | word : state;
-            at += ones_in(mask);
-            words.pass(at);
-            u32 some = active ? extra_count(symbol) : 0;
-            if (ballot(some != 0)) {
-                u32 included = scan_lanes(some), all = lane_value(included, WARP - 1);
-                if (all > most - position) return false;
-                if (some) bits = extra_bits(extra, position + included - some, some);
-                position += all;
-            }
-            if (active) out[i] = (u16)after_step(old, step_of(symbol, bits));
-        }
-    }
-    return at == number && most - position < 32 && !ballot(state != LEAST_STATE);
+    Decoder decoder = {model, in + after, Words(in + STATE_BYTES / 4, number), in[1 + lane_id()], lowest, 0,
+                       32 * (length - after)};
+    bool good = dtype == 1 ? decode_values<1>(decoder, reference, out, count)
+                           : decode_values<2>(decoder, reference, out, count);
+    return good && decoder.words.taken() == number && decoder.most - decoder.position < 32 &&
+           !ballot(decoder.state != LEAST_STATE);
 }
 
 HC_INLINE void decode(const Pieces& pieces, u32 dtype, Plan* plans, u32* damage) {

@@ -8,15 +8,18 @@ namespace hybridcomp {
 namespace stepcode {
 
 constexpr u32 UNCHANGED = 0xfffffffeu;  // in place of a number of words, as STORED is
-constexpr u32 ROOM_HEAD = 2 + LANES;    // LEAST_ROOM in stepcode.py is that of a tile
+// Words of 32 bits that a tile's room has beside those of its values (LEAST_ROOM in stepcode.py): what stands in
+// front, and the most that a batch adds to a tile which is too long already.
+constexpr u32 ROOM_HEAD = 2 + LANES, ROOM_SLACK = BATCH;
 
 // Where a tile is kept between the two kernels: words, or how it is sent; bits of `extra`; states; words from the
 // last to the first; extra bits that end where the room ends. Together these are no longer than the values.
 struct Room {
     u32* at;
-    u32 limit;  // words of 32 bits behind the head
+    u32 limit, end;  // words of 32 bits behind the head that a coded tile may take, and that there are
     HC_INLINE_MEMBER Room(u32* scratch, const Piece& piece, u32 tile, u64 index, u32 count)
-        : at(scratch + piece.scratch + index * (tile / 2 + ROOM_HEAD)), limit(count / 2) {}
+        : at(scratch + piece.scratch + index * (tile / 2 + ROOM_HEAD + ROOM_SLACK)), limit(count / 2),
+          end(limit + ROOM_SLACK) {}
     HC_INLINE_MEMBER u16* words() const { return (u16*)(at + ROOM_HEAD); }
     HC_INLINE_MEMBER u32* extra() const { return at + ROOM_HEAD; }
     HC_INLINE_MEMBER u32 coded_length() const {
@@ -39,60 +42,98 @@ HC_INLINE void load_entries(const Plan* plan, Entry (*entries)[ROW]) {
     __syncthreads();
 }
 
-// The extra bits of a group, `all` of them up to bit `end`: `number` of them are this lane's, at `position`.
-HC_INLINE void put_extra(u32* words, u32 end, u32 all, u32 position, u32 bits, u32 number) {
-    u32 fresh = (end - all) / 32 + lane_id();
-    if (fresh < end / 32) words[fresh] = 0;  // no more than 16
-    sync_warp();
-    if (number) put_word(words, position, bits);
-}
+// A state of the format for each lane, and what a tile comes to so far.
+struct Coder {
+    u32 state = LEAST_STATE, words = 0, extra = 0, moved = 0;
 
-// Codes a tile, from its last 32 values to its first, by one warp, into its room.
-HC_INLINE void code_tile(const u16* values, const u16* reference, u32 count, u32 dtype, u32 lowest,
-                         const Entry (*entries)[ROW], const Room& room) {
-    u32 lane = lane_id(), state = LEAST_STATE, words = 0, extra = 0, moved = 0, end = 32 * room.limit;
-    u32 groups = (count + WARP - 1) / WARP, batches = (groups + AHEAD - 1) / AHEAD;
-    u32 next_olds[AHEAD], next_values[AHEAD];
-    bool fits = true;
-    load_groups(reference, (batches - 1) * AHEAD, count, next_olds);
-    load_groups(values, (batches - 1) * AHEAD, count, next_values);
+    HC_INLINE_MEMBER void push(Entry entry, bool active, const Room& room) {
+        bool over = active && overflows(state, entry.x);
+        u32 mask = ballot(over);
+        words += ones_in(mask);
+        if (over) room.words()[words - 1 - lanes_before(mask)] = (u16)state;
+        state = over ? state >> 16 : state;
+        u32 pushed = push_by_inverse(state, entry.x, entry.y);
+        state = active ? pushed : state;
+    }
+    // The extra bits of a group, `number` of them this lane's.
+    HC_INLINE_MEMBER void put_extra(u32 bits, u32 number, const Room& room) {
+        u32 included = scan_lanes(number), all = lane_value(included, WARP - 1);
+        u32 end = 32 * room.end - extra, fresh = (end - all) / 32 + lane_id();
+        if (fresh < end / 32) room.extra()[fresh] = 0;  // no more than 16
+        sync_warp();
+        if (number) put_word(room.extra(), end - all + included - number, bits);
+        extra += all;
+    }
+    // A group of any steps; lanes that are not `active` have none.
+    HC_INLINE_MEMBER void any(u32 step, const Entry* row, bool active, const Room& room) {
+        Coded coded = code_of(step);
+        Entry entry = row[coded.symbol];
+        if (!entry.x) coded = Coded{ESCAPE, 16, step}, entry = row[ESCAPE];
+        u32 number = active ? coded.count : 0;
+        push(entry, active, room);
+        if (ballot(number != 0)) put_extra(coded.bits, number, room);
+    }
+    // A whole group: nearly always all steps are short ones that the model has, which take no extra bits.
+    HC_INLINE_MEMBER void whole(u32 step, const Entry* row, const Room& room) {
+        u32 folded = folded_of(step);
+        bool direct = folded < DIRECT;
+        Entry entry = row[direct ? folded : 0];
+        moved |= step;
+        if (ballot(!direct || !entry.x)) any(step, row, true, room);
+        else push(entry, true, room);
+    }
+    HC_INLINE_MEMBER bool fits(const Room& room) const {
+        return (words + 1) / 2 + (extra + 31) / 32 <= room.limit;
+    }
+};
+
+// Codes a tile, from its last 32 values to its first, by one warp, into its room: those of no whole batch one by
+// one, then the batches. Returns the steps of this lane's values, united, and whether they fit.
+HC_INLINE bool code_values(const u16* values, const u16* reference, u32 count, u32 dtype, u32 lowest,
+                           const Entry (*entries)[ROW], const Room& room, Coder& coder) {
+    u32 batches = count / BATCH, lane = lane_id(), olds[AHEAD], news[AHEAD];
+    if (batches) {
+        load_batch(reference + (batches - 1) * BATCH, olds);
+        load_batch(values + (batches - 1) * BATCH, news);
+    }
 #pragma unroll 1
-    for (u32 batch = batches; fits && batch-- > 0;) {
-        u32 olds[AHEAD], news[AHEAD], first = batch * AHEAD;
-#pragma unroll
-        for (u32 n = 0; n < AHEAD; ++n) olds[n] = next_olds[n], news[n] = next_values[n];
-        if (batch) {
-            load_groups(reference, first - AHEAD, count, next_olds);
-            load_groups(values, first - AHEAD, count, next_values);
-        }
+    for (u32 left = count - batches * BATCH; left;) {
+        left = (left - 1) / WARP * WARP;
+        u32 i = batches * BATCH + left + lane;
+        bool active = i < count;
+        u32 old = active ? reference[i] : 0, step = active ? step_between(old, values[i]) : 0;
+        coder.moved |= step;
+        coder.any(step, entries[context_of(old, dtype, lowest)], active, room);
+    }
+#pragma unroll 1
+    while (batches && coder.fits(room)) {
+        u32 next_olds[AHEAD], next_news[AHEAD];
+        --batches;
+        // those of the first batch once more behind it: a loop without a branch around its loads
+        u32 ahead = batches ? batches - 1 : 0;
+        load_batch(reference + ahead * BATCH, next_olds);
+        load_batch(values + ahead * BATCH, next_news);
 #pragma unroll
         for (u32 m = 0; m < AHEAD; ++m) {
-            const u32 n = AHEAD - 1 - m, i = (first + n) * WARP + lane, old = olds[n];
-            if (first + n >= groups || !fits) continue;
-            bool active = i < count;
-            u32 step = active ? step_between(old, news[n]) : 0;
-            Coded coded = code_of(step);
-            const Entry* row = entries[context_of(old, dtype, lowest)];
-            Entry entry = row[coded.symbol];
-            if (!entry.x) coded = Coded{ESCAPE, 16, step}, entry = row[ESCAPE];
-            u32 number = active ? coded.count : 0, included = 0, all = 0;
-            bool over = active && overflows(state, entry.x);
-            u32 mask = ballot(over), more = words + ones_in(mask);
-            if (ballot(number != 0)) included = scan_lanes(number), all = lane_value(included, WARP - 1);
-            fits = (more + 1) / 2 + (extra + all + 31) / 32 <= room.limit;
-            if (fits && over) room.words()[more - 1 - lanes_before(mask)] = (u16)state;
-            if (fits && all) {
-                u32 place = end - extra - all + included - number;
-                put_extra(room.extra(), end - extra, all, place, coded.bits, number);
-            }
-            state = over ? state >> 16 : state;
-            state = active ? push_by_inverse(state, entry.x, entry.y) : state;
-            words = more, extra += all, moved |= step;
+            const u32 n = AHEAD - 1 - m;
+            coder.whole(step_between(olds[n], news[n]), entries[context_of(olds[n], dtype, lowest)], room);
         }
+#pragma unroll
+        for (u32 n = 0; n < AHEAD; ++n) olds[n] = next_olds[n], news[n] = next_news[n];
     }
-    bool changed = ballot(moved != 0) != 0;
-    room.at[2 + lane] = state;
-    if (lane == 0) room.at[0] = words, room.at[1] = extra;
+    return !batches && coder.fits(room);
+}
+
+// A tile into its room, as it is sent.
+HC_INLINE void code_tile(const u16* values, const u16* reference, u32 count, u32 dtype, u32 lowest,
+                         const Entry (*entries)[ROW], const Room& room) {
+    Coder coder;
+    bool fits = dtype == 1 ? code_values(values, reference, count, 1, lowest, entries, room, coder)
+                           : code_values(values, reference, count, 2, lowest, entries, room, coder);
+    bool changed = ballot(coder.moved != 0) != 0;
+    u32 lane = lane_id();
+    room.at[2 + lane] = coder.state;
+    if (lane == 0) room.at[0] = coder.words, room.at[1] = coder.extra;
     sync_warp();
     bool stored = !fits || room.coded_length() >= 1 + (count + 1) / 2;
     sync_warp();
@@ -134,9 +175,9 @@ HC_INLINE void put_tile(const Room& room, const u16* values, u32 count, u32* to)
         to[i] = from[0] | (2 * i + 1 < words ? (u32)*(from - 1) << 16 : 0);
     }
     to += (words + 1) / 2;
-    u32 begin = 32 * room.limit - extra;
+    u32 begin = 32 * room.end - extra;
     for (u32 i = lane; i < (extra + 31) / 32; i += WARP) {
-        u32 at = begin / 32 + i, high = at + 1 < room.limit ? room.extra()[at + 1] : 0;
+        u32 at = begin / 32 + i, high = at + 1 < room.end ? room.extra()[at + 1] : 0;
         to[i] = funnel_right(room.extra()[at], high, begin);
     }
 }

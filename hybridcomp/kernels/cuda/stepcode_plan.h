@@ -43,15 +43,12 @@ HC_INLINE void copy_values(const u16* from, u16* to, u64 count, u64 thread, u64 
 
 // Groups of 32 values whose loads are under way while others are coded: a tile's groups wait for each other,
 // and with a load in each of them they would wait for memory.
-constexpr u32 AHEAD = 4;
+constexpr u32 AHEAD = 4, BATCH = AHEAD * WARP;
 
-// This lane's values of AHEAD groups from `group` on, ascending; 0 beyond `count`.
-HC_INLINE void load_groups(const u16* from, u32 group, u32 count, u32* to) {
+// This lane's values of AHEAD groups from `from` on, ascending.
+HC_INLINE void load_batch(const u16* from, u32 (&to)[AHEAD]) {
 #pragma unroll
-    for (u32 n = 0; n < AHEAD; ++n) {
-        u32 i = (group + n) * WARP + lane_id();
-        to[n] = i < count ? (u32)from[i] : 0;
-    }
+    for (u32 n = 0; n < AHEAD; ++n) to[n] = from[n * WARP + lane_id()];
 }
 
 struct Bounds {

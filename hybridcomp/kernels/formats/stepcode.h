@@ -72,8 +72,13 @@ struct Coded {
     u32 symbol, count, bits;
 };
 
+// The lower 15 bits of a step as a signed number, folded. With another sign: no less than 2^15.
+HC_INLINE u32 folded_of(u32 step) {
+    return (((step << 1) ^ (0u - (step >> 14 & 1))) & 0x7fffu) | (step & 0x8000u);
+}
+
 HC_INLINE Coded code_of(u32 step) {
-    u32 z = ((step << 1) ^ (0u - (step >> 14 & 1))) & 0x7fffu;
+    u32 z = folded_of(step) & 0x7fffu;
     if (step & 0x8000u) {
         if (z < 2) return Coded{FLIPPED + z, 0, 0};
         u32 k = log2_floor(z);
@@ -92,6 +97,9 @@ HC_INLINE u32 extra_count(u32 symbol) {
     return symbol == ESCAPE ? 16 : (symbol - FLIPPED) / 2 - 1;
 }
 
+// The lower 15 bits of the step that is folded to `z`.
+HC_INLINE u32 unfolded(u32 z) { return ((z >> 1) ^ (0u - (z & 1))) & 0x7fffu; }
+
 HC_INLINE u32 step_of(u32 symbol, u32 bits) {
     if (symbol == ESCAPE) return bits & 0xffffu;
     u32 z = symbol, flip = 0;
@@ -103,7 +111,7 @@ HC_INLINE u32 step_of(u32 symbol, u32 bits) {
         u32 rank = symbol - DIRECT, k = rank / 4 + 5;
         z = (4 + rank % 4) << (k - 2) | bits;
     }
-    return flip | (((z >> 1) ^ (0u - (z & 1))) & 0x7fffu);
+    return flip | unfolded(z);
 }
 
 // The range of a symbol within a context, packed: start << 16 | frequency. 0: the context lacks it.
