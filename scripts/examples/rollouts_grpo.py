@@ -71,7 +71,7 @@ def evens(completions: list[str], **_: Any) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--output", default="runs/grpo", help="a folder that is not there yet")
+    parser.add_argument("--output", default="runs/grpo", help="of the trainer, and of the versions")
     parser.add_argument("--local_rank", type=int, help="as launchers of DeepSpeed say it")
     arguments = parser.parse_args()
     torch.manual_seed(0)
