@@ -19,7 +19,7 @@ from hybridcomp.collectives.topology import Nodes
 from hybridcomp.collectives.wire import HOST, Clock
 from hybridcomp.collectives.wire.device_clock import SILENT
 from hybridcomp.config import BLOCK, CompressionConfig
-from hybridcomp.config.memory import RankMessages
+from hybridcomp.config.rank_messages import RankMessages
 from hybridcomp.dimensions import MEASURED_EARLY
 from hybridcomp.errors import ConfigError
 from hybridcomp.policy import Dimension, Direction, Policy
@@ -46,7 +46,8 @@ class EngineState:
         is_weighed: whether dp and zero were measured before the first step.
         gains: seconds that encoding has saved, where they were measured.
         absent: dimensions that this job sends no messages of, which are not measured.
-        messages: of dp and zero in a step, as far as the seams know them, for ``memory_use``.
+        messages: of dp and zero in a step, as far as the seams know them, for ``memory_use``; of
+            each group and dtype.
         share: parameters of this rank divided by its replicas; 0: not known.
         replicas: ranks over which gradients of these weights are averaged, once it is known.
         nodes: with hierarchy, once the groups of the job are known.
@@ -68,7 +69,7 @@ class EngineState:
     is_weighed: bool = False
     absent: frozenset[Dimension] = frozenset()
     gains: Gains = field(default_factory=Gains)
-    messages: dict[Dimension, RankMessages] = field(default_factory=dict)
+    messages: dict[Dimension, tuple[RankMessages, ...]] = field(default_factory=dict)
     share: int = 0
     replicas: int = 1
     nodes: Nodes | None = None

@@ -13,12 +13,11 @@ from hybridcomp.channels.engine_state import EngineState
 from hybridcomp.collectives import Group
 from hybridcomp.config.memory import (
     MemoryItem,
-    RankMessages,
     meetings,
     published,
-    residual_nbytes,
     taken,
 )
+from hybridcomp.config.rank_messages import RankMessages, residual_nbytes
 from hybridcomp.dimensions import Dimension
 
 
@@ -28,6 +27,8 @@ def note(
     groups: Mapping[Dimension, Group],
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    beside: bool = False,
 ) -> None:
     """Write the messages ``sent`` in a step into ``state.messages``.
 
@@ -36,14 +37,17 @@ def note(
         sent: messages of ``dtype`` by dimension.
         groups: of each dimension, with its nodes.
         device: of the messages.
+        beside: whether they come to those that are known of their dimensions.
     """
     for name, traffic in sent.items():
         group, codec = groups[name], state.policy.codecs.get((name, "forward"))
-        pair = traffic.how == "sum" and group.encoders == 2 and codec is not None
-        fused = not pair or (codec is not None and codec.fused(device) is not None)
-        state.messages[name] = RankMessages(
-            traffic.numels, traffic.how, dtype, group.size, group.width, fused, traffic.copied
-        )
+        fused = codec is None or codec.fused(device) is not None
+        made = RankMessages(
+            traffic.numels, traffic.how, dtype, group.size, group.width, fused, traffic.copied,
+            staged=device.type == "cuda" and group.backends.get("cuda") == "gloo",
+        )  # fmt: skip
+        known = state.messages.get(name, ()) if beside else ()
+        state.messages[name] = (*known, made)
 
 
 def note_tables(state: EngineState, numels: tuple[int, ...]) -> None:
@@ -55,13 +59,13 @@ def note_tables(state: EngineState, numels: tuple[int, ...]) -> None:
     if sent is None or codec is None or codec.low_rank is not None:
         return
     if state.config.error_feedback("dp") or not codec.lossless:
-        state.messages["dp"] = replace(sent, numels=numels)
+        state.messages["dp"] = (replace(sent[0], numels=numels, tabled=True),)
 
 
 def feedback_nbytes(state: EngineState) -> int:
     """Return the bytes that all residuals of ``state`` would take; 0: not known."""
-    sent = state.messages.get("dp")
-    return 0 if sent is None else sum(residual_nbytes(sent, state.residuals.bits))
+    bits = state.residuals.bits
+    return sum(sum(residual_nbytes(one, bits)) for one in state.messages.get("dp", ()))
 
 
 def memory_of(state: EngineState) -> list[MemoryItem]:

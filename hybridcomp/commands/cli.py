@@ -185,6 +185,13 @@ def _add_size(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device-memory", type=float, metavar="BYTES", help="of a GPU: refuse what does not fit"
     )
+    parser.add_argument(
+        "--activation", type=float, metavar="VALUES",
+        help="between layers: micro-batch x tokens x width (GPT-NeoX: of the file)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tensor-ranks", type=int, metavar="N", help="ranks that share every layer (of the file)"
+    )
 
 
 def _validate(options: argparse.Namespace) -> int:
@@ -194,7 +201,7 @@ def _validate(options: argparse.Namespace) -> int:
     facts = {"pipeline": options.pipeline, "moe": options.moe}
     job = JobSize.of(
         options.parameters, options.world_size, options.replicas, options.ranks_per_node,
-        options.device_memory,
+        options.device_memory, options.activation, options.tensor_ranks,
     )  # fmt: skip
     for line in validate.lines(options.file, facts, options.world_size, options.checkpoint, job):
         print(printable(line))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +15,13 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.config.memory import (
     KeptState,
     MemoryItem,
-    RankMessages,
-    Way,
     meetings,
     memory_lines,
     published,
     size,
     taken,
 )
+from hybridcomp.config.rank_messages import RankMessages, Way
 from hybridcomp.dimensions import Dimension
 from hybridcomp.errors import ConfigError
 from hybridcomp.rules.ds_job import DeepSpeedJob
@@ -33,6 +33,8 @@ BUCKET, PREFETCHED = 500_000_000, 50_000_000
 DDP_BUCKET = 25 << 20
 #: bytes of Adam's two fp32 moments of a value, and of its fp32 master beside 16-bit weights
 MOMENTS, MASTER = 8, 4
+#: messages of a step by dimension, of each group
+StepMessages = dict[Dimension, tuple[RankMessages, ...]]
 #: settings that fit are named in an error, at most so many
 NEAREST = 2
 
@@ -48,6 +50,9 @@ class JobSize:
             divided by the tensor and pipeline ranks in the file.
         ranks_per_node: 1 where it is not known.
         device_nbytes: memory of a rank's device; None: not checked.
+        activation: values that layers and stages pass on for a micro-batch; None: those that the
+            file tells (GPT-NeoX).
+        tensor_ranks: ranks that share every layer; None: those in the file.
     """
 
     parameters: int
@@ -55,6 +60,8 @@ class JobSize:
     replicas: int | None = None
     ranks_per_node: int = 1
     device_nbytes: float | None = None
+    activation: int | None = None
+    tensor_ranks: int | None = None
 
     @classmethod
     def of(
@@ -64,6 +71,8 @@ class JobSize:
         replicas: int | None,
         ranks_per_node: int | None,
         device_nbytes: float | None,
+        activation: float | None = None,
+        tensor_ranks: int | None = None,
     ) -> JobSize | None:
         """Check the options of the command line; None without ``parameters``.
 
@@ -72,22 +81,30 @@ class JobSize:
         options = {
             "--parameters": parameters, "--world-size": world_size, "--replicas": replicas,
             "--ranks-per-node": ranks_per_node, "--device-memory": device_nbytes,
+            "--activation": activation, "--tensor-ranks": tensor_ranks,
         }  # fmt: skip
         for name, found in options.items():
             if found is not None and found < 1:
                 raise ConfigError(name, found, "expected at least 1")
         if parameters is None:
-            for name in ("--replicas", "--ranks-per-node", "--device-memory"):
-                if options[name] is not None:
+            for name in options:
+                if options[name] is not None and name != "--world-size":
                     todo = "memory is computed for a model; add --parameters and --world-size"
                     raise ConfigError(name, options[name], todo)
             return None
         if world_size is None:
             raise ConfigError("--parameters", parameters, "add --world-size, the ranks of the job")
-        for name, found in (("--replicas", replicas), ("--ranks-per-node", ranks_per_node)):
+        for name, found in (
+            ("--replicas", replicas), ("--ranks-per-node", ranks_per_node),
+            ("--tensor-ranks", tensor_ranks),
+        ):  # fmt: skip
             if found is not None and world_size % found:
                 raise ConfigError(name, found, f"it does not divide --world-size {world_size}")
-        return cls(int(parameters), world_size, replicas, ranks_per_node or 1, device_nbytes)
+        values = None if activation is None else int(activation)
+        return cls(
+            int(parameters), world_size, replicas, ranks_per_node or 1, device_nbytes, values,
+            tensor_ranks,
+        )  # fmt: skip
 
 
 def lines(block: CompressionConfig, file: JobFile, job: JobSize) -> Iterator[str]:
@@ -106,7 +123,7 @@ def lines(block: CompressionConfig, file: JobFile, job: JobSize) -> Iterator[str
                 1, (of_island if isinstance(of_island, int) else job.ranks_per_node) // split
             )
     ranks = _RanksOfReplica(block, file, numel, replicas, job)
-    messages = ranks.messages()
+    messages = {**ranks.messages(), **ranks.activations(split)}
     share = -(-numel // replicas)
     jobs = block.sync.jobs
     islands = whole // replicas if jobs is None else jobs.at_start
@@ -115,6 +132,8 @@ def lines(block: CompressionConfig, file: JobFile, job: JobSize) -> Iterator[str
     yield from (f"  {line}" for line in memory_lines(items))
     if not items:
         yield f"  {'memory':13} of a rank: nothing"
+    if unknown := ranks.unknown(split):
+        yield f"  {'':13} without buffers of {unknown}, whose messages --activation VALUES tells"
     engine = 0 if file.whose == "block" else ranks.engine_nbytes()
     if engine:
         yield f"  {'':13} beside weights, gradients and Adam of {size(engine)}, and activations"
@@ -144,15 +163,25 @@ def _on_device(items: list[MemoryItem]) -> int:
 
 def _split(file: JobFile, job: JobSize) -> int:
     """Return the tensor times pipeline ranks in the file. Raises ConfigError if they do not fit."""
-    counts = [file.whole.get(f"{kind}_parallel_size", 1) for kind in ("model", "pipe")]
-    split = DeepSpeedJob(file.settings).tensor_parallel
+    split = job.tensor_ranks or _tensor_ranks(file)
     if file.whose == "neox":
-        for count in counts:
-            split *= max(1, count) if isinstance(count, int) else 1
+        split *= _count_of(file, "pipe_parallel_size")
     if job.world_size % split:
         todo = f"{split} tensor and pipeline ranks do not divide it"
         raise ConfigError("--world-size", job.world_size, todo)
     return split
+
+
+def _tensor_ranks(file: JobFile) -> int:
+    """Return the tensor ranks in the file."""
+    found = DeepSpeedJob(file.settings).tensor_parallel
+    return found * (_count_of(file, "model_parallel_size") if file.whose == "neox" else 1)
+
+
+def _count_of(file: JobFile, name: str) -> int:
+    """Return a number of ranks in a file of GPT-NeoX, where 0 is 1."""
+    found = file.whole.get(name, 1)
+    return max(1, found) if isinstance(found, int) else 1
 
 
 @dataclass(frozen=True)
@@ -170,25 +199,62 @@ class _RanksOfReplica:
         """Return the dtype of the messages; bf16 where the file leaves it open."""
         return DTYPES[self.file.dtype or "bf16"]
 
-    def messages(self) -> dict[Dimension, RankMessages]:
+    def messages(self) -> StepMessages:
         """Return the messages of a step of DeepSpeed, or of DDP for a bare block."""
         found, width = DeepSpeedJob(self.file.settings), self._width()
         rest: dict[str, Any] = {"ranks": self.replicas, "width": width}
         if self.file.whose == "block":
             ddp = _cut(self.numel, DDP_BUCKET // self.dtype.itemsize)
-            return {"dp": RankMessages(ddp, "sum", self.dtype, **rest)}
+            return {"dp": (RankMessages(ddp, "sum", self.dtype, tabled=True, **rest),)}
         stage = found.stage
         bucket = _count(found, "reduce_bucket_size", BUCKET) if stage else BUCKET
         summed = _cut(self.numel, bucket)
         how: Way = "scatter" if stage == 3 else "own" if found.buckets else "sum"
         dtype = torch.float32 if found.bf16_optimizer else self.dtype
-        messages: dict[Dimension, RankMessages] = {"dp": RankMessages(summed, how, dtype, **rest)}
+        messages: StepMessages = {"dp": (RankMessages(summed, how, dtype, **rest),)}
         if stage:
             name = "stage3_prefetch_bucket_size" if stage == 3 else "allgather_bucket_size"
             most = _count(found, name, PREFETCHED if stage == 3 else BUCKET)
             gathered = _cut(self.numel, most)
-            messages["zero"] = RankMessages(gathered, "gather", self.dtype, **rest)
+            messages["zero"] = (RankMessages(gathered, "gather", self.dtype, **rest),)
         return messages
+
+    def activations(self, split: int) -> StepMessages:
+        """Return the messages between ``split`` tensor and pipeline ranks, where they are known.
+
+        Sums of ``tp`` take at least as much as its gathers. DeepSpeed's pipelines send one message
+        after the other; Megatron's hold one that they send beside one that arrives.
+        """
+        numel = self._activation()
+        if numel is None:
+            return {}
+        found, tensor = StepMessages(), self._tensor_ranks()
+        if tensor > 1:
+            found["tp"] = (RankMessages((numel,), "sum", self.dtype, tensor),)
+        if split > tensor:
+            at_once = 2 if self.file.whose == "block" else 1
+            found["pp"] = (RankMessages((numel,), "send", self.dtype, 2, at_once=at_once),)
+        return found
+
+    def unknown(self, split: int) -> str:
+        """Return the dimensions, in words, that have a codec and messages of unknown lengths."""
+        if split == 1 or self._activation() is not None:
+            return ""
+        names: tuple[Dimension, ...] = ("tp", "pp")
+        return " and ".join(name for name in names if self.block.active(name))
+
+    def _activation(self) -> int | None:
+        """Return the values of an activation: micro-batch times tokens times width."""
+        if self.job.activation is not None or self.file.whose != "neox":
+            return self.job.activation
+        names = ("train_micro_batch_size_per_gpu", "seq_length", "hidden_size")
+        counts = [self.file.whole.get(name) for name in names]
+        known = [count for count in counts if isinstance(count, int)]
+        return math.prod(known) if len(known) == len(names) else None
+
+    def _tensor_ranks(self) -> int:
+        """Return the ranks that share every layer."""
+        return self.job.tensor_ranks or _tensor_ranks(self.file)
 
     def _width(self) -> int:
         """Return the ranks of a largest unit that sum before they encode; 1 in one level."""

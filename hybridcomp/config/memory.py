@@ -1,29 +1,33 @@
 """Compute the bytes that hybridcomp takes on a rank, from a block and the messages of a step.
 
-Used before a job (``hybridcomp validate``, the planner) and at its start. Residuals and references
-are exact where the messages are; wire buffers are those of the largest message, at their most.
+Used before a job (``hybridcomp validate``, the planner) and at its start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.codecs.quantized_residual import BITS, BLOCK, nbytes_of
+from hybridcomp.codecs.quantized_residual import BITS
 from hybridcomp.config.block import CompressionConfig
+from hybridcomp.config.rank_messages import (
+    FP32,
+    RankMessages,
+    buffer_nbytes,
+    reference_nbytes,
+    residual_nbytes,
+    staged_nbytes,
+)
 from hybridcomp.dimensions import ROWS, Dimension
-from hybridcomp.policy import Traffic
+from hybridcomp.policy import Direction, Traffic
 
-#: values of all shares that DeepSpeed's gathers send at once; half as many as deltas
-MOST_GATHERED = 1 << 27
-#: as ``autotune.trials.StepTraffic`` has it
-Way = Literal["sum", "own", "scatter", "gather"]
-#: bytes of a value in fp32, and of one that is published
-FP32, PUBLISHED = 4, 2
+#: bytes of a value that is published
+PUBLISHED = 2
 
 
 class MemoryItem(NamedTuple):
@@ -32,47 +36,6 @@ class MemoryItem(NamedTuple):
     name: str
     nbytes: int
     on_host: bool = False
-
-
-@dataclass(frozen=True)
-class RankMessages:
-    """Messages of ``dp`` or ``zero`` in a step, as one rank sends them.
-
-    Attributes:
-        numels: values of each message: of a sum on every rank, of a gather on all ranks together.
-        how: sums for all ranks, to the owners of ranges (ZeRO 1 and 2), to the owners of shards
-            (ZeRO 3, FSDP2), or gathers.
-        dtype: of the values.
-        ranks: of the group.
-        width: ranks of a node that sum before one of them encodes; 1 in one level.
-        fused: whether the codec has kernels for both hops, so that two ranks take two hops.
-        copied: whether a gather of deltas keeps a copy of this rank's share, as DeepSpeed's do.
-    """
-
-    numels: tuple[int, ...]
-    how: Way
-    dtype: torch.dtype
-    ranks: int
-    width: int = 1
-    fused: bool = True
-    copied: bool = True
-
-    @property
-    def encoders(self) -> int:
-        """Return the number of ranks that encode one element."""
-        return self.ranks // self.width
-
-    @property
-    def hops(self) -> int:
-        """Return how often a value is quantized.
-
-        A single message to owners of equal ranges goes to them directly.
-        """
-        if self.how == "own":
-            return 1 if self.encoders == 2 or len(self.numels) == 1 else 2
-        if self.how == "sum":
-            return 1 if self.encoders == 2 and not self.fused else 2
-        return 1
 
 
 @dataclass(frozen=True)
@@ -112,84 +75,66 @@ class KeptState:
                 yield f"{told} and {without}", replace(state, references=False)
 
 
-def residual_nbytes(messages: RankMessages, bits: int) -> tuple[int, int]:
-    """Return the bytes of the residuals of sums: of what this rank sends, of sums that it owns.
-
-    ``bits``: any of ``quantized_residual.BITS``.
-    """
-    sent = owned = 0
-    for numel in messages.numels:
-        own = -(-numel // messages.width)
-        if messages.how == "scatter" and bits != 32:  # shards begin between blocks
-            shard = -(-own // messages.encoders)
-            own = -(-shard // BLOCK) * BLOCK * messages.encoders
-        sent += nbytes_of(bits, own)
-        if messages.hops == 2:
-            owned += nbytes_of(bits, -(-own // messages.encoders))
-    return sent, owned
-
-
-def reference_nbytes(messages: RankMessages) -> int:
-    """Return the bytes of the copies of this rank's share of gathered parameters."""
-    if not messages.copied:
-        return 0
-    return sum(-(-n // messages.ranks) for n in messages.numels) * messages.dtype.itemsize
-
-
-def buffer_nbytes(messages: RankMessages, codec: Codec, deltas: bool = False) -> int:
-    """Return the bytes of buffers while the largest of ``messages`` is under way.
-
-    Payloads that are sent and that arrive, the fp32 sum that this rank owns, and the fp32
-    differences of lossy deltas. Low-rank codecs send factors, which are small: 0.
-    """
-    if codec.low_rank is not None or not messages.numels:
-        return 0
-    numel, ranks = max(messages.numels), messages.ranks
-    if messages.how == "gather":
-        if messages.copied:
-            numel = min(numel, MOST_GATHERED // (2 if deltas else 1))
-        share = codec.wire_nbytes(-(-numel // ranks), messages.dtype)
-        differences = FP32 * numel if deltas and not codec.lossless else 0
-        return share * (ranks + 1) + differences
-    own = -(-numel // messages.width)
-    return 2 * codec.wire_nbytes(own, messages.dtype) + FP32 * -(-own // messages.encoders)
-
-
 def taken(
     config: CompressionConfig,
-    messages: Mapping[Dimension, RankMessages],
+    messages: Mapping[Dimension, Sequence[RankMessages]],
     state: KeptState | None = None,
 ) -> list[MemoryItem]:
-    """Return what ``config`` takes for ``messages`` of ``dp`` and ``zero``; nothing of 0 bytes.
+    """Return what ``config`` takes for ``messages`` by dimension; nothing of 0 bytes.
 
-    Messages that the block leaves native take nothing. ``state``: in place of what the block keeps.
+    A dimension may have messages of several groups or dtypes. Those that the block leaves native
+    take nothing. ``state``: in place of what the block keeps.
     """
     state = state or KeptState.of(config)
-    found: list[MemoryItem] = []
-    buffers = [0]
-    for name, every in messages.items():
-        codec = config.codecs().get((name, "forward"))
-        if codec is None:
-            continue
-        sent = replace(every, numels=tuple(_encoded(config, name, every)))
-        if ROWS[name].keeps_residuals and state.residual_bits:
-            if codec.low_rank is not None:
-                sent = replace(sent, how="scatter", width=1)
-            first, second = residual_nbytes(sent, state.residual_bits)
-            found += [MemoryItem("residuals", first), MemoryItem("residuals of sums", second)]
-        deltas = state.references and ROWS[name].settings == "parameters"
-        if deltas:
-            found.append(MemoryItem("references of deltas", reference_nbytes(sent)))
-        buffers.append(buffer_nbytes(sent, codec, deltas))
-    found.append(MemoryItem("wire buffers", max(buffers)))
-    return [item for item in found if item.nbytes]
+    found, buffers, staged = Counter[str](), [0], [0]
+    for name, several in messages.items():
+        for every in several:
+            found.update(_kept(config, name, every, state))
+            deltas = state.references and ROWS[name].sends_deltas
+            for codec, sent in _sent(config, name, every):
+                buffers.append(buffer_nbytes(sent, codec, deltas))
+                staged.append(staged_nbytes(sent, codec))
+    found["wire buffers"] = max(buffers)
+    items = [MemoryItem(name, nbytes) for name, nbytes in found.items()]
+    items.append(MemoryItem("staging", max(staged), on_host=True))
+    return [item for item in items if item.nbytes]
 
 
-def _encoded(config: CompressionConfig, name: Dimension, sent: RankMessages) -> Iterator[int]:
+def _kept(
+    config: CompressionConfig, name: Dimension, every: RankMessages, state: KeptState
+) -> dict[str, int]:
+    """Return the bytes that stay from step to step for the messages ``every``, by item."""
+    codec, found = config.codecs().get((name, "forward")), dict[str, int]()
+    if codec is None:
+        return found
+    sent = replace(every, numels=tuple(_encoded(config, name, every, "forward")))
+    if ROWS[name].keeps_residuals and state.residual_bits:
+        if codec.low_rank is not None:
+            sent = replace(sent, how="scatter", width=1)
+        first, second = residual_nbytes(sent, state.residual_bits)
+        found = {"residuals": first, "residuals of sums": second}
+    if state.references and ROWS[name].sends_deltas:
+        found["references of deltas"] = reference_nbytes(sent)
+    return found
+
+
+def _sent(
+    config: CompressionConfig, name: Dimension, every: RankMessages
+) -> Iterator[tuple[Codec, RankMessages]]:
+    """Yield those of ``every`` that are encoded in each direction, with their codec."""
+    for way in ROWS[name].directions:
+        codec = config.codecs().get((name, way))
+        if codec is not None:
+            yield codec, replace(every, numels=tuple(_encoded(config, name, every, way)))
+
+
+def _encoded(
+    config: CompressionConfig, name: Dimension, sent: RankMessages, way: Direction
+) -> Iterator[int]:
     """Yield the lengths of the messages that have a codec once ramps have ended."""
     policy = config.policy()
     for numel in sent.numels:
-        traffic = Traffic(name, "forward", sent.dtype, numel, sent.ranks, policy.settles_at)
+        traffic = Traffic(name, way, sent.dtype, numel, sent.ranks, policy.settles_at)
         if policy.choose(traffic) is not None:
             yield numel
 

@@ -168,6 +168,7 @@ def _attach(
         numel,
         step_messages.sent(engine),
     )
+    step_messages.note_tied(engine, session)
     step_messages.watch(engine, session)
     if block.sync.acts:
         _meet(engine, session)

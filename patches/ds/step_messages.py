@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from hybridcomp.channels import StepTraffic
+from hybridcomp.channels.memory_use import note
+from hybridcomp.collectives import Group
 from hybridcomp.patches.ds.exact_weights import flat_groups
 from hybridcomp.policy import Dimension
 from hybridcomp.session.engine_session import EngineSession
@@ -44,6 +46,21 @@ def sent(engine: Any) -> dict[Dimension, StepTraffic]:
         reduced = buckets(reversed(numels), int(engine.zero_reduce_bucket_size()))
         return {**gathers, "dp": StepTraffic(reduced, "own")}
     return {**gathers, "dp": StepTraffic(groups or buckets(numels, STAGE0_BUCKET), "sum")}
+
+
+def note_tied(engine: Any, session: EngineSession) -> None:
+    """Note the sums of weights that stages of a pipeline have in common, for what memory they take.
+
+    Their residuals are apart from those of the data-parallel sums (``tied_weights``).
+    """
+    channels = session.channels
+    if not getattr(engine.module, "tied_comms", None):
+        return
+    for weight, group in engine.module.get_tied_weights_and_groups():
+        dtype = getattr(engine.optimizer, "grad_acc_dtype", None) or weight.dtype
+        sent: dict[Dimension, StepTraffic] = {"dp": StepTraffic((weight.numel(),), "sum")}
+        groups: dict[Dimension, Group] = {"dp": channels["dp"].group(group)}
+        note(channels, sent, groups, dtype, session.device, beside=True)
 
 
 def watch(engine: Any, session: EngineSession) -> None:

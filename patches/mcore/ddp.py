@@ -27,7 +27,7 @@ from torch import Tensor
 from hybridcomp.channels import native_nbytes
 from hybridcomp.patches.common.routes import make_torch, torch_seam
 from hybridcomp.patches.common.scope import Scope
-from hybridcomp.patches.mcore import check, islands, weights
+from hybridcomp.patches.mcore import check, islands, step_messages, weights
 from hybridcomp.patches.mcore.ddp_batch import BucketBatch, CollectedCall
 from hybridcomp.patches.mcore.groups import coordinates, sizes
 from hybridcomp.patches.mcore.requirement import REQUIREMENT
@@ -104,6 +104,7 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
         model, chunk = given["module"], session.models
         named = {_name(chunk, name, p): p for name, p in model.named_parameters()}
         session.name_parameters(named.items(), _common(named))
+        step_messages.tell(session, self)
         weights.note(session, self)
         islands.follow(session, self)
 

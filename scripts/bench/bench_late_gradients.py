@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all
 import numpy as np
 
 from bench import loss_study
+from bench.loss_layouts import Layout
 from hybridcomp.compare import CompareError, launch
 from hybridcomp.compare.report import markdown_rows, with_interval
 from hybridcomp.compare.statistics import half_width
@@ -39,7 +40,7 @@ NADAM = {
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 MODEL = "--pp 4 --layers 4 --width 64 --heads 2 --length 64 --eval-every 0 --print-every 100"
 SEQUENCES, WARMUP = 16, 40
-STAGES = loss_study.Layout("ds_pipe2_baseline.json", 4)
+STAGES = Layout("ds_pipe2_baseline.json", 4)
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.quantized_residual import nbytes_of
 from hybridcomp.commands import cli
 from hybridcomp.config import CompressionConfig
@@ -50,6 +53,50 @@ def test_seventy_billion_parameters_on_a_laptop(
     assert f"residuals {size(4 * N / 8)}," in told(capsys, wide, *SIZED)
     few = file(tmp_path, 3, dp={**FEEDBACK, "error_feedback": {"bits": 8}})
     assert f"residuals {size(nbytes_of(8, N))}," in told(capsys, few, *SIZED)
+
+
+def neox(folder: Path, **block: Any) -> list[str]:
+    """Words for 70 B parameters on 8 x 8 x 16 ranks, in a file of GPT-NeoX."""
+    config = {
+        "model_parallel_size": 8, "pipe_parallel_size": 8, "num_layers": 80, "hidden_size": 8192,
+        "num_attention_heads": 64, "seq_length": 4096, "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 1}, "precision": "bfloat16",
+        "deepspeed_extra_args": {"compression": block},
+    }  # fmt: skip
+    path = folder / "70B.yml"
+    path.write_text(json.dumps(config))
+    return [str(path), "--parameters", "70e9", "--world-size", "1024", "--ranks-per-node", "8"]
+
+
+def test_three_dimensions_of_seventy_billion_parameters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    n, eight = N // 64, {"codec": "blockint", "bits": 8}
+    start = time.thread_time()
+    line = told(capsys, *neox(tmp_path, dp=FEEDBACK, zero=DELTA, tp=eight, pp=eight))
+    assert time.thread_time() - start < 5
+    assert f"residuals {size(4 * n)}, residuals of sums {size(4 * n / 16)}, " in line
+    assert f"references of deltas {size(2 * n / 16)}, " in line
+    # tp alone: payloads of 8 bits of 2 x 4096 x 8192 values, 23 parts of an eighth each
+    values = 2 * 4096 * 8192
+    (nbytes,) = {make_codec("blockint", bits=8).wire_nbytes(values // 8, torch.bfloat16)}
+    assert told(capsys, *neox(tmp_path, tp=eight)).endswith(f": wire buffers {size(23 * nbytes)}")
+    sent = make_codec("blockint", bits=8).wire_nbytes(values, torch.bfloat16)
+    assert told(capsys, *neox(tmp_path, pp=eight)).endswith(f": wire buffers {size(sent)}")
+
+
+def test_activations_that_a_file_does_not_tell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = file(tmp_path, 1, tp={"codec": "blockint", "bits": 8}, pp="none")
+    words = ["validate", path, "--pipeline", "--no-moe", *SIZED[2:], "--replicas", "4"]
+    assert cli.main(words) == 0
+    said = capsys.readouterr().out
+    assert "without buffers of tp, whose messages --activation VALUES tells" in said
+    assert cli.main([*words, "--activation", "1e6", "--tensor-ranks", "8"]) == 0
+    told = capsys.readouterr().out
+    nbytes = make_codec("blockint", bits=8).wire_nbytes(125_000, torch.bfloat16)
+    assert f"wire buffers {size(23 * nbytes)}" in told and "--activation" not in told
 
 
 def test_both_hops_and_references(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,6 +173,8 @@ def test_other_codecs_are_named_where_deltas_cannot_be_switched_off() -> None:
     [
         (["--device-memory", "80e9"], "--device-memory: found 80000000000.0; memory is computed"),
         (["--parameters", "70e9"], "--parameters: found 70000000000.0; add --world-size"),
+        (["--activation", "1e6"], "--activation: found 1000000.0; memory is computed"),
+        ([*SIZED, "--tensor-ranks", "7"], "--tensor-ranks: found 7; it does not divide"),
         ([*SIZED, "--replicas", "5"], "--replicas: found 5; it does not divide"),
         ([*SIZED, "--ranks-per-node", "0"], "--ranks-per-node: found 0; expected at least 1"),
     ],

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hybridcomp.config.memory import RankMessages, Way, reference_nbytes, residual_nbytes
+from hybridcomp.config.rank_messages import RankMessages, Way, reference_nbytes, residual_nbytes
 from hybridcomp.plan.choices import Choices
 from hybridcomp.plan.cost.copies import MOST_NUMEL, Copying
 from hybridcomp.plan.cost.job import PlannedJob

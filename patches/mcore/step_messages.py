@@ -1,0 +1,34 @@
+"""Predict the messages of gradients and parameters in Megatron's steps, and what they take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridcomp.channels import StepTraffic
+from hybridcomp.channels.memory_use import note
+from hybridcomp.config.memory import memory_lines
+from hybridcomp.policy import Dimension
+from hybridcomp.session.engine_session import EngineSession
+
+
+def tell(session: EngineSession, wrapped: Any) -> None:
+    """Note the messages of a chunk ``wrapped`` in DistributedDataParallel, and say what they take.
+
+    Buckets are those of upstream's buffers. Chunks of one rank add up, so the last line holds for
+    all of them.
+    """
+    sharded = bool(wrapped.ddp_config.use_distributed_optimizer)
+    for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
+        numels = tuple(int(bucket.grad_data.numel()) for bucket in buffer.buckets)
+        _add(session, "dp", StepTraffic(numels, "scatter" if sharded else "sum"), buffer)
+        if sharded:
+            _add(session, "zero", StepTraffic(numels, "gather"), buffer)
+    session.say(*memory_lines(session.memory))
+
+
+def _add(session: EngineSession, name: Dimension, sent: StepTraffic, buffer: Any) -> None:
+    """Note the messages ``sent`` of a buffer beside those of other buffers."""
+    channels, device = session.channels, buffer.buckets[0].grad_data.device
+    group = channels[name].group(buffer.data_parallel_group)
+    dtype = buffer.grad_dtype if name == "dp" else buffer.param_dtype
+    note(channels, {name: sent}, {name: group}, dtype, device, beside=True)

@@ -1,0 +1,55 @@
+"""Count the bytes of buffers that messages hold at once."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import ExitStack
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from hybridcomp.collectives.posted import Posting
+from hybridcomp.collectives.wire import POOL
+
+
+class Held:
+    """While it is entered: the bytes that messages hold, ``now`` and at ``most``.
+
+    Buffers of the pool until they are given back, and those of posted messages until they are
+    collected. The pool keeps no buffer, so that each has the length that was asked for.
+    """
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+        self._patches = ExitStack()
+        self._room = Posting._room
+
+    def __enter__(self) -> Held:
+        enter = self._patches.enter_context
+        enter(mock.patch.object(POOL, "take", self.take))
+        enter(mock.patch.object(POOL, "give", self.give))
+        held = self
+
+        def room(posting: Posting, numel: int, like: Tensor) -> Tensor:
+            made = held._room(posting, numel, like)
+            held.add(made.nbytes)
+            weakref.finalize(made, held.add, -made.nbytes)
+            return made
+
+        enter(mock.patch.object(Posting, "_room", room))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.close()
+
+    def add(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+
+    def take(self, nbytes: int, device: torch.device) -> Tensor:
+        self.add(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def give(self, *buffers: Tensor | None) -> None:
+        self.add(-sum(one.numel() for one in buffers if one is not None))
