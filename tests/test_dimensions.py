@@ -50,6 +50,7 @@ OWN_WORDS = {
     "channels/payoff.py": "what comparing steps takes, and the group of trials",
     "channels/host_pace.py": "the settings that offload alone has",
     "commands/job_files.py": "what a DeepSpeed file shows of a job",
+    "commands/memory.py": "which messages a job of such a file sends",
     "config/codec_settings.py": "which codecs one dimension alone may name",
     "config/presets.py": "what the paper calls model parallel",
     "measure/channels.py": "what is timed, and how",
