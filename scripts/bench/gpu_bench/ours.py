@@ -94,7 +94,7 @@ def _tensors(name: str, codec: Codec, values: Tensor) -> Iterator[Work]:
     out = torch.split(torch.empty_like(values)[: length * TENSORS], length)
 
     def one_by_one() -> None:
-        for part, slot, size in zip(parts, rooms, sizes.split(1), strict=True):
+        for part, slot, size in zip(parts, rooms, torch.split(sizes, 1), strict=True):
             if codec.fixed_size:
                 codec.encode(part, slot)
             else:
