@@ -97,7 +97,7 @@ def test_amds_form_gives_the_same_words(wave: str, monkeypatch: pytest.MonkeyPat
 EMULATED = (
     "test_emulated.py", "test_warp_tiles.py", "test_radix_tiles.py", "test_stepcode.py",
     "test_kept.py", "test_planned.py", "test_table.py", "test_fused.py", "test_many_ranks.py",
-    "test_parts.py", "test_cut_scatter.py",
+    "test_parts.py", "test_cut_scatter.py", "test_pieces.py", "test_topk.py",
 )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from tests.codecs.test_topk import CODECS, INTEGERS, VALUES, bits_of, encoded
 from tests.kernels.cuda.common import kernels_replaced
 from tests.kernels.cuda.emulated import EmulatedLauncher
 from tests.kernels.cuda.sources import NIGHTLY
+from tests.selection import by_day
 
 KERNELS = CudaKernels(EmulatedLauncher())
 LENGTHS = (1, 63, 4096, 4097, 12345)
@@ -46,27 +47,30 @@ def check(codec: TopK, values: Tensor, place: Callable[[Tensor], Tensor] = torch
         assert torch.equal(right, wrong), (codec, values.dtype, values.numel(), name)
 
 
-@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@pytest.mark.parametrize("dtype", by_day(INTEGERS, [torch.float32, torch.bfloat16]), ids=str)
 @pytest.mark.parametrize("kind", VALUES)
 def test_bytes_are_the_cpus(kind: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
-    codecs = CODECS if NIGHTLY else CODECS[:3]
-    for codec in codecs:
+    for codec in CODECS if NIGHTLY else CODECS[:3]:
         for numel in LENGTHS if NIGHTLY else LENGTHS[1::2]:
             check(codec, VALUES[kind](torch.randn(numel, generator=generator)).to(dtype))
     KERNELS.check()
 
 
-def test_long_messages_and_views() -> None:
-    """More chunks than a block adds up at once, empty ones between others, places far apart."""
-    generator = torch.Generator().manual_seed(2)
-    values = torch.randn(300 * 4096 if NIGHTLY else 262 * 4096, generator=generator)
+@pytest.mark.nightly
+def test_more_chunks_than_are_added_up_at_once() -> None:
+    values = torch.randn(600 * 4096, generator=torch.Generator().manual_seed(2))
     values.view(-1, 4096)[5:200] = 0
     check(TopK(density=1 / 1024), values)
-    values[:] = 0
-    values[3], values[-1] = 2.0, -1.0
-    check(TopK(), values[:9000])
-    check(TopK(), torch.randn(9001, generator=generator)[1:])
+    KERNELS.check()
+
+
+def test_places_far_apart_and_views() -> None:
+    """Empty chunks between others, more gaps than a block decodes, values of any address."""
+    values = torch.zeros(20 * 4096)
+    values[3], values[-5] = 2.0, -1.0
+    check(TopK(bits=8, density=1.0), values)
+    check(TopK(), torch.randn(9001, generator=torch.Generator().manual_seed(2))[1:])
     KERNELS.check()
 
 
