@@ -4,6 +4,8 @@
 read_upstream.py FOLDER            write tests/patches/upstream.json from the archives in FOLDER
 read_upstream.py FOLDER --check    say what in the file is other than in the archives; status 1 then
 
+What archives of inference engines have is written to tests/inference/upstream.json.
+
 FOLDER holds wheels and source distributions, as ``pip download --no-deps`` leaves them, and for
 GPT-NeoX, which has no releases, ``git archive --prefix=gpt-neox-COMMIT/ -o gpt-neox-COMMIT.tar.gz
 COMMIT``. They are parsed and never run. The file says of each archive the version and the SHA-256,
@@ -27,14 +29,22 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # hybridcomp, from this checkout
 
+from hybridcomp.inference import sglang_seams, verl_seams, vllm_plugin, vllm_seams
 from hybridcomp.patches.registry import patches_of
 
-FILE = Path(__file__).resolve().parents[1] / "tests" / "patches" / "upstream.json"
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+FILE, ENGINES_FILE = (TESTS / room / "upstream.json" for room in ("patches", "inference"))
 #: name of an archive -> upstream packages whose seams are looked for in it
 PACKAGES = {
     "deepspeed": ("deepspeed",),
     "megatron-core": ("megatron.core",),
     "gpt-neox": ("megatron.mpu", "megatron.training"),
+}
+#: name of an inference engine's archive -> what its adapters call and override
+ENGINES = {
+    "vllm": (*vllm_plugin.SEAMS, *vllm_seams.WORKER_SEAMS, *vllm_seams.TRAINER_SEAMS),
+    "verl": verl_seams.SEAMS,
+    "sglang": (*sglang_seams.SEAMS, *sglang_seams.WORKER_SEAMS),
 }
 #: the seam of megatron-core whose name depends on the version that is installed
 MOVED = {
@@ -44,7 +54,9 @@ MOVED = {
 
 
 def symbols(name: str) -> list[str]:
-    """``module:qualified.name`` of everything that the seams of an upstream replace."""
+    """``module:qualified.name`` of everything that the seams of an upstream name."""
+    if name in ENGINES:
+        return sorted(map(str, ENGINES[name]))
     found = {str(patch.seam) for package in PACKAGES[name] for patch in patches_of(package)}
     return sorted(found | (MOVED if name == "megatron-core" else set()))
 
@@ -55,7 +67,7 @@ def identify(path: Path) -> tuple[str, str] | None:
     if match is None:
         return None
     name = match[1].replace("_", "-").lower()
-    return (name, match[2]) if name in PACKAGES else None
+    return (name, match[2]) if name in PACKAGES or name in ENGINES else None
 
 
 def opener(path: Path) -> Callable[[str], str | None]:
@@ -176,16 +188,20 @@ def main() -> int:
     given = parser.parse_args()
     found = facts(given.folder)
     if not found:
-        parser.error(f"{given.folder} holds no archive of {', '.join(PACKAGES)}")
-    text = json.dumps(found, indent=1, sort_keys=True) + "\n"
-    if not given.check:
-        FILE.write_text(text)
-        return 0
-    written = json.loads(FILE.read_text())
-    others = sorted(name for name in found if found[name] != written.get(name))
-    for name in others:
-        print(f"{FILE.name}: {name} is other than in the archives of {given.folder}")
-    return int(bool(others))
+        parser.error(f"{given.folder} holds no archive of {', '.join([*PACKAGES, *ENGINES])}")
+    status = 0
+    for file, names in ((FILE, PACKAGES), (ENGINES_FILE, ENGINES)):
+        mine = {name: facts for name, facts in found.items() if name in names}
+        if not mine:
+            continue
+        if not given.check:
+            file.write_text(json.dumps(mine, indent=1, sort_keys=True) + "\n")
+            continue
+        written = json.loads(file.read_text())
+        for name in sorted(name for name in mine if mine[name] != written.get(name)):
+            print(f"{file.name}: {name} is other than in the archives of {given.folder}")
+            status = 1
+    return status
 
 
 if __name__ == "__main__":

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
-from hybridcomp.inference import sglang_seams, upstream, verl_seams, vllm_plugin, vllm_seams
+import read_upstream
+from hybridcomp.inference import upstream
 from hybridcomp.patching import Seam
+from tests.patches.recorded import parameters
 from tests.stand_ins import sglang, verl, vllm
 
-SEAMS: dict[str, tuple[Seam, ...]] = {
-    "vllm": (*vllm_plugin.SEAMS, *vllm_seams.WORKER_SEAMS, *vllm_seams.TRAINER_SEAMS),
-    "verl": verl_seams.SEAMS,
-    "sglang": (*sglang_seams.SEAMS, *sglang_seams.WORKER_SEAMS),
-}
+SEAMS: dict[str, tuple[Seam, ...]] = read_upstream.ENGINES
+#: seams without a function of that name in the module itself: made by NamedTuple, or imported
+ELSEWHERE = {"CheckpointWeightPatch.__new__", "initialize_layerwise_reload"}
 STAND_INS = {"vllm": vllm, "verl": verl, "sglang": sglang}
 
 
@@ -35,6 +37,18 @@ def test_stand_ins_have_the_signatures(stand_in: Callable[[Any], None], package:
             upstream.check(SEAMS[package])
     finally:
         setattr(owner, name, kept)
+
+
+@pytest.mark.parametrize("package", SEAMS)
+def test_published_wheels_have_the_signatures(package: str) -> None:
+    """Those that ``scripts/read_upstream.py`` has read, of a version inside the window."""
+    recorded = json.loads(read_upstream.ENGINES_FILE.read_text())[package]
+    assert STAND_INS[package].VERSION in recorded["archives"]
+    for seam in SEAMS[package]:
+        for text, versions in recorded["symbols"][str(seam)].items():
+            assert all(Requirement(seam.requirement).specifier.contains(v) for v in versions)
+            found = parameters(text)
+            assert found in seam.alternatives or seam.qualname in ELSEWHERE, f"{seam}: {text}"
 
 
 @pytest.mark.nightly
