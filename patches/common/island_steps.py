@@ -24,6 +24,12 @@ def islands_in(block: CompressionConfig) -> Islands | None:
     return islands_of(block.sync.islands)
 
 
+def ranks_in(block: CompressionConfig) -> Ranks:
+    """Return the ranks of this rank's island; of the job, where the block does not cut it."""
+    islands = islands_in(block)
+    return tuple(range(dist.get_world_size())) if islands is None else islands.ranks
+
+
 def start(session: EngineSession, make: Callable[[], Masters], ranks: Ranks, todo: str) -> None:
     """Hold meetings after the steps of ``session``, where its block says so.
 

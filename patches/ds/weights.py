@@ -20,6 +20,7 @@ from torch import Tensor
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common.parameter_names import named_once, plain_name
+from hybridcomp.patches.ds import island_unit
 from hybridcomp.patches.ds.expert_weights import ExpertLayers
 from hybridcomp.patches.ds.job_facts import tensor_ranks
 from hybridcomp.patches.ds.partitions import filled
@@ -30,7 +31,8 @@ KEY = "publish"
 
 def weights_of(engine: Any) -> EngineWeights:
     """Return the weights of ``engine``; ``refused`` where their cut is not known."""
-    ranks = tuple(range(dist.get_world_size()))
+    islands = island_unit.islands_of_engine(engine)
+    ranks = tuple(range(dist.get_world_size())) if islands is None else islands.ranks
     return unless_refused(functools.partial(_of_engine, engine, ranks), ranks)
 
 

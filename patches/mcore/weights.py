@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridcomp.collectives.topology import Ranks
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.common import publishing_steps
+from hybridcomp.patches.common import island_steps, publishing_steps
 from hybridcomp.patches.mcore.hugging_face_names import EMBEDDING, HuggingFaceNames
 from hybridcomp.patches.mcore.weight_parts import WeightPart
 from hybridcomp.publishing import EngineWeights, Held, stretch_of_block, unless_refused
@@ -56,8 +57,12 @@ def weights_of(engine: Any) -> EngineWeights:
     return unless_refused(functools.partial(_of_chunks, chunks), _ranks())
 
 
-def _ranks() -> tuple[int, ...]:
-    return tuple(range(dist.get_world_size()))
+def _ranks() -> Ranks:
+    """Return the ranks that hold the model together: of the island, where the job has some."""
+    session = process.own_session()
+    if session is None:
+        return tuple(range(dist.get_world_size()))
+    return island_steps.ranks_in(session.channels.config)
 
 
 def _of_chunks(chunks: Sequence[Any]) -> EngineWeights:

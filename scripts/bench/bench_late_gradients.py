@@ -94,6 +94,7 @@ CASES: dict[str, LateCase] = {
         1, ADAM, {"versions": 1, "correction": "pipemare", "warmup": 50}
     ),
     "stash, look_ahead 0.9, 1 micro-batch": LateCase(1, PLAIN_ADAM, _ahead("stash", 0.9)),
+    "stash, look_ahead 0.99, 1 micro-batch": LateCase(1, PLAIN_ADAM, _ahead("stash", 0.99)),
     "1, 1 micro-batch": LateCase(1, ADAM, {"versions": 1}),
     "stash, 1 micro-batch": LateCase(1, ADAM, {"versions": "stash"}),
     "SGD, 1 micro-batch: flush": LateCase(1, SGD),

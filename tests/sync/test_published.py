@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import hybridcomp
+from hybridcomp.session.engine_session import session_of
 from tests.ranks import run_ranks
 from tests.sync.torch_job import Job
+from tests.training.trainer import Job as DeepSpeedJob
+from tests.training.trainer import make_engine, parameters, train_step
 
 
 def gathered(weights: Tensor) -> list[Tensor]:
@@ -50,3 +55,65 @@ def both(folder: Path) -> None:
 
 def test_the_first_island_publishes(tmp_path: Path) -> None:
     run_ranks(4, both, tmp_path)
+
+
+def of_deepspeed(folder: Path) -> None:
+    block: dict[str, Any] = {
+        "sync": {"preset": "local-sgd", "islands": 1, "every": 2},
+        "publish": {"to": str(folder), "every": 3},
+        "min_bytes": 0,
+        "ledger": {"every": 2},
+    }
+    job = DeepSpeedJob(stage=2, dtype="bf16", block=block)
+    engine = make_engine(job)
+    for step in range(3):
+        train_step(engine, job, step)
+    expected = {name: one.clone() for name, one in parameters(engine).items()}
+    first, last = gathered(torch.cat([one.flatten() for one in expected.values()]))
+    assert not torch.equal(first, last)
+    session = session_of(engine)
+    assert session is not None
+    session.close()  # all is written
+    engine.destroy()
+    dist.barrier()
+    receiver = hybridcomp.WeightReceiver(folder)
+    receiver.update()
+    whole = torch.cat([dict(receiver.tensors())[name].flatten() for name in expected])
+    assert torch.equal(whole, first)
+
+
+def test_the_first_island_of_deepspeed_publishes(tmp_path: Path) -> None:
+    run_ranks(2, of_deepspeed, tmp_path, timeout=60.0)
+
+
+def of_megatron(folder: Path) -> None:
+    from tests.sync.mcore_job import MegatronIslandJob
+    from tests.sync.test_mcore import groups_of
+    from tests.training.mcore_trainer import Job as MegatronJob
+    from tests.training.mcore_trainer import prepare
+
+    prepare()
+    block: dict[str, Any] = {
+        "sync": {"preset": "local-sgd", "islands": 1, "every": 2},
+        "publish": {"to": str(folder), "every": 3},
+        "min_bytes": 0,
+    }
+    job = MegatronJob(layers=1, bf16=True, distributed_optimizer=True, block=block)
+    with groups_of(job):
+        ours = MegatronIslandJob(job).train(3)
+        first, last = gathered(ours.weights())
+        assert not torch.equal(first, last)
+        ours.session.close()
+    dist.barrier()
+    receiver = hybridcomp.WeightReceiver(folder)
+    receiver.update()
+    whole = torch.cat([one.float().flatten() for _, one in receiver.tensors()])
+    assert torch.equal(whole.sort().values, first.sort().values)
+
+
+@pytest.mark.skipif(
+    find_spec("megatron") is None or find_spec("megatron.core") is None,
+    reason="megatron-core is not installed",
+)
+def test_the_first_island_of_megatron_publishes(tmp_path: Path) -> None:
+    run_ranks(2, of_megatron, tmp_path, timeout=120.0)
