@@ -93,7 +93,8 @@ COMMANDS = """## Commands
 python scripts/bench/bench_scale.py host --out runs/scale
 python scripts/bench/bench_scale.py plans --out runs/scale
 python scripts/bench/bench_scale.py trainings --out runs/scale
-python scripts/bench/bench_host.py --ranks 8 64 4096 --megabytes 1 --json runs/scale/messages.json
+python scripts/bench/bench_host.py --ranks 8 64 256 1024 4096 --megabytes 1 \\
+    --json runs/scale/messages.json
 python scripts/bench/results.py --scale runs/scale
 ```
 """

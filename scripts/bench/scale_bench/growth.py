@@ -16,7 +16,8 @@ NEW = "all_to_all new splits"
 GROWING = """## Messages that grow
 
 Of the messages of channels ([their host time](host_time.md#in-groups-of-up-to-4096-ranks))
-{all_but} at most {stays:g} times as long among {most:,} ranks as among {least:,}{launches}:
+{all_but} at most {stays:g} times as long among {most:,} ranks as among {least:,}, with as many
+launches{launches}:
 
 {rows}
 """
@@ -25,8 +26,8 @@ An all-to-all whose lengths were never met before makes passes over a number for
 the engine's list and keeps a copy, by which the way back finds its lengths; it adds up the bytes of
 every payload, as an array and as the list that `all_to_all_single` takes; and it writes the table
 that a GPU's kernels read, {row} bytes for each rank, which a GPU copies from where it was written,
-while nobody waits. (`bench_host.py --ranks {most} --profile "{new}"`, beside the same with
-`--ranks {least}`: profiles of the processor's time.)
+while nobody waits. (`bench_host.py --ranks {most} --profile "{new}"`, beside the
+same with `--ranks {least}`: profiles of the processor's time.)
 """
 
 
@@ -47,11 +48,13 @@ def growing(found: Messages) -> str:
             for kind in order]  # fmt: skip
     head = ["µs", *(f"{int(count):,}" for count in ranks), "times"]
     more = [kind for kind in few if many[kind][2] != few[kind][2]]
-    launches = f", with as many launches but for {', '.join(more)}" if more else ""
+    launches = ""
+    if more:
+        launches = f" but for `{'`, `'.join(more)}`, which take two hops where few ranks take one"
     text = GROWING.format(
         all_but=f"all but {len(grown)} take" if grown else "all take", stays=STAYS,
         least=int(ranks[0]), most=int(ranks[-1]), rows=table(head, body),
-        launches=launches or ", with as many launches",
+        launches=launches,
     )  # fmt: skip
     if NEW not in grown:
         return text
