@@ -22,6 +22,8 @@ from hybridcomp.plan.pays import bits as typical_bits
 
 #: keys that belong to a dimension, not to its codec
 OWN = ("error_feedback", "delta")
+#: how the nodes of a site send each other their sums where a choice has ``inside``
+INSIDE: Mapping[str, Any] = {"codec": "blockint", "bits": 8}
 
 
 @dataclass(frozen=True)
@@ -30,19 +32,21 @@ class Choice:
 
     setting: the items of the block's object, sorted, for example ``(("bits", 4), ("codec",
     "blockint"))``; empty: native. error_feedback: of ``dp``; residual_bits: of a residual's value.
-    delta: of ``zero``.
+    delta: of ``zero``. inside: of ``dp`` in three levels, whether the nodes of a site encode their
+    sums for each other, too (``INSIDE``).
     """
 
     setting: tuple[tuple[str, Any], ...] = ()
     error_feedback: bool = False
     delta: bool = False
     residual_bits: int = 32
+    inside: bool = False
 
     @classmethod
     def of(cls, written: Mapping[str, Any] | str) -> Choice:
-        """Read a choice from an object of the block, or from a bare name of a codec."""
+        """Read a choice from an object of the block or of ``to_json``, or from a codec's name."""
         items = {"codec": written} if isinstance(written, str) else dict(written)
-        own: dict[str, Any] = {name: items.pop(name, False) for name in OWN}
+        own: dict[str, Any] = {name: items.pop(name, False) for name in (*OWN, "inside")}
         if isinstance(own["error_feedback"], Mapping):
             own["residual_bits"] = own["error_feedback"].get("bits", 32)
             own["error_feedback"] = True
@@ -66,6 +70,10 @@ class Choice:
             own["error_feedback"] = {"bits": self.residual_bits}
         return {**dict(self.setting), **own} if self.setting else {"codec": "none"}
 
+    def to_json(self) -> dict[str, Any]:
+        """Return ``written``, and ``inside`` where it is true, no key of a block's dimension."""
+        return {**self.written, **({"inside": True} if self.inside else {})}
+
     @property
     def codec(self) -> Codec | None:
         """The codec, None for native. Raises the block's own errors for a wrong setting."""
@@ -80,6 +88,7 @@ class Choice:
         if self.codec is None:
             return "native"
         words = [self.codec.spec, "feedback" * self.error_feedback, "delta" * self.delta]
+        words.append(f"({INSIDE['bits']} bits inside of sites)" * self.inside)
         return " ".join(word for word in words if word)
 
 
@@ -172,5 +181,7 @@ class Choices:
             return {"preset": "none"}
         if isinstance(hierarchy, tuple):
             deep = any(name in found for name in TWO_LEVELS)
-            return {**found, "hierarchy": list(hierarchy)} if deep else found
+            node, site = hierarchy
+            own = {"size": site, **INSIDE} if self["dp", "forward"].inside else site
+            return {**found, "hierarchy": [node, own]} if deep else found
         return found if hierarchy else {**found, "hierarchy": "none"}

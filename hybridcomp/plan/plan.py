@@ -150,7 +150,7 @@ class Plan:
             "layout": self.layout.to_json(),
             "machines": [list(one) for one in self.machines],
             "block": self.block,
-            "choices": [[*key, choice.written] for key, choice in self.choices],
+            "choices": [[*key, choice.to_json()] for key, choice in self.choices],
             "prediction": self.prediction.to_json(),
         }
 

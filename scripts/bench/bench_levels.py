@@ -10,8 +10,9 @@ an fp32 tensor of ``--megabytes``, a sum of gradients (all-reduce) or a gather o
 the same codec in every arm but native. "uplink MB" are those that left the first site, by the
 kernel's counter of its uplink, with packets' headers and the acknowledgements of what came in;
 "planned" are the payloads that the plan of the message sends there. "of the bound" is the largest
-error of an element over what ``error_bound`` allows it. Ratios are medians of those within a turn,
-of the slowest rank's seconds.
+error of an element over what ``error_bound`` allows it, or where the nodes of a site encode their
+sums for each other (8 bits, which no error_bound counts) over what three quantizations allow.
+Ratios are medians of those within a turn, of the slowest rank's seconds.
 """
 
 from __future__ import annotations
@@ -49,11 +50,14 @@ ARMS: dict[str, Any] = {
     "two levels: nodes": 2,
     "two levels: sites": 4,
     "three levels": [2, 2],
+    "three levels, 8 bits inside": [2, {"size": 2, "codec": "blockint", "bits": 8}],
 }
 REFERENCE = "two levels: nodes"
 KINDS = ("sum", "gather")
 #: as in the block
 SEGMENT = 4096
+#: values of the same sums that are encoded one after the other where a level has a codec
+QUANTIZED = 3
 
 Row = dict[str, float]
 
@@ -65,7 +69,10 @@ class Arm:
         self.values, self.out, self.channels = values, torch.empty_like(values), None
         share = values.numel() // dist.get_world_size()
         self.shard = self.out[dist.get_rank() * share :][:share]
+        self.inner = isinstance(hierarchy, list) and not all(map(_is_number, hierarchy))
         if hierarchy is not None:
+            if self.inner:  # no error_bound counts what a level leaves out
+                codec = {key: value for key, value in codec.items() if key != "error_bound"}
             block = {"dp": codec, "zero": codec, "min_bytes": 0, "hierarchy": hierarchy}
             self.channels = Channels(CompressionConfig.parse({**block, "when": "always"}))
             self.channels.place([tuple(range(dist.get_world_size()))])
@@ -90,6 +97,17 @@ class Arm:
         assert found is not None, "the block has one for every message"
         return found
 
+    def bound(self, kind: str, asked: float) -> float:
+        """Return what an element may be off by, over the sum of the ranks' magnitudes.
+
+        ``asked``: the error_bound. With a codec inside, which has none: what each quantization may
+        leave out of values that are at most that sum.
+        """
+        if not self.inner:
+            return asked
+        one = self.codec(kind).element_bound(1.0, torch.float32)
+        return QUANTIZED * one if kind == "sum" else one
+
     def _sum(self) -> None:
         if self.channels is None:
             dist.all_reduce(self.out)
@@ -106,6 +124,10 @@ class Arm:
 
     def _about(self) -> dict[str, Any]:
         return {"numel": self.out.numel(), "dtype": self.out.dtype, "group": None}
+
+
+def _is_number(level: Any) -> bool:
+    return isinstance(level, int)
 
 
 def of_bound(result: Tensor, exact: Tensor, magnitudes: Tensor, bound: float) -> float:
@@ -143,7 +165,9 @@ def rank(asked: argparse.Namespace) -> None:
                     seconds[name].append(took)
                     sent[name].append(_uplink(asked) - before)
                 else:
-                    errors[name] = of_bound(result, exact, magnitudes[kind], asked.bound)
+                    errors[name] = of_bound(
+                        result, exact, magnitudes[kind], arm.bound(kind, asked.bound)
+                    )
         rows[kind] = {
             name: row(
                 seconds, name, statistics.median(sent[name]),
@@ -171,7 +195,9 @@ def planned(kind: str, hierarchy: Any, numel: int, codec: Codec) -> float:
     """
     if hierarchy is None:
         return float("nan")
-    width = math.prod(hierarchy) if isinstance(hierarchy, list) else hierarchy
+    levels = hierarchy if isinstance(hierarchy, list) else [hierarchy]
+    sizes = [level["size"] if isinstance(level, dict) else level for level in levels]
+    width = math.prod(sizes) if len(sizes) > 1 else sizes[0]
     width = 1 if width == "none" else width
     units, half = RANKS // width, RANKS // 2
     if kind == "sum" and units == 2:  # each of two swaps all values of its stretch

@@ -4,7 +4,7 @@ Native messages take the seconds that the cluster measured. Encoded ones are the
 ``hybridcomp.collectives``: their coding, the messages that carry the payloads, and the overhead of
 a call. Over several nodes with several ranks on each, ``dp`` and ``zero`` go in two levels
 (``collectives.hierarchical``), native inside a node, encoded between nodes; over several sites in
-three, native also between the nodes of a site.
+three, between the nodes of a site native or with a codec of that level.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hybridcomp.collectives.native_nbytes import (
 )
 from hybridcomp.dimensions import Dimension
 from hybridcomp.errors import HybridcompError
-from hybridcomp.plan.choices import Choice
+from hybridcomp.plan.choices import INSIDE, Choice
 from hybridcomp.plan.cost.calls import FREE, NOTHING, Coded, EngineCall, Price
 from hybridcomp.plan.cost.copies import Copying
 from hybridcomp.plan.machines import rings
@@ -189,7 +189,8 @@ class Prices:
     ) -> Price:
         """Price a message in levels: native inside nodes, or sites, encoded stretches between.
 
-        Sums that a second level takes up are fp32. A gather's payloads cross it encoded.
+        Sums that a second level takes up are fp32, or encoded (``Choice.inside``). A gather's
+        payloads cross it encoded.
         """
         operation, width = call.encoded_as or call.operation, math.prod(call.inside)
         units = call.ranks // width
@@ -211,12 +212,21 @@ class Prices:
                 found = found.plus(self._relayed(numel, ranks, choice, dtype))
                 break
             for part in parts:
+                if level and part == "all_to_all" and choice.inside:
+                    found = found.plus(self._encoded_inside(numel, ranks))
+                    continue
                 own = torch.float32 if level and part == "all_to_all" else dtype
                 inner = EngineCall(part, numel, ranks, nodes)
                 cost = self._native(inner, part, own, native_nbytes(part, numel, own, ranks))
                 found = found.plus(replace(cost, native_nbytes=0.0, between_native_nbytes=0.0))
             numel /= ranks
         return found
+
+    def _encoded_inside(self, numel: float, ranks: int) -> Price:
+        """Price the exchange of fp32 sums of ``numel`` values among nodes of a site, encoded."""
+        call = EngineCall("reduce_scatter", numel, ranks, ranks)
+        cost = self._encoded(call, Choice.of(INSIDE), torch.float32, 0.0)
+        return replace(cost, native_nbytes=0.0, between_native_nbytes=0.0)
 
     def _relayed(self, numel: float, ranks: int, choice: Choice, dtype: torch.dtype) -> Price:
         """Price the payloads of a gather that go on between the nodes of a site, and are decoded

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from hybridcomp.codecs.bounded import Bounded
 from hybridcomp.codecs.registry import AUTO
 from hybridcomp.dimensions import DIMENSIONS, ROWS, Dimension, Key
 from hybridcomp.errors import ConfigError
-from hybridcomp.plan.choices import NATIVE, Choice
+from hybridcomp.plan.choices import INSIDE, NATIVE, Choice
 
 #: lossless settings, beside native
 LOSSLESS = (Choice.of("expcode"),)
@@ -75,6 +75,20 @@ class AllowedChoices:
         choices = dict(self.allowed).get(key[0], ())
         fitting = [choice for choice in choices if not (choice.delta and zero_stage == 3)]
         return (NATIVE, *fitting)
+
+    def inside(self, choices: Iterable[Choice]) -> Iterator[Choice]:
+        """Yield those of ``choices`` for ``dp`` that may stand beside encoded sums inside of sites.
+
+        Where the budget allows the codec of these sums for ``dp``, too, and only with lossy codecs
+        of fixed bits: no error bound counts what a level leaves out.
+        """
+        allowed = dict(self.allowed).get("dp", ())
+        if not any(dict(choice.setting) == INSIDE for choice in allowed):
+            return
+        for choice in choices:
+            codec = choice.codec
+            if codec is not None and not codec.lossless and not codec.bounded:
+                yield replace(choice, inside=True)
 
     def priced(
         self, is_known: Callable[[Dimension, Choice], bool]

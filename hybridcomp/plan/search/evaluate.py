@@ -199,12 +199,17 @@ def options_of(
 ) -> tuple[Choice, ...]:
     """Return the budget's options at ``key`` that take the job's dtype.
 
-    Only native copies where host codecs are unknown.
+    Only native copies where host codecs are unknown. Where the cluster has sites, sums also with
+    encoded ones inside of them.
     """
     options = budget.options(key, zero_stage)
     found = tuple(one for one in options if one.codec is None or one.codec.takes(job.dtype))
     copied = not ROWS[key[0]].between_ranks
-    return found[:1] if copied and not job.cluster.codes_on_host else found
+    if copied and not job.cluster.codes_on_host:
+        return found[:1]
+    if key[0] == "dp" and job.cluster.nodes_per_site:
+        found = (*found, *budget.inside(found))
+    return found
 
 
 def _keys_of(name: str) -> Iterator[Key]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.loss_chapters import Missing
+from bench.scale_bench.growth import Messages, growing, grows, table
 from bench.scale_bench.trained import misses
 from hybridcomp.config.memory import size
 
@@ -41,29 +42,6 @@ Launches of codecs, messages, and operations of torch that launch a kernel:
 
 {counts}
 """
-GROWING = """## Messages that grow
-
-Of the messages of channels ([their host time](host_time.md#in-groups-of-up-to-4096-ranks)) all but
-one take at most 1.5 times as long among 4,096 ranks as among 8, with as many launches. Buckets to
-owners take 1.4 to 1.5 times as long: large groups take two hops where small ones take one.
-
-An all-to-all whose lengths were never met before takes 2.5 times as long: 64 µs among 8 ranks,
-160 µs among 4,096. What grows are passes over a number for each rank:
-
-| µs more among 4,096 ranks | what |
-|---|---|
-| 12 | the bytes for each rank as the list of Python's integers that `all_to_all_single` takes |
-| 11 | 160 KB written: 40 bytes for each rank, the table that a GPU's kernels read |
-| 9 | the engine's list read: 4,096 of Python's integers |
-| 9 | a copy of that list, by which the way back finds its lengths |
-| 5 | the bytes of every payload |
-| 6 | the measurement's own copy of its list |
-
-The rest, half of it, is spread over the message: memory for these tables that no cache holds, and
-lists that are given back. A GPU copies the table from where it was written, and nobody waits.
-(`bench_host.py --ranks 4096 --profile "all_to_all new splits"`, beside the same with `--ranks 8`;
-profiles of the processor's time.)
-"""
 BYTES = """## Bytes and memory of a rank
 
 By a block of width {width} ({values} million values), 16 bits, micro-batches of {tokens} tokens.
@@ -77,24 +55,6 @@ checkpoint (bytes, tensors in it):
 {buffers}
 
 {residuals}
-"""
-GROWS = """\
-What does not grow: launches, messages, and the tensors in a file. Two ranks swap where more take
-two hops, and buckets go to their owners in another way above 64 ranks. Bytes approach those of an
-infinite group, native ones and encoded ones alike. What grows:
-
-* **ZeRO 1 and 2** look at the owner of every slice, once: a rank has as many slices in a step as
-  there are ranks and buckets together, and upstream makes a tensor of each.
-* **FSDP2** pads every parameter to an element for each rank, so the short tensors that host time is
-  measured with become longer, and torch takes longer for them on a CPU.
-* **DDP** pads every parameter to 32 values for each rank: 131,072 places at 4,096 ranks, also for
-  a bias of 8,192 values. At this width that is 0.1 % of the residuals; of the short tensors that
-  host time is measured with it is most of what is sent, and clearing the padding on a CPU is most
-  of the growth.
-* **ZeRO 3** lays shards out in more operations of torch where parameters have fewer values than
-  there are ranks, as here from 256 ranks on: at most three runs of ranks for a parameter.
-* A **first step** makes a piece for each part of each parameter that each rank gets; pauses of
-  Python's garbage collector over these are in its time.
 """
 PLANS = """## Large models, by the planner's model
 
@@ -123,7 +83,7 @@ TRAINED = """## The model against trainings
 
 Each row: DeepSpeed trains {blocks} blocks of a transformer, predicted from `hybridcomp measure`
 on the same ranks, which has seen one and three blocks. All ranks are processes of one machine
-with two cores, which is in the measurement, as all ranks compute at once there; others used the
+with two cores, which {shared} ranks share, in the measurement as in the training; others used the
 machine at the same time (the shortest and longest step say how much). The model misses by
 {median} in the median and by {most} at most.
 {lacks}"""
@@ -133,6 +93,8 @@ COMMANDS = """## Commands
 python scripts/bench/bench_scale.py host --out runs/scale
 python scripts/bench/bench_scale.py plans --out runs/scale
 python scripts/bench/bench_scale.py trainings --out runs/scale
+python scripts/bench/bench_host.py --ranks 8 64 256 1024 4096 --megabytes 1 \\
+    --json runs/scale/messages.json
 python scripts/bench/results.py --scale runs/scale
 ```
 """
@@ -140,11 +102,12 @@ python scripts/bench/results.py --scale runs/scale
 
 def scale_chapter(source: Path, out: Path) -> str:
     """Write pictures and ``scale.json``; return the page. Raises Missing without host.json."""
-    found = {name: _read(source / f"{name}.json") for name in ("host", "plans", "trainings")}
+    names = ("host", "plans", "trainings", "messages")
+    found = {name: _read(source / f"{name}.json") for name in names}
     if found["host"] is None:
         raise Missing(f"{source}: no host.json")
     (out / "scale.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    parts = [HEAD, *_measured(found["host"], out)]
+    parts = [HEAD, *_measured(found["host"], found["messages"], out)]
     if found["plans"] is not None:
         parts.append(_planned(found["plans"]["rows"], out))
     if found["trainings"] is not None:
@@ -165,21 +128,16 @@ def _read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
-    return "\n".join(line.replace(" --- ", "---") for line in lines)
-
-
 def _by_ranks(rows: Sequence[Row], first: str, cell: Callable[[Row], str]) -> str:
     """Return a table with a row for each engine and a column for each number of ranks."""
     ranks = sorted({row["ranks"] for row in rows})
     known = {(row["engine"], row["ranks"]): cell(row) for row in rows}
     engines = list(dict.fromkeys(row["engine"] for row in rows))
     body = [[name, *(known.get((name, count), "-") for count in ranks)] for name in engines]
-    return _table([first, *(f"{count:,}" for count in ranks)], body)
+    return table([first, *(f"{count:,}" for count in ranks)], body)
 
 
-def _measured(found: Row, out: Path) -> Iterator[str]:
+def _measured(found: Row, messages: Messages | None, out: Path) -> Iterator[str]:
     from bench.scale_bench.figures import LARGE, SMALL
 
     rows: list[Row] = found["rows"]
@@ -193,7 +151,8 @@ def _measured(found: Row, out: Path) -> Iterator[str]:
             lambda row: f"{row['launches']}, {row['messages']}, {row['operations']}",
         ),
     )  # fmt: skip
-    yield GROWING
+    if messages is not None:
+        yield growing(messages)
     values = sum(_numel(shape) for _, shape in LARGE.parameters(0)) / 1e6
     yield BYTES.format(
         width=f"{LARGE.width:,}", values=f"{values:,.0f}", tokens=f"{LARGE.tokens:,}",
@@ -209,7 +168,7 @@ def _measured(found: Row, out: Path) -> Iterator[str]:
             lambda row: f"{size(row['residuals'])}; {size(row['file'])} ({row['tensors']})",
         ),
     )  # fmt: skip
-    yield GROWS
+    yield grows(rows)
     _draw_host(rows, out / "scale_host.png")
 
 
@@ -282,7 +241,7 @@ def _plan_table(name: str, rows: Sequence[Row]) -> str:
         if (gpus, rate) not in known
     ]  # fmt: skip
     told = f"\n\nNot planned: {', '.join(lacks)}." if lacks else ""
-    return _table(head, body) + told
+    return table(head, body) + told
 
 
 def _draw_plans(rows: Sequence[Row], names: Sequence[str], path: Path) -> None:
@@ -329,6 +288,7 @@ def _trained(rows: Sequence[Row]) -> str:
     sizes = [abs(miss) for miss in off]
     head = ["ranks", "training", "predicted s", "measured s", "miss"]
     return TRAINED.format(
-        trained=_table(head, body), blocks=BLOCKS, lacks=lacks,
+        trained=table(head, body), blocks=BLOCKS, lacks=lacks,
+        shared=f"up to {max(row['ranks'] for row in rows)}",
         median=f"{100 * statistics.median(sizes):.0f} %", most=f"{100 * max(sizes):.0f} %",
     )  # fmt: skip

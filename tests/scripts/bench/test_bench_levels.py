@@ -29,7 +29,9 @@ def arms() -> dict[str, tuple[float, float, float, float]]:
         for kind in bench_levels.KINDS:
             result, seconds = arm.run(kind)
             exact.setdefault(kind, result.clone())
-            errors.append(of_bound(result, exact[kind], most.amax().expand(8) * 8, 0.05))
+            bound = arm.bound(kind, 0.05)
+            assert (bound < 0.05) == arm.inner
+            errors.append(of_bound(result, exact[kind], most.amax().expand(8) * 8, bound))
             assert seconds > 0
         sent: tuple[float, float] = (0, 0)
         if arm.channels is not None:
@@ -43,7 +45,12 @@ def test_every_arm_stays_within_its_bound_and_sends_its_plan() -> None:
     results = run_ranks(8, arms)
     assert all(0 <= error < 1 for found in results for one in found.values() for error in one[:2])
     codec = make_codec("blockint", bits=8)
-    for name in ("two levels: sites", "three levels"):  # the ledger counts what leaves a site
+    assert results[0]["three levels, 8 bits inside"][0] > results[0]["three levels"][0] > 0
+    for name in (
+        "two levels: sites",
+        "three levels",
+        "three levels, 8 bits inside",
+    ):  # the ledger counts what leaves a site
         for index, kind in enumerate(bench_levels.KINDS):
             sent = sum(found[name][2 + index] for found in results[:4])
             plan = planned(kind, ARMS[name], NUMEL, codec)
@@ -57,7 +64,13 @@ def test_planned_bytes() -> None:
     plans = {name: planned("sum", ARMS[name], NUMEL, codec) / whole for name in ARMS}
     assert isnan(plans.pop("native"))
     assert plans == pytest.approx(
-        {"one level": 4, "two levels: nodes": 2, "two levels: sites": 1, "three levels": 1},
+        {
+            "one level": 4,
+            "two levels: nodes": 2,
+            "two levels: sites": 1,
+            "three levels": 1,
+            "three levels, 8 bits inside": 1,
+        },
         rel=0.01,
     )
     assert planned("gather", [2, 2], NUMEL, codec) == whole / 2

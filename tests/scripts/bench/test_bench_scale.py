@@ -61,13 +61,43 @@ def test_the_page_shows_what_was_measured_planned_and_trained(
         assert row["planned"] <= row["auto"] <= min(row["native"], row["recommended"]) + 1e-9
         assert 0 < row["host_of_recommended"] < row["recommended"]
     bench.kept(source / "trainings.json", ("ranks", "name", "zero"), [TRAINED])
+    measured = {
+        "8": {"a": [10.0, 1.0, 2], "all_to_all new splits": [50.0, 5.0, 2]},
+        "4096": {"a": [11.0, 1.1, 2], "all_to_all new splits": [110.0, 9.0, 2]},
+    }
+    (source / "messages.json").write_text(json.dumps(measured))
     results = importlib.import_module("bench.results")
     assert results.main(["--scale", str(source), "--out", str(out)]) == 0
     page = (out / "scale.md").read_text()
     assert "+10 %" in page and "Not trained: 4, 8, 16 ranks" in page
     assert "GPT-NeoX-20B: native layout" in page
+    assert "all but 1 take at most 1.5 times as long among 4,096 ranks as among 8, with as" in page
+    assert "| all_to_all new splits | 50 | 110 | 2.20 |" in page and "40 bytes for each" in page
+    assert "256 places at 8 ranks" in " ".join(page.split())
+    assert "which up to 2 ranks share" in page
     assert (out / "scale_host.png").is_file() and (out / "scale_plans.png").is_file()
     assert not [name for name in ("{us}", "{trained}", "{tables}") if name in page]
+
+
+def test_what_grows_is_told_by_the_measurements(bench: Any) -> None:
+    growth = importlib.import_module("bench.scale_bench.growth")
+    rows = [
+        {"engine": name, "ranks": ranks, "launches": launches, "operations": operations}
+        for name, launches, operations in (("ZeRO 1 and 2", 9, 5), ("ZeRO 3", 12, 18))
+        for ranks in (2, 8, 64)
+    ]  # fmt: skip
+    said = growth.grows(rows)
+    assert "ZeRO 1 and 2" in said and "ZeRO 3" not in said and "another way" not in said
+    rows[2]["launches"], rows[-1]["operations"] = 5, 36
+    said = " ".join(growth.grows(rows).split())
+    assert "in another way among 64." in said and "as here from 64 ranks on" in said
+    flat = {count: {"a": [10.0, 1.0, 2 + (count == "64")]} for count in ("8", "64")}
+    said = growth.growing(flat)
+    assert (
+        "all take" in said
+        and "but for `a`, which take two hops" in said
+        and "never met" not in said
+    )
 
 
 def test_rows_are_replaced_and_others_stay(bench: Any, tmp_path: Path) -> None:
