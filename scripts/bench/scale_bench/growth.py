@@ -106,7 +106,7 @@ def _bullets(by_engine: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[s
 def _of_ddp(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return what padding DDP's tables have at most, and its share of the residuals."""
     from bench.scale_bench.figures import LARGE
-    from hybridcomp.patches.torch.ddp_layout import CHUNK_ALIGN
+    from hybridcomp.collectives.wire.cuts import CHUNK_ALIGN
 
     if not rows:
         return ""

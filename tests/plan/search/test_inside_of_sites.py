@@ -28,6 +28,7 @@ from tests.plan.clusters import cluster, small
 
 BATCH = Batch(16, 128)
 BITS_8, BITS_4 = ({"codec": "blockint", "bits": bits} for bits in (8, 4))
+HIERARCHIES: tuple[bool | tuple[int, int], ...] = (True, False, (2, 2))
 BUDGET = AllowedChoices.parse({"dp": [BITS_4, BITS_8], "zero": BITS_8})
 FIXED: dict[str, Any] = {"data": 8, "micro_batch": 2, "cuts": (6,)}
 
@@ -48,7 +49,7 @@ def test_the_best_of_all_is_found(gbits: float, uplink: float, levels: Any) -> N
     machines, limits = sites(gbits, uplink), SearchLimits(dtype="fp32", fixed=FIXED)
     job = PlannedJob(small(), machines, BATCH, limits)
     best: list[tuple[float, str]] = []
-    for stage, hierarchy in itertools.product(range(4), (True, False, (2, 2))):
+    for stage, hierarchy in itertools.product(range(4), HIERARCHIES):
         layout = Layout(data=8, zero_stage=stage, micro_batch=2, cuts=(6,), hierarchy=hierarchy)
         work = work_of(job, layout)
         keys = [key for key in KEYS if key[0] == "dp" or (key[0] == "zero" and stage)]
