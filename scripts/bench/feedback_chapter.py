@@ -15,8 +15,8 @@ from hybridcomp.compare import Wishes, compared
 from hybridcomp.compare.report import markdown_rows, with_interval
 from hybridcomp.compare.statistics import half_width
 
-#: the ways of sending gradients that all trainings have
-WAYS = ("4 bits", "4 bits, feedback 8", "5 bits")
+#: the ways of sending gradients that trainings have in common
+WAYS = ("4 bits", "4 bits, feedback 8", "5 bits", "8 bits")
 FEEDBACK_HEAD = """\
 As in [loss](loss.md): the example GPT, 0.85 M parameters, fp32, two CPU ranks, every run of a seed
 on the weights and the data of the baseline's run of that seed, gaps paired by seed with the 95%
@@ -42,8 +42,8 @@ norm over that of the gradients: {noise}.
 OTHERS = """
 ## In other trainings
 
-Gaps to native in percent, as above; the last column is the gap of 4 bits with feedback less that
-without, paired by seed: above 0, feedback makes the loss worse.
+Gaps to native's loss in percent, as above; the last column is the gap of 4 bits with feedback less
+that without, paired by seed: above 0, feedback makes the loss worse.
 """
 
 
@@ -59,7 +59,7 @@ def feedback_chapter(source: Path, out: Path) -> str:
 def other_trainings(source: Path) -> list[str]:
     """Return the table of gaps over all studies, and the commands of those in ``also``."""
     found = [("as above", source), *((f.name, f) for f in sorted(source.glob("also/*")))]
-    rows = [["training", "layout", "seeds", *WAYS, "feedback - none"]]
+    rows = [["training", "layout", "seeds", "native loss", *WAYS, "feedback - none"]]
     for name, folder in found:
         for layout in [f.name for f in sorted(folder.iterdir()) if f.name in LAYOUTS]:
             study = Study.of(folder / layout)
@@ -73,13 +73,14 @@ def other_trainings(source: Path) -> list[str]:
 
 
 def gaps_of(study: Study) -> list[str]:
-    """Return the gaps of WAYS to native, and by how much feedback of 8 bits adds to that at 4."""
+    """Return native's loss, the gaps of WAYS to it, and what feedback adds to that at 4 bits."""
     names = [name for name in (BASELINE, *WAYS) if name in study.whole]
     result = compared([f"{name}={study.paths(name)}" for name in names], Wishes())
     gaps = {one.label: one.gaps for one in result.comparisons}
     cells = [gap_of(np.array(gaps[way])) if way in gaps else "-" for way in WAYS]
     both = all(way in gaps for way in WAYS[:2])
-    return [*cells, gap_of(np.subtract(gaps[WAYS[1]], gaps[WAYS[0]])) if both else "-"]
+    native = f"{result.comparisons[0].final_loss:.3f}"
+    return [native, *cells, gap_of(np.subtract(gaps[WAYS[1]], gaps[WAYS[0]])) if both else "-"]
 
 
 def gap_of(gaps: NDArray[np.float64]) -> str:
