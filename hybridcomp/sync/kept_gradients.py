@@ -7,7 +7,7 @@ between the forward and the backward pass. DeepSpeed clears them in its step.
 
 from __future__ import annotations
 
-import functools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -41,22 +41,30 @@ class KeptGradients:
         """
         self._gradients, self._before = gradients, before
         self._hooks: list[Hook] = []
+        self._found: Callable[[], object] = lambda: None
 
     def watch(self, found: Callable[[], object]) -> None:
         """Call ``found`` if the next backward pass begins with gradients that are not zero."""
         self.stop()
-        self._hooks = self._before(functools.partial(self._look, found))
+        self._found = found
+        known = weakref.WeakMethod(self._look)  # of a model that is dropped the hooks are, too
+
+        def look() -> None:
+            if (method := known()) is not None:
+                method()
+
+        self._hooks = self._before(look)
 
     def stop(self) -> None:
         """Watch no longer."""
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _look(self, found: Callable[[], object]) -> None:
+    def _look(self) -> None:
         if self._hooks:
             self.stop()
             if _any(self._gradients()):
-                found()
+                self._found()
 
 
 def before_leaves(leaves: Callable[[], Iterable[Tensor]], look: Look) -> list[Hook]:
