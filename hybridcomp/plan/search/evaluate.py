@@ -204,10 +204,11 @@ def options_of(
     """
     options = budget.options(key, zero_stage)
     found = tuple(one for one in options if one.codec is None or one.codec.takes(job.dtype))
-    copied = not ROWS[key[0]].between_ranks
-    if copied and not job.cluster.codes_on_host:
+    row = ROWS[key[0]]
+    if not row.between_ranks and not job.cluster.codes_on_host:
         return found[:1]
-    if key[0] == "dp" and job.cluster.nodes_per_site:
+    sums = row.two_levels and row.settings == "gradients"
+    if sums and job.cluster.nodes_per_site:
         found = (*found, *budget.inside(found))
     return found
 
