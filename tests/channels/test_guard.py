@@ -82,7 +82,8 @@ def test_defaults_watch_what_is_lossy() -> None:
     assert limits({"dp": {**feedback, "guard": {"error": None}}}) == {"dp": (None, 20.0)}
     assert limits({"dp": {**feedback, "guard": "none"}}) == {}
     assert limits({"dp": feedback, "ledger": {"sample_every": 0}}) == {}
-    assert limits({"preset": "recommended", "dp": {"guard": {"residual": 3.0}}})["dp"] == (1.0, 3.0)
+    kept = {"error_feedback": True, "guard": {"residual": 3.0}}
+    assert limits({"preset": "recommended", "dp": kept})["dp"] == (1.0, 3.0)
 
 
 def test_ranks_agree_on_the_limits() -> None:
