@@ -3,10 +3,10 @@
 ``naive-zfp``, ``naive-mpc``, ``mzhybrid`` and ``zhybrid`` are the schemes of arXiv 2409.02423; its
 messages are fp32, so its rates 8 and 16 are a quarter and a half. ``recommended`` follows from a
 rate-distortion study of training tensors: a transform gains nothing on them, so plain integers, and
-4 bits only where error feedback sends the residual later; its settings are in the rows of
-``hybridcomp.dimensions``. No preset names ``offload``, which takes time of the host, too, or
-``tp2d``, whose layers a script chooses. ``none`` compresses nothing but counts the traffic, for a
-baseline. ``planned`` takes the block of a plan (``planned.py``).
+4 bits only for gradients, whose errors an optimizer averages over its steps; its settings are in
+the rows of ``hybridcomp.dimensions``. No preset names ``offload``, which takes time of the host,
+too, or ``tp2d``, whose layers a script chooses. ``none`` compresses nothing but counts the traffic,
+for a baseline. ``planned`` takes the block of a plan (``planned.py``).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing import util
 from typing import Protocol
@@ -97,8 +98,14 @@ def _register_end() -> None:
 
 
 def _end() -> None:
-    for one in list(_open):
-        one.close()
+    """Close all that is open, one after another has failed, too; then say the last line."""
+    with ExitStack() as ends:
+        ends.callback(_say_last)
+        for one in list(_open):
+            ends.callback(one.close)
+
+
+def _say_last() -> None:
     if _accounts:
         say(last_line(_accounts), anywhere=True)
     _accounts.clear()

@@ -289,6 +289,8 @@ class EngineSession:
 
     def close(self) -> None:
         """Write the totals; the channels send no message afterwards."""
-        self.followers.close()
-        if self.reporter is not None:
-            self.reporter.close()
+        try:
+            self.followers.close()
+        finally:
+            if self.reporter is not None:
+                self.reporter.close()

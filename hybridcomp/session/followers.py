@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -100,6 +101,8 @@ class Followers(list[StepFollower]):
                     log.say(told, anywhere=True)
 
     def close(self) -> None:
-        """Free what they hold, the last one first."""
-        while self:
-            self.pop().close()
+        """Free what they hold, the last one first, and the others where one fails."""
+        with ExitStack() as ends:
+            for follower in self:
+                ends.callback(follower.close)
+            self.clear()

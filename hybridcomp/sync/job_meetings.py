@@ -98,7 +98,7 @@ class JobMeetings(SyncFollower):
     def close(self) -> None:
         """Leave the run, so that nobody waits for this island, and free what is held."""
         if self._membership is not None:
-            self._membership.leave(len(self.under_way))
+            self._membership.leave()
         self._membership = None
         super().close()
 

@@ -64,7 +64,7 @@ class Membership:
         )
         self.own, self.last = "", Roster(-1, [])
         self.left_out = self.joined = 0
-
+        self._posted = -1  # the latest meeting to which this rank has sent, or is sending
         self._held: HeldName | None = None
 
         def introduced() -> tuple[str, str]:
@@ -110,6 +110,7 @@ class Membership:
         number = self.last.number + 1
         self.courier.settle()
         self.meet.withdraw(self.own, number)
+        self._posted = -1
         self.left_out += 1
         self._say(
             f"sync: island {self.own} came too late for meeting {number} and takes the weights of "
@@ -119,6 +120,7 @@ class Membership:
 
     def post(self, number: int, message: Tensor) -> None:
         """Send this rank's message for a meeting, and take those of the others when they come."""
+        self._posted = number
         self.courier.send(self.own, number, message.cpu().numpy().data)
         self.courier.expect(number, [one for one in self.last.members if one != self.own])
 
@@ -152,13 +154,9 @@ class Membership:
             count = len(now.present)
             self._say(f"sync: meeting {now.number} of {count} island(s): {'; '.join(words)}")
 
-    def leave(self, under_way: int) -> None:
-        """Leave the run, so that nobody waits for this island. No collective.
-
-        ``under_way``: meetings to which it has sent its message, or is sending it (``departure``).
-        """
-        first = self.last.number + 1
-        numbers = range(first, first + under_way)
+    def leave(self) -> None:
+        """Leave the run, so that nobody waits for this island (``departure``). No collective."""
+        numbers = range(self.last.number + 1, self._posted + 1)
         depart(self.meet, self.courier, self.own, numbers, self._limit_s, self._say)
         self._release()
 

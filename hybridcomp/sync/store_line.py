@@ -1,8 +1,9 @@
 """The line of one rank to the rendezvous of its islands: torch's TCPStore, never without a limit.
 
 A store whose process was stopped, or whose host is cut off, answers nothing, and torch waits for
-some of its answers without a limit. So each request runs in a thread of its own, and one that takes
-too long is an error that names the rendezvous. Values of any size are cut into pieces.
+some of its answers without a limit. So requests run in a thread of the line, and one that takes too
+long is an error that names the rendezvous; its thread is left behind. The thread is there before
+the process ends, when Python 3.12 starts none. Values of any size are cut into pieces.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -48,6 +51,7 @@ class StoreLine:
     ) -> None:
         self.address, self._request_s = f"tcp://{host}:{port}", request_s
         self._made_with = (host, port, connect_s, request_s)
+        self._requests: SimpleQueue[Callable[[], None] | None] | None = None  # of the thread
         self._await_listener(host, port, connect_s)
         limit = timedelta(seconds=connect_s)
         self._store: Any = self._within(
@@ -162,25 +166,43 @@ class StoreLine:
         return self._within(self._request_s, work)
 
     def _within(self, seconds: float, work: Callable[[], T]) -> T:
-        """Return the result of ``work``, in a thread that may be left behind."""
+        """Return the result of ``work``, which the line's thread does, within ``seconds``."""
         result: list[T] = []
         problem: list[Exception] = []
+        done = threading.Event()
 
         def run() -> None:
             try:
                 result.append(work())
             except Exception as error:
                 problem.append(error)
+            done.set()
 
-        thread = threading.Thread(target=run, name="hybridcomp rendezvous", daemon=True)
-        thread.start()
-        thread.join(seconds)
+        self._thread().put(run)
+        done.wait(seconds)
         if result:
             return result[0]
         if problem:
             words = (str(problem[0]).strip() or type(problem[0]).__name__).splitlines()[0][:200]
             raise self._gone(f"does not answer ({words})") from problem[0]
+        self._end()  # once the request has ended, if ever
+        self._requests = None
         raise self._gone(f"has not answered for {seconds:g} s")
+
+    def _thread(self) -> SimpleQueue[Callable[[], None] | None]:
+        """Return what the line's thread takes its requests from; it ends with the line."""
+        if self._requests is None:
+            requests: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+            thread = threading.Thread(
+                target=_do, args=(requests,), name="hybridcomp rendezvous", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise self._gone(f"cannot be asked ({error})") from error
+            self._requests, self._end = requests, weakref.finalize(self, requests.put, None)
+            self._end.atexit = False
+        return self._requests
 
     def _await_listener(self, host: str, port: int, seconds: float) -> None:
         """Return once somebody listens there: torch fills the screen where nobody does."""
@@ -196,6 +218,13 @@ class StoreLine:
 
     def _gone(self, words: str) -> PeerError:
         return PeerError(f"{KEY}: the rendezvous at {self.address} {words}; {TODO}")
+
+
+def _do(requests: SimpleQueue[Callable[[], None] | None]) -> None:
+    """Do one request after the other, until None comes; keep none, which would keep the line."""
+    while (request := requests.get()) is not None:
+        request()
+        del request
 
 
 def awaited(look: Callable[[], T | None], seconds: float) -> T | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -212,3 +214,26 @@ def loses_its_rendezvous() -> tuple[int, str]:
 def test_a_message_that_fails_is_told_by_a_step_before_it_is_due() -> None:
     ((step, told),) = run_ranks(1, loses_its_rendezvous)
     assert step < 18 and "rendezvous at tcp://127.0.0.1:" in told and "\n" not in told
+
+
+def is_not_let_in() -> str:
+    """Go on from a checkpoint with a message under way where the others never come."""
+    with rendezvous() as address:
+        first = Job(block(address, at_start=1, preset="wsp")).build().train(3)
+        kept = first.job_meetings.state()
+        assert kept is not None and first.job_meetings.under_way
+        hybridcomp.detach(first.model)
+    with rendezvous() as address:
+        told = block(address, preset="wsp")
+        told["sync"]["islands"]["join_timeout_s"] = 0.3
+        job, said = Job(told).build(), io.StringIO()
+        job.job_meetings.resume([kept])
+        with contextlib.redirect_stdout(said), pytest.raises(PeerError, match="join_timeout_s"):
+            job.train(1)
+        hybridcomp.detach(job.model)
+    return said.getvalue()
+
+
+def test_who_is_not_let_in_has_lost_no_message_of_its_checkpoint() -> None:
+    (said,) = run_ranks(1, is_not_let_in)
+    assert "loses" not in said
