@@ -26,11 +26,13 @@ struct Place {
 
 HC_INLINE Place find_tile(const u8* in, u64 nbytes, u64 numel, u64 segment, u64 bound, u64 relative,
                           u32 number, u32 tiles) {
+    u64 data = HEADER_BYTES + 4ull * tiles;
+    if (nbytes < data + TAIL_BYTES) return Place{data, 0, 0, 0, false};  // nothing to read there
     uint4 first = load16(in), second = load16(in + 16);
     const u32* offsets = (const u32*)in + HEADER_BYTES / 4 + number;
     u32 length = second.z;
     Place place;
-    place.data = HEADER_BYTES + 4ull * tiles;
+    place.data = data;
     place.dtype = first.y >> 8 & 255;
     place.begin = offsets[0], place.end = number + 1 < tiles ? offsets[1] : length;
     // what there must be, and what differs from it

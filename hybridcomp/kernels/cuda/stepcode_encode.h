@@ -121,7 +121,14 @@ HC_INLINE bool code_values(const u16* values, const u16* reference, u32 count, u
 #pragma unroll
         for (u32 n = 0; n < AHEAD; ++n) olds[n] = next_olds[n], news[n] = next_news[n];
     }
-    return !batches && coder.fits(room);
+    bool fits = !batches && coder.fits(room);
+    // unchanged values may be long, too, where no sample had one: what has changed may be among those left
+#pragma unroll 1
+    while (batches && !ballot(coder.moved != 0)) {
+        u64 at = --batches * (u64)BATCH + lane;
+        for (u32 n = 0; n < AHEAD; ++n) coder.moved |= step_between(reference[at + n * WARP], values[at + n * WARP]);
+    }
+    return fits;
 }
 
 // A tile into its room, as it is sent.

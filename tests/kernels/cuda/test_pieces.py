@@ -261,3 +261,17 @@ def test_nothing_beside_the_pieces_is_touched() -> None:
         out = guarded.copy(reference)
         kernel_of(codec).decode(used, [out[1:100], out[100:]])
     assert torch.equal(arrays.bits_of(out[1:]), arrays.bits_of(values[1:]))
+
+
+@pytest.mark.parametrize("codec", [*VARYING, ExactSteps()], ids=str)
+def test_payloads_that_are_too_short_are_damage(codec: Codec) -> None:
+    """Their lengths come from other ranks; one byte read behind them is a crash."""
+    kernels, numel = CudaKernels(EmulatedLauncher()), 100_000
+    held = torch.zeros(numel, dtype=BF16)
+    bound = codec.against(held) if isinstance(codec, ExactSteps) else codec
+    with kernels_replaced(kernels):
+        for nbytes in (0, 16, 32, 64):
+            short = guarded.copy(torch.zeros(nbytes, dtype=torch.uint8))
+            kernel_of(bound).decode([short, short], [held, held.clone()])
+            with pytest.raises(CodecError, match="damaged"):
+                kernels.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,8 @@ from tests.kernels.cuda.emulated import EmulatedLauncher
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
 KERNELS = CudaKernels(EmulatedLauncher())
 CODEC = StepCode()
+#: bytes of ``Plan`` in front of its counts
+PLAN_HEAD = 32
 DTYPES = (torch.bfloat16, torch.float16)
 #: tiles that are empty, coded and stored; messages that are stored
 CASES = (
@@ -70,6 +73,31 @@ def test_tiles_of_several_kinds() -> None:
     values[60_000:] = reference[60_000:]
     check(values, reference, torch.clone)
     KERNELS.check()
+
+
+class NoSampleIsUnchanged(EmulatedLauncher):
+    """Forgets the samples of unchanged values: as in long messages, where most are no samples."""
+
+    def launch(self, *given: Any, **options: Any) -> None:
+        if given[2] == "stepcode_model":
+            counts = (ctypes.c_uint32 * (16 * 128)).from_address(given[5] + PLAN_HEAD)
+            counts[::128] = [0] * 16
+        super().launch(*given, **options)
+
+
+@pytest.mark.parametrize("changed", [0, 1, 512])
+def test_unchanged_values_that_take_more_room_than_a_tile_has(changed: int) -> None:
+    """Before the coder comes to the first values, which are what has changed."""
+    old = torch.ones(9000, dtype=torch.bfloat16)
+    new = old.clone()
+    new[:changed] = 1.5
+    new[8192 : 8192 + changed] = 1.5
+    with kernels_replaced(CudaKernels(NoSampleIsUnchanged())):
+        payload = encoded(new, old)
+    out = torch.zeros_like(new)
+    CODEC.decode(payload, old, out)
+    assert torch.equal(out, new)
+    assert changed or payload.numel() < 100
 
 
 @pytest.mark.parametrize("offset", [1, 3])
