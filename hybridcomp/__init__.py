@@ -248,7 +248,8 @@ def publish(
             fully_shard, or megatron-core's DistributedDataParallel (a list of them with virtual
             pipeline stages).
         to: a folder (``file:///...``), on the first rank a socket, a stream with ``write``, or a
-            process group of torch.distributed that the first rank shares with the receivers.
+            process group of torch.distributed that the first rank shares with the receivers. Where
+            islands of ``sync`` train, each publishes its own weights, and needs one of its own.
         every: optimizer steps from one version to the next.
         anchor_every: versions from one full version to the next.
         dtype: "bf16" or "fp16" for weights that have no 16 bits; None: what the model computes

@@ -190,7 +190,7 @@ class Folder(Destination):
         return self._part.name
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest. Raises PublishError where another job writes to the folder."""
+        """Write the manifest. Raises PublishError where another job or island writes there."""
         target = self._manifest(manifest.version)
         self._check_alone(manifest.version)
         unfinished = self._new_manifest(manifest.version)
@@ -215,8 +215,8 @@ class Folder(Destination):
         if newest >= version:
             raise PublishError(
                 f"version {version}: {one_line(self.path)} has version {newest} already: another "
-                "job publishes there; end one of them, or name a folder for each, and start this "
-                "one again"
+                "job or island publishes there; end one of them, or name a folder for each, and "
+                "start this one again"
             )
 
     def _answer(self) -> None:

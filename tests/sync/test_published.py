@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybridcomp
+from hybridcomp.errors import PublishError
 from hybridcomp.session.engine_session import session_of
 from tests.ranks import run_ranks
 from tests.sync.torch_job import Job
@@ -55,6 +56,34 @@ def both(folder: Path) -> None:
 
 def test_the_first_island_publishes(tmp_path: Path) -> None:
     run_ranks(4, both, tmp_path)
+
+
+def by_script(folder: Path) -> None:
+    """Publish from both islands: to a folder of each, and to one, which the second is refused."""
+    job = Job({"sync": {"preset": "local-sgd", "islands": 1, "every": 2}, "min_bytes": 0}).build()
+    rank = dist.get_rank()
+    job.train(1)
+    each = hybridcomp.publish(job.model, folder / str(rank), dtype="bf16")
+    each.publish()
+    receiver = hybridcomp.WeightReceiver(folder / str(rank))
+    receiver.update()
+    weights = dict(job.model.named_parameters())
+    assert (found := dict(receiver.tensors()))
+    for name, tensor in found.items():
+        of = weights.get(name, weights.get(f"module.{name}"))
+        assert of is not None and torch.equal(tensor, of.detach().to(torch.bfloat16))
+    both = hybridcomp.publish(job.model, folder / "one", dtype="bf16")
+    dist.barrier()
+    if rank == 0:
+        both.publish()
+    dist.barrier()
+    if rank == 1:
+        with pytest.raises(PublishError, match="another job or island publishes there"):
+            both.publish()
+
+
+def test_islands_that_a_script_publishes_need_a_folder_each(tmp_path: Path) -> None:
+    run_ranks(2, by_script, tmp_path)
 
 
 def of_deepspeed(folder: Path) -> None:
