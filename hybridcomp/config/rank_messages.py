@@ -146,7 +146,8 @@ def _between(messages: RankMessages, own: int, codec: Codec) -> int:
     others = messages.encoders - 1
     part = -(-own // messages.encoders)
     slot = codec.wire_nbytes(part, messages.dtype)
-    exchanged, gathered = 2 * others * slot, (others + 2) * slot
+    sums = messages.dtype if codec.lossless else torch.float32  # as ``sent_dtype`` has it
+    exchanged, gathered = 2 * others * slot, (others + 2) * codec.wire_nbytes(part, sums)
     if messages.how == "own":
         return exchanged + FP32 * part
     if messages.how != "sum":
