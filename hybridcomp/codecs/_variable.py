@@ -22,13 +22,17 @@ class VariableCodec(Codec):
     """Codec of variable size that calls the subclass's pair of kernels."""
 
     fixed_size = False
-    #: both functions take ``_settings`` first, then the arguments below
+    #: both functions take ``_settings_for`` first, then the arguments below
     kernels: ClassVar[KernelSet[VariableKernels]]
 
     @property
     @abstractmethod
     def _settings(self) -> tuple[float, ...]:
         """First arguments of the kernels: the codec's settings."""
+
+    def _settings_for(self, numel: int) -> tuple[float, ...]:
+        """First arguments of the kernels for a message of ``numel`` values."""
+        return self._settings
 
     @property
     @abstractmethod
@@ -50,7 +54,7 @@ class VariableCodec(Codec):
         nbytes = self.wire_nbytes(values.numel(), values.dtype)
         check_encode(self.spec, values, out, nbytes)
         return self.kernels.on(values.device).encode(
-            *self._settings,
+            *self._settings_for(values.numel()),
             DTYPE_CODES[values.dtype],
             values.data_ptr(),
             values.numel(),
@@ -76,7 +80,7 @@ class VariableCodec(Codec):
         check_decode(self.spec, payload, out, self._least_nbytes if out.numel() else 0)
         try:
             self.kernels.on(out.device).decode(
-                *self._settings,
+                *self._settings_for(out.numel()),
                 DTYPE_CODES[dtype],
                 payload.data_ptr(),
                 payload.numel(),

@@ -14,13 +14,12 @@ import math
 from typing import ClassVar, Protocol
 
 import torch
-from torch import Tensor
 
-from hybridcomp.codecs.base import Codec, align
-from hybridcomp.codecs.checks import check_add, check_decode, check_dtype, check_encode, check_size
+from hybridcomp.codecs._variable import VariableCodec
+from hybridcomp.codecs.base import align
+from hybridcomp.codecs.checks import check_dtype
 from hybridcomp.codecs.setting import Setting
-from hybridcomp.errors import CodecError
-from hybridcomp.kernels import DTYPE_CODES, KernelSet, stores_sizes
+from hybridcomp.kernels import KernelSet
 
 CHUNK = 4096
 HEADER = 16
@@ -68,7 +67,7 @@ class TopKKernels(Protocol):
         """Read values into ``out``, or ``add`` them to fp32."""
 
 
-class TopK(Codec):
+class TopK(VariableCodec):
     """Lossy codec of variable size that keeps a share ``density`` of the values."""
 
     name: ClassVar[str] = "topk"
@@ -83,7 +82,6 @@ class TopK(Codec):
     sparse: ClassVar[bool] = True
     kernels = KernelSet[TopKKernels](name)
     lossless = False
-    fixed_size = False
     span: ClassVar[int] = CHUNK
     segment = CHUNK
 
@@ -115,50 +113,21 @@ class TopK(Codec):
         quotient = 1 / (1 - (1 - self.density) ** (1 << self._rice)) if self.density < 1 else 1.0
         return self.density * (self._rice + self.bits + quotient) + 16 / CHUNK
 
-    def encode(self, values: Tensor, out: Tensor) -> int:
-        return self._encode(values, out)
-
-    def encode_into(self, values: Tensor, out: Tensor, size: Tensor) -> None:
-        if stores_sizes(values.device) and values.numel():
-            check_size(self.spec, size, values.device)
-            self._encode(values, out, size.data_ptr())
-        else:
-            size.fill_(self._encode(values, out))
-
-    def decode(self, payload: Tensor, out: Tensor) -> None:
-        self._decode(payload, out, add=False)
-
-    def decode_add(self, payload: Tensor, out: Tensor, dtype: torch.dtype) -> None:
-        check_add(self.spec, out, dtype)
-        self._decode(payload, out, add=True)
-
     def element_bound(self, absmax: float, dtype: torch.dtype) -> float:
         check_dtype(self.spec, dtype)
         return absmax * 1.01
 
-    def _settings(self, numel: int) -> tuple[int, int, int, int]:
-        """Return the first arguments of the kernels."""
+    @property
+    def _settings(self) -> tuple[int, ...]:
+        return self.bits, self._rice
+
+    def _settings_for(self, numel: int) -> tuple[int, ...]:
         last = (numel - 1) % CHUNK + 1
-        return self.bits, self._rice, self._kept(CHUNK), self._kept(last)
+        return *self._settings, self._kept(CHUNK), self._kept(last)
 
-    def _encode(self, values: Tensor, out: Tensor, *size: int) -> int:
-        nbytes = self.wire_nbytes(values.numel(), values.dtype)
-        check_encode(self.spec, values, out, nbytes)
-        if not values.numel():
-            return 0
-        return self.kernels.on(values.device).encode(
-            *self._settings(values.numel()), DTYPE_CODES[values.dtype], values.data_ptr(),
-            values.numel(), out.data_ptr(), nbytes, torch.get_num_threads(), *size,
-        )  # fmt: skip
+    @property
+    def _least_nbytes(self) -> int:
+        return HEADER
 
-    def _decode(self, payload: Tensor, out: Tensor, *, add: bool) -> None:
-        check_decode(self.spec, payload, out, HEADER if out.numel() else 0)
-        if not out.numel():
-            return
-        try:
-            self.kernels.on(out.device).decode(
-                *self._settings(out.numel()), DTYPE_CODES[out.dtype], payload.data_ptr(),
-                payload.numel(), out.data_ptr(), out.numel(), add, torch.get_num_threads(),
-            )  # fmt: skip
-        except ValueError as error:
-            raise CodecError(f"{self.spec}: cannot decode {out.numel()} values: {error}") from error
+    def pieces(self, device: torch.device) -> None:
+        """Return None: kernels take one tensor at a time (``kernels/cuda/topk.cu`` says why)."""

@@ -9,10 +9,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from hybridcomp.codecs.words import DTYPE_NAMES
 from hybridcomp.kernels import DTYPE_CODES, stores_sizes
 from hybridcomp.kernels.pieces import PayloadPiece, PieceFunctions
 
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 #: bits of -0.0, to which any fp32 value can be added without a change
 MINUS_ZERO = 1 << 31
 
@@ -81,7 +81,7 @@ class VaryingPieces:
     def accumulate(self, totals: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """See ``launches.PieceKernel``."""
         if values:
-            self._functions.on_values(f"add_{NAMES[values[0].dtype]}", _pairs(totals, values))
+            self._functions.on_values(f"add_{DTYPE_NAMES[values[0].dtype]}", _pairs(totals, values))
 
     def settle(self, residuals: Sequence[Tensor], delivered: Sequence[Tensor]) -> None:
         """See ``launches.PieceKernel``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 
 from torch import Tensor
@@ -63,6 +64,17 @@ class CudaFunctions:
             raise ValueError(f"{kernel}: the payload must begin at a multiple of {ALIGN} bytes")
         if blocks:
             self._launcher.launch(source, defines, kernel, (blocks, 1), *words, threads=threads)
+
+    def _stored(self, size: int, encode: Callable[[int], None]) -> int:
+        """Have ``encode`` store the bytes used at ``size``; 0: return them, which waits."""
+        if size:
+            encode(size)
+            return 0
+        word = self._launcher.zeros(1)
+        encode(word.data_ptr())
+        used = int(word)  # waits
+        self._damage.check()
+        return used
 
     def _variable(
         self, source: str, kernel: str, out: int, tiles: int, words: tuple[int, ...], size: int,

@@ -31,14 +31,12 @@ class StepCodeOnCuda(CudaFunctions):
         """Encode, one warp for each tile."""
         if not numel:
             return 0
-        word = None if size else self._launcher.zeros(1)
-        address = size if word is None else word.data_ptr()
-        self.encode_pieces(dtype, pieces=[PayloadPiece(values, numel, out, address, reference)])
-        if word is None:
-            return 0
-        used = int(word)  # waits
-        self._damage.check()
-        return used
+
+        def encode(address: int) -> None:
+            piece = PayloadPiece(values, numel, out, address, reference)
+            self.encode_pieces(dtype, pieces=[piece])
+
+        return self._stored(size, encode)
 
     def decode(
         self, dtype: int, payload: int, nbytes: int, reference: int, out: int, numel: int,

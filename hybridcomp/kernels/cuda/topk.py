@@ -26,18 +26,16 @@ class TopKOnCuda(CudaFunctions):
         chunks, settings = ceil_div(numel, CHUNK), (bits, rice, most, last)
         # places and codes take 3 bytes a value that is kept
         room = self._launcher.empty(ceil_div(4 * HEAD_WORDS * chunks + 3 * chunks * most, 8))
-        word = None if size else self._launcher.zeros(1)
-        found, scratch = size if word is None else word.data_ptr(), room.data_ptr()
+        scratch = room.data_ptr()
+        message = (*settings, numel, scratch, out)
         chosen = (*settings, values, numel, scratch, out, nbytes)
-        self._fixed(SOURCE, (), f"topk_choose_{DTYPES[dtype]}", out, chunks, chosen)
-        self._fixed(SOURCE, (), "topk_add_up", out, 1, (*settings, numel, scratch, out, found))
-        written = (*settings, numel, scratch, out)
-        self._fixed(SOURCE, (), "topk_write", out, ceil_div(chunks, WARPS), written)
-        if word is None:
-            return 0
-        used = int(word)  # waits
-        self._damage.check()
-        return used
+
+        def encode(address: int) -> None:
+            self._fixed(SOURCE, (), f"topk_choose_{DTYPES[dtype]}", out, chunks, chosen)
+            self._fixed(SOURCE, (), "topk_add_up", out, 1, (*message, address))
+            self._fixed(SOURCE, (), "topk_write", out, ceil_div(chunks, WARPS), message)
+
+        return self._stored(size, encode)
 
     def decode(
         self, bits: int, rice: int, most: int, last: int, dtype: int, payload: int, nbytes: int,

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from hybridcomp.config.hierarchy_level import SUMMED
 from hybridcomp.dimensions import KEYS, ROWS, Key
 from hybridcomp.plan.choices import NATIVE, Choice, Choices
 from hybridcomp.plan.cost.calls import Price
@@ -204,11 +205,9 @@ def options_of(
     """
     options = budget.options(key, zero_stage)
     found = tuple(one for one in options if one.codec is None or one.codec.takes(job.dtype))
-    row = ROWS[key[0]]
-    if not row.between_ranks and not job.cluster.codes_on_host:
+    if not ROWS[key[0]].between_ranks and not job.cluster.codes_on_host:
         return found[:1]
-    sums = row.two_levels and row.settings == "gradients"
-    if sums and job.cluster.nodes_per_site:
+    if key[0] in SUMMED and job.cluster.nodes_per_site:
         found = (*found, *budget.inside(found))
     return found
 

@@ -1,4 +1,4 @@
-"""What grows with the number of ranks, in words and with the numbers of the measurements."""
+"""Say what grows with the number of ranks, in words and with the numbers of the measurements."""
 
 from __future__ import annotations
 

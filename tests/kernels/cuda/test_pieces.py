@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridcomp.codecs import VALUE_DTYPES, Codec, make_codec
 from hybridcomp.codecs.exact_steps import ExactSteps
 from hybridcomp.codecs.launches import PieceKernel
-from hybridcomp.codecs.varying_pieces import NAMES
+from hybridcomp.codecs.words import DTYPE_NAMES
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels.cuda import CudaKernels, pieces
 from hybridcomp.kernels.cuda.functions import DamageFlag
@@ -189,7 +189,7 @@ def test_sums_and_residuals_beside_the_codec(dtype: torch.dtype) -> None:
         sums = out.clone()
         sent = [sums[start:stop].flip(0) for start, stop in places]
         kernel.settle(parts, sent)
-    assert launcher.kernels == ["pieces_fill", f"pieces_add_{NAMES[dtype]}", "pieces_settle"]
+    assert launcher.kernels == ["pieces_fill", f"pieces_add_{DTYPE_NAMES[dtype]}", "pieces_settle"]
     for index, ((start, stop), part, gone) in enumerate(zip(places, parts, sent, strict=True)):
         right = more[start:stop].float() + (0.0 if index % 2 else -0.0)
         assert torch.equal(bits_but_nan(sums[start:stop]), bits_but_nan(right))
