@@ -30,7 +30,17 @@ from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.words import DTYPES
 from hybridcomp.collectives.wire.transport import all_gather_single
 from hybridcomp.config import CompressionConfig
-from hybridcomp.measure.clock import LEAST, MOST, MOST_INNER, SHORT_S, CallClock, Run
+from hybridcomp.measure.clock import (
+    LEAST,
+    LEAST_LONG,
+    LONG_S,
+    MOST,
+    MOST_INNER,
+    SHORT_S,
+    CallClock,
+    Run,
+    least_calls,
+)
 from hybridcomp.measure.links import Key, reduce_scatter_single
 from hybridcomp.measure.messages import CODECS, payload_nbytes
 from hybridcomp.measure.team import GroupShape, MeasuredPart, Team
@@ -85,7 +95,9 @@ def channel_rows(
     timed: dict[tuple[object, ...], int] = {}  # values of the message that was timed
     rates: dict[tuple[object, ...], float] = {}  # seconds a value of all turns
     for case, allowance in zip(cases, part.allowances(len(cases)), strict=True):
-        if rates.get(case.kind, 0.0) * case.numel * (2 + LEAST) > PATIENCE * allowance:
+        expected = rates.get(case.kind, 0.0) * case.numel  # of all turns
+        calls = least_calls(expected / len(blocks))
+        if expected * calls > PATIENCE * allowance:
             left_out.append(_left_out(case, dtype, timed[case.kind]))
             continue
         runs = {}
@@ -157,15 +169,20 @@ def in_turns(
     ``runs``: of this rank, by name; empty where it only waits for others. Returns the slowest
     rank's seconds of one call, by name.
     """
-    once = dict.fromkeys(names, 0.0)
-    for name in [*names, *names]:
-        team.barrier()
-        once[name] = clock.seconds(runs[name]) if runs else 0.0
-    slowest = dict(zip(names, team.most([once[name] for name in names]), strict=True))
+    slowest, least = dict.fromkeys(names, 0.0), LEAST
+    for _ in range(2):
+        once = []
+        for name in names:
+            team.barrier()
+            once.append(clock.seconds(runs[name]) if runs else 0.0)
+        slowest = dict(zip(names, team.most(once), strict=True))
+        if sum(slowest.values()) > LONG_S * len(names):
+            least = LEAST_LONG
+            break
     inner = {name: min(MOST_INNER, max(1, round(SHORT_S / max(one, 1e-9))))
              for name, one in slowest.items()}  # fmt: skip
     whole = max(1e-9, sum(slowest[name] * inner[name] for name in names))
-    count = max(LEAST, min(MOST, int(allowance_s / whole) - 2))
+    count = max(least, min(MOST, int(allowance_s / whole) - 2))
     seconds: dict[str, list[float]] = {name: [0.0] * count for name in names}
     for index in range(count):
         for name in names if index % 2 == 0 else reversed(names):

@@ -18,8 +18,9 @@ cuda: Any = torch.cuda  # parts of it are untyped
 #: shorter calls are repeated inside one timing
 SHORT_S = 5e-4
 MOST_INNER = 20
-#: timings of a case
+#: timings of a case, and of one whose calls take long, which vary less from one to the next
 LEAST, MOST = 3, 25
+LEAST_LONG, LONG_S = 2, 0.25
 #: periods that a timing lasts where CPU time is limited by the period
 PERIODS = 6
 
@@ -129,6 +130,11 @@ def clock_for(device: torch.device) -> CallClock:
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which ``device`` is the current GPU; for a CPU it does nothing."""
     return cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def least_calls(seconds: float) -> int:
+    """Return how many calls of ``seconds`` each a case takes at least: warm-up and timings."""
+    return 1 + LEAST_LONG if seconds > LONG_S else 2 + LEAST
 
 
 def samples(clock: CallClock, run: Run, allowance_s: float) -> list[float]:

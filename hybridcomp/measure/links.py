@@ -16,7 +16,17 @@ import torch.distributed as dist
 
 from hybridcomp.autotune.memory_limits import NBYTES, room_for
 from hybridcomp.collectives.wire.transport import all_gather_single
-from hybridcomp.measure.clock import LEAST, MOST, MOST_INNER, SHORT_S, CallClock, Run
+from hybridcomp.measure.clock import (
+    LEAST,
+    LEAST_LONG,
+    LONG_S,
+    MOST,
+    MOST_INNER,
+    SHORT_S,
+    CallClock,
+    Run,
+    least_calls,
+)
 from hybridcomp.measure.coders import product_beside
 from hybridcomp.measure.team import GroupShape, MeasuredPart, Team, sites_of
 from hybridcomp.plan.machines.estimates import Curve, Estimate, summary
@@ -31,7 +41,7 @@ COLLECTIVES: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatte
 #: a size that is never left out: seconds of smaller ones are mostly latency and noise, from which
 #: the bandwidth does not follow
 SURE = 1 << 20
-#: a larger one is left out if two calls and LEAST timings of it may take so often the allowance
+#: a larger one is left out if its least number of calls may take so often the allowance
 PATIENCE = 2.0
 #: collectives of gradients and parameters: up to this size, which no cache holds (a line through
 #: sizes that fit into a cache is too flat), they are left out only if they may take more than this
@@ -103,7 +113,7 @@ def _rows(
         left = sum(size <= limits[other] for size, other in cases[index:])
         allowance, known = part.each(left), points.get(key, [])
         expected = Curve.through(known).at(nbytes).value if nbytes > SURE and known else 0.0
-        if expected * (2 + LEAST) > _patience(nbytes, key, allowance, part):
+        if expected * least_calls(expected) > _patience(nbytes, key, allowance, part):
             limits[key] = nbytes - 1
             continue
         run = runner(key.operation, key.shape, nbytes, dtype, team) if key.active(team) else None
@@ -158,11 +168,14 @@ def timed(
     once = 0.0
     for _ in range(2):
         team.barrier()
-        once = clock.seconds(run) if run is not None else 0.0
-    once = max(team.most([once])[0], 1e-9)
+        once = team.most([clock.seconds(run) if run is not None else 0.0])[0]
+        if once > LONG_S:
+            break
+    once = max(once, 1e-9)
     beside = key.beside == "compute"
     inner = 1 if beside else min(MOST_INNER, max(1, round(SHORT_S / once)))
-    count = max(LEAST, min(MOST, int(allowance_s / (once * inner)) - 2))
+    least = LEAST_LONG if once > LONG_S else LEAST
+    count = max(least, min(MOST, int(allowance_s / (once * inner)) - 2))
     seconds, lost = [0.0] * count, [0.0] * count
     for index in range(count):
         team.barrier()

@@ -15,7 +15,7 @@ from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.codecs.words import DTYPES
 from hybridcomp.collectives import Group, Meter, Reduction, Transfer
 from hybridcomp.errors import HybridcompError
-from hybridcomp.measure.clock import LEAST, CallClock, Run
+from hybridcomp.measure.clock import CallClock, Run, least_calls
 from hybridcomp.measure.coders import product_beside
 from hybridcomp.measure.links import Key, timed
 from hybridcomp.measure.team import GroupShape, MeasuredPart, Team
@@ -25,8 +25,8 @@ from hybridcomp.plan.machines.rows import Encoded, LeftOut, Operation
 CODECS: tuple[tuple[str, dict[str, int]], ...] = (("blockint", {"bits": 8}), ("expcode", {}))
 #: values of the two messages
 NUMELS = (1 << 15, 1 << 20)
-#: the longer one is left out if two calls and LEAST timings of it may take this many times the
-#: allowance; the shorter one's seconds, mostly constant, overestimate it
+#: the longer one is left out if its least number of calls may take this many times the allowance;
+#: the shorter one's seconds, mostly constant, overestimate it
 PATIENCE = 6.0
 OPERATIONS: tuple[Operation, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 
@@ -48,7 +48,7 @@ def message_rows(
     for (numel, codec, key), allowance in zip(cases, part.allowances(len(cases)), strict=True):
         kind = (codec.spec, key.operation, key.shape.ranks, key.shape.nodes)
         rate, known = rates.get(kind, (0.0, 0))
-        if rate * numel * (2 + LEAST) > PATIENCE * allowance:
+        if rate * numel * least_calls(rate * numel) > PATIENCE * allowance:
             size = key.shape.ranks, key.shape.nodes
             left_out.append(LeftOut(key.operation, dtype, *size, numel, known, setting=codec.spec))
             continue

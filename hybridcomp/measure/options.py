@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", type=Path, default=Path("cluster.json"), metavar="FILE",
         help="written by rank 0 (cluster.json)")  # fmt: skip
-    add("--seconds", type=float, default=90.0, metavar="S", help="that it may take (90)")
+    add("--seconds", type=float, default=90.0, metavar="S",
+        help="that it may take (90); slow links may need more")  # fmt: skip
     add("--dtype", choices=DTYPES, default="bf16", help="of messages (bf16)")
     add("--block", action="append", default=[], metavar="BATCHxLENGTHxWIDTH[xHEADS]",
         help="a transformer block to time, not the usual ones; repeatable")  # fmt: skip

@@ -16,6 +16,8 @@ from hybridcomp.job import small_messages
 from hybridcomp.log import say
 
 Ranks = tuple[int, ...]
+#: seconds after which a part that goes on says how far it is
+TELL_S = 15.0
 #: most shapes of groups to measure beside pairs; the planner's ring model gives the others
 MOST_SHAPES = 6
 
@@ -185,14 +187,15 @@ class TimeBudget:
         """Start a part that may last until the share ``until`` of all seconds; a collective."""
         spent = self.spent()
         say(f"{spent:5.1f} s of {self.seconds:g}: {told}")
-        return MeasuredPart(self, max(0.0, until * self.seconds - spent) + spent)
+        return MeasuredPart(self, max(0.0, until * self.seconds - spent) + spent, told)
 
 
 class MeasuredPart:
     """A part of a measurement, whose cases share its remaining time."""
 
-    def __init__(self, budget: TimeBudget, stop: float) -> None:
-        self._budget, self._stop = budget, stop
+    def __init__(self, budget: TimeBudget, stop: float, name: str) -> None:
+        self._budget, self._stop, self._name = budget, stop, name
+        self._told = time.monotonic()
 
     @property
     def whole_s(self) -> float:
@@ -205,5 +208,12 @@ class MeasuredPart:
             yield self.each(left)
 
     def each(self, left: int) -> float:
-        """Return the seconds of the next of ``left`` cases; a collective."""
-        return max(0.0, self._stop - self._budget.spent()) / max(1, left)
+        """Return the seconds of the next of ``left`` cases; a collective.
+
+        Prints now and then how many are left.
+        """
+        spent = self._budget.spent()
+        if time.monotonic() - self._told > TELL_S:
+            self._told = time.monotonic()
+            say(f"{spent:5.1f} s of {self._budget.seconds:g}: {self._name}: {left} left")
+        return max(0.0, self._stop - spent) / max(1, left)

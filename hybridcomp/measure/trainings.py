@@ -12,6 +12,7 @@ import contextlib
 import importlib.util
 import logging
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,8 +42,10 @@ STYLES: tuple[Mapping[str, Any], ...] = (
 )
 #: micro-batches of a step: the first, with no gradients to add to, one like all others, the last
 MICRO_BATCHES = 3
-#: steps of every training: warm-up steps do not count, rounds end when the time is over
-WARM, LEAST, MOST = 1, 4, 40
+#: steps of every training: warm-up steps do not count, rounds end when the time is over; a step
+#: over slow links that takes longer than LONG_S is run LEAST_LONG times at least
+WARM, LEAST, LEAST_LONG, MOST = 1, 4, 2, 40
+LONG_S = 0.5
 #: share of a device's memory that all models together may take, and bytes of a value in training
 SHARE, VALUE_NBYTES = 0.25, 28
 #: timings of a block in every round; fewer where each lasts some periods of a limit of CPU time
@@ -115,14 +118,19 @@ def training_rows(
 
 @contextlib.contextmanager
 def _installed() -> Iterator[None]:
-    """Install hybridcomp's patches while trainings run, and raise log levels to WARNING."""
+    """Install hybridcomp's patches while trainings run, and raise log levels to WARNING.
+
+    What torch says of deprecated functions that DeepSpeed calls is left out: every rank prints it.
+    """
     loggers = [logging.getLogger(name) for name in ("DeepSpeed", "hybridcomp")]
     levels = [logger.level for logger in loggers]
     hybridcomp.install()
     try:
         for logger in loggers:
             logger.setLevel(logging.WARNING)
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
@@ -138,13 +146,18 @@ def _rounds(
     team: Team, clock: CallClock, part: MeasuredPart, jobs: list[_Job], alone: Alone
 ) -> None:
     """Run rounds, a step of each training and some passes of the block, until time is over."""
+    least = WARM + LEAST
     for number in range(WARM + MOST):
+        begin = time.perf_counter()
         for job in jobs if number % 2 == 0 else reversed(jobs):
             team.barrier()
             job.step()
         team.barrier()
         alone.time(clock)
-        if number + 1 >= WARM + LEAST and not part.each(1):
+        if team.most([time.perf_counter() - begin])[0] > LONG_S * len(jobs):
+            least = WARM + LEAST_LONG
+        allowance = part.each(max(1, least - 1 - number))
+        if number + 1 >= least and not allowance:
             return
 
 

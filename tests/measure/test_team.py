@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from hybridcomp.collectives.topology import Nodes
-from hybridcomp.measure.team import Team, TimeBudget, connected, shapes_of
+from hybridcomp.measure import team as team_of_ranks
+from hybridcomp.measure.team import TELL_S, Team, TimeBudget, connected, shapes_of
 from tests.ranks import RunRanks
 
 
@@ -55,3 +58,16 @@ def test_ranks_agree(on_ranks: RunRanks) -> None:
     assert all(each == allowances[0] for each in allowances)
     assert 0 < allowances[0][0] < allowances[0][1] < allowances[0][2] <= 30
     assert all(gathered == [0, 1, 2, 3] for _, _, gathered in found)
+
+
+def test_a_long_part_says_how_many_cases_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    now = [0.0]
+    monkeypatch.setattr(team_of_ranks, "say", said.append)
+    monkeypatch.setattr(team_of_ranks, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(Team, "world_size", 1)
+    part = TimeBudget(60.0, Team(torch.device("cpu"), Nodes([0], "the test"))).part(0.5, "links")
+    for allowance in part.allowances(4):
+        assert allowance == pytest.approx(max(0.0, 30.0 - now[0]) / (4 - now[0] / (0.6 * TELL_S)))
+        now[0] += 0.6 * TELL_S
+    assert said == ["  0.0 s of 60: links", " 18.0 s of 60: links: 2 left"]
