@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hybridcomp.errors import ConfigError, PublishError
-from hybridcomp.foreign import folder_path, one_line
+from hybridcomp.foreign import folder_path, quoted_path
 from hybridcomp.job.saved import NEW_FILE, sync_folder
 from hybridcomp.log import say
 from hybridcomp.publishing.choosing import ReceiverTimes
@@ -91,8 +91,8 @@ def manifests_in(folder: Path) -> dict[int, Path]:
         return {}
     except OSError as error:
         raise PublishError(
-            f"publish: {one_line(folder)} cannot be read ({error.strerror}); make it a folder that "
-            "can be read, or name another one"
+            f"publish: {quoted_path(folder)} cannot be read ({error.strerror}); make it a folder "
+            "that can be read, or name another one"
         ) from None
     return dict(sorted(found.items()))
 
@@ -109,10 +109,10 @@ def read_manifest_file(path: Path, version: int) -> Manifest:
         raise
     except OSError as error:
         raise PublishError(
-            f"version {version}: {one_line(path)} cannot be read ({error.strerror}); make it "
+            f"version {version}: {quoted_path(path)} cannot be read ({error.strerror}); make it "
             "readable, or copy it again from the sender"
         ) from None
-    found = read_manifest(text, str(path))
+    found = read_manifest(text, quoted_path(path))
     if found.version != version:
         raise DamagedVersion(
             f"version {version}: {path.name} holds version {found.version}, a replay under another "
@@ -128,8 +128,8 @@ def _as_publish_error(version: int, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise PublishError(
-            f"version {version}: {one_line(path)} cannot be written ({error.strerror}); make room "
-            "or name another folder; the next version is a full one"
+            f"version {version}: {quoted_path(path)} cannot be written ({error.strerror}); make "
+            "room or name another folder; the next version is a full one"
         ) from None
 
 
@@ -214,9 +214,9 @@ class Folder(Destination):
         newest = max(manifests_in(self.path), default=0)
         if newest >= version:
             raise PublishError(
-                f"version {version}: {one_line(self.path)} has version {newest} already: another "
-                "job or island publishes there; end one of them, or name a folder for each, and "
-                "start this one again"
+                f"version {version}: {quoted_path(self.path)} has version {newest} already: "
+                "another job or island publishes there; end one of them, or name a folder for "
+                "each, and start this one again"
             )
 
     def _answer(self) -> None:
@@ -225,7 +225,7 @@ class Folder(Destination):
             try:
                 ask.unlink(missing_ok=True)
             except OSError as error:
-                said = f"publish: {one_line(ask)} cannot be removed ({error.strerror})"
+                said = f"publish: {quoted_path(ask)} cannot be removed ({error.strerror})"
                 say(f"{said}: all versions are full ones until it is gone", anywhere=True)
 
     def abandon(self) -> None:

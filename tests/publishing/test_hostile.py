@@ -151,6 +151,9 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
     text = refused(WeightReceiver(tmp_path / "file").update)
     assert "cannot be read (Not a directory); make it a folder that can be read" in text
     assert WeightReceiver(tmp_path / "not yet").update() is None
+    (tmp_path / "no\u00a0break").write_text("")
+    text = refused(WeightReceiver(tmp_path / "no\u00a0break").update)
+    assert rf"publish: '{tmp_path}/no\xa0break' cannot be read" in text
 
 
 @pytest.mark.parametrize(
@@ -158,6 +161,9 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
     [
         ("file:///a/b/", "/a/b"), ("file:///a%20b", "/a b"), ("file:///a b", "/a b"),
         ("file://localhost/a%23", "/a#"), ("/a/b#c", "/a/b#c"), ("a/b/", "a/b"),
+        ("/a\u00a0b", "/a\u00a0b"), ("file:///a%C2%A0b", "/a\u00a0b"),
+        ("/a\u3000b", "/a\u3000b"), ("/a\uf022b", "/a\uf022b"),
+        ("/\U0001f468\u200d\U0001f469", "/\U0001f468\u200d\U0001f469"),
     ],
 )  # fmt: skip
 def test_folders_are_those_that_are_written(text: str, path: str) -> None:
@@ -169,6 +175,9 @@ def test_folders_are_those_that_are_written(text: str, path: str) -> None:
     [
         (" file:///a", "no blanks around it"), ("file:///a\n", "no blanks around it"),
         ("file:///a%00", "no control characters"), ("file:///a#b", "%23"),
+        ("/a\u202eb", "marks of direction"), ("file:///a%E2%81%A6", "marks of direction"),
+        ("/a\u200bb", "no control characters"), ("/a\u2028b", "no control characters"),
+        ("/a\ud800b", "no control characters"), ("\u00a0/a", "no blanks around it"),
         ("file:///a?b", "%3F"), ("file:/a", "file:///folder"), ("file://", "file:///folder"),
         ("", "file:///folder"), ("~/a", "a path without ~"), ("file://host/a", "object store"),
     ],
