@@ -185,7 +185,11 @@ class Folder(Destination):
                 os.fsync(file.fileno())
         if file is not None and problem is None:
             with _as_publish_error(self._version, self._part):
-                os.replace(self._unfinished, self._part)
+                try:
+                    os.replace(self._unfinished, self._part)
+                except FileNotFoundError:
+                    self._check_alone(self._version)  # another job has removed it
+                    raise
                 sync_folder(self._part.parent)
         return self._part.name
 
