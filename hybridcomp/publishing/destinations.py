@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -136,9 +136,13 @@ def _as_publish_error(version: int, path: Path) -> Iterator[None]:
 class Folder(Destination):
     """A folder of this machine, or one that all ranks see."""
 
-    def __init__(self, path: Path) -> None:
-        """Hold ``path``, which is made with the first version."""
-        self.path = path
+    def __init__(self, path: Path, claim: Callable[[Path], str | None] | None = None) -> None:
+        """Hold ``path``, which is made with the first version.
+
+        ``claim``: called with it on the first rank, before that; returns who else publishes there,
+        or raises an error about it.
+        """
+        self.path, self._claim = path, claim
         self._token = secrets.token_hex(4)  # parts of a run that was cut off have another one
         self._file: BinaryIO | None = None
         self._version = 0
@@ -166,6 +170,14 @@ class Folder(Destination):
 
     def begin(self, version: int, rank: int) -> Sink:
         """Open this rank's part under a temporary name."""
+        if self._claim is not None and rank == 0:
+            with _as_publish_error(version, self.path):
+                if (other := self._claim(self.path)) is not None:
+                    raise PublishError(
+                        f"version {version}: {quoted_path(self.path)}: another job or island "
+                        f"publishes there, {other}; name a folder for each"
+                    )
+            self._claim = None
         self._version = version
         name = f"v{version:010d}.{self._token}.r{rank:05d}.part"
         self._part = self.path / PARTS / name
