@@ -5,6 +5,7 @@ prints such a text, or writes it into a file that is run, parsed or rendered, ta
 that target from here:
 
 one_line        a comment, a message, a line of a table
+quoted_path     a path in a message, so that it can be told which one it is
 printable       text for a terminal, whose lines stay
 message         an error for a terminal
 shell_words     a command of a POSIX shell
@@ -23,8 +24,10 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import os
 import re
 import shlex
+import unicodedata
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,9 @@ TOO_DEEP = "nested too deeply"
 LONGEST_KEY = 1000
 #: most characters shown of a name, and of a sentence
 MOST, SENTENCE = 200, 2000
+#: categories of characters that no folder's name may have: controls, marks of direction and other
+#: invisible ones, halves of a pair, ends of a line or paragraph; but for the two that join letters
+UNSEEN, JOINERS = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"}), "\u200c\u200d"
 #: characters that are shown of each end of a long line of an error
 END = 600
 
@@ -56,8 +62,10 @@ def folder_path(text: str) -> Path:
     """
     parts = urlsplit(text)
     path = unquote(parts.path) if "://" in text else text
-    if not path.isprintable() or text != text.strip():
-        raise ValueError("expected no blanks around it, and no control characters; take them out")
+    unseen = {one for one in path if unicodedata.category(one) in UNSEEN}
+    if unseen - set(JOINERS) or text != text.strip():
+        what = "expected no blanks around it, and no control characters or marks of direction"
+        raise ValueError(f"{what}; take them out")
     if "://" in text and (parts.scheme != "file" or parts.netloc not in ("", "localhost")):
         raise ValueError(
             "expected a folder, file:///folder; sync it with the tool of your object store"
@@ -98,6 +106,12 @@ def one_line(text: object, most: int = MOST) -> str:
     """
     found = printable(" ".join(str(text).split()))
     return found if len(found) <= most else f"{found[:most]}..."
+
+
+def quoted_path(path: str | os.PathLike[str]) -> str:
+    r"""Return ``path``, in quotes and with ``\xa0`` where what is seen might be another one."""
+    text = os.fspath(path)
+    return text if text.isprintable() and text == text.strip() else repr(text)
 
 
 def message(error: object) -> str:

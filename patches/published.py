@@ -7,14 +7,27 @@ from typing import Any
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common.publishing_steps import destination_of
+from hybridcomp.patches.torch.attach import ATTRIBUTE
 from hybridcomp.publishing import EngineWeights, Publisher
 from hybridcomp.publishing.weights import named
+from hybridcomp.session import process
+from hybridcomp.session.engine_session import EngineSession, session_of
 
 
 def publish(engine: Any, to: Any, names: str, **options: Any) -> Publisher:
     """See ``hybridcomp.publish``, which names the ``options``."""
     weights = named(weights_of(engine), names)
-    return Publisher(weights, destination_of(to, weights), **options)
+    return Publisher(weights, destination_of(to, weights, _session_of(engine)), **options)
+
+
+def _session_of(engine: Any) -> EngineSession | None:
+    """Return the session of an attached engine, or that of the process, where it has begun."""
+    attached = getattr(engine, ATTRIBUTE, None)
+    if attached is not None:
+        found: EngineSession = attached.session
+        return found
+    own = process.own_session() if process.has_begun() else None
+    return session_of(engine) or own
 
 
 def weights_of(engine: Any) -> EngineWeights:

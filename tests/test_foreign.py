@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 from pathlib import Path
@@ -53,6 +54,19 @@ def test_one_line_is_one_and_nothing_in_it_acts(text: str) -> None:
     assert shown.isprintable() and len(shown) <= foreign.MOST + 3
     shown.encode("utf-8")
     assert foreign.one_line(shown) == shown or len(shown) > foreign.MOST
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_path_is_shown_as_the_one_it_is(text: str) -> None:
+    shown = foreign.quoted_path(text)
+    assert shown.isprintable() and (shown == text or ast.literal_eval(shown) == text)
+
+
+def test_a_path_that_looks_like_another_is_quoted() -> None:
+    for text in ("/a  b", "/a'b", "a/\u00e9\U0001f600", "x" * 3000):
+        assert foreign.quoted_path(Path(text)) == text
+    assert foreign.quoted_path("/a\u00a0b") == r"'/a\xa0b'"
+    assert foreign.quoted_path("/a ") == "'/a '"
 
 
 def test_printable_keeps_lines_and_shows_the_rest() -> None:

@@ -24,12 +24,11 @@ from hybridcomp.config.dimension import DimensionConfig, MeasuredConfig
 from hybridcomp.config.dimension_fields import DimensionFields
 from hybridcomp.config.error_messages import NOTHING, problem, translate
 from hybridcomp.config.hierarchy_level import (
-    HierarchyLevel,
     Units,
     Widths,
-    check_levels,
+    check_hierarchy,
     codecs_of,
-    read_level,
+    read_hierarchy,
     widths_of,
 )
 from hybridcomp.config.ledger import LedgerConfig
@@ -102,22 +101,8 @@ class CompressionConfig(DimensionFields):
 
     @field_validator("hierarchy", mode="before")
     @classmethod
-    def _one_of(cls, found: Any) -> Any:
-        if isinstance(found, list):
-            if len(found) < 2 or not all(
-                isinstance(each, (Mapping, HierarchyLevel)) or each == "auto" or _counts(each, 2)
-                for each in found
-            ):
-                todo = "expected two or more numbers of 2 or more, such as [8, 4]: ranks of a node,"
-                raise problem("", found, f'{todo} nodes of a site; "auto" where the launcher tells')
-            return [
-                read_level(each, number) if isinstance(each, Mapping) else each
-                for number, each in enumerate(found)
-            ]
-        if not _counts(found, 1) and found not in ("auto", "none"):
-            todo = 'expected "auto", "none" or the number of consecutive ranks that share a node'
-            raise problem("", found, todo)
-        return found
+    def _levels(cls, found: Any) -> Any:
+        return read_hierarchy(found)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -139,7 +124,7 @@ class CompressionConfig(DimensionFields):
         config._check_when()
         config._check_islands()
         if data.get("hierarchy", "none") != "none":
-            config._check_hierarchy()
+            check_hierarchy(config.hierarchy, config.codecs())
         return config
 
     def _check_islands(self) -> None:
@@ -153,18 +138,6 @@ class CompressionConfig(DimensionFields):
         if self.when == "auto" and not self.measured() and self.enabled:
             todo = f"only {', '.join(MEASURED)} can be measured, and none is compressed"
             raise problem("when", self.when, f"{todo}; remove it")
-
-    def _check_hierarchy(self) -> None:
-        """Refuse two levels where no compressed dimension has them."""
-        codecs = self.codecs().items()
-        found = [codec for (name, _), codec in codecs if codec and name in TWO_LEVELS]
-        if not found:
-            why = f"only {listed(TWO_LEVELS)} have two levels, and neither is compressed"
-            raise problem("hierarchy", self.hierarchy, f"{why}; remove it")
-        check_levels(self.hierarchy, self.level_codecs, self.codecs())
-        if all(codec.low_rank for codec in found):
-            why = f"{found[0].name} sums its factors natively over all ranks, in one level"
-            raise problem("hierarchy", self.hierarchy, f"{why}; remove it")
 
     @property
     def widths(self) -> Widths:
@@ -313,7 +286,3 @@ class CompressionConfig(DimensionFields):
             for name in DIMENSIONS
             for way in ROWS[name].directions
         }
-
-
-def _counts(found: Any, least: int) -> bool:
-    return isinstance(found, int) and not isinstance(found, bool) and found >= least

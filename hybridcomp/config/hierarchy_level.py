@@ -59,7 +59,30 @@ Units = Annotated[list[Size | HierarchyLevel], Field(min_length=2)]
 Written = Literal["auto", "none"] | int | list[Size | HierarchyLevel]
 
 
-def read_level(found: Mapping[str, Any], number: int) -> HierarchyLevel:
+def read_hierarchy(found: Any) -> Any:
+    """Return ``hierarchy`` as a block has it, its levels read; errors name what is wrong in it."""
+    if isinstance(found, list):
+        if len(found) < 2 or not all(
+            isinstance(each, (Mapping, HierarchyLevel)) or each == "auto" or _counts(each, 2)
+            for each in found
+        ):
+            todo = "expected two or more numbers of 2 or more, such as [8, 4]: ranks of a node,"
+            raise problem("", found, f'{todo} nodes of a site; "auto" where the launcher tells')
+        return [
+            _read_level(each, number) if isinstance(each, Mapping) else each
+            for number, each in enumerate(found)
+        ]
+    if not _counts(found, 1) and found not in ("auto", "none"):
+        todo = 'expected "auto", "none" or the number of consecutive ranks that share a node'
+        raise problem("", found, todo)
+    return found
+
+
+def _counts(found: Any, least: int) -> bool:
+    return isinstance(found, int) and not isinstance(found, bool) and found >= least
+
+
+def _read_level(found: Mapping[str, Any], number: int) -> HierarchyLevel:
     """Read level ``number`` of a list; its error names the key in that level."""
     try:
         return HierarchyLevel.model_validate(found)
@@ -81,15 +104,29 @@ def codecs_of(hierarchy: Written) -> tuple[Codec | None, ...]:
     return tuple(each.built if isinstance(each, HierarchyLevel) else None for each in levels)
 
 
-def check_levels(
+def check_hierarchy(
+    hierarchy: Written, codecs: Mapping[tuple[Dimension, Direction], Codec | None]
+) -> None:
+    """Refuse levels that no compressed dimension has, and codecs of levels as ``_check_levels``.
+
+    ``codecs``: of the dimensions, by direction.
+    """
+    found = [codec for (name, _), codec in codecs.items() if codec and name in TWO_LEVELS]
+    if not found:
+        why = f"only {listed(TWO_LEVELS)} have two levels, and neither is compressed"
+        raise problem("hierarchy", hierarchy, f"{why}; remove it")
+    _check_levels(hierarchy, codecs_of(hierarchy), codecs)
+    if all(codec.low_rank for codec in found):
+        why = f"{found[0].name} sums its factors natively over all ranks, in one level"
+        raise problem("hierarchy", hierarchy, f"{why}; remove it")
+
+
+def _check_levels(
     hierarchy: Written,
     levels: tuple[Codec | None, ...],
     codecs: Mapping[tuple[Dimension, Direction], Codec | None],
 ) -> None:
-    """Refuse codecs of ``levels`` without sums to encode, or that would break an error bound.
-
-    ``codecs``: of the dimensions, by direction.
-    """
+    """Refuse codecs of ``levels`` without sums to encode, or that would break an error bound."""
     own = [codec for codec in levels if codec is not None]
     summed = [codec for (name, _), codec in codecs.items() if codec and name in SUMMED]
     told, names = ", ".join(codec.spec for codec in own), listed(SUMMED)

@@ -12,6 +12,7 @@ from hybridcomp.config.block import CompressionConfig
 from hybridcomp.config.codec_settings import NONE
 from hybridcomp.config.presets import NATIVE, PAPER
 from hybridcomp.dimensions import DIMENSIONS, ROWS, Dimension
+from hybridcomp.foreign import quoted_path
 
 #: bytes that few messages reach: gradients are reduced in buckets, by default of 5e8 values in
 #: DeepSpeed and 4e7 in megatron-core, and a small model has fewer values than a bucket
@@ -45,8 +46,8 @@ def describe(config: CompressionConfig, absent: Collection[Dimension] = ()) -> l
     if config.pipeline.waitless:
         lines.append(f"{'pipeline':13} {_waitless(config.pipeline)}")
     if config.publish is not None:
-        to, every, full = config.publish.to, config.publish.every, config.publish.anchor_every
-        keep = config.publish.keep
+        to, keep = quoted_path(config.publish.to), config.publish.keep
+        every, full = config.publish.every, config.publish.anchor_every
         rest = "" if keep is None else f"; {keep} full version(s) and what follows them remain"
         lines.append(
             f"{'publish':13} to {to}, every {every} step(s), in full every {full} versions{rest}"

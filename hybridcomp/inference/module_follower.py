@@ -15,6 +15,9 @@ from hybridcomp.inference.checks import refuse_quantized
 from hybridcomp.inference.follower import Follower, Patched
 from hybridcomp.publishing import WeightReceiver
 
+#: weights that a sender may have, beside twice those of the module
+SPARE_WEIGHTS = 1 << 20
+
 
 class ModuleFollower:
     """Keeps the parameters of a module at a published version: ``update()`` before generating.
@@ -34,7 +37,9 @@ class ModuleFollower:
             wait_s: seconds to wait for a version that is announced and not there yet.
             verify: whether to look for weights that somebody else has written since.
         """
-        self.receiver = WeightReceiver(source)
+        count = sum(one.numel() for one in module.parameters())
+        # of a model with a few more the check of names says what they are
+        self.receiver = WeightReceiver(source, weights=SPARE_WEIGHTS + 2 * count)
         self._follower = Follower(
             self.receiver, _ModuleWeights(module, self.receiver), wait_s=wait_s, verify=verify
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from hybridcomp.errors import ConfigError, PublishError
-from hybridcomp.foreign import one_line
+from hybridcomp.foreign import quoted_path
 from hybridcomp.inference.follower import PAUSE_S
 from hybridcomp.inference.shares import Shares
 from hybridcomp.inference.upstream import check
@@ -147,8 +147,9 @@ class HybridcompCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 break
             if time.monotonic() > end:
                 raise PublishError(
-                    f"version {wanted} was not in {one_line(self._to)} after {self._wait_s:g} s; "
-                    f"look why the actors did not publish it, or raise {SETTINGS}.wait_s"
+                    f"version {wanted} was not in {quoted_path(self._to)} after "
+                    f"{self._wait_s:g} s; look why the actors did not publish it, or raise "
+                    f"{SETTINGS}.wait_s"
                 )
             await asyncio.sleep(PAUSE_S)
         return receiver

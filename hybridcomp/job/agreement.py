@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import platform
+import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -138,6 +139,13 @@ def start() -> str:
     torchrun restarts ranks with the same store: statements of earlier starts must not count.
     """
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def start_id() -> str:
+    """Return what the ranks of this start of the job have in common, and those of no other."""
+    store = dist.distributed_c10d._get_default_store()
+    mine = secrets.token_hex(8)
+    return bytes(store.compare_set(f"hybridcomp/start/{start()}", "", mine)).decode()
 
 
 def _await_all(this: StatementRound, what: str) -> None:

@@ -12,12 +12,12 @@ import os
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from hybridcomp.errors import ConfigError, PublishError
-from hybridcomp.foreign import folder_path, one_line
+from hybridcomp.foreign import folder_path, quoted_path
 from hybridcomp.job.saved import NEW_FILE, sync_folder
 from hybridcomp.log import say
 from hybridcomp.publishing.choosing import ReceiverTimes
@@ -91,8 +91,8 @@ def manifests_in(folder: Path) -> dict[int, Path]:
         return {}
     except OSError as error:
         raise PublishError(
-            f"publish: {one_line(folder)} cannot be read ({error.strerror}); make it a folder that "
-            "can be read, or name another one"
+            f"publish: {quoted_path(folder)} cannot be read ({error.strerror}); make it a folder "
+            "that can be read, or name another one"
         ) from None
     return dict(sorted(found.items()))
 
@@ -109,10 +109,10 @@ def read_manifest_file(path: Path, version: int) -> Manifest:
         raise
     except OSError as error:
         raise PublishError(
-            f"version {version}: {one_line(path)} cannot be read ({error.strerror}); make it "
+            f"version {version}: {quoted_path(path)} cannot be read ({error.strerror}); make it "
             "readable, or copy it again from the sender"
         ) from None
-    found = read_manifest(text, str(path))
+    found = read_manifest(text, quoted_path(path))
     if found.version != version:
         raise DamagedVersion(
             f"version {version}: {path.name} holds version {found.version}, a replay under another "
@@ -128,17 +128,21 @@ def _as_publish_error(version: int, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise PublishError(
-            f"version {version}: {one_line(path)} cannot be written ({error.strerror}); make room "
-            "or name another folder; the next version is a full one"
+            f"version {version}: {quoted_path(path)} cannot be written ({error.strerror}); make "
+            "room or name another folder; the next version is a full one"
         ) from None
 
 
 class Folder(Destination):
     """A folder of this machine, or one that all ranks see."""
 
-    def __init__(self, path: Path) -> None:
-        """Hold ``path``, which is made with the first version."""
-        self.path = path
+    def __init__(self, path: Path, claim: Callable[[Path], str | None] | None = None) -> None:
+        """Hold ``path``, which is made with the first version.
+
+        ``claim``: called with it on the first rank, before that; returns who else publishes there,
+        or raises an error about it.
+        """
+        self.path, self._claim = path, claim
         self._token = secrets.token_hex(4)  # parts of a run that was cut off have another one
         self._file: BinaryIO | None = None
         self._version = 0
@@ -166,6 +170,14 @@ class Folder(Destination):
 
     def begin(self, version: int, rank: int) -> Sink:
         """Open this rank's part under a temporary name."""
+        if self._claim is not None and rank == 0:
+            with _as_publish_error(version, self.path):
+                if (other := self._claim(self.path)) is not None:
+                    raise PublishError(
+                        f"version {version}: {quoted_path(self.path)}: another job or island "
+                        f"publishes there, {other}; name a folder for each"
+                    )
+            self._claim = None
         self._version = version
         name = f"v{version:010d}.{self._token}.r{rank:05d}.part"
         self._part = self.path / PARTS / name
@@ -185,7 +197,11 @@ class Folder(Destination):
                 os.fsync(file.fileno())
         if file is not None and problem is None:
             with _as_publish_error(self._version, self._part):
-                os.replace(self._unfinished, self._part)
+                try:
+                    os.replace(self._unfinished, self._part)
+                except FileNotFoundError:
+                    self._check_alone(self._version)  # another job has removed it
+                    raise
                 sync_folder(self._part.parent)
         return self._part.name
 
@@ -214,9 +230,9 @@ class Folder(Destination):
         newest = max(manifests_in(self.path), default=0)
         if newest >= version:
             raise PublishError(
-                f"version {version}: {one_line(self.path)} has version {newest} already: another "
-                "job or island publishes there; end one of them, or name a folder for each, and "
-                "start this one again"
+                f"version {version}: {quoted_path(self.path)} has version {newest} already: "
+                "another job or island publishes there; end one of them, or name a folder for "
+                "each, and start this one again"
             )
 
     def _answer(self) -> None:
@@ -225,7 +241,7 @@ class Folder(Destination):
             try:
                 ask.unlink(missing_ok=True)
             except OSError as error:
-                said = f"publish: {one_line(ask)} cannot be removed ({error.strerror})"
+                said = f"publish: {quoted_path(ask)} cannot be removed ({error.strerror})"
                 say(f"{said}: all versions are full ones until it is gone", anywhere=True)
 
     def abandon(self) -> None:

@@ -167,11 +167,11 @@ class GroupDestination(Stream):
 class GroupSource(StreamSource):
     """A process group, on a receiver; an offer is one version."""
 
-    looks_on = False  # beyond the broadcasts of a version there is nothing to look at
+    looks_on = False  # the sender waits until all broadcasts of a version are taken
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        """Receive from ``group``."""
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, weights: int | None) -> None:
+        """Receive from ``group``; ``weights``: as for ``WeightReceiver``."""
+        self._group, self._weights = group, weights
         self._next = Greeting(needs_full=True)
 
     def offers(self, held: Manifest | None, until: int | None = None) -> Iterator[Offer]:

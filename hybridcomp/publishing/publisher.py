@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hybridcomp.errors import ConfigError, PublishError
-from hybridcomp.foreign import one_line
+from hybridcomp.foreign import one_line, quoted_path
 from hybridcomp.job import saved
 from hybridcomp.job.agreement import tell
 from hybridcomp.log import say
@@ -18,7 +18,7 @@ from hybridcomp.publishing.choosing import AUTO, CHOICES, PublishedCodec, Receiv
 from hybridcomp.publishing.destinations import Destination, Folder
 from hybridcomp.publishing.encoding import BUCKET, PartEncoder, PartSummary
 from hybridcomp.publishing.records import Manifest, PartEntry, table_digest
-from hybridcomp.publishing.removing import remove_old
+from hybridcomp.publishing.removing import Leftovers, remove_old
 from hybridcomp.publishing.resuming import Resumed, resume
 from hybridcomp.publishing.summaries import VersionSummary, check_all
 from hybridcomp.publishing.weights import DividedWeights, EngineWeights, agree_on_weights
@@ -88,6 +88,7 @@ class Publisher:
         #: what the parts of the last version took, and whether it was a full one
         self._said: tuple[list[dict[str, Any]], bool] | None = None
         self._look()
+        self._left = self._leftovers()
 
     @property
     def version(self) -> int:
@@ -160,8 +161,8 @@ class Publisher:
         self._version, self._digest = version, manifest.digest
         self._since_full = 1 if full else self._since_full + 1
         self._said = said, full
-        if full and self.keep is not None and self._rank == 0:
-            self._remove_old(self.keep)
+        if self._rank == 0:
+            self._clean(full)
         slowest = {
             key: max(one[key] for one in said) for key in ("compare_s", "encode_s", "wire_s")
         }
@@ -179,13 +180,34 @@ class Publisher:
         self._encoder.forget()
         self._destination.close()
 
-    def _remove_old(self, keep: int) -> None:
-        """Remove old versions. The new one is readable by now: an error is told, not raised."""
-        assert isinstance(self._destination, Folder)
+    def _leftovers(self) -> Leftovers | None:
+        """Return what runs that were cut off have left in the folder, on rank 0."""
+        if self._rank or not isinstance(self._destination, Folder):
+            return None
         try:
-            remove_old(self._destination.path, keep)
+            return Leftovers(self._destination.path)
         except (OSError, PublishError) as error:
-            say(f"publish: old versions were not removed: {one_line(error)}", anywhere=True)
+            say(f"publish: nobody looked for leftovers: {one_line(error)}", anywhere=True)
+            return None
+
+    def _clean(self, full: bool) -> None:
+        """Remove leftovers and old versions, on rank 0.
+
+        The new version is readable by now: an error is told, not raised.
+        """
+        if not isinstance(self._destination, Folder):
+            return
+        left, self._left = self._left, None
+        try:
+            count = 0 if left is None else left.remove(self._version)
+            if count:
+                where = quoted_path(self._destination.path)
+                told = f"publish: removed {count} file(s) in {where} of runs that were cut off"
+                say(told, anywhere=True)
+            if full and self.keep is not None:
+                remove_old(self._destination.path, self.keep)
+        except (OSError, PublishError) as error:
+            say(f"publish: old files were not removed: {one_line(error)}", anywhere=True)
 
     def _begin(self) -> tuple[bool, float | None]:
         """Agree on whether the next version is full, and choose its codec.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -69,7 +70,9 @@ class WeightReceiver:
     its other names.
     """
 
-    def __init__(self, source: Any, *, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, source: Any, *, device: torch.device | str = "cpu", weights: int | None = None
+    ) -> None:
         """Hold the source; nothing is read before ``update``.
 
         Args:
@@ -77,8 +80,14 @@ class WeightReceiver:
                 or a process group of torch.distributed that the sender's first rank belongs to.
             device: of the tensors that ``tensors`` and ``changed_values`` return. The mirror
                 itself is on the host: on another device they are copies.
+            weights: how many weights the model has, or more; a first version that has more is
+                refused. On a stream or over a group, where bytes come before it is known what they
+                are, so is one of more bytes than so many weights take. None: as many as the memory
+                of this host holds. Later versions have as many as the first.
         """
-        self._source = _source_of(source)
+        if weights is not None and weights < 1:
+            raise ConfigError("WeightReceiver.weights", weights, "expected a number of 1 or more")
+        self._source, self._most = _source_of(source, weights), weights
         self._device = torch.device(device)
         self._mirror: Mirror | None = None
         self._held: Manifest | None = None
@@ -175,6 +184,12 @@ class WeightReceiver:
         if held is None:
             if not manifest.full:
                 raise DamagedVersion(f"{at}: this receiver holds no version {manifest.parent}")
+            count = sum(math.prod(shape) for shape, _ in (manifest.table or {}).values())
+            if self._most is not None and count > self._most:
+                raise PublishError(
+                    f"{at}: expected {self._most} weights at most, found {count}: another model; "
+                    "say to WeightReceiver how many weights the sender has"
+                )
             return
         if manifest.base != held.base:
             raise PublishError(
@@ -259,14 +274,14 @@ class WeightReceiver:
                 )
 
 
-def _source_of(source: Any) -> Source:
+def _source_of(source: Any, weights: int | None) -> Source:
     if isinstance(source, (str, Path)):
         return FolderSource(folder_of(source))
     if isinstance(source, dist.ProcessGroup):
-        return GroupSource(source)
+        return GroupSource(source, weights)
     if isinstance(source, socket.socket):
-        return StreamSource(TwoWay(source))
+        return StreamSource(TwoWay(source), weights)
     if callable(getattr(source, "read", None)):
-        return StreamSource(source)
+        return StreamSource(source, weights)
     todo = "expected a folder (file:///...), a socket, a stream with read(), or a process group"
     raise ConfigError("WeightReceiver.source", type(source).__name__, todo)

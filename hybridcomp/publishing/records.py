@@ -94,7 +94,7 @@ def table_digest(table: Table, aliases: Mapping[str, str]) -> str:
 
 
 def read_manifest(text: bytes, where: str) -> Manifest:
-    """Parse and check a manifest. ``where``: its file, for messages. Raises DamagedVersion."""
+    """Parse and check a manifest. ``where``: what a message calls it. Raises DamagedVersion."""
     try:
         found = parsed_json(text.decode())
         stated = found.pop("digest")
@@ -106,7 +106,7 @@ def read_manifest(text: bytes, where: str) -> Manifest:
         return _manifest(found)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamagedVersion(
-            f"{one_line(where)}: expected a manifest of this format, found another or a damaged "
+            f"{where}: expected a manifest of this format, found another or a damaged "
             f"one ({one_line(error)}); copy it again from the sender"
         ) from None
 

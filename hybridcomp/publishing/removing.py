@@ -1,17 +1,22 @@
-"""Remove old versions of a folder: everything before the oldest full version that is to remain.
+"""Remove from a folder what nobody reads: old versions, and what runs that were cut off have left.
 
-A receiver that reads at the moment keeps the files that it has open. One that finds a manifest or a
-part gone looks again, and takes the newest full version, of which there is always one.
+Of versions everything before the oldest full one that is to remain goes. A receiver that reads at
+the moment keeps the files that it has open. One that finds a manifest or a part gone looks again,
+and takes the newest full version, of which there is always one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
+from hybridcomp.errors import PublishError
 from hybridcomp.publishing.destinations import PARTS, manifests_in, read_manifest_file
 
-_PART = re.compile(r"v(\d{10})\..*\.part(\.unfinished)?")
+_PART = re.compile(r"v(\d{10})\..*?(r\d{5})?\.part(\.unfinished)?")
+_UNFINISHED = re.compile(r"\.v(\d{10})\.json\.[0-9a-f]{8}")
 
 
 def remove_old(folder: Path, keep: int) -> int:
@@ -41,3 +46,64 @@ def _oldest_kept(folder: Path, keep: int) -> int:
         if not keep:
             return version
     return 0
+
+
+class Leftovers:
+    """Files that no version names, as they are when a job begins to publish: of runs cut off.
+
+    They go once this job's first version is there, whose number they have, or an earlier one: a run
+    that writes them after all could not make a version of them any more. What has changed meanwhile
+    stays, as somebody writes it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Look at ``folder``. Raises OSError, and PublishError where it cannot be read."""
+        self._seen = {path: _stamp(path) for path in _unnamed(folder)}
+
+    def remove(self, version: int) -> int:
+        """Remove them, up to ``version``; return how many. Raises OSError."""
+        seen, self._seen, count = self._seen, {}, 0
+        for path, stamp in seen.items():
+            if _version(path) <= version and stamp is not None and _stamp(path) == stamp:
+                path.unlink(missing_ok=True)
+                count += 1
+        return count
+
+
+def _unnamed(folder: Path) -> Iterator[Path]:
+    """Yield unfinished manifests, and parts that no manifest names.
+
+    Manifests are read only of versions with an unfinished part, or two of one rank.
+    """
+    manifests = manifests_in(folder)
+    parts: dict[int, dict[str, str | None]] = {}
+    if folder.exists():
+        yield from (path for path in folder.iterdir() if _UNFINISHED.fullmatch(path.name))
+    with contextlib.suppress(FileNotFoundError):
+        for path in (folder / PARTS).iterdir():
+            if match := _PART.fullmatch(path.name):
+                parts.setdefault(int(match[1]), {})[path.name] = None if match[3] else match[2]
+    for version, ranks in parts.items():
+        named: set[str] = set()
+        if version in manifests:
+            if None not in ranks.values() and len(set(ranks.values())) == len(ranks):
+                continue
+            try:
+                found = read_manifest_file(manifests[version], version)
+            except (FileNotFoundError, PublishError):  # nobody knows which parts are its own
+                continue
+            named = {part.file for part in found.parts}
+        yield from (folder / PARTS / name for name in ranks if name not in named)
+
+
+def _version(path: Path) -> int:
+    return int(path.name.lstrip(".v").partition(".")[0])
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Return what changes when a file is written; None: it is gone."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return None
+    return found.st_size, found.st_mtime_ns

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hybridcomp.errors import PublishError
-from hybridcomp.foreign import one_line
+from hybridcomp.foreign import quoted_path
 from hybridcomp.publishing.checksums import in_threads
 from hybridcomp.publishing.destinations import PARTS, manifests_in, read_manifest_file
 from hybridcomp.publishing.parts import ReadPart, read_part
@@ -96,7 +96,7 @@ class FolderSource(Source):
             except FileNotFoundError as error:
                 if manifests_in(self.path) == before:
                     todo = "copy the folder again from the sender"
-                    at = one_line(error.filename)
+                    at = quoted_path(error.filename)
                     raise DamagedVersion(f"{at} is not there; {todo}") from None
 
     def _next(self, held: Manifest | None, until: int | None) -> Manifest | None:
@@ -176,7 +176,8 @@ class FolderSource(Source):
             except OSError as error:
                 return f"no full version was asked for ({error.strerror}); {BY_HAND}"
             self._asked = path
-        return f"a full version was asked for in {self.path}: update again when it is there"
+        where = quoted_path(self.path)
+        return f"a full version was asked for in {where}: update again when it is there"
 
     def applied(self, apply_s: float, decode_s: float) -> None:
         """Withdraw what was asked for: the receiver has a version to go on from."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 
@@ -18,24 +19,36 @@ from hybridcomp.publishing.streams import ABORT, DATA, VERSION, Readable, cut, f
 
 #: bytes of a frame that are received at once
 CHUNK = 1 << 26
-#: bytes of a version for each weight, at most, beside ``IN_MEMORY``; of one of an unknown model
-MOST_OF_A_WEIGHT, MOST_UNKNOWN = 4, 1 << 50
+#: bytes of a version for each weight, at most, beside ``IN_MEMORY``
+MOST_OF_A_WEIGHT = 4
+#: bytes for which a frame counts beside its own: what keeping one takes, be it empty
+FRAME_COSTS = 1024
+#: times the bytes that a version can have, after which nobody reads to its end
+TOO_LONG = 2
+
+
+def host_weights() -> int:
+    """Return how many 16-bit weights the memory of this host holds."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 class StreamSource(Source):
     """A stream of ``streams.Stream``; an offer is one version.
 
     Attributes:
-        looks_on: whether to look for the next frame after a damaged head.
+        looks_on: whether to look for the next frame after a damaged head, and to give up a version
+            without an end.
     """
 
     looks_on = True
 
-    def __init__(self, stream: Readable) -> None:
-        """Read from ``stream``."""
+    def __init__(self, stream: Readable, weights: int | None) -> None:
+        """Read from ``stream``; ``weights``: as for ``WeightReceiver``."""
         self._stream: Readable = stream
-        self._in_memory = self._nbytes = 0  # of the version that is being received
-        self._most = MOST_UNKNOWN  # bytes that it can have
+        self._weights = weights
+        # of the version that is being received
+        self._in_memory = self._nbytes = self._skipped = 0
+        self._most, self._todo = 0, ""  # bytes that it can have, and what to do where it has more
         self._lost: str | None = None  # why that version is not kept
         self._has_asked = False
         self._may_be_full = True  # whether the last version may have been a full one
@@ -70,49 +83,63 @@ class StreamSource(Source):
 
         A version that cannot be kept is read to its end: what comes behind it can be.
         ``after_abort``: whether to wait for the next version where one is given up. Raises
-        PublishError where the stream is cut.
+        PublishError where the stream is cut, or the version has no end.
         """
         parts: dict[int, Spool] = {}
-        skipped = self._in_memory = self._nbytes = 0
-        self._lost = None
-        self._most = MOST_UNKNOWN if held is None else IN_MEMORY + MOST_OF_A_WEIGHT * held.weights
-        self._may_be_full = True
+        self._begin(held)
         while True:
-            frame = read_frame(self._stream, bool(parts), self.looks_on and self._is_ours)
+            begun = self._nbytes > 0
+            frame = read_frame(self._stream, begun, self.looks_on and self._is_ours)
             if frame is None:
                 return None
             self._is_ours = True
             kind, rank, nbytes, more = frame
-            skipped += more
+            self._skipped += more
+            if kind == VERSION:
+                return self._offer(nbytes, parts)
             if kind == DATA:
-                if rank not in parts:
+                if rank not in parts and self._lost is None:
                     parts[rank] = stack.enter_context(closing(Spool()))
-                self._copy(nbytes, parts[rank])
-            elif kind == ABORT:
-                for part in parts.values():
-                    part.close()
-                parts, skipped, self._in_memory, self._nbytes = {}, 0, 0, 0
-                self._lost = None
-                if not after_abort:
-                    return None
-            elif kind == VERSION:
-                return self._offer(nbytes, parts, skipped)
+                self._copy(nbytes, parts.get(rank))
+            elif not after_abort:
+                return None
+            else:
+                self._begin(held)
+            if kind == ABORT or self._lost is not None:
+                stack.close()
+                parts = {}
 
-    def _copy(self, nbytes: int, part: Spool) -> None:
+    def _begin(self, held: Manifest | None) -> None:
+        """Expect a version, of which ``held`` or the user says how many bytes it can have."""
+        self._skipped = self._in_memory = self._nbytes = 0
+        self._lost, self._may_be_full = None, True
+        if held is not None:
+            weights, todo = held.weights, "where the sender has another model make a new receiver"
+        elif self._weights is not None:
+            weights, todo = self._weights, "say to WeightReceiver how many weights the sender has"
+        else:
+            weights, todo = host_weights(), "this host has no memory for such a model: give it more"
+        self._most, self._todo = IN_MEMORY + MOST_OF_A_WEIGHT * weights, todo
+
+    def _copy(self, nbytes: int, part: Spool | None) -> None:
         """Receive the bytes of a frame into ``part``, unless the version is lost."""
+        self._count(FRAME_COSTS)
         while nbytes:
             chunk = torch.empty(min(nbytes, CHUNK), dtype=torch.uint8)
             if fill(self._stream, bytes_of(chunk)) < len(chunk):
                 raise cut()
             nbytes -= len(chunk)
-            self._nbytes += len(chunk)
-            if self._nbytes > self._most and self._lost is None:
-                todo = "make a new WeightReceiver where the sender has another model"
-                self._lost = f"it has more than the {self._most} bytes that it can have; {todo}"
-            if self._lost is None:
+            self._count(len(chunk))
+            if part is not None and self._lost is None:
                 self._keep(chunk, part)
-            else:
-                part.close()
+        if self.looks_on and self._nbytes > TOO_LONG * self._most:
+            raise PublishError(f"a version {self._lost}; it has no end: connect again")
+
+    def _count(self, nbytes: int) -> None:
+        """Count bytes of the version, which is lost where it has too many."""
+        self._nbytes += nbytes
+        if self._nbytes > self._most and self._lost is None:
+            self._lost = f"has more than the {self._most} bytes that it can have; {self._todo}"
 
     def _keep(self, chunk: Tensor, part: Spool) -> None:
         """Keep bytes of a part in memory, or in a temporary file; note where neither has room."""
@@ -122,23 +149,22 @@ class StreamSource(Source):
             part.keep(chunk, fits)
         except OSError as error:
             self._lost = (
-                f"the temporary folder has no room for it ({one_line(error)}); make room, or name "
-                "another one with TMPDIR"
+                f"was not kept: the temporary folder has no room for it ({one_line(error)}); make "
+                "room, or name another one with TMPDIR"
             )
-            part.close()
 
-    def _offer(self, nbytes: int, parts: dict[int, Spool], skipped: int) -> Offer:
+    def _offer(self, nbytes: int, parts: dict[int, Spool]) -> Offer:
         text = bytearray(nbytes)
         if fill(self._stream, memoryview(text)) < len(text):
             raise cut()
         manifest = read_manifest(bytes(text), "the stream's manifest")
         self._may_be_full = manifest.full
         if self._lost is not None:
-            raise DamagedVersion(f"version {manifest.version}: {self._lost}")
-        if skipped:
+            raise DamagedVersion(f"version {manifest.version} {self._lost}")
+        if self._skipped:
             raise DamagedVersion(
-                f"version {manifest.version}: the head of a frame was damaged, {skipped} bytes of "
-                "the stream were skipped"
+                f"version {manifest.version}: the head of a frame was damaged, {self._skipped} "
+                "bytes of the stream were skipped"
             )
         missing = [part.rank for part in manifest.parts if part.rank not in parts]
         if missing:

@@ -1,4 +1,4 @@
-"""Keep islands that are jobs from writing into one checkpoint folder: they use the same names."""
+"""Keep islands from writing into one folder, of checkpoints or versions, under the same names."""
 
 from __future__ import annotations
 
@@ -26,16 +26,28 @@ def claim(folder: Path, run: str, island: str) -> None:
     """
     path = folder / FILES.replace("*", run)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        while not _create(path, json.dumps({"format": saved.FORMAT, "island": island}) + "\n"):
-            if awaited(lambda: _nbytes(path) or None, WRITING_S):
-                _check(folder, str(saved.read_json(path).get("island")), island)
-                break
-            path.unlink(missing_ok=True)
-        for other in set(folder.glob(FILES)) - {path}:
-            other.unlink(missing_ok=True)
+        _check(folder, first_in(folder, FILES, run, island), island)
     except OSError as error:
         raise saved.unwritten(path, error) from error
+
+
+def first_in(folder: Path, files: str, run: str, island: str) -> str:
+    """Return the first island of ``run`` that has claimed ``folder``, which may be ``island`` now.
+
+    ``files``: names of what claims, with ``*`` for the run. Raises OSError, and CheckpointError
+    where such a file is damaged.
+    """
+    path, holder = folder / files.replace("*", run), island
+    folder.mkdir(parents=True, exist_ok=True)
+    while not _create(path, json.dumps({"format": saved.FORMAT, "island": island}) + "\n"):
+        if awaited(lambda: _nbytes(path) or None, WRITING_S):
+            holder = str(saved.read_json(path).get("island"))
+            break
+        path.unlink(missing_ok=True)
+    if holder == island:
+        for other in set(folder.glob(files)) - {path}:
+            other.unlink(missing_ok=True)
+    return holder
 
 
 def _create(path: Path, text: str) -> bool:

@@ -3,7 +3,8 @@
 At the rendezvous stands by each name which process has it, and a counter that grows while it lives.
 Whoever wants a name that is taken finds out whether that process still lives:
 
-* On the same machine it looks for the process. One that does not end, be it stopped, lives.
+* On the same machine it looks for the process. One that does not end, be it stopped, lives, and so
+  does one of another user of which the machine tells nothing but that it is there (``hidepid``).
 * Elsewhere it watches the counter for ``WATCH_S``. A process whose machine is cut off for as long
   counts as ended.
 
@@ -32,6 +33,9 @@ from hybridcomp.sync.store_line import StoreLine, awaited
 KEY = "compression.sync.islands.name"
 #: seconds between two signs of life, and for which others look for one
 BEAT_S, WATCH_S = 2.0, 20.0
+PROC = Path("/proc")
+#: when a process was started that cannot be looked at
+HIDDEN = "hidden"
 #: places in /proc/<pid>/stat behind the name: state, and when the process was started
 _STATE, _BEGAN = 0, 19
 
@@ -95,7 +99,7 @@ class HeldName:
         before = self._line.get(_beats(other))
 
         def look() -> str | None:
-            if here and _began(other["pid"]) != other["began"]:
+            if here and _began(other["pid"]) not in (other["began"], HIDDEN):
                 return "ended"
             return "lives" if self._line.get(_beats(other)) != before else None
 
@@ -138,9 +142,18 @@ def _machine() -> str:
 
 
 def _began(pid: int) -> str | None:
-    """Return when a process of this machine was started, in ticks; None: it has ended."""
+    """Return when a process of this machine was started, in ticks; None: it has ended.
+
+    HIDDEN where it is there and cannot be looked at.
+    """
     try:
-        rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        rest = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        return None if rest[_STATE] in "ZX" else rest[_BEGAN]
     except OSError:
-        return None
-    return None if rest[_STATE] in "ZX" else rest[_BEGAN]
+        pass
+    with contextlib.suppress(PermissionError):  # what the kernel says of another user's process
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+    return HIDDEN

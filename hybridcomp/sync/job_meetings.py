@@ -39,7 +39,7 @@ from hybridcomp.sync.given_state import (
 from hybridcomp.sync.island_facts import facts_of
 from hybridcomp.sync.masters import Masters
 from hybridcomp.sync.membership import Membership
-from hybridcomp.sync.outliers import NOT_FINITE, far_off, why
+from hybridcomp.sync.outliers import unfit
 from hybridcomp.sync.progress import Meeting
 from hybridcomp.sync.roster import Reached, Roster
 from hybridcomp.sync.stored import WHAT, entry_of_island, load_entry, state_of
@@ -232,16 +232,12 @@ class JobMeetings(SyncFollower):
         if not least[0]:
             return None
         finite = dict(zip(found, map(bool, least[1:]), strict=True))
-        rows: dict[str, Tensor | str] = {
-            one: found[one] if finite[one] else NOT_FINITE for one in squares
-        }
-        if rows and (above := self.config.outlier) is not None:
-            sums = like.new_tensor(list(squares.values()), dtype=torch.float64)
-            far = far_off(sums, [finite[one] for one in rows], above, None)
-            rows.update(
-                {one: why(above) for one, is_far in zip(squares, far, strict=True) if is_far}
-            )
-        return rows
+        bad = unfit(
+            list(squares), [finite[one] for one in squares],
+            lambda: like.new_tensor(list(squares.values()), dtype=torch.float64),
+            self.config.outlier, None,
+        )  # fmt: skip
+        return {one: bad.get(one, found[one]) for one in squares}
 
     def _message_of(self, island: str, number: int) -> bytes | bytearray | None:
         """Return what an island sent to the first meeting under way; None: it is gone."""

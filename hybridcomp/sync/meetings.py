@@ -31,7 +31,7 @@ from hybridcomp.job.agreement import agree
 from hybridcomp.sync.exact_sends import broadcast, start_gather
 from hybridcomp.sync.islands import Islands
 from hybridcomp.sync.masters import Masters
-from hybridcomp.sync.outliers import NOT_FINITE, far_off, why
+from hybridcomp.sync.outliers import unfit
 from hybridcomp.sync.progress import Meeting
 from hybridcomp.sync.stored import state_of, taken_over
 from hybridcomp.sync.sync_follower import SyncFollower, drift_of
@@ -142,12 +142,11 @@ class IslandMeetings(SyncFollower):
         meeting.wait()
         rows = meeting.rows.view(len(self.islands.rows), part.numel)
         finite = self._are_finite(meeting, rows)
-        bad = {index: NOT_FINITE for index, well in enumerate(finite) if not well}
-        if (above := self.config.outlier) is not None:
-            squares = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square()
-            flags = [index not in bad for index in range(len(rows))]
-            far = far_off(squares, flags, above, self.islands.inside)
-            bad.update({index: why(above) for index, is_far in enumerate(far) if is_far})
+        bad = unfit(
+            range(len(rows)), finite,
+            lambda: torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square(),
+            self.config.outlier, self.islands.inside,
+        )  # fmt: skip
         self._figures.wait_s += time.perf_counter() - began
         now = self.masters.read(part.low, part.high, part.numel)
         if not bad:

@@ -3,14 +3,41 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hybridcomp.job import small_messages
 
+T = TypeVar("T")
 NOT_FINITE = "sent NaN or Inf"
+
+
+def unfit(
+    islands: Sequence[T],
+    finite: Sequence[bool],
+    squares: Callable[[], Tensor],
+    above: float | None,
+    inside: ProcessGroup | None,
+) -> dict[T, str]:
+    """Return the islands whose messages do not count, with what they did.
+
+    With ``above`` a collective of the island ``inside``.
+
+    Args:
+        islands: those that sent a message; ``finite``: by island whether it is without NaN and Inf.
+            Both the same on all ranks.
+        squares: returns, as fp64, by island the sum of squares of what it has sent to this rank.
+        above: of the block; None: nobody is far off.
+    """
+    bad = {one: NOT_FINITE for one, well in zip(islands, finite, strict=True) if not well}
+    if islands and above is not None:
+        far = far_off(squares(), finite, above, inside)
+        told = f"moved more than {above:g} times as far as the median of all (outlier)"
+        bad.update({one: told for one, is_far in zip(islands, far, strict=True) if is_far})
+    return bad
 
 
 def far_off(
@@ -36,8 +63,3 @@ def far_off(
         return [False] * len(norms)
     most = above * statistics.median(known)
     return [well and norm > most for norm, well in zip(norms, finite, strict=True)]
-
-
-def why(above: float | None) -> str:
-    """Say what an island did that was far off."""
-    return f"moved more than {above:g} times as far as the median of all (outlier)"

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import socket
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from hybridcomp.collectives.topology import Ranks
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import Shown, idle
 from hybridcomp.errors import ConfigError
+from hybridcomp.job.agreement import start_id
 from hybridcomp.patches.common import island_steps
 from hybridcomp.publishing import EngineWeights, Publisher
 from hybridcomp.publishing.destinations import Destination, Folder, folder_of
@@ -21,9 +25,13 @@ from hybridcomp.publishing.streams import Stream
 from hybridcomp.publishing.two_way import TwoWay
 from hybridcomp.publishing.weights import named
 from hybridcomp.session.engine_session import EngineSession
+from hybridcomp.sync import JobMeetings
+from hybridcomp.sync.claimed_folders import first_in
 
 #: key of errors about an engine whose weights cannot be published
 KEY = "publish"
+#: by which an island claims a folder, with the start of the job for ``*``
+FILES = "hybridcomp_publisher_*.json"
 
 
 def start(session: EngineSession, weights: Callable[[], EngineWeights]) -> None:
@@ -44,7 +52,7 @@ def start(session: EngineSession, weights: Callable[[], EngineWeights]) -> None:
     def make() -> Publisher | None:
         try:
             found = named(weights(), settings.names)
-            to = destination_of(settings.to, found)
+            to = destination_of(settings.to, found, session)
             given = settings.model_dump(exclude={"to", "names"})
             return Publisher(found, to, **given)
         except ConfigError as error:
@@ -57,10 +65,16 @@ def start(session: EngineSession, weights: Callable[[], EngineWeights]) -> None:
     session.follow(PublishedSteps(make))
 
 
-def destination_of(to: Any, weights: EngineWeights) -> Destination:
-    """Return the destination that ``to`` names. Raises ConfigError."""
+def destination_of(
+    to: Any, weights: EngineWeights, session: EngineSession | None = None
+) -> Destination:
+    """Return the destination that ``to`` names. Raises ConfigError.
+
+    ``session``: of the engine, where it has one.
+    """
     if isinstance(to, (str, Path)):
-        return Folder(folder_of(to))
+        known = None if session is None else weakref.ref(session)
+        return Folder(folder_of(to), functools.partial(_claim, weights.ranks, known))
     first = weights.ranks[0] == dist.get_rank()
     if isinstance(to, dist.ProcessGroup):
         return _of_group(to, weights) if first else Stream(None, weights.ranks)
@@ -72,6 +86,24 @@ def destination_of(to: Any, weights: EngineWeights) -> Destination:
         return Stream(to, weights.ranks)
     todo = "expected a folder (file:///...), a socket, a stream with write(), or a process group"
     raise ConfigError("publish.to", Shown(type(to).__name__), todo)
+
+
+def _claim(ranks: Ranks, known: weakref.ref[EngineSession] | None, folder: Path) -> str | None:
+    """Keep other islands of the job, or of the run, from publishing into ``folder``.
+
+    ``ranks``: of the island, a job or a part of one. Returns who else of this job does; raises
+    CheckpointError where another one of the run does.
+    """
+    if len(ranks) < dist.get_world_size():
+        own = f"that of rank {ranks[0]}"
+        holder = first_in(folder, FILES, start_id(), own)
+        if holder != own:
+            return f"{holder} of this job, and this is {own}"
+    session = None if known is None else known()
+    for follower in () if session is None else session.followers:
+        if isinstance(follower, JobMeetings):
+            follower.claim(folder)
+    return None
 
 
 def _of_group(group: dist.ProcessGroup, weights: EngineWeights) -> Destination:

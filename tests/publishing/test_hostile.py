@@ -151,6 +151,9 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
     text = refused(WeightReceiver(tmp_path / "file").update)
     assert "cannot be read (Not a directory); make it a folder that can be read" in text
     assert WeightReceiver(tmp_path / "not yet").update() is None
+    (tmp_path / "no\u00a0break").write_text("")
+    text = refused(WeightReceiver(tmp_path / "no\u00a0break").update)
+    assert rf"publish: '{tmp_path}/no\xa0break' cannot be read" in text
 
 
 @pytest.mark.parametrize(
@@ -158,6 +161,9 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
     [
         ("file:///a/b/", "/a/b"), ("file:///a%20b", "/a b"), ("file:///a b", "/a b"),
         ("file://localhost/a%23", "/a#"), ("/a/b#c", "/a/b#c"), ("a/b/", "a/b"),
+        ("/a\u00a0b", "/a\u00a0b"), ("file:///a%C2%A0b", "/a\u00a0b"),
+        ("/a\u3000b", "/a\u3000b"), ("/a\uf022b", "/a\uf022b"),
+        ("/\U0001f468\u200d\U0001f469", "/\U0001f468\u200d\U0001f469"),
     ],
 )  # fmt: skip
 def test_folders_are_those_that_are_written(text: str, path: str) -> None:
@@ -169,6 +175,9 @@ def test_folders_are_those_that_are_written(text: str, path: str) -> None:
     [
         (" file:///a", "no blanks around it"), ("file:///a\n", "no blanks around it"),
         ("file:///a%00", "no control characters"), ("file:///a#b", "%23"),
+        ("/a\u202eb", "marks of direction"), ("file:///a%E2%81%A6", "marks of direction"),
+        ("/a\u200bb", "no control characters"), ("/a\u2028b", "no control characters"),
+        ("/a\ud800b", "no control characters"), ("\u00a0/a", "no blanks around it"),
         ("file:///a?b", "%3F"), ("file:/a", "file:///folder"), ("file://", "file:///folder"),
         ("", "file:///folder"), ("~/a", "a path without ~"), ("file://host/a", "object store"),
     ],
@@ -227,6 +236,7 @@ def test_a_version_without_end_is_not_kept(
 ) -> None:
     """More bytes than the held weights can take are read and let go; the next version is taken."""
     monkeypatch.setattr(stream_sources, "IN_MEMORY", 20000)
+    monkeypatch.setattr(stream_sources, "FRAME_COSTS", 24)
     kept: list[int] = []
     keep = Spool.keep
 
@@ -236,16 +246,81 @@ def test_a_version_without_end_is_not_kept(
 
     monkeypatch.setattr(Spool, "keep", counting)
     (versions,) = on_ranks(1, streamed)
-    more = b"".join(frame_head(DATA, 0, 10000) + bytes(10000) for _ in range(40))
+    more = b"".join(frame_head(DATA, 0, 10000) + bytes(10000) for _ in range(4))
     receiver = WeightReceiver(io.BytesIO(b"".join([versions[0], more, *versions[1:]])))
     receiver.update()
     kept.clear()
     text = refused(receiver.update)
-    assert "version 2: it has more than the 35" in text and "that it can have" in text
+    assert "version 2 has more than the 35" in text and "that it can have" in text
     assert sum(kept) < 36000
     while receiver.update() is not None:
         pass
     assert receiver.version == 4
+
+
+class Endless(io.RawIOBase):
+    """A stream of frames of parts, each of ``nbytes`` and of the next rank, without an end."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes, self.sent, self._left = nbytes, 0, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, room: Any) -> int:
+        if not self._left:
+            self._left = frame_head(DATA, self.sent, self.nbytes) + bytes(self.nbytes)
+            self.sent += 1
+        found = min(len(room), len(self._left))
+        room[:found], self._left = self._left[:found], self._left[found:]
+        return found
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 10000])
+@pytest.mark.parametrize("weights", [3800, None])
+def test_a_first_version_without_end_is_given_up(
+    nbytes: int, weights: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is kept as far as the user's model goes, or what the host holds; empty frames count."""
+    monkeypatch.setattr(stream_sources, "IN_MEMORY", 20000)
+    monkeypatch.setattr(stream_sources, "host_weights", lambda: 3800)
+    made: list[Spool] = []
+
+    def make() -> Spool:
+        made.append(Spool())
+        return made[-1]
+
+    monkeypatch.setattr(stream_sources, "Spool", make)
+    stream = Endless(nbytes)
+    receiver = WeightReceiver(stream, weights=weights)
+    todo = (
+        "this host has no memory for such a model" if weights is None else "say to WeightReceiver"
+    )
+    for _ in range(2):
+        stream.sent = 0
+        text = refused(receiver.update)
+        assert "a version has more than the 35200 bytes that it can have" in text and todo in text
+        assert "it has no end: connect again" in text
+        assert stream.sent * (nbytes + stream_sources.FRAME_COSTS) < 2 * 35200 + 11025
+    assert len(made) <= 2 * 36 and not any(one.size() for one in made)
+
+
+def more_weights(folder: Path) -> None:
+    """Versions of a model with more weights than the receiver's."""
+    weights = Weights()
+    weights.publisher(Folder(folder)).publish()
+    count = sum(value.numel() for value in weights.values.values())
+    text = refused(WeightReceiver(folder, weights=count - 1).update)
+    assert f"version 1: expected {count - 1} weights at most, found {count}: another mod" in text
+    receiver = WeightReceiver(folder, weights=count)
+    receiver.update()
+    assert same(receiver, weights.values)
+
+
+def test_a_model_with_more_weights_is_refused(on_ranks: RunRanks, tmp_path: Path) -> None:
+    on_ranks(1, more_weights, tmp_path)
+    with pytest.raises(ConfigError, match="WeightReceiver.weights: found 0; expected a number of"):
+        WeightReceiver(tmp_path, weights=0)
 
 
 def test_a_temporary_folder_without_room(
@@ -256,10 +331,11 @@ def test_a_temporary_folder_without_room(
     receiver = WeightReceiver(io.BytesIO(b"".join(versions)))
     receiver.update()
     monkeypatch.setattr(stream_sources, "IN_MEMORY", 0)
+    monkeypatch.setattr(stream_sources, "FRAME_COSTS", 24)
     full = mock.Mock(side_effect=OSError(28, "No space left on device"))
     with mock.patch.object(tempfile, "TemporaryFile", full):
         text = refused(receiver.update)
-    assert "version 2: the temporary folder has no room" in text and "TMPDIR" in text
+    assert "version 2 was not kept: the temporary folder has no room" in text and "TMPDIR" in text
     while receiver.update() is not None:
         pass
     assert receiver.version == 4

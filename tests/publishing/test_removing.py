@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -17,7 +21,7 @@ from hybridcomp.publishing.destinations import PARTS, Folder, manifests_in
 from hybridcomp.publishing.removing import remove_old
 from hybridcomp.publishing.streams import Stream
 from tests.publishing.made import Weights, same
-from tests.ranks import RunRanks
+from tests.ranks import RunRanks, run_ranks
 
 OLD = Path(__file__).parent / "format_1"
 #: the model of the versions in ``OLD``, and what share of it each of them changed
@@ -169,3 +173,79 @@ def test_versions_of_format_1_are_read_and_followed(on_ranks: RunRanks, tmp_path
     with pytest.raises(PublishError, match="version 2: .*checksum.*copy it again"):
         receiver.update()
     assert receiver.version == 1
+
+
+def killed(folder: Path) -> None:
+    """Publish a version, and end in the middle of the second one: before its manifest."""
+    publisher = Weights().publisher(Folder(folder))
+    publisher.publish()
+    with mock.patch.object(Folder, "commit", lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
+        publisher.publish()
+
+
+def after_others(folder: Path) -> tuple[list[str], list[str], str]:
+    """Publish where others were cut off; what is there before, and after the first version."""
+    weights, parts = Weights(), folder / PARTS
+    for name in ("v0000000001.00000000.r00000.part", "v0000000002.00000000.r00001.part.unfinished"):
+        (parts / name).write_bytes(b"of another run")
+    (folder / ".v0000000002.json.00000000").write_bytes(b"{")
+    (folder / "v0000000002.txt").write_bytes(b"a note")
+    (parts / "v0000000009.00000000.r00000.part").write_bytes(b"of nobody knows when")
+    writing = parts / "v0000000002.11111111.r00000.part.unfinished"
+    writing.write_bytes(b"a run that")
+    before = files(folder)
+    publisher = weights.publisher(Folder(folder))
+    writing.write_bytes(b"a run that lives")
+    assert files(folder) == before
+    weights.step(1)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        publisher.publish()
+    receiver = WeightReceiver(folder)
+    receiver.update()
+    assert receiver.version == 2 and same(receiver, weights.values)
+    return before, files(folder), said.getvalue()
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+def test_what_a_killed_run_leaves_goes_with_the_first_version_of_the_next(
+    on_ranks: RunRanks, tmp_path: Path
+) -> None:
+    """But for what somebody writes, and for what no version of this run has passed."""
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_ranks(1, killed, tmp_path)
+    left = files(tmp_path)
+    assert len(left) == 3  # a version, and the part of another
+    ((before, after, said),) = on_ranks(1, after_others, tmp_path)
+    assert set(left) < set(before) and len(before) == 9
+    gone = set(before) - set(after)
+    own = {name for name in left if name.startswith("v0000000002.")}
+    others = {"v0000000001.00000000.r00000.part", "v0000000002.00000000.r00001.part.unfinished"}
+    assert gone == own | others | {".v0000000002.json.00000000"}
+    assert len(set(after) - set(before)) == 2
+    assert said.count(f"publish: removed 4 file(s) in {tmp_path} of runs that were cut off") == 1
+
+
+def two_runs(folder: Path) -> str:
+    """Of two runs one is cut short by the other, which takes its unfinished part for a leftover."""
+    first, second = Weights(), Weights()
+    slow, place = first.publisher(Folder(folder)), second.publisher(Folder(folder))
+    begin = Folder.begin
+
+    def cut(to: Folder, version: int, rank: int) -> Any:
+        found = begin(to, version, rank)
+        with mock.patch.object(Folder, "begin", begin):
+            place.publish()
+        to._unfinished.unlink()
+        return found
+
+    with mock.patch.object(Folder, "begin", cut), pytest.raises(PublishError) as caught:
+        slow.publish()
+    return str(caught.value)
+
+
+def test_a_run_whose_part_was_removed_is_told_why(on_ranks: RunRanks, tmp_path: Path) -> None:
+    (told,) = on_ranks(1, two_runs, tmp_path)
+    assert "has version 1 already: another job or island publishes there" in told

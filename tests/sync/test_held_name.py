@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -69,6 +71,26 @@ def test_a_process_that_has_ended_lets_its_name_go_at_once(make: Make) -> None:
     first._line.first("holders/a", first._text)
     ended.wait()
     held_name.WATCH_S = 1000.0
+    make("here").take()
+
+
+@pytest.mark.parametrize("hides", ["all", "what it says"])
+def test_a_process_that_cannot_be_looked_at_lives(
+    make: Make, hides: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of another user where /proc is mounted with ``hidepid``: 2 hides all, 1 its files."""
+    first = make("here")
+    first.take()
+    first._stop()  # as one that is stopped, which shows no life
+    monkeypatch.setattr(held_name, "PROC", tmp_path)
+    if hides != "all":
+        (tmp_path / str(first._own["pid"]) / "stat").mkdir(parents=True)  # read: an OSError
+    kill = mock.Mock(side_effect=PermissionError)
+    monkeypatch.setattr("os.kill", kill)
+    with pytest.raises(AgreementError, match="which a living island has"):
+        make("here").take()
+    assert kill.call_args.args == (first._own["pid"], 0)
+    kill.side_effect = ProcessLookupError
     make("here").take()
 
 

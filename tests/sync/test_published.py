@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import hybridcomp
 from hybridcomp.errors import PublishError
 from hybridcomp.session.engine_session import session_of
 from tests.ranks import run_ranks
+from tests.sync.jobs import beside, rendezvous
+from tests.sync.jobs import block as islands_at
 from tests.sync.torch_job import Job
 from tests.training.trainer import Job as DeepSpeedJob
 from tests.training.trainer import make_engine, parameters, train_step
@@ -78,12 +81,47 @@ def by_script(folder: Path) -> None:
         both.publish()
     dist.barrier()
     if rank == 1:
-        with pytest.raises(PublishError, match="another job or island publishes there"):
+        with pytest.raises(PublishError, match="that of rank 0 of this job, and this is that of r"):
             both.publish()
+    dist.barrier()
+    both.close()
+    in_turn = hybridcomp.publish(job.model, folder / "one", dtype="bf16")
+    dist.barrier()
+    if rank == 1:  # a new publisher would go on with the other's chain
+        with pytest.raises(PublishError, match=r"/one: another job or island publishes there, "):
+            in_turn.publish()
+    else:
+        assert in_turn.publish().version == 2
+    dist.barrier()
+    assert len(list((folder / "one").glob("v*.json"))) == 2
 
 
 def test_islands_that_a_script_publishes_need_a_folder_each(tmp_path: Path) -> None:
     run_ranks(2, by_script, tmp_path)
+
+
+def of_a_job(address: str, folder: Path, name: str) -> str:
+    """Publish from an island that is a job; what it is told."""
+    told = islands_at(address, preset="local-sgd")
+    told["sync"]["islands"]["name"] = name
+    job = Job(told).build().train(2)
+    with contextlib.closing(hybridcomp.publish(job.model, folder, dtype="bf16")) as publisher:
+        try:
+            publisher.publish()
+            return ""
+        except PublishError as error:
+            return str(error)
+        finally:
+            job.train(2)
+            hybridcomp.detach(job.model)
+
+
+def test_islands_that_are_jobs_need_a_folder_each(tmp_path: Path) -> None:
+    with rendezvous() as address:
+        (one,), (two,) = beside(*((1, of_a_job, (address, tmp_path, name)) for name in "ab"))
+    refused, other = (one, "b") if one else (two, "a")
+    assert not (one and two) and f"has what island {other} of this run has saved, and" in refused
+    assert len(list(tmp_path.glob("v*.json"))) == 1
 
 
 def of_deepspeed(folder: Path) -> None:

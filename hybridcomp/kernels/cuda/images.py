@@ -87,7 +87,9 @@ def compiled(
     try:
         nvrtc.compileProgram(program, (*OPTIONS, target, *more))
         log: str = nvrtc.getProgramLog(program)
-        found: bytes = nvrtc.getCUBIN(program) if real else nvrtc.getPTX(program)
+        # CuPy takes the last byte of an image for the end of a text, and drops it: it is the high
+        # byte of the last number in the table of segments, so 0
+        found: bytes = nvrtc.getCUBIN(program) + b"\0" if real else nvrtc.getPTX(program)
         return found, log
     except nvrtc.NVRTCError as error:
         raise CodecError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import struct
 import sys
 import threading
 import warnings
@@ -135,6 +136,15 @@ def test_a_full_disk_leaves_nothing_behind(folder: Path) -> None:
     with compiler(b"first"), full, pytest.warns(UserWarning, match="No space left"):
         assert images.image(*ONE) == b"first"
     assert not list(folder.iterdir())
+
+
+def test_an_image_is_whole() -> None:
+    """CuPy hands out one byte less; the tables of sections and segments end with the image."""
+    found, _ = images.compiled(*ONE)
+    segments, sections = struct.unpack_from("<QQ", found, 32)
+    sizes = struct.unpack_from("<4H", found, 54)
+    ends = (segments + sizes[0] * sizes[1], sections + sizes[2] * sizes[3])
+    assert found[:4] == b"\x7fELF" and max(ends) == len(found)
 
 
 def test_subnormals_are_not_flushed_and_newer_gpus_get_ptx() -> None:
