@@ -280,7 +280,36 @@ def test_a_check_with_an_odd_plan(
     said(["plan", "--check", str(run), "--plan", str(tmp_path / "plan.json")], capsys)
 
 
-@pytest.mark.parametrize("place", ["/nowhere/at/all", "", ".", "/dev/null", "\udcff", "a" * 300])
+def notes() -> Iterator[tuple[str, bytes]]:
+    yield from FILES.items()
+    whole = {
+        "format": 1, "hybridcomp": "1", "step": 3, "world_size": 2, "digest": "x",
+        "files": {"hybridcomp_residuals_rank_*.pt": "what"}, "error_feedback": True,
+        "compression": {"dp": "bf16"},
+    }  # fmt: skip
+    for place in whole:
+        for value in ODD:
+            text = changed(whole, place, value)
+            yield f"{place} {str(value)[:9]!r}", text.encode("utf-8", "surrogatepass")
+    yield from with_texts(whole, "hybridcomp", "files", "step")
+
+
+@pytest.mark.parametrize("content", named(notes()))
+def test_validate_with_an_odd_checkpoint(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "block.json").write_text('{"preset": "recommended"}')
+    words = ["validate", str(tmp_path / "block.json"), "--checkpoint", str(tmp_path)]
+    (tmp_path / "hybridcomp_checkpoint.json").write_bytes(content)
+    said(words, capsys)
+    (tmp_path / "checkpoint-\u00b2").mkdir()
+    (tmp_path / "latest").write_bytes(content[:200])
+    said(words, capsys)
+
+
+@pytest.mark.parametrize(
+    "place", ["/nowhere/at/all", "", ".", "/dev/null", "\udcff", "a\0b", "a" * 300]
+)
 def test_places_that_are_no_file(
     place: str, planned: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,6 +317,7 @@ def test_places_that_are_no_file(
     for option in ("--cluster", "--base", "--check", "--plan"):
         said([*planned, option, place], capsys)
     said(["pays", place], capsys)
+    said(["pays", "--cluster", place], capsys)
     said(["validate", place], capsys)
     base = write_run(tmp_path / "base", 0, 1.0)
     said(["compare", str(base), place, "--out", str(tmp_path / "out"), "--wandb", "none"], capsys)
@@ -304,5 +334,11 @@ def test_options_that_are_no_number_of_theirs(
     for option in ("--parameters", "--compute", "--link", "--codec-gbs", "--ranks", "--stage",
                    "--micro-batches"):  # fmt: skip
         said(["pays", *step, f"{option}={value}"], capsys)
+    config = str(Path(planned[1]))
+    for option in ("--parameters", "--world-size", "--replicas", "--ranks-per-node",
+                   "--device-memory", "--activation", "--tensor-ranks"):  # fmt: skip
+        said(
+            ["validate", config, "--parameters=7e9", "--world-size=8", f"{option}={value}"], capsys
+        )
     for option in ("--last", "--smooth", "--seeds"):
         said(["compare", "a", "b", f"{option}={value}"], capsys)

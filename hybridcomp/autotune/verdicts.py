@@ -45,6 +45,7 @@ class Decision:
     since: int = 0  # the first step from which ``pays`` holds
     gain_s: float | None = None  # seconds of a step that encoding saves, where known
     flush: int = -1  # the step that sends the residuals, after a comparison that ended native
+    rounds: int = 1  # of the comparison, so far
 
     @property
     def is_close(self) -> bool:
@@ -154,6 +155,8 @@ class Verdicts:
         self, done: Recheck, without: Collection[Dimension], device: torch.device
     ) -> list[str]:
         findings = done.judge({n: self.by_dimension[n].pays for n in done.names}, device)
+        for name in done.names:
+            self.by_dimension[name] = replace(self.by_dimension[name], rounds=done.rounds)
         told = []
         for name, found in ({} if findings is None else findings).items():
             verdict = replace(self.by_dimension[name], checked=True)
@@ -209,6 +212,8 @@ class Verdicts:
             n: v.first for n, v in self.by_dimension.items() if v.first >= 0 and not v.checked
         }
         self.recheck = Recheck(list(under_way), min(under_way.values())) if under_way else None
+        if self.recheck is not None:
+            self.recheck.rounds = max(self.by_dimension[name].rounds for name in under_way)
         self._is_planned = any(verdict.first >= 0 for verdict in self.by_dimension.values())
 
 

@@ -69,9 +69,14 @@ def save(
 
 
 def _save(folder: Path, channels: Channels, state: State, references: bool) -> None:
-    """Write the files of this rank, and on rank 0 those of the job."""
+    """Write the files of this rank, and on rank 0 those of the job.
+
+    Where this rank has nothing to write, its file of an older save of this name goes.
+    """
     if saved_state.has_any(channels):
         _save_rank(folder, channels, state.loss_scale)
+    else:
+        _path(folder, dist.get_rank()).unlink(missing_ok=True)
     if dist.get_rank() == 0:
         saved.write_json(folder / STATE, asdict(state))
         kinds = [checkpoint_note.RESIDUALS] if saved_state.has_any(channels) else []
@@ -142,9 +147,10 @@ def load(
     take_over(read(folder, channels), channels, loss_scale, device)
 
 
-def read(folder: Path, channels: Channels) -> StoredState:
+def read(folder: Path, channels: Channels, step: int | None = None) -> StoredState:
     """Read and check the files of ``save``; changes nothing in ``channels``. A collective.
 
+    ``step``: of ``read_state``, with which the ranks' files were saved; None: it is not known.
     Raises CheckpointError on every rank where the file of one is damaged, missing, of another rank
     or another step, or holds residuals behind the end of a parameter.
     """
@@ -157,7 +163,7 @@ def read(folder: Path, channels: Channels) -> StoredState:
         return found
     own, problem = saved.attempt(lambda: _own(folder, channels))
     saved.all_well(problem, WHAT, TODO)
-    count = _stored_ranks(folder, own)
+    count = _stored_ranks(folder, own, step)
     found.choices = saved_state.of_rank_0(channels, own, _path(folder, 0))
     if not feedback or count is None:
         return found
@@ -214,8 +220,8 @@ def _own(folder: Path, channels: Channels) -> dict[str, Any] | None:
     return own
 
 
-def _stored_ranks(folder: Path, own: dict[str, Any] | None) -> int | None:
-    """Return how many ranks saved, None where no file is there; the same on all ranks.
+def _stored_ranks(folder: Path, own: dict[str, Any] | None, step: int | None) -> int | None:
+    """Return how many ranks saved at ``step``, None where no file is there; alike on all ranks.
 
     Raises CheckpointError where files are missing or do not belong together.
     """
@@ -224,7 +230,13 @@ def _stored_ranks(folder: Path, own: dict[str, Any] | None) -> int | None:
     there = [rank for rank, file in enumerate(said) if file is not None]
     if not there:
         return None
-    count = int(said[there[0]]["world_size"])
+    count, told = int(said[there[0]]["world_size"]), said[there[0]]["step"]
+    if step is not None and told != step:  # the last save wrote no such files
+        path, text = (
+            _path(folder, there[0]),
+            f"{folder / STATE} (step {step}) were not saved together",
+        )
+        raise CheckpointError(f"{WHAT}: {path} (step {told}) and {text}. {TODO}")
     missing = [rank for rank in range(min(count, len(said))) if said[rank] is None]
     if missing:
         path = _path(folder, missing[0])

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from hybridcomp.config import CompressionConfig
+from hybridcomp.config.error_messages import show
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import saved
 
 FILE = "hybridcomp_checkpoint.json"
 FORMAT = 1
+#: most ranks of a job
+MOST_RANKS = 10**6
 #: kind of file, one for each rank -> what its files hold
 RESIDUALS, PARAMETERS = "hybridcomp_residuals", "hybridcomp_parameters"
 HOLDS = {
@@ -67,10 +70,17 @@ def read(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         note = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(str(path), str(error), "expected JSON; remove or restore it") from None
-    if not isinstance(note, dict) or not isinstance(note.get("files"), Mapping):
+    if not isinstance(note, dict) or not isinstance(note.get("files"), dict):
         raise ConfigError(str(path), "no note", "expected what hybridcomp saved; remove it")
+    ranks: Any = note.get("world_size")
+    if not saved.is_count(ranks) or ranks > MOST_RANKS:
+        found = {"world_size": ranks}
+        raise ConfigError(str(path), show(found), "expected a number of ranks; remove the note")
+    if not all(isinstance(what, str) for what in note["files"].values()):
+        todo = "expected a sentence about each; remove the note"
+        raise ConfigError(str(path), show(note["files"]), todo)
     return note
 
 
@@ -83,12 +93,12 @@ def folder_of(place: Path) -> Path:
     steps = {
         int(path.name.rpartition("-")[2]): path
         for path in place.glob("checkpoint-*/")
-        if path.name.rpartition("-")[2].isdigit()
+        if path.name.rpartition("-")[2].isdecimal()
     }
     if steps and not (place / "latest").is_file():
         place = steps[max(steps)]
     if (latest := place / "latest").is_file():
-        place = place / latest.read_text(encoding="utf-8").strip()
+        place = place / latest.read_text(encoding="utf-8", errors="backslashreplace").strip()
     if not place.is_dir():
         raise ConfigError("--checkpoint", str(place), "expected the folder of a checkpoint")
     return place
@@ -99,7 +109,7 @@ def missing(folder: Path, note: Mapping[str, Any]) -> list[str]:
     names = [
         pattern.replace("*", f"{rank:05d}")
         for pattern in note["files"]
-        for rank in range(int(note.get("world_size", 0)))
+        for rank in range(note["world_size"])
     ]
     return [name for name in names if not (folder / name).is_file()]
 

@@ -12,6 +12,7 @@ import torch
 from hybridcomp.codecs.words import DTYPES
 from hybridcomp.commands.job_files import JobFile
 from hybridcomp.config import CompressionConfig
+from hybridcomp.config.error_messages import show
 from hybridcomp.config.memory import (
     KeptState,
     MemoryItem,
@@ -35,6 +36,8 @@ DDP_BUCKET = 25 << 20
 MOMENTS, MASTER = 8, 4
 #: messages of a step by dimension, of each group
 StepMessages = dict[Dimension, tuple[RankMessages, ...]]
+#: largest number on the command line
+MOST = 1e15
 #: settings that fit are named in an error, at most so many
 NEAREST = 2
 
@@ -84,8 +87,8 @@ class JobSize:
             "--activation": activation, "--tensor-ranks": tensor_ranks,
         }  # fmt: skip
         for name, found in options.items():
-            if found is not None and found < 1:
-                raise ConfigError(name, found, "expected at least 1")
+            if found is not None and not 1 <= found <= MOST:
+                raise ConfigError(name, show(found), f"expected a number from 1 to {MOST:g}")
         if parameters is None:
             for name in options:
                 if options[name] is not None and name != "--world-size":

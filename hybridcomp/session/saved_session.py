@@ -74,7 +74,8 @@ def read(session: SavedParts, folder: Path) -> Saved:
     """
     state = checkpoint.read_state(folder)
     known = state is None or state.groups == dict(session.layout())
-    kept = checkpoint.read(folder, session.channels) if known else None
+    step = None if state is None else state.step
+    kept = checkpoint.read(folder, session.channels, step) if known else None
     for follower in session.followers.stateful:
         follower.read(folder)
     return Saved(folder, state, kept)
@@ -86,8 +87,9 @@ def take_over(
     """Continue from the result of ``read``.
 
     ``loss_scale``: the factor on the gradients from now on; None: the saved one. ``step``: the
-    count of the engine, which then restores the references of parameter deltas, too. On another
-    number of ranks the sum of the residuals is kept.
+    count of the engine, which then restores the references of parameter deltas, too; a state of
+    another step is left behind, with a message. On another number of ranks the sum of the residuals
+    is kept.
     """
     channels, state, folder = session.channels, found.state, found.folder
     session.loaded = True
@@ -102,6 +104,13 @@ def take_over(
             session.say(f"{folder} holds no state; step and residuals start at zero")
             return
         channels.step = state.step
+    if state is not None and state.step != channels.step:
+        session.say(
+            f"{folder / checkpoint.STATE} is of step {state.step}, and the checkpoint beside it of "
+            f"step {channels.step}, saved again without hybridcomp: residuals, and what guard and "
+            "when: auto decided, begin anew"
+        )
+        return
     if found.kept is None:
         assert state is not None
         session.say(f"{folder} is of another layout, {state.groups}; residuals start at zero")

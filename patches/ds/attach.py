@@ -31,7 +31,7 @@ from hybridcomp.patches.ds import (
     step_messages,
     weights,
 )
-from hybridcomp.patches.ds.job_facts import loss_scale
+from hybridcomp.patches.ds.job_facts import Z0_SCALER, loss_scale
 from hybridcomp.patches.ds.pipe import PIPE, Pipe, close
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patching import Seam
@@ -225,8 +225,10 @@ def make_take_model_step(original: Callable[..., None]) -> Callable[..., None]:
         session.loss_scale = loss_scale(self)
         session.before_step()
         original(self, *args, **kwargs)
-        overflow = bool(getattr(self.optimizer, "overflow", False))
-        session.end_step(overflow=overflow, loss_scale=loss_scale(self), step=self.global_steps)
+        overflow, scale = bool(getattr(self.optimizer, "overflow", False)), loss_scale(self)
+        if getattr(self, Z0_SCALER, None) is not None:  # it says by its scale what it has skipped
+            overflow = scale < session.loss_scale
+        session.end_step(overflow=overflow, loss_scale=scale, step=self.global_steps)
 
     return _take_model_step
 

@@ -97,7 +97,10 @@ def save(folder: Path, engine: Any, channels: Channels) -> bool:
         return False
     found = [delta_references.reference_of(flat) for flat, _, _ in flat_groups(engine.optimizer)]
     shares = [None if reference is None else reference.own for reference in found]
-    state = {"format": saved.FORMAT, "world_size": dist.get_world_size(), "shares": shares}
+    state = {
+        "format": saved.FORMAT, "world_size": dist.get_world_size(), "step": channels.step,
+        "shares": shares,
+    }  # fmt: skip
     _, problem = saved.attempt(lambda: saved.write(_path(folder), state))
     saved.all_well(problem, WHAT)
     return True
@@ -118,7 +121,7 @@ def flat_groups(optimizer: Any) -> Iterator[tuple[Tensor, list[Tensor], Any]]:
 def _load(folder: Path, engine: Any, channels: Channels) -> None:
     """Load the saved shares, or print that the first gather is exact; the same on all ranks."""
     groups = list(flat_groups(engine.optimizer))
-    shares, problem = saved.attempt(lambda: _stored(folder))
+    shares, problem = saved.attempt(lambda: _stored(folder, channels.step))
     saved.all_well(problem, WHAT, TODO)
     fits = (
         shares is not None
@@ -131,8 +134,8 @@ def _load(folder: Path, engine: Any, channels: Channels) -> None:
     verdict = torch.tensor([fits], dtype=torch.int32, device=engine.device)
     if not small_messages.least(verdict).item():
         say(
-            f"{folder} holds no parameter references of {dist.get_world_size()} ranks; the first "
-            "gather is exact"
+            f"{folder} holds no parameter references of {dist.get_world_size()} ranks at step "
+            f"{channels.step}; the first gather is exact"
         )
         return
     assert shares is not None
@@ -147,14 +150,19 @@ def _load(folder: Path, engine: Any, channels: Channels) -> None:
     _spread(engine, channels)
 
 
-def _stored(folder: Path) -> list[Tensor | None] | None:
+def _stored(folder: Path, step: int | None = None) -> list[Tensor | None] | None:
+    """Return the shares of this rank; None: none of this number of ranks, or of another step."""
     path = _path(folder)
     if not path.is_file():
         return None
     stored = saved.read(path)
     saved.expect(path, stored, "world_size", saved.is_count)
     saved.expect(path, stored, "shares", _are_shares)
-    if stored["world_size"] != dist.get_world_size():
+    saved.expect(path, {"step": 0, **stored}, "step", saved.is_count)  # older files lack it
+    if stored["world_size"] != dist.get_world_size() or stored.get("step", step) not in (
+        step,
+        None,
+    ):
         return None
     shares: list[Tensor | None] = stored["shares"]
     return shares

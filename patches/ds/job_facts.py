@@ -19,6 +19,8 @@ DOMINO = "deepspeed.runtime.domino"
 SEQUENCE_LAYERS = frozenset({"DistributedAttention", "FPDT_Attention", "RingAttention"})
 #: class of hybridcomp's ring attention
 RING = "RingAttention"
+#: attribute of an engine: torch's loss scaler, which it has at stage 0 with fp16 by torch.autocast
+Z0_SCALER = "torch_autocast_z0_gradscaler"
 #: package of hybridcomp's layers that are cut over a mesh
 MESH_LAYERS = "hybridcomp.nn.tp2d"
 #: class of hybridcomp's pipeline stages over token slices
@@ -160,7 +162,7 @@ def loss_scale(engine: Any) -> float:
     """
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
 
-    scaler = getattr(engine, "torch_autocast_z0_gradscaler", None)
+    scaler = getattr(engine, Z0_SCALER, None)
     if scaler is not None:
         return float(scaler.get_scale())
     if isinstance(engine.optimizer, ZeROOptimizer):

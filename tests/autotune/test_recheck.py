@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from hybridcomp.autotune import recheck
 from hybridcomp.autotune.recheck import CELLS, REHEARSED, Finding, Recheck, describe_finding
+from hybridcomp.autotune.verdicts import Decision, Verdicts, are_decisions
 from hybridcomp.policy import Dimension
 
 CPU = torch.device("cpu")
@@ -137,3 +138,29 @@ def test_a_continued_run_that_saw_half_a_round_takes_another(
         "dp: steps took 1000.0 ms natively and 800.0 ms encoded, in turns "
         f"(compression.dp.when: auto): compressed from step {one.stop} on"
     )
+
+
+def test_a_run_that_is_continued_in_the_second_round_stays_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its modes alternate as before, and what error feedback holds is not dropped."""
+    seconds = 0.0
+    monkeypatch.setattr(recheck, "now", lambda: seconds)
+    one = Verdicts()
+    one.by_dimension["dp"] = Decision(False, 1 << 20, 0.1, 0.11)
+    after = 10 + REHEARSED + CELLS  # the first step of a second round
+    for step in range(10, after + 1):
+        one.compare(step, (), CPU)
+        seconds += 1.0 - (0.0 if one.native("dp", step) else 0.02)  # between staying and changing
+    assert one.recheck is not None and one.recheck.rounds == 2
+    again = Verdicts()
+    again.by_dimension["dp"] = Decision(False, 1 << 20, 0.1, 0.11)
+    state = one.state()
+    assert are_decisions(state)
+    again.restore(state)
+    for step in range(after, after + CELLS):
+        assert again.comparing(step) and not again.holds_nothing("dp", step)
+        assert again.native("dp", step) == one.native("dp", step) == (step % 2 == 0)
+        seconds += 1.0 - (0.0 if again.native("dp", step) else 0.02)
+        again.compare(step + 1, (), CPU)
+    assert again.by_dimension["dp"].checked and not again.may_compare

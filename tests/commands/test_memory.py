@@ -176,7 +176,10 @@ def test_other_codecs_are_named_where_deltas_cannot_be_switched_off() -> None:
         (["--activation", "1e6"], "--activation: found 1000000.0; memory is computed"),
         ([*SIZED, "--tensor-ranks", "7"], "--tensor-ranks: found 7; it does not divide"),
         ([*SIZED, "--replicas", "5"], "--replicas: found 5; it does not divide"),
-        ([*SIZED, "--ranks-per-node", "0"], "--ranks-per-node: found 0; expected at least 1"),
+        (
+            [*SIZED, "--ranks-per-node", "0"],
+            "--ranks-per-node: found 0; expected a number from 1 to 1e+15",
+        ),
     ],
 )
 def test_options_that_cannot_act(

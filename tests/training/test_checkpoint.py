@@ -371,3 +371,30 @@ def test_residuals_follow_the_loss_scale_and_drop_on_overflow() -> None:
         norms = [norm for overflow, factor, norm in history if not overflow and factor == 1.0]
         doubled = [norm for overflow, factor, norm in history if factor == 2.0]
         assert norms and max(doubled) > 0
+
+
+def autocast_run() -> list[tuple[float, float]]:
+    """Change of the loss scale and residual norm of each step: the fourth one overflows."""
+    import torch.distributed as dist
+
+    from hybridcomp.channels import channels_of
+    from hybridcomp.patches.ds.job_facts import loss_scale
+
+    engine = make_engine(0, torch_autocast={"enabled": True, "dtype": "float16"})
+    channels, found = channels_of(engine), []
+    assert channels is not None
+    for step in range(5):
+        generator = torch.Generator().manual_seed(10 * dist.get_rank() + step)
+        values, before = torch.randn(4, WIDTH, generator=generator), loss_scale(engine)
+        loss = (engine(values) - values).float().square().mean()
+        engine.backward(loss * (1e38 if step == 3 else 1.0))
+        engine.step()
+        found.append((loss_scale(engine) / before, channels.residuals.norm()))
+    return found
+
+
+def test_residuals_drop_where_the_scaler_of_autocast_skips_a_step() -> None:
+    """At stage 0 torch's scaler skips it, and no optimizer of DeepSpeed says so."""
+    for history in run_ranks(2, autocast_run):
+        assert [factor for factor, _ in history] == [1.0, 1.0, 1.0, 0.5, 1.0]
+        assert [norm > 0 for _, norm in history] == [True, True, True, False, True]

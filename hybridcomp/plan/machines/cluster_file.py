@@ -42,7 +42,7 @@ def read(path: str | Path) -> Cluster:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(str(path), "no such file", AGAIN) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # no text, or a name that no file can have
         raise ConfigError(str(path), f"{type(error).__name__}: {error}", AGAIN) from error
     try:
         found = parsed_json(text)
