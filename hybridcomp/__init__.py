@@ -165,7 +165,8 @@ def save_state(folder: str | Path, loss_scale: float | None = None) -> None:
 
     Args:
         folder: one for each checkpoint.
-        loss_scale: the factor on the gradients; None: that of the last optimizer step.
+        loss_scale: the factor on the gradients; None: that of the last optimizer step, under FSDP2
+            and DDP that of the GradScaler.
 
     Raises ConfigError in a process without a block.
     """
@@ -173,7 +174,7 @@ def save_state(folder: str | Path, loss_scale: float | None = None) -> None:
     from hybridcomp.session import process
 
     if models := steps.living():
-        state_files.save_files(Path(folder), models)
+        state_files.save_files(Path(folder), models, loss_scale)
     if not models or process.has_begun():
         process.save_state(folder, loss_scale)
 
@@ -186,7 +187,8 @@ def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
 
     Args:
         folder: as for ``save_state``.
-        loss_scale: the factor on the gradients from now on; None: the saved one.
+        loss_scale: the factor on the gradients from now on; None: the saved one, under FSDP2 and
+            DDP that of the GradScaler.
 
     Raises ConfigError in a process without a block.
     """
@@ -194,7 +196,7 @@ def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
     from hybridcomp.session import process
 
     if models := steps.living():
-        state_files.load_files(Path(folder), models)
+        state_files.load_files(Path(folder), models, loss_scale)
     if not models or process.has_begun():
         process.load_state(folder, loss_scale)
 

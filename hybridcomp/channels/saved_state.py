@@ -136,7 +136,7 @@ def of_rank_0(
     ranks where this version cannot take a part over that this run wants; nothing has changed then.
     """
     parts = {part.name: (state or {}).get(part.name, {}) for part in OF_JOB}
-    values = {key: state[key] for key in more} if state else {}
+    values = {key: state.get(key) for key in more} if state else {}
     told = small_messages.from_first({**parts, **values} if state else {})
     for part in OF_JOB:
         if told and part.wanted(channels):

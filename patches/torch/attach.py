@@ -19,9 +19,9 @@ from hybridcomp.config.error_messages import NOTHING, Shown
 from hybridcomp.errors import ConfigError, SeamError
 from hybridcomp.patches.common import island_steps, publishing_steps
 from hybridcomp.patches.torch import claimed_saves, island_masters, torch_versions, weights
+from hybridcomp.patches.torch.at_checkpoint import AtCheckpoint
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.session import Source, read, say
-from hybridcomp.patches.torch.stateful import AtCheckpoint
 from hybridcomp.publishing import EngineWeights
 from hybridcomp.session import process
 from hybridcomp.sync import Masters

@@ -13,6 +13,7 @@ from torch import Tensor
 from hybridcomp.channels import Channels
 from hybridcomp.channels.resharing import Sends
 from hybridcomp.patches.torch import stateful
+from hybridcomp.patches.torch.loss_scale import LossScale
 from hybridcomp.patches.torch.session import say
 from hybridcomp.patches.torch.unseen_steps import UnseenSteps
 from hybridcomp.session.engine_session import EngineSession
@@ -70,6 +71,7 @@ class Attached:
         self._unseen = UnseenSteps(parameters, self.owns)
         self._is_open = self._has_reduced = False
         self._has_news = False  # whether gradients were reduced since the last look for a step
+        self.loss_scale = LossScale(self.rescale)
         self.optimizer_calls = 0  # calls of optimizers' step, maybe several per training step
         self.is_detached = False
         self._undo: list[Callable[[], object]] = []
@@ -135,9 +137,11 @@ class Attached:
         self._is_open = True
 
     def reduced(self) -> None:
-        """Note that gradients are being reduced."""
-        if not self._has_reduced and not self.optimizer_calls:
-            self._unseen.begin()
+        """Note that gradients are being reduced, before a message of them takes residuals."""
+        if not self._has_reduced:
+            self.loss_scale.before_messages()
+            if not self.optimizer_calls:
+                self._unseen.begin()
         self._has_reduced = self._has_news = True
 
     def owns(self, optimizer: Any) -> bool:
@@ -184,13 +188,19 @@ class Attached:
         """Return this rank's state, for ``torch.distributed.checkpoint`` and ``pickle``."""
         return stateful.state_of(self)
 
-    def load_state_dict(self, state: Mapping[str, Any] | stateful.SavedState) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any] | stateful.SavedState, loss_scale: float | None = None
+    ) -> None:
         """Load a state of ``state_dict``; every rank calls it.
+
+        ``loss_scale``: the factor on the gradients from now on; None: that of this process's
+        GradScaler, or without one what it was.
 
         Raises on every rank, with nothing changed: ConfigError on the state of another job,
         CheckpointError where the entry of a rank is damaged.
         """
-        stateful.load(self, state.state if isinstance(state, stateful.SavedState) else state)
+        entries = state.state if isinstance(state, stateful.SavedState) else state
+        stateful.load(self, entries, loss_scale)
 
     def __deepcopy__(self, memo: object) -> None:
         """Return nothing: a copy of a model has none of its channels, hooks and optimizers."""

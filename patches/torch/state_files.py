@@ -33,8 +33,10 @@ from hybridcomp.patches.torch.stateful import (
 FILE = "hybridcomp_model_{model}_rank_{rank:05d}.pt"
 
 
-def save_files(folder: Path, every: Iterable[WithState]) -> None:
+def save_files(folder: Path, every: Iterable[WithState], loss_scale: float | None = None) -> None:
     """Write one file for each rank and model into ``folder``; every rank calls it.
+
+    ``loss_scale``: the factor on the gradients; None: that of each model's GradScaler.
 
     Every file is written completely or not at all. Raises CheckpointError, on every rank, where one
     could not write its file, or where another island that is a job has written there.
@@ -44,13 +46,14 @@ def save_files(folder: Path, every: Iterable[WithState]) -> None:
     saved.all_well(problem, "saving the state of hybridcomp")
     for name, attached in zip(names_of(models), models, strict=True):
         path = folder / FILE.format(model=name, rank=dist.get_rank())
-        _, found = saved.attempt(functools.partial(saved.write, path, state_dict_of(attached)))
+        state = state_dict_of(attached, loss_scale)
+        _, found = saved.attempt(functools.partial(saved.write, path, state))
         problem = problem or found
     saved.all_well(problem, "saving the state of hybridcomp")  # returns once all files are complete
 
 
-def load_files(folder: Path, every: Iterable[WithState]) -> None:
-    """Load the files of ``save_files``; every rank calls it.
+def load_files(folder: Path, every: Iterable[WithState], loss_scale: float | None = None) -> None:
+    """Load the files of ``save_files``; every rank calls it. ``loss_scale``: as for ``load``.
 
     Raises CheckpointError, on every rank, where a file is damaged, one of a rank is missing, or the
     folder holds the state of other models; nothing is taken over then.
@@ -62,7 +65,7 @@ def load_files(folder: Path, every: Iterable[WithState]) -> None:
     problem = problem or next((text for _, text in found if text is not None), None)
     saved.all_well(problem, WHAT)
     for attached, (states, _) in zip(models, found, strict=True):
-        take_over(attached, states or {})
+        take_over(attached, states or {}, loss_scale)
 
 
 def _check_models(folder: Path, names: Sequence[str]) -> None:

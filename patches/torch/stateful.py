@@ -30,11 +30,14 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import saved
 from hybridcomp.job.agreement import tell
+from hybridcomp.patches.torch.loss_scale import LossScale
 from hybridcomp.patches.torch.session import say
 from hybridcomp.session.engine_session import EngineSession
 
 CALL = "hybridcomp.stateful"
 WHAT = "loading the state of hybridcomp"
+#: keys of a state about the loss scale, which states of earlier versions lack
+_SCALE = ("loss_scale", "scaled")
 #: prefix of the names of residuals of sums between replicas
 BETWEEN = "between replicas: "
 
@@ -70,6 +73,10 @@ class WithState(Protocol):
     def session(self) -> EngineSession:
         """Session of the model."""
 
+    @property
+    def loss_scale(self) -> LossScale:
+        """Loss scale in whose units residuals are."""
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load entries of a checkpoint."""
 
@@ -98,21 +105,28 @@ def pack(attached: WithState) -> bytes:
     return file.getvalue()
 
 
-def state_dict_of(attached: WithState) -> dict[str, Any]:
-    """Return this rank's state, of plain types and CPU tensors."""
-    channels = attached.channels
+def state_dict_of(attached: WithState, loss_scale: float | None = None) -> dict[str, Any]:
+    """Return this rank's state, of plain types and CPU tensors.
+
+    ``loss_scale``: the factor on the gradients; None: that of the model's GradScaler.
+    """
+    channels, scale = attached.channels, attached.loss_scale
     return saved_state.state_of(
         channels,
         kind=attached.kind,
         model=attached.identity,
         layout={**attached.layout, "nodes": channels.layout},
         divisors=dict(attached.divisors()),
+        loss_scale=scale.value if loss_scale is None else loss_scale,
+        scaled=scale.is_known and loss_scale is None,
         followers={one.name: one.state() for one in attached.session.followers.stateful},
     )
 
 
-def load(attached: WithState, entries: Mapping[str, Any]) -> None:
+def load(attached: WithState, entries: Mapping[str, Any], loss_scale: float | None = None) -> None:
     """Load the entries of a checkpoint: this rank's, or its share of those of all old ranks.
+
+    ``loss_scale``: the factor on the gradients from now on; None: see ``LossScale.load``.
 
     Every rank calls it. Raises on every rank, with nothing changed: ConfigError where the entries
     are of another number of ranks and some are missing, CheckpointError where one is damaged.
@@ -121,13 +135,15 @@ def load(attached: WithState, entries: Mapping[str, Any]) -> None:
         lambda: {name: checked(name, saved.unpack(found, name)) for name, found in entries.items()}
     )
     saved.all_well(problem, WHAT)
-    take_over(attached, states or {})
+    take_over(attached, states or {}, loss_scale)
 
 
 def checked(name: Path | str, state: dict[str, Any]) -> dict[str, Any]:
     """Check a rank's ``state``, read from ``name``, and return it. Raises CheckpointError."""
     saved_state.check(name, state)
     saved.expect(name, state, "kind", lambda value: isinstance(value, str))
+    if "loss_scale" in state:  # states of earlier versions lack it
+        saved.expect(name, state, "loss_scale", saved.is_scale)
     for key in ("layout", "divisors"):
         saved.expect(name, state, key, lambda value: isinstance(value, dict))
     for named, _ in held_in(state["residuals"]):
@@ -136,7 +152,9 @@ def checked(name: Path | str, state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def take_over(attached: WithState, entries: Mapping[str, dict[str, Any]]) -> None:
+def take_over(
+    attached: WithState, entries: Mapping[str, dict[str, Any]], loss_scale: float | None = None
+) -> None:
     """Load entries that have been read and checked; see ``load``."""
     channels = attached.channels
     states = [found for _, found in sorted(entries.items())]
@@ -171,7 +189,7 @@ def take_over(attached: WithState, entries: Mapping[str, dict[str, Any]]) -> Non
         plan = resharing.plan(part, attached.sends(), channels.nodes_of_sums, padding=0)
     told = saved_state.of_rank_0(
         channels, states[0] if states else None, entry(0),
-        "step", "world_size", "layout", "factors",
+        "step", "world_size", "layout", "factors", *_SCALE,
     )  # fmt: skip
     _resume_followers(attached, states)
     channels.step = int(told["step"])
@@ -188,6 +206,7 @@ def take_over(attached: WithState, entries: Mapping[str, dict[str, Any]]) -> Non
         saved_state.take_moved(channels, part, plan, factors, attached.session.device)
         divisors = attached.divisors()
         channels.residuals.in_units(lambda name: divisors[name])
+    attached.loss_scale.load(told["loss_scale"], bool(told["scaled"]), loss_scale)
 
 
 def _resume_followers(attached: WithState, states: Sequence[Mapping[str, Any]]) -> None:
@@ -257,35 +276,3 @@ def _read_into(
         short = name.removeprefix(BETWEEN)
         taker = next((n for n in (name, short, BETWEEN + short) if n in divisors), name)
         part.add(taker, (offset, values), 1.0 / state["divisors"][name])
-
-
-class AtCheckpoint:
-    """``Stateful`` that loads a model's state from ``folder``, written by any number of ranks."""
-
-    def __init__(self, attached: WithState, folder: str | Path, prefix: str = "hybridcomp") -> None:
-        """Read the list of entries; every rank calls it, as collectives follow.
-
-        ``prefix``: the key of the state in the checkpoint. Raises CheckpointError on every rank
-        where one cannot read the checkpoint's metadata.
-        """
-        self._attached = attached
-        keys, problem = saved.attempt(lambda: _keys_of(folder, prefix))
-        saved.all_well(problem, f"reading what the checkpoint {str(folder)!r} holds")
-        self._keys = keys or []
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return placeholders for the entries that this rank loads, {} where there are none."""
-        return {entry(rank): b"" for rank in share(len(self._keys))} if self._keys else {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the entries."""
-        self._attached.load_state_dict(state)
-
-
-def _keys_of(folder: str | Path, prefix: str) -> list[str]:
-    """Return the ranks' keys in the checkpoint ``folder``."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    known = FileSystemReader(folder).read_metadata().state_dict_metadata
-    start = f"{prefix}.rank_"
-    return sorted(key for key in known if key.startswith(start))

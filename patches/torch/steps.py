@@ -93,6 +93,7 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(self, optimizer, *args, **kwargs)
         for attached, calls in zip(owners, before, strict=True):
             _followers.setdefault(self, weakref.WeakSet()).add(attached)
+            attached.loss_scale.follow(self)
             if attached.optimizer_calls == calls or _found_inf(self, optimizer):
                 attached.overflowed()
         return result
@@ -116,9 +117,9 @@ def make_update(original: Callable[..., Any]) -> Callable[..., Any]:
         followers = _followers.get(self, ())
         before = self.get_scale() if followers else 1.0
         result = original(self, new_scale)
-        if followers and (after := self.get_scale()) != before:
-            for attached in followers:
-                attached.rescale(after / before)
+        after = self.get_scale() if followers else 1.0
+        for attached in followers:
+            attached.loss_scale.change(before, after)
         return result
 
     return update

@@ -1,0 +1,84 @@
+"""Follow the loss scale in whose units the residuals of an attached model are.
+
+A loss scaler is known from the first step that it makes. Where it changes its scale by
+``GradScaler.update``, residuals change with it (``steps``). A scaler with an ``update`` of its own
+(``ShardedGradScaler``) is asked before the first message of every step. After a restart the scaler
+of the process is asked before the first message: its scale may be another one than that of the run
+that saved, and residuals in other units would be too large or too small by their ratio.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch.amp import GradScaler
+
+from hybridcomp.patches.torch.session import say
+
+SEVERAL = (
+    "this process has several GradScalers, so which one scales the loss of the model is not known: "
+    "residuals stay in the units in which they were saved; pass loss_scale to hybridcomp.load_state"
+)
+
+
+class LossScale:
+    """The loss scale of one attached model.
+
+    Attributes:
+        value: the factor on the gradients, in whose units residuals are; 1.0 without a scaler.
+        is_known: whether ``value`` is a scaler's, or the caller's of ``load``.
+    """
+
+    def __init__(self, rescale: Callable[[float], None]) -> None:
+        """``rescale(factor)``: multiplies the residuals."""
+        self.value, self.is_known = 1.0, False
+        self._rescale = rescale
+        self._scaler: weakref.ref[Any] | None = None
+        self._asks = self._is_resumed = False
+
+    def follow(self, scaler: Any) -> None:
+        """Note that ``scaler`` steps an optimizer of the model."""
+        self._scaler, self.is_known = weakref.ref(scaler), True
+        self._asks = not hasattr(type(scaler).update, "__wrapped__")  # else ``steps`` hears of it
+        if self._asks:
+            self.value = float(scaler.get_scale())
+
+    def change(self, before: float, after: float) -> None:
+        """Note that the scale was ``before`` and is ``after``; multiply the residuals."""
+        self.value = after
+        if after != before:
+            self._rescale(after / before)
+
+    def load(self, saved: float | None, is_known: bool, given: float | None) -> None:
+        """Continue with residuals that were saved at the scale ``saved``; None: it is not known.
+
+        ``is_known``: as saved; ``given``: the scale from now on, None: that of the scaler, or
+        ``saved`` where there is none and no scaler had it.
+        """
+        if saved is None:
+            return
+        self.value, self.is_known = saved, is_known
+        self._is_resumed = given is None
+        if given is not None:
+            self.change(saved, given)
+            self.is_known = True
+
+    def before_messages(self) -> None:
+        """Follow the scaler, before the first message of a step takes residuals."""
+        if self._is_resumed:
+            self._is_resumed = False
+            self._look()
+        elif self._asks and self._scaler is not None and (scaler := self._scaler()) is not None:
+            self.change(self.value, float(scaler.get_scale()))
+
+    def _look(self) -> None:
+        """Multiply loaded residuals for the loss scale of this process."""
+        found = [one for one in gc.get_objects() if issubclass(type(one), GradScaler)]
+        scales = {float(one.get_scale()) for one in found if one.is_enabled()}
+        if len(scales) > 1:
+            say(SEVERAL)
+        elif scales or self.is_known:
+            self.change(self.value, scales.pop() if scales else 1.0)
