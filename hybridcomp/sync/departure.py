@@ -61,11 +61,14 @@ def depart(
 def _of_all_ranks(meet: Rendezvous, own: str, numbers: range, seconds: float) -> int:
     """Wait until all ranks of ``own`` have sent to these meetings, or they are decided.
 
-    Returns to how many they have, one after the other, after ``seconds`` at most.
+    Returns in how many they count, one after the other, after ``seconds`` at most.
     """
 
-    def there(number: int) -> bool:
-        return meet.stands(number, own) or meet.decision(number) is not None
+    def counts(number: int) -> bool | None:
+        decided = meet.decision(number)
+        if decided is not None:
+            return own in decided.present
+        return True if meet.stands(number, own) else None
 
-    awaited(lambda: all(map(there, reversed(numbers))) or None, seconds)
-    return next((at for at, number in enumerate(numbers) if not there(number)), len(numbers))
+    awaited(lambda: all(counts(one) is not None for one in reversed(numbers)) or None, seconds)
+    return next((at for at, number in enumerate(numbers) if not counts(number)), len(numbers))
