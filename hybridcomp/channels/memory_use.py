@@ -40,11 +40,10 @@ def note(
         beside: whether they come to those that are known of their dimensions.
     """
     for name, traffic in sent.items():
-        group, codec = groups[name], state.policy.codecs.get((name, "forward"))
-        fused = codec is None or codec.fused(device) is not None
+        group, on_gpu = groups[name], device.type == "cuda"
         made = RankMessages(
-            traffic.numels, traffic.how, dtype, group.size, group.width, fused, traffic.copied,
-            staged=device.type == "cuda" and group.backends.get("cuda") == "gloo",
+            traffic.numels, traffic.how, dtype, group.size, group.width, on_gpu, traffic.copied,
+            staged=on_gpu and group.backends.get("cuda") == "gloo",
         )  # fmt: skip
         known = state.messages.get(name, ()) if beside else ()
         state.messages[name] = (*known, made)
@@ -64,8 +63,10 @@ def note_tables(state: EngineState, numels: tuple[int, ...]) -> None:
 
 def feedback_nbytes(state: EngineState) -> int:
     """Return the bytes that all residuals of ``state`` would take; 0: not known."""
-    bits = state.residuals.bits
-    return sum(sum(residual_nbytes(one, bits)) for one in state.messages.get("dp", ()))
+    bits, codec = state.residuals.bits, state.policy.codecs.get(("dp", "forward"))
+    if codec is None:
+        return 0
+    return sum(sum(residual_nbytes(one, codec, bits)) for one in state.messages.get("dp", ()))
 
 
 def memory_of(state: EngineState) -> list[MemoryItem]:

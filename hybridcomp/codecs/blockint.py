@@ -100,6 +100,7 @@ class BlockInt(FixedCodec):
     about: ClassVar[str] = "integers of `bits` bits with a scale for every 32 values, fixed size"
     settings: ClassVar[tuple[Setting, ...]] = SETTINGS
     span: ClassVar[int] = TILE
+    fuses: ClassVar[bool] = True
     kernels = KernelSet[FixedKernels](name)
 
     def __init__(

@@ -57,6 +57,9 @@ class Capabilities:
     references: ClassVar[bool] = False
     #: leaves most values out, for error feedback to send them later: for sync only
     sparse: ClassVar[bool] = False
+    #: has kernels for all chunks of a reduction at once on GPUs, residuals included, and on CPUs
+    #: for residuals of few bits
+    fuses: ClassVar[bool] = False
     #: the mean of its errors is zero, so that nothing is left out for good: residuals and deltas,
     #: which carry what was left out into the next message, would carry noise alone
     unbiased: bool = False

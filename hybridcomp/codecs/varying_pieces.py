@@ -11,8 +11,11 @@ from torch import Tensor
 
 from hybridcomp.codecs.words import DTYPE_NAMES
 from hybridcomp.kernels import DTYPE_CODES, stores_sizes
+from hybridcomp.kernels.cuda.workspaces import SLAB
 from hybridcomp.kernels.pieces import PayloadPiece, PieceFunctions
 
+#: bytes of the slab of words that kernels of these codecs have on each stream
+WORDS_NBYTES = 8 * SLAB
 #: bits of -0.0, to which any fp32 value can be added without a change
 MINUS_ZERO = 1 << 31
 

@@ -91,9 +91,10 @@ def taken(
         for every in several:
             found.update(_kept(config, name, every, state))
             deltas = state.references and ROWS[name].sends_deltas
+            bits = state.residual_bits if ROWS[name].keeps_residuals else 0
             for codec, sent in _sent(config, name, every):
-                buffers.append(buffer_nbytes(sent, codec, deltas))
-                staged.append(staged_nbytes(sent, codec))
+                buffers.append(buffer_nbytes(sent, codec, deltas, bits))
+                staged.append(staged_nbytes(sent, codec, bits))
     found["wire buffers"] = max(buffers)
     items = [MemoryItem(name, nbytes) for name, nbytes in found.items()]
     items.append(MemoryItem("staging", max(staged), on_host=True))
@@ -111,7 +112,7 @@ def _kept(
     if ROWS[name].keeps_residuals and state.residual_bits:
         if codec.low_rank is not None:
             sent = replace(sent, how="scatter", width=1)
-        first, second = residual_nbytes(sent, state.residual_bits)
+        first, second = residual_nbytes(sent, codec, state.residual_bits)
         found = {"residuals": first, "residuals of sums": second}
     if state.references and ROWS[name].sends_deltas:
         found["references of deltas"] = reference_nbytes(sent)

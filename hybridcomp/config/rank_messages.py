@@ -13,13 +13,14 @@ import torch
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.quantized_residual import BLOCK, nbytes_of
+from hybridcomp.codecs.varying_pieces import WORDS_NBYTES
 
 #: values of all shares that DeepSpeed's gathers send at once; half as many as deltas
 MOST_GATHERED = 1 << 27
 #: as ``autotune.trials.StepTraffic`` has it; exchanges are all-to-alls, sends go to one rank
 Way = Literal["sum", "own", "scatter", "gather", "exchange", "send"]
-#: bytes of a value in fp32
-FP32 = 4
+#: bytes of a value in fp32, and its bits
+FP32, FULL = 4, 32
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,7 @@ class RankMessages:
         dtype: of the values.
         ranks: of the group.
         width: ranks of a node that sum before one of them encodes; 1 in one level.
-        fused: whether the codec has kernels for all chunks, as on a GPU: two ranks then take two
-            hops, and sums of an all-reduce lie in no memory.
+        on_gpu: whether the messages are of a GPU.
         copied: whether a gather of deltas keeps a copy of this rank's share, as DeepSpeed's do.
         tabled: whether each message is copied into a table first and all are under way at once, as
             in DDP.
@@ -48,7 +48,7 @@ class RankMessages:
     dtype: torch.dtype
     ranks: int
     width: int = 1
-    fused: bool = True
+    on_gpu: bool = True
     copied: bool = True
     tabled: bool = False
     at_once: int = 1
@@ -59,20 +59,24 @@ class RankMessages:
         """Return the number of ranks that encode one element."""
         return self.ranks // self.width
 
-    @property
-    def hops(self) -> int:
-        """Return how often a value is quantized.
+    def fused(self, codec: Codec) -> bool:
+        """Return whether ``codec`` has kernels for all chunks: two ranks then take two hops, and
+        sums of an all-reduce lie in no memory."""
+        return self.on_gpu and codec.fuses
+
+    def hops(self, codec: Codec) -> int:
+        """Return how often ``codec`` quantizes a value.
 
         A single message to owners of equal ranges goes to them directly.
         """
         if self.how == "own":
             return 1 if self.encoders == 2 or len(self.numels) == 1 else 2
         if self.how == "sum":
-            return 1 if self.encoders == 2 and not self.fused else 2
+            return 1 if self.encoders == 2 and not self.fused(codec) else 2
         return 1
 
 
-def residual_nbytes(messages: RankMessages, bits: int) -> tuple[int, int]:
+def residual_nbytes(messages: RankMessages, codec: Codec, bits: int) -> tuple[int, int]:
     """Return the bytes of the residuals of sums: of what this rank sends, of sums that it owns.
 
     ``bits``: any of ``quantized_residual.BITS``.
@@ -84,7 +88,7 @@ def residual_nbytes(messages: RankMessages, bits: int) -> tuple[int, int]:
             shard = -(-own // messages.encoders)
             own = -(-shard // BLOCK) * BLOCK * messages.encoders
         sent += nbytes_of(bits, own)
-        if messages.hops == 2:
+        if messages.hops(codec) == 2:
             owned += nbytes_of(bits, -(-own // messages.encoders))
     return sent, owned
 
@@ -96,32 +100,44 @@ def reference_nbytes(messages: RankMessages) -> int:
     return sum(-(-n // messages.ranks) for n in messages.numels) * messages.dtype.itemsize
 
 
-def buffer_nbytes(messages: RankMessages, codec: Codec, deltas: bool = False) -> int:
-    """Return the bytes of buffers while the largest of ``messages`` is under way.
+def buffer_nbytes(
+    messages: RankMessages, codec: Codec, deltas: bool = False, residual_bits: int = 0
+) -> int:
+    """Return the bytes of buffers while the largest of ``messages`` is under way, at their most.
 
     Payloads that are sent and that arrive, sums and parts of other ranks that no tensor of the
-    caller has room for, and the fp32 differences of lossy deltas, of all ranks and of this one.
-    Of tables those of all messages.
+    caller has room for, residuals as fp32, and the fp32 differences of lossy deltas, of all ranks
+    and of this one. Of tables those of all messages. On a GPU the words of encoders as well.
     Low-rank codecs send factors, which are small: 0.
+
+    Args:
+        messages: of one dimension.
+        codec: that encodes them.
+        deltas: whether parameters are gathered as deltas.
+        residual_bits: of the residuals of sums; 0: there are none.
     """
     if codec.low_rank is not None or not messages.numels:
         return 0
+    words = 0 if codec.fixed_size or not messages.on_gpu else WORDS_NBYTES
     if messages.tabled:
         tables = sum(messages.numels) * messages.dtype.itemsize
-        return tables + sum(_of_one(messages, numel, codec) for numel in messages.numels)
+        each = (_of_one(messages, numel, codec, residual_bits) for numel in messages.numels)
+        return words + tables + sum(each)
     numel = max(messages.numels)
     if messages.how == "gather":
         if messages.copied:
             numel = min(numel, MOST_GATHERED // (2 if deltas else 1))
         lossy = deltas and not codec.lossless
         differences = FP32 * (numel + -(-numel // messages.ranks)) if lossy else 0
-        return _of_gather(messages, numel, codec) + differences
-    return _of_one(messages, numel, codec)
+        return words + _of_gather(messages, numel, codec) + differences
+    return words + _of_one(messages, numel, codec, residual_bits)
 
 
 def _of_gather(messages: RankMessages, numel: int, codec: Codec) -> int:
     """Return the bytes of a gather: payloads, and in two levels what the node gathers, twice."""
     share, encoders = -(-numel // messages.ranks), messages.encoders
+    if codec.references:
+        codec = codec.against(torch.empty(0))  # as all but the first
     payloads = codec.wire_nbytes(share, messages.dtype) * (encoders + 1)
     if messages.width == 1:
         return payloads
@@ -129,38 +145,66 @@ def _of_gather(messages: RankMessages, numel: int, codec: Codec) -> int:
     return size * encoders * share + max(payloads, size * numel)
 
 
-def _of_one(messages: RankMessages, numel: int, codec: Codec) -> int:
+def _of_one(messages: RankMessages, numel: int, codec: Codec, bits: int) -> int:
     """Return the bytes of one sum, exchange or send of ``numel`` values."""
     if messages.how == "send":
         return messages.at_once * codec.wire_nbytes(numel, messages.dtype)
     own = -(-numel // messages.width)
-    between = _between(messages, own, codec)
+    between = _between(messages, own, codec, bits)
     if messages.width == 1:
         return between
     # the ranks of a node send whole values, and sum stretches in fp32
     return FP32 * own + max(messages.dtype.itemsize * numel, between)
 
 
-def _between(messages: RankMessages, own: int, codec: Codec) -> int:
+def _between(messages: RankMessages, own: int, codec: Codec, bits: int) -> int:
     """Return the bytes of a sum or exchange of ``own`` values between those that encode."""
     others = messages.encoders - 1
     part = -(-own // messages.encoders)
-    slot = codec.wire_nbytes(part, messages.dtype)
-    sums = messages.dtype if codec.lossless else torch.float32  # as ``sent_dtype`` has it
-    exchanged, gathered = 2 * others * slot, (others + 2) * codec.wire_nbytes(part, sums)
+    sums = _dtype_of_sums(messages, codec)
+    given = sums if messages.width > 1 else messages.dtype
+    dtype = sums if bits else given
+    if messages.how == "sum" and messages.hops(codec) == 1:
+        summed = 0 if given == torch.float32 else FP32 * own
+        return _exchanged(messages, own, 1, codec.wire_nbytes(own, dtype), codec, bits) + summed
+    exchanged = _exchanged(messages, part, others, codec.wire_nbytes(part, dtype), codec, bits)
+    gathered = (others + 2) * codec.wire_nbytes(part, sums)
     if messages.how == "own":
         return exchanged + FP32 * part
     if messages.how != "sum":
         return exchanged
-    if messages.hops == 1:
-        summed = 0 if messages.dtype == torch.float32 else FP32 * own
-        return 2 * codec.wire_nbytes(own, messages.dtype) + summed
-    if messages.fused:
+    if messages.fused(codec):
         return exchanged + gathered
-    return max(exchanged, gathered) + FP32 * part
+    in_residual = bits == FULL  # where the sums of a rank are made then
+    return max(exchanged, gathered) + FP32 * part * (not in_residual)
 
 
-def staged_nbytes(messages: RankMessages, codec: Codec) -> int:
+def _dtype_of_sums(messages: RankMessages, codec: Codec) -> torch.dtype:
+    """Return the dtype in which fp32 values are encoded, as ``sent_dtype`` has it."""
+    return messages.dtype if codec.lossless else torch.float32
+
+
+def _exchanged(
+    messages: RankMessages, part: int, others: int, slot: int, codec: Codec, bits: int
+) -> int:
+    """Return the bytes of payloads of ``others`` parts, both ways, or of encoding them if larger.
+
+    Residuals are unpacked, and what was delivered is decoded to be subtracted: on a GPU while the
+    payloads are encoded, on a CPU while they are sent. That of this rank's own part is unpacked
+    once payloads have arrived.
+    """
+    few, payloads = 0 < bits < FULL, others * slot
+    if not bits or (codec.fuses and (few or messages.on_gpu)):
+        return 2 * payloads
+    is_pair = messages.how == "sum" and messages.hops(codec) == 1  # decoded into the sum
+    if not messages.on_gpu:
+        return 2 * payloads + FP32 * part * (few * others + (not is_pair))
+    at_once = part if few or codec.fixed_size else others * part
+    encoding = FP32 * at_once * (few + (not is_pair))
+    return payloads + max(payloads + FP32 * part * (few and not is_pair), encoding)
+
+
+def staged_nbytes(messages: RankMessages, codec: Codec, residual_bits: int = 0) -> int:
     """Return the bytes of the host's copies of the largest of ``messages``, 0 where none are made.
 
     Payloads that are sent and that arrive in one of its exchanges or gathers. Low rank: 0.
@@ -172,10 +216,18 @@ def staged_nbytes(messages: RankMessages, codec: Codec) -> int:
         return messages.at_once * codec.wire_nbytes(numel, dtype)
     if messages.how == "gather":
         share = -(-numel // messages.ranks)
+        if codec.references:
+            codec = codec.against(torch.empty(0))
         return (messages.encoders + 1) * codec.wire_nbytes(share, dtype)
     own, encoders = -(-numel // messages.width), messages.encoders
-    if messages.how == "sum" and messages.hops == 1:
+    sums = _dtype_of_sums(messages, codec)
+    dtype = sums if residual_bits or messages.width > 1 else dtype
+    if messages.how == "sum" and messages.hops(codec) == 1:
         return 2 * codec.wire_nbytes(own, dtype)
-    # what has arrived of an all-reduce's exchange stays while its sums are gathered
-    slots = 2 * encoders if messages.how == "sum" else 2 * (encoders - 1)
-    return slots * codec.wire_nbytes(-(-own // encoders), dtype)
+    part = -(-own // encoders)
+    exchanged = (encoders - 1) * codec.wire_nbytes(part, dtype)
+    if messages.how != "sum":
+        return 2 * exchanged
+    # what has arrived stays while sums are gathered, where one kernel makes and encodes these
+    stays = exchanged if messages.fused(codec) else 0
+    return max(2 * exchanged, stays + (encoders + 1) * codec.wire_nbytes(part, sums))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+from hybridcomp.collectives import owner_reduction
 from hybridcomp.collectives.posted import Posting
 from hybridcomp.collectives.wire import POOL
 
@@ -16,14 +18,15 @@ from hybridcomp.collectives.wire import POOL
 class Held:
     """While it is entered: the bytes that messages hold, ``now`` and at ``most``.
 
-    Buffers of the pool until they are given back, and those of posted messages until they are
-    collected. The pool keeps no buffer, so that each has the length that was asked for.
+    Buffers of the pool until they are given back; those of posted messages, and the sums that
+    owners are given, until they are collected. The pool keeps no buffer, so that each has the
+    length that was asked for.
     """
 
     def __init__(self) -> None:
         self.now = self.most = 0
         self._patches = ExitStack()
-        self._room = Posting._room
+        self._room, self._flat = Posting._room, owner_reduction._flat
 
     def __enter__(self) -> Held:
         enter = self._patches.enter_context
@@ -32,16 +35,27 @@ class Held:
         held = self
 
         def room(posting: Posting, numel: int, like: Tensor) -> Tensor:
-            made = held._room(posting, numel, like)
-            held.add(made.nbytes)
-            weakref.finalize(made, held.add, -made.nbytes)
-            return made
+            return held.kept(held._room(posting, numel, like))
+
+        def flat(*arguments: Any) -> Any:
+            steps, sums = held._flat(*arguments)
+            whole = sums[0]._base if sums else None
+            if whole is not None:
+                held.kept(whole)
+            return steps, sums
 
         enter(mock.patch.object(Posting, "_room", room))
+        enter(mock.patch.object(owner_reduction, "_flat", flat))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._patches.close()
+
+    def kept(self, made: Tensor) -> Tensor:
+        """Count ``made`` until it is collected."""
+        self.add(made.nbytes)
+        weakref.finalize(made, self.add, -made.nbytes)
+        return made
 
     def add(self, nbytes: int) -> None:
         self.now += nbytes

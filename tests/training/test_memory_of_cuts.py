@@ -105,7 +105,7 @@ def of_megatron(names: tuple[str, ...]) -> dict[str, Figures]:
         sent: dict[str, Any] = {}
         if job.tp > 1:
             sent["tp"] = tuple(
-                RankMessages((ACTIVATION,), how, dtype, 2, fused=False)
+                RankMessages((ACTIVATION,), how, dtype, 2, on_gpu=False)
                 for how in ("sum", "gather", "scatter")
             )
         if job.pp > 1:

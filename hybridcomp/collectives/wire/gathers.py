@@ -160,25 +160,30 @@ def gather(
     Variable-size codecs exchange the sizes first, where these do not stand in front of the
     payloads.
     """
-    found, slot, together, payload = plan.nbytes, plan.slot, None, own.buffer
+    found, slot = plan.nbytes, plan.slot
     if plan.sizes_in_front:
         return (yield from _gather_uneven(own, plan, group, meter))
     if not plan.codec.fixed_size:
         found = yield from _gather_sizes(own, plan, group, meter)
         slot = max(map(sum, found))
     if own.words is not None and len(own.nbytes) > 1:
-        payload = together = POOL.take(slot, payload.device)
-        sizes = found[plan.me]
-        parts = zip(torch.split(own.buffer[: sum(own.nbytes)], own.nbytes), sizes, strict=True)
-        torch.cat([part[:size] for part, size in parts], out=payload[: sum(sizes)])
-    buffer, wire = POOL.take_bytes(len(found) * slot, payload.device)
-    mine = payload if payload.numel() == slot else payload[:slot]
+        _bring_together(own, found[plan.me], slot)
+    buffer, wire = POOL.take_bytes(len(found) * slot, own.buffer.device)
+    mine = own.buffer if own.buffer.numel() == slot else own.buffer[:slot]
     yield relays.all_gather(wire, mine, group, meter)
-    POOL.give(together)
     if not plan.codec.fixed_size:
         return cut_payloads(wire, [slot] * len(found), plan.heads, found), buffer
     views = iter(torch.split(wire, plan.pieces))
     return [list(islice(views, len(row) + 1))[:-1] for row in found], buffer
+
+
+def _bring_together(own: Slots, sizes: Sequence[int], room: int) -> None:
+    """Move payloads of these ``sizes`` into a buffer of ``room`` bytes, without gaps."""
+    buffer = POOL.take(room, own.buffer.device)
+    parts = zip(torch.split(own.buffer[: sum(own.nbytes)], own.nbytes), sizes, strict=True)
+    torch.cat([part[:size] for part, size in parts], out=buffer[: sum(sizes)])
+    POOL.give(own.buffer)
+    own.buffer, own.nbytes, own.words = buffer, list(sizes), None
 
 
 def _gather_uneven(

@@ -91,8 +91,7 @@ class Varying:
             message = transport.all_to_all(theirs, mine, counts, gives, group, meter)
             found = yield from payload_sizes.SIZES.fetch(self._words, message, group)
             flat = found[known:]
-            sizes = found[:known]
-            sent.encoded = [s[:n] for s, n in zip(sent.encoded, sizes, strict=True)]
+            sent.encoded = [s[:n] for s, n in zip(sent.encoded, found[:known], strict=True)]
             _bring_together(sent, order)
         ends = list(accumulate(counts))
         arriving = [flat[end - count : end] for end, count in zip(ends, counts, strict=True)]
@@ -111,15 +110,21 @@ def _in_order(words: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def _bring_together(sent: Payloads, order: Sequence[int]) -> None:
-    """Copy payloads into one buffer without gaps, in ``order``, for the message."""
-    payloads = [sent.encoded[job] for job in order]
-    if len(payloads) > 1:
-        total = sum(payload.numel() for payload in payloads)
-        buffer, sent.leaving = POOL.take_bytes(total, payloads[0].device)
-        sent.buffers.append(buffer)
-        torch.cat(payloads, out=sent.leaving)
-    else:
-        sent.leaving = payloads[0] if payloads else sent.leaving[:0]
+    """Copy payloads into one buffer without gaps, in ``order``, for the message.
+
+    Their slots, which are as long as payloads can be, are given back.
+    """
+    if len(order) < 2:
+        sent.leaving = sent.encoded[order[0]] if order else sent.leaving[:0]
+        return
+    leaving = [sent.encoded[job] for job in order]
+    nbytes = [payload.numel() for payload in leaving]
+    buffer, sent.leaving = POOL.take_bytes(sum(nbytes), leaving[0].device)
+    torch.cat(leaving, out=sent.leaving)
+    moved = dict(zip(order, torch.split(sent.leaving, nbytes), strict=True))
+    sent.encoded = [moved[job] for job in range(len(sent.encoded))]
+    POOL.give(*sent.buffers)
+    sent.buffers = [buffer]
 
 
 def cut_payloads(

@@ -84,9 +84,10 @@ def kept_by_codecs(
     values = stage.dense + stage.experts
     found = {"residuals": 0.0, "references": 0.0, "keys": _sealed(job, layout, stage, choices)}
     gradients, parameters = choices["dp", "forward"], choices["zero", "forward"]
-    if gradients.error_feedback and stage.reduce + stage.micro:
+    codec = gradients.codec
+    if codec is not None and gradients.error_feedback and stage.reduce + stage.micro:
         reduced = _reduced(job, layout, values)
-        found["residuals"] = float(sum(residual_nbytes(reduced, gradients.residual_bits)))
+        found["residuals"] = float(sum(residual_nbytes(reduced, codec, gradients.residual_bits)))
     if parameters.delta and stage.gather:
         gathered = RankMessages((round(values),), "gather", job.dtype, layout.size("replicas"))
         found["references"] = float(reference_nbytes(gathered))
@@ -114,7 +115,7 @@ def _reduced(job: PlannedJob, layout: Layout, values: float) -> RankMessages:
     how: Way = "own" if layout.zero_stage in (1, 2) else "sum"
     if layout.zero_stage == 3 or (layout.zero_stage and job.limits.engine == "megatron"):
         how = "scatter"
-    return RankMessages(numels, how, job.dtype, ranks, width, fused=not job.on_cpu)
+    return RankMessages(numels, how, job.dtype, ranks, width, on_gpu=not job.on_cpu)
 
 
 def _sealed(job: PlannedJob, layout: Layout, stage: StageWork, choices: Choices) -> float:
