@@ -22,6 +22,7 @@ from hybridcomp.channels.pieces import (
     Piece,
     Places,
     ResidualStretch,
+    are_too_often,
     move_residual,
     places_of,
     taken_out,
@@ -50,7 +51,9 @@ MOST_KNOWN = 4096
 class Residuals:
     """All residuals of one engine on this rank.
 
-    Values are moved, never copied, so that a checkpoint of all ranks holds each value once.
+    Values are moved, never copied, so that a checkpoint of all ranks holds each value once. Where
+    messages have other parameters in every step, as experts without a token have no gradient, old
+    stretches are freed.
 
     Attributes:
         bits: of a value, any of ``quantized_residual.BITS``; 32: fp32.
@@ -145,7 +148,30 @@ class Residuals:
             self._stretches[hop, found.pieces] = found
             for name in found.places:
                 self._holders.setdefault((hop, name), []).append(found)
+            self._free_oldest(hop, found)
         return found
+
+    def _free_oldest(self, hop: Hop, newest: ResidualStretch) -> None:
+        """Free the oldest stretches with parameters of ``newest`` while they have values too often.
+
+        Messages under way have none of these: they are of other parameters.
+        """
+        while are_too_often({name: self._holders[hop, name] for name in newest.places}):
+            every = (stretch for (other, _), stretch in self._stretches.items() if other == hop)
+            oldest = next(one for one in every if not newest.places.keys().isdisjoint(one.places))
+            if oldest is newest:
+                return
+            self._free(hop, oldest)
+
+    def _free(self, hop: Hop, stretch: ResidualStretch) -> None:
+        """Free a stretch; its values go to others, or wait as loaded ones for a message."""
+        del self._stretches[hop, stretch.pieces]
+        self._known = {key: both for key, both in self._known.items() if both[1] is not stretch}
+        for name in stretch.places:
+            others = [one for one in self._holders[hop, name] if one is not stretch]
+            self._holders[hop, name] = others
+            if rest := list(stretch.left_to(others[::-1], name)):
+                self._restored.setdefault((hop, name), []).extend(rest)
 
     def _collect_all(
         self, hop: Hop, taker: ResidualStretch, but: ResidualStretch | None = None

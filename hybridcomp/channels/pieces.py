@@ -7,7 +7,7 @@ after a restart, parameters stay.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,6 +17,9 @@ from torch import Tensor
 
 from hybridcomp.channels.saved_residuals import Held, for_checkpoint
 from hybridcomp.codecs.quantized_residual import Residual, as_fp32
+
+#: how often stretches may have a value of a parameter, on average
+MOST_HELD = 2
 
 
 class Piece(NamedTuple):
@@ -62,12 +65,19 @@ class Place(NamedTuple):
 
 
 class Places:
-    """Places of one parameter's parts in a flat tensor, ordered by their offsets in it."""
+    """Places of one parameter's parts in a flat tensor, ordered by their offsets in it.
+
+    Attributes:
+        low, stop: the first element of the parameter that has a place, and behind the last one.
+        numel: elements that have one.
+    """
 
     def __init__(self, places: Iterable[Place]) -> None:
         self.every = sorted(places)
         self._lows = [place.low for place in self.every]
         self._longest = max(place.stop - place.low for place in self.every)
+        self.low, self.stop = self.every[0].low, max(place.stop for place in self.every)
+        self.numel = sum(place.stop - place.low for place in self.every)
 
     def within(self, low: int, stop: int) -> Iterator[Place]:
         """Yield what is in elements ``[low, stop)`` of the parameter, without walking the rest."""
@@ -117,11 +127,53 @@ class ResidualStretch:
                 whole = torch.cat(list(map(as_fp32, parts))) if len(parts) > 1 else parts[0]
                 yield name, (run[0].low, for_checkpoint(whole))
 
+    def left_to(self, others: Sequence[ResidualStretch], name: str) -> Iterator[Held]:
+        """Move the residual of a parameter to ``others``, the first that have it; yield the rest.
+
+        A copy of each stretch of the parameter that none of them has.
+        """
+        for other in others:
+            move_residual(self, other, name)
+        known = _joined(place for other in others for place in other.places[name].every)
+        for low, stop, at in self.places[name].every:
+            edges = [
+                low,
+                *(e for a, b in known for e in (max(a, low), min(b, stop)) if a < stop and b > low),
+                stop,
+            ]
+            for first, last in zip(edges[::2], edges[1::2], strict=True):
+                if first < last:
+                    yield first, self.flat[at + first - low : at + last - low].clone()
+
     def parts(self) -> Iterator[tuple[Piece, Residual]]:
         position = 0
         for piece in self.pieces:
             yield piece, self.flat[position : position + piece.numel]
             position += piece.numel
+
+
+def are_too_often(holders: Mapping[str, Sequence[ResidualStretch]]) -> bool:
+    """Return whether stretches have the values of parameters more than MOST_HELD times on average.
+
+    ``holders``: by parameter, the stretches that have any of it.
+    """
+    held = most = 0
+    for name, stretches in holders.items():
+        found = [stretch.places[name] for stretch in stretches]
+        held += sum(places.numel for places in found)
+        most += max(places.stop for places in found) - min(places.low for places in found)
+    return held > MOST_HELD * most
+
+
+def _joined(places: Iterable[Place]) -> list[tuple[int, int]]:
+    """Return the elements in any of ``places`` of a parameter as ascending ranges apart."""
+    found: list[tuple[int, int]] = []
+    for low, stop, _ in sorted(places):
+        if found and low <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((low, stop))
+    return found
 
 
 def taken_out(stored: Iterable[Held], places: Places, flat: Residual | None) -> list[Held]:

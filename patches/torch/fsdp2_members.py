@@ -26,6 +26,8 @@ from torch import nn
 
 from hybridcomp.channels.pieces import Piece
 
+#: messages with other parameters, as experts without a token have no gradient
+MOST_KNOWN = 64
 #: the method of a group of torch 2.15 that gets the parameters of a message
 PREPARE = "_prepare_reduce_scatter_inputs"
 
@@ -74,8 +76,9 @@ class Members:
         self._prepare: Any = None  # torch's own, while ours is in its place
         self._touched: set[int] = set()
         self._hooks: dict[int, Any] = {}  # by id of the unsharded parameter
-        #: returns the pieces of a message with these parameters, by rank; always the same tuple
-        self.pieces = functools.cache(self._pieces)
+        #: returns the pieces of a message with these parameters, by rank; the same tuple for those
+        #: that come again
+        self.pieces = functools.lru_cache(MOST_KNOWN)(self._pieces)
 
     @property
     def shards(self) -> dist.ProcessGroup | None:
