@@ -82,7 +82,9 @@ class Shard:
                 f"{found.numel()}; start a new Publisher where parameters change their sizes"
             )
         begin = self.owned.low
-        return found.reshape(-1)[begin + low : begin + high].to("cpu", self.dtype).contiguous()
+        some = found.reshape(-1)[begin + low : begin + high].to("cpu", self.dtype)
+        # one value is contiguous to torch whatever its stride, and cannot be seen as bytes then
+        return some.contiguous() if len(some) != 1 else some.clone().as_strided((1,), (1,))
 
 
 class PartEncoder:

@@ -124,13 +124,17 @@ def named(weights: EngineWeights, names: str) -> EngineWeights:
 def published_dtype(weights: EngineWeights, asked: str | None) -> dict[str, str]:
     """Return the name of the dtype in which each parameter is published.
 
-    Raises ConfigError where a parameter has no 16 bits and ``asked`` names no dtype, or where it
-    names another one than the model computes with.
+    Raises ConfigError where a parameter has no 16 bits and ``asked`` names no dtype, where it names
+    another one than the model computes with, and where values are no floating-point numbers.
     """
     if asked is not None and asked not in DTYPES:
         raise ConfigError(f"{KEY}.dtype", asked, f"expected one of {', '.join(DTYPES)}, or nothing")
     found = {}
     for name, dtype in weights.dtypes.items():
+        if not dtype.is_floating_point:
+            shown = _AsShown(f"{name} of {str(dtype).removeprefix('torch.')}")
+            todo = "16-bit floating-point weights are published; make it a buffer"
+            raise ConfigError(KEY, shown, todo)
         own = NAMES.get(dtype)
         if own is None and asked is None:
             kind = str(dtype).removeprefix("torch.")

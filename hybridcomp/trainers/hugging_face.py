@@ -1,12 +1,13 @@
-"""Log figures and save residuals in Hugging Face's Trainer, and in TRL's trainers on top of it.
+"""Log figures and save state in Hugging Face's Trainer, and in TRL's trainers on top of it.
 
 The Trainer's ``log`` writes to ``log_history`` (saved as ``trainer_state.json``), to the console
 and to every reporter (TensorBoard, W&B, MLflow, ...), so the figures go there. A callback does not
 know which Trainer calls it, so this one gets the Trainer as an argument.
 
-Under DeepSpeed the Trainer's checkpoints hold the residuals of error feedback already. Under FSDP2
-and DDP they hold weights and optimizer states only; there this callback writes a folder
-``hybridcomp`` into each of them and reads it when a run is resumed.
+Under DeepSpeed the Trainer's checkpoints hold hybridcomp's state already. Under FSDP2 and DDP they
+hold weights and optimizer states only; there this callback writes a folder ``hybridcomp`` into each
+of them, with the step that ``start_step`` and ``ramp`` count by, residuals, and the state of guard
+and islands, and reads it when a run is resumed.
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ class HybridcompCallback(TrainerCallback):  # type: ignore[misc]
                 raise ConfigError(BLOCK, Shown("a block of the callback"), todo)
             return
         self._attach(args)
-        if state.global_step and _keeps_nothing_itself():
+        if state.global_step and steps.living():
             folder = self._checkpoint(args, state, self._resume_from)
             if not folder.is_dir():
-                say(f"{folder} is not there: residuals of error feedback start at zero")
+                say(f"{folder} is not there: steps are counted from 0, residuals start at zero")
                 return
             hybridcomp.load_state(folder)
 
@@ -97,16 +98,11 @@ class HybridcompCallback(TrainerCallback):  # type: ignore[misc]
             control.should_log = due
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Write residuals and step into the checkpoint that was just saved, on all ranks."""
-        if _keeps_nothing_itself():
+        """Write hybridcomp's state into the checkpoint that was just saved, on all ranks."""
+        if steps.living():
             hybridcomp.save_state(self._checkpoint(args, state, None))
 
     @staticmethod
     def _checkpoint(args: Any, state: Any, named: str | Path | None) -> Path:
         where = named or Path(args.output_dir) / f"checkpoint-{state.global_step}"
         return Path(where) / FOLDER
-
-
-def _keeps_nothing_itself() -> bool:
-    """Return whether a model of this process has residuals that no Trainer checkpoint holds."""
-    return any(attached.channels["dp"].error_feedback for attached in steps.models())

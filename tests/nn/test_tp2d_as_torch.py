@@ -97,3 +97,24 @@ def refused() -> None:
 
 def test_what_an_embedding_cannot_do_is_told_on_all_ranks(on_ranks: RunRanks) -> None:
     on_ranks(4, refused)
+
+
+def odd_labels() -> None:
+    """A vocabulary of 9 words, of which the ranks of a row hold 5 each, one of them padding."""
+    mesh = tp2d.Mesh(2)
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
+    wide = nn.functional.pad(logits, (0, 1))
+    own = mesh.part(wide).chunk(2, 1)[mesh.column].contiguous()
+    for label in (8, -100, 9, 10, 12, -1):
+        labels = torch.tensor([1, 2, label, 4])  # of the second row alone
+        if label in (8, -100):
+            expected = nn.functional.cross_entropy(logits, labels)
+            found = tp2d.cross_entropy(own, mesh.part(labels), mesh, 9)
+            torch.testing.assert_close(found, expected)
+            continue
+        with pytest.raises(IndexError, match="labels of a vocabulary of 9 words"):
+            tp2d.cross_entropy(own, mesh.part(labels), mesh, 9)
+
+
+def test_a_label_beyond_the_vocabulary_is_told_on_all_ranks(on_ranks: RunRanks) -> None:
+    on_ranks(4, odd_labels)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import hybridcomp
+from hybridcomp.errors import ConfigError
 from tests.patches.torch.trainer import Job, build, optimizer_of, train
 from tests.publishing.made import NIGHTLY, launch, same
 from tests.ranks import RunRanks
@@ -105,3 +106,57 @@ def test_tied_weights_come_once_and_columns_are_rows_of_a_stretch(
 ) -> None:
     expected = [False, {"head.weight": "embedding.weight"}, True]
     assert on_ranks(2, tied, tmp_path) == [expected] * 2
+
+
+class One(nn.Module):
+    """A model of one parameter."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=weight.is_floating_point())
+
+
+def odd_layouts(folder: Path) -> None:
+    """Parameters whose values do not lie one behind the other, of which a rank may hold one."""
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(64, generator=generator).to(torch.bfloat16)
+    layouts = {
+        "empty": values[:0].view(0, 4), "one": values[:1], "strided": values[:9:2],
+        "one strided": values[:1].as_strided((1,), (7,)), "transposed": values[:42].view(6, 7).t(),
+        "channels last": values[:48].view(2, 3, 2, 4).to(memory_format=torch.channels_last),
+        "two of a storage": values[10:20],
+    }  # fmt: skip
+    for name, layout in layouts.items():
+        model = nn.parallel.DistributedDataParallel(nn.ModuleList([One(layout), One(values[:3])]))
+        publisher = hybridcomp.publish(model, folder / name)
+        for factor in (1.0, 2.0):
+            with torch.no_grad():
+                layout.mul_(factor)
+            publisher.publish()
+            dist.barrier()
+            receiver = hybridcomp.WeightReceiver(folder / name)
+            receiver.update()
+            assert same(receiver, whole(model)), name
+            dist.barrier()
+
+
+def test_odd_layouts_are_published_as_they_are(on_ranks: RunRanks, tmp_path: Path) -> None:
+    on_ranks(2, odd_layouts, tmp_path)
+
+
+def no_numbers(folder: Path) -> None:
+    """Parameters that bf16 does not hold: of complex, whole numbers, switches, packed bits."""
+    for dtype in (torch.complex64, torch.int64, torch.bool, torch.uint8):
+        model = nn.parallel.DistributedDataParallel(
+            nn.ModuleList([One(torch.ones(5).to(dtype)), One(torch.ones(5))])
+        )
+        with pytest.raises(ConfigError) as caught:
+            hybridcomp.publish(model, folder, dtype="bf16")
+        kind = str(dtype).removeprefix("torch.")
+        assert str(caught.value).startswith(f"publish: found 0.weight of {kind}; 16-bit floating")
+
+
+def test_values_that_are_no_floating_point_numbers_are_refused(
+    on_ranks: RunRanks, tmp_path: Path
+) -> None:
+    on_ranks(2, no_numbers, tmp_path)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.nn.tp2d.layouts import MatrixCut, Output, Table, Vector, WeightCut
-from hybridcomp.nn.tp2d.mesh import Mesh
+from hybridcomp.nn.tp2d.mesh import Mesh, fail_unless
 from hybridcomp.nn.tp2d.norms import normed
 from hybridcomp.nn.tp2d.products import linear, looked_up, projected, spread
 
@@ -137,10 +137,7 @@ def _refuse(whole: nn.Embedding) -> None:
 def _check_tokens(tokens: Tensor, count: int) -> None:
     """Fail as torch does where a token is not in a table of ``count`` rows."""
     inside = (tokens >= 0) & (tokens < count)
-    if tokens.is_cuda:  # the host does not wait
-        torch._assert_async(inside.all())
-    elif not inside.all():
-        raise IndexError(f"index out of range: tokens of a vocabulary of {count} words")
+    fail_unless(inside.all(), f"tokens of a vocabulary of {count} words")
 
 
 class LayerNorm(Cut):

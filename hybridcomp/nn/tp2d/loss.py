@@ -1,6 +1,6 @@
 """Compute ``F.cross_entropy`` over a vocabulary that is cut over the ranks of a row.
 
-Sends three numbers a token along the row, in fp32, and two numbers along the column, natively.
+Sends three numbers a token along the row, in fp32, and three numbers along the column, natively.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridcomp.nn.tp2d.mesh import Mesh
+from hybridcomp.nn.tp2d.mesh import Mesh, fail_unless
 
 
 class CrossEntropyFunction(torch.autograd.Function):
@@ -30,9 +30,13 @@ class CrossEntropyFunction(torch.autograd.Function):
         highest = peaks.amax(0)
         log_sum = (totals * (peaks - highest).exp()).sum(0).log() + highest
         counted = labels.reshape(-1) != ignore
+        odd = counted & ((labels < 0) | (labels >= vocabulary)).reshape(-1)
         losses = (log_sum - targets.sum(0)).masked_fill(~counted, 0.0)
-        sums = torch.stack([losses.sum(), counted.sum().to(losses.dtype)])
-        loss, count = mesh.gather(sums, "column", "activations").sum(0)
+        sums = torch.stack(
+            [losses.sum(), counted.sum().to(losses.dtype), odd.sum().to(losses.dtype)]
+        )
+        loss, count, wrong = mesh.gather(sums, "column", "activations").sum(0)
+        fail_unless(wrong == 0, f"labels of a vocabulary of {vocabulary} words")
         ctx.mesh, ctx.vocabulary, ctx.ignore = mesh, vocabulary, ignore
         ctx.save_for_backward(logits, labels, log_sum, count)
         mean: Tensor = loss / count
@@ -84,6 +88,9 @@ def cross_entropy(
         mesh: the ranks.
         vocabulary: V before it was padded to a multiple of q; None: it was not.
         ignore_index: tokens with this label do not count.
+
+    Fails like ``F.cross_entropy``, on all ranks, on any other label beyond the vocabulary: with an
+    IndexError on a CPU, a device-side assertion on a GPU.
     """
     size = mesh.q * logits.shape[-1] if vocabulary is None else vocabulary
     out: Tensor = CrossEntropyFunction.apply(logits, labels, mesh, size, ignore_index)  # type: ignore[no-untyped-call]

@@ -179,3 +179,11 @@ class Mesh:
         if axis not in self._known:
             self._known[axis] = Group.of(self._groups[axis])
         return self._known[axis]
+
+
+def fail_unless(inside: Tensor, what: str) -> None:
+    """Fail as torch does on an index beyond a table, where ``inside``, a scalar, is false."""
+    if inside.is_cuda:  # the host does not wait
+        torch._assert_async(inside)
+    elif not inside:
+        raise IndexError(f"index out of range: {what}")
