@@ -246,11 +246,11 @@ class Channel:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Send messages inside natively, for checkpoints. All ranks enter and leave together."""
-        self.is_suspended = True
+        before, self.is_suspended = self.is_suspended, True
         try:
             yield
         finally:
-            self.is_suspended = False
+            self.is_suspended = before
 
     def handling(self, codec: Codec) -> Handling:
         """Return how sums with ``codec`` treat the parameters that a tensor holds."""

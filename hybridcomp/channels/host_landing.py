@@ -73,7 +73,8 @@ class Pinned:
             free = self._free.get(size)
             if free:
                 return free.pop()
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        with torch.inference_mode(False):  # copies outside of that mode will write it, too
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def give(self, buffer: Tensor) -> None:
         """Give a buffer back that no copy reads or writes any more."""

@@ -36,21 +36,23 @@ def _is_link(path: Path) -> bool:
     return path.is_symlink() and (path.is_file() or not path.exists())
 
 
-def make_together(path: Path, key: str) -> None:
+def make_together(path: Path | None, key: str) -> None:
     """Make an empty ``path`` on rank 0; a collective that fails on all ranks or on none.
 
-    A rank that failed alone would leave the others waiting in their next message. ``key``: the
-    setting that names the file. Raises ConfigError on every rank where it cannot be written.
+    A rank that failed alone would leave the others waiting in their next message. Every rank calls
+    it, with a path or without: that of rank 0 counts. ``key``: the setting that names the file.
+    Raises ConfigError on every rank where it cannot be written.
     """
     problem = None
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and path is not None:
         try:
             JsonLines(path).close()
         except OSError as error:
             problem = unwritable(path) or _reason(error)  # the first names the path in the way
-    problem = tell({"problem": problem}, what="ledger's file")[0]["problem"]
-    if problem is not None:
-        raise ConfigError(key, str(path), f"rank 0 cannot write it ({problem}); {_TODO}")
+    told = tell({"path": str(path), "problem": problem}, what="ledger's file")[0]
+    if told["problem"] is not None:
+        why = f"rank 0 cannot write it ({told['problem']}); {_TODO}"
+        raise ConfigError(key, told["path"], why)
 
 
 def unwritable(path: Path) -> str | None:

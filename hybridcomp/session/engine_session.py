@@ -136,15 +136,14 @@ class EngineSession:
     def open_reporter(self, jsonl: Path | None = None) -> None:
         """Report from now on, into ``jsonl`` and an existing W&B run; a collective.
 
-        ``jsonl``: None for the block's ``ledger.jsonl``, if it has one. Raises ConfigError on every
-        rank where rank 0 cannot write it.
+        ``jsonl``: None for the block's ``ledger.jsonl``, if it has one; that of rank 0 counts.
+        Raises ConfigError on every rank where rank 0 cannot write it.
         """
         config, named = self.channels.config, self.channels.config.ledger.jsonl
         describe_run(config)
         if jsonl is None and named:
             jsonl = Path(named)
-        if jsonl is not None:
-            make_together(jsonl, f"{BLOCK}.ledger.jsonl")
+        make_together(jsonl, f"{BLOCK}.ledger.jsonl")
         self.reporter = Reporter(self.channels, jsonl, self.device)
 
     # facts of the caller's model and groups

@@ -149,3 +149,12 @@ def test_groups_made_before_nodes_were_found_are_forgotten() -> None:
         assert known[first, nodes] and list(known) == [(first, nodes), (gone, nodes)]
         other: Any = object()
         assert known[other, nodes] and list(known) == [(first, nodes), (other, nodes)]
+
+
+def test_suspended_inside_of_suspended_ends_with_the_outer_one() -> None:
+    channel = Channels(CompressionConfig.parse({"zero": "bf16"}))["zero"]
+    with channel.suspended():
+        with channel.suspended():
+            assert channel.is_suspended
+        assert channel.is_suspended
+    assert not channel.is_suspended

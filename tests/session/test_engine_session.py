@@ -210,6 +210,23 @@ def test_the_ledger_reports_without_an_engine(tmp_path: Path) -> None:
     assert records[-1]["summary"] and records[-1]["dimensions"]["dp"]["forward"]["messages"] == 24
 
 
+def reported_by_one(folder: str) -> list[bool]:
+    """Whether ranks write the ledger whose file only this or only the other rank names."""
+    for number in range(2):
+        named = dist.get_rank() == number
+        jsonl = f"{folder}/{number}.jsonl"
+        toy = Toy({**FEEDBACK, "ledger": {"every": 4, **({"jsonl": jsonl} if named else {})}})
+        toy.train(0, 4)
+        assert toy.session is not None
+        toy.session.close()
+    return [Path(folder, f"{number}.jsonl").is_file() for number in range(2)]
+
+
+def test_the_ledger_may_be_named_on_some_ranks_only(tmp_path: Path) -> None:
+    """Scripts name it on the rank that writes it: no rank waits, and that of rank 0 counts."""
+    assert run_ranks(2, reported_by_one, str(tmp_path), timeout=60) == [[True, False]] * 2
+
+
 def disagreeing() -> str:
     try:
         Toy(FEEDBACK if dist.get_rank() else None)

@@ -62,6 +62,8 @@ class Pool:
                         return self._free.pop(index)
                 if self._free:
                     self._free.pop()  # all are too small for this message: replace the largest
+            with torch.inference_mode(False):  # messages outside of that mode will write it, too
+                return torch.empty(nbytes, dtype=torch.uint8, device=device)
         made = torch.empty(nbytes, dtype=torch.uint8, device=device)
         if device.type == "cuda":
             setattr(made, STREAM, current_stream(made.device.index))

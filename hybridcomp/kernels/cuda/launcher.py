@@ -110,7 +110,8 @@ class CudaLauncher:
         return host.to(self._device, non_blocking=True)
 
     def _zeroed(self, words: int) -> Tensor:
-        return torch.zeros(words, dtype=torch.int64, device=self._device)
+        with torch.inference_mode(False):  # they stay, and are written outside of that mode, too
+            return torch.zeros(words, dtype=torch.int64, device=self._device)
 
     def _architecture(self, device: Any) -> images.Architecture:
         return hip.target(self._index) if hip.version() else int(device.compute_capability)
