@@ -80,6 +80,29 @@ class _ModuleWeights:
                     f"version {self._receiver.version}: {one_line(name)} is published and not in "
                     "the engine; build the engine from the configuration of the trained model"
                 )
+        self._check_ties(mine)
+
+    def _check_ties(self, mine: dict[str, Tensor]) -> None:
+        """Raise PublishError where the module ties other parameters than the trained model.
+
+        Of two on one tensor the last one would stay; of a tied one its other tensor would be left
+        as it was.
+        """
+        aliases, by_weight, by_tensor = self._receiver.aliases, dict[str, str](), dict[int, str]()
+        for name, tensor in mine.items():
+            published = aliases.get(name, name)
+            first = by_weight.setdefault(published, name)
+            other = by_tensor.setdefault(id(tensor), name)
+            if mine[first] is not tensor:
+                raise self._ties(first, name, "two tensors in the engine and one")
+            if aliases.get(other, other) != published:
+                raise self._ties(other, name, "one tensor in the engine and two")
+
+    def _ties(self, first: str, second: str, what: str) -> PublishError:
+        return PublishError(
+            f"version {self._receiver.version}: {one_line(first)} and {one_line(second)} are {what}"
+            " in the trained model; tie the same parameters (tie_word_embeddings)"
+        )
 
     @torch.no_grad()
     def load_whole(self, weights: Iterable[tuple[str, Tensor]]) -> None:

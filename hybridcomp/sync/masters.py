@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError
 from hybridcomp.sync.exact_sends import start_gather
 from hybridcomp.sync.kept_gradients import KeptGradients
 from hybridcomp.sync.progress import Part
@@ -28,6 +30,7 @@ class Masters:
         replicated: whether ranks of the island hold the same vector, so that each sends a part.
         replicas: the ranks that do; None: all of the island.
         kept: watches for gradients that are kept over a meeting; None: the engine clears them.
+        trained: returns by name which parameters are trained now; None: they stay the same.
     """
 
     pieces: Sequence[tuple[str, int]]
@@ -36,6 +39,27 @@ class Masters:
     replicated: bool
     replicas: dist.ProcessGroup | None = None
     kept: KeptGradients | None = None
+    trained: Callable[[], Mapping[str, bool]] | None = None
+    _trained_at_first: Mapping[str, bool] = field(init=False)
+
+    def __post_init__(self) -> None:
+        found = {} if self.trained is None else dict(self.trained())
+        object.__setattr__(self, "_trained_at_first", found)
+
+    def check(self) -> None:
+        """Raise ConfigError where parameters were frozen or unfrozen since the beginning.
+
+        Islands would not share those that are trained since then, and outer momentum would go on
+        moving those that are not.
+        """
+        now = {} if self.trained is None else self.trained()
+        odd = next((n for n, is_now in now.items() if self._trained_at_first[n] != is_now), None)
+        if odd is not None:
+            what = "trained" if now[odd] else "frozen"
+            todo = "detach before parameters are frozen or unfrozen, and attach again behind it"
+            raise ConfigError(
+                "compression.sync", Shown(f"{odd}, {what} only since meetings began"), todo
+            )
 
     @property
     def numel(self) -> int:

@@ -131,6 +131,7 @@ class SyncFollower(ABC):
         index = self.config.fragment_at(self.clock) if self.progress.unsent else None
         self.progress.unsent = False
         if index is not None:
+            self.masters.check()
             self._send(index)
             if not self.config.late:
                 written |= self._take()

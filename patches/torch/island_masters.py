@@ -40,7 +40,8 @@ def masters_of(model: nn.Module) -> Masters:
     Raises ConfigError where fully_shard leaves a trained parameter alone.
     """
     if isinstance(model, DistributedDataParallel):
-        found = {n: p for n, p in named_once(model.module)[0].items() if p.requires_grad}
+        every = named_once(model.module)[0]
+        found = {n: p for n, p in every.items() if p.requires_grad}
         return Masters(
             [piece_of(name, parameter.data) for name, parameter in found.items()],
             lambda: [in_memory(parameter.data) for parameter in found.values()],
@@ -50,6 +51,7 @@ def masters_of(model: nn.Module) -> Masters:
                 lambda: [parameter.grad for parameter in found.values()],
                 functools.partial(before_leaves, found.values),
             ),
+            trained=lambda: {name: one.requires_grad for name, one in every.items()},
         )
     shards = _sharded(model)
     managed = {id(one.sharded_param) for one in shards}
@@ -58,9 +60,10 @@ def masters_of(model: nn.Module) -> Masters:
         if parameter.requires_grad and id(parameter) not in managed:
             todo = "fully_shard ignores it, so its gradients are not averaged; freeze or shard it"
             raise ConfigError(KEY, Shown(f"the trained parameter {name}"), todo)
+    places = list(enumerate(shards))
     trained = [one for one in shards if one.sharded_param.requires_grad]
     return Masters(
-        [piece_of(one._param_fqn or str(i), _local(one)) for i, one in enumerate(trained)],
+        [piece_of(_name(i, one), _local(one)) for i, one in enumerate(trained)],
         lambda: [in_memory(_local(one)) for one in trained],
         functools.partial(_gather_again, model),
         replicated=False,
@@ -68,6 +71,7 @@ def masters_of(model: nn.Module) -> Masters:
             lambda: [gradient for one in trained for gradient in _gradients(one)],
             functools.partial(before_leaves, lambda: list(map(_whole, trained))),
         ),
+        trained=lambda: {_name(i, one): one.sharded_param.requires_grad for i, one in places},
     )
 
 
@@ -108,6 +112,10 @@ def _gradients(one: Any) -> list[Tensor | None]:
     """Return what a backward pass adds to: shards, and what was not reduced yet."""
     whole = one.unsharded_accumulated_grad
     return [one.sharded_param.grad, _whole(one).grad, whole]
+
+
+def _name(place: int, one: Any) -> str:
+    return str(one._param_fqn or place)
 
 
 def _local(one: Any) -> Tensor:

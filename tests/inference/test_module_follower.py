@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from hybridcomp.errors import PublishError
 from hybridcomp.inference.fingerprints import CHUNK, differing, fingerprints
 from hybridcomp.inference.module_follower import ModuleFollower
+from hybridcomp.publishing.destinations import Folder
 from tests.inference.made import SHAPES, VERSIONS, Plain, bits, values_of
+from tests.publishing.made import Weights
+from tests.ranks import RunRanks
 
 
 def holds(model: Plain, version: int) -> bool:
@@ -116,6 +121,30 @@ def test_engines_that_cannot_take_the_weights_are_refused(chain: Path) -> None:
     configured = Plain()
     configured.config = type("Config", (), {"quantization_config": "gptq"})()
     refused(configured, "quantized .gptq.")
+    tied = Plain()
+    layers = tied.get_submodule("model.layers.0.self_attn")
+    layers.get_submodule("v_proj").weight = layers.get_parameter("k_proj.weight")
+    refused(tied, "k_proj.weight and .*v_proj.weight are one tensor in the engine and two in the t")
+
+
+def publish_tied(folder: Path) -> None:
+    Weights().publisher(Folder(folder)).publish()
+
+
+def test_a_tied_weight_is_tied_in_the_engine_too(on_ranks: RunRanks, tmp_path: Path) -> None:
+    """Or it is refused: the other tensor would keep what it had."""
+    on_ranks(1, publish_tied, tmp_path)
+    weights, model = Weights(), nn.Module()
+    named: dict[str, Any] = model._parameters
+    for name in (*weights.values, "head.weight"):
+        like = weights.values.get(name, weights.values["embed.weight"])
+        named[name] = nn.Parameter(torch.zeros_like(like))
+    with pytest.raises(PublishError, match="embed.weight and head.weight are two tensors in the e"):
+        ModuleFollower(model, tmp_path).update()
+    assert not any(bool(one.any()) for one in model.parameters())
+    named["head.weight"] = named["embed.weight"]
+    ModuleFollower(model, tmp_path).update()
+    assert torch.equal(named["head.weight"], weights.values["embed.weight"])
 
 
 def test_fingerprints_see_what_changed() -> None:

@@ -195,6 +195,9 @@ def module() -> float:
     case = Case()
     q, k, v, grad = inputs(case)
     layer = RingAttention(order="sbhd")
+    layer(*(shard(t, dim=2).permute(2, 0, 1, 3) for t in (q, k, v)), attn_mask=None)
+    with pytest.raises(ValueError, match="^dropout_p: ring attention has no such option"):
+        layer(q, k, v, dropout_p=0.1)
     leaves = [shard(t, dim=2).permute(2, 0, 1, 3).requires_grad_() for t in (q, k, v)]
     out = checkpoint(layer, *leaves, use_reentrant=False)
     assert isinstance(out, Tensor)

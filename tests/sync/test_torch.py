@@ -299,3 +299,52 @@ def test_a_resumed_run_is_the_uninterrupted_one() -> None:
     run_ranks(4, resumed, "ddp", RESUMED)
     sparse = {"preset": "sparseloco", "every": 2, "fragments": 2, "delay": 1}
     run_ranks(4, resumed, "fsdp2", sparse)
+
+
+def changing(is_frozen_first: bool) -> None:
+    """Freeze or unfreeze a layer once islands have met; then do as the error says."""
+    told = block(preset="diloco", every=1)
+    job = Job(told, "fsdp2").build()
+    job.model.up.requires_grad_(not is_frozen_first)
+    job.train(2)
+    job.model.up.requires_grad_(is_frozen_first)
+    what = "trained" if is_frozen_first else "frozen"
+    with pytest.raises(ConfigError, match=rf"^compression.sync: found up.weight, {what} only"):
+        job.train(1)
+    hybridcomp.detach(job.model)
+    hybridcomp.attach(job.model, told)
+    weights = job.train(2).weights()
+    every = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, weights)
+    assert all(torch.equal(weights, one) for one in every)
+    hybridcomp.detach(job.model)
+
+
+def unfrozen_under_ddp() -> None:
+    told = block(preset="diloco", every=1)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain[0].requires_grad_(False)
+    model = DistributedDataParallel(plain, process_group=hybridcomp.island_group(told))
+    hybridcomp.attach(model, told)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    plain[0].requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"^compression.sync: found 0.weight, trained only"):
+        step()
+
+
+def all_changing() -> None:
+    unfrozen_under_ddp()
+    for is_frozen_first in (False, True):
+        changing(is_frozen_first)
+
+
+def test_parameters_that_are_frozen_or_unfrozen_later_are_an_error() -> None:
+    """Islands would not share what is trained later, and move on what is frozen."""
+    run_ranks(4, all_changing)

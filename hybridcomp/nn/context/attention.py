@@ -98,9 +98,15 @@ class RingAttention(nn.Module):
         self._back = tuple("bhsd".index(name) for name in order)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, **_: Any
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, **more: Any
     ) -> Tensor:
-        """Compute the context, its dimensions in ``order`` like those of the queries."""
+        """Compute the context, its dimensions in ``order`` like those of the queries.
+
+        ``more``: options of other attentions, which may be None. Raises ValueError on any other.
+        """
+        for name, value in more.items():
+            if value is not None:
+                raise ValueError(f"{name}: ring attention has no such option; leave it out")
         q, k, v = (values.permute(self._there) for values in (q, k, v))
         out = ring_attention(
             q, k, v, self.group, causal=self.causal, scale=self.scale, layout=self.layout,

@@ -24,6 +24,7 @@ from hybridcomp.collectives import Group, Meter
 from hybridcomp.collectives.wire import transport
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
+from hybridcomp.job import small_messages
 from hybridcomp.nn.slices.past import Past
 from hybridcomp.policy import Direction
 from hybridcomp.session import process
@@ -112,6 +113,7 @@ class SlicePipeline:
         self._ranks = dist.get_process_group_ranks(self.group)
         self._known = Group.of(self.group)
         self.channels = channels or process.current
+        self._agreed: object = None
 
     @property
     def is_first(self) -> bool:
@@ -149,9 +151,11 @@ class SlicePipeline:
 
         ``stage`` replaces the pipeline's stage, for example with other parameters. Only without
         gradients (``torch.no_grad``) may ``backward`` be left out. Raises ConfigError as ``step``
-        does.
+        does, where stages differ in slices, width or dtype, and where hidden states have another
+        shape than these say.
         """
         self._check(tokens)
+        self._agree()
         run, edges = stage or self.stage, self._edges
         past, inputs, outputs, sent = Past(sum(self.slices)), [], [], []
         shares = self._shares(labels) if self.is_last else []
@@ -169,12 +173,33 @@ class SlicePipeline:
                 else:  # a mean over nothing is NaN; 0, with gradients of 0
                     out = out[:, :0].sum()
             else:
+                out = self._hidden(out, (len(tokens), stop - start, self.width))
                 sent.append(self._send(out, "forward"))
             inputs.append(values)
             outputs.append(out)
         for message in sent:
             message.wait()
         return Passed(inputs, outputs)
+
+    def _agree(self) -> None:
+        """Compare with the other stages what messages are made by; a collective where it is new."""
+        mine = {"slices": self.slices, "width": self.width, "dtype": self.dtype}
+        if mine == self._agreed:
+            return
+        every = small_messages.gather_objects(mine, self.group)
+        for key, value in every[0].items():
+            for number, other in enumerate(every):
+                if other[key] != value:
+                    found = Shown(f"{key} {other[key]} on stage {number} and {value} on stage 0")
+                    raise ConfigError("pp", found, "expected the same on all stages; make them so")
+        self._agreed = mine
+
+    def _hidden(self, out: Tensor, shape: tuple[int, int, int]) -> Tensor:
+        """Return hidden states in the dtype of the messages: under autocast they have another."""
+        if tuple(out.shape) != shape:
+            found = Shown(f"hidden states {tuple(out.shape)}")
+            raise ConfigError("pp", found, f"expected {shape}: batch, tokens, width; set width")
+        return out.to(self.dtype)
 
     def _shares(self, labels: Tensor) -> list[float]:
         """Return each slice's share of the mean loss: of the labels (B, T) that count.

@@ -112,6 +112,17 @@ def test_gradients_are_those_of_the_whole_sequence(
         assert len(found) >= 12 and max(found) <= most
 
 
+def under_autocast() -> list[float]:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return errors(SLICES, torch.float32)
+
+
+def test_autocast_is_that_of_the_whole_sequence(on_ranks: RunRanks) -> None:
+    """Stages put out bf16 then, and receive what their messages are made for."""
+    for found in on_ranks(STAGES, under_autocast):
+        assert max(found) <= 0.05
+
+
 def lossless() -> None:
     native = trained(SLICES, torch.float32)[1]
     for codec in ("none", "mpc", "expcode"):
@@ -155,6 +166,30 @@ def refused() -> None:
 
 def test_slices_that_do_not_fit_are_refused(on_ranks: RunRanks) -> None:
     on_ranks(1, refused)
+
+
+def unlike() -> None:
+    """Stages that were made for other messages: all are told; and one that makes others."""
+    rank = dist.get_rank()
+    for key, mine, theirs in (
+        ("width", WIDTH, 2 * WIDTH), ("slices", SLICES, SLICES[::-1]),
+        ("dtype", torch.float32, torch.bfloat16),
+    ):  # fmt: skip
+        given: dict[str, Any] = {"slices": SLICES, "width": WIDTH, "dtype": torch.float32}
+        given[key] = theirs if rank == 1 else mine
+        pipeline = SlicePipeline(Stage(rank), loss=loss_of, **given)
+        with pytest.raises(ConfigError, match=rf"^pp: found {key} .* on stage 1 and .* on stage 0"):
+            pipeline.step(*batch())
+    pipeline = SlicePipeline(Stage(rank), SLICES, WIDTH - 1, loss_of)
+    if rank:  # waits for the first
+        pipeline._agree()
+        return
+    with pytest.raises(ConfigError, match=rf"hidden states \(2, 9, {WIDTH}\); expected \(2, 9, 15"):
+        pipeline.step(*batch())
+
+
+def test_stages_that_do_not_fit_are_refused(on_ranks: RunRanks) -> None:
+    on_ranks(STAGES, unlike)
 
 
 def test_evaluation_keeps_no_graph() -> None:
