@@ -244,6 +244,14 @@ def split(residual: Residual, numels: Sequence[int]) -> list[Residual]:
     return found
 
 
+def clear(residual: Residual) -> None:
+    """Set ``residual`` to zero, as ``pack`` of zeros does."""
+    if isinstance(residual, QuantizedResidual):
+        residual.zero_(steps=True)
+    else:
+        residual.zero_()
+
+
 def squared(residual: Residual) -> float:
     """Return the squared L2 norm of ``residual``."""
     if isinstance(residual, QuantizedResidual):
