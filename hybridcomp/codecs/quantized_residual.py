@@ -51,6 +51,9 @@ class QuantizedResidual:
 
     Blocks of 32 values lie at multiples of 32 of the whole. Writing a view that does not begin and
     end there also quantizes its neighbours in these blocks again.
+
+    Attributes:
+        start, stop: values of the whole that the view has.
     """
 
     def __init__(
@@ -61,11 +64,11 @@ class QuantizedResidual:
         self.bits, self.device, self._total = bits, device, numel
         self._data = torch.zeros(size, dtype=torch.uint8, device=device) if data is None else data
         assert self._data.numel() == size, "not the bytes of so many values"
-        self._start, self._stop = 0, numel
+        self.start, self.stop = 0, numel
 
     def numel(self) -> int:
         """Return the number of values of this view."""
-        return self._stop - self._start
+        return self.stop - self.start
 
     __len__ = numel
 
@@ -73,12 +76,17 @@ class QuantizedResidual:
         """Return a view of values ``part``, a slice without step."""
         low, high, step = part.indices(self.numel())
         assert step == 1, "a view has neighbouring values"
-        return self._view(self._start + low, self._start + max(low, high))
+        return self.view(self.start + low, self.start + max(low, high))
 
-    def _view(self, start: int, stop: int) -> QuantizedResidual:
+    def view(self, start: int, stop: int) -> QuantizedResidual:
+        """Return a view of values ``start`` to ``stop`` of the whole residual."""
         found = QuantizedResidual(self.bits, self._total, self.device, self._data)
-        found._start, found._stop = start, stop
+        found.start, found.stop = start, stop
         return found
+
+    def shares(self, other: QuantizedResidual) -> bool:
+        """Return whether ``other`` is a view of the same residual."""
+        return self._data is other._data
 
     @property
     def nbytes(self) -> int:
@@ -88,22 +96,22 @@ class QuantizedResidual:
     @property
     def in_blocks(self) -> bool:
         """Return whether the view begins and ends between blocks, so that kernels may write it."""
-        ends = self._stop % BLOCK == 0 or self._stop == self._total
-        return self._start % BLOCK == 0 and ends
+        ends = self.stop % BLOCK == 0 or self.stop == self._total
+        return self.start % BLOCK == 0 and ends
 
     def addresses(self) -> tuple[int, int]:
         """Return the addresses of the levels and of the steps of a view that is ``in_blocks``."""
         base = self._data.data_ptr()
-        steps = base + _levels_nbytes(self.bits, self._total) + self._start // BLOCK * 2
-        return base + self._start * self.bits // 8, steps
+        steps = base + _levels_nbytes(self.bits, self._total) + self.start // BLOCK * 2
+        return base + self.start * self.bits // 8, steps
 
     def _widened(self) -> QuantizedResidual:
         """Return the view of all values of the blocks that this one touches."""
-        low = self._start // BLOCK * BLOCK
-        return self._view(low, min(-(-self._stop // BLOCK) * BLOCK, self._total))
+        low = self.start // BLOCK * BLOCK
+        return self.view(low, min(-(-self.stop // BLOCK) * BLOCK, self._total))
 
     def _within(self, wide: QuantizedResidual) -> slice:
-        return slice(self._start - wide._start, self._stop - wide._start)
+        return slice(self.start - wide.start, self.stop - wide.start)
 
     def unpack(self, out: Tensor | None = None) -> Tensor:
         """Return the values, fp32: a new tensor, or ``out``."""
@@ -136,7 +144,7 @@ class QuantizedResidual:
     def _parts(self) -> tuple[Tensor, Tensor]:
         """Return levels (uint8) and steps (int16) of the blocks of a view that is ``in_blocks``."""
         blocks, edge = -(-self.numel() // BLOCK), _levels_nbytes(self.bits, self._total)
-        first, each = self._start // BLOCK, BLOCK * self.bits // 8
+        first, each = self.start // BLOCK, BLOCK * self.bits // 8
         steps = self._data[edge:].view(torch.int16)[first : first + blocks]
         return self._data[: first * each + blocks * each][first * each :], steps
 
@@ -160,7 +168,7 @@ class QuantizedResidual:
         At 4 and 8 bits that multiplies the steps, rounded to 9 significant bits: a value moves by
         at most a quarter of a step, and by nothing where ``factor`` is a power of two.
         """
-        levels, steps = self._view(0, self._total)._parts()
+        levels, steps = self.view(0, self._total)._parts()
         if self.bits == 16:
             most = torch.finfo(torch.bfloat16).max
             levels.view(torch.bfloat16).mul_(factor).clamp_(-most, most)
@@ -178,15 +186,15 @@ class QuantizedResidual:
         """Return a copy that holds the blocks of this view alone, with the same bits."""
         wide = self._widened()
         levels, steps = wide._parts()
-        nbytes, numel = steps.nbytes if self.bits != 16 else 0, self._stop - wide._start
+        nbytes, numel = steps.nbytes if self.bits != 16 else 0, self.stop - wide.start
         data = torch.cat([levels, steps.view(torch.uint8)[:nbytes]])
         found = QuantizedResidual(self.bits, numel, self.device, data)
-        return found[self._start - wide._start :]
+        return found[self.start - wide.start :]
 
     def state(self) -> dict[str, Any]:
         """Return the blocks of this view for a checkpoint, on the CPU; ``from_state`` reads it."""
         copy = self.clone()
-        own = {"bits": self.bits, "start": copy._start, "numel": copy.numel()}
+        own = {"bits": self.bits, "start": copy.start, "numel": copy.numel()}
         return {**own, "data": copy._data.cpu()}
 
     @classmethod
@@ -236,24 +244,12 @@ def split(residual: Residual, numels: Sequence[int]) -> list[Residual]:
     return found
 
 
-def joined(parts: Sequence[Residual]) -> QuantizedResidual | None:
-    """Return ``parts`` as one view, if each begins at the first block behind the one before.
-
-    None for others, for parts of fp32, and for a first part that does not begin at a block.
-    """
-    first = parts[0]
-    if not isinstance(first, QuantizedResidual) or first._start % BLOCK:
-        return None
-    place, stop = first._start, first._stop
-    for part in parts:
-        if not isinstance(part, QuantizedResidual) or part._data is not first._data:
-            return None
-        if part.numel():
-            if part._start != place:
-                return None
-            stop = part._stop
-            place = -(-stop // BLOCK) * BLOCK
-    return first._view(first._start, stop)
+def clear(residual: Residual) -> None:
+    """Set ``residual`` to zero, as ``pack`` of zeros does."""
+    if isinstance(residual, QuantizedResidual):
+        residual.zero_(steps=True)
+    else:
+        residual.zero_()
 
 
 def squared(residual: Residual) -> float:

@@ -154,7 +154,7 @@ def _gather_round(
             for start, stop in row
         ]
         arrived = list(chain.from_iterable([payloads[rank] for rank in missing]))
-        decode_all(codec, plan.each or plan.varying, arrived, out)
+        decode_all(plan, arrived, out)
     POOL.give(own.buffer, gathered)
 
 
@@ -255,5 +255,5 @@ def _parts_to_all(
     # 2
     with via.meter.coding():
         others = [place for place, row in zip(places, payloads.received, strict=True) if row]
-        decode_all(plan.codec, plan.each or plan.varying, list(chain(*payloads.received)), others)
+        decode_all(plan, list(chain(*payloads.received)), others)
     POOL.give(*payloads.buffers)

@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual
+from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual, clear
 from hybridcomp.collectives.fused import fused_reduce_scatter
 from hybridcomp.collectives.hierarchical.intra_node import (
     node_sum,
@@ -184,10 +184,8 @@ def _balanced(tensor: Tensor, plan: BucketPlan, sums: Tensor, how: Reduction) ->
         if plan.alone is None:
             with meter.coding():
                 keep_sums(total, sums, exchange, begun)
-        elif isinstance(kept, QuantizedResidual):
-            kept.zero_(steps=True)
         elif kept is not None:
-            kept.zero_()
+            clear(kept)
     else:
         yield from overlapped(
             [_send_on(each, total, sums, group, meter, begun) for each in plan.scatters]

@@ -183,9 +183,7 @@ def _round(
     # 6
     start = clock.begin()
     places = [tensor[low:high] for low, high in plan.stretches]
-    decode_all(
-        plan.gather.codec, plan.gather.each or plan.gather.varying, list(chain(*payloads)), places
-    )
+    decode_all(plan.gather, list(chain(*payloads)), places)
     if kept is not None:
         settle(summed, own[mine])
     if isinstance(kept, QuantizedResidual):

@@ -8,7 +8,8 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from hybridcomp.codecs.quantized_residual import BLOCK, Residual, as_fp32, joined
+from hybridcomp.codecs.quantized_residual import BLOCK, Residual, as_fp32
+from hybridcomp.codecs.residual_runs import joined
 from hybridcomp.collectives.fused import adjacent, fused_reduce_scatter
 from hybridcomp.collectives.hierarchical.intra_node import join_columns, node_sum
 from hybridcomp.collectives.owner_exchange import scatter_parts, shards_as_plan

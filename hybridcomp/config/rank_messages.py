@@ -13,6 +13,7 @@ import torch
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.quantized_residual import BLOCK, nbytes_of
+from hybridcomp.codecs.residual_runs import LONGEST
 from hybridcomp.codecs.varying_pieces import WORDS_NBYTES
 
 #: values of all shares that DeepSpeed's gathers send at once; half as many as deltas
@@ -199,7 +200,9 @@ def _exchanged(
     is_pair = messages.how == "sum" and messages.hops(codec) == 1  # decoded into the sum
     if not messages.on_gpu:
         return 2 * payloads + FP32 * part * (few * others + (not is_pair))
-    at_once = part if few or codec.fixed_size else others * part
+    at_once = part if codec.fixed_size else others * part
+    if few:
+        at_once = min(at_once, max(part, LONGEST))
     encoding = FP32 * at_once * (few + (not is_pair))
     return payloads + max(payloads + FP32 * part * (few and not is_pair), encoding)
 

@@ -14,12 +14,12 @@ from hybridcomp.codecs.quantized_residual import (
     QuantizedResidual,
     as_fp32,
     is_state,
-    joined,
     nbytes_of,
     split,
     squared,
     zeros,
 )
+from hybridcomp.codecs.residual_runs import joined, runs, zero_all
 
 FEW = (4, 8, 16)
 TOP = {4: 7, 8: 127}
@@ -114,6 +114,36 @@ def test_which_views_are_one() -> None:
     for parts in ([kept[:30], kept[30:]], [kept[5:32], kept[32:]], [kept[:32], apart[32:]]):
         assert joined(parts) is None
     assert joined([kept[:32], kept[32:].unpack()]) is None and joined([torch.zeros(3)]) is None
+
+
+@pytest.mark.parametrize("bits", FEW)
+@pytest.mark.parametrize("borders", [(64, 160, 288), (64, 75, 90, 160, 170), (5, 6, 7, 8, 400)])
+def test_a_run_is_its_parts_one_after_the_other(bits: int, borders: tuple[int, ...]) -> None:
+    edges = [*borders, 500]
+    numels = [high - low for low, high in zip([0, *edges], edges, strict=False)]
+    one, other = (QuantizedResidual.of(left_out(500), bits) for _ in range(2))
+    (run,) = runs(split(one, numels), 500)
+    parts = [other[low:high] for low, high in zip([0, *edges], edges, strict=False)]
+    for view, part in zip(run.unpack(), parts, strict=True):
+        assert torch.equal(view, part.unpack())
+    run.pack(left_out(500, 1))
+    new = torch.split(left_out(500, 1), numels)
+    for values, part in zip(new, parts, strict=True):
+        part.pack(values)
+    assert torch.equal(one._data, other._data)
+    zero_all(split(one, numels)[1:-1])
+    for part in parts[1:-1]:
+        part.zero_()
+    assert torch.equal(one._data, other._data)
+
+
+def test_runs_end_between_blocks_and_with_their_residual() -> None:
+    kept, other = (QuantizedResidual.of(left_out(500), 8) for _ in range(2))
+    parts = [kept[:64], kept[64:70], kept[70:100], kept[128:160], kept[192:], other[:9]]
+    found = [[(part.start, part.stop) for part in run.parts] for run in runs(parts, 80)]
+    assert found == [[(0, 64), (64, 70), (70, 100)], [(128, 160)], [(192, 500)], [(0, 9)]]
+    assert [len(run.parts) for run in runs(parts, 64)] == [1, 2, 1, 1, 1]
+    assert not list(runs([torch.zeros(3)], 80))
 
 
 @pytest.mark.parametrize("bits", FEW)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hybridcomp.codecs import Codec
+from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual, as_fp32, split
 from hybridcomp.collectives import Meter, OwnedRange, chunk_ranges
 from hybridcomp.collectives.wire import payload_sizes
 from tests.collectives.calls import (
@@ -90,14 +91,20 @@ def cuts_of(numel: int) -> list[int]:
 class Sums:
     """Reductions of this rank's values, each with cuts, so that a rank sends several payloads."""
 
-    def __init__(self, codec: Codec, dtype: torch.dtype, feedback: bool) -> None:
-        self.codec, self.dtype, self.feedback = codec, dtype, feedback
+    def __init__(self, codec: Codec, dtype: torch.dtype, feedback: bool, bits: int = 32) -> None:
+        self.codec, self.dtype, self.feedback, self.bits = codec, dtype, feedback, bits
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.kept: dict[str, Tensor] = {}
+        self.kept: dict[str, Residual] = {}
 
-    def residual(self, name: str, numel: int) -> Tensor | None:
+    def residual(self, name: str, numel: int) -> Residual | None:
         """The one that was left by the step before."""
-        return self.kept.setdefault(name, torch.zeros(numel)) if self.feedback else None
+        if not self.feedback:
+            return None
+        if name not in self.kept:
+            left = values_of(self.rank, numel, seed=len(self.kept)) / 8
+            few = self.bits < 32
+            self.kept[name] = QuantizedResidual.of(left, self.bits) if few else torch.zeros(numel)
+        return self.kept[name]
 
     def values(self, step: int) -> Tensor:
         found = values_of(self.rank, NUMEL, self.dtype, seed=step)
@@ -114,11 +121,11 @@ class Sums:
         return [values]
 
     def reduce_scatter(self, step: int, meter: Meter) -> list[Tensor]:
-        lengths = [5000, NUMEL - 5000] + [0] * (self.ranks - 2)
+        lengths = [4992, NUMEL - 4992] + [0] * (self.ranks - 2)
         residual = self.residual("scattered", NUMEL)
         total = reduce_scatter(
             list(torch.split(self.values(step), lengths)), self.codec, None, meter=meter,
-            residuals=None if residual is None else torch.split(residual, lengths),
+            residuals=None if residual is None else split(residual, lengths),
             cuts=[cuts_of(length) for length in lengths],
         ).wait()  # fmt: skip
         return [total]
@@ -191,9 +198,11 @@ def figures(meter: Meter) -> tuple[object, ...]:
     return (meter.messages, meter.wire_nbytes, meter.inter_nbytes, list(meter.used))
 
 
-def everything(codec: Codec, dtype: torch.dtype, feedback: bool, steps: int) -> list[Outcome]:
+def everything(
+    codec: Codec, dtype: torch.dtype, feedback: bool, steps: int, bits: int = 32
+) -> list[Outcome]:
     found = []
-    sums, two_levels = Sums(codec, dtype, feedback), dist.get_world_size() == 4
+    sums, two_levels = Sums(codec, dtype, feedback, bits), dist.get_world_size() == 4
     for step in range(steps):
         for reduce in (sums.all_reduce, sums.reduce_scatter, sums.direct, sums.balanced):
             meter = Meter()
@@ -202,4 +211,4 @@ def everything(codec: Codec, dtype: torch.dtype, feedback: bool, steps: int) -> 
             meter = Meter()
             found.append((digest(*sums.nodes(step, meter)), figures(meter)))
     found += [(digest(*tensors), figures(meter)) for tensors, meter in moved(codec, dtype)]
-    return [*found, (digest(*sums.kept.values()), ())]
+    return [*found, (digest(*map(as_fp32, sums.kept.values())), ())]

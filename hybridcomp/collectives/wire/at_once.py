@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import PieceKernel
+from hybridcomp.codecs.residual_runs import LONGEST, runs
 from hybridcomp.collectives.wire.encoding import POOL, Coder, EncodeRequest, decode_fp32
 
 #: fp32 values that are decoded side by side begin at multiples of so many, which move as one
@@ -24,25 +25,49 @@ def encode_at_once(
 ) -> bool:
     """Do for all ``jobs`` what ``encode_job`` does for each; ``words`` (int64) get the sizes.
 
-    Returns whether it was done. Not possible, and nothing changed, where residuals have fewer bits
-    than 32, which kernels of their own unpack one by one, or where only some jobs have one.
+    Residuals of fewer bits than 32 are unpacked in stretches of up to LONGEST values; all of a
+    stretch are read before any is written, as on a CPU.
+
+    Returns whether it was done. Not possible, and nothing changed, where only some jobs have a
+    residual, or residuals are of two kinds.
     """
-    residuals = [job.residual for job in jobs if isinstance(job.residual, Tensor)]
-    if len(residuals) < sum(job.residual is not None for job in jobs):
+    kept = [job.residual for job in jobs if job.residual is not None]
+    wide = [one for one in kept if isinstance(one, Tensor)]
+    kinds = {job.values.dtype for job in jobs if job.values is not job.residual}
+    if kept and (len(kept) < len(jobs) or len(wide) not in (0, len(jobs)) or len(kinds) > 1):
         return False
+    if len(wide) == len(kept):
+        _encode(kernel, jobs, wide, slots, dtype, words)
+        return True
+    done = 0
+    for run in runs(kept, LONGEST):
+        here = slice(done, done + len(run.parts))
+        buffer, values = POOL.take_fp32(run.whole.numel(), slots[0].device)
+        sums = run.unpack(values)
+        _encode(kernel, jobs[here], sums, slots[here], dtype, words[here])
+        run.pack(values)
+        POOL.give(buffer)
+        done = here.stop
+    return True
+
+
+def _encode(
+    kernel: PieceKernel,
+    jobs: Sequence[EncodeRequest],
+    residuals: Sequence[Tensor],
+    slots: Sequence[Tensor],
+    dtype: torch.dtype,
+    words: Tensor,
+) -> None:
+    """Encode all ``jobs``, which have these ``residuals`` (fp32), or none of them has one."""
     if not residuals:
         kernel.encode([job.values.to(dtype) for job in jobs], slots, words)
-    elif len(residuals) < len(jobs):
-        return False
     else:
-        pairs = [(r, job.values) for r, job in zip(residuals, jobs, strict=True)]
-        added = [(r, values) for r, values in pairs if values is not r]
-        if len({values.dtype for _, values in added}) > 1:
-            return False
-        kernel.accumulate([r for r, _ in added], [values for _, values in added])
-        kernel.encode([r.to(dtype) for r in residuals], slots, words)
+        pairs = zip(residuals, (job.values for job in jobs), strict=True)
+        added = [(residual, values) for residual, values in pairs if values is not residual]
+        kernel.accumulate([one for one, _ in added], [values for _, values in added])
+        kernel.encode([one.to(dtype) for one in residuals], slots, words)
     _settle(kernel, jobs, residuals, slots, dtype)
-    return True
 
 
 def _settle(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hybridcomp.codecs.base import MultiTensorKernel
 from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual, as_fp32
+from hybridcomp.codecs.residual_runs import unpacked, zero_all
 from hybridcomp.collectives.wire import transport
 from hybridcomp.collectives.wire.at_once import add_at_once
 from hybridcomp.collectives.wire.encoding import (
@@ -152,7 +153,11 @@ def sum_parts(
         [*row] if row else [None] * len(plan.owned) for row in payloads.received
     ]
     rows[group.rank] = [None if job is None else payloads.encoded[job] for _, job in plan.owned]
-    sums = [_begin(part, job, values, residuals, total, begun) for part, job in plan.owned]
+    exact, left = _exact(plan, values, residuals)
+    sums = [
+        _begin(part, own, values[part.source], total, begun)
+        for (part, _), own in zip(plan.owned, exact, strict=True)
+    ]
     if plan.each is not None:
         for row in rows:
             _add_row(sums, row, plan.each)
@@ -163,12 +168,34 @@ def sum_parts(
     else:
         for sum_, column in zip(sums, zip(*rows, strict=True), strict=True):
             _add_column(sum_, column, coder, dtype)
-    for sum_ in sums:
-        if sum_.residual is not None:
-            sum_.residual.zero_()
+    zero_all(left)
     meter.clock.end(meter, "codec", start)
     POOL.give(*payloads.buffers)
     return total
+
+
+def _exact(
+    plan: SumPlan, values: Sequence[Tensor], residuals: Sequence[Residual] | None
+) -> tuple[list[Tensor], list[Residual]]:
+    """Return this rank's values of each part that it sums, and the residuals that they include.
+
+    Where it adds them unquantized they are fp32 and in the memory of an fp32 residual.
+    """
+    found = [values[part.source][part.start : part.stop] for part, _ in plan.owned]
+    if residuals is None:
+        return found, []
+    alone = [index for index, (_, job) in enumerate(plan.owned) if job is None]
+    parts = [plan.owned[index][0] for index in alone]
+    left = [residuals[part.source][part.start : part.stop] for part in parts]
+    added, wide = [found[index] for index in alone], unpacked(left)
+    if plan.exchange.varying is not None and added:
+        plan.exchange.varying.accumulate(wide, added)
+    else:
+        for one, more in zip(wide, added, strict=True):
+            add_values(one, more)
+    for index, one in zip(alone, wide, strict=True):
+        found[index] = one
+    return found, left
 
 
 @dataclass
@@ -178,13 +205,11 @@ class _PartSum:
     Attributes:
         out: fp32, the sum so far.
         own: this rank's values where it adds them exactly; None: they are in ``out`` already.
-        residual: this rank's, where ``own`` includes it; set to 0 in the end.
         fresh: whether ``out`` holds nothing yet.
     """
 
     out: Tensor
     own: Tensor | None
-    residual: Residual | None
     fresh: bool
 
     def add_own(self) -> None:
@@ -198,25 +223,15 @@ class _PartSum:
 
 
 def _begin(
-    part: SummedPart,
-    job: int | None,
-    values: Sequence[Tensor],
-    residuals: Sequence[Residual] | None,
-    total: Tensor | None,
-    begun: bool,
+    part: SummedPart, own: Tensor, values: Tensor, total: Tensor | None, begun: bool
 ) -> _PartSum:
-    """Begin the sum of ``part``; without a ``job`` this rank adds its own values unquantized."""
-    here = slice(part.start, part.stop)
-    own, residual = values[part.source][here], None
-    out = own if total is None else total[part.place : part.place + part.stop - part.start]
-    if residuals is not None and job is None:
-        residual, added = residuals[part.source][here], own
-        own = residual if isinstance(residual, Tensor) else residual.unpack()
-        add_values(own, added)
-        if total is None:
-            out.copy_(own)
-    fresh = total is not None and not begun
-    return _PartSum(out, None if total is None else own, residual, fresh)
+    """Begin the sum of ``part``; ``own``: what this rank adds of its ``values``."""
+    if total is not None:
+        return _PartSum(total[part.place : part.place + part.stop - part.start], own, not begun)
+    out = values[part.start : part.stop]
+    if own.data_ptr() != out.data_ptr():
+        out.copy_(own)
+    return _PartSum(out, None, False)
 
 
 def _add_column(

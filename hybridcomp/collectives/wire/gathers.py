@@ -16,6 +16,7 @@ from hybridcomp.codecs.base import Codec, MultiTensorKernel, PieceKernel
 from hybridcomp.collectives.wire import payload_sizes, relays, transport
 from hybridcomp.collectives.wire.cuts import Range
 from hybridcomp.collectives.wire.encoding import POOL, EncodeRequest, encode_sum
+from hybridcomp.collectives.wire.exchange_plan import ExchangePlan
 from hybridcomp.collectives.wire.group import Group
 from hybridcomp.collectives.wire.handle import Meter, Steps
 from hybridcomp.collectives.wire.varying import cut_payloads
@@ -138,17 +139,15 @@ def encode_all(
 
 
 def decode_all(
-    codec: Codec,
-    each: MultiTensorKernel | PieceKernel | None,
-    payloads: Sequence[Tensor],
-    out: Sequence[Tensor],
+    plan: GatherPlan | ExchangePlan, payloads: Sequence[Tensor], out: Sequence[Tensor]
 ) -> None:
-    """Decode ``payloads`` into ``out``, all of one dtype; with ``each`` in few launches."""
-    if each is not None and len(out) > 1:
-        each.decode(payloads, out)
+    """Decode ``payloads`` into ``out``, all of one dtype; in few launches where the plan can."""
+    kernels = plan.each or plan.varying
+    if kernels is not None and len(out) > 1:
+        kernels.decode(payloads, out)
         return
     for payload, values in zip(payloads, out, strict=True):
-        codec.decode(payload, values)
+        plan.codec.decode(payload, values)
 
 
 def gather(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
@@ -43,18 +43,18 @@ CODECS = [
 ]  # fmt: skip
 
 
-def both(codec: Codec, dtype: torch.dtype, feedback: bool, emulate: bool) -> int:
+def both(codec: Codec, dtype: torch.dtype, feedback: bool, emulate: bool, bits: int = 32) -> int:
     """Compare the ways; how many sizes' exchanges the late one waited for."""
     steps = 1 if emulate else 2
     with sizes_ahead():
-        expected = everything(codec, dtype, feedback, steps)
+        expected = everything(codec, dtype, feedback, steps, bits)
     on_device = kernels_replaced(CudaKernels(EmulatedLauncher())) if emulate else nullcontext()
     refuse = AssertionError("an encoder was asked for its size")
     with ExitStack() as stack:
         found = stack.enter_context(late())
         stack.enter_context(on_device)
         stack.enter_context(mock.patch.object(type(codec), "encode", side_effect=refuse))
-        assert everything(codec, dtype, feedback, steps) == expected
+        assert everything(codec, dtype, feedback, steps, bits) == expected
     assert found.waits == found.copies
     return found.waits
 
@@ -78,15 +78,44 @@ def test_with_the_kernels_of_a_device(on_ranks: RunRanks, ranks: int, codec: Cod
     assert min(on_ranks(ranks, both, codec, torch.bfloat16, True, True)) > 5
 
 
-def _launches(codec: Codec, dtype: torch.dtype) -> list[list[int]]:
-    """Launches of each reduction, with few borders and with many."""
+@pytest.mark.parametrize("aligned", by_day([True, False], [False]))
+@pytest.mark.parametrize("bits", by_day([4, 8, 16], [8]))
+def test_residuals_of_few_bits_are_those_of_a_cpu(
+    on_ranks: RunRanks, bits: int, aligned: bool
+) -> None:
+    """All pieces of a message at once, with borders between blocks of a residual and inside."""
+    codec = make_codec("radix", error_bound=1e-2, segment=256)
+    assert min(on_ranks(3, _few, codec, bits, aligned)) > 5
+
+
+def _few(codec: Codec, bits: int, aligned: bool) -> int:
+    def cuts_of(numel: int) -> list[int]:
+        return list(range(640, numel, 640))
+
+    with mock.patch.object(calls, "cuts_of", cuts_of) if aligned else nullcontext():
+        return both(codec, torch.bfloat16, True, True, bits)
+
+
+@pytest.mark.parametrize("bits", by_day([4, 8, 16], [8]))
+def test_launches_do_not_grow_with_pieces_of_few_bits(on_ranks: RunRanks, bits: int) -> None:
+    """Of 1, 8 and 64 pieces; a piece alone has no table."""
+    codec, steps = make_codec("expcode"), (NUMEL, 1152, 128)
+    for one, several, many in on_ranks(3, _launches, codec, torch.bfloat16, steps, bits):
+        assert several == many and max(several) <= 32, (one, several, many)
+        assert all(few <= more + 2 for few, more in zip(one, many, strict=True))
+
+
+def _launches(
+    codec: Codec, dtype: torch.dtype, steps: Sequence[int] = (3000, 500), bits: int = 32
+) -> list[list[int]]:
+    """Launches of each reduction, with borders so far from each other."""
     found = []
-    for step in (3000, 500):
+    for step in steps:
 
         def cuts_of(numel: int, step: int = step) -> list[int]:
             return list(range(step, numel, step))
 
-        sums, counts, launcher = Sums(codec, dtype, True), list[int](), Counting()
+        sums, counts, launcher = Sums(codec, dtype, True, bits), list[int](), Counting()
         with (
             late(),
             kernels_replaced(CudaKernels(launcher)),

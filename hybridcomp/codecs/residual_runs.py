@@ -1,0 +1,111 @@
+"""Read and write many views of residuals of few bits as the few stretches that they lie in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridcomp.codecs.quantized_residual import BLOCK, QuantizedResidual, Residual
+
+#: values of a run that is unpacked for its payloads, 16 MB as fp32; it may be longer, see ``runs``
+LONGEST = 1 << 22
+
+
+@dataclass
+class ResidualRun:
+    """Views of one residual, each of which begins where the one before ends, or at the next block.
+
+    What is done to the run has the bits of the same done to its ``parts``, one after the other.
+    """
+
+    parts: list[QuantizedResidual]
+
+    @property
+    def whole(self) -> QuantizedResidual:
+        """Return the view from the first part to the last."""
+        return self.parts[0].view(self.parts[0].start, self.parts[-1].stop)
+
+    def goes_on(self, part: QuantizedResidual, longest: int) -> bool:
+        """Return whether ``part`` comes next; one that begins at a block may come too late.
+
+        ``longest``: values of a run at most.
+        """
+        first, end, start = self.parts[0], self.parts[-1].stop, part.start
+        if not first.shares(part) or start not in (end, _next_block(end)):
+            return False
+        return bool(start % BLOCK) or part.stop - first.start <= longest
+
+    def unpack(self, out: Tensor | None = None) -> list[Tensor]:
+        """Return the values of each part: views of one new fp32 tensor, or of ``out``."""
+        values, begin = self.whole.unpack(out), self.parts[0].start
+        return [values[part.start - begin : part.stop - begin] for part in self.parts]
+
+    def pack(self, values: Tensor) -> None:
+        """Quantize ``values``, as long as the run, in place of what is here.
+
+        In one write, and one more for each part that begins in the block of the one before.
+        """
+        begin, first = self.parts[0].start, self.parts[0]
+        for part, behind in zip(self.parts, [*self.parts[1:], None], strict=True):
+            if behind is None or behind.start % BLOCK:
+                written = first.view(first.start, part.stop)
+                written.pack(values[first.start - begin : part.stop - begin])
+                first = behind or part
+
+    def zero_(self) -> None:
+        """Set the values to zero."""
+        for one in [self.whole] if all(part.in_blocks for part in self.parts) else self.parts:
+            one.zero_()
+
+
+def runs(parts: Sequence[Residual], longest: int) -> Iterator[ResidualRun]:
+    """Yield those of ``parts`` that have few bits as runs of at most ``longest`` values, in order.
+
+    A part alone may be longer, and so may be parts that share blocks. None is empty.
+    """
+    run: ResidualRun | None = None
+    for part in parts:
+        if not isinstance(part, QuantizedResidual):
+            continue
+        if run is not None and run.goes_on(part, longest):
+            run.parts.append(part)
+            continue
+        if run is not None:
+            yield run
+        run = ResidualRun([part])
+    if run is not None:
+        yield run
+
+
+def unpacked(parts: Sequence[Residual]) -> list[Tensor]:
+    """Return ``parts``, all of one kind, as fp32: themselves, or views of new tensors."""
+    wide = [part for part in parts if isinstance(part, Tensor)]
+    return wide or [one for run in runs(parts, 1 << 62) for one in run.unpack()]
+
+
+def zero_all(parts: Sequence[Residual]) -> None:
+    """Set the values of ``parts`` to zero."""
+    wide = [part for part in parts if isinstance(part, Tensor)]
+    if wide:
+        torch._foreach_zero_(wide)
+    for run in runs(parts, 1 << 62):
+        run.zero_()
+
+
+def joined(parts: Sequence[Residual]) -> QuantizedResidual | None:
+    """Return ``parts`` as one view, if each begins at the first block behind the one before.
+
+    None for others, for parts of fp32, and for a first part that does not begin at a block.
+    """
+    filled = [part for part in parts if part.numel()] or parts[:1]
+    found = list(runs(filled, 1 << 62))
+    if len(found) != 1 or len(found[0].parts) < len(filled):
+        return None
+    return None if any(part.start % BLOCK for part in found[0].parts) else found[0].whole
+
+
+def _next_block(place: int) -> int:
+    return -(-place // BLOCK) * BLOCK
