@@ -267,7 +267,7 @@ def test_memory_of_messages_that_have_other_parameters_in_every_step(bits: int) 
     """As of experts, which have no gradient without a token: no value is lost, none kept twice."""
     residuals, chosen = Residuals(bits), random.Random(0)
     names, numel = "abcdefgh", 64
-    fixed = (Piece("always", 0, numel),)
+    fixed = [Piece("always", 0, numel)]
     given = 0.0
     for step in range(60):
         used = [name for name in names if chosen.random() < 0.5] or ["a"]

@@ -77,7 +77,7 @@ def restarted(folder: str, old: float | None, new: float | None, given: float | 
     train_step(model, optimizer, scaler)
     hybridcomp.detach(model)
     steps.forget_all()
-    return met[0] / before
+    return float(met[0] / before)
 
 
 def all_restarts(folder: str) -> dict[str, float]:
