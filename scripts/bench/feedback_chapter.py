@@ -16,7 +16,8 @@ from hybridcomp.compare.report import markdown_rows, with_interval
 from hybridcomp.compare.statistics import half_width
 
 #: the ways of sending gradients that trainings have in common
-WAYS = ("4 bits", "4 bits, feedback 8", "5 bits", "8 bits")
+WAYS = ("4 bits", "4 bits, feedback 8", "5 bits", "8 bits", "recommended")
+DIFFERENCE = "feedback - none"
 FEEDBACK_HEAD = """\
 As in [loss](loss.md): the example GPT, 0.85 M parameters, fp32, two CPU ranks, every run of a seed
 on the weights and the data of the baseline's run of that seed, gaps paired by seed with the 95%
@@ -26,7 +27,8 @@ encoding left out in residuals of so many bits and adds it to the next message
 """
 ROUNDING_HEAD = """\
 As in [error feedback and the loss](feedback.md); "random" is `blockint` with
-`"rounding": "random"`, the others round to the nearest level.
+`"rounding": "random"`, the others round to the nearest level; "gaussian" has
+`"levels": "gaussian"`, "rotated" `"rotate": true`.
 """
 UNSENT = """
 ## What a codec does to a gradient
@@ -42,8 +44,9 @@ norm over that of the gradients: {noise}.
 OTHERS = """
 ## In other trainings
 
-Gaps to native's loss in percent, as above; the last column is the gap of 4 bits with feedback less
-that without, paired by seed: above 0, feedback makes the loss worse.
+Gaps to native's loss in percent, as above; `recommended` encodes parameters too where they are sent
+(8 bits). The last column is the gap of 4 bits with feedback less that without, paired by seed:
+above 0, feedback makes the loss worse.
 """
 
 
@@ -53,34 +56,41 @@ def feedback_chapter(source: Path, out: Path) -> str:
     ``source`` may have a folder ``also`` with further studies, each named for how it trains.
     """
     text = study_chapter("feedback", FEEDBACK_HEAD, source, out, picture="feedback")
-    return "\n".join([text, *other_trainings(source)])
+    return "\n".join([text, *other_trainings(source, out)])
 
 
-def other_trainings(source: Path) -> list[str]:
-    """Return the table of gaps over all studies, and the commands of those in ``also``."""
+def other_trainings(source: Path, out: Path) -> list[str]:
+    """Return the table of gaps over all studies, and the commands of those in ``also``.
+
+    Writes the gaps to feedback_others.json, by training, layout and way.
+    """
     found = [("as above", source), *((f.name, f) for f in sorted(source.glob("also/*")))]
-    rows = [["training", "layout", "seeds", "native loss", *WAYS, "feedback - none"]]
+    rows = [["training", "layout", "seeds", "native loss", *WAYS, DIFFERENCE]]
+    figures: dict[str, dict[str, dict[str, str]]] = {}
     for name, folder in found:
         for layout in [f.name for f in sorted(folder.iterdir()) if f.name in LAYOUTS]:
             study = Study.of(folder / layout)
             if len(study.seeds) > 1:
-                rows.append([name, layout, str(len(study.seeds)), *gaps_of(study)])
+                native, gaps = gaps_of(study)
+                figures.setdefault(name, {})[layout] = gaps
+                cells = [gaps.get(way, "-") for way in (*WAYS, DIFFERENCE)]
+                rows.append([name, layout, str(len(study.seeds)), f"{native:.3f}", *cells])
     if len(rows) < 2 or len(found) < 2:
         return []
+    (out / "feedback_others.json").write_text(json.dumps(figures, indent=1) + "\n")
     made = [line for _, folder in found[1:] for line in (folder / COMMANDS).read_text().split("\n")]
     commands = ["```", *dict.fromkeys(filter(None, made)), "```"]
     return [OTHERS, *markdown_rows(rows), "", *commands]
 
 
-def gaps_of(study: Study) -> list[str]:
+def gaps_of(study: Study) -> tuple[float, dict[str, str]]:
     """Return native's loss, the gaps of WAYS to it, and what feedback adds to that at 4 bits."""
     names = [name for name in (BASELINE, *WAYS) if name in study.whole]
     result = compared([f"{name}={study.paths(name)}" for name in names], Wishes())
-    gaps = {one.label: one.gaps for one in result.comparisons}
-    cells = [gap_of(np.array(gaps[way])) if way in gaps else "-" for way in WAYS]
-    both = all(way in gaps for way in WAYS[:2])
-    native = f"{result.comparisons[0].final_loss:.3f}"
-    return [native, *cells, gap_of(np.subtract(gaps[WAYS[1]], gaps[WAYS[0]])) if both else "-"]
+    gaps = {one.label: np.array(one.gaps) for one in result.comparisons if one.label in WAYS}
+    if all(way in gaps for way in WAYS[:2]):
+        gaps[DIFFERENCE] = gaps[WAYS[1]] - gaps[WAYS[0]]
+    return result.comparisons[0].final_loss, {way: gap_of(found) for way, found in gaps.items()}
 
 
 def gap_of(gaps: NDArray[np.float64]) -> str:
