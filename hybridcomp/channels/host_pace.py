@@ -59,10 +59,18 @@ class Pace:
         first: tuple[Kind, ...] = (("backward",),) if len(coded) > 1 else ()
         return cls((NATIVE, *first, coded))
 
-    def encodes(self, direction: Direction, step: int, start_step: int) -> bool:
-        """Return whether ``direction`` is encoded after ``step`` optimizer steps."""
+    def start(self, step: int, start_step: int) -> None:
+        """Begin to measure after ``step`` optimizer steps, unless it has begun.
+
+        Every rank calls it in every step: one without a gradient makes no copy, and a step that
+        overflows sends no parameter back.
+        """
         if self.begin is None and len(self.kinds) > 1:
             self.begin = max(step, start_step)
+
+    def encodes(self, direction: Direction, step: int, start_step: int) -> bool:
+        """Return whether ``direction`` is encoded after ``step`` optimizer steps."""
+        self.start(step, start_step)
         return direction in self.kinds[self._kind(step)]
 
     def _kind(self, step: int) -> int:

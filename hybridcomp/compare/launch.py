@@ -175,9 +175,13 @@ class RunPlan:
     def _settings(self, source: Path, block: dict[str, Any] | None) -> dict[str, Any]:
         """Read the DeepSpeed file, set or drop its block, and add W&B. Raises CompareError."""
         try:
-            settings: dict[str, Any] = parsed_json(source.read_text(encoding="utf-8"))
+            found = parsed_json(source.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CompareError(f"{source}: expected a DeepSpeed file in JSON ({error})") from None
+        if not isinstance(found, dict) or not isinstance(found.get("wandb", {}), dict):
+            key = ', "wandb" an object' if isinstance(found, dict) else ""
+            raise CompareError(f"{source}: expected a DeepSpeed file in JSON, an object{key}")
+        settings: dict[str, Any] = found
         settings.pop("compression", None)
         if block is not None:
             settings["compression"] = block

@@ -96,6 +96,7 @@ def make_step(
         if channels is None or not offloads(self):
             return original(self, closure)
         settle(self, channels)
+        channels.pace.start(channels.step, channels.policy.start_step)
         with uploads(self, channels):
             result = original(self, closure)
         close_step(self, channels)

@@ -157,6 +157,20 @@ def test_mistakes_are_one_line(
     assert message in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("text", ["[1]", "null", "3", '"a"', '{"wandb": true}'])
+def test_a_file_that_holds_no_settings_is_one_line(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(text)
+    words = ["compare", "--launch", "--candidate", "recommended", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "trainer.py", "--deepspeed_config", str(file)]
+    assert cli.main([*words, "--wandb", "none", "--", *command]) == cli.BAD_INPUT
+    told = capsys.readouterr().err.rstrip("\n")
+    assert told.startswith(f"hybridcomp: {file}: expected a DeepSpeed file in JSON, an object")
+    assert "\n" not in told
+
+
 def test_a_failure_shows_the_end_of_the_output(tmp_path: Path) -> None:
     Path(tmp_path, "x.py").write_text("print('the reason'); raise SystemExit(3)")
     job, _ = plan(tmp_path, sys.executable, str(tmp_path / "x.py")).jobs()

@@ -233,6 +233,60 @@ def test_auto_is_exact_and_says_what_it_found(
             assert resumed == whole  # in turns as without the break, or by the verdict
 
 
+class _Late(torch.nn.Module):
+    """Two matrices, of which a step may leave the second without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(64, 64, bias=False)
+        self.second = torch.nn.Linear(64, 64, bias=False)
+
+    def forward(self, values: torch.Tensor, both: bool) -> torch.Tensor:
+        found: torch.Tensor = self.first(values)
+        return self.second(found) if both else found
+
+
+def overflows_without_gradients() -> list[tuple[bool, int | None]]:
+    """(overflow, first step that is measured) of each step; rank 1 has no gradient before one."""
+    import deepspeed
+    import deepspeed.ops
+    from deepspeed.accelerator import get_accelerator
+
+    import hybridcomp
+    from hybridcomp.channels import channels_of
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+    hybridcomp.install()
+    model = _Late()
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+        "fp16": {"enabled": True, "initial_scale_power": 32, "hysteresis": 1},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 1000,
+        "compression": {"offload": {"codec": "blockint", "bits": 8, "when": "auto"}},
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config
+    )
+    channels, found = channels_of(engine), []
+    assert channels is not None
+    for step in range(4):
+        loss = engine(torch.ones(4, 64).half(), step > 1).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        found.append((bool(engine.optimizer.overflow), channels.pace.begin))
+    engine.destroy()
+    return found
+
+
+def test_ranks_measure_the_same_steps_where_one_has_no_gradient(pool: RankPool) -> None:
+    """Skipped steps send no parameter back, and rank 1 has nothing to copy in the first two."""
+    assert pool.run(overflows_without_gradients) == [[(True, 0)] * 4] * 2
+
+
 def broken_auto(job: Job, folder: str, at: int) -> tuple[list[float], list[float], bool]:
     """Losses after ``at`` steps without and with a restart; whether a verdict was kept."""
     from hybridcomp.channels import channels_of
