@@ -85,17 +85,24 @@ def shard_batch(
 
     Args:
         batch: tensors (B, S) such as ``input_ids``, ``attention_mask``, ``labels``; ``documents``
-            (document numbers of packed sequences, -1 for padding) stays whole. S is a multiple of
-            twice the ranks.
+            (document numbers of packed sequences, -1 for padding) stays whole; where it is missing
+            it is made of ``position_ids`` that begin anew, as transformers does without a mask. S
+            is a multiple of twice the ranks.
         group: the ranks that share it; None: all.
 
-    Raises ValueError on a length that cannot be cut.
+    Raises ValueError on a length that cannot be cut, and on tensors of other shapes.
     """
     whole = dict(batch)
     first = next(iter(whole.values()))
+    for key, values in whole.items():
+        if values.dim() < 2 or values.shape[1] != first.shape[1]:
+            found = f"expected (batch, {first.shape[1]}, ...), found {tuple(values.shape)}"
+            raise ValueError(f"{key}: {found}; cut it by hand, with hybridcomp.nn.shard")
     out: dict[str, Any] = {}
     if "documents" in whole:
         out["documents"] = whole.pop("documents")
+    elif "attention_mask" not in whole and "position_ids" in whole:
+        out |= _packed(whole["position_ids"])
     if "position_ids" not in whole:
         whole["position_ids"] = torch.arange(first.shape[1], device=first.device).expand_as(first)
     if "attention_mask" in whole and bool(whole["attention_mask"].all()):
@@ -105,6 +112,15 @@ def shard_batch(
         counted = (whole["shift_labels"] != IGNORED).sum()
         out["num_items_in_batch"] = counted / dist.get_world_size(group)
     return out | {key: shard(values, group) for key, values in whole.items()}
+
+
+def _packed(positions: Tensor) -> dict[str, Tensor]:
+    """Return the ``documents`` that positions (B, S) of packed sequences tell; nothing of one each.
+
+    The parts of a rank tell nothing: their positions jump at every chunk.
+    """
+    begins = F.pad(positions.diff(dim=1) != 1, (1, 0))
+    return {"documents": begins.cumsum(1).to(torch.int32)} if bool(begins.any()) else {}
 
 
 def _check(module: Any, dropout: float, more: Mapping[str, Any]) -> None:

@@ -237,12 +237,13 @@ class Folder(Destination):
 
     def _answer(self) -> None:
         """Remove what asked for a full version, which is there now."""
-        for ask in self.path.glob(ASKS):
-            try:
+        ask = self.path / ASKS
+        try:  # the version is readable: an error would have its parts taken back
+            for ask in self.path.glob(ASKS):
                 ask.unlink(missing_ok=True)
-            except OSError as error:
-                said = f"publish: {quoted_path(ask)} cannot be removed ({error.strerror})"
-                say(f"{said}: all versions are full ones until it is gone", anywhere=True)
+        except OSError as error:
+            said = f"publish: {quoted_path(ask)} cannot be removed ({error.strerror})"
+            say(f"{said}: all versions are full ones until it is gone", anywhere=True)
 
     def abandon(self) -> None:
         """Remove this rank's part, and what there is of a manifest."""

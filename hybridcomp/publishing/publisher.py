@@ -242,11 +242,11 @@ class Publisher:
         """Write this rank's part; returns what it took, its file, and what went wrong."""
 
         def write() -> PartSummary:
+            # first, so that what is taken back after an error is of this version
+            sink = self._destination.begin(version, self._rank)
             self._weights.ready()
             self._encoder.raw = self._choice.is_raw
-            return self._encoder.write(
-                self._destination.begin(version, self._rank), head, self._rank, full
-            )
+            return self._encoder.write(sink, head, self._rank, full)
 
         part, problem = saved.attempt(write)
         begun = time.perf_counter()

@@ -36,10 +36,11 @@ def pack(channel: Channel, values: Tensor) -> bytes:
         room = codec.wire_nbytes(values.numel(), values.dtype)
         buffer = torch.empty(room, dtype=torch.uint8, device=values.device)
         buffer = buffer[: codec.encode(values, buffer)]
+    line = _line(channel, codec.spec, values)
     meter.used[codec.spec] = None
-    meter.sent(buffer.numel())
+    meter.sent(len(line) + buffer.numel())
     channel.record(meter, values.nbytes, "forward", 1.0)
-    return _line(channel, codec.spec, values) + _bytes(buffer)
+    return line + _bytes(buffer)
 
 
 def unpack(channel: Channel, data: bytes | bytearray, out: Tensor) -> float:

@@ -19,6 +19,7 @@ from hybridcomp.nn.context.layout import (
     shard,
     unshard,
 )
+from hybridcomp.nn.huggingface import shard_batch
 from tests.ranks import RunRanks
 
 
@@ -84,3 +85,29 @@ def test_documents() -> None:
     found = documents_of(torch.tensor([0, 3, 4, 6]), 8)
     assert found.tolist() == [[0, 0, 0, 1, 2, 2, -1, -1]]
     assert documents_of_mask(torch.tensor([[1, 1, 0]])).tolist() == [[0, 0, -1]]
+
+
+def packed() -> None:
+    """Positions that begin anew are documents of a batch without a mask."""
+    tokens = torch.arange(16).view(2, 8)
+    one = torch.arange(8).expand(2, 8)
+    two = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 5, 0]])
+    found = shard_batch({"input_ids": tokens, "position_ids": two, "labels": tokens})
+    numbers = [[0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 2]]
+    assert found["documents"].tolist() == numbers and found["documents"].dtype == torch.int32
+    assert torch.equal(gather(found["position_ids"]), two)
+    assert torch.equal(gather(found["input_ids"]), tokens)
+    mask = torch.ones_like(tokens)
+    mask[0, 7] = 0
+    for more in ({"position_ids": one}, {"position_ids": two, "attention_mask": mask}, {}):
+        assert "documents" not in shard_batch({"input_ids": tokens, **more})
+    with pytest.raises(
+        ValueError, match=r"^position_ids: expected \(batch, 8, ...\), found \(3, 2, 8"
+    ):
+        shard_batch({"input_ids": tokens, "position_ids": two.expand(3, 2, 8)})
+    own = {"position_ids": two, "documents": one}
+    assert shard_batch({"input_ids": tokens, **own})["documents"] is one
+
+
+def test_packed_positions_are_documents(on_ranks: RunRanks) -> None:
+    on_ranks(2, packed)

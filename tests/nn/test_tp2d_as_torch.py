@@ -87,6 +87,9 @@ def refused() -> None:
     for settings in ({"max_norm": 1.0}, {"sparse": True}):
         with pytest.raises(ConfigError, match=next(iter(settings))):
             tp2d.Embedding(mesh, nn.Embedding(10, 8, **settings))
+    for norm, cut in ((nn.LayerNorm, tp2d.LayerNorm), (nn.RMSNorm, tp2d.RMSNorm)):
+        with pytest.raises(ConfigError, match=rf"found {norm.__name__}.\[4, 8\].; only the last"):
+            cut(mesh, norm((4, 8), elementwise_affine=False))
     layer = tp2d.Embedding(mesh, nn.Embedding(9, 8))
     for token in (9, 50, -1):  # 9: in the row that fills the table up
         tokens = torch.zeros(4, 3, dtype=torch.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import shutil
@@ -375,3 +376,39 @@ def test_asks_that_cannot_be_removed_are_told(
     Folder(tmp_path)._answer()
     assert "ask_full.1.json cannot be removed" in "".join(capsys.readouterr())
     shutil.rmtree(tmp_path / "ask_full.1.json")
+
+
+def fails_before_it_reads(folder: Path) -> None:
+    """A rank that cannot finish its gathers: the version before stays as it is."""
+    weights = Weights()
+    held, fails = weights.held(), [False]
+
+    def ready() -> None:
+        if fails[0]:
+            raise RuntimeError("a gather failed")
+
+    publisher = Publisher(dataclasses.replace(held, ready=ready), Folder(folder), bucket=1000)
+    publisher.publish()
+    dist.barrier()
+    before = sorted(folder.rglob("*"))
+    fails[0] = dist.get_rank() == 1
+    with pytest.raises(PublishError, match="rank 1: RuntimeError: a gather failed"):
+        publisher.publish()
+    dist.barrier()
+    assert sorted(folder.rglob("*")) == before
+    receiver = WeightReceiver(folder)
+    receiver.update()
+    assert receiver.version == 1 and same(receiver, weights.values)
+    dist.barrier()
+    fails[0] = False
+    weights.step(1)
+    assert publisher.publish().full
+    dist.barrier()
+    receiver.update()
+    assert receiver.version == 2 and same(receiver, weights.values)
+
+
+def test_a_failure_before_a_version_leaves_the_one_before(
+    on_ranks: RunRanks, tmp_path: Path
+) -> None:
+    on_ranks(2, fails_before_it_reads, tmp_path)

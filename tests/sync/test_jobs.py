@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -176,6 +177,29 @@ def test_a_run_begins_where_the_islands_of_another_have_ended() -> None:
     with rendezvous() as address:
         assert run_ranks(1, ends, address) == [2]
         assert run_ranks(1, ends, address) == [5]
+
+
+def counted(address: str) -> None:
+    """The ledger has the bytes of the messages that go to the rendezvous."""
+    job = Job(block(address, at_start=1, **FED_BACK)).build().train(1)
+    sent, send = [], job.job_meetings.membership.courier.send
+
+    def sending(own: str, number: int, message: memoryview) -> None:
+        sent.append(message.nbytes)
+        send(own, number, message)
+
+    with mock.patch.object(job.job_meetings.membership.courier, "send", sending):
+        job.train(6)
+    assert job.attached is not None and len(sent) == 3
+    entry = job.attached.channels.ledger.interval["sync", "forward"]
+    assert (entry.messages, entry.wire_nbytes) == (3, sum(sent))
+    assert entry.raw_nbytes == 3 * job.weights().nbytes
+    hybridcomp.detach(job.model)
+
+
+def test_the_ledger_counts_what_is_sent() -> None:
+    with rendezvous() as address:
+        run_ranks(1, counted, address)
 
 
 def dropped(address: str) -> list[int]:

@@ -147,7 +147,13 @@ class LayerNorm(Cut):
     bias: Tensor | None
 
     def __init__(self, mesh: Mesh, whole: nn.LayerNorm | nn.RMSNorm) -> None:
-        """Keep this rank's part of ``whole``. Raises ConfigError where q^2 does not divide it."""
+        """Keep this rank's part of ``whole``.
+
+        Raises ConfigError where q^2 does not divide it, and over more than the last dimension.
+        """
+        if len(whole.normalized_shape) != 1:
+            found = Shown(f"{type(whole).__name__}({list(whole.normalized_shape)})")
+            raise ConfigError("tp2d", found, "only the last dimension is cut; normalize over that")
         super().__init__(mesh, {"weight": Vector(), "bias": Vector()})
         self.eps = whole.eps
         self._keep("weight", whole.weight)
