@@ -29,9 +29,12 @@ def find_files(arguments: Sequence[str]) -> list[Path]:
     Names are relative to the folder of ``-d``, if it is given.
     """
     folder = Path()
-    for option, value in zip(arguments, arguments[1:], strict=False):
+    for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, joined, rest = option.partition("=")
         if option in ("-d", "--conf_dir"):
             folder = Path(value)
+        elif name == "--conf_dir" and joined:
+            folder = Path(rest)
     found = []
     for argument in arguments:
         for name in (argument, f"{argument}.yml"):

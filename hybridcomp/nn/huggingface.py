@@ -131,6 +131,7 @@ def _check(module: Any, dropout: float, more: Mapping[str, Any]) -> None:
         "softcap": more.get("softcap"),
         "position_bias": more.get("position_bias"),
         "s_aux": more.get("s_aux"),
+        "cu_seq_lens_q": more.get("cu_seq_lens_q"),  # packed: documents say it of whole sequences
     }
     for name, value in asked.items():
         if isinstance(value, Tensor) or value:

@@ -133,6 +133,7 @@ def test_find_files_as_deepy_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         tmp_path / "a.yml", tmp_path / "b.json",
     ]  # fmt: skip
     monkeypatch.chdir(tmp_path)
+    assert find_files([f"--conf_dir={tmp_path}", "b.json"]) == [tmp_path / "b.json"]
     assert find_files(["a.yml"]) == [Path("a.yml")]
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from hybridcomp.nn import huggingface
 from hybridcomp.nn.context.layout import (
     LAYOUTS,
     Layout,
@@ -111,3 +114,14 @@ def packed() -> None:
 
 def test_packed_positions_are_documents(on_ranks: RunRanks) -> None:
     on_ranks(2, packed)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("sliding_window", 4), ("cu_seq_lens_q", torch.tensor([0, 4])), ("s_aux", torch.zeros(2))],
+)
+def test_what_the_ring_does_not_compute_is_refused(option: str, value: object) -> None:
+    module = SimpleNamespace(training=False)
+    huggingface._check(module, 0.5, {option: None, "position_ids": torch.zeros(1)})
+    with pytest.raises(ValueError, match=f"SimpleNamespace: ring attention has no {option}; found"):
+        huggingface._check(module, 0.0, {option: value})
