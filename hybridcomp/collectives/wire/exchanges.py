@@ -72,7 +72,8 @@ def exchange(
         clock.end(meter, "codec", start)
     yield message
     if varying is not None:
-        sent.received = cut_payloads(wire, takes.numels, plan.heads[1], arriving)
+        heads = plan.heads[1]
+        sent.received = cut_payloads(wire, takes.numels, heads, arriving, plan.codec, group)
     else:
         flat = iter(torch.split(wire, plan.pieces))
         sent.received = [list(islice(flat, len(row))) for row in arriving]
