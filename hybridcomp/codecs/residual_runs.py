@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from hybridcomp.codecs.quantized_residual import BLOCK, QuantizedResidual, Residual
 
 #: values of a run that is unpacked for its payloads, 16 MB as fp32; it may be longer, see ``runs``
 LONGEST = 1 << 22
+#: no limit
+ALL = 1 << 62
 
 
 @dataclass
@@ -80,28 +81,13 @@ def runs(parts: Sequence[Residual], longest: int) -> Iterator[ResidualRun]:
         yield run
 
 
-def unpacked(parts: Sequence[Residual]) -> list[Tensor]:
-    """Return ``parts``, all of one kind, as fp32: themselves, or views of new tensors."""
-    wide = [part for part in parts if isinstance(part, Tensor)]
-    return wide or [one for run in runs(parts, 1 << 62) for one in run.unpack()]
-
-
-def zero_all(parts: Sequence[Residual]) -> None:
-    """Set the values of ``parts`` to zero."""
-    wide = [part for part in parts if isinstance(part, Tensor)]
-    if wide:
-        torch._foreach_zero_(wide)
-    for run in runs(parts, 1 << 62):
-        run.zero_()
-
-
 def joined(parts: Sequence[Residual]) -> QuantizedResidual | None:
     """Return ``parts`` as one view, if each begins at the first block behind the one before.
 
     None for others, for parts of fp32, and for a first part that does not begin at a block.
     """
     filled = [part for part in parts if part.numel()] or parts[:1]
-    found = list(runs(filled, 1 << 62))
+    found = list(runs(filled, ALL))
     if len(found) != 1 or len(found[0].parts) < len(filled):
         return None
     return None if any(part.start % BLOCK for part in found[0].parts) else found[0].whole

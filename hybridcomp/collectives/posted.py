@@ -22,6 +22,7 @@ from hybridcomp.collectives.wire import (
     Pending,
     check_match,
     gather,
+    payload_sizes,
     plan_gather,
     spec_digest,
     transfer,
@@ -105,6 +106,8 @@ class Posting:
         header = Header.unpack(bytes(message[:HEADER_NBYTES].tolist()))
         numel = values.numel() // self.parts
         check_match(header, src, numel, values.dtype, self.codec.spec)
+        largest = self.codec.wire_nbytes(numel, values.dtype)
+        payload_sizes.check_size(self.codec, f"rank {src}", header.nbytes, largest)
         return message[HEADER_NBYTES : HEADER_NBYTES + header.nbytes]
 
     def _gather(self, own: Tensor, values: Tensor, meter: Meter) -> Sequence[Tensor]:

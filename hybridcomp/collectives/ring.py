@@ -173,7 +173,17 @@ class Ring:
         if expected is not None:
             out = torch.empty(len(expected.numels), dtype=torch.int64, device=self.device)
         transport.shift(out, mine, src, dst, self.group, self.meter).wait()
-        return [] if out is None else [int(size) for size in out.tolist()]
+        if out is None or expected is None:
+            return []
+        return self._checked([int(size) for size in out.tolist()], expected, src)
+
+    def _checked(self, sizes: list[int], contents: Contents, src: int) -> list[int]:
+        """Return ``sizes`` that group rank ``src`` says. Raises CodecError for impossible ones."""
+        assert self.codec is not None, "sizes of values without a codec are known"
+        sender = f"rank {self.group.global_ranks[src]}"
+        for nbytes, largest in zip(sizes, self._most(contents), strict=True):
+            payload_sizes.check_size(self.codec, sender, nbytes, largest)
+        return sizes
 
     def _room(self, expected: Contents, told: list[int] | None) -> PackedMessage:
         """Allocate a parcel to receive into, of the sizes ``told`` or else the largest possible."""
@@ -223,7 +233,8 @@ class Ring:
             )
         if self._varies:
             count = len(arrived.contents.numels)
-            arrived.nbytes = payload_sizes.read_head(arrived.message[HEADER_NBYTES:], count)
+            sizes = payload_sizes.read_head(arrived.message[HEADER_NBYTES:], count)
+            arrived.nbytes = self._checked(sizes, arrived.contents, src)
             arrived.message = arrived.message[: arrived.head + sum(arrived.nbytes)]
 
 

@@ -32,7 +32,8 @@ from hybridcomp.collectives.wire import (
 from hybridcomp.errors import CodecError
 
 _SIZE_AT = slice(16, 24)  # of the bytes of the payload
-#: longest plausible payload: so many times the bytes of the message, plus a spare
+#: longest plausible payload of another codec or shape: so many times the bytes of the message, plus
+#: a spare
 MOST_TIMES, SPARE_NBYTES = 16, 4096
 
 
@@ -111,7 +112,7 @@ def _recv(tensor: Tensor, src: int, via: Transfer) -> Steps[None]:
     header = expected = _expected(codec, tensor)
     if not later:
         header = Header.unpack(bytes(packed.tolist()))
-        _check_length(header, expected, src, codec)
+        _check_length(header, tensor.numel(), tensor.dtype, src, codec)
     (codec,) = codec.split_error_budget(1, 1, result=header.dtype)
     meter.used[codec.spec] = None
     payload = POOL.take(header.nbytes, tensor.device)
@@ -141,19 +142,18 @@ def _expected(codec: Codec, tensor: Tensor) -> Header:
     return Header(spec_digest(codec.spec), tensor.dtype, tensor.numel(), nbytes)
 
 
-def _check_length(header: Header, expected: Header, src: int, codec: Codec) -> None:
+def _check_length(header: Header, numel: int, dtype: torch.dtype, src: int, codec: Codec) -> None:
     """Raise CodecError for an impossibly long payload, before memory is allocated for it.
 
-    Errors about another codec or shape come once the payload has arrived (``check_match``).
+    Errors about another codec or shape come once the payload has arrived (``check_match``), if it
+    may be one of ``numel`` values of ``dtype`` at all.
     """
-    usual = max(expected.nbytes, expected.numel * expected.dtype.itemsize)
-    if header.nbytes > MOST_TIMES * usual + SPARE_NBYTES:
-        check_match(header, src, expected.numel, expected.dtype, codec.spec)
-        raise CodecError(
-            f"rank {src} announces {header.nbytes} bytes for {expected.numel} {expected.dtype} "
-            f"elements with {codec.spec}, which takes at most {expected.nbytes}: the header is "
-            "damaged"
-        )
+    (codec,) = codec.split_error_budget(1, 1, result=header.dtype)
+    if (header.spec_digest, header.numel) == (spec_digest(codec.spec), numel):
+        largest = codec.wire_nbytes(numel, header.dtype)
+        payload_sizes.check_size(codec, f"rank {src}", header.nbytes, largest)
+    elif header.nbytes > MOST_TIMES * numel * dtype.itemsize + SPARE_NBYTES:
+        check_match(header, src, numel, dtype, codec.spec)
 
 
 def _compare(codec: Codec, src: int, expected: Header, data: bytes) -> None:

@@ -19,7 +19,7 @@ from hybridcomp.codecs.quantized_residual import (
     squared,
     zeros,
 )
-from hybridcomp.codecs.residual_runs import joined, runs, zero_all
+from hybridcomp.codecs.residual_runs import ALL, joined, runs
 
 FEW = (4, 8, 16)
 TOP = {4: 7, 8: 127}
@@ -131,7 +131,8 @@ def test_a_run_is_its_parts_one_after_the_other(bits: int, borders: tuple[int, .
     for values, part in zip(new, parts, strict=True):
         part.pack(values)
     assert torch.equal(one._data, other._data)
-    zero_all(split(one, numels)[1:-1])
+    for inner in runs(split(one, numels)[1:-1], ALL):
+        inner.zero_()
     for part in parts[1:-1]:
         part.zero_()
     assert torch.equal(one._data, other._data)

@@ -173,11 +173,11 @@ def test_recv_names_both_sides_of_a_mismatch(on_ranks: RunRanks) -> None:
     assert fine == "fine"
 
 
-def _damaged_header(_: None) -> str:
-    """What a receiver says of a header that promises a terabyte."""
+def _damaged_header(nbytes: int) -> str:
+    """What a receiver says of a header with such a length."""
     codec = make_codec("expcode")
     if dist.get_rank() == 0:
-        header = headers.Header(spec_digest(codec.spec), torch.float32, 96, 1 << 40)
+        header = headers.Header(spec_digest(codec.spec), torch.float32, 96, nbytes)
         dist.send(torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8), 1)
         return ""
     with pytest.raises(CodecError) as caught:
@@ -186,8 +186,12 @@ def _damaged_header(_: None) -> str:
 
 
 def test_recv_takes_no_memory_for_a_damaged_header(on_ranks: RunRanks) -> None:
-    _, told = on_ranks(2, _damaged_header, None)
-    assert "rank 0 announces 1099511627776 bytes for 96 torch.float32 elements" in told
+    """Not even for one that is a little too long."""
+    most = make_codec("expcode").wire_nbytes(96, torch.float32)
+    for nbytes in (1 << 40, most + 16):
+        _, told = on_ranks(2, _damaged_header, nbytes)
+        assert f"rank 0 announces a payload of {nbytes} bytes with expcode()" in told
+        assert f"at most {most}:" in told
 
 
 def _non_finite(codec: Codec) -> None:

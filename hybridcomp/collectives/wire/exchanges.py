@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hybridcomp.codecs.base import MultiTensorKernel
 from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual, as_fp32
-from hybridcomp.codecs.residual_runs import unpacked, zero_all
+from hybridcomp.codecs.residual_runs import ALL, ResidualRun, runs
 from hybridcomp.collectives.wire import transport
 from hybridcomp.collectives.wire.at_once import add_at_once
 from hybridcomp.collectives.wire.encoding import (
@@ -31,7 +31,7 @@ from hybridcomp.collectives.wire.encoding import (
     settle,
     settle_job,
 )
-from hybridcomp.collectives.wire.exchange_plan import ExchangePlan, Payloads, SummedPart, SumPlan
+from hybridcomp.collectives.wire.exchange_plan import ExchangePlan, Payloads, SumPlan
 from hybridcomp.collectives.wire.group import Group
 from hybridcomp.collectives.wire.handle import UNDER_WAY, Meter, Steps
 from hybridcomp.collectives.wire.varying import Varying, cut_payloads
@@ -72,7 +72,8 @@ def exchange(
         clock.end(meter, "codec", start)
     yield message
     if varying is not None:
-        sent.received = cut_payloads(wire, takes.numels, plan.heads[1], arriving)
+        heads = plan.heads[1]
+        sent.received = cut_payloads(wire, takes.numels, heads, arriving, plan.codec, group)
     else:
         flat = iter(torch.split(wire, plan.pieces))
         sent.received = [list(islice(flat, len(row))) for row in arriving]
@@ -153,11 +154,7 @@ def sum_parts(
         [*row] if row else [None] * len(plan.owned) for row in payloads.received
     ]
     rows[group.rank] = [None if job is None else payloads.encoded[job] for _, job in plan.owned]
-    exact, left = _exact(plan, values, residuals)
-    sums = [
-        _begin(part, own, values[part.source], total, begun)
-        for (part, _), own in zip(plan.owned, exact, strict=True)
-    ]
+    sums, left = _begin(plan, values, residuals, total, begun)
     if plan.each is not None:
         for row in rows:
             _add_row(sums, row, plan.each)
@@ -168,34 +165,11 @@ def sum_parts(
     else:
         for sum_, column in zip(sums, zip(*rows, strict=True), strict=True):
             _add_column(sum_, column, coder, dtype)
-    zero_all(left)
+    for one in left:
+        one.zero_()
     meter.clock.end(meter, "codec", start)
     POOL.give(*payloads.buffers)
     return total
-
-
-def _exact(
-    plan: SumPlan, values: Sequence[Tensor], residuals: Sequence[Residual] | None
-) -> tuple[list[Tensor], list[Residual]]:
-    """Return this rank's values of each part that it sums, and the residuals that they include.
-
-    Where it adds them unquantized they are fp32 and in the memory of an fp32 residual.
-    """
-    found = [values[part.source][part.start : part.stop] for part, _ in plan.owned]
-    if residuals is None:
-        return found, []
-    alone = [index for index, (_, job) in enumerate(plan.owned) if job is None]
-    parts = [plan.owned[index][0] for index in alone]
-    left = [residuals[part.source][part.start : part.stop] for part in parts]
-    added, wide = [found[index] for index in alone], unpacked(left)
-    if plan.exchange.varying is not None and added:
-        plan.exchange.varying.accumulate(wide, added)
-    else:
-        for one, more in zip(wide, added, strict=True):
-            add_values(one, more)
-    for index, one in zip(alone, wide, strict=True):
-        found[index] = one
-    return found, left
 
 
 @dataclass
@@ -223,15 +197,41 @@ class _PartSum:
 
 
 def _begin(
-    part: SummedPart, own: Tensor, values: Tensor, total: Tensor | None, begun: bool
-) -> _PartSum:
-    """Begin the sum of ``part``; ``own``: what this rank adds of its ``values``."""
+    plan: SumPlan,
+    values: Sequence[Tensor],
+    residuals: Sequence[Residual] | None,
+    total: Tensor | None,
+    begun: bool,
+) -> tuple[list[_PartSum], Sequence[Tensor | ResidualRun]]:
+    """Return the sums that this rank owns, begun, and the residuals that they include.
+
+    Where it adds its values unquantized, they are added to its residual before.
+    """
+    own, alone, left = list[Tensor](), list[int](), list[Residual]()
+    for index, (part, job) in enumerate(plan.owned):
+        own.append(values[part.source][part.start : part.stop])
+        if residuals is not None and job is None:
+            alone.append(index)
+            left.append(residuals[part.source][part.start : part.stop])
+    wide = [one for one in left if isinstance(one, Tensor)]
+    held: Sequence[Tensor | ResidualRun] = wide
+    if len(wide) < len(left):
+        held = several = list(runs(left, ALL))
+        wide = [one for run in several for one in run.unpack()]
+    if plan.exchange.varying is not None and wide:
+        plan.exchange.varying.accumulate(wide, [own[index] for index in alone])
+    else:
+        for index, one in zip(alone, wide, strict=True):
+            add_values(one, own[index])
     if total is not None:
-        return _PartSum(total[part.place : part.place + part.stop - part.start], own, not begun)
-    out = values[part.start : part.stop]
-    if own.data_ptr() != out.data_ptr():
-        out.copy_(own)
-    return _PartSum(out, None, False)
+        for index, one in zip(alone, wide, strict=True):
+            own[index] = one
+        places = [total[part.place :][: part.stop - part.start] for part, _ in plan.owned]
+        rows = zip(places, own, strict=True)
+        return [_PartSum(place, one, not begun) for place, one in rows], held
+    for index, one in zip(alone, wide, strict=True):
+        own[index].copy_(one)
+    return [_PartSum(one, None, False) for one in own], held
 
 
 def _add_column(

@@ -171,7 +171,8 @@ def gather(
     mine = own.buffer if own.buffer.numel() == slot else own.buffer[:slot]
     yield relays.all_gather(wire, mine, group, meter)
     if not plan.codec.fixed_size:
-        return cut_payloads(wire, [slot] * len(found), plan.heads, found), buffer
+        rooms = [slot] * len(found)
+        return cut_payloads(wire, rooms, plan.heads, found, plan.codec, group), buffer
     views = iter(torch.split(wire, plan.pieces))
     return [list(islice(views, len(row) + 1))[:-1] for row in found], buffer
 
@@ -197,7 +198,7 @@ def _gather_uneven(
     buffer = POOL.take(sum(rooms), own.buffer.device)
     wire = buffer[: sum(rooms)]
     yield transport.all_gather_uneven(wire, own.buffer[:used], rooms, group, meter)
-    return cut_payloads(wire, rooms, plan.heads, plan.nbytes), buffer
+    return cut_payloads(wire, rooms, plan.heads, plan.nbytes, plan.codec, group), buffer
 
 
 def _gather_sizes(
@@ -216,4 +217,6 @@ def _gather_sizes(
         mine = torch.cat([own.words, own.words.new_zeros(len(missing))]) if missing else own.words
         message = relays.all_gather(theirs, mine, group, meter)
         flat = yield from payload_sizes.SIZES.fetch(theirs, message, group)
-    return [flat[most * rank :][: len(row)] for rank, row in enumerate(rows)]
+    found = [flat[most * rank :][: len(row)] for rank, row in enumerate(rows)]
+    payload_sizes.check_sizes(plan.codec, found, rows, group)
+    return found

@@ -12,6 +12,7 @@ allocates room for the largest payloads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import le
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from hybridcomp.codecs.base import Codec, align
 from hybridcomp.collectives.wire import staging
 from hybridcomp.collectives.wire.group import Group
 from hybridcomp.collectives.wire.handle import Steps
+from hybridcomp.errors import CodecError
 
 SIZE_NBYTES = 8  # sizes of payloads travel as int64
 cuda: Any = torch.cuda  # parts of it are untyped
@@ -91,6 +93,38 @@ class SizeReader:
 
 #: of this process; tests replace it
 SIZES = SizeReader()
+
+
+def check_sizes(
+    codec: Codec, found: Sequence[Sequence[int]], most: Sequence[Sequence[int]], group: Group
+) -> None:
+    """Raise CodecError for a size that no payload of ``codec`` has, before memory is taken for it.
+
+    Args:
+        codec: that has encoded.
+        found: by group rank, the bytes that it says its payloads have.
+        most: by group rank, the bytes that they have at most.
+        group: of the message.
+    """
+    for rank, (row, limits) in enumerate(zip(found, most, strict=True)):
+        if all(map(le, row, limits)) and min(row, default=0) >= 0:
+            continue
+        # ranks that gather in several hops are of several groups
+        who = f"{rank} of {group.size} that gather" if group.hops else group.global_ranks[rank]
+        for nbytes, largest in zip(row, limits, strict=True):
+            check_size(codec, f"rank {who}", nbytes, largest)
+
+
+def check_size(codec: Codec, sender: str, nbytes: int, largest: int) -> None:
+    """Raise CodecError unless a payload of ``codec`` has at most ``largest`` bytes.
+
+    ``nbytes``: that it has, as ``sender`` says.
+    """
+    if not 0 <= nbytes <= largest:
+        raise CodecError(
+            f"{sender} announces a payload of {nbytes} bytes with {codec.spec}, which has at most "
+            f"{largest}: the size was damaged there or on its way; go on from the last checkpoint"
+        )
 
 
 def in_front(codec: Codec, device: torch.device, group: Group) -> bool:

@@ -12,6 +12,7 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
+from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.wire import payload_sizes, transport
 from hybridcomp.collectives.wire.at_once import encode_at_once
 from hybridcomp.collectives.wire.encoding import POOL, EncodeRequest, encode_job, encode_sum
@@ -19,7 +20,6 @@ from hybridcomp.collectives.wire.exchange_plan import ExchangePlan, Payloads
 from hybridcomp.collectives.wire.group import Group
 from hybridcomp.collectives.wire.handle import Meter, Steps
 from hybridcomp.collectives.wire.splits import Splits
-from hybridcomp.errors import CodecError
 
 #: bytes to and from each rank, and by source those of each payload
 Sizes = tuple[Splits, Splits, list[list[int]]]
@@ -95,6 +95,7 @@ class Varying:
             _bring_together(sent, order)
         ends = list(accumulate(counts))
         arriving = [flat[end - count : end] for end, count in zip(ends, counts, strict=True)]
+        payload_sizes.check_sizes(plan.codec, arriving, plan.arriving, group)
         return self._gives(sent), Splits([sum(row) for row in arriving]), arriving
 
     def _gives(self, sent: Payloads) -> Splits:
@@ -132,22 +133,25 @@ def cut_payloads(
     rooms: Sequence[int],
     heads: Sequence[int],
     nbytes: Sequence[Sequence[int]],
+    codec: Codec,
+    group: Group,
 ) -> list[list[Tensor]]:
     """Return the payloads of every rank, views of ``buffer``; rank r has ``rooms[r]`` bytes of it.
 
-    ``nbytes``: their sizes; where the ``heads`` hold these, only their number counts. Raises
-    CodecError where sizes do not fit: they come from another rank.
+    ``nbytes``: their sizes, where ``heads`` hold these the largest. Raises CodecError where a head
+    states a size that ``codec`` does not have.
     """
+    messages = torch.split(buffer, list(rooms))
+    if any(heads):
+        most = nbytes
+        pairs = zip(messages, most, strict=True)
+        nbytes = [payload_sizes.read_head(message, len(row)) for message, row in pairs]
+        payload_sizes.check_sizes(codec, nbytes, most, group)
     rows = []
-    for message, head, known in zip(torch.split(buffer, list(rooms)), heads, nbytes, strict=True):
-        found = payload_sizes.read_head(message, len(known)) if head else known
+    for message, head, found in zip(messages, heads, nbytes, strict=True):
         if not head and list(found) == [message.numel()]:
             rows.append([message])
             continue
         rest = message.numel() - head - sum(found)
-        if rest < 0 or min(found, default=0) < 0:
-            raise CodecError(
-                f"a message of {message.numel()} bytes states payloads of {list(found)} bytes"
-            )
         rows.append(list(torch.split(message, [head, *found, rest])[1:-1]))
     return rows

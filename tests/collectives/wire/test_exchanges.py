@@ -29,8 +29,6 @@ from hybridcomp.collectives.wire import (
     transport,
 )
 from hybridcomp.collectives.wire.encoding import settle_job
-from hybridcomp.collectives.wire.varying import cut_payloads
-from hybridcomp.errors import CodecError
 from tests.collectives.calls import all_gather, all_reduce, reduce_scatter, reduce_to_owners
 from tests.collectives.common import CODECS, LOSSY, values_of
 from tests.collectives.late import everything
@@ -322,9 +320,3 @@ def test_long_messages_have_segments_and_others_halves(monkeypatch: pytest.Monke
         1 << 26: 64,
     }.items():
         assert len(message_rounds.rounds([[(0, longest)], []], [FIXED[0]], CPU, ALONE)) == count
-
-
-@pytest.mark.parametrize("sizes", [[5, 4], [-1, 3]])
-def test_sizes_that_do_not_fit_are_a_codec_error(sizes: list[int]) -> None:
-    with pytest.raises(CodecError, match="states payloads"):
-        cut_payloads(torch.zeros(8, dtype=torch.uint8), [8], [0], [sizes])
