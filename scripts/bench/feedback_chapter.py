@@ -16,7 +16,7 @@ from hybridcomp.compare.report import markdown_rows, with_interval
 from hybridcomp.compare.statistics import half_width
 
 #: the ways of sending gradients that trainings have in common
-WAYS = ("4 bits", "4 bits, feedback 8", "5 bits", "8 bits", "recommended")
+WAYS = ("4 bits", "4 bits, feedback 8", "4 bits, gaussian", "5 bits", "8 bits", "recommended")
 DIFFERENCE = "feedback - none"
 FEEDBACK_HEAD = """\
 As in [loss](loss.md): the example GPT, 0.85 M parameters, fp32, two CPU ranks, every run of a seed
@@ -44,9 +44,9 @@ norm over that of the gradients: {noise}.
 OTHERS = """
 ## In other trainings
 
-Gaps to native's loss in percent, as above; `recommended` encodes parameters too where they are sent
-(8 bits). The last column is the gap of 4 bits with feedback less that without, paired by seed:
-above 0, feedback makes the loss worse.
+Gaps to native's loss in percent, as above; "gaussian" has `"levels": "gaussian"`, and `recommended`
+encodes parameters too where they are sent (8 bits). The last column is the gap of 4 bits with
+feedback less that without, paired by seed: above 0, feedback makes the loss worse.
 """
 
 
