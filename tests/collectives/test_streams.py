@@ -43,7 +43,7 @@ FIXED = [
 ]  # fmt: skip
 VARIABLE = [
     make_codec("radix", error_bound=1e-2), make_codec("expcode"), make_codec("mpc"),
-    make_codec("topk"),
+    make_codec("topk", density=0.25),  # payloads of 64 bytes, as the sizes say, and more
 ]  # fmt: skip
 
 pytestmark = QUIET
