@@ -36,8 +36,8 @@ DDP_BUCKET = 25 << 20
 MOMENTS, MASTER = 8, 4
 #: messages of a step by dimension, of each group
 StepMessages = dict[Dimension, tuple[RankMessages, ...]]
-#: largest number on the command line
-MOST = 1e15
+#: largest number on the command line, and most messages of a dimension in a step
+MOST, MOST_MESSAGES = 1e15, 10**6
 #: settings that fit are named in an error, at most so many
 NEAREST = 2
 
@@ -207,18 +207,18 @@ class _RanksOfReplica:
         found, width = DeepSpeedJob(self.file.settings), self._width()
         rest: dict[str, Any] = {"ranks": self.replicas, "width": width}
         if self.file.whose == "block":
-            ddp = _cut(self.numel, DDP_BUCKET // self.dtype.itemsize)
+            ddp = _cut(self.numel, DDP_BUCKET // self.dtype.itemsize, "")
             return {"dp": (RankMessages(ddp, "sum", self.dtype, tabled=True, **rest),)}
         stage = found.stage
         bucket = _count(found, "reduce_bucket_size", BUCKET) if stage else BUCKET
-        summed = _cut(self.numel, bucket)
+        summed = _cut(self.numel, bucket, "reduce_bucket_size")
         how: Way = "scatter" if stage == 3 else "own" if found.buckets else "sum"
         dtype = torch.float32 if found.bf16_optimizer else self.dtype
         messages: StepMessages = {"dp": (RankMessages(summed, how, dtype, **rest),)}
         if stage:
             name = "stage3_prefetch_bucket_size" if stage == 3 else "allgather_bucket_size"
             most = _count(found, name, PREFETCHED if stage == 3 else BUCKET)
-            gathered = _cut(self.numel, most)
+            gathered = _cut(self.numel, most, name)
             messages["zero"] = (RankMessages(gathered, "gather", self.dtype, **rest),)
         return messages
 
@@ -292,7 +292,9 @@ def _count(job: DeepSpeedJob, name: str, default: int) -> int:
     return int(found) if isinstance(found, (int, float)) and found >= 1 else default
 
 
-def _cut(numel: int, most: int) -> tuple[int, ...]:
-    """Cut ``numel`` values into messages of ``most``, the last one shorter."""
+def _cut(numel: int, most: int, name: str) -> tuple[int, ...]:
+    """Cut ``numel`` values into messages of ``most``, or raise ConfigError about key ``name``."""
     whole, rest = divmod(numel, most)
+    if whole > MOST_MESSAGES:
+        raise ConfigError(f"zero_optimization.{name}", most, f"{whole:.2g} messages in a step")
     return (most,) * whole + ((rest,) if rest else ())

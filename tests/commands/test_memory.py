@@ -55,6 +55,19 @@ def test_seventy_billion_parameters_on_a_laptop(
     assert f"residuals {size(nbytes_of(8, N))}," in told(capsys, few, *SIZED)
 
 
+def test_buckets_of_a_few_values_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At once, and not when a list of all of them has filled the memory."""
+    path = Path(file(tmp_path, 3, dp=FEEDBACK))
+    settings = json.loads(path.read_text())
+    settings["zero_optimization"]["reduce_bucket_size"] = 5
+    path.write_text(json.dumps(settings))
+    assert cli.main(["validate", str(path), *SIZED]) == cli.BAD_INPUT
+    said = capsys.readouterr().err
+    assert "zero_optimization.reduce_bucket_size: found 5; 1.4e+10 messages in a step" in said, said
+
+
 def neox(folder: Path, **block: Any) -> list[str]:
     """Words for 70 B parameters on 8 x 8 x 16 ranks, in a file of GPT-NeoX."""
     config = {
