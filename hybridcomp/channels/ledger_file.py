@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,16 @@ def _is_link(path: Path) -> bool:
     return path.is_symlink() and (path.is_file() or not path.exists())
 
 
-def make_together(path: Path | None, key: str) -> None:
+def make_together(path: Path | None, key: str, ranks: Sequence[int] | None = None) -> None:
     """Make an empty ``path`` on rank 0; a collective that fails on all ranks or on none.
 
-    A rank that failed alone would leave the others waiting in their next message. Every rank calls
-    it, with a path or without: that of rank 0 counts. ``key``: the setting that names the file.
-    Raises ConfigError on every rank where it cannot be written.
+    A rank that failed alone would leave the others waiting in their next message. Raises
+    ConfigError on every rank where the file cannot be written.
+
+    Args:
+        path: of this rank; that of rank 0 counts, others may have none.
+        key: the setting that names the file.
+        ranks: global ranks that call it, of one model; None: all.
     """
     problem = None
     if dist.get_rank() == 0 and path is not None:
@@ -49,7 +53,7 @@ def make_together(path: Path | None, key: str) -> None:
             JsonLines(path).close()
         except OSError as error:
             problem = unwritable(path) or _reason(error)  # the first names the path in the way
-    told = tell({"path": str(path), "problem": problem}, what="ledger's file")[0]
+    told = tell({"path": str(path), "problem": problem}, what="ledger's file", ranks=ranks)[0]
     if told["problem"] is not None:
         why = f"rank 0 cannot write it ({told['problem']}); {_TODO}"
         raise ConfigError(key, told["path"], why)

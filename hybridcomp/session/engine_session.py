@@ -14,7 +14,7 @@ a buffer holds (``pieces``), groups, overflows and the loss scale. All ranks cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,17 +133,20 @@ class EngineSession:
             self._device = default_device()
         return self._device
 
-    def open_reporter(self, jsonl: Path | None = None) -> None:
+    def open_reporter(self, jsonl: Path | None = None, ranks: Sequence[int] | None = None) -> None:
         """Report from now on, into ``jsonl`` and an existing W&B run; a collective.
 
-        ``jsonl``: None for the block's ``ledger.jsonl``, if it has one; that of rank 0 counts.
-        Raises ConfigError on every rank where rank 0 cannot write it.
+        Raises ConfigError on every rank where rank 0 cannot write the file.
+
+        Args:
+            jsonl: None for the block's ``ledger.jsonl``, if it has one; that of rank 0 counts.
+            ranks: global ranks that open a reporter, those of one model; None: all.
         """
         config, named = self.channels.config, self.channels.config.ledger.jsonl
         describe_run(config)
         if jsonl is None and named:
             jsonl = Path(named)
-        make_together(jsonl, f"{BLOCK}.ledger.jsonl")
+        make_together(jsonl, f"{BLOCK}.ledger.jsonl", ranks)
         self.reporter = Reporter(self.channels, jsonl, self.device)
 
     # facts of the caller's model and groups

@@ -33,13 +33,14 @@ COVERS = ("dp", "sync")
 def attach(model: DistributedDataParallel, source: Source | None) -> Attached | None:
     """Register the hook; None where there is no block. Raises ConfigError, AgreementError."""
     block, group = read(source), model.process_group
-    agree_on(block, "ddp", ranks_of(group))
+    ranks = ranks_of(group)
+    agree_on(block, "ddp", ranks)
     if block is None:
         return None
     torch_versions.check("ddp", REQUIREMENT)
     absent = rules.check(block, rules.DDP, model)
     parameters = [p for p in model._module_parameters if p.requires_grad]
-    session = session_of(block, parameters[0].device, absent)
+    session = session_of(block, parameters[0].device, absent, ranks)
     session.name_parameters(model.module.named_parameters())
     session.place([group], of_user=True)
     size = dist.get_world_size(group)
@@ -53,7 +54,6 @@ def attach(model: DistributedDataParallel, source: Source | None) -> Attached | 
     session.warn(set(dtypes))
     layout = {"ranks": size}
     divisors = {name: 1.0 for name, _ in model.module.named_parameters()}
-    ranks = ranks_of(group)
     sends = {n: Sends(((0, real_numel(p)),), ranks) for n, p in model.module.named_parameters()}
     attached = Attached(
         "ddp", identity_of(model.module), session, model.parameters, lambda: divisors, layout,

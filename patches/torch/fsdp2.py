@@ -73,7 +73,7 @@ def attach(model: nn.Module, source: Source | None) -> Attached | None:
         return None
     absent = rules.check(block, fsdp2_rules.FSDP2, job)
     fsdp2_rules.check_hierarchy(block, job)
-    session = session_of(block, groups[0].device, absent)
+    session = session_of(block, groups[0].device, absent, job.ranks)
     names = names_of(model)
     members = [Members(group, names, fsdp2_rules.whereabouts(group, job)) for group in groups]
     for one in members:

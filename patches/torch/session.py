@@ -83,11 +83,11 @@ def agree_on(block: CompressionConfig | None, kind: str, ranks: Ranks) -> None:
 
 
 def session_of(
-    block: CompressionConfig, device: torch.device, absent: Collection[Dimension]
+    block: CompressionConfig, device: torch.device, absent: Collection[Dimension], ranks: Ranks
 ) -> EngineSession:
     """Make the session of a model whose ranks have agreed on ``block``; describe it to the user.
 
-    ``absent``: dimensions of which the model has no messages. Further models of a process write
+    ``absent``: dimensions of which the model has no messages; ``ranks``: of the model. Further models of a process write
     their ledger into ``name.2.jsonl`` and so on. Raises ConfigError where ``block`` is a plan's
     for another number of ranks.
     """
@@ -99,7 +99,7 @@ def session_of(
     path = block.ledger.jsonl
     if path:
         _writers[path] += 1
-    found.open_reporter(_numbered(path, _writers[path]) if path else None)
+    found.open_reporter(_numbered(path, _writers[path]) if path else None, ranks)
     return found
 
 
