@@ -232,11 +232,9 @@ def _stored_ranks(folder: Path, own: dict[str, Any] | None, step: int | None) ->
         return None
     count, told = int(said[there[0]]["world_size"]), said[there[0]]["step"]
     if step is not None and told != step:  # the last save wrote no such files
-        path, text = (
-            _path(folder, there[0]),
-            f"{folder / STATE} (step {step}) were not saved together",
-        )
-        raise CheckpointError(f"{WHAT}: {path} (step {told}) and {text}. {TODO}")
+        path, state = _path(folder, there[0]), f"{folder / STATE} (step {step})"
+        text = f"{path} (step {told}) and {state} were not saved together"
+        raise CheckpointError(f"{WHAT}: {text}. {TODO}")
     missing = [rank for rank in range(min(count, len(said))) if said[rank] is None]
     if missing:
         path = _path(folder, missing[0])

@@ -87,9 +87,14 @@ def session_of(
 ) -> EngineSession:
     """Make the session of a model whose ranks have agreed on ``block``; describe it to the user.
 
-    ``absent``: dimensions of which the model has no messages; ``ranks``: of the model. Further models of a process write
-    their ledger into ``name.2.jsonl`` and so on. Raises ConfigError where ``block`` is a plan's
-    for another number of ranks.
+    Further models of a process write their ledger into ``name.2.jsonl`` and so on. Raises
+    ConfigError where ``block`` is a plan's for another number of ranks.
+
+    Args:
+        block: on which the ranks have agreed.
+        device: of the messages.
+        absent: dimensions of which the model has no messages.
+        ranks: global ranks of the model.
     """
     hold_to_plan(block, {"ranks": dist.get_world_size()})
     hold_to_machines(block, lambda: machines(device_name(device)))
