@@ -31,15 +31,14 @@ from hybridcomp.codecs.words import DTYPES
 from hybridcomp.collectives.wire.transport import all_gather_single
 from hybridcomp.config import CompressionConfig
 from hybridcomp.measure.clock import (
-    LEAST,
-    LEAST_LONG,
-    LONG_S,
     MOST,
     MOST_INNER,
     SHORT_S,
     CallClock,
     Run,
+    is_long,
     least_calls,
+    least_timings,
 )
 from hybridcomp.measure.links import Key, reduce_scatter_single
 from hybridcomp.measure.messages import CODECS, payload_nbytes
@@ -169,20 +168,20 @@ def in_turns(
     ``runs``: of this rank, by name; empty where it only waits for others. Returns the slowest
     rank's seconds of one call, by name.
     """
-    slowest, least = dict.fromkeys(names, 0.0), LEAST
+    slowest, mean = dict.fromkeys(names, 0.0), 0.0
     for _ in range(2):
         once = []
         for name in names:
             team.barrier()
             once.append(clock.seconds(runs[name]) if runs else 0.0)
         slowest = dict(zip(names, team.most(once), strict=True))
-        if sum(slowest.values()) > LONG_S * len(names):
-            least = LEAST_LONG
+        mean = sum(slowest.values()) / len(names)
+        if is_long(mean):
             break
     inner = {name: min(MOST_INNER, max(1, round(SHORT_S / max(one, 1e-9))))
              for name, one in slowest.items()}  # fmt: skip
     whole = max(1e-9, sum(slowest[name] * inner[name] for name in names))
-    count = max(least, min(MOST, int(allowance_s / whole) - 2))
+    count = max(least_timings(mean), min(MOST, int(allowance_s / whole) - 2))
     seconds: dict[str, list[float]] = {name: [0.0] * count for name in names}
     for index in range(count):
         for name in names if index % 2 == 0 else reversed(names):

@@ -132,9 +132,19 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def is_long(seconds: float) -> bool:
+    """Return whether calls of ``seconds`` take so long that one is enough to warm up."""
+    return seconds > LONG_S
+
+
+def least_timings(seconds: float) -> int:
+    """Return how many timings of a case count at least where a call takes ``seconds``."""
+    return LEAST_LONG if is_long(seconds) else LEAST
+
+
 def least_calls(seconds: float) -> int:
     """Return how many calls of ``seconds`` each a case takes at least: warm-up and timings."""
-    return 1 + LEAST_LONG if seconds > LONG_S else 2 + LEAST
+    return (1 if is_long(seconds) else 2) + least_timings(seconds)
 
 
 def samples(clock: CallClock, run: Run, allowance_s: float) -> list[float]:

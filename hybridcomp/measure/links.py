@@ -18,14 +18,14 @@ from hybridcomp.autotune.memory_limits import NBYTES, room_for
 from hybridcomp.collectives.wire.transport import all_gather_single
 from hybridcomp.measure.clock import (
     LEAST,
-    LEAST_LONG,
-    LONG_S,
     MOST,
     MOST_INNER,
     SHORT_S,
     CallClock,
     Run,
+    is_long,
     least_calls,
+    least_timings,
 )
 from hybridcomp.measure.coders import product_beside
 from hybridcomp.measure.team import GroupShape, MeasuredPart, Team, sites_of
@@ -169,13 +169,12 @@ def timed(
     for _ in range(2):
         team.barrier()
         once = team.most([clock.seconds(run) if run is not None else 0.0])[0]
-        if once > LONG_S:
+        if is_long(once):
             break
     once = max(once, 1e-9)
     beside = key.beside == "compute"
     inner = 1 if beside else min(MOST_INNER, max(1, round(SHORT_S / once)))
-    least = LEAST_LONG if once > LONG_S else LEAST
-    count = max(least, min(MOST, int(allowance_s / (once * inner)) - 2))
+    count = max(least_timings(once), min(MOST, int(allowance_s / (once * inner)) - 2))
     seconds, lost = [0.0] * count, [0.0] * count
     for index in range(count):
         team.barrier()
