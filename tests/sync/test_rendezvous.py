@@ -6,14 +6,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hybridcomp.commands import rendezvous
 from hybridcomp.errors import AgreementError, ConfigError, PeerError
@@ -22,15 +19,6 @@ from hybridcomp.sync.roster import Roster
 from hybridcomp.sync.store_line import StoreLine
 from tests.ranks import fork_server
 from tests.scripts_on_ranks import free_port
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
-    )
-    yield store.port
-    del store
 
 
 @dataclass

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
-from datetime import timedelta
 
 import pytest
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hybridcomp import log
 from hybridcomp.errors import PeerError
@@ -17,15 +14,6 @@ from hybridcomp.sync.departure import depart
 from hybridcomp.sync.held_name import HeldName
 from hybridcomp.sync.rendezvous import Rendezvous
 from hybridcomp.sync.store_line import StoreLine
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
-    )
-    yield store.port
-    del store
 
 
 def starts_none(_: threading.Thread) -> None:
