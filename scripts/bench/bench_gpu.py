@@ -27,13 +27,14 @@ Peers that are not installed, or do not build, are left out by name. Exit status
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from importlib import metadata
 from itertools import pairwise
@@ -45,13 +46,25 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
-from bench.gpu_bench import markdown, ours, peers, prebuild, report, size_exchange, targets
-from bench.gpu_bench.measure import Bench, DeviceStopwatch, Point, Work, cuda
+from bench.gpu_bench import (
+    feedback,
+    markdown,
+    ours,
+    peers,
+    prebuild,
+    report,
+    size_exchange,
+    targets,
+)
+from bench.gpu_bench.measure import Bench, DeviceStopwatch, HostStopwatch, Point, Work, cuda
 from hybridcomp.codecs.words import DTYPES
 from hybridcomp.errors import install_hint
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SIZES = (256 << 20, 1 << 20, 64 << 20, 64 << 10, 16 << 20)  # those of the targets first
+SIZES_ON_CPU = (64 << 10, 16 << 10)
+#: why a message was left out that another call may measure, and the exit status that says so
+NO_TIME, TIME_IS_UP = "no time was left", 75
 SLOW_S = 2.0  # a subject that takes longer is named: it compiles
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -71,7 +84,7 @@ def sources(only: Sequence[str] = ()) -> dict[str, Source]:
     mine: dict[str, Source] = {
         name: partial(ours.works, name=name, codec=codec) for name, codec in ours.codecs().items()
     }
-    found = {**mine, ours.STEPS: ours.steps, **peers.PEERS}
+    found = {**mine, ours.STEPS: ours.steps, feedback.NAME: feedback.works, **peers.PEERS}
     return {
         name: source
         for name, source in found.items()
@@ -94,7 +107,7 @@ def measure(
     for number, (nbytes, dtype) in enumerate(messages, 1):
         start = time.perf_counter()
         if start > until:
-            found.left_out[f"{report.size_name(nbytes)} of {dtype}"] = "no time was left"
+            found.left_out[f"{report.size_name(nbytes)} of {dtype}"] = NO_TIME
             continue
         before = len(found.points)
         generator = torch.Generator(device).manual_seed(0)
@@ -124,7 +137,7 @@ def measure(
 
 def prepare(chosen: dict[str, Source], dtypes: Sequence[str]) -> None:
     """Compile what our codecs among ``chosen`` need."""
-    names = (*ours.codecs(), ours.STEPS)
+    names = (*ours.codecs(), ours.STEPS, feedback.NAME)
     mine = [source for name, source in chosen.items() if name in names]
     wanted = prebuild.needed(mine, [DTYPES[name] for name in dtypes], torch.device("cuda", 0))
     if wanted:
@@ -138,9 +151,17 @@ def run_tests() -> bool:
     return subprocess.run(command, cwd=REPOSITORY, check=False).returncode == 0
 
 
-def facts() -> dict[str, Any]:
+def facts(device: torch.device) -> dict[str, Any]:
     """Return facts of the machine and versions of its libraries, for the document."""
-    properties = cuda.get_device_properties(0)
+    if device.type == "cuda":
+        properties = cuda.get_device_properties(0)
+        named = {
+            "device": properties.name,
+            "compute_capability": list(cuda.get_device_capability()),
+            "memory_gb": properties.total_memory / 2**30,
+        }
+    else:
+        named = {"device": "a CPU", "compute_capability": [], "memory_gb": 0.0}
     names = (
         "cupy",
         "nvidia-nccl-cu13",
@@ -150,9 +171,7 @@ def facts() -> dict[str, Any]:
         "nvidia-nvcomp-cu13",
     )
     return {
-        "device": properties.name,
-        "compute_capability": list(cuda.get_device_capability()),
-        "memory_gb": properties.total_memory / 2**30,
+        **named,
         "versions": {
             "Python": platform.python_version(), "torch": torch.__version__,
             "CUDA": torch.version.cuda, **_versions(names),
@@ -201,9 +220,15 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("bench_gpu.json"))
     parser.add_argument("--png", type=Path, default=Path("bench_gpu.png"))
     parser.add_argument("--no-tests", action="store_true", help="measure only")
+    parser.add_argument(
+        "--resume", action="store_true", help="no message that --json has; 75: more"
+    )
+    parser.add_argument("--cpu", action="store_true", help="small, to try the script itself")
     parser.add_argument("--check", action="store_true", help="fail if a target is missed")
     arguments = parser.parse_args()
-    if not cuda.is_available():
+    if arguments.cpu:
+        arguments.sizes = SIZES_ON_CPU if arguments.sizes is SIZES else arguments.sizes
+    elif not cuda.is_available():
         print(
             "no CUDA device: nothing was measured. Run this on a machine with one GPU, after "
             f"{install_hint('gpu')}; it takes no other preparation",
@@ -211,20 +236,38 @@ def main() -> int:
         )
         return 2
     until = time.perf_counter() + arguments.seconds
-    chosen = sources(arguments.only)
-    with peers.prepared(chosen):  # builds beside ours and the tests
-        prepare(chosen, arguments.dtypes)
-        tested = None if arguments.no_tests else run_tests()
-    bench, found = Bench(DeviceStopwatch(arguments.repeats), torch.device("cuda")), Found()
+    chosen, tested, device = sources(arguments.only), None, torch.device("cuda")
+    if arguments.cpu:
+        device = torch.device("cpu")
+    else:
+        with peers.prepared(chosen):  # builds beside ours and the tests
+            prepare(chosen, arguments.dtypes)
+            tested = None if arguments.no_tests else run_tests()
+    watch = HostStopwatch if arguments.cpu else DeviceStopwatch
+    bench, found = Bench(watch(arguments.repeats), device), Found()
+    if arguments.resume:
+        found.points = earlier(arguments.json)
+    there = {(point.message_nbytes, point.dtype) for point in found.points}
     messages = [(nbytes, dtype) for nbytes in arguments.sizes for dtype in arguments.dtypes]
-    measure(bench, messages, torch.device("cuda"), found, chosen, until)
+    measure(bench, [m for m in messages if m not in there], device, found, chosen, until)
     sizes = None
     try:
         if not arguments.only and time.perf_counter() < until:
             sizes = size_exchange.measured(bench)
     except Exception as error:  # minutes of other figures must not be lost
         found.left_out["exchange of sizes"] = f"{type(error).__name__}: {error}"
-    return conclude(found, sizes, {**facts(), "tests_passed": tested}, arguments)
+    status = conclude(found, sizes, {**facts(device), "tests_passed": tested}, arguments)
+    late = arguments.resume and NO_TIME in found.left_out.values()
+    return TIME_IS_UP if late else status
+
+
+def earlier(path: Path) -> list[Point]:
+    """Return the points of a call before this one, whose messages are not measured again."""
+    if not path.is_file():
+        return []
+    names = [one.name for one in fields(Point)]
+    rows = json.loads(path.read_text())["points"]
+    return [Point(**{name: row[name] for name in names}) for row in rows]
 
 
 def conclude(
@@ -234,7 +277,11 @@ def conclude(
     arguments: argparse.Namespace,
 ) -> int:
     """Print and write what was found; the exit status."""
-    missed = targets.missed(found.points, all_of_them=not arguments.only)
+    missed = (
+        []  # of a device copy nothing is known there
+        if arguments.cpu
+        else targets.missed(found.points, all_of_them=not arguments.only)
+    )
     if known["tests_passed"] is False:
         missed.append("pytest -m gpu tests/kernels/cuda failed")
     known = {
@@ -245,7 +292,8 @@ def conclude(
     command = " ".join(["python scripts/bench/bench_gpu.py", *without_files(sys.argv[1:])])
     arguments.md.write_text(markdown.document(found.points, known, command))
     try:
-        report.draw(arguments.png, found.points, f"codecs on {known['device']}")
+        if found.points:  # none where no time was left
+            report.draw(arguments.png, found.points, f"codecs on {known['device']}")
     except ImportError as error:
         print(f"no picture: {error}; {install_hint('plot')}", file=sys.stderr)
     print("", *report.published(), sep="\n")

@@ -21,18 +21,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
-from bench.training_bench import forked, gpu_cells
+from bench.training_bench import forked, gpu_cells, gpu_session
 from bench.training_bench.cells import LAYOUTS, REFERENCE, Arm
 from bench.training_bench.gpu_cells import COMPUTE
-from bench.training_bench.gpu_session import Book, Plan, Session
+from bench.training_bench.gpu_session import Book, Part, Plan, Session
 
-#: a layout, which of its parts, and the arms that run side by side
-Part = tuple[str, int, list[Arm]]
 #: exit status where --resume has more to do, sysexits.h's "try again later"
 TIME_IS_UP = 75
 #: seconds that a part takes to start, and to make its first round
@@ -56,6 +55,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--parts", nargs="+", metavar="LAYOUT=ARM,ARM", help="instead of --layouts and --arms")
     add("--beside", type=int, metavar="N",
         help="arms at once, two of them native; default: what 80 GB hold at 85M")  # fmt: skip
+    add("--together", type=int, default=1, metavar="N", help="layouts whose ranks start at once")
     add("--budget", type=float, default=3600.0, metavar="S", help="no round begins after this")
     add("--resume", action="store_true", help="only rounds that --out does not have")
     add("--timeout", type=float, default=120.0, metavar="S", help="of a start or a turn")
@@ -68,6 +68,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--data: no dataset {found.data}; scripts/prepare_data.py writes one")
     if found.beside is not None and found.beside < 3:
         parser.error("--beside: expected at least 3")
+    if found.together < 1:
+        parser.error("--together: expected at least 1")
     try:
         found.plan = (
             [part_of(text, number) for number, text in enumerate(found.parts)]
@@ -84,7 +86,8 @@ def part_of(text: str, number: int) -> Part:
     layout, _, names = text.partition("=")
     if layout not in EVERY:
         raise ValueError(f"--parts: no layout {layout!r}; expected some of {', '.join(EVERY)}")
-    return layout, number, gpu_cells.arms_of(layout, [name.strip() for name in names.split(",")])
+    arms = gpu_cells.arms_of(layout, [name.strip() for name in names.split(",")])
+    return Part(layout, number, tuple(arms))
 
 
 def parts_of(layout: str, chosen: list[str] | None, beside: int | None) -> list[list[Arm]]:
@@ -102,11 +105,11 @@ def parts_of(layout: str, chosen: list[str] | None, beside: int | None) -> list[
 def ordered(layouts: Sequence[str], chosen: list[str] | None, beside: int | None) -> list[Part]:
     """List the parts in the order of measuring: the first parts of all layouts come first."""
     found = [
-        (layout, number, arms)
+        Part(layout, number, tuple(arms))
         for layout in layouts
         for number, arms in enumerate(parts_of(layout, chosen, beside))
     ]
-    return sorted(found, key=lambda part: part[1])
+    return sorted(found, key=lambda part: part.number)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,35 +122,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         os.environ.update(forked.environment(not asked.cpu))
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
-        tensor_parallel = any("--tp" in LAYOUTS[layout].arguments for layout, *_ in asked.plan)
+        tensor_parallel = any(
+            "--tp" in LAYOUTS[layout].arguments for layout in (part.layout for part in asked.plan)
+        )
         context = forked.server(asked.timeout, _say, tensor_parallel)
         options = gpu_cells.Options(asked.size, asked.data.resolve(), folder, not asked.cpu)
         plan = Plan(asked.warm, asked.settling, asked.timed, asked.rounds, asked.timeout)
-        session = Session(context, options, plan, book, _say, deadline)
-        built = _build([arm for *_, arms in asked.plan for arm in arms], asked.cpu, folder)
+        built = _build([arm for part in asked.plan for arm in part.arms], asked.cpu, folder)
         if built is not None:  # before anything is timed; an arm that misses it will say so
             with contextlib.suppress(subprocess.TimeoutExpired):
                 built.wait(asked.timeout)
             built.kill()
+
+        def session(part: Part) -> Session:
+            return Session(context, options, plan, book, _say, deadline, part)
+
         return _measure(asked, session, book, deadline)
 
 
-def _measure(asked: argparse.Namespace, session: Session, book: Book, deadline: float) -> int:
+def _measure(
+    asked: argparse.Namespace, session: Callable[[Part], Session], book: Book, deadline: float
+) -> int:
     """Measure all parts, one after the other; return the exit status."""
     over = True
-    for layout, number, arms in asked.plan:
-        first = 0
-        if asked.resume:
-            first = book.rounds(asked.size, layout, [arm.name for arm in arms])
-            if first >= asked.rounds:
-                _say(f"{layout}, part {number}: is there")
-                continue
+    for parts in _in_turns(_missing(asked, book), asked.together):
         if time.monotonic() + START_S * asked.resume > deadline:
-            _say(f"{layout}, part {number}: no time left")
+            _say(f"{', '.join(f'{p.layout}, part {p.number}' for p in parts)}: no time left")
             over = False
             continue
-        over = session.run(layout, arms, number, first) and over
+        over = gpu_session.run([session(part) for part in parts]) and over
     return 0 if over or not asked.resume else TIME_IS_UP
+
+
+def _missing(asked: argparse.Namespace, book: Book) -> list[Part]:
+    """Return the parts that are to be measured, from their first missing round on."""
+    if not asked.resume:
+        return list(asked.plan)
+    found = []
+    for part in asked.plan:
+        first = book.rounds(asked.size, part.layout, part.names)
+        if first >= asked.rounds:
+            _say(f"{part.layout}, part {part.number}: is there")
+        else:
+            found.append(replace(part, first=first))
+    return found
+
+
+def _in_turns(parts: Sequence[Part], together: int) -> list[Sequence[Part]]:
+    """Group the parts whose ranks start together."""
+    return [parts[i : i + together] for i in range(0, len(parts), together)]
 
 
 def _build(arms: list[Arm], cpu: bool, folder: Path) -> subprocess.Popen[bytes] | None:

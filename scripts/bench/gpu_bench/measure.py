@@ -103,6 +103,25 @@ class DeviceStopwatch:
         return statistics.median(found)
 
 
+class HostStopwatch:
+    """Times on the host, which runs what is timed itself: of no use but to try a bench."""
+
+    def __init__(self, repeats: int) -> None:
+        self._repeats = repeats
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Return the median of the repeats, after one that is not counted."""
+        run()
+        return statistics.median(self._once(run) for _ in range(self._repeats))
+
+    host_seconds = seconds
+
+    def _once(self, run: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+
 def flushes(host_s: float, flush_s: float) -> int:
     """Return how many flushes last ``host_s``, in which the host queues the timed call.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from bench.gpu_bench.messages import ME, RANKS, Messages, group_without_wire
 from hybridcomp.codecs import Codec, StepCode, make_codec
 from hybridcomp.codecs.base import CollectiveKernel
 from hybridcomp.codecs.exact_steps import typical_steps
+from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.codecs.stepcode import STEP_DTYPES
 
 #: of a message that consists of the parameters of a group
@@ -62,8 +63,8 @@ def works(values: Tensor, *, name: str, codec: Codec) -> Iterator[Work]:
     yield from _tensors(name, codec, values)
     fused = codec.fused(values.device)
     if fused is not None:
-        for feedback in (False, True):
-            yield from AllReduce(name, codec, fused, values, feedback=feedback).works()
+        for feedback in (0, 32):
+            yield from AllReduce(name, codec, fused, values, feedback).works()
 
 
 def steps(values: Tensor) -> Iterator[Work]:
@@ -117,14 +118,22 @@ def _encoder(codec: Codec, values: Tensor, room: Tensor) -> Callable[[], object]
     return lambda: codec.encode_into(values, room, size)
 
 
+def residual_of(bits: int, numel: int, device: torch.device) -> Tensor | QuantizedResidual:
+    """Return zeros as error feedback keeps them, in ``bits`` a value."""
+    if bits < 32:
+        return QuantizedResidual(bits, numel, device)
+    return torch.zeros(numel, device=device)
+
+
 class AllReduce:
     """The three launches of an all_reduce of ``values`` over RANKS ranks, without the messages.
 
-    What would arrive is what this rank would send: equally many bytes.
+    What would arrive is what this rank would send: equally many bytes. ``bits``: of a value of the
+    residuals of error feedback, 32 for fp32, 0 without.
     """
 
     def __init__(
-        self, name: str, codec: Codec, fused: CollectiveKernel, values: Tensor, *, feedback: bool
+        self, name: str, codec: Codec, fused: CollectiveKernel, values: Tensor, bits: int
     ) -> None:
         self.name, self.codec, self.fused, self.values = name, codec, fused, values
         self.chunk = -(-values.numel() // RANKS // 32) * 32
@@ -134,9 +143,12 @@ class AllReduce:
         self.payload = values.new_zeros(self.slot, dtype=torch.uint8)
         self.gathered = values.new_zeros(RANKS * self.slot, dtype=torch.uint8)
         self.out = torch.empty_like(values)
-        self.residual = values.new_zeros(values.numel(), dtype=torch.float32) if feedback else None
-        left = values.new_zeros(self.own.numel(), dtype=torch.float32)
-        self.owner_residual = left if feedback else None
+        self.residual, self.owner_residual = (
+            residual_of(bits, numel, values.device) if bits else None
+            for numel in (values.numel(), self.own.numel())
+        )
+        few = f" {bits}" if 0 < bits < 32 else ""
+        self.feedback = f" feedback{few}" if bits else ""
 
     def encode(self) -> None:
         """Encode every chunk but this rank's."""
@@ -160,7 +172,23 @@ class AllReduce:
         self.decode()
 
     def works(self) -> Iterator[Work]:
-        """Each launch and all of them, the latter also as a replayed CUDA graph."""
+        """Each launch, all of them, also as a replayed CUDA graph, and whole paths."""
+        encode, reduce, decode = yield from self.launches()
+        everything = encode + reduce + decode
+        bits, note = 8 * self.slot / self.chunk, f"{RANKS} ranks"
+        if not self.feedback:
+            yield Work(self.name, "chunks decode", decode, self.decode, bits, note)
+        phase, launches = f"all_reduce{self.feedback}", f"{note}, 3 launches"
+        yield Work(self.name, phase, everything, self.all, bits, launches)
+        if self.values.is_cuda:
+            graph = cuda.CUDAGraph()
+            with cuda.graph(graph):
+                self.all()
+            yield Work(self.name, f"{phase} graph", everything, graph.replay, bits, note)
+        yield from self._paths(encode, reduce, decode, bits)
+
+    def launches(self) -> Generator[Work, None, tuple[int, int, int]]:
+        """Encoding and sum; returns the bytes that encoding, sum and decoding read and write."""
         self.all()
         self.gathered.view(RANKS, self.slot)[:] = self.payload
         share = self.own.nbytes
@@ -171,21 +199,10 @@ class AllReduce:
             kept = self.owner_residual.nbytes
             encode += 2 * (self.residual.nbytes - kept)
             reduce += 4 * kept  # the own part of the first residual is read and zeroed
-        feedback = " feedback" if self.residual is not None else ""
-        bits = 8 * self.slot / self.chunk
-        name, everything = self.name, encode + reduce + decode
-        note = f"{RANKS} ranks"
-        yield Work(name, f"chunks encode{feedback}", encode, self.encode, bits, note)
-        yield Work(name, f"sum_encode{feedback}", reduce, self.reduce, bits, note)
-        if not feedback:
-            yield Work(name, "chunks decode", decode, self.decode, bits, note)
-        yield Work(name, f"all_reduce{feedback}", everything, self.all, bits, f"{note}, 3 launches")
-        if self.values.is_cuda:
-            graph = cuda.CUDAGraph()
-            with cuda.graph(graph):
-                self.all()
-            yield Work(name, f"all_reduce{feedback} graph", everything, graph.replay, bits, note)
-        yield from self._paths(encode, reduce, decode, bits)
+        bits, note = 8 * self.slot / self.chunk, f"{RANKS} ranks"
+        yield Work(self.name, f"chunks encode{self.feedback}", encode, self.encode, bits, note)
+        yield Work(self.name, f"sum_encode{self.feedback}", reduce, self.reduce, bits, note)
+        return encode, reduce, decode
 
     def _paths(self, encode: int, reduce: int, decode: int, bits: float) -> Iterator[Work]:
         """Whole messages as channels send them; bytes of each launch are given."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from bench.gpu_bench.measure import Work
 from hybridcomp import kernels
 from hybridcomp.kernels.cuda import CudaKernels, images
 from hybridcomp.kernels.cuda.launcher import Words
+from hybridcomp.kernels.cuda.pieces import IMAGE
 
 Image = tuple[str, tuple[str, ...]]
 NUMEL = 1 << 15  # of the messages that find out what is launched
@@ -51,10 +53,16 @@ def needed(
     dtypes: Sequence[torch.dtype],
     device: torch.device,
 ) -> list[Image]:
-    """Return the images of the works of ``sources``; ``device`` is a GPU."""
+    """Return the images of the works of ``sources`` on ``device``.
+
+    On a CPU's tensors they are the same: nothing is launched.
+    """
     recorder = Recorder(device)
-    recording: Any = {device.index or 0: CudaKernels(recorder)}
-    with mock.patch.object(kernels, "_on_cuda", recording):
+    recording: Any = CudaKernels(recorder)
+    patched: Any = mock.patch.object(kernels, "_on_cuda", {device.index or 0: recording})
+    if device.type == "cpu":
+        patched = mock.patch.object(kernels, "kernels_of", lambda _: recording)
+    with patched:
         for source in sources:
             for dtype in dtypes:
                 # encoders that did not run return no size, of which nothing can be decoded
@@ -62,6 +70,24 @@ def needed(
                     for work in source(torch.zeros(NUMEL, dtype=dtype, device=device)):
                         work.run()
     return list(recorder.needed)
+
+
+def compile_here(architecture: int, version: str = "") -> None:
+    """Compile, without a GPU, what the benches launch on one of ``architecture``.
+
+    Kernels for all pieces of a message are there too, which no bench names before it has sizes.
+    Raises RuntimeError where NVRTC is not of ``version``.
+    """
+    loaded = ".".join(map(str, images.compiler()[0]))
+    if version and not f"{version}.".startswith(f"{loaded}."):
+        raise RuntimeError(f"expected NVRTC {version}, CuPy loads {loaded}")
+    from bench.gpu_bench import feedback, ours
+    from hybridcomp.codecs.words import DTYPES
+
+    mine = [partial(ours.works, name=name, codec=codec) for name, codec in ours.codecs().items()]
+    found = needed([*mine, ours.steps, feedback.works], [*DTYPES.values()], torch.device("cpu"))
+    pieces = [(source, IMAGE) for source in ("expcode.cu", "mpc.cu", "radix.cu")]
+    compile_all(list(dict.fromkeys([*found, *pieces])), architecture)
 
 
 def compile_all(wanted: Sequence[Image], architecture: int) -> None:

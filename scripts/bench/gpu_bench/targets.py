@@ -55,6 +55,23 @@ TARGETS = (
     *(Target("bf16", phase, 0.98) for phase in ("encode", "decode")),
     Target("expcode", "encode", 0.65),
     Target("expcode", "decode", 0.90),
+    *(
+        Target("blockint 4", f"{phase} feedback {bits}", share)
+        for bits in (8, 4, 16)
+        for phase, share in (
+            ("chunks encode", 0.85),
+            ("encode tensors", 0.85),
+            ("encode stretches", 0.85),
+            ("sum_encode", 0.80),
+            ("sum stretches", 0.80),
+        )
+    ),
+    *(
+        Target("residual", f"{phase} {bits}", 0.90, ("fp32",))
+        for bits in (8, 4, 16)
+        for phase in ("load", "store")
+    ),
+    *(Target("pieces", phase, 0.90) for phase in ("add", "settle", "fill")),
     Target("stepcode", "encode", 0.50, ("bf16", "fp16")),
     Target("stepcode", "decode", 0.65, ("bf16", "fp16")),
     Target("radix", "encode", 0.45),

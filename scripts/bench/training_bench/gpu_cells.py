@@ -21,9 +21,10 @@ LEFT_OUT = ("native fp32", "ZeRO++ hpZ")
 BUCKETS = {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
 #: in every layout, before the others
 FIRST = (REFERENCE, COMPUTE, "recommended", "recommended when auto", "bound", "lossless", "delta")
-#: layouts that ranks of one GPU are measured in
+#: layouts that ranks of one GPU are measured in, those first that tell most
 MEASURED = (
-    "dp2", "zero1", "zero2", "zero3", "tp2", "pp2", "dp2pp2", "tp2pp2", "asymmetric", "3d",
+    "zero1", "zero2", "tp2", "pp2", "fsdp2", "ddp", "dp2", "zero3", "dp2pp2", "tp2pp2",
+    "asymmetric", "3d",
 )  # fmt: skip
 #: what a step of a size of the model is made of; heads are 64 wide
 SIZES = {

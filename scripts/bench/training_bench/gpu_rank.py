@@ -14,6 +14,8 @@ from typing import Any
 
 from bench.training_bench import empty
 from bench.training_bench.spec import Spec
+from bench.training_bench.worker import name_block
+from gpt import torch_engines
 from lab.namespaces import end_with_parent
 
 
@@ -56,10 +58,14 @@ def ledger_of(engine: Any) -> dict[str, Any]:
     from hybridcomp.session.engine_session import session_of
 
     session = session_of(engine)
+    if session is None and isinstance(engine, torch_engines.Engine):
+        from hybridcomp.patches.torch.steps import models
+
+        session = next((one.session for one in models()), None)
     if session is None or session.reporter is None:
         return {}
     reporter = session.reporter
-    reporter.report(engine.global_steps)
+    reporter.report(getattr(engine, "global_steps", 0))
     rows: dict[str, Any] = reporter._channels.ledger.rows(reporter._totals, reporter._used)
     return rows
 
@@ -108,6 +114,7 @@ def run(pipe: Connection, spec: Spec) -> None:
         from bench.training_bench import gpu_memory
 
         gpu_memory.join(spec.transport)
+    name_block(spec.arguments)
     if spec.patched:
         importlib.import_module("hybridcomp").install()
     sys.argv = [spec.program, *spec.arguments]
@@ -116,7 +123,7 @@ def run(pipe: Connection, spec: Spec) -> None:
         trainers: list[Any] = [importlib.import_module("bench.peers.trainer").PeerTrainer]
     else:
         loop = importlib.import_module("gpt.loop")
-        trainers = [loop.PlainTrainer, loop.PipeTrainer]
+        trainers = [loop.PlainTrainer, loop.PipeTrainer, torch_engines.TorchTrainer]
     seat = Seat(pipe)
     for trainer in trainers:
         trainer.step = watched(trainer.step, seat)

@@ -60,78 +60,117 @@ class Book:
         )
 
 
+@dataclass(frozen=True)
+class Part:
+    """Arms of one layout that take turns: the ``number``-th part of its arms."""
+
+    layout: str
+    number: int
+    arms: tuple[Arm, ...]
+    first: int = 0  # the first round that is missing
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of its arms."""
+        return [arm.name for arm in self.arms]
+
+
+def run(sessions: Sequence[Session]) -> bool:
+    """Measure one session after the other, whose ranks are started together.
+
+    Returns False where time was up before the last round of one. What starts costs the processor
+    more than the GPU; while one session measures nothing of the others runs.
+    """
+    over = True
+    try:
+        for session in sessions:
+            session.launch()
+        for session in sessions:
+            session.await_ranks()
+        for session in sessions:
+            over = session.measure() and over
+            session.close()
+    finally:
+        for session in sessions:
+            session.close()
+    return over
+
+
 class Session:
-    """One layout: starts the arms, gives turns, writes what it sees. ``deadline``: of ``time``."""
+    """One part: starts the arms, gives turns, writes what it sees. ``deadline``: of ``time``."""
 
     def __init__(
         self, context: ForkServerContext, options: Options, plan: Plan, book: Book,
-        say: Callable[[str], None], deadline: float,
+        say: Callable[[str], None], deadline: float, part: Part,
     ) -> None:  # fmt: skip
         self._context, self._options, self._plan = context, options, plan
         self._book, self._say, self._deadline = book, say, deadline
-        self._head: dict[str, Any] = {}
-        self._first = 0
+        self._part = part
+        self._head = {"size": options.size, "layout": part.layout, "part": part.number}
         self._jobs: dict[str, Job] = {}
+        self._began = time.monotonic()
+        # native's ranks do what is without a wire; what measures as it starts is started alone
+        arms = [arm for arm in part.arms if arm.name != COMPUTE]
+        self._alone = [arm for arm in arms if measures(arm.name)]
+        self._together = [arm for arm in arms if arm not in self._alone]
 
-    def run(self, layout: str, arms: list[Arm], part: int, first: int = 0) -> bool:
-        """Run the rounds of these arms from ``first`` on; False: time was up before the last one.
+    def launch(self) -> None:
+        """Start the arms at once that measure nothing before their first step."""
+        self._began = time.monotonic()
+        for arm in self._together:
+            self._begin(arm)
+
+    def await_ranks(self) -> None:
+        """Return when the arms that were launched could make their first step."""
+        for arm in self._together:
+            self._await(arm)
+
+    def measure(self) -> bool:
+        """Start the other arms, one by one, then run the rounds; False: time was up before.
 
         What fails is written down and left out from then on.
         """
-        self._head = {"size": self._options.size, "layout": layout, "part": part}
-        self._first, names = first, [arm.name for arm in arms]
-        began, over = time.monotonic(), True
-        try:
-            self._start(layout, arms)
-            self._say(f"{layout}: {len(self._jobs)} started in {time.monotonic() - began:.1f} s")
-            self._warm(names)
-            self._say(f"{layout}: warm after {time.monotonic() - began:.1f} s")
-            for number in range(first, self._plan.rounds):
-                if time.monotonic() > self._deadline:
-                    self._say(f"{layout}: time is up after {number} rounds")
-                    over = False
-                    break
-                for arm in arms[:: 1 if number % 2 == 0 else -1]:
-                    self._turn(arm.name, number, self._plan.timed + 1)
-                self._book.add({"kind": "round", **self._head, "round": number, "arms": names})
-            for name in list(self._jobs):
-                self._end(name)
-        finally:
-            for job in self._jobs.values():
-                job.close()
-            self._jobs.clear()
-        self._say(f"{layout}: over after {time.monotonic() - began:.1f} s")
+        layout, names = self._part.layout, self._part.names
+        for arm in self._alone:
+            self._begin(arm)
+            self._await(arm)
+        self._say(f"{layout}: {len(self._jobs)} started in {self._seconds()}")
+        self._warm(names)
+        self._say(f"{layout}: warm after {self._seconds()}")
+        over = True
+        for number in range(self._part.first, self._plan.rounds):
+            if time.monotonic() > self._deadline:
+                self._say(f"{layout}: time is up after {number} rounds")
+                over = False
+                break
+            for name in names[:: 1 if number % 2 == 0 else -1]:
+                self._turn(name, number, self._plan.timed + 1)
+            self._book.add({"kind": "round", **self._head, "round": number, "arms": names})
+        for name in list(self._jobs):
+            self._end(name)
+        self._say(f"{layout}: over after {self._seconds()}")
         return over
 
-    def _start(self, layout: str, arms: list[Arm]) -> None:
-        """Start all arms at once, but those that measure before their first step one by one."""
+    def close(self) -> None:
+        """End the ranks that are left."""
+        for job in self._jobs.values():
+            job.close()
+        self._jobs.clear()
+
+    def _seconds(self) -> str:
+        return f"{time.monotonic() - self._began:.1f} s"
+
+    def _begin(self, arm: Arm) -> None:
         plan = self._plan
         steps = plan.settling + (plan.timed + 1) * plan.rounds + 10**6
-        arms = [arm for arm in arms if arm.name != COMPUTE]  # native's ranks do it
-        later = [arm for arm in arms if measures(arm.name)]
-        jobs = {}
+        specs = specs_of(self._part.layout, arm, steps, one_gpu.free_port(), self._options)
+        self._jobs[arm.name] = Job.start(self._context, specs, plan.timeout)
 
-        def begin(arm: Arm) -> None:
-            specs = specs_of(layout, arm, steps, one_gpu.free_port(), self._options)
-            jobs[arm.name] = Job.start(self._context, specs, plan.timeout)
-
-        def ready(arm: Arm) -> None:
-            try:
-                jobs[arm.name].answers()
-            except JobError as error:
-                self._failed(arm.name, jobs[arm.name], error)
-            else:
-                self._jobs[arm.name] = jobs[arm.name]
-
-        for arm in arms:
-            if arm not in later:
-                begin(arm)
-        for arm in arms:
-            if arm not in later:
-                ready(arm)
-        for arm in later:
-            begin(arm)
-            ready(arm)
+    def _await(self, arm: Arm) -> None:
+        try:
+            self._jobs[arm.name].answers()
+        except JobError as error:
+            self._failed(arm.name, self._jobs[arm.name], error)
 
     def _warm(self, names: list[str]) -> None:
         """Run the first steps, ``TOGETHER`` arms at once; an arm that measures then runs alone."""
@@ -182,7 +221,7 @@ class Session:
                 "loss": ranks[0][-1]["loss"], "samples": ranks[0][-1]["samples"],
             }
         )  # fmt: skip
-        if number <= self._first:
+        if number <= self._part.first:
             shown = " ".join(f"{value * 1e3:.0f}" for value in seconds)
             self._say(f"  {name}: {shown} ms, {sent / 1e6:.1f} MB, loss {ranks[0][-1]['loss']:.3f}")
 

@@ -187,24 +187,63 @@ def test_the_kernels_of_an_all_reduce_are_measured(modules: dict[str, Any]) -> N
     assert works["sum_encode"].nbytes == pytest.approx(2500 * 4 + 8 * 2500 * 4.28 / 8, rel=0.02)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_kernels_of_few_bits_of_feedback_are_measured(
+    modules: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """On the emulator: each kernel exists by the name that is launched, and takes its arguments."""
+    from bench.gpu_bench import feedback
+    from hybridcomp.kernels.cuda import CudaKernels
+    from tests.kernels.cuda.common import kernels_replaced
+    from tests.kernels.cuda.emulated import EmulatedLauncher
+
+    with kernels_replaced(CudaKernels(EmulatedLauncher())):
+        works = {}
+        for work in feedback.works(torch.randn(6000).to(dtype)):
+            works[work.subject, work.phase] = work
+            work.run()
+    measured = {(t.subject, t.phase) for t in modules["targets"].TARGETS if "fp32" in t.dtypes}
+    named = {key for key in measured if key[1].startswith("encode tensors feedback")}
+    named |= {key for key in measured if key[0] in ("pieces", "residual")}
+    assert dtype != torch.float32 or named < works.keys()
+    few = [works["blockint 4", f"chunks encode feedback {bits}"].nbytes for bits in (16, 8, 4)]
+    assert few == sorted(few, reverse=True)
+
+
+def test_it_is_tried_on_a_cpu_and_goes_on(
+    modules: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = modules["script"]
+    words = ["bench_gpu.py", "--cpu", "--no-tests", "--resume", "--only", "fp8", "--sizes", "4K",
+             "8K", "--dtypes", "bf16", "--repeats", "1", "--seconds"]  # fmt: skip
+    for kind in ("md", "json", "png"):
+        words[1:1] = [f"--{kind}", str(tmp_path / f"b.{kind}")]
+    monkeypatch.setattr(sys, "argv", [*words, "0"])
+    assert script.main() == script.TIME_IS_UP
+    assert not script.earlier(tmp_path / "b.json")
+    monkeypatch.setattr(sys, "argv", [*words, "600"])
+    assert script.main() == 0
+    found = script.earlier(tmp_path / "b.json")
+    assert {point.message_nbytes for point in found} == {4096, 8192}
+    monkeypatch.setattr(
+        script,
+        "measure",
+        lambda bench, messages, *_: pytest.fail(str(messages)) if messages else None,
+    )
+    assert script.main() == 0
+    assert script.earlier(tmp_path / "b.json") == found
+
+
 def test_images_that_a_run_needs(modules: dict[str, Any]) -> None:
     """Found without a launch; those of every dtype of blockint, and of what knows its own size."""
     from hybridcomp import kernels
-    from tests.kernels.cuda.common import kernels_replaced
-
-    class Current:
-        """The kernels that ``needed`` puts in place of a device's."""
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(kernels._on_cuda[0], name)
 
     sources = [
         partial(modules["ours"].works, name=name, codec=modules["ours"].codecs()[name])
         for name in ("blockint 8", "expcode")
     ]
     dtypes = [torch.bfloat16, torch.float32]
-    with kernels_replaced(Current()):
-        found = modules["prebuild"].needed(sources, dtypes, CPU)
+    found = modules["prebuild"].needed(sources, dtypes, CPU)
     assert not kernels._on_cuda
     for source in ("blockint.cu", "blockint_sum.cu", "blockint_table.cu"):
         for code in (0, 1):
@@ -273,7 +312,12 @@ def test_table_json_and_picture(
             point = Point("device copy", "copy", dtype, size, 1e-4, 4000.0, 1.0, 0.0, "the ceiling")
             found.points.append(point)
     arguments = argparse.Namespace(
-        json=tmp_path / "b.json", png=tmp_path / "b.png", md=tmp_path / "b.md", check=True, only=()
+        json=tmp_path / "b.json",
+        png=tmp_path / "b.png",
+        md=tmp_path / "b.md",
+        check=True,
+        only=(),
+        cpu=False,
     )
     known = {"device": "made up", "versions": {"torch": "2"}, "tests_passed": True}
     Cost, Choice = modules["size_exchange"].Cost, modules["size_exchange"].Choice
@@ -317,7 +361,7 @@ def test_parts_of_names_choose_what_is_measured(modules: dict[str, Any]) -> None
         "blockint 4", "blockint 4, gaussian", "blockint 4, rotate", "Triton int8", "Triton int4"
     ]  # fmt: skip
     ours, others = modules["ours"].codecs(), modules["peers"].PEERS
-    assert list(sources()) == [*ours, "stepcode", *others]
+    assert list(sources()) == [*ours, "stepcode", "feedback", *others]
 
 
 def test_libraries_that_no_loader_finds_and_builders_that_cannot_read(

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,16 +17,28 @@ from tests.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from bench import prove_on_gpu
-from bench.bench_gpu_training import EVERY
-from bench.prove_on_gpu import Step
+from bench import bench_gpu_training, prove_on_gpu
+from bench.gpu_proof import running, steps
+from bench.gpu_proof.steps import BRIEF, ON_CPU, SPEED_S, TESTS, Lister, Step
 
 
-def test_scripts_and_their_options_exist(tmp_path: Path) -> None:
-    found = list(prove_on_gpu.steps(tmp_path))
+@pytest.fixture
+def set_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Step]], None]:
+    """Have the command run other steps."""
+    return lambda found: monkeypatch.setattr(Lister, "steps", lambda self: iter(found))
+
+
+@pytest.mark.parametrize("cpu", [False, True])
+def test_scripts_and_their_options_exist(tmp_path: Path, cpu: bool) -> None:
+    found = list(Lister(tmp_path, cpu).steps())
     assert len({step.name for step in found}) == len(found)
-    assert set(prove_on_gpu.LAYOUTS) == set(EVERY)
+    assert {*BRIEF} < {*bench_gpu_training.EVERY} and SPEED_S > bench_gpu_training.START_S
+    assert ON_CPU.keys() == TESTS.keys()
     for step in found:
+        assert not step.budget or f'"{step.budget}"' in (ROOT / step.command[1]).read_text()
+        assert cpu == any("cpu" in word for word in (*step.command, *step.env.values())) or (
+            step.name in ("doctor", "text", "gpt2", "pages") or step.name.startswith("tests")
+        )
         scripts = [ROOT / word for word in step.command[1:2] if word.endswith(".py")]
         for script in scripts:
             text = script.read_text()
@@ -44,9 +57,9 @@ def stand_in(folder: Path) -> list[Step]:
 
 
 def test_it_goes_on_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, set_steps: Callable[[list[Step]], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(prove_on_gpu, "steps", lambda out: iter(stand_in(tmp_path)))
+    set_steps(stand_in(tmp_path))
     out = ["--out", str(tmp_path / "out")]
     assert prove_on_gpu.main(out) == 1
     said = capsys.readouterr()
@@ -74,7 +87,7 @@ def test_every_test_for_a_gpu_is_in_one_step() -> None:
     for file in marked:
         steps = [
             name
-            for name, words in prove_on_gpu.TESTS.items()
+            for name, words in TESTS.items()
             if any(file == word or file.startswith(f"{word}/") for word in words)
             if f"--ignore={file}" not in words
         ]
@@ -88,7 +101,7 @@ def limited(folder: Path) -> list[Step]:
     return [
         Step("first", "", 0.001, (python, "-c", tell)),
         Step("long", "", 500, (python, "-c", tell)),
-        Step("speed", "", 500, (python, "-c", f"{tell}; sys.exit(75)"), "--budget", ("--few",)),
+        Step("speed", "", 500, (python, "-c", f"{tell}; sys.exit(75)"), "--budget", ("--few",), 1),
         Step("hangs", "", 0.001, (python, "-c", forever)),
         Step("late", "", 0.01, (python, "-c", tell)),
         Step("pages", "", 0.0, (python, "-c", tell), renewed=True),
@@ -96,11 +109,14 @@ def limited(folder: Path) -> list[Step]:
 
 
 def test_a_call_of_some_minutes_does_what_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    set_steps: Callable[[list[Step]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(prove_on_gpu, "steps", lambda out: iter(limited(tmp_path)))
-    monkeypatch.setattr(prove_on_gpu, "LEAST_S", 1.0)
-    monkeypatch.setattr(prove_on_gpu, "FAREWELL_S", 0.5)
+    set_steps(limited(tmp_path))
+    monkeypatch.setattr(steps, "STOPPING_S", 1.0)
+    monkeypatch.setattr(running, "FAREWELL_S", 0.5)
     out = tmp_path / "out"
     words = ["--out", str(out), "--minutes", str(4 / 60)]
     assert prove_on_gpu.main(words) == 1
@@ -108,18 +124,18 @@ def test_a_call_of_some_minutes_does_what_fits(
     assert "hangs still runs, and its time is over" in said.out and "begun" in said.out
     assert said.err.splitlines()[0].endswith(": hangs")
     assert said.err.splitlines()[1].endswith(": long, speed, late, pages")
-    assert re.search(r"^told --few --budget [12]$", (out / "speed.log").read_text(), re.M)
+    assert re.search(r"^told --few --budget [123]$", (out / "speed.log").read_text(), re.M)
     assert "told\n" in (out / "first.log").read_text() and not (out / "late.log").exists()
     # a step that is longer than a call begins one; what is made of others is made again
-    monkeypatch.setattr(prove_on_gpu, "steps", lambda out: iter(limited(tmp_path)[:2]))
+    set_steps(limited(tmp_path)[:2])
     assert prove_on_gpu.main(words) == 0
     assert "[1/1] long" in capsys.readouterr().out
     pages = limited(tmp_path)[-1]
     assert pages.renewed
-    monkeypatch.setattr(prove_on_gpu, "steps", lambda out: iter([pages]))
+    set_steps([pages])
     assert prove_on_gpu.main(words) == 0
     again = [Step("more", "", 0.001, (sys.executable, "-c", "print('MISSED 0.7')")), pages]
-    monkeypatch.setattr(prove_on_gpu, "steps", lambda out: iter(again))
+    set_steps(again)
     capsys.readouterr()
     assert prove_on_gpu.main(words) == 0
     said = capsys.readouterr()
@@ -133,31 +149,71 @@ def test_a_step_is_ended_with_the_call(tmp_path: Path) -> None:
         import sys
         sys.path.insert(0, {str(ROOT / "scripts")!r})
         from bench import prove_on_gpu as prove
+        from bench.gpu_proof.steps import Lister, Step
         told = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(600)"
-        step = prove.Step("forever", "", 1, (sys.executable, "-c", told))
-        prove.steps = lambda out: iter([step])
+        command = (sys.executable, "-c", told)
+        both = [Step(name, "", 1, command, beside="x") for name in ("one", "other")]
+        Lister.steps = lambda self: iter(both)
         prove.main(["--out", {str(tmp_path)!r}])
     """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
-    log, found = tmp_path / "forever.log", None
-    while found is None and process.poll() is None:
+    logs = [tmp_path / "one.log", tmp_path / "other.log"]
+    found: list[str] = []
+    while len(found) < 2 and process.poll() is None:
         time.sleep(0.05)
-        found = re.search(r"^pid (\d+)$", log.read_text() if log.is_file() else "", re.M)
-    assert found is not None
+        said = "".join(log.read_text() for log in logs if log.is_file())
+        found = re.findall(r"^pid (\d+)$", said, re.M)
+    assert len(found) == 2
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 128 + signal.SIGTERM
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(found[1]), 0)
+    for pid in found:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+
+
+def test_steps_side_by_side(
+    tmp_path: Path, set_steps: Callable[[list[Step]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each waits for what the other writes: one after the other they would never end."""
+    code = "import pathlib, time\npathlib.Path({mine!r}).touch()\n"
+    code += "while not pathlib.Path({other!r}).exists(): time.sleep(0.01)"
+    a, b = (str(tmp_path / name) for name in "ab")
+    one = (sys.executable, "-c", code.format(mine=a, other=b))
+    other = (sys.executable, "-c", code.format(mine=b, other=a))
+    fails = (sys.executable, "-c", "raise SystemExit(3)")
+    set_steps(
+        [
+            Step("one", "", 1, one, beside="x"),
+            Step("other", "", 1, other, beside="x"),
+            Step("fails", "", 1, fails, beside="x"),
+        ]
+    )
+    assert prove_on_gpu.main(["--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr()
+    assert said.out.startswith("[1/3] one, other, fails (~1 of ~1 min left)")
+    assert "one: done" in said.out and "fails failed with status 3" in said.out
+    assert said.err == "failed, and tried again by the same command: fails\n"
+
+
+def test_what_a_step_makes_is_not_made_again(
+    tmp_path: Path, set_steps: Callable[[list[Step]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = tmp_path / "text_valid.idx"
+    set_steps([Step("text", "", 1, (sys.executable, "-c", "print('made')"), makes=made)])
+    assert prove_on_gpu.main(["--out", str(tmp_path), "--list"]) == 0
+    made.touch()
+    assert prove_on_gpu.main(["--out", str(tmp_path), "--list"]) == 0
+    assert re.findall("text +(done|~1 min)", capsys.readouterr().out) == ["~1 min", "done"]
 
 
 def test_another_command_of_that_name_is_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, set_steps: Callable[[list[Step]], None]
 ) -> None:
     (tmp_path / "there").touch()
-    monkeypatch.setattr(prove_on_gpu, "steps", lambda out: iter(stand_in(tmp_path)[:1]))
+    set_steps(stand_in(tmp_path)[:1])
     out = ["--out", str(tmp_path / "out")]
     prove_on_gpu.main(out)
     changed = Step("data", "", 1, (sys.executable, "-c", "print('anew')"))
-    monkeypatch.setattr(prove_on_gpu, "steps", lambda out: iter([changed]))
+    set_steps([changed])
     assert prove_on_gpu.main(out) == 0
     assert "anew" in (tmp_path / "out" / "data.log").read_text()

@@ -1,0 +1,107 @@
+"""Kernels of error feedback with residuals of few bits, and beside payloads of variable size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.gpu_bench.measure import Work
+from bench.gpu_bench.messages import ME, RANKS
+from bench.gpu_bench.ours import TENSORS, AllReduce
+from hybridcomp.codecs import Codec, make_codec
+from hybridcomp.codecs.quantized_residual import QuantizedResidual
+from hybridcomp.codecs.words import DTYPE_NAMES
+from hybridcomp.kernels import KernelSet
+from hybridcomp.kernels.pieces import PayloadPiece, PieceFunctions
+from hybridcomp.kernels.stretches import PlannedStretch
+
+#: the name of these rows' source
+NAME = "feedback"
+#: whose sums are encoded, and bits of its residuals
+SUBJECT, BITS = "blockint 4", (8, 4, 16)
+#: of a payload of a stretch
+ALIGN = 16
+
+
+def works(values: Tensor) -> Iterator[Work]:
+    """Every kernel of error feedback but those with fp32 residuals, which ``ours`` has."""
+    codec = make_codec("blockint", bits=4)
+    fused = codec.fused(values.device)
+    for bits in BITS:
+        if fused is not None:
+            yield from AllReduce(SUBJECT, codec, fused, values, bits).launches()
+        yield from _several(codec, values, bits)
+        if values.dtype == torch.float32:
+            yield from _alone(values, bits)
+    yield from _pieces(values)
+
+
+def _several(codec: Codec, values: Tensor, bits: int) -> Iterator[Work]:
+    """Encode a message of TENSORS tensors, or as many stretches of one, and sum those of ranks."""
+    each, planned = codec.each(values.device), codec.planned(values.device)
+    length = values.numel() // TENSORS // 32 * 32
+    if each is None or planned is None or not length:
+        return
+    numel, note = length * TENSORS, f"{TENSORS} tensors"
+    parts = torch.split(values[:numel], length)
+    room = -(-codec.wire_nbytes(length, values.dtype) // ALIGN) * ALIGN
+    payloads = values.new_empty((RANKS - 1) * room * TENSORS, dtype=torch.uint8)
+    mine = payloads[: room * TENSORS]
+    residual = QuantizedResidual(bits, numel, values.device)
+    lefts = [residual[i * length : (i + 1) * length] for i in range(TENSORS)]
+    moved, wide = numel * values.itemsize + mine.nbytes + 2 * residual.nbytes, 8 * room / length
+    encode = partial(each.encode, parts, torch.split(mine, room), lefts)
+    yield Work(SUBJECT, f"encode tensors feedback {bits}", moved, encode, wide, note)
+    rows = [PlannedStretch(i * length, length, i * room, i * length) for i in range(TENSORS)]
+    table, sums, note = planned.table(rows), planned.table(rows, sums=True), f"{TENSORS} stretches"
+    encode = partial(planned.encode, table, values, mine, residual)
+    yield Work(SUBJECT, f"encode stretches feedback {bits}", moved, encode, wide, note)
+    for sent in torch.split(payloads, room * TENSORS):
+        planned.encode(table, values, sent)
+    out = torch.empty(numel, device=values.device)
+    add = partial(planned.sum, sums, payloads, values[:numel], RANKS, ME, out, residual)
+    moved = payloads.nbytes + numel * values.itemsize + out.nbytes + 2 * residual.nbytes
+    yield Work(SUBJECT, f"sum stretches feedback {bits}", moved, add, wide, note)
+
+
+def _alone(values: Tensor, bits: int) -> Iterator[Work]:
+    """Bring a residual to fp32 and back, where nothing is encoded."""
+    residual, out = QuantizedResidual(bits, values.numel(), values.device), torch.empty_like(values)
+    nbytes = residual.nbytes + values.nbytes
+    yield Work("residual", f"store {bits}", nbytes, partial(residual.pack, values), bits)
+    yield Work("residual", f"load {bits}", nbytes, partial(residual.unpack, out), bits)
+
+
+def _pieces(values: Tensor) -> Iterator[Work]:
+    """What stands beside payloads of variable size: add values, settle a residual, fill."""
+    length = values.numel() // TENSORS
+    functions: Any = KernelSet[PieceFunctions]("expcode").on(values.device)
+    if not hasattr(functions, "on_values") or not length:
+        return
+    numel, note = length * TENSORS, f"{TENSORS} tensors"
+    total, other = torch.zeros(2, numel, device=values.device)
+    # kernels know addresses, and a piece keeps no tensor: the works do
+    kept = (total, other, values)
+
+    def run(kernel: str, source: Tensor) -> partial[None]:
+        rows = [
+            PayloadPiece(target.data_ptr(), length, part.data_ptr(), 0)
+            for target, part in zip(
+                torch.split(total, length), torch.split(source[:numel], length), strict=True
+            )
+        ]
+        return partial(_run, functions, kernel, rows, kept)
+
+    add = run(f"add_{DTYPE_NAMES[values.dtype]}", values)
+    yield Work("pieces", "add", (8 + values.itemsize) * numel, add, note=note)
+    yield Work("pieces", "settle", 12 * numel, run("settle", other), note=note)
+    yield Work("pieces", "fill", 4 * numel, run("fill", other), note=note)
+
+
+def _run(functions: Any, kernel: str, rows: list[PayloadPiece], kept: object) -> None:
+    """Launch ``kernel``; ``kept`` lives as long as the call."""
+    functions.on_values(kernel, rows)

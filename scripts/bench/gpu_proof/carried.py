@@ -1,0 +1,140 @@
+"""Carry results from machine to machine, and what was prepared to one without a network.
+
+A machine with a GPU may be lent for minutes, bare, and give back a few small files. ``pack`` writes
+what a call found into one file, of which the next call makes its folder again (``unpack``).
+``prepared`` is the folder that prepare_gpu.py writes where there is a network, but no GPU.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+#: folders of OUT that another call makes again, or that only this machine can use
+LEFT_OUT = ("data", "site", "kernels", "extensions")
+#: most bytes of a log that travel: its end
+LOG_NBYTES = 200_000
+
+
+def pack(out: Path, file: Path, most: int) -> list[str]:
+    """Write the results in ``out`` to ``file``, a .tar.gz of at most ``most`` bytes.
+
+    Of logs their ends; where that is too much, the largest files stay behind. Returns a line for
+    each file that does. ``file`` appears whole or not at all.
+    """
+    contents = {path: _content(path) for path in _files(out)}
+    left: list[str] = []
+    while len(packed := _packed(out, contents)) > most and contents:
+        largest = max(contents, key=lambda path: len(gzip.compress(contents[path])))
+        left.append(f"{largest.relative_to(out)}: {len(contents.pop(largest))} bytes stay behind")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f"{file.name}.part")
+    partial.write_bytes(packed)
+    partial.replace(file)
+    return left
+
+
+def unpack(file: Path, out: Path) -> None:
+    """Fill ``out`` with what ``pack`` wrote; files that are there stay.
+
+    Raises ValueError for a file that is no such archive. Nothing is written outside of ``out``.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with tarfile.open(file, "r:gz") as archive:
+            for member in archive:
+                member = tarfile.data_filter(member, str(out))
+                if member.isfile() and not (out / member.name).exists():
+                    archive.extract(member, out, filter="data")
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise ValueError(f"{file}: expected what --pack wrote ({error})") from error
+
+
+def _files(out: Path) -> Iterator[Path]:
+    for path in sorted(out.rglob("*")):
+        place = path.relative_to(out)
+        if path.is_file() and place.parts[0] not in LEFT_OUT and path.suffix != ".part":
+            yield path
+
+
+def _content(path: Path) -> bytes:
+    """Return the content; of a log its end."""
+    content = path.read_bytes()
+    if path.suffix == ".log" and len(content) > LOG_NBYTES:
+        return b"...\n" + content[-LOG_NBYTES:]
+    return content
+
+
+def _packed(out: Path, contents: dict[Path, bytes]) -> bytes:
+    found = io.BytesIO()
+    with tarfile.open(fileobj=found, mode="w:gz") as archive:
+        for path, content in contents.items():
+            member = tarfile.TarInfo(str(path.relative_to(out)))
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return found.getvalue()
+
+
+def install(prepared: Path, out: Path, root: Path) -> dict[str, str]:
+    """Make what prepare_gpu.py wrote usable here; returns variables for the environment of steps.
+
+    Wheels are installed into ``out/site``, kernels and data copied into ``out``, the native
+    libraries into the checkout ``root``. What is there stays. Raises ValueError for a folder that
+    prepare_gpu.py did not write, and where pip cannot install a wheel.
+    """
+    if not any((prepared / name).is_dir() for name in ("wheels", "native", "kernels", "data")):
+        raise ValueError(f"{prepared}: expected what prepare_gpu.py wrote")
+    variables: dict[str, str] = {}
+    wheels = sorted((prepared / "wheels").glob("*.whl"))
+    site = out / "site"
+    if wheels and not site.is_dir():
+        _pip(wheels, site)
+    if site.is_dir():
+        paths = [str(site), os.environ.get("PYTHONPATH", "")]
+        variables["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    for library in sorted((prepared / "native").rglob("*.so")):
+        place = root / library.relative_to(prepared / "native")
+        if place.parent.is_dir() and not place.exists():
+            shutil.copy2(library, place)
+    if (prepared / "kernels").is_dir():
+        _copy(prepared / "kernels", out / "kernels")
+        variables["CUPY_CACHE_DIR"] = str(out / "kernels")
+    if (prepared / "data").is_dir():
+        _copy(prepared / "data", out / "data")
+    return variables
+
+
+def _pip(wheels: list[Path], site: Path) -> None:
+    partial = site.with_name(f"{site.name}.part")
+    shutil.rmtree(partial, ignore_errors=True)
+    command = [
+        sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps",
+        "--no-compile", "--disable-pip-version-check", "--target", str(partial),
+        *map(str, wheels),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        raise ValueError(f"{wheels[0].parent}: pip cannot install these wheels: {said}")
+    partial.rename(site)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy the files that are not there; ``.gz`` of data are unpacked."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(p for p in source.iterdir() if p.is_file()):
+        packed = path.suffix == ".gz"
+        place = target / (path.stem if packed else path.name)
+        if place.exists():
+            continue
+        partial = place.with_name(f"{place.name}.part")
+        with gzip.open(path) if packed else path.open("rb") as read, partial.open("wb") as write:
+            shutil.copyfileobj(read, write)
+        partial.replace(place)
