@@ -7,7 +7,7 @@
 Writes four folders, which ``prove_on_gpu.py --prepared`` takes:
 
 wheels/   packages that such a machine lacks (--wheels), for its Python
-native/   the extensions of this checkout, built for its Python
+native/   the extensions of this checkout, built for its Python, and the package's metadata
 kernels/  the CUDA kernels that the benches and the trainings launch, compiled for its GPU by NVRTC
           of its version: an image is looked up by the compiler's version too
 data/     the data of the speed and of the losses, compressed
@@ -118,13 +118,13 @@ def _needed(wheel: Path, name: str) -> str:
 
 
 def native(asked: argparse.Namespace, out: Path) -> None:
-    """Build the extensions of this checkout."""
+    """Build the extensions of this checkout; without metadata the package is not installed."""
     with tempfile.TemporaryDirectory() as built:
         _wheel(asked.python, str(ROOT), Path(built))
         (wheel,) = Path(built).glob("hybridcomp-*.whl")
         with zipfile.ZipFile(wheel) as file:
             for name in file.namelist():
-                if name.endswith(".so"):
+                if name.endswith(".so") or ".dist-info/" in name:
                     file.extract(name, out)
 
 

@@ -100,7 +100,8 @@ def wheel(folder: Path) -> Path:
 def test_what_was_prepared_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared, out, root = tmp_path / "carry", tmp_path / "out", tmp_path / "root"
     wheel(prepared / "wheels")
-    for name in ("native/hybridcomp/kernels/_cpu.so", "kernels/hybridcomp-1.cubin"):
+    info = "native/carried_package-3.0.dist-info/METADATA"
+    for name in ("native/hybridcomp/kernels/_cpu.so", "kernels/hybridcomp-1.cubin", info):
         (prepared / name).parent.mkdir(parents=True)
         (prepared / name).write_bytes(b"bytes")
     (prepared / "data").mkdir()
@@ -115,11 +116,13 @@ def test_what_was_prepared_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (root / "hybridcomp/kernels/_cpu.so").read_bytes() == b"bytes"
     assert (out / "kernels/hybridcomp-1.cubin").read_bytes() == b"bytes"
     assert (out / "data/text_train.bin").read_bytes() == b"tokens"
-    code = "import carried_thing; print(carried_thing.VALUE)"
+    (out / "site/carried_package-3.0.dist-info/METADATA").write_text("Version: 3.0\n")
+    code = "import carried_thing, importlib.metadata as m; "
+    code += "print(carried_thing.VALUE, m.version('carried_package'))"
     found = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True
     )
-    assert found.stdout == b"7\n", found.stderr
+    assert found.stdout == b"7 3.0\n", found.stderr
     (out / "data/text_train.bin").write_bytes(b"own")  # a second call changes nothing
     assert carried.install(prepared, out, root) == variables
     assert (out / "data/text_train.bin").read_bytes() == b"own"
