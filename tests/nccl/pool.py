@@ -13,9 +13,11 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from importlib.util import find_spec
 from multiprocessing import current_process
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any
 
 from tests.paths import ROOT
@@ -27,6 +29,8 @@ import one_gpu
 
 #: processes that are kept ready for the next pool
 AHEAD = {"cuda": 4}
+#: seconds that ranks may take to start
+START_S = 300.0
 #: characters of what a failing rank printed last that are shown
 TAIL = 3000
 
@@ -131,6 +135,20 @@ class NcclPool(RankPool):
             process.pipe.send((environment, key, place))
             self._pipes.append(process.pipe)
             self._processes.append(process)
+        self._await_ranks(Path(self._folder.name))
+
+    def _await_ranks(self, folder: Path) -> None:
+        """Return when all ranks have imported everything, or one has died, or after START_S.
+
+        What a test allows is for what it asks of them: beside other tests imports take minutes.
+        """
+        until = time.monotonic() + START_S
+        missing = [folder / f"stack{rank}" for rank in range(self.world_size)]
+        while missing and time.monotonic() < until:
+            if not all(process.is_alive() for process in self._ranks):
+                return
+            time.sleep(0.02)
+            missing = [file for file in missing if not file.exists()]
 
     def _receive(self, pipe: Connection, rank: int) -> tuple[bool, Any]:
         fine, value = super()._receive(pipe, rank)
