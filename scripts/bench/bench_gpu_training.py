@@ -27,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
-from bench.training_bench import forked, gpu_cells, gpu_session
+from bench.training_bench import forked, gpu_cells, gpu_session, machine
 from bench.training_bench.cells import LAYOUTS, REFERENCE, Arm
 from bench.training_bench.gpu_cells import COMPUTE
 from bench.training_bench.gpu_session import Book, Part, Plan, Session
@@ -126,7 +126,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "--tp" in LAYOUTS[layout].arguments for layout in (part.layout for part in asked.plan)
         )
         context = forked.server(asked.timeout, _say, tensor_parallel)
-        options = gpu_cells.Options(asked.size, asked.data.resolve(), folder, not asked.cpu)
+        name = "a CPU" if asked.cpu else machine.gpu_name()
+        options = gpu_cells.Options(
+            asked.size, asked.data.resolve(), folder, not asked.cpu, device=name
+        )
         plan = Plan(asked.warm, asked.settling, asked.timed, asked.rounds, asked.timeout)
         built = _build([arm for part in asked.plan for arm in part.arms], asked.cpu, folder)
         if built is not None:  # before anything is timed; an arm that misses it will say so

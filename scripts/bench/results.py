@@ -56,7 +56,7 @@ def gpu_chapter_of(source: Path, out: Path) -> str:
     study = Study.of(folder)
     if not rows and not study.seeds:
         raise Missing(f"{source}: neither *.jsonl nor losses of a baseline")
-    parts, figures = [gpu_chapter.HEAD, *gpu_chapter.speed(rows, out)], {"speed": rows}
+    parts, figures = [gpu_chapter.head(rows), *gpu_chapter.speed(rows, out)], {"speed": rows}
     parts.append(gpu_chapter.LOSS.format(identity=gpu_chapter.identity(source)))
     steps = 0
     if study.seeds:

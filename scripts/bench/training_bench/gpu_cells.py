@@ -44,6 +44,7 @@ class Options:
     folder: Path  # of logs and settings
     gpu: bool
     seed: int = 0
+    device: str = ""  # its name, for the records
 
 
 def arms_of(layout: str, chosen: list[str] | None = None) -> list[Arm]:

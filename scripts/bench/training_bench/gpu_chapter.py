@@ -13,7 +13,7 @@ from bench.training_bench.cells import LAYOUTS
 from bench.training_bench.gpu_cells import MEASURED, SIZES
 
 HEAD = """\
-One H100 80GB, all ranks on it, each a host of its own for NCCL: they talk over NCCL's sockets
+{devices}: all ranks on one, each a host of its own for NCCL: they talk over NCCL's sockets
 (loopback, about 14 Gb/s for two ranks), as nodes without RDMA do. bf16, fused AdamW, buckets
 of 100 MB, the example GPT (`scripts/train_gpt.py`). The ranks share the GPU's arithmetic, so
 a step's compute is that of all ranks together. Which figures were aimed at, and which were never
@@ -44,6 +44,12 @@ GPT-2 small's size (12 layers, width 768, 12 heads, vocabulary 50,257, output ti
 sums are the same, only the wire is not waited for; {identity}
 Gaps are in percent of the baseline's loss, paired by seed, with the 95 % interval of their mean.
 """
+
+
+def head(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the first words of the chapter, with the names of the devices of ``rows``."""
+    named = {name for row in rows for name in row.get("device", [gpu_report.FIRST_DEVICE])}
+    return HEAD.format(devices=", ".join(sorted(named or {gpu_report.FIRST_DEVICE})))
 
 
 def speed_rows(source: Path) -> list[dict[str, Any]]:

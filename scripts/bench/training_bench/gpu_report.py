@@ -18,6 +18,8 @@ Record = dict[str, Any]
 Round = tuple[int, int, int]
 #: who is held against what its bytes allow
 NOT_OURS = ("native", COMPUTE, "peer", "ZeRO++")
+#: of records that do not say it
+FIRST_DEVICE = "NVIDIA H100 80GB HBM3"
 AUTO, ALWAYS = "recommended when auto", "recommended"
 
 
@@ -82,9 +84,10 @@ def _layout(size: str, layout: str, records: Sequence[Record]) -> list[Record]:
         else:
             ended[arm] = record
     native, compute = turns[REFERENCE], turns[COMPUTE]
+    devices = sorted({record.get("device", FIRST_DEVICE) for record in records})
     rows = []
     for arm in dict.fromkeys([*turns, *failed]):
-        row: Record = {"size": size, "layout": layout, "arm": arm}
+        row: Record = {"size": size, "layout": layout, "arm": arm, "device": devices}
         if not any(place in native for place in turns[arm]):
             if arm in failed:
                 rows.append({**row, "failed": failed[arm]})

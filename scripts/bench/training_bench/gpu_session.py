@@ -106,7 +106,10 @@ class Session:
         self._context, self._options, self._plan = context, options, plan
         self._book, self._say, self._deadline = book, say, deadline
         self._part = part
-        self._head = {"size": options.size, "layout": part.layout, "part": part.number}
+        self._head = {
+            "size": options.size, "layout": part.layout, "part": part.number,
+            "device": options.device,
+        }  # fmt: skip
         self._jobs: dict[str, Job] = {}
         self._began = time.monotonic()
         # native's ranks do what is without a wire; what measures as it starts is started alone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -20,6 +21,16 @@ def busy(seconds: float = 1.0) -> float:
     time.sleep(seconds)
     now = ticks()
     return (now[0] - then[0]) / max(1, now[1] - then[1])
+
+
+def gpu_name() -> str:
+    """Return the name of the first GPU, as its driver has it; no context is made on it."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "a GPU without a name"
+    return found.stdout.splitlines()[0].strip()
 
 
 #: of a rank with torch, DeepSpeed and the example's model: 0.25 to 0.5 GB here
