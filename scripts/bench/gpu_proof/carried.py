@@ -86,22 +86,21 @@ def install(prepared: Path, out: Path, root: Path) -> dict[str, str]:
     """Make what prepare_gpu.py wrote usable here; returns variables for the environment of steps.
 
     Wheels are installed into ``out/site``, kernels and data copied into ``out``, the native
-    libraries into the checkout ``root``, its metadata beside the wheels. What is there stays.
+    libraries into the checkout ``root``, which is found by its path, its metadata beside the
+    wheels. What is there stays.
     Raises ValueError for a folder that prepare_gpu.py did not write, and where pip cannot install a
     wheel.
     """
     if not any((prepared / name).is_dir() for name in ("wheels", "native", "kernels", "data")):
         raise ValueError(f"{prepared}: expected what prepare_gpu.py wrote")
-    variables: dict[str, str] = {}
     wheels = sorted((prepared / "wheels").glob("*.whl"))
     site = out / "site"
     if wheels and not site.is_dir():
         _pip(wheels, site)
     for metadata in (prepared / "native").glob("*.dist-info"):
         shutil.copytree(metadata, site / metadata.name, dirs_exist_ok=True)
-    if site.is_dir():
-        paths = [str(site), os.environ.get("PYTHONPATH", "")]
-        variables["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    paths = [str(root), *([str(site)] if site.is_dir() else []), os.environ.get("PYTHONPATH", "")]
+    variables = {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     for library in sorted((prepared / "native").rglob("*.so")):
         place = root / library.relative_to(prepared / "native")
         if place.parent.is_dir() and not place.exists():

@@ -111,7 +111,7 @@ def test_what_was_prepared_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("PYTHONPATH", raising=False)
     variables = carried.install(prepared, out, root)
     assert variables == {
-        "PYTHONPATH": str(out / "site"), "CUPY_CACHE_DIR": str(out / "kernels")
+        "PYTHONPATH": f"{root}{os.pathsep}{out / 'site'}", "CUPY_CACHE_DIR": str(out / "kernels")
     }  # fmt: skip
     assert (root / "hybridcomp/kernels/_cpu.so").read_bytes() == b"bytes"
     assert (out / "kernels/hybridcomp-1.cubin").read_bytes() == b"bytes"
