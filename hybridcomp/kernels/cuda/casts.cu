@@ -84,7 +84,6 @@ HC_CAST(cast_bf16_fp16, (narrow<EightBf16, EightFp16>(in, numel, out)))
 HC_CAST(cast_fp16_bf16, (narrow<EightFp16, EightBf16>(in, numel, out)))
 HC_CAST(cast_bf16_fp32, (widen<BFloat16, false>(in, numel, (float*)out)))
 HC_CAST(cast_fp16_fp32, (widen<Float16, false>(in, numel, (float*)out)))
-HC_CAST(add_fp32, (widen<Fp32, true>(in, numel, (float*)out)))
 HC_CAST(add_bf16, (widen<BFloat16, true>(in, numel, (float*)out)))
 HC_CAST(add_fp16, (widen<Float16, true>(in, numel, (float*)out)))
 

@@ -1,4 +1,4 @@
-"""Kernels of error feedback with residuals of few bits, and beside payloads of variable size."""
+"""Kernels of error feedback, of several tensors and of stretches, which ``ours`` has no rows of."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from bench.gpu_bench.measure import Work
 from bench.gpu_bench.messages import ME, RANKS
-from bench.gpu_bench.ours import TENSORS, AllReduce
+from bench.gpu_bench.ours import TENSORS, AllReduce, residual_of
 from hybridcomp.codecs import Codec, make_codec
+from hybridcomp.codecs.base import CollectiveKernel
 from hybridcomp.codecs.quantized_residual import QuantizedResidual
 from hybridcomp.codecs.words import DTYPE_NAMES
 from hybridcomp.kernels import KernelSet
@@ -22,22 +23,41 @@ from hybridcomp.kernels.stretches import PlannedStretch
 #: the name of these rows' source
 NAME = "feedback"
 #: whose sums are encoded, and bits of its residuals
-SUBJECT, BITS = "blockint 4", (8, 4, 16)
+SUBJECT, BITS = "blockint 4", (8, 4, 16, 32)
 #: of a payload of a stretch
 ALIGN = 16
 
 
 def works(values: Tensor) -> Iterator[Work]:
-    """Every kernel of error feedback but those with fp32 residuals, which ``ours`` has."""
+    """Every kernel with a residual, by its bits, then those beside payloads of variable size."""
     codec = make_codec("blockint", bits=4)
     fused = codec.fused(values.device)
     for bits in BITS:
         if fused is not None:
-            yield from AllReduce(SUBJECT, codec, fused, values, bits).launches()
+            message = AllReduce(SUBJECT, codec, fused, values, bits)
+            yield from _sum(message, fused, bits)
+            if bits < 32:  # ours has the others
+                yield from message.launches()
         yield from _several(codec, values, bits)
-        if values.dtype == torch.float32:
+        if values.dtype == torch.float32 and bits < 32:
             yield from _alone(values, bits)
     yield from _pieces(values)
+
+
+def named(bits: int) -> str:
+    """Return the end of the name of a phase: fp32 residuals have no number."""
+    return "feedback" if bits == 32 else f"feedback {bits}"
+
+
+def _sum(message: AllReduce, fused: CollectiveKernel, bits: int) -> Iterator[Work]:
+    """Sum what a reduce-scatter brings, with the residual of this rank's part."""
+    message.encode()
+    out = torch.empty(message.own.numel(), device=message.own.device)
+    left = residual_of(bits, out.numel(), out.device)
+    run = partial(fused.sum, message.sent, message.own, RANKS, ME, out, left)
+    moved = message.sent.nbytes + message.own.nbytes + out.nbytes + 2 * left.nbytes
+    wide = 8 * message.slot / message.chunk
+    yield Work(SUBJECT, f"sum {named(bits)}", moved, run, wide, f"{RANKS} ranks")
 
 
 def _several(codec: Codec, values: Tensor, bits: int) -> Iterator[Work]:
@@ -51,21 +71,31 @@ def _several(codec: Codec, values: Tensor, bits: int) -> Iterator[Work]:
     room = -(-codec.wire_nbytes(length, values.dtype) // ALIGN) * ALIGN
     payloads = values.new_empty((RANKS - 1) * room * TENSORS, dtype=torch.uint8)
     mine = payloads[: room * TENSORS]
-    residual = QuantizedResidual(bits, numel, values.device)
+    residual = residual_of(bits, numel, values.device)
     lefts = [residual[i * length : (i + 1) * length] for i in range(TENSORS)]
     moved, wide = numel * values.itemsize + mine.nbytes + 2 * residual.nbytes, 8 * room / length
     encode = partial(each.encode, parts, torch.split(mine, room), lefts)
-    yield Work(SUBJECT, f"encode tensors feedback {bits}", moved, encode, wide, note)
+    yield Work(SUBJECT, f"encode tensors {named(bits)}", moved, encode, wide, note)
     rows = [PlannedStretch(i * length, length, i * room, i * length) for i in range(TENSORS)]
     table, sums, note = planned.table(rows), planned.table(rows, sums=True), f"{TENSORS} stretches"
     encode = partial(planned.encode, table, values, mine, residual)
-    yield Work(SUBJECT, f"encode stretches feedback {bits}", moved, encode, wide, note)
+    yield Work(SUBJECT, f"encode stretches {named(bits)}", moved, encode, wide, note)
     for sent in torch.split(payloads, room * TENSORS):
         planned.encode(table, values, sent)
     out = torch.empty(numel, device=values.device)
-    add = partial(planned.sum, sums, payloads, values[:numel], RANKS, ME, out, residual)
-    moved = payloads.nbytes + numel * values.itemsize + out.nbytes + 2 * residual.nbytes
-    yield Work(SUBJECT, f"sum stretches feedback {bits}", moved, add, wide, note)
+    add = partial(planned.sum, sums, payloads, values[:numel], RANKS, ME, out)
+    moved = payloads.nbytes + numel * values.itemsize + out.nbytes
+    left = 2 * residual.nbytes
+    add_left = partial(add, residual)
+    yield Work(SUBJECT, f"sum stretches {named(bits)}", moved + left, add_left, wide, note)
+    if isinstance(residual, Tensor):  # what needs none, or an fp32 one, once
+        yield Work(SUBJECT, "sum stretches", moved, add, wide, note)
+        if values.dtype == torch.float32:
+            held = partial(planned.encode, table, None, mine, residual)
+            yield Work(SUBJECT, "encode held", mine.nbytes + left, held, wide, note)
+            read = partial(each.decode, torch.split(mine, room), torch.split(out, length), add=True)
+            nbytes = mine.nbytes + 2 * out.nbytes
+            yield Work(SUBJECT, "decode tensors add", nbytes, read, wide, f"{TENSORS} tensors")
 
 
 def _alone(values: Tensor, bits: int) -> Iterator[Work]:

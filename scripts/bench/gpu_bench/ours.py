@@ -31,7 +31,9 @@ def codecs() -> dict[str, Codec]:
         "blockint 4, gaussian": make_codec("blockint", bits=4, levels="gaussian"),
         "blockint 4, rotate": make_codec("blockint", bits=4, rotate=True),
         "fp8": make_codec("fp8"),
+        "fp8 e5m2": make_codec("fp8", format="e5m2"),
         "bf16": make_codec("bf16"),
+        "fp16": make_codec("fp16"),
         "zfp 8": make_codec("zfp", rate=8),
         "zfp 16": make_codec("zfp", rate=16),
         "mpc": make_codec("mpc"),
@@ -108,6 +110,12 @@ def _tensors(name: str, codec: Codec, values: Tensor) -> Iterator[Work]:
     yield Work(name, "encode tensors", moved, lambda: each.encode(parts, rooms, *last), bits, note)
     yield Work(name, "decode tensors", moved, lambda: each.decode(rooms, out), bits, note)
     yield Work(name, "encode one by one", moved, one_by_one, bits, f"{note}, one by one")
+    if not codec.fixed_size:
+        totals = torch.split(values.new_zeros(length * TENSORS, dtype=torch.float32), length)
+        rows = [[slot] * (RANKS - 1) for slot in rooms]
+        moved = (RANKS - 1) * nbytes + 8 * length * TENSORS
+        add = partial(each.add, rows, totals, values.dtype)
+        yield Work(name, "sum tensors", moved, add, bits, f"{note}, {RANKS} ranks")
 
 
 def _encoder(codec: Codec, values: Tensor, room: Tensor) -> Callable[[], object]:

@@ -63,6 +63,7 @@ TARGETS = (
             ("encode tensors", 0.85),
             ("encode stretches", 0.85),
             ("sum_encode", 0.80),
+            ("sum", 0.80),
             ("sum stretches", 0.80),
         )
     ),

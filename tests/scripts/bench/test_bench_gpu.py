@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -187,11 +188,58 @@ def test_the_kernels_of_an_all_reduce_are_measured(modules: dict[str, Any]) -> N
     assert works["sum_encode"].nbytes == pytest.approx(2500 * 4 + 8 * 2500 * 4.28 / 8, rel=0.02)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_kernels_of_few_bits_of_feedback_are_measured(
-    modules: dict[str, Any], dtype: torch.dtype
-) -> None:
-    """On the emulator: each kernel exists by the name that is launched, and takes its arguments."""
+def run_on_the_emulator(modules: dict[str, Any], dtype: torch.dtype) -> dict[Any, set[str]]:
+    """What rows of one codec of each kind launch: the names of kernels, by their image."""
+    from bench.gpu_bench import feedback
+    from hybridcomp.kernels.cuda import CudaKernels
+    from tests.kernels.cuda.common import kernels_replaced
+    from tests.kernels.cuda.emulated import EmulatedLauncher
+
+    launched: dict[Any, set[str]] = {}
+
+    class Launcher(EmulatedLauncher):
+        def launch(self, source: str, defines: Any, kernel: str, *args: Any, **more: Any) -> None:
+            launched.setdefault((source, *defines), set()).add(kernel)
+            super().launch(source, defines, kernel, *args, **more)
+
+    ours, values = modules["ours"], torch.randn(6000).to(dtype)
+    others = ("blockint 8", "blockint 4, gaussian", "blockint 4, rotate", "zfp 16", "radix 1e-3")
+    mine = [
+        partial(ours.works, name=name, codec=codec)
+        for name, codec in ours.codecs().items()
+        if name not in others
+    ]
+    with kernels_replaced(CudaKernels(Launcher())):
+        for source in (*mine, ours.steps, feedback.works):
+            for work in source(values):
+                work.run()
+    return launched
+
+
+@pytest.mark.nightly
+def test_every_kernel_has_a_row_that_measures_it(modules: dict[str, Any]) -> None:
+    """By its name in the emulator's library: a kernel that nobody measures is never fast."""
+    from hybridcomp.kernels.cuda import images
+    from tests.kernels.cuda.emulated import emulated
+
+    launched: dict[Any, set[str]] = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for image, kernels in run_on_the_emulator(modules, dtype).items():
+            launched.setdefault(image, set()).update(kernels)
+    for image, kernels in launched.items():
+        library = emulated(*image)._library._name
+        listed = subprocess.run(
+            ["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True
+        ).stdout
+        named = {line.split()[-1] for line in listed.splitlines()}
+        there = {name for name in named if not name.startswith("_") and name != "emulate"}
+        assert kernels <= there
+        assert not there - kernels, image
+    assert {image[0] for image in launched} == {path.name for path in images.FOLDER.glob("*.cu")}
+
+
+def test_kernels_of_feedback_are_measured(modules: dict[str, Any]) -> None:
+    """Each exists by the name that is launched, takes its arguments, and has its target."""
     from bench.gpu_bench import feedback
     from hybridcomp.kernels.cuda import CudaKernels
     from tests.kernels.cuda.common import kernels_replaced
@@ -199,13 +247,13 @@ def test_the_kernels_of_few_bits_of_feedback_are_measured(
 
     with kernels_replaced(CudaKernels(EmulatedLauncher())):
         works = {}
-        for work in feedback.works(torch.randn(6000).to(dtype)):
+        for work in feedback.works(torch.randn(6000)):
             works[work.subject, work.phase] = work
             work.run()
-    measured = {(t.subject, t.phase) for t in modules["targets"].TARGETS if "fp32" in t.dtypes}
-    named = {key for key in measured if key[1].startswith("encode tensors feedback")}
-    named |= {key for key in measured if key[0] in ("pieces", "residual")}
-    assert dtype != torch.float32 or named < works.keys()
+    targets = {(target.subject, target.phase) for target in modules["targets"].TARGETS}
+    named = {key for key in targets if re.search("feedback [0-9]+$", key[1])}
+    named |= {key for key in targets if key[0] in ("pieces", "residual")}
+    assert len(named) == 18 + 9 and named < works.keys()
     few = [works["blockint 4", f"chunks encode feedback {bits}"].nbytes for bits in (16, 8, 4)]
     assert few == sorted(few, reverse=True)
 
