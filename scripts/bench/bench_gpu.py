@@ -29,14 +29,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -48,6 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all
 
 from bench.gpu_bench import (
     feedback,
+    machine,
     markdown,
     ours,
     peers,
@@ -151,47 +150,6 @@ def run_tests() -> bool:
     return subprocess.run(command, cwd=REPOSITORY, check=False).returncode == 0
 
 
-def facts(device: torch.device) -> dict[str, Any]:
-    """Return facts of the machine and versions of its libraries, for the document."""
-    if device.type == "cuda":
-        properties = cuda.get_device_properties(0)
-        named = {
-            "device": properties.name,
-            "compute_capability": list(cuda.get_device_capability()),
-            "memory_gb": properties.total_memory / 2**30,
-        }
-    else:
-        named = {"device": "a CPU", "compute_capability": [], "memory_gb": 0.0}
-    names = (
-        "cupy",
-        "nvidia-nccl-cu13",
-        "triton",
-        "deepspeed",
-        "bitsandbytes",
-        "nvidia-nvcomp-cu13",
-    )
-    return {
-        **named,
-        "versions": {
-            "Python": platform.python_version(), "torch": torch.__version__,
-            "CUDA": torch.version.cuda, **_versions(names),
-        },
-    }  # fmt: skip
-
-
-def _versions(names: Sequence[str]) -> dict[str, str]:
-    """Return the versions of installed packages; the wheel of ``cupy`` has one of several names."""
-    found = {}
-    for name in names:
-        for package in (name, f"{name}-cuda13x", f"{name}-cuda12x"):
-            try:
-                found[name] = metadata.version(package)
-                break
-            except metadata.PackageNotFoundError:
-                continue
-    return found
-
-
 def size_of(text: str) -> int:
     """Parse ``64K``, ``256M`` or ``1G`` to bytes. Raises ValueError."""
     unit = UNITS.get(text[-1:].upper())
@@ -256,7 +214,7 @@ def main() -> int:
             sizes = size_exchange.measured(bench)
     except Exception as error:  # minutes of other figures must not be lost
         found.left_out["exchange of sizes"] = f"{type(error).__name__}: {error}"
-    status = conclude(found, sizes, {**facts(device), "tests_passed": tested}, arguments)
+    status = conclude(found, sizes, {**machine.facts(device), "tests_passed": tested}, arguments)
     late = arguments.resume and NO_TIME in found.left_out.values()
     return TIME_IS_UP if late else status
 
