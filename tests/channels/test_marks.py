@@ -36,7 +36,8 @@ def send(channels: Channels, values: torch.Tensor, group: Any = None) -> None:
 
 def marks_in(found: profile) -> list[tuple[int, int, str]]:
     """Begin, end and name of each mark, without the prefix, in the order in which they began."""
-    events = [e for e in found.events() or () if e.name.startswith(PREFIX)]
+    every: Any = found.events()  # type: ignore[no-untyped-call]
+    events = [e for e in every if e.name.startswith(PREFIX)]
     events.sort(key=lambda e: (e.time_range.start, -e.time_range.end))
     spans = ((e.time_range.start, e.time_range.end, e.name.removeprefix(PREFIX)) for e in events)
     return [(int(start * 1e3), int(end * 1e3), name) for start, end, name in spans]
@@ -56,7 +57,7 @@ def messages_of_two_ranks() -> tuple[list[tuple[int, int, str]], list[float], li
     assert type(channels["dp"].meter(torch.device("cpu"))) is Meter
     send(channels, values)
     assert values.eq(8).all() and dist.get_world_size() == 2
-    return marks_in(found), clocks, [entry.messages, entry.wire_nbytes]
+    return marks_in(found), clocks, [int(entry.messages), int(entry.wire_nbytes)]
 
 
 def test_a_message_is_marked_where_a_profiler_records() -> None:
