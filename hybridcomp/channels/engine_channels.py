@@ -101,6 +101,7 @@ class Channels(EngineState):
         poll_payloads()
         poll_headers()
         finish_sends()
+        self.late_samples.read()
         self.ledger.drain()
         if self.config.start_step < self.step:
             self.gains.count(self.verdicts, self.step - 1, self.guard.trips)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.codecs import LateRead
+from hybridcomp.codecs import LateRead, read_together
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.errors import CodecError
 
@@ -110,13 +110,9 @@ class Unread:
     def check(self) -> None:
         """Wait for the devices and compare; raises the error of the first wrong header's check."""
         waiting, self.waiting, self.asked = self.asked + self.waiting, [], []
-        by_device: dict[torch.device, list[tuple[Tensor, Check]]] = {}
-        for one in waiting:
-            by_device.setdefault(one[0].device, []).append(one)
-        for own in by_device.values():  # the host waits once, not for each of them
-            rows = torch.stack([header for header, _ in own]).tolist()
-            for row, (_, check) in zip(rows, own, strict=True):
-                check(bytes(row))
+        rows = read_together([header for header, _ in waiting])
+        for row, (_, check) in zip(rows, waiting, strict=True):
+            check(bytes(row))
 
     def poll(self) -> None:
         """Compare headers that an earlier call began to copy to the host, if here; never waits."""
