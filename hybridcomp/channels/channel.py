@@ -23,6 +23,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import profiler
 from torch.distributed import ProcessGroup
 
 from hybridcomp.channels.engine_state import EngineState
@@ -32,7 +33,7 @@ from hybridcomp.codecs import LOSSLESS, Codec
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.codecs.quantized_residual import Residual
 from hybridcomp.collectives import Group, Handle, Meter, ReduceScatterHandle
-from hybridcomp.collectives.wire import HOST
+from hybridcomp.collectives.wire import HOST, marks
 from hybridcomp.dimensions import MEASURED_EARLY, ROWS, Dimension, Direction
 from hybridcomp.errors import ConfigError
 from hybridcomp.policy import Policy, Traffic
@@ -144,6 +145,10 @@ class Channel:
         )
         if codec is None or message.stays_native(self, codec):
             return self.run_native(message, native)
+        if profiler._is_profiler_enabled:
+            fields = message.direction, message.numel, message.dtype
+            with marks.sending(self.dimension, *fields, codec.spec):
+                return encoded(message.send(self, codec))
         return encoded(message.send(self, codec))
 
     def group(self, group: ProcessGroup | None) -> Group:
@@ -284,7 +289,8 @@ class Channel:
     def meter(self, device: torch.device) -> Meter:
         """Return a meter for one message on ``device``."""
         clock = HOST if device.type == "cpu" else self.state.clock(device)
-        return Meter(clock=clock, where=f"{self.dimension} at step {self.state.step}")
+        kind = marks.MarkedMeter if profiler._is_profiler_enabled else Meter
+        return kind(clock=clock, where=f"{self.dimension} at step {self.state.step}")
 
     def record(self, meter: Meter, raw_nbytes: int, direction: Direction, inter: float) -> None:
         """Count an encoded message in whose place native would have sent ``raw_nbytes``, of which

@@ -16,7 +16,7 @@ from hybridcomp.channels.host_pace import Pace
 from hybridcomp.channels.ledger import Ledger
 from hybridcomp.channels.payoff import Payoff
 from hybridcomp.codecs import poll_payloads
-from hybridcomp.collectives import poll_headers
+from hybridcomp.collectives import finish_sends, poll_headers
 from hybridcomp.collectives.topology import Nodes, Ranks, discover
 from hybridcomp.config import CompressionConfig
 from hybridcomp.dimensions import DIMENSIONS, TWO_LEVELS, Dimension
@@ -100,6 +100,8 @@ class Channels(EngineState):
         """
         poll_payloads()
         poll_headers()
+        finish_sends()
+        self.late_samples.read()
         self.ledger.drain()
         if self.config.start_step < self.step:
             self.gains.count(self.verdicts, self.step - 1, self.guard.trips)

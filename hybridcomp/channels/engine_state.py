@@ -13,6 +13,7 @@ from hybridcomp.channels.error_feedback import Residuals
 from hybridcomp.channels.gains import Gains
 from hybridcomp.channels.guard import Guard
 from hybridcomp.channels.host_pace import Pace
+from hybridcomp.channels.late_samples import LateSamples
 from hybridcomp.channels.ledger import Ledger
 from hybridcomp.channels.low_rank import Factors
 from hybridcomp.collectives.topology import Nodes
@@ -45,6 +46,7 @@ class EngineState:
         pace: of dimension ``offload``, whether its copies are encoded in a step.
         is_weighed: whether dp and zero were measured before the first step.
         gains: seconds that encoding has saved, where they were measured.
+        late_samples: of encoding errors, until the step's end.
         absent: dimensions that this job sends no messages of, which are not measured.
         messages: of dp and zero in a step, as far as the seams know them, for ``memory_use``; of
             each group and dtype.
@@ -69,6 +71,7 @@ class EngineState:
     is_weighed: bool = False
     absent: frozenset[Dimension] = frozenset()
     gains: Gains = field(default_factory=Gains)
+    late_samples: LateSamples = field(default_factory=LateSamples)
     messages: dict[Dimension, tuple[RankMessages, ...]] = field(default_factory=dict)
     share: int = 0
     replicas: int = 1

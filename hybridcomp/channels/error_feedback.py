@@ -36,11 +36,12 @@ from hybridcomp.channels.saved_residuals import (
     copy_of,
     for_checkpoint,
 )
+from hybridcomp.codecs import read_together
 from hybridcomp.codecs.quantized_residual import (
     QuantizedResidual,
     Residual,
     as_fp32,
-    squared,
+    squares,
 )
 
 #: messages that are known by the identity of their pieces
@@ -247,7 +248,8 @@ class Residuals:
         found = [stretch.flat for stretch in self._stretches.values()]
         found += [values for stored in self._restored.values() for _, values in stored]
         found += [one.own[1] for stored in self._common.values() for one in stored]
-        return float(sum(map(squared, found)) ** 0.5)
+        rows = read_together([squares(residual).view(1) for residual in found])
+        return float(sum(square for (square,) in rows) ** 0.5)
 
     def state_dict(self) -> dict[str, dict[str, list[Any]]]:
         """Return ``{hop: {parameter: [(offset, values)]}}``, with unused loaded ones.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from hybridcomp.channels.engine_state import EngineState
 from hybridcomp.codecs.base import Codec
-from hybridcomp.codecs.quantized_residual import Residual, squared
+from hybridcomp.codecs.quantized_residual import Residual, squares
 from hybridcomp.collectives.wire import stretches
 from hybridcomp.policy import Dimension, Direction
 
@@ -43,26 +44,33 @@ class Samples:
         """
         if codec.lossless or not values.numel():
             return
-        found = encode_once(values, codec, cuts, relative_to, residual)
-        self._write(direction, *found)
+        sums = encode_once(values, codec, cuts, relative_to, residual)
+        self._state.late_samples.add(sums, partial(self._write, direction))
 
     def factors(
-        self, direction: Direction, left_sq: float, sent_sq: float, value_sq: float
+        self, direction: Direction, left_sq: Tensor, sent_sq: Tensor, value_sq: Tensor
     ) -> None:
         """Record a sample of a low-rank sum: squared L2 norms of this rank's residual after it, of
-        its input with residual, and of the gradients in it."""
+        its input with residual, and of the gradients in it; float64 ()."""
+        sums = torch.stack([left_sq, sent_sq, value_sq])
+        self._state.late_samples.add(sums, partial(self._write_factors, direction))
+
+    def _write_factors(
+        self, direction: Direction, left_sq: float, sent_sq: float, value_sq: float
+    ) -> None:
         held = left_sq * sent_sq / value_sq if value_sq else 0.0  # its ratio to the gradients
         self._write(direction, left_sq, sent_sq, held)
 
     def _write(
-        self, direction: Direction, error_sq: float, value_sq: float, held: float, outside: int = 0
-    ) -> None:
+        self, direction: Direction, error_sq: float, value_sq: float, held: float,
+        outside: float = 0,
+    ) -> None:  # fmt: skip
         """Record in ledger and guard the squared norms of error, values and residual."""
         if not math.isfinite(value_sq):
             return  # an overflow step
         error_sq = error_sq if math.isfinite(error_sq) else math.inf  # finite became not finite
         key = (self._dimension, direction)
-        self._state.ledger.record_error(key, error_sq, value_sq, outside)
+        self._state.ledger.record_error(key, error_sq, value_sq, int(outside))
         self._state.guard.sample(key, error_sq, value_sq, held)
 
 
@@ -72,10 +80,11 @@ def encode_once(
     cuts: Sequence[int],
     relative_to: Tensor | None,
     residual: Residual | None,
-) -> tuple[float, float, float, int]:
-    """Encode and decode the head of ``values``; return squared L2 norms of the error.
+) -> Tensor:
+    """Encode and decode the head of ``values``; return squared L2 norms on its device.
 
-    Returns ``(squared error, squared values, squared residual, values beyond their bound)``.
+    Returns float64 (4,): of the error, of the values, of the residual, and how many values are
+    beyond their bound. Waits for no device.
 
     Args:
         values: the message; its first SAMPLE_NUMEL elements are encoded.
@@ -88,16 +97,20 @@ def encode_once(
     nbytes = codec.wire_nbytes(head.numel(), head.dtype)
     payload = torch.empty(nbytes, dtype=torch.uint8, device=head.device)
     decoded = torch.empty(head.numel(), dtype=torch.float32, device=head.device)
-    exact, outside = head.float(), 0
+    exact = head.float()
+    outside: Tensor | int = 0
     for low, high in stretches(0, head.numel(), cuts):
         used = codec.encode(head[low:high], payload)
         codec.decode(payload[:used], decoded[low:high])
-        outside += codec.beyond(exact[low:high], decoded[low:high])
+        outside = outside + codec.beyond(exact[low:high], decoded[low:high])
     whole = exact if relative_to is None else relative_to.detach().reshape(-1)[:SAMPLE_NUMEL]
-    held = 0.0 if residual is None else squared(residual[: head.numel()])
-    return _square(decoded - exact), _square(whole), held, outside
+    held = exact.new_zeros((), dtype=torch.float64)
+    if residual is not None:
+        held = squares(residual[: head.numel()])
+    beyond = torch.zeros_like(held).add_(outside)
+    return torch.stack([_square(decoded - exact), _square(whole), held, beyond])
 
 
-def _square(values: Tensor) -> float:
-    """Return the squared L2 norm."""
-    return float(values.double().square().sum())
+def _square(values: Tensor) -> Tensor:
+    """Return the squared L2 norm, float64 ()."""
+    return values.double().square().sum()

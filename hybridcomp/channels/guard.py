@@ -66,7 +66,7 @@ class Guard:
 
         ``step``: the next one. Returns the dimensions that fall back from it on.
         """
-        samples = small_messages.total(self._samples.to(device, copy=True))
+        samples = small_messages.total(self._samples.to(device, copy=True, non_blocking=True))
         self._samples = torch.zeros_like(self._samples)
         rows = dict(zip(KEYS, samples.tolist(), strict=True))
         fallen = []

@@ -132,7 +132,7 @@ class Ledger:
         entry.inter_nbytes += meter.inter_nbytes
         if meter.clock.on_device:
             entry.device_nbytes += raw_nbytes
-            entry.timed_nbytes += raw_nbytes if isinstance(meter.clock, DeviceClock) else 0
+            entry.timed_nbytes += raw_nbytes if meter.clock.timed else 0
         self.record_time(key, meter)
         self.used.setdefault(key, {}).update(meter.used)
 
@@ -148,8 +148,9 @@ class Ledger:
         entry = self.interval[key]
         entry.codec_s += meter.codec_s
         entry.wait_s += meter.wait_s
-        if isinstance(meter.clock, DeviceClock):
-            meter.clock.land(meter.spans, entry)
+        timed = meter.clock.timed
+        if timed is not None:
+            timed.land(meter.spans, entry)
 
     def record_native(self, key: Key, raw_nbytes: int) -> None:
         """Count one message left native."""

@@ -116,7 +116,7 @@ class AllToAll(Message[Handle]):
 
 @dataclass(eq=False, kw_only=True)
 class Send(Message[None]):
-    """Send ``values`` to the second rank of ``between``; blocking."""
+    """Send ``values`` to the second rank of ``between``; a host waits for it only over gloo."""
 
     values: Tensor
 

@@ -19,7 +19,7 @@ from hybridcomp.codecs.setting import Setting
 from hybridcomp.codecs.stepcode import StepCode
 from hybridcomp.codecs.zfp import Zfp
 from hybridcomp.kernels import check_payloads, poll_payloads, require_kernels
-from hybridcomp.kernels.late_read import LateRead
+from hybridcomp.kernels.late_read import LateRead, read_together
 
 __all__ = [
     "CODECS",
@@ -44,5 +44,6 @@ __all__ = [
     "check_payloads",
     "make_codec",
     "poll_payloads",
+    "read_together",
     "require_kernels",
 ]

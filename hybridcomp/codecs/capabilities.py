@@ -81,10 +81,11 @@ class Capabilities:
         None where the error of an encoding is smaller than the encoded values."""
         return None
 
-    def beyond(self, values: Tensor, decoded: Tensor) -> int:
+    def beyond(self, values: Tensor, decoded: Tensor) -> int | Tensor:
         """Count the ``values`` further from ``decoded`` (both 1-D fp32) than the bound permits.
 
-        0 for codecs whose bound is not checked in samples.
+        0 for codecs whose bound is not checked in samples. A count that is made on a device stays
+        there, as a tensor (), so that nobody waits for it.
         """
         return 0
 

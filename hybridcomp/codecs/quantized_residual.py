@@ -177,10 +177,12 @@ class QuantizedResidual:
         codes = (scaled + (1 << (_DROPPED - 1))) >> _DROPPED
         steps.copy_(codes.clamp(max=_TOP[self.bits][1]).to(torch.int16))
 
-    def squared(self) -> float:
-        """Return the squared L2 norm of the values."""
-        edges = range(0, self.numel(), _STRETCH)
-        return sum(squared(self[low : low + _STRETCH].unpack()) for low in edges)
+    def squares(self) -> Tensor:
+        """Return the squared L2 norm of the values, float64 () on their device."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for low in range(0, self.numel(), _STRETCH):
+            total += squares(self[low : low + _STRETCH].unpack())
+        return total
 
     def clone(self) -> QuantizedResidual:
         """Return a copy that holds the blocks of this view alone, with the same bits."""
@@ -252,11 +254,11 @@ def clear(residual: Residual) -> None:
         residual.zero_()
 
 
-def squared(residual: Residual) -> float:
-    """Return the squared L2 norm of ``residual``."""
+def squares(residual: Residual) -> Tensor:
+    """Return the squared L2 norm of ``residual``, float64 () on its device."""
     if isinstance(residual, QuantizedResidual):
-        return residual.squared()
-    return float(residual.double().square().sum())
+        return residual.squares()
+    return residual.double().square().sum()
 
 
 def is_state(value: Any) -> bool:

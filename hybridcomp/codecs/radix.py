@@ -158,12 +158,12 @@ class Radix(VariableCodec):
         check_dtype(self.spec, dtype)
         return self.error_bound * (absmax if self.mode == "rel" else 1.0)
 
-    def beyond(self, values: Tensor, decoded: Tensor) -> int:
+    def beyond(self, values: Tensor, decoded: Tensor) -> Tensor:
         """Count the ``values`` further from ``decoded`` than the bound of their segment permits."""
         error = (decoded.double() - values.double()).abs()
         if self.mode == "abs":
-            return int((error > self.error_bound).sum())
+            return (error > self.error_bound).sum()
         pad = -values.numel() % self.segment
         rows = torch.nn.functional.pad(values.double().abs(), (0, pad)).view(-1, self.segment)
         limits = rows.amax(1).repeat_interleave(self.segment)[: values.numel()] * self.error_bound
-        return int((error > limits).sum())
+        return (error > limits).sum()

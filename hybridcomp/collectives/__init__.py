@@ -17,7 +17,7 @@ from hybridcomp.collectives.owner_reduction import owner_hops, reduce_to_owners
 from hybridcomp.collectives.reductions import all_reduce
 from hybridcomp.collectives.rooted import broadcast, broadcast_native, reduce, reduce_native
 from hybridcomp.collectives.scatter_reduction import Shards, reduce_scatter
-from hybridcomp.collectives.send_recv import recv, send
+from hybridcomp.collectives.send_recv import finish_sends, recv, send
 from hybridcomp.collectives.wire import (
     Group,
     Handle,
@@ -54,6 +54,7 @@ __all__ = [
     "broadcast_native",
     "check_headers",
     "chunk_ranges",
+    "finish_sends",
     "gather_words",
     "owner_hops",
     "poll_headers",

@@ -55,8 +55,8 @@ class Matrix:
 
 #: orthonormal right factors by ``Matrix.key``, (columns, rank) fp32
 WarmStarts = MutableMapping[str, Tensor]
-#: called with squared L2 norms: of the new residual, of values + residual, of the values
-Measure = Callable[[float, float, float], None]
+#: called with squared L2 norms, float64 (): new residual, values + residual, values
+Measure = Callable[[Tensor, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def low_rank_sum(values: Tensor, factoring: Factoring, how: Reduction) -> Steps[
     # 1
     with meter.coding():
         total = residual.add_(values)
-        sent_sq = _squared(total) if factoring.measure else 0.0
+        sent_sq = _squared(total) if factoring.measure else None
         # 2
         lefts, first = _left_factors(total, factoring, rest)
     yield transport.all_reduce(first, how.group, meter)
@@ -129,7 +129,7 @@ def low_rank_sum(values: Tensor, factoring: Factoring, how: Reduction) -> Steps[
         second = torch.cat([first[:0], *(right.reshape(-1) for right in rights)])
         carried = (basis @ right.T for basis, right in zip(bases, rights, strict=True))
         _leave(residual, matrices, carried, rest)
-        if factoring.measure:
+        if factoring.measure and sent_sq is not None:
             factoring.measure(_squared(residual), sent_sq, _squared(values))
     if matrices:
         yield transport.all_reduce(second, how.group, meter)
@@ -204,8 +204,8 @@ def _orthonormal(columns: Tensor) -> Tensor:
     return basis.contiguous()
 
 
-def _squared(values: Tensor) -> float:
-    return float(values.double().square().sum())
+def _squared(values: Tensor) -> Tensor:
+    return values.double().square().sum()
 
 
 def _split(flat: Tensor, numels: Sequence[int]) -> list[Tensor]:

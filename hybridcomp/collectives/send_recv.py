@@ -2,15 +2,23 @@
 
 DeepSpeed's pipeline reuses receive buffers of another dtype, so the message must state its dtype.
 A 32-byte header travels ahead as a separate message and gives the length of the payload.
+
+Over NCCL the stream that sends goes on with its next work while the message travels: the values
+are encoded, and a payload is kept until the next send, or until ``finish_sends`` at the end of a
+step, which order the stream behind the message before its memory may be taken again. So no more
+payloads are held than if each send were waited for. Over gloo the host waits for each send.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Work
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.wire import (
@@ -18,6 +26,7 @@ from hybridcomp.collectives.wire import (
     POOL,
     UNREAD,
     EncodeRequest,
+    Group,
     Header,
     Pending,
     Steps,
@@ -43,8 +52,35 @@ def _packed(header: Header, device: torch.device) -> Tensor:
     return torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8).to(device)
 
 
+@dataclass
+class Leaving:
+    """Message that is posted over NCCL and that no stream has waited for yet, with its tensors."""
+
+    works: Sequence[Work] = ()
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def finish(self) -> Steps[None]:
+        """Wait for it on the current stream; then its memory may be taken again."""
+        works, self.works = self.works, ()
+        tensors, self.tensors = self.tensors, []
+        yield from works
+        POOL.give(*tensors)
+
+
+#: the last message of this process that was sent over NCCL
+LEAVING = Leaving()
+
+
+def finish_sends() -> None:
+    """Order the current stream behind the last message that was sent, and free its payload."""
+    for work in LEAVING.finish():
+        work.wait()
+
+
 def send(tensor: Tensor, dst: int, via: Transfer) -> None:
-    """Send ``tensor`` to the global rank ``dst``, which calls ``recv``; blocking.
+    """Send ``tensor`` to the global rank ``dst``, which calls ``recv``.
+
+    ``tensor`` may be written again when this returns, by the current stream.
 
     Args:
         tensor: 1-D contiguous fp32/bf16/fp16.
@@ -59,7 +95,10 @@ def send(tensor: Tensor, dst: int, via: Transfer) -> None:
 
 
 def _send(tensor: Tensor, dst: int, via: Transfer) -> Steps[None]:
-    group, meter = via.group, via.meter
+    group, meter, works = via.group, via.meter, list[Work]()
+    leaves = _leaves(tensor, group)
+    if leaves:
+        yield from LEAVING.finish()
     (codec,) = via.codec.split_error_budget(1, 1, result=tensor.dtype)
     meter.used[codec.spec] = None
     payload = POOL.take(codec.wire_nbytes(tensor.numel(), tensor.dtype), tensor.device)
@@ -73,13 +112,24 @@ def _send(tensor: Tensor, dst: int, via: Transfer) -> Steps[None]:
     if word is not None:
         packed, arrival = packed.clone(), payload_sizes.SIZES.copied(word)
         packed[_SIZE_AT].copy_(word.view(torch.uint8))
-    yield transport.send(packed, dst, group, meter)
+    works.append(transport.send(packed, dst, group, meter))
+    if not leaves:
+        yield works.pop()
     if arrival is not None:  # the receiver has its header already
         yield arrival
         (used,) = arrival.sizes()
     if used:
-        yield transport.send(payload[:used], dst, group, meter)
+        works.append(transport.send(payload[:used], dst, group, meter))
+    if leaves:
+        LEAVING.works, LEAVING.tensors = works, [payload, packed]
+        return
+    yield from works
     POOL.give(payload)
+
+
+def _leaves(tensor: Tensor, group: Group) -> bool:
+    """Return whether a stream takes the message, so that nobody has to wait for it at once."""
+    return tensor.is_cuda and group.backends.get("cuda") != "gloo"
 
 
 def recv(tensor: Tensor, src: int, via: Transfer) -> None:
@@ -106,18 +156,20 @@ def recv(tensor: Tensor, src: int, via: Transfer) -> None:
 def _recv(tensor: Tensor, src: int, via: Transfer) -> Steps[None]:
     codec, group, meter = via.codec, via.group, via.meter
     packed = torch.empty(HEADER_NBYTES, dtype=torch.uint8, device=tensor.device)
-    yield transport.recv(packed, src, group)
+    works = [transport.recv(packed, src, group)]
     kind = (src, tensor.numel(), tensor.dtype, codec.spec)
     later = UNREAD.looks_later(kind, tensor.device)
     header = expected = _expected(codec, tensor)
     if not later:
+        yield works.pop()
         header = Header.unpack(bytes(packed.tolist()))
         _check_length(header, tensor.numel(), tensor.dtype, src, codec)
     (codec,) = codec.split_error_budget(1, 1, result=header.dtype)
     meter.used[codec.spec] = None
     payload = POOL.take(header.nbytes, tensor.device)
     if header.nbytes:
-        yield transport.recv(payload[: header.nbytes], src, group)
+        works.append(transport.recv(payload[: header.nbytes], src, group))
+    yield from works
     if later:
         UNREAD.add(packed, partial(_compare, codec, src, expected))
     else:

@@ -71,6 +71,7 @@ class Reporter:
         check_headers()
         ledger = self._channels.ledger
         ledger.drain(wait=True)
+        self._channels.late_samples.read()
         residual = self._channels.residuals.norm() ** 2
         vector = torch.cat([ledger.vector(), torch.tensor([residual], dtype=torch.float64)])
         used = ledger.used

@@ -203,17 +203,20 @@ def _partition_numel(param: Any) -> int:
 
 
 def _zero_padding(coordinator: Any, params: Iterable[Any]) -> None:
-    """Zero the padding behind the end of each parameter, which upstream leaves uninitialized.
+    """Zero the padding behind the end of parameters, which upstream leaves uninitialized.
 
     It shares codec blocks with parameters. Done before every fetch, as optimizer steps and
     checkpoints overwrite it, on the stream that is about to read it.
     """
     from deepspeed.accelerator import get_accelerator
 
+    padded = [(param, end) for param in params if (end := filled(param)) < param.ds_tensor.numel()]
+    if not padded:
+        return
     stream = coordinator._PartitionedParameterCoordinator__allgather_stream
     with get_accelerator().stream(stream), torch.no_grad():
-        for param in params:
-            param.ds_tensor[filled(param) :].zero_()
+        for param, end in padded:
+            param.ds_tensor[end:].zero_()
 
 
 @contextmanager

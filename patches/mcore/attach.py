@@ -112,7 +112,7 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
         channels = session.channels
         feedback = any(channel.error_feedback for channel in channels)
         if feedback:  # else no residual depends on it, and reading it may wait for a GPU
-            session.loss_scale = float(self.get_loss_scale())
+            session.loss_scale = loss_scale(self)
         has_islands = islands.stepping(session, self)
         session.before_step()
         kept = feedback or channels.config.start_step or session.followers.stateful
@@ -124,11 +124,23 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _progress.stepping = False
         skipped = (feedback or has_islands) and not bool(result[0])
-        after = float(self.get_loss_scale()) if feedback or skipped else session.loss_scale
+        after = loss_scale(self) if feedback or skipped else session.loss_scale
         session.end_step(overflow=skipped, loss_scale=after)
         return result
 
     return step
+
+
+def loss_scale(optimizer: Any) -> float:
+    """Return what an optimizer multiplies the loss by.
+
+    Without a scaler it is 1 and not read: Megatron keeps it on the GPU, for which the host would
+    wait before it could launch the step.
+    """
+    scaled = getattr(optimizer, "chained_optimizers", None) or [optimizer]
+    if all(hasattr(one, "grad_scaler") and one.grad_scaler is None for one in scaled):
+        return 1.0
+    return float(optimizer.get_loss_scale())
 
 
 def make_zero_grad(original: Callable[..., None]) -> Callable[..., None]:

@@ -16,7 +16,7 @@ from hybridcomp.codecs.quantized_residual import (
     is_state,
     nbytes_of,
     split,
-    squared,
+    squares,
     zeros,
 )
 from hybridcomp.codecs.residual_runs import ALL, joined, runs
@@ -100,7 +100,7 @@ def test_views(bits: int) -> None:
         assert torch.equal(kept.unpack(), whole), "neighbours in the same blocks stay"
     first, second = (as_fp32(one) for one in split(kept, [37, 463]))
     assert torch.equal(torch.cat([first, second]), whole)
-    assert squared(kept[3:450]) == pytest.approx(float(whole[3:450].double().square().sum()))
+    assert float(squares(kept[3:450])) == pytest.approx(float(whole[3:450].double().square().sum()))
 
 
 def test_which_views_are_one() -> None:

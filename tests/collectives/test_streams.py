@@ -18,7 +18,14 @@ from hybridcomp.channels.host_landing import Landing
 from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.codecs.exact_steps import ExactSteps
 from hybridcomp.codecs.quantized_residual import split, zeros
-from hybridcomp.collectives import Group, Meter, OwnedRange, Transfer, chunk_ranges
+from hybridcomp.collectives import (
+    Group,
+    Meter,
+    OwnedRange,
+    Transfer,
+    chunk_ranges,
+    send_recv,
+)
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from tests.channels import sent
@@ -30,7 +37,17 @@ from tests.collectives.calls import (
     reduce_to_owners,
     send,
 )
-from tests.stand_ins.gpu.common import NUMEL, QUIET, RANK, RANKS, channels, cuda, gpu, values_of
+from tests.stand_ins.gpu.common import (
+    NUMEL,
+    QUIET,
+    RANK,
+    RANKS,
+    chain,
+    channels,
+    cuda,
+    gpu,
+    values_of,
+)
 from tests.stand_ins.gpu.machine import DEVICE, Gpu
 from tests.stand_ins.gpu.memory import Race
 from tests.stand_ins.process_groups import fake_group
@@ -136,6 +153,7 @@ def moves(codec: Codec, dtype: torch.dtype) -> None:
         collectives.reduce(values, total, root, via, async_op=True).wait()
     send(values, 2, codec, group, meter=meter)
     send(values, 2, codec, group, meter=meter)
+    collectives.finish_sends()
 
 
 @pytest.mark.parametrize(
@@ -220,6 +238,32 @@ def test_payloads_on_their_way_to_the_host(gpu: Gpu, codec: Codec) -> None:
         payload.copied.synchronize()
         gpu.does(gpu.host, [payload.buffer], [])
         gpu.waits.clear()
+
+
+@pytest.mark.parametrize("codec", [FIXED[0], VARIABLE[1]], ids=str)
+def test_a_stream_goes_on_while_a_message_leaves(gpu: Gpu, codec: Codec) -> None:
+    """Its payload stays where it is until the stream is behind the message."""
+    group, leaving = Group.of(fake_group(RANKS, RANK)), send_recv.LEAVING
+    for step in range(3):
+        values = values_of().add_(1)
+        gpu.did.clear()
+        send(values, 2, codec, group, meter=Meter())
+        first = chain(gpu)[0]
+        assert first.count("waits for a message") == 2 * (step > 0), "for the one before"
+        values.add_(1)
+        del values
+        gpu.sweep()
+    assert len(gpu.unmet) == 2
+    collectives.finish_sends()
+    assert not gpu.unmet and not leaving.works and not leaving.tensors
+    send(values_of(), 2, codec, group, meter=Meter())
+    for message in gpu.unmet:
+        message._held = []  # a backend that holds nothing of what it sends
+    gpu.sweep()
+    leaving.tensors.clear()
+    with pytest.raises(Race, match="was freed"):
+        gpu.sweep()
+    collectives.finish_sends()
 
 
 def test_a_message_in_a_graph_is_refused(gpu: Gpu) -> None:

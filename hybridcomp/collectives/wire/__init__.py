@@ -17,13 +17,14 @@ splits         lengths of the parts of an all-to-all
 transport      bytes between ranks; only this calls torch.distributed for messages
 staging        pinned host memory for GPU tensors over gloo
 device_clock   the time that a GPU takes
+marks          spans of each message in a trace of torch's profiler
 
 Operations above import from here, not from its parts.
 """
 
 from __future__ import annotations
 
-from hybridcomp.collectives.wire import payload_sizes, relays, transport
+from hybridcomp.collectives.wire import marks, payload_sizes, relays, transport
 from hybridcomp.collectives.wire.at_once import decode_all_fp32
 from hybridcomp.collectives.wire.cuts import OwnedRange, Range, chunk_ranges, cut_rows, stretches
 from hybridcomp.collectives.wire.encoding import (
@@ -115,6 +116,7 @@ __all__ = [
     "exchange",
     "gather",
     "given",
+    "marks",
     "overlapped",
     "payload_sizes",
     "plan_exchange",

@@ -31,11 +31,13 @@ class Totals(Protocol):
 class SilentClock:
     """Clock that measures nothing, for steps of a GPU that are not timed."""
 
-    on_device = True
+    on_device, timed = True, None
     _nothing = nullcontext()
 
     def begin(self) -> None:
         """Mark nothing."""
+
+    begin_wait = begin
 
     def end(self, meter: Meter, kind: Kind, start: None) -> None:
         """Measure nothing."""
@@ -69,6 +71,11 @@ class DeviceClock:
     _free: list[Any] = field(default_factory=list)
     _landed: deque[tuple[Totals, StreamSpan]] = field(default_factory=deque)
 
+    @property
+    def timed(self) -> DeviceClock:
+        """Return this clock."""
+        return self
+
     def time(self, meter: Meter, kind: Kind) -> AbstractContextManager[None]:
         """Return a context that times its body by two events, as a span of ``meter``."""
         return TimedBody(self, meter, kind)
@@ -82,6 +89,8 @@ class DeviceClock:
         event = self._free.pop() if self._free else self.make()
         event.record()
         return event
+
+    begin_wait = begin
 
     def land(self, spans: list[StreamSpan], totals: Totals) -> None:
         """Add ``spans`` to ``totals`` once the device has passed them; empties ``spans``."""

@@ -38,8 +38,17 @@ class Clock(Protocol):
 
     on_device: bool
 
+    @property
+    def timed(self) -> Any:
+        """Return the ``DeviceClock`` of a step that is timed, None in all others."""
+        ...
+
     def begin(self) -> Any:
-        """Return a mark of this moment, for ``end``."""
+        """Return a mark of this moment, at which coding begins, for ``end``."""
+        ...
+
+    def begin_wait(self) -> Any:
+        """Return a mark of this moment, at which waiting begins, for ``end``."""
         ...
 
     def end(self, meter: Meter, kind: Kind, start: Any) -> None:
@@ -69,8 +78,8 @@ class TimedBody:
 class HostClock:
     """Clock of host seconds, added when the body ends."""
 
-    on_device = False
-    begin = staticmethod(time.perf_counter)
+    on_device, timed = False, None
+    begin = begin_wait = staticmethod(time.perf_counter)
 
     def end(self, meter: Meter, kind: Kind, start: float) -> None:
         """Add the host's time since ``start`` to ``meter``."""
@@ -174,7 +183,7 @@ class Pending(Generic[T]):
             assert work is not None
             try:
                 if work is not UNDER_WAY:
-                    start = clock.begin()
+                    start = clock.begin_wait()
                     work.wait()
                     clock.end(self._meter, "wait", start)
             except BaseException as error:

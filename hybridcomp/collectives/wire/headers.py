@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.codecs import LateRead
+from hybridcomp.codecs import LateRead, read_together
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.errors import CodecError
 
@@ -110,8 +110,9 @@ class Unread:
     def check(self) -> None:
         """Wait for the devices and compare; raises the error of the first wrong header's check."""
         waiting, self.waiting, self.asked = self.asked + self.waiting, [], []
-        for header, check in waiting:
-            check(bytes(header.tolist()))
+        rows = read_together([header for header, _ in waiting])
+        for row, (_, check) in zip(rows, waiting, strict=True):
+            check(bytes(row))
 
     def poll(self) -> None:
         """Compare headers that an earlier call began to copy to the host, if here; never waits."""

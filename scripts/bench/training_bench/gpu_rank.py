@@ -9,26 +9,34 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Connection
 from typing import Any
 
 from bench.training_bench import empty
 from bench.training_bench.spec import Spec
 from bench.training_bench.worker import name_block
+from bench.waits_bench.recorder import Recorder
 from gpt import torch_engines
 from lab.namespaces import end_with_parent
 
 
 class Seat:
-    """This rank's end of the pipe, and how many steps of its turn are left."""
+    """This rank's end of the pipe, how many steps of its turn are left, and what records them."""
 
-    def __init__(self, pipe: Connection) -> None:
+    _recorder: Recorder | None
+
+    def __init__(self, pipe: Connection, rank: int = 0) -> None:
         self._pipe, self._left, self._told = pipe, 0, False
         self._steps: list[dict[str, float]] = []
+        self._rank, self._recorder = rank, None
 
     def before(self, trainer: Any) -> None:
         """Wait for a turn, unless one is going on."""
         while not self._left:
+            if self._recorder is not None:
+                self._recorder.close()
+                self._recorder = None
             if self._told:
                 give_memory_back()
             self._pipe.send(("steps", self._steps))
@@ -38,6 +46,12 @@ class Seat:
                 self._end(trainer)
             self._left = rest[0]
             empty.set_empty(bool(rest[1]))
+            if rest[2:]:
+                self._recorder = Recorder(f"{rest[2]}.{self._rank}.json.gz")
+
+    def step(self) -> AbstractContextManager[Any]:
+        """Return the context of a step: marked where this turn is recorded."""
+        return nullcontext() if self._recorder is None else self._recorder.step()
 
     def after(self, step: dict[str, float]) -> None:
         """Count a step."""
@@ -92,7 +106,8 @@ def watched(step: Callable[..., float], seat: Seat) -> Callable[..., float]:
     def around(self: Any, batches: Any) -> float:
         seat.before(self)
         start = time.perf_counter()
-        loss = step(self, batches)
+        with seat.step():
+            loss = step(self, batches)
         seconds = time.perf_counter() - start
         seat.after({"seconds": seconds, "loss": float(loss), "samples": self.share.global_batch})
         return loss
@@ -124,7 +139,7 @@ def run(pipe: Connection, spec: Spec) -> None:
     else:
         loop = importlib.import_module("gpt.loop")
         trainers = [loop.PlainTrainer, loop.PipeTrainer, torch_engines.TorchTrainer]
-    seat = Seat(pipe)
+    seat = Seat(pipe, spec.rank)
     for trainer in trainers:
         trainer.step = watched(trainer.step, seat)
     status = script.main()

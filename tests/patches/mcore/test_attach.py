@@ -139,6 +139,23 @@ def test_steps_count_once_and_residuals_follow(monkeypatch: pytest.MonkeyPatch) 
     assert channels.step == 3 and residual.tolist() == [0.0] * 4
 
 
+def test_a_scale_that_no_scaler_changes_is_not_read() -> None:
+    """The host would wait for it, before it launches the step."""
+
+    def unread() -> torch.Tensor:
+        raise AssertionError("the loss scale lies on the GPU")
+
+    plain = SimpleNamespace(grad_scaler=None, get_loss_scale=unread)
+    chained = SimpleNamespace(chained_optimizers=[plain, plain], get_loss_scale=unread)
+    assert attach.loss_scale(plain) == attach.loss_scale(chained) == 1.0
+    scaled = SimpleNamespace(grad_scaler=object(), get_loss_scale=lambda: torch.tensor([8.0]))
+    mixed = SimpleNamespace(
+        chained_optimizers=[plain, scaled], get_loss_scale=scaled.get_loss_scale
+    )
+    assert attach.loss_scale(scaled) == attach.loss_scale(mixed) == 8.0
+    assert attach.loss_scale(Optimizer()) == 8.0, "one that says nothing of a scaler is asked"
+
+
 class Counting:
     """A follower that counts the steps it is told of."""
 

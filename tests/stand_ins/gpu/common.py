@@ -28,6 +28,18 @@ def gpu() -> Iterator[Gpu]:
         yield found
 
 
+def chain(gpu: Gpu) -> list[str]:
+    """What the GPU did since the last call: a line for each stretch of one stream's work."""
+    lines: list[tuple[str, list[str]]] = []
+    for stream, what in gpu.did:
+        if what and (not lines or lines[-1][0] != stream):
+            lines.append((stream, []))
+        if what:
+            lines[-1][1].append(what)
+    gpu.did.clear()
+    return [f"{stream}: {', '.join(what)}" for stream, what in lines]
+
+
 def channels(**block: Any) -> Channels:
     """Of a block that samples nothing, which would make the host wait."""
     every = {"ledger": {"sample_every": 0}, "min_bytes": 0, "start_step": 0}

@@ -30,6 +30,7 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         waits: what the host waited for, in words.
         capturing: whether a CUDA graph captures the current stream.
         unmet: messages that nobody has waited for.
+        did: what each stream did or waited for, in the order in which the host asked for it.
     """
 
     def __init__(self) -> None:
@@ -42,6 +43,7 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.waits: list[str] = []
         self.capturing = False
         self.unmet: list[Message] = []
+        self.did: list[tuple[str, str]] = []
         self._workspaces = Workspaces(self._zeroed)
         self._named: dict[int, list[int]] = {}  # addresses in tables on the device, by theirs
 
@@ -71,7 +73,7 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not any(each is other for other in written)
             and (each.is_cuda or each.dim() or by is self.host)  # a GPU is told the host's scalars
         ]
-        self.does(by, reads, [*written, *outputs])
+        self.does(by, reads, [*written, *outputs], str(func).split(".")[1])
         if str(func).startswith(COPIES) and len({t.is_cuda for t in both}) > 1:
             away = [t for t in (*written, *outputs) if not t.is_cuda]
             kept = all(t.untyped_storage()._cdata in self.memory.pinned for t in away)
@@ -79,8 +81,11 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.wait(str(func), self.current.clock)
         return found
 
-    def does(self, by: Stream, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """Have a stream do one thing. Raises Race."""
+    def does(
+        self, by: Stream, reads: Sequence[Tensor], writes: Sequence[Tensor], what: str = ""
+    ) -> None:
+        """Have a stream do one thing, called ``what``. Raises Race."""
+        self.did.append((by.name, what))
         if by is not self.host:
             by.behind(self.host.clock)
         by.step()
@@ -91,6 +96,10 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _block(self, tensor: Tensor, what: str) -> Block:
         return self.memory.block(tensor, self.current if tensor.is_cuda else self.host, what)
 
+    def order(self, stream: Stream, behind: str) -> None:
+        """Write down that a stream waits for another, or for a message."""
+        self.did.append((stream.name, f"waits for {behind}"))
+
     def sweep(self) -> None:
         """Take back the memory that was freed by now. Raises Race."""
         self.memory.sweep(self.host)
@@ -99,6 +108,7 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The host waits."""
         self.sweep()
         self.waits.append(why)
+        self.order(self.host, why)
         self.host.behind(clock)
 
     def launch(
@@ -115,6 +125,7 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sweep()
         self.current.behind(self.host.clock)
         self.current.step()
+        self.did.append((self.current.name, kernel))
         blocks = list(dict.fromkeys(b for word in words if (b := self.memory.at(word))))
         for place, block in enumerate(blocks):
             block.touch(self.current, writes=table is not None or place > 0)
@@ -142,7 +153,8 @@ class Gpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sweep()
         self.nccl.behind(self.current.clock)
         reads, writes = ([t for t in some if t.numel()] for some in (reads, writes))
-        self.does(self.nccl, reads, writes)
+        self.order(self.nccl, self.current.name)
+        self.does(self.nccl, reads, writes, "message")
         return Message(self, [*reads, *writes])
 
 
@@ -156,6 +168,7 @@ class Message(Work):
 
     def wait(self, timeout: object = None) -> bool:
         self._gpu.current.behind(self._clock)
+        self._gpu.order(self._gpu.current, "a message")
         self._held = []
         if self in self._gpu.unmet:
             self._gpu.unmet.remove(self)

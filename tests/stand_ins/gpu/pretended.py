@@ -44,9 +44,11 @@ class CudaStream:
 
     def wait_stream(self, other: CudaStream) -> None:
         self.of.behind(other.of.clock)
+        self.gpu.order(self.of, other.of.name)
 
     def wait_event(self, event: CudaEvent) -> None:
         self.of.behind(event.clock)
+        self.gpu.order(self.of, "an event")
 
     def record_event(self) -> CudaEvent:
         event = CudaEvent(self.gpu)

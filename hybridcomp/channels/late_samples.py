@@ -1,0 +1,40 @@
+"""Read the samples of a step together, so that the host waits for a GPU once and not for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from hybridcomp.codecs import read_together
+
+#: samples that may wait: an evaluation in a sampled step sends any number of messages
+MOST = 256
+
+
+@dataclass
+class LateSamples:
+    """Sums of samples that a device still computes, each with the function that records them.
+
+    They are read at the end of the step that has sampled them, at the latest before a report; those
+    of a job that ends before are lost with its interval of the ledger.
+    """
+
+    waiting: list[tuple[Tensor, Callable[..., None]]] = field(default_factory=list)
+
+    def add(self, sums: Tensor, write: Callable[..., None]) -> None:
+        """Have ``write`` called with the numbers in ``sums`` (float64, 1-D): on a CPU at once."""
+        if sums.device.type == "cpu":
+            write(*sums.tolist())
+            return
+        self.waiting.append((sums, write))
+        if len(self.waiting) >= MOST:
+            self.read()
+
+    def read(self) -> None:
+        """Wait for the devices of all samples that wait, and record them in their order."""
+        waiting, self.waiting = self.waiting, []
+        rows = read_together([sums for sums, _ in waiting])
+        for row, (_, write) in zip(rows, waiting, strict=True):
+            write(*row)

@@ -1,0 +1,177 @@
+"""Read what torch's profiler (Kineto) wrote of one rank: a Chrome trace, plain or compressed.
+
+Times become nanoseconds since the epoch, so that traces of ranks of one machine have one clock.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridcomp.collectives.wire.marks import PREFIX
+
+Event = dict[str, Any]
+#: the mark around each step of the training
+STEP = f"{PREFIX}step "
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+CALLS = ("cuda_runtime", "cuda_driver")
+#: spans on the host that tell what it does
+HOST = ("cpu_op", "user_annotation", *CALLS)
+#: what else belongs to a message, as Kineto links it with the kernel
+GROUP = ("Process Group Name", "Process Group Ranks")
+
+
+class TraceError(ValueError):
+    """A file is no trace of a recorded training; the message is one line."""
+
+
+@dataclass(frozen=True, eq=False)
+class HostSpan:
+    """A stretch of a thread's time: an operation, a mark, or a call of the GPU's driver."""
+
+    category: str
+    name: str
+    thread: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceSpan:
+    """A kernel or copy; ``launch``: the call that queued it; ``group``: NCCL's, where told."""
+
+    category: str
+    name: str
+    stream: int
+    start: int
+    stop: int
+    launch: HostSpan | None
+    group: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class StreamWait:
+    """A stream's wait for an event of another, and the calls that queued both on the host."""
+
+    stream: int
+    awaited: int  # the stream that the event was recorded on
+    call: HostSpan
+    record: HostSpan
+
+
+@dataclass(eq=False)
+class RankTrace:
+    """What one rank did in the steps of a trace."""
+
+    name: str
+    steps: list[tuple[int, int]]
+    host: list[HostSpan] = field(default_factory=list)
+    device: list[DeviceSpan] = field(default_factory=list)
+    waits: list[StreamWait] = field(default_factory=list)
+
+    @property
+    def main(self) -> int:
+        """Return the thread that makes the steps."""
+        return next(span.thread for span in self.host if span.name.startswith(STEP))
+
+    def marks(self, kind: str) -> Iterator[HostSpan]:
+        """Yield the marks of hybridcomp of one kind, in the order in which they began."""
+        head = f"{PREFIX}{kind} "
+        return (span for span in self.host if span.name.startswith(head))
+
+
+def read(path: Path) -> RankTrace:
+    """Read a trace. Raises TraceError for a file that is damaged or of another program."""
+    found = _json(path)
+    events = found.get("traceEvents") if isinstance(found, dict) else None
+    if not isinstance(events, list):
+        raise TraceError(
+            f"{path}: expected a Chrome trace with 'traceEvents', found "
+            f"{sorted(found)[:5] if isinstance(found, dict) else type(found).__name__}; "
+            "record it with bench_gpu_waits.py"
+        )
+    base = int(found.get("baseTimeNanoseconds", 0))
+    trace = RankTrace(path.name, [])
+    for number, event in enumerate(events):
+        try:
+            if event.get("ph") == "X" and event.get("cat") in HOST:
+                trace.host.append(_host(event, base))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _damaged(path, number, error) from None
+    trace.host.sort(key=lambda span: (span.start, -span.stop))
+    trace.steps = [(s.start, s.stop) for s in trace.host if s.name.startswith(STEP)]
+    if not trace.steps:
+        raise TraceError(
+            f"{path}: expected steps marked '{STEP}N', found {len(events)} events without one; "
+            "record it with bench_gpu_waits.py"
+        )
+    _device(path, events, base, trace)
+    return trace
+
+
+def _json(path: Path) -> Any:
+    try:
+        data = path.read_bytes()
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
+        return json.loads(data)
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise TraceError(f"{path}: cannot be read as a trace ({said}); record it again") from None
+
+
+def _damaged(path: Path, number: int, error: Exception) -> TraceError:
+    said = f"no {error}" if isinstance(error, KeyError) else str(error)
+    return TraceError(f"{path}: event {number} is damaged ({said}); record it again")
+
+
+def _times(event: Event, base: int) -> tuple[int, int]:
+    start = base + round(event["ts"] * 1000)
+    return start, start + round(event["dur"] * 1000)
+
+
+def _host(event: Event, base: int) -> HostSpan:
+    return HostSpan(event["cat"], event["name"], int(event["tid"]), *_times(event, base))
+
+
+def _device(path: Path, events: list[Event], base: int, trace: RankTrace) -> None:
+    """Add kernels, copies and waits of streams, each with the call that queued it."""
+    calls: dict[int, HostSpan] = {}
+    later: list[tuple[int, Event]] = []
+    for number, event in enumerate(events):
+        kind = event.get("cat")
+        try:
+            if event.get("ph") != "X":
+                continue
+            if kind in CALLS:
+                calls[int(event["args"]["correlation"])] = _host(event, base)
+            elif kind in DEVICE or (kind == "cuda_sync" and event["name"] == "Stream Wait Event"):
+                later.append((number, event))
+        except (KeyError, TypeError, ValueError) as error:
+            raise _damaged(path, number, error) from None
+    for number, event in later:
+        try:
+            _add(event, base, calls, trace)
+        except (KeyError, TypeError, ValueError) as error:
+            raise _damaged(path, number, error) from None
+    trace.device.sort(key=lambda span: span.start)
+    trace.waits.sort(key=lambda wait: wait.call.start)
+
+
+def _add(event: Event, base: int, calls: dict[int, HostSpan], trace: RankTrace) -> None:
+    told = event["args"]
+    call = calls.get(int(told["correlation"]))
+    if event["cat"] in DEVICE:
+        group = "/".join(str(told[name]) for name in GROUP if name in told)
+        where = event["cat"], event["name"], int(told["stream"])
+        trace.device.append(DeviceSpan(*where, *_times(event, base), call, group))
+        return
+    record = calls.get(int(told["wait_on_cuda_event_record_corr_id"]))
+    if call is not None and record is not None:  # else it was recorded before the trace began
+        streams = int(told["stream"]), int(told["wait_on_stream"])
+        trace.waits.append(StreamWait(*streams, call, record))
