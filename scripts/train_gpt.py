@@ -102,6 +102,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--log", type=Path, metavar="FILE", help="JSON lines: loss and speed of every step")
     add("--print-every", type=int, default=10, metavar="N")
     add("--eval-every", type=int, default=0, metavar="N", help="0: only at the end")
+    add("--eval-from", type=int, default=0, metavar="STEP", help="and not before this step")
     add("--eval-batches", type=int, default=8, metavar="N", help="0: never")
     add("--save", type=Path, metavar="FOLDER", help="checkpoint at the end")
     add("--save-every", type=int, default=0, metavar="N", help="and every N steps")
@@ -274,6 +275,7 @@ def run(arguments: argparse.Namespace) -> None:
         eval_batches=arguments.eval_batches,
         save=arguments.save,
         save_every=arguments.save_every,
+        eval_from=arguments.eval_from,
     )
     log = loop.Log(arguments.log if first else None, header, step)
     loop.train(trainer, samples, valid, plan, log, consumed)

@@ -24,6 +24,11 @@ class Missing(Exception):
 
 #: names of islands in a study: steps between meetings, and how they send
 ISLANDS = re.compile(r"H(\d+) (.+)")
+#: DeepSpeed's scheduler -> what it does after the warm-up
+AFTERWARDS = {
+    "WarmupDecayLR": "falling to 0", "WarmupCosineLR": "falling to 0 along a cosine",
+    "WarmupLR": "without an end",
+}  # fmt: skip
 #: chapter -> the layouts that it holds
 SHOWN = {
     "loss": [
@@ -195,11 +200,12 @@ class Study:
         """Return tables and picture of a layout, and the runs that were left out."""
         settings = self.done[loss_study.BASELINE][self.seeds[0]]
         rate = settings["optimizer"]["params"]["lr"]
+        then = AFTERWARDS[settings["scheduler"]["type"]]
         left = {name: seeds for name, seeds in self.done.items() if name not in self.whole}
         return [
             f"\n## {TITLES.get(layout, '')}\n",
             f"{result.aligned.axis[-1]:,.0f} tokens in {len(result.aligned.axis)} steps, "
-            f"{self.say_seeds()}; learning rate {rate:g} after the warm-up, falling to 0.\n",
+            f"{self.say_seeds()}; learning rate {rate:g} after the warm-up, {then}.\n",
             f"![loss curves, {layout}]({picture or f'loss_{layout}.png'})\n",
             *markdown_rows(losses(result)),
             "\nBytes of all ranks over the whole run of one seed:\n",

@@ -12,23 +12,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from hybridcomp.compare import CompareError, Wishes, compared
-from hybridcomp.compare.draw import draw
-from hybridcomp.compare.report import as_json
+from hybridcomp.compare import CompareError
 from hybridcomp.errors import install_hint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
 from bench.feedback_chapter import feedback_chapter, rounding_chapter
-from bench.loss_chapters import Missing, Study, loss_chapter, torch_chapter, untimed
+from bench.loss_chapters import Missing, loss_chapter, torch_chapter
 from bench.scale_bench.chapter import scale_chapter
 from bench.sync_chapter import sync_chapter
-from bench.training_bench import chapters, gpu_chapter, gpu_losses, paper
+from bench.training_bench import chapters, gpu_chapter, gpu_loss_chapter, paper
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,25 +49,15 @@ def gpu_chapter_of(source: Path, out: Path) -> str:
     Raises Missing where there is neither.
     """
     rows = gpu_chapter.speed_rows(source)
-    folder = source / "losses" / gpu_losses.LAYOUT
-    for place in (folder, source / "losses_nccl" / gpu_losses.LAYOUT):
-        gpu_chapter.unpack(place)
-    study = Study.of(folder)
-    if not rows and not study.seeds:
+    with tempfile.TemporaryDirectory() as scratch:
+        loss = gpu_loss_chapter.section(source, Path(scratch), out)
+    if not rows and not loss.seeds:
         raise Missing(f"{source}: neither *.jsonl nor losses of a baseline")
-    parts, figures = [gpu_chapter.head(rows), *gpu_chapter.speed(rows, out)], {"speed": rows}
-    parts.append(gpu_chapter.LOSS.format(identity=gpu_chapter.identity(source)))
-    steps = 0
-    if study.seeds:
-        words = [f"{name}={study.paths(name)}" for name in study.whole]
-        result = untimed(compared(words, Wishes(need_ledger=True)))
-        draw(result, out / "gpu_loss.png", 0, f"GPT-2 small, bf16, ZeRO 1, {study.say_seeds()}")
-        figures["loss"] = json.loads(as_json(result))
-        parts += study.section("gpu", result, "gpu_loss.png")[1:]
-        steps = len(result.aligned.axis)
-    parts += [gpu_chapter.missing(rows, list(study.done)), gpu_chapter.notes(source)]
+    parts = [gpu_chapter.head(rows), *gpu_chapter.speed(rows, out), *loss.parts]
+    parts += [gpu_chapter.missing(rows, loss.trained), gpu_chapter.notes(source)]
+    figures = {"speed": rows, **loss.figures}
     (out / "gpu.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    return "\n".join([*parts, gpu_chapter.commands(study.seeds, steps)])
+    return "\n".join([*parts, gpu_chapter.commands(loss.seeds, loss.options)])
 
 
 BENCH = "scripts/bench/bench_training.py"

@@ -166,6 +166,7 @@ class Plan:
     eval_batches: int
     save: Path | None
     save_every: int
+    eval_from: int = 0  # no evaluation before this step
 
 
 def train(
@@ -177,6 +178,7 @@ def train(
     tokens_per_step = share.global_batch * plan.length
     stream = share.stream(samples, consumed, engine.device)
     begin = time.perf_counter()
+    record: dict[str, Any] = {}
     for step in range(log.start + 1, plan.steps + 1):
         start = time.perf_counter()
         # a pipeline without a flush reads ahead; other engines take what there is
@@ -192,8 +194,9 @@ def train(
             "seconds": seconds,
             "learning_rate": float(engine.get_lr()[0]),
         }
-        if valid is not None and plan.eval_every and step % plan.eval_every == 0:
-            record["valid_loss"] = evaluate(trainer, valid, plan.eval_batches)
+        due = plan.eval_every and step >= plan.eval_from and step % plan.eval_every == 0
+        if valid is not None and due:
+            record |= evaluate(trainer, valid, plan.eval_batches)
         if first:
             log.step(record)
             _monitor(trainer, record)
@@ -203,12 +206,13 @@ def train(
             save(engine, plan.save, step, consumed)
     if plan.save:
         save(engine, plan.save, max(plan.steps, log.start), consumed)
-    finish(trainer, valid, plan, log, time.perf_counter() - begin)
+    if valid is not None and "valid_loss" not in record:
+        record |= evaluate(trainer, valid, plan.eval_batches)
+    finish(record.get("valid_loss"), plan, log, time.perf_counter() - begin)
 
 
-def finish(trainer: Trainer, valid: Samples | None, plan: Plan, log: Log, seconds: float) -> None:
+def finish(valid_loss: float | None, plan: Plan, log: Log, seconds: float) -> None:
     """Write the summary: final loss, validation loss, speed."""
-    valid_loss = None if valid is None else evaluate(trainer, valid, plan.eval_batches)
     if dist.get_rank() != 0:
         return
     if not log.speeds:
@@ -232,14 +236,14 @@ def finish(trainer: Trainer, valid: Samples | None, plan: Plan, log: Log, second
     )
 
 
-def evaluate(trainer: Trainer, valid: Samples, batches: int) -> float:
-    """Mean loss of the first ``batches`` global batches of ``valid``; always the same ones."""
+def evaluate(trainer: Trainer, valid: Samples, batches: int) -> dict[str, Any]:
+    """Losses of the first ``batches`` global batches of ``valid``, always the same; their mean."""
     share, device = trainer.share, trainer.engine.device
     losses = [
         trainer.evaluate(share.batches(valid, number * share.global_batch, device))
         for number in range(batches)
     ]
-    return sum(losses) / len(losses)
+    return {"valid_loss": sum(losses) / len(losses), "valid_losses": losses}
 
 
 def progress(record: dict[str, Any], steps: int, done: int, begin: float) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,17 +30,6 @@ other, but nothing is on the wire. With r = (native - compute) / compute, "allow
 share of it. Peers are what their authors published where that runs (torch's hooks, DeepSpeed's
 ZeRO++ with its CUDA kernels), else eager reimplementations (`scripts/bench/peers/`), whose seconds
 are an upper bound.
-"""
-LOSS = """
-## Loss
-
-GPT-2 small's size (12 layers, width 768, 12 heads, vocabulary 50,257, output tied to the embedding:
-124 M parameters), bf16, ZeRO 1 on two ranks, sequences of 1,024 tokens. The text is Python source
-(the standard library, torch, DeepSpeed) in a byte-level BPE that was trained on it
-(`prepare_data.py --vocabulary 50257`). The ranks' bytes go through the GPU's memory
-(`scripts/bench/training_bench/gpu_memory.py`) in place of NCCL's sockets: codecs, collectives and
-sums are the same, only the wire is not waited for; {identity}
-Gaps are in percent of the baseline's loss, paired by seed, with the 95 % interval of their mean.
 """
 
 
@@ -107,8 +94,11 @@ def missing(rows: Sequence[dict[str, Any]], trained: Sequence[str]) -> str:
     return f"\nNot measured yet: {'; '.join(found)}." if found else ""
 
 
-def commands(seeds: Sequence[int], steps: int) -> str:
-    """Return the section with the commands that make the chapter again."""
+def commands(seeds: Sequence[int], options: str) -> str:
+    """Return the section with the commands that make the chapter again.
+
+    ``options``: of gpu_losses.py.
+    """
     numbers = " ".join(map(str, seeds))
     return f"""
 ## Commands
@@ -119,7 +109,8 @@ scripts/bench/bench_gpu_training.py --size 85M --data data/text --out runs/gpu/8
 scripts/bench/bench_gpu_training.py --size 350M --data data/text --out runs/gpu/350M.jsonl \\
     --beside 4
 scripts/prepare_data.py FOLDER ... --suffix .py --vocabulary 50257 --output data/gpt2
-scripts/bench/gpu_losses.py --data data/gpt2 --steps {steps} --seeds {numbers} --out runs/gpu/losses
+scripts/bench/gpu_losses.py --data data/gpt2 --seeds {numbers} --out runs/gpu/losses \\
+    {options}
 scripts/bench/results.py --gpu runs/gpu
 ```"""
 
@@ -129,35 +120,3 @@ def notes(source: Path) -> str:
     file = source / "notes.md"
     said = file.read_text(encoding="utf-8").rstrip() if file.is_file() else ""
     return f"\n## What to know of these figures\n\n{said}\n" if said else ""
-
-
-def unpack(folder: Path) -> None:
-    """Make the curves of runs that came compressed readable; runs that are not over stay so."""
-    for file in folder.glob("*/seed*/loss.jsonl.gz"):
-        log = file.with_suffix("")
-        if not log.is_file():
-            log.write_bytes(gzip.decompress(file.read_bytes()))
-
-
-def identity(source: Path) -> str:
-    """Say how far losses of runs through memory equal those of the same runs over NCCL."""
-    told = []
-    for log in sorted((source / "losses_nccl" / gpu_losses.LAYOUT).glob("*/seed*/loss.jsonl")):
-        nccl, same = _curve(log), source / "losses" / log.relative_to(source / "losses_nccl")
-        if not same.is_file():  # its turn had not come when time was up
-            continue
-        own = _curve(same)[: len(nccl)]
-        equal = sum(ours == theirs for ours, theirs in zip(own, nccl, strict=False))
-        told.append(f"`{log.parents[1].name}` in {equal} of {len(nccl)} steps")
-    if not told:
-        return "they were not held against NCCL's."
-    return (
-        f"losses that are those of NCCL's sockets to the last digit: {', '.join(told)}. (Backward "
-        "kernels of torch add in no fixed order, and the first steps of Adam divide what is small "
-        "by itself; whether that is all of the difference was not tested.)"
-    )
-
-
-def _curve(log: Path) -> list[float]:
-    records = [json.loads(text) for text in log.read_text().splitlines()]
-    return [record["loss"] for record in records if "step" in record and "loss" in record]

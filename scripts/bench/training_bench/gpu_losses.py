@@ -1,13 +1,11 @@
-"""Trainings of the loss study on a GPU: what each is made of, and what is kept of it."""
+"""Trainings of the loss study on a GPU: what each is made of."""
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
-import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,10 @@ import one_gpu
 from bench.training_bench import cells
 from bench.training_bench.gpu_cells import BUCKETS
 from bench.training_bench.spec import Spec
+from gpt.data import Samples
+from gpt.indexed import IndexedTokens
 
 BASELINE = "baseline"
-FEEDBACK = {"codec": "blockint", "bits": 4, "error_feedback": True}
 #: name -> block, the most telling first
 BLOCKS: dict[str, dict[str, Any] | None] = {
     BASELINE: None,
@@ -29,9 +28,92 @@ BLOCKS: dict[str, dict[str, Any] | None] = {
     "zhybrid": {"preset": "zhybrid"},
     "mzhybrid": {"preset": "mzhybrid"},
 }
-#: layers, width, heads, length
-SMALL, TINY = (12, 768, 12, 1024), (2, 64, 2, 32)
-LAYOUT = "zero1"
+#: name -> layers, width, heads, tokens of a sample
+MODELS = {"124M": (12, 768, 12, 1024), "0.85M": (4, 128, 4, 128), "tiny": (2, 64, 2, 32)}
+LAYOUT, RANKS = "zero1", 2
+#: what the learning rate does after the warm-up -> DeepSpeed's scheduler
+SCHEDULES = {"linear": "WarmupDecayLR", "cosine": "WarmupCosineLR", "constant": "WarmupLR"}
+#: of the steps, at their end, over which held-out text is read
+LAST_PART = 5
+#: trainings that begin together
+TOGETHER = 2
+
+
+@dataclass(frozen=True)
+class Method:
+    """How every training of a study is made; a study goes on with the same alone."""
+
+    model: str
+    steps: int
+    samples: int  # of a rank in a micro-batch
+    micro_batches: int
+    lr: float
+    schedule: str
+    evaluations: int
+    eval_tokens: int
+    #: tokens and digests of the two datasets
+    text: str
+
+    @property
+    def length(self) -> int:
+        """Return the tokens of a sample."""
+        return MODELS[self.model][3]
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Return the tokens of all ranks in an optimizer step."""
+        return RANKS * self.samples * self.micro_batches * self.length
+
+    @property
+    def eval_batches(self) -> int:
+        """Return the global batches of an evaluation, of as many tokens as those of a step."""
+        return max(1, self.eval_tokens // self.tokens_per_step)
+
+    @property
+    def eval_every(self) -> int:
+        """Return the steps from one evaluation to the next."""
+        return max(1, self.steps // (LAST_PART * self.evaluations))
+
+    @property
+    def eval_from(self) -> int:
+        """Return the step of the first evaluation; that of the last is the last one."""
+        return max(1, self.steps - (self.evaluations - 1) * self.eval_every)
+
+    def shorter(self, steps: float) -> Method:
+        """Return this method with at most ``steps`` steps, so many that evaluations fit evenly."""
+        even = LAST_PART * self.evaluations
+        return replace(self, steps=int(steps) // even * even)
+
+    def differences(self, other: dict[str, Any]) -> list[str]:
+        """Say what of ``other``, as ``asdict`` writes a method, is not so here."""
+        own = asdict(self)
+        return [
+            f"{name} {other.get(name)!r} there, {own[name]!r} here"
+            for name in own
+            if other.get(name) != own[name]
+        ]
+
+
+@dataclass(frozen=True)
+class Text:
+    """The two datasets: a digest, the tokens of each, and how many tokens are different."""
+
+    digest: str
+    train: int
+    valid: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, data: Path) -> Text:
+        """Read what is needed of both. Raises DatasetError."""
+        train, valid = (
+            Samples(IndexedTokens(data.with_name(f"{data.name}_{name}")), 1, 0)
+            for name in ("train", "valid")
+        )
+        seen = [each.fingerprint() for each in (train, valid)]
+        digest = " ".join(f"{one['tokens']}:{one['content']}" for one in seen)
+        most = max(train.vocabulary, valid.vocabulary)
+        return cls(digest, int(seen[0]["tokens"]), int(seen[1]["tokens"]), most)
 
 
 @dataclass(frozen=True)
@@ -46,101 +128,74 @@ class Case:
     def __str__(self) -> str:
         return f"{self.name} seed {self.seed}{' over NCCL' if self.nccl else ''}"
 
+    @property
+    def stem(self) -> str:
+        """Return the stem of the name of what is kept of it."""
+        return f"{'nccl.' if self.nccl else ''}{self.name}.seed{self.seed}"
+
     def folder(self, out: Path) -> Path:
         """Return the folder of its files, laid out as loss_study.py does."""
         place = out.with_name(f"{out.name}_nccl") if self.nccl else out
         return place / LAYOUT / self.name / f"seed{self.seed}"
 
-    def finished(self, out: Path) -> bool:
-        """Return whether it was trained to its end."""
-        return (self.folder(out) / "done.json").is_file()
+
+def turns_of(arms: Sequence[str], seeds: Sequence[int], nccl: bool) -> Iterator[tuple[Case, ...]]:
+    """List the trainings that begin together: those of a seed, two at a time.
+
+    The first two arms of all seeds come first; ``nccl``: before them those two over NCCL.
+    """
+    if nccl:
+        yield tuple(Case(name, seeds[0], nccl=True) for name in arms[:TOGETHER])
+    for start in range(0, len(arms), TOGETHER):
+        for seed in seeds:
+            yield tuple(Case(name, seed) for name in arms[start : start + TOGETHER])
 
 
-def cases_of(asked: argparse.Namespace) -> Iterator[Case]:
-    """List the cases arm by arm, so that a study cut off has all seeds of some; or seed by seed."""
-    seeds = asked.seeds
-    cases = [Case(name, seed) for name in asked.arms for seed in seeds]
-    held = [Case(name, seeds[0], nccl=True) for name in asked.arms[:2] if asked.nccl_steps]
-    if asked.seed_by_seed:
-        cases.sort(key=lambda case: asked.seeds.index(case.seed))
-    yield from [*held, *cases]
-
-
-def settings_of(case: Case, asked: argparse.Namespace) -> dict[str, Any]:
-    """Return the file: bf16, buckets of 100 MB, a tenth of warm-up, then down to zero."""
+def settings_of(case: Case, method: Method, ledger: Path) -> dict[str, Any]:
+    """Return the DeepSpeed file: bf16, buckets of 100 MB, a tenth of warm-up, then the schedule."""
     config = cells.CONFIGS / cells.LAYOUTS[LAYOUT].config
     settings: dict[str, Any] = json.loads(config.read_text())
-    settings["train_micro_batch_size_per_gpu"] = asked.samples
-    settings["steps_per_print"] = max(1, asked.steps // 10)
+    settings["train_micro_batch_size_per_gpu"] = method.samples
+    settings["gradient_accumulation_steps"] = method.micro_batches
+    settings["steps_per_print"] = max(1, method.steps // 10)
     settings["bf16"] = {"enabled": True}
     settings["zero_optimization"] = {"stage": 1, **BUCKETS}
-    settings["optimizer"]["params"] |= {"lr": asked.lr, "fused": True}
-    settings["scheduler"] = {
-        "type": "WarmupDecayLR",
-        "params": {
-            "warmup_max_lr": asked.lr, "warmup_num_steps": max(2, asked.steps // 10),
-            "total_num_steps": asked.steps,
-        },
-    }  # fmt: skip
+    settings["optimizer"]["params"] |= {"lr": method.lr, "fused": True}
+    rates: dict[str, Any] = {"warmup_num_steps": max(2, method.steps // 10)}
+    if method.schedule != "cosine":
+        rates["warmup_max_lr"] = method.lr
+    if method.schedule != "constant":
+        rates["total_num_steps"] = method.steps
+    settings["scheduler"] = {"type": SCHEDULES[method.schedule], "params": rates}
     block = BLOCKS[case.name]
     if block is not None:
-        ledger = case.folder(asked.out) / "ledger.jsonl"
         settings["compression"] = {**block, "ledger": {"jsonl": str(ledger)}}
     return settings
 
 
-def specs_of(case: Case, asked: argparse.Namespace, port: int) -> list[Spec]:
-    """Write the settings of a case and return the specs of both ranks."""
-    folder = case.folder(asked.out)
+def specs_of(case: Case, method: Method, asked: argparse.Namespace) -> list[Spec]:
+    """Write the settings of a case below ``asked.logs`` and return the specs of both ranks."""
+    folder = case.folder(asked.logs)
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "ds_config.json"
-    config.write_text(json.dumps(settings_of(case, asked), indent=1))
-    layers, width, heads, length = TINY if asked.tiny else SMALL
+    settings = settings_of(case, method, folder / "ledger.jsonl")
+    config.write_text(json.dumps(settings, indent=1))
+    layers, width, heads, length = MODELS[method.model]
     arguments = (
         "--deepspeed_config", str(config), "--data", str(asked.data), "--seed", str(case.seed),
         "--layers", str(layers), "--width", str(width), "--heads", str(heads), "--length",
-        str(length), "--steps", str(asked.steps), "--tie-embeddings", "--eval-batches", "32",
-        "--print-every", str(max(1, asked.steps // 10)), "--log", str(folder / "loss.jsonl"),
+        str(length), "--steps", str(method.steps), "--tie-embeddings",
+        "--eval-batches", str(method.eval_batches), "--eval-every", str(method.eval_every),
+        "--eval-from", str(method.eval_from),
+        "--print-every", str(max(1, method.steps // 10)), "--log", str(folder / "loss.jsonl"),
     )  # fmt: skip
-    logs = case.folder(asked.logs)
-    logs.mkdir(parents=True, exist_ok=True)
-    first = Spec(
-        0,
-        "train_gpt",
-        arguments,
-        BLOCKS[case.name] is not None,
-        {},
-        "",
-        transport="" if case.nccl else asked.transport,
-    )
+    patched, transport = BLOCKS[case.name] is not None, "" if case.nccl else asked.transport
+    port, device = one_gpu.free_port(), "cpu" if asked.cpu else "cuda"
     return [
-        replace(
-            first, rank=rank, log=str(logs / f"{rank}.log"),
-            env=one_gpu.environment(
-                rank, 2, port=port, device="cpu" if asked.cpu else "cuda"
-            ),
+        Spec(
+            rank, "train_gpt", arguments, patched,
+            one_gpu.environment(rank, RANKS, port=port, device=device),
+            str(folder / f"{rank}.log"), transport=transport,
         )
-        for rank in range(2)
+        for rank in range(RANKS)
     ]  # fmt: skip
-
-
-def summary(case: Case, asked: argparse.Namespace) -> str:
-    """Sum up a finished training in a line."""
-    records = [json.loads(x) for x in (case.folder(asked.out) / "loss.jsonl").open()]
-    steps = [record for record in records if "step" in record]
-    found = f"{statistics.median(r['seconds'] for r in steps) * 1e3:.1f} ms a step"
-    if "summary" in records[-1]:
-        last = records[-1]
-        found += f", loss {last['final_loss']:.4f}, valid {last['valid_loss']:.4f}"
-    return found
-
-
-def keep(case: Case, asked: argparse.Namespace, finished: bool) -> None:
-    """Mark a training that is over; of its curve a compressed copy, which is small."""
-    folder = case.folder(asked.out)
-    log = folder / "loss.jsonl"
-    if log.is_file():
-        with gzip.open(folder / "loss.jsonl.gz", "wb") as file:
-            file.write(log.read_bytes())
-    if finished:
-        (folder / "done.json").write_text(json.dumps(settings_of(case, asked), indent=1))

@@ -1,4 +1,4 @@
-"""bench/bench_gpu_training.py, bench/gpu_losses.py: turns, rows, empty messages, memory group."""
+"""bench/bench_gpu_training.py: turns, rows, empty messages, the group through memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench import bench_gpu_training, gpu_losses
+from bench import bench_gpu_training
 from bench.training_bench import (
     cells,
     empty,
@@ -28,7 +28,6 @@ from bench.training_bench import (
     gpu_report,
     gpu_session,
 )
-from bench.training_bench import gpu_losses as losses
 from hybridcomp.config import load_config
 from tests.ranks import run_ranks
 
@@ -247,28 +246,6 @@ def test_moves_through_memory() -> None:
         gpu_memory.GpuMemory(None, 0, 4)
 
 
-def test_losses_through_memory_are_held_against_nccls(tmp_path: Path) -> None:
-    assert "not held" in gpu_chapter.identity(tmp_path)
-    for folder, name, last in (
-        ("losses", "recommended", 2.5),
-        ("losses_nccl", "recommended", 2.5),
-        ("losses", "baseline", 2.5),
-        ("losses_nccl", "baseline", 2.4),
-    ):
-        run = tmp_path / folder / losses.LAYOUT / name / "seed0"
-        run.mkdir(parents=True)
-        further = [(3, 1.0)] if folder == "losses" else []
-        steps = [{"step": n, "loss": loss} for n, loss in ((1, 3.0), (2, last), *further)]
-        records = [{"run": {}}, *steps]
-        (run / "loss.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    # time was up before this one was trained through memory
-    (tmp_path / "losses" / losses.LAYOUT / "recommended").rename(tmp_path / "aside")
-    assert "recommended" not in gpu_chapter.identity(tmp_path)
-    (tmp_path / "aside").rename(tmp_path / "losses" / losses.LAYOUT / "recommended")
-    found = gpu_chapter.identity(tmp_path)
-    assert "`recommended` in 2 of 2 steps" in found and "`baseline` in 1 of 2 steps" in found
-
-
 def test_pairs_give_up_a_kind_that_does_not_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -293,7 +270,7 @@ def test_pairs_give_up_a_kind_that_does_not_work(
     assert "Broken tried: expected" in capsys.readouterr().out
 
 
-# ---- both scripts, on CPUs
+# ---- the script, on CPUs
 
 
 @pytest.fixture(scope="module")
@@ -340,31 +317,6 @@ def test_a_bench_on_cpus(
     assert own["pairs"] == 1 and set(own["ledger"]) == {"dp", "zero"}
     assert own["ledger"]["zero"]["forward"]["ratio"] > 1.8  # 16 to 8.26 bits
     assert own["sent_MB"] == 1000 / 2 / 1e6  # a turn of two steps
-
-
-@pytest.mark.nightly
-def test_losses_on_cpus(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "losses"
-    words = ["--cpu", "--tiny", "--steps", "4", "--seeds", "0", "--data", str(data), "--out"]
-    arms = ["--nccl-steps", "3", "--arms", "baseline", "lossless"]
-    late = [*words, str(out), *arms, "--budget", "0"]
-    assert gpu_losses.main(late) == gpu_losses.TIME_IS_UP
-    assert gpu_losses.main([*words, str(out), *arms]) == 0, capsys.readouterr().out
-    folder = out / losses.LAYOUT
-    curves = [
-        [json.loads(text).get("loss") for text in (run / "loss.jsonl").read_text().splitlines()]
-        for run in (folder / "baseline" / "seed0", folder / "lossless" / "seed0")
-    ]
-    assert curves[0] == curves[1] and len(curves[0]) == 1 + 4 + 1
-    summary = json.loads((folder / "lossless/seed0/ledger.jsonl").read_text().splitlines()[-1])
-    assert summary["summary"] and summary["dimensions"]["zero"]["forward"]["ratio"] > 1.2
-    told = gpu_chapter.identity(tmp_path)  # here NCCL is gloo
-    assert "`baseline` in 3 of 3 steps, `lossless` in 3 of 3 steps" in told
-    (folder / "baseline/seed0/loss.jsonl").unlink()
-    gpu_chapter.unpack(folder)
-    assert (folder / "baseline/seed0/loss.jsonl").is_file()
-    assert gpu_losses.main([*words, str(out), *arms]) == 0  # nothing is trained twice
-    assert "begins" not in capsys.readouterr().out.rpartition("imported")[2]
 
 
 def test_what_a_pair_says_by_the_store_is_data() -> None:

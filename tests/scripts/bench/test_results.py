@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from bench import continued_islands, loss_study, results
-from bench.training_bench import gpu_losses
+from bench.training_bench import gpu_losses, loss_records
 from tests.compare.made import write_run
 
 
@@ -178,16 +179,8 @@ def test_an_island_is_near_from_the_last_far_meeting_on() -> None:
     assert continued_islands.meetings_until(np.array([0.1, 0.2])) == "0"
 
 
-def test_gpu_chapter(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    source, out = tmp_path / "gpu", tmp_path / "out"
-    asked = argparse.Namespace(steps=60, samples=1, lr=3e-4, out=source / "losses")
-    for name, factor in (("baseline", 1.0), ("recommended", 1.002)):
-        for seed in (0, 1, 2):
-            case = gpu_losses.Case(name, seed)
-            write_run(case.folder(asked.out), seed, factor, ledger=name != "baseline")
-            gpu_losses.keep(case, asked, finished=True)
-            (case.folder(asked.out) / "loss.jsonl").unlink()  # it comes compressed from elsewhere
+def speed_of(source: Path) -> None:
+    """Turns of native bf16 and ours, as bench_gpu_training.py leaves them."""
     turn = {"kind": "turn", "size": "85M", "layout": "dp2", "part": 0, "sent": 10, "samples": 8}
     (source / "speed.jsonl").write_text(
         "".join(
@@ -197,15 +190,69 @@ def test_gpu_chapter(tmp_path: Path) -> None:
             for arm, seconds in (("native bf16", 0.3), ("compute", 0.1), ("recommended", 0.2))
         )
     )
+
+
+METHOD = gpu_losses.Method("124M", 60, 8, 1, 3e-4, "linear", 2, 524288, "text")
+
+
+def test_gpu_chapter_of_an_earlier_version(tmp_path: Path) -> None:
+    """Its trainings lie in folders and read no text on the way; their curves came compressed."""
+    pytest.importorskip("matplotlib")
+    source, out = tmp_path / "gpu", tmp_path / "out"
+    for name, factor in (("baseline", 1.0), ("recommended", 1.002)):
+        for seed in (0, 1, 2):
+            case = gpu_losses.Case(name, seed)
+            folder = case.folder(source / "losses")
+            log = write_run(folder, seed, factor, ledger=name != "baseline")
+            log.with_suffix(".jsonl.gz").write_bytes(gzip.compress(log.read_bytes()))
+            log.unlink()
+            settings = gpu_losses.settings_of(case, METHOD, Path("ledger.jsonl"))
+            (folder / "done.json").write_text(json.dumps(settings))
+    (folder / "loss.jsonl.gz").write_bytes(b"damaged")
+    speed_of(source)
     assert results.main(["--gpu", str(source), "--out", str(out)]) == 0
     text = (out / "gpu.md").read_text()
-    assert "| `recommended` | 200.0 |" in text and "| +0.20 ± 0.00 |" in text
-    assert "not held against NCCL's" in text and str(tmp_path) not in text
-    assert "--steps 60 --seeds 0 1 2" in text
+    assert "| `recommended` | 200.0 |" in text and "| recommended | 2 | 2.0" in text
+    assert "| +0.20 ± 0.00 |" in text and "loss.jsonl.gz: damaged" in text
+    assert "not held against NCCL's" in text and "--steps 60 --samples 1" in text
+    assert "--seeds 0 1 --out" in text and "undecided" not in text
     figures = json.loads((out / "gpu.json").read_text())
     assert figures["speed"][-1]["r"] == pytest.approx(2.0) and len(figures["loss"]["runs"]) == 2
     assert (out / "gpu_loss.png").stat().st_size > 10_000
     assert results.main(["--gpu", str(tmp_path), "--out", str(out)]) == 1
+
+
+def evaluated(logs: Path, out: Path, name: str, seed: int, factor: float) -> None:
+    """Keep a training whose last steps have read held-out text, as gpu_losses.py does."""
+    case = gpu_losses.Case(name, seed)
+    log = write_run(case.folder(logs), seed, factor, ledger=name != "baseline")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    for line in lines:
+        if line.get("step") in (54, 60):
+            line["valid_losses"] = [factor * loss for loss in (2.0, 3.0, 2.5)]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    loss_records.write(out, logs, case, METHOD, {"start": 20.0, "pair": 90.0})
+
+
+def test_gpu_chapter(tmp_path: Path) -> None:
+    """Gap, interval and verdict of what is kept; a damaged file and half a pair are left out."""
+    pytest.importorskip("matplotlib")
+    source, out = tmp_path / "gpu", tmp_path / "out"
+    for seed, gap in ((0, 1.0005), (1, 1.0010), (2, 1.0015), (3, 1.5)):
+        evaluated(tmp_path / "logs", source / "losses", "baseline", seed, 1.0)
+        evaluated(tmp_path / "logs", source / "losses", "recommended", seed, gap)
+    (source / "losses/recommended.seed3.json.gz").write_bytes(b"damaged")
+    assert results.main(["--gpu", str(source), "--out", str(out)]) == 0
+    text = (out / "gpu.md").read_text()
+    assert "**recommended**: gap +0.100 ± 0.124 % over 3 seeds, wider than the aim of 0.1 %" in text
+    assert "undecided: more than 1000 seeds, as the gap lies where the aim does" in text
+    row = next(line for line in text.splitlines() if line.startswith("| recommended | 3 | +0"))
+    assert row.startswith("| recommended | 3 | +0.100 ± 0.124 | 0.050 | ")
+    assert "Left out: recommended.seed3.json.gz: damaged" in text and str(tmp_path) not in text
+    assert "seeds 0, 1, 2;" in text and "--steps 60 --samples 8" in text
+    found = json.loads((out / "gpu.json").read_text())["gaps"]["recommended"]
+    assert found["verdict"] == "undecided" and found["seeds"]["2"]["steps"] == [54, 60]
+    assert (out / "gpu_loss.png").stat().st_size > 10_000
 
 
 def test_without_matplotlib_it_says_so_first(
