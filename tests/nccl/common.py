@@ -11,17 +11,20 @@ import pytest
 import torch.distributed as dist
 
 from tests.nccl.pool import NcclPool
+from tests.stand_ins.cuda import begin
 
 #: of every training that is compared bit for bit
 STEPS = 20
-#: HYBRIDCOMP_NCCL_DEVICE=cpu runs these tests over gloo where there is no GPU
-DEVICE = os.environ.get("HYBRIDCOMP_NCCL_DEVICE", "cuda")
+#: HYBRIDCOMP_NCCL_DEVICE runs these tests where there is no GPU: "cpu" over gloo, "stand-in" on
+#: devices and over an NCCL that stand in for those (``tests/stand_ins/cuda``)
+ASKED = os.environ.get(begin.ASKED, "cuda")
+DEVICE = "cuda" if ASKED == begin.STAND_IN else ASKED
 #: of every module here that trains
 MARKS = [
     pytest.mark.timeout(600),  # a fixture's ranks count for the test that comes first
-    *([pytest.mark.gpu] if DEVICE == "cuda" else []),
+    *([pytest.mark.gpu] if ASKED == "cuda" else []),
     pytest.mark.skipif(
-        DEVICE == "cuda" and not dist.is_nccl_available(), reason="this torch has no NCCL"
+        ASKED == "cuda" and not dist.is_nccl_available(), reason="this torch has no NCCL"
     ),
 ]
 

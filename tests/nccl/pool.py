@@ -2,7 +2,8 @@
 
 ``tests.ranks`` forks its ranks from a process that has imported DeepSpeed for a CPU; these are
 processes of their own. Importing takes one of them about 10 s, so a few are kept that have done so
-and wait to be told who they are. On a CPU, and where asked for, they talk over gloo.
+and wait to be told who they are. On a CPU, and where asked for, they talk over gloo. Without a GPU
+they can have one that stands in for it (``tests/stand_ins/cuda``): HYBRIDCOMP_NCCL_DEVICE=stand-in.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from typing import Any
 
 from tests.paths import ROOT
 from tests.ranks import RankPool, python_path, serve
+from tests.stand_ins.cuda import begin
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import one_gpu
 
 #: processes that are kept ready for the next pool
-AHEAD = {"cuda": 4}
+AHEAD = {"cuda": 0 if begin.is_asked() else 4}
 #: seconds that ranks may take to start
 START_S = 300.0
 #: characters of what a failing rank printed last that are shown
@@ -130,6 +132,8 @@ class NcclPool(RankPool):
             environment = one_gpu.environment(
                 rank, self.world_size, per_node=self._per_node, device=self._device
             )
+            if begin.is_asked() and self._device == "cuda":
+                environment["LOCAL_RANK"] = str(begin.INDEX)
             environment["TORCH_EXTENSIONS_DIR"] = f"{self._folder.name}/extensions{rank}"
             place = self._backend, rank, self.world_size, self._folder.name
             process.pipe.send((environment, key, place))
@@ -163,6 +167,8 @@ def main() -> None:
     """One rank: imports, learns who it is, then calls what it is told to."""
     pipe: Connection = Connection(int(sys.argv[1]))
     device = os.environ["DS_ACCELERATOR"]
+    if begin.is_asked() and device == "cuda":
+        begin.begin()
     import torch
     import torch._dynamo  # which the first optimizer would import
 
@@ -177,7 +183,7 @@ def main() -> None:
     current_process().authkey = key
     os.environ.update(environment)
     if device == "cuda":
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.use_deterministic_algorithms(True, warn_only=True)
         # upstream pads with uninitialized memory, which must not be filled with NaN
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -1,0 +1,92 @@
+"""Stand-in for CUDA: built once, loaded into a process that has not imported torch."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import getpass
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parent / "device.cpp"
+#: variables of the environment: whether a process is to have the stand-in, and its devices
+ASKED, DEVICES = "HYBRIDCOMP_NCCL_DEVICE", "HC_DEVICES"
+#: what the first has to say
+STAND_IN = "stand-in"
+#: devices of a process, and the one that each rank uses: not the first, which is taken for any
+#: device that nobody has named
+COUNT, INDEX = 2, 1
+
+
+def is_asked() -> bool:
+    """Whether this process is to have the stand-in."""
+    return os.environ.get(ASKED) == STAND_IN
+
+
+def why_not() -> str:
+    """What is missing for the stand-in here; nothing: it can be had."""
+    found = find_spec("torch")
+    if found is None or found.origin is None:
+        return "torch is not installed"
+    if (Path(found.origin).parent / "lib" / "libtorch_cuda.so").exists():
+        return "torch is built with CUDA: the tests marked gpu are for it"
+    return "" if _compiler() else "no C++ compiler"
+
+
+def begin() -> None:
+    """Have CUDA devices and NCCL in this process from now on; torch must not be imported yet."""
+    assert "torch" not in sys.modules, "torch has looked for GPUs when it was imported"
+    os.environ.setdefault(DEVICES, str(COUNT))
+    root = _torch()
+    for name in ("libc10.so", "libtorch_cpu.so", "libtorch.so"):
+        ctypes.CDLL(str(root / "lib" / name), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(built()))
+    from tests.stand_ins.cuda import kernels, nccl, surface
+
+    surface.place()
+    nccl.place()
+    kernels.place(int(os.environ[DEVICES]))
+
+
+def built() -> Path:
+    """The library, built where it is not; shared by all ranks of this user and this torch."""
+    from importlib.metadata import version
+
+    digest = hashlib.sha256(SOURCE.read_bytes() + version("torch").encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"hybridcomp-cuda-{getpass.getuser()}-{digest}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    library = folder / "device.so"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.is_file():
+            _build(library)
+    return library
+
+
+def _build(library: Path) -> None:
+    root, partial = _torch(), library.with_suffix(f".{os.getpid()}")
+    include = root / "include"
+    command = [
+        str(_compiler()), "-std=c++20", "-O1", "-fPIC", "-shared", f"-I{include}",
+        f"-I{include / 'torch/csrc/api/include'}", "-o", str(partial), str(SOURCE),
+        f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch",
+    ]  # fmt: skip
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    partial.replace(library)
+
+
+def _torch() -> Path:
+    found = find_spec("torch")
+    assert found is not None and found.origin is not None
+    return Path(found.origin).parent
+
+
+def _compiler() -> str | None:
+    return shutil.which("g++") or shutil.which("clang++")
