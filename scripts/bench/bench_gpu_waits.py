@@ -34,7 +34,7 @@ from bench.waits_bench import figures, picture, report
 from bench.waits_bench.session import Recordings, Turns
 from bench.waits_bench.traces import TraceError
 
-EVERY = [*gpu_cells.MEASURED, "ddp", "fsdp2"]
+EVERY = list(gpu_cells.MEASURED)
 #: what was recorded of a layout, for --read
 NOTE = "recorded.json"
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 #: folders of OUT that another call makes again, or that only this machine can use
-LEFT_OUT = ("data", "site", "kernels", "extensions")
+LEFT_OUT = {"data", "site", "kernels", "extensions", "traces"}
 #: most bytes of a log that travel: its end
 LOG_NBYTES = 200_000
 
@@ -60,7 +60,7 @@ def unpack(file: Path, out: Path) -> None:
 def _files(out: Path) -> Iterator[Path]:
     for path in sorted(out.rglob("*")):
         place = path.relative_to(out)
-        if path.is_file() and place.parts[0] not in LEFT_OUT and path.suffix != ".part":
+        if path.is_file() and LEFT_OUT.isdisjoint(place.parts) and path.suffix != ".part":
             yield path
 
 

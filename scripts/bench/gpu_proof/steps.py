@@ -108,6 +108,7 @@ class Lister:
         for size in SIZES:
             yield self._brief(size)
         yield from self._losses()
+        yield self._waits()
         yield self._offload()
         for size in SIZES:
             yield from self._speeds(size)
@@ -179,6 +180,15 @@ class Lister:
         losses = ("--data", str(self.out / "data" / "gpt2"), "--out", str(self.out / "losses"))
         yield Step("losses", "gap at most 0.1 % for recommended, 0 for lossless", 6,
                    self._bench("gpu_losses", *losses, *more), "--budget")  # fmt: skip
+
+    def _waits(self) -> Step:
+        """Record what the first layouts wait for, each in a minute."""
+        small = ("--cpu", "--size", "tiny", "--steps", "1", "--warm", "1") if self.cpu else ()
+        command = self._bench(
+            "bench_gpu_waits", "--layouts", *BRIEF, "--data", self.out / "data" / "text", "--out",
+            self.out / "waits", *small,
+        )  # fmt: skip
+        return Step("waits", "to which cause each percent belongs that is missing", 5, command)
 
     def _offload(self) -> Step:
         words = ("--device", "cpu") if self.cpu else ()

@@ -30,6 +30,7 @@ def results(out: Path) -> Path:
         "tests-zero.log": "x" * carried.LOG_NBYTES + "the end",
         "losses/zero1/loss.jsonl.gz": "curve",
         "data/text_train.bin": "data",
+        "waits/traces/zero1.json": "{}",
         "site/package/module.py": "code",
         "proof.part": "half",
     }.items():
