@@ -30,7 +30,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
-from bench.gpu_proof.steps import DATA_BYTES, sources
+from bench.gpu_proof.steps import loss_data
 
 ROOT = Path(__file__).resolve().parents[2]
 #: beside torch, CuPy, pytest and its plugins, which a machine with a GPU has
@@ -156,10 +156,9 @@ def _nvrtc(version: str, folder: Path) -> dict[str, str]:
 def data(asked: argparse.Namespace, out: Path) -> None:
     """Make the data, with this Python's sources, and compress it."""
     with tempfile.TemporaryDirectory() as made:
-        for name, words in (("text", []), ("gpt2", [*sources(), "--suffix", ".py",
-                            "--vocabulary", "50257", "--max-bytes", str(DATA_BYTES)])):  # fmt: skip
-            _call(sys.executable, str(ROOT / "scripts" / "prepare_data.py"), *words,
-                  "--output", str(Path(made) / name))  # fmt: skip
+        for name, words in (("text", ()), ("gpt2", loss_data())):
+            place = str(Path(made) / name)
+            _call(sys.executable, str(ROOT / "scripts/prepare_data.py"), *words, "--output", place)
         for path in sorted(Path(made).iterdir()):
             with path.open("rb") as read, gzip.open(out / f"{path.name}.gz", "wb") as write:
                 shutil.copyfileobj(read, write)

@@ -41,8 +41,6 @@ ON_CPU = {
 #: seconds that a step that stops in time may need to do so; fewest that are worth a start, and
 #: fewest in which a layout of the speed begins (bench_gpu_training.START_S)
 STOPPING_S, LEAST_S, SPEED_S = 45.0, 60.0, 105.0
-#: bytes of text of the data of the losses
-DATA_BYTES = 60_000_000
 BOUND = "of what its bytes allow at least 0.90, auto of the better at least 0.97"
 #: sizes of the models of the speed: options, minutes of the first layouts and of each of all
 SIZES: dict[str, tuple[tuple[str, ...], float, float]] = {
@@ -169,17 +167,17 @@ class Lister:
                        least=SPEED_S)  # fmt: skip
 
     def _losses(self) -> Iterator[Step]:
-        words: tuple[str, ...] = (
-            *sources(), "--suffix", ".py", "--vocabulary", "50257", "--max-bytes", str(DATA_BYTES),
+        yield self._data("gpt2", "data of the losses", 3,
+                         *(("--max-bytes", "200000") if self.cpu else loss_data()))  # fmt: skip
+        small = (
+            "--cpu", "--tiny", "--steps", "20", "--seeds", "0", "1", "--evaluations", "2",
+            "--eval-tokens", "2048",
         )  # fmt: skip
-        more: tuple[str, ...] = ()
-        if self.cpu:
-            words = ("--max-bytes", "200000")
-            more = ("--cpu", "--tiny", "--steps", "20", "--seeds", "0", "1")
-        yield self._data("gpt2", "data of the losses", 3, *words)
-        losses = ("--data", str(self.out / "data" / "gpt2"), "--out", str(self.out / "losses"))
-        yield Step("losses", "gap at most 0.1 % for recommended, 0 for lossless", 6,
-                   self._bench("gpu_losses", *losses, *more), "--budget")  # fmt: skip
+        losses = self._bench(
+            "gpu_losses", "--data", self.out / "data" / "gpt2", "--out", self.out / "losses",
+            *(small if self.cpu else ()),
+        )  # fmt: skip
+        yield Step("losses", "gap at most 0.1 % for recommended", 6, losses, "--budget")
 
     def _waits(self) -> Step:
         """Record what the first layouts wait for, each in a minute."""
@@ -196,11 +194,15 @@ class Lister:
         return Step("offload", "offload at least 1.15, or native by auto", 3, command)
 
 
-def sources() -> list[str]:
-    """Return folders of Python source: the standard library's, torch's, DeepSpeed's."""
+def loss_data() -> tuple[str, ...]:
+    """Return the options of the losses' data: Python source in a byte-level BPE trained on it.
+
+    The sources are the standard library's, torch's and DeepSpeed's.
+    """
     found = [sysconfig.get_paths()["stdlib"]]
     for package in ("torch", "deepspeed"):
         spec = find_spec(package)
         if spec is not None and spec.origin:
             found.append(str(Path(spec.origin).parent))
-    return found
+    return (*found, "--suffix", ".py", "--vocabulary", "50257", "--max-bytes", "90000000",
+            "--valid-fraction", "0.03")  # fmt: skip
