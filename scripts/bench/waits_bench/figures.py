@@ -74,6 +74,12 @@ def _lane(ranks: Sequence[Lanes], name: str, steps: int) -> dict[str, float]:
     return {"ms": whole, "beside_ms": hidden, "exposed_ms": whole - hidden}
 
 
+def reached(turns: dict[str, Figures], names: tuple[str, str, str], saving: float) -> float:
+    """Return the share of what the bytes allow in steps that nobody recorded; as ``missing``."""
+    native, compute, own = (turns[name]["ms"] for name in names)
+    return float((compute + (native - compute) / saving) / own)
+
+
 def missing(arms: dict[str, Figures], names: tuple[str, str, str], saving: float) -> Figures:
     """Return what the bytes allow, and what of it each cause takes, of recorded steps.
 

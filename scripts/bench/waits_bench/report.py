@@ -66,7 +66,7 @@ def _missing(name: str, missed: Figures, turns: Figures) -> list[str]:
     said = (
         f"{_named(name)}: 1/{missed['saving']:.2f} of the bytes allows {missed['allowed']:.2f} "
         f"times native (r {missed['r']:.2f}); recorded steps reach {missed['speed_up']:.2f}, "
-        f"{missed['reached']:.0%} of it. Steps that nobody recorded take "
+        f"{missed['reached']:.0%} of it, others {missed['reached_unrecorded']:.0%}. These take "
         f"{turns[name]['ms']:.1f} ms, recorded ones {slower:.2f} times as long."
     )
     if missed["saving"] < 1.01:

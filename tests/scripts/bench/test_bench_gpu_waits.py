@@ -157,6 +157,9 @@ def test_what_is_missing_is_divided_among_causes() -> None:
     })  # fmt: skip
     assert sum(beyond.values()) == pytest.approx(found["missing_ms"]) == pytest.approx(50.0)
     assert sum(found["causes_percent"].values()) == pytest.approx(25.0)
+    turns = {name: {"ms": ms} for name, ms in ((REFERENCE, 300.0), (COMPUTE, 100.0), ("ours", 160))}
+    names = REFERENCE, COMPUTE, "ours"
+    assert figures.reached(turns, names, 4.0) == pytest.approx(150 / 160)
 
 
 @pytest.mark.parametrize("name, expected", [
@@ -242,6 +245,7 @@ def test_page_figures_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "| codec | 0.05 | 0.05 | 0.05 |" in page and "by their kernels" in page
     assert f"stream 20, codec: blockint_encode_fp32 | {MESSAGE} |" in page
     assert "`recommended`: 1/2.00 of the bytes allows 1.00 times native (r 0.00)" in page
+    assert "100% of it, others 100%. These take 0.9 ms" in page
     assert "recorded ones 1.11 times as long" in page and page in capsys.readouterr().out
     kept = json.loads((tmp_path / "zero1.json").read_text())
     assert kept["missing"]["recommended"]["reached"] == 1.0
