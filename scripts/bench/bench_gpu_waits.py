@@ -129,7 +129,9 @@ def read(layout: str, arm: str, out: Path) -> dict[str, Any]:
         head = json.loads(note.read_text())
         turns, shared = head["arms"], head["shared"]
         lanes = {
-            name: figures.recorded([out / "traces" / file for file in turns[name]["traces"]])
+            name: figures.recorded(
+                [out / "traces" / file for file in turns[name]["traces"]], gpu=shared
+            )
             for name in (REFERENCE, COMPUTE, arm)
         }
     except (OSError, ValueError, KeyError) as error:

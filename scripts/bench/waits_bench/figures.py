@@ -20,14 +20,19 @@ MS = 1e6  # nanoseconds
 WORST = 8
 
 
-def recorded(paths: Sequence[Path], skip: int = 1) -> list[Lanes]:
-    """Read the traces of all ranks without their first ``skip`` steps.
+def recorded(paths: Sequence[Path], skip: int = 1, gpu: bool = False) -> list[Lanes]:
+    """Read the traces of all ranks without their first ``skip`` steps; ``gpu``: of one.
 
-    Raises TraceError, also where ranks have other numbers of steps.
+    Raises TraceError, also where ranks have other numbers of steps, or a GPU's no kernels.
     """
     ranks = []
     for path in paths:
         trace = read(path)
+        if gpu and not trace.device:
+            raise TraceError(
+                f"{path}: expected kernels of a GPU, found none: the profiler was not allowed to "
+                "record them (CUPTI); the log of the rank says why"
+            )
         trace.steps = trace.steps[skip:] if len(trace.steps) > skip else trace.steps
         ranks.append(lanes_of(trace))
     counts = {lanes.trace.name: len(lanes.trace.steps) for lanes in ranks}
@@ -44,6 +49,7 @@ def figures_of(ranks: Sequence[Lanes], shared: bool) -> Figures:
     found: Figures = {
         "steps": len(steps), "ms": length(steps) / len(steps) / MS,
         "kernels": any(lanes.of for lanes in ranks),
+        "untold": "; ".join(filter(None, (lanes.trace.untold for lanes in ranks))),
         "causes": {name: _mean(every, name) for name in CAUSES},
         "lanes": {name: _lane(ranks, name, len(steps)) for name in (CODEC, WIRE, COPIES)},
     }  # fmt: skip

@@ -23,13 +23,19 @@ def page(found: Figures) -> str:
     lines = [
         f"### {found['layout']}, {found['size']} parameters", "",
         f"Means of {arms[names[0]]['steps']} recorded steps of all ranks, by their {kind}.", "",
-        *_causes(arms), "", *_lanes(arms), "",
+        *_untold(arms), *_causes(arms), "", *_lanes(arms), "",
     ]  # fmt: skip
     for name, missed in found["missing"].items():
         lines += [*_missing(name, missed, found["turns"]), ""]
     for name in names:
         lines += [*_waits(name, arms[name]["waits"]), ""]
     return "\n".join(lines)
+
+
+def _untold(arms: dict[str, Figures]) -> list[str]:
+    """Say which traces lack what waits are told by."""
+    found = {name: arm["untold"] for name, arm in arms.items() if arm["untold"]}
+    return [f"The traces of {_named(n)} do not tell {what}.\n" for n, what in found.items()]
 
 
 def _row(*cells: object) -> str:
