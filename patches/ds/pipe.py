@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybridcomp.channels import Channel
+from hybridcomp.collectives import finish_sends
 from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.ds.pipeline_agreement import Agreed, Agreement, Neighbour
 from hybridcomp.patches.ds.posted_messages import PostedMessages
@@ -116,9 +117,12 @@ def drain(engine: Any, why: str) -> None:
 
 
 def close(engine: Any) -> None:
-    """Free what a pipeline that does not wait holds, if ``engine`` has one; no message."""
+    """Free what a pipeline holds, if ``engine`` has one: its last payload, versions; no message."""
     pipe: Pipe | None = getattr(engine, PIPE, None)
-    if pipe is not None and pipe.waitless is not None:
+    if pipe is None:
+        return
+    finish_sends()
+    if pipe.waitless is not None:
         pipe.waitless.close()
 
 

@@ -129,7 +129,9 @@ def read(layout: str, arm: str, out: Path) -> dict[str, Any]:
         head = json.loads(note.read_text())
         turns, shared = head["arms"], head["shared"]
         lanes = {
-            name: figures.recorded([out / "traces" / file for file in turns[name]["traces"]])
+            name: figures.recorded(
+                [out / "traces" / file for file in turns[name]["traces"]], gpu=shared
+            )
             for name in (REFERENCE, COMPUTE, arm)
         }
     except (OSError, ValueError, KeyError) as error:
@@ -141,13 +143,16 @@ def read(layout: str, arm: str, out: Path) -> dict[str, Any]:
         ) from None
     arms = {name: figures.figures_of(ranks, shared) for name, ranks in lanes.items()}
     saving = turns[REFERENCE]["sent_MB"] / max(turns[arm]["sent_MB"], 1e-9)
+    names = REFERENCE, COMPUTE, arm
+    missed = figures.missing(arms, names, saving)
+    missed["reached_unrecorded"] = figures.reached(turns, names, saving)
     found = {
         "layout": layout, "size": head["size"], "arms": arms,
         "turns": {
             name: {key: value for key, value in turns[name].items() if key != "traces"}
             for name in arms
         },
-        "missing": {arm: figures.missing(arms, (REFERENCE, COMPUTE, arm), saving)},
+        "missing": {arm: missed},
     }  # fmt: skip
     report.write(found, out / f"{layout}.json")
     title = f"One step of {layout}, {head['size']} parameters, rank 0"

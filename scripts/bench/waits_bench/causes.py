@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from bench.waits_bench.intervals import Stretch, both, length, union, within, without
 from bench.waits_bench.lanes import CODEC, COMPUTATION, COPIES, WIRE, Lanes
-from bench.waits_bench.traces import DeviceSpan
+from bench.waits_bench.traces import UNTOLD, DeviceSpan
 
 LATE, OTHERS, QUEUED = "waits for another rank", "another rank has the GPU", "queued, waits"
 BLOCKED, OURS, REST = "host waits for the GPU", "host, in hybridcomp", "host, elsewhere"
@@ -70,11 +70,14 @@ def late_of(ranks: Sequence[Lanes], rank: int) -> list[Stretch]:
     """Return when a rank's NCCL kernels waited for a rank that came to the message later.
 
     The n-th message of a group is the same one on all of its ranks. Where one of them has another
-    number of them the trace has not all of them, and none of the group is divided.
+    number of them the trace has not all of them, and none of the group is divided; nor are messages
+    between pairs, where it is not told which two of several ranks they are.
     """
     found = []
     own = messages_of(ranks[rank])
     for group, kernels in own.items():
+        if group == UNTOLD and len(ranks) > 2:
+            continue
         same = [messages_of(lanes).get(group, []) for lanes in ranks]
         members = [each for each in same if each]
         if any(len(each) != len(kernels) for each in members):

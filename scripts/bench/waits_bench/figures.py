@@ -20,14 +20,19 @@ MS = 1e6  # nanoseconds
 WORST = 8
 
 
-def recorded(paths: Sequence[Path], skip: int = 1) -> list[Lanes]:
-    """Read the traces of all ranks without their first ``skip`` steps.
+def recorded(paths: Sequence[Path], skip: int = 1, gpu: bool = False) -> list[Lanes]:
+    """Read the traces of all ranks without their first ``skip`` steps; ``gpu``: of one.
 
-    Raises TraceError, also where ranks have other numbers of steps.
+    Raises TraceError, also where ranks have other numbers of steps, or a GPU's no kernels.
     """
     ranks = []
     for path in paths:
         trace = read(path)
+        if gpu and not trace.device:
+            raise TraceError(
+                f"{path}: expected kernels of a GPU, found none: the profiler was not allowed to "
+                "record them (CUPTI); the log of the rank says why"
+            )
         trace.steps = trace.steps[skip:] if len(trace.steps) > skip else trace.steps
         ranks.append(lanes_of(trace))
     counts = {lanes.trace.name: len(lanes.trace.steps) for lanes in ranks}
@@ -44,6 +49,7 @@ def figures_of(ranks: Sequence[Lanes], shared: bool) -> Figures:
     found: Figures = {
         "steps": len(steps), "ms": length(steps) / len(steps) / MS,
         "kernels": any(lanes.of for lanes in ranks),
+        "untold": "; ".join(filter(None, (lanes.trace.untold for lanes in ranks))),
         "causes": {name: _mean(every, name) for name in CAUSES},
         "lanes": {name: _lane(ranks, name, len(steps)) for name in (CODEC, WIRE, COPIES)},
     }  # fmt: skip
@@ -72,6 +78,12 @@ def _lane(ranks: Sequence[Lanes], name: str, steps: int) -> dict[str, float]:
     pairs = [beside(lanes, name, lanes.trace.steps) for lanes in ranks]
     whole, hidden = (sum(each) / steps / MS for each in zip(*pairs, strict=True))
     return {"ms": whole, "beside_ms": hidden, "exposed_ms": whole - hidden}
+
+
+def reached(turns: dict[str, Figures], names: tuple[str, str, str], saving: float) -> float:
+    """Return the share of what the bytes allow in steps that nobody recorded; as ``missing``."""
+    native, compute, own = (turns[name]["ms"] for name in names)
+    return float((compute + (native - compute) / saving) / own)
 
 
 def missing(arms: dict[str, Figures], names: tuple[str, str, str], saving: float) -> Figures:

@@ -23,13 +23,19 @@ def page(found: Figures) -> str:
     lines = [
         f"### {found['layout']}, {found['size']} parameters", "",
         f"Means of {arms[names[0]]['steps']} recorded steps of all ranks, by their {kind}.", "",
-        *_causes(arms), "", *_lanes(arms), "",
+        *_untold(arms), *_causes(arms), "", *_lanes(arms), "",
     ]  # fmt: skip
     for name, missed in found["missing"].items():
         lines += [*_missing(name, missed, found["turns"]), ""]
     for name in names:
         lines += [*_waits(name, arms[name]["waits"]), ""]
     return "\n".join(lines)
+
+
+def _untold(arms: dict[str, Figures]) -> list[str]:
+    """Say which traces lack what waits are told by."""
+    found = {name: arm["untold"] for name, arm in arms.items() if arm["untold"]}
+    return [f"The traces of {_named(n)} do not tell {what}.\n" for n, what in found.items()]
 
 
 def _row(*cells: object) -> str:
@@ -66,7 +72,7 @@ def _missing(name: str, missed: Figures, turns: Figures) -> list[str]:
     said = (
         f"{_named(name)}: 1/{missed['saving']:.2f} of the bytes allows {missed['allowed']:.2f} "
         f"times native (r {missed['r']:.2f}); recorded steps reach {missed['speed_up']:.2f}, "
-        f"{missed['reached']:.0%} of it. Steps that nobody recorded take "
+        f"{missed['reached']:.0%} of it, others {missed['reached_unrecorded']:.0%}. These take "
         f"{turns[name]['ms']:.1f} ms, recorded ones {slower:.2f} times as long."
     )
     if missed["saving"] < 1.01:

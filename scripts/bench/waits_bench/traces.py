@@ -22,8 +22,12 @@ DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 CALLS = ("cuda_runtime", "cuda_driver")
 #: spans on the host that tell what it does
 HOST = ("cpu_op", "user_annotation", *CALLS)
-#: what else belongs to a message, as Kineto links it with the kernel
-GROUP = ("Process Group Name", "Process Group Ranks")
+#: what Kineto tells of a message with its kernel: its group, and the two ranks of a pair's
+GROUP, PAIR = ("Process Group Name", "Process Group Ranks"), ("Src Rank", "Dst Rank")
+#: group of messages between pairs of ranks of which it is not told which two
+UNTOLD = "?"
+#: calls by which a stream waits for another; which event it is only newer profilers tell
+AWAITS = ("cudaStreamWaitEvent", "cuStreamWaitEvent")
 
 
 class TraceError(ValueError):
@@ -73,6 +77,17 @@ class RankTrace:
     host: list[HostSpan] = field(default_factory=list)
     device: list[DeviceSpan] = field(default_factory=list)
     waits: list[StreamWait] = field(default_factory=list)
+
+    @property
+    def untold(self) -> str:
+        """Say what the profiler has left out, without which waits cannot be told; "": nothing."""
+        if not self.device:
+            return ""
+        alone = sum(span.launch is None for span in self.device)
+        awaits = sum(span.name in AWAITS for span in self.host)
+        parts = [f"the calls that launched {alone} of {len(self.device)} kernels"] * bool(alone)
+        parts += [f"the events of {awaits} waits of streams"] * (awaits > 0 and not self.waits)
+        return " and ".join(parts)
 
     @property
     def main(self) -> int:
@@ -167,11 +182,20 @@ def _add(event: Event, base: int, calls: dict[int, HostSpan], trace: RankTrace) 
     told = event["args"]
     call = calls.get(int(told["correlation"]))
     if event["cat"] in DEVICE:
-        group = "/".join(str(told[name]) for name in GROUP if name in told)
         where = event["cat"], event["name"], int(told["stream"])
+        group = _group(event["name"], told)
         trace.device.append(DeviceSpan(*where, *_times(event, base), call, group))
         return
     record = calls.get(int(told["wait_on_cuda_event_record_corr_id"]))
     if call is not None and record is not None:  # else it was recorded before the trace began
         streams = int(told["stream"]), int(told["wait_on_stream"])
         trace.waits.append(StreamWait(*streams, call, record))
+
+
+def _group(name: str, told: Event) -> str:
+    """Return the group of NCCL's message, for a message of a pair with its two ranks."""
+    group = "/".join(str(told[key]) for key in GROUP if key in told)
+    if told.get("Collective name") in ("send", "recv") or (not group and "SendRecv" in name):
+        pair = [str(told[key]) for key in PAIR if key in told]
+        return f"{group}/{'>'.join(pair)}" if len(pair) == 2 else UNTOLD
+    return group

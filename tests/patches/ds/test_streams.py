@@ -22,7 +22,17 @@ from hybridcomp.patches.ds import parameter_gathers, zero3, zero12
 from hybridcomp.patches.ds.pipe import RUNNING, Pipe
 from hybridcomp.patches.ds.pipeline import make_recv, make_send
 from hybridcomp.patches.ds.pipeline_agreement import Agreed
-from tests.stand_ins.gpu.common import QUIET, RANK, RANKS, chain, channels, cuda, gpu, values_of
+from tests.stand_ins.gpu.common import (
+    QUIET,
+    RANK,
+    RANKS,
+    chain,
+    channels,
+    computing,
+    cuda,
+    gpu,
+    values_of,
+)
 from tests.stand_ins.gpu.machine import Gpu
 from tests.stand_ins.process_groups import fake_group
 
@@ -104,8 +114,11 @@ def test_zero_1_and_2(gpu: Gpu, overlaps: bool, name: str) -> None:
         gather([flat], [shards], [GROUP])
         flat.add_(1)  # the next forward pass
 
-    stepped(gpu, state, step)
+    coded, waited = computing(stepped(gpu, state, step))
     assert set(gpu.waits) == waits
+    if name == "recommended":  # the gather after the step is in line with it, as upstream's
+        assert coded == (2 if overlaps else 2 * 2 + 2)
+        assert waited == (1 if overlaps else 2 + 1)
 
 
 @pytest.mark.parametrize("name", list(BLOCKS))
@@ -134,7 +147,7 @@ def test_gradients_of_zero_3(gpu: Gpu, name: str) -> None:
                 held.append([part.add_(1) for part in scatter(optimizer, params, torch.bfloat16)])
         cuda.current_stream().wait_stream(side)
 
-    stepped(gpu, state, step)
+    assert computing(stepped(gpu, state, step)) == (0, 0)
     assert set(gpu.waits) == waits
 
 
@@ -183,7 +196,7 @@ def test_fetches_of_zero_3(
                 parameter.ds_tensor.add_(1)  # the optimizer
 
     done = stepped(gpu, state, step)
-    assert set(gpu.waits) == waits
+    assert set(gpu.waits) == waits and computing(done) == (0, 0)
     zeroed = sum(line.count("zero_") for line in done)
     assert (zeroed > 0) == (padding > 0), "partitions without padding have nothing to zero"
 
@@ -245,4 +258,6 @@ def test_a_stage_of_a_pipeline(gpu: Gpu, pp: Any, monkeypatch: pytest.MonkeyPatc
     # header and payload of both are posted before the stream waits
     sends = [line for line in done if line.startswith("NCCL") and line.count("message") == 4]
     assert len(sends) == 4 * codec.fixed_size
+    # header and payload that come, and, once they are long through, those that left before
+    assert computing(done) == (4 * 2, 4 * (2 + 2))
     assert gpu.waits == ([] if codec.fixed_size else ["an event", "a header"] * 4)

@@ -134,6 +134,40 @@ def test_messages_that_not_all_ranks_have_are_not_divided(tmp_path: Path) -> Non
     assert causes.late_of(ranks, 0) == []
 
 
+def test_messages_of_pairs_are_matched_by_their_two_ranks(tmp_path: Path) -> None:
+    """Stages 0 > 1 > 2: the second message is another one on every rank."""
+    told = {"Collective name": "send", "Process Group Name": "0", "Process Group Ranks": "[0, 1]"}
+
+    def ranks(pairs: bool) -> list[lanes.Lanes]:
+        paths = []
+        for rank, messages in enumerate([[(0, 1, 10)], [(0, 1, 15), (1, 2, 40)], [(1, 2, 30)]]):
+            made = MadeTrace()
+            made.mark("step 1", 0, 100)
+            for source, to, start in messages:
+                pair = {"Src Rank": source, "Dst Rank": to} if pairs else {}
+                made.kernel(NCCL, 9, (start, start + 9), (1, 2), **told, **pair)
+            paths.append(made.write(tmp_path / f"{rank}.json"))
+        return figures.recorded(paths)
+
+    found = [causes.late_of(ranks(True), rank) for rank in range(3)]
+    assert [intervals.length(times) / 1e3 for times in found] == [5, 0, 9]
+    assert [causes.late_of(ranks(False), rank) for rank in range(3)] == [[], [], []]
+
+
+def test_what_a_trace_does_not_tell_is_said(tmp_path: Path) -> None:
+    made = first_rank()
+    made.events = [e for e in made.events if e["cat"] != "cuda_sync"]
+    launch = next(e for e in made.events if e["name"] == "cuLaunchKernel")
+    made.events.remove(launch)
+    (found,) = figures.recorded([made.write(tmp_path / "0.json")], gpu=True)
+    untold = "the calls that launched 1 of 6 kernels and the events of 2 waits of streams"
+    assert figures.figures_of([found], shared=False)["untold"] == untold
+    bare = MadeTrace()
+    bare.mark("step 1", 0, 9)
+    with pytest.raises(TraceError, match="expected kernels of a GPU, found none"):
+        figures.recorded([bare.write(tmp_path / "1.json")], gpu=True)
+
+
 def arm(ms: float, computation: float, wire: float, codec: float = 0.0) -> figures.Figures:
     spent = dict.fromkeys(causes.CAUSES, 0.0)
     spent |= {"computation": computation, "wire": wire, "codec": codec}
@@ -157,6 +191,9 @@ def test_what_is_missing_is_divided_among_causes() -> None:
     })  # fmt: skip
     assert sum(beyond.values()) == pytest.approx(found["missing_ms"]) == pytest.approx(50.0)
     assert sum(found["causes_percent"].values()) == pytest.approx(25.0)
+    turns = {name: {"ms": ms} for name, ms in ((REFERENCE, 300.0), (COMPUTE, 100.0), ("ours", 160))}
+    names = REFERENCE, COMPUTE, "ours"
+    assert figures.reached(turns, names, 4.0) == pytest.approx(150 / 160)
 
 
 @pytest.mark.parametrize("name, expected", [
@@ -242,6 +279,7 @@ def test_page_figures_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "| codec | 0.05 | 0.05 | 0.05 |" in page and "by their kernels" in page
     assert f"stream 20, codec: blockint_encode_fp32 | {MESSAGE} |" in page
     assert "`recommended`: 1/2.00 of the bytes allows 1.00 times native (r 0.00)" in page
+    assert "100% of it, others 100%. These take 0.9 ms" in page
     assert "recorded ones 1.11 times as long" in page and page in capsys.readouterr().out
     kept = json.loads((tmp_path / "zero1.json").read_text())
     assert kept["missing"]["recommended"]["reached"] == 1.0

@@ -40,6 +40,14 @@ def chain(gpu: Gpu) -> list[str]:
     return [f"{stream}: {', '.join(what)}" for stream, what in lines]
 
 
+def computing(lines: list[str]) -> tuple[int, int]:
+    """Of a ``chain``: how often the default stream encodes or decodes, and waits for a message."""
+    own = [line.split(": ", 1)[1].split(", ") for line in lines if line.startswith("the default")]
+    every = [what for work in own for what in work]
+    coded = sum(what.startswith(("blockint_", "expcode_", "pieces_")) for what in every)
+    return coded, every.count("waits for a message")
+
+
 def channels(**block: Any) -> Channels:
     """Of a block that samples nothing, which would make the host wait."""
     every = {"ledger": {"sample_every": 0}, "min_bytes": 0, "start_step": 0}
