@@ -37,15 +37,21 @@ def file_of(out: Path, case: Case) -> Path:
 def write(out: Path, logs: Path, case: Case, method: Method, seconds: dict[str, float]) -> Record:
     """Pack the log, ledger and settings of a training whose files are below ``logs``.
 
-    ``seconds``: of its start, its steps and evaluations. Returns what was written.
+    ``seconds``: of its start, its steps and evaluations. Returns what was written. Raises
+    ValueError for a log that is not one whole training's.
     """
     folder = case.folder(logs)
+    log = [shortened(each) for each in _lines(folder / "loss.jsonl")]
+    steps = [line["step"] for line in log if "step" in line]
+    if steps != list(range(1, len(steps) + 1)) or not (case.nccl or len(steps) == method.steps):
+        raise ValueError(f"{folder / 'loss.jsonl'}: expected {method.steps} steps, each once, "
+            f"found {len(steps)} lines of steps")  # fmt: skip
     record = {
         "case": asdict(case),
         "method": asdict(method),
         "settings": settings_of(case, method, Path("ledger.jsonl")),
         "seconds": {name: round(value, 2) for name, value in seconds.items()},
-        "log": [shortened(each) for each in _lines(folder / "loss.jsonl")],
+        "log": log,
         "ledger": _lines(folder / "ledger.jsonl"),
     }
     out.mkdir(parents=True, exist_ok=True)
