@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -55,6 +56,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, default=3e-4)
     add("--schedule", choices=list(gpu_losses.SCHEDULES), default="linear",
         help="of the learning rate after a tenth of warm-up")  # fmt: skip
+    add("--warmup", choices=gpu_losses.WARMUPS, default=gpu_losses.WARMUPS[0])
     add("--evaluations", type=int, default=4, metavar="N", help="in the last fifth of the steps")
     add("--eval-tokens", type=int, default=2**19, metavar="N", help="of each evaluation")
     add("--beside", type=int, default=1, metavar="N", help="pairs at once")
@@ -94,7 +96,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def _method(asked: argparse.Namespace) -> Method:
     return Method(
         asked.model, asked.steps, asked.samples, asked.micro_batches, asked.lr, asked.schedule,
-        asked.evaluations, asked.eval_tokens, asked.text.digest,
+        asked.warmup, asked.evaluations, asked.eval_tokens, asked.text.digest,
     )  # fmt: skip
 
 
@@ -122,7 +124,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.update(forked.environment(not asked.cpu))
         context = forked.server(asked.timeout, _say)
         runner = Runner(asked, method, context, turns, _say)
-        runner.run()
+        before = signal.signal(signal.SIGTERM, _terminated)  # the ranks are ended with this process
+        try:
+            runner.run()
+        finally:
+            signal.signal(signal.SIGTERM, before)
         status = 1 if runner.failed else TIME_IS_UP if runner.time_is_up else 0
         records = loss_records.kept(asked.out, _say)
     for line in verdicts(records):
@@ -164,6 +170,10 @@ def verdicts(records: Mapping[Case, loss_records.Record]) -> list[str]:
         else:
             lines.append(f"{name}: {found.told(loss_records.pair_seconds(own))}")
     return lines
+
+
+def _terminated(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def _say(text: str) -> None:

@@ -60,7 +60,9 @@ def section(source: Path, scratch: Path, out: Path) -> LossSection:
     if study.seeds:
         gaps = gaps_of(records, damaged.append)
         found.parts += _gaps(records, gaps)
-        words = [f"{name}={study.paths(name)}" for name in study.whole]
+        # native once more has a gap, and no bytes to show
+        shown = [name for name in study.whole if name == BASELINE or study.block(name) is not None]
+        words = [f"{name}={study.paths(name)}" for name in shown]
         result = untimed(compared(words, Wishes(need_ledger=True)))
         title = f"GPT-2 small, bf16, ZeRO 1, {study.say_seeds()}"
         if not gpu_loss_picture.draw(result, gaps, out / "gpu_loss.png", title):
@@ -145,9 +147,12 @@ def _figures(one: loss_gaps.Found) -> dict[str, Any]:
 def _options(records: dict[Case, loss_records.Record], steps: int) -> str:
     """Return the options of gpu_losses.py by which these trainings are made."""
     if not records:
-        return f"--steps {steps} --samples 1"
+        return f"--steps {steps} --samples 1 --warmup log --evaluations 1 --eval-tokens 65536"
     method = next(iter(records.values()))["method"]
-    names = ("steps", "samples", "micro_batches", "lr", "schedule", "evaluations", "eval_tokens")
+    names = (
+        "steps", "samples", "micro_batches", "lr", "schedule", "warmup", "evaluations",
+        "eval_tokens",
+    )  # fmt: skip
     return " ".join(f"--{name.replace('_', '-')} {method[name]}" for name in names)
 
 

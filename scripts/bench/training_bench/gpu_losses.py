@@ -27,12 +27,15 @@ BLOCKS: dict[str, dict[str, Any] | None] = {
     "naive-zfp": {"preset": "naive-zfp"},
     "zhybrid": {"preset": "zhybrid"},
     "mzhybrid": {"preset": "mzhybrid"},
+    # native once more: what the order of a GPU's sums alone does to a loss
+    "again": None,
 }
 #: name -> layers, width, heads, tokens of a sample
 MODELS = {"124M": (12, 768, 12, 1024), "0.85M": (4, 128, 4, 128), "tiny": (2, 64, 2, 32)}
 LAYOUT, RANKS = "zero1", 2
 #: what the learning rate does after the warm-up -> DeepSpeed's scheduler
 SCHEDULES = {"linear": "WarmupDecayLR", "cosine": "WarmupCosineLR", "constant": "WarmupLR"}
+WARMUPS = ("linear", "log")
 #: of the steps, at their end, over which held-out text is read
 LAST_PART = 5
 #: trainings that begin together
@@ -49,6 +52,7 @@ class Method:
     micro_batches: int
     lr: float
     schedule: str
+    warmup: str  # linear, or DeepSpeed's own log, whose rate is high after few steps
     evaluations: int
     eval_tokens: int
     #: tokens and digests of the two datasets
@@ -161,7 +165,9 @@ def settings_of(case: Case, method: Method, ledger: Path) -> dict[str, Any]:
     settings["bf16"] = {"enabled": True}
     settings["zero_optimization"] = {"stage": 1, **BUCKETS}
     settings["optimizer"]["params"] |= {"lr": method.lr, "fused": True}
-    rates: dict[str, Any] = {"warmup_num_steps": max(2, method.steps // 10)}
+    rates: dict[str, Any] = {
+        "warmup_num_steps": max(2, method.steps // 10), "warmup_type": method.warmup,
+    }  # fmt: skip
     if method.schedule != "cosine":
         rates["warmup_max_lr"] = method.lr
     if method.schedule != "constant":

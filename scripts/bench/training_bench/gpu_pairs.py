@@ -26,6 +26,9 @@ SLOT_NBYTES = 32 << 20
 PAGE = 4096
 #: seconds that a rank waits for the other: in a training, and while they make the pair
 PATIENCE_S, SETUP_S = 300.0, 30.0
+#: times that it looks at once whether the other has come; then after pauses, which leave the core
+#: to others, the other rank among them
+LOOKS, PAUSE_S = 200, 50e-6
 
 
 class Pair:
@@ -76,9 +79,10 @@ class Pair:
     def _tell(self) -> None:
         """Say that this turn's bytes are there; returns when the other has said the same."""
         self._turns[self._rank] = self._turn
-        deadline = 0.0
+        deadline, looked = 0.0, 0
         while self._turns[1 - self._rank] < self._turn:
-            time.sleep(0)
+            looked += 1
+            time.sleep(0 if looked < LOOKS else PAUSE_S)
             deadline = deadline or time.monotonic() + self._patience
             if time.monotonic() > deadline:
                 raise RuntimeError(f"turn {self._turn}: the other rank does not come")

@@ -54,9 +54,12 @@ class Seat:
         return nullcontext() if self._recorder is None else self._recorder.step()
 
     def after(self, step: dict[str, float]) -> None:
-        """Count a step."""
+        """Count a step; end this rank where the process that it obeys has ended."""
         self._steps.append(step)
         self._left -= 1
+        if self._pipe.poll():  # nobody speaks during a turn: the other end is closed
+            print("Error: the process that started this rank has ended", flush=True)
+            os._exit(1)
 
     def _end(self, trainer: Any) -> None:
         """Send the ledger of the run, then exit without destroying the process group."""

@@ -25,7 +25,9 @@ class Pair:
     def __init__(self, jobs: dict[Case, Job], steps: int, last_gate: bool) -> None:
         """``steps``: of each. ``last_gate``: whether the trainings are over at their last step."""
         self.jobs, self.steps, self._last_gate = jobs, steps, last_gate
-        self.forked, self.began = time.monotonic(), 0.0
+        self._forked, self.began = time.monotonic(), 0.0
+        #: seconds until its ranks waited before their first step
+        self.start_s = 0.0
         #: seconds of a step beside the other trainings, 0 before that is known
         self.step_s = 0.0
         #: steps that were let go; 0: the pair waits before its first one
@@ -56,6 +58,8 @@ class Pair:
         words: list[Any] = job.answers()
         if words[0][0] == "steps":
             self._waiting[case] = words[0][1]
+            if self.ready and not self.told:
+                self.start_s = time.monotonic() - self._forked
             over = self._last_gate and self.told >= self.steps
         else:
             over = True

@@ -37,15 +37,21 @@ def file_of(out: Path, case: Case) -> Path:
 def write(out: Path, logs: Path, case: Case, method: Method, seconds: dict[str, float]) -> Record:
     """Pack the log, ledger and settings of a training whose files are below ``logs``.
 
-    ``seconds``: of its start, its steps and evaluations. Returns what was written.
+    ``seconds``: of its start, its steps and evaluations. Returns what was written. Raises
+    ValueError for a log that is not one whole training's.
     """
     folder = case.folder(logs)
+    log = [shortened(each) for each in _lines(folder / "loss.jsonl")]
+    steps = [line["step"] for line in log if "step" in line]
+    if steps != list(range(1, len(steps) + 1)) or not (case.nccl or len(steps) == method.steps):
+        raise ValueError(f"{folder / 'loss.jsonl'}: expected {method.steps} steps, each once, "
+            f"found {len(steps)} lines of steps")  # fmt: skip
     record = {
         "case": asdict(case),
         "method": asdict(method),
         "settings": settings_of(case, method, Path("ledger.jsonl")),
         "seconds": {name: round(value, 2) for name, value in seconds.items()},
-        "log": [shortened(each) for each in _lines(folder / "loss.jsonl")],
+        "log": log,
         "ledger": _lines(folder / "ledger.jsonl"),
     }
     out.mkdir(parents=True, exist_ok=True)
@@ -58,7 +64,7 @@ def write(out: Path, logs: Path, case: Case, method: Method, seconds: dict[str, 
 
 def shortened(line: Record) -> Record:
     """Return a line of a log with fewer digits where nobody compares them."""
-    short = {
+    short: Record = {
         name: round(value, SHOWN[name])
         if name in SHOWN
         else [round(one, BATCH_DIGITS) for one in value]
@@ -119,7 +125,8 @@ def by_arm(records: Mapping[Case, Record]) -> dict[str, dict[int, Record]]:
 
 def pair_seconds(records: Mapping[int, Record]) -> float:
     """Return the median of what the pairs of these seeds took from their first step."""
-    return statistics.median(record["seconds"]["pair"] for record in records.values())
+    found: float = statistics.median(one["seconds"]["pair"] for one in records.values())
+    return found
 
 
 def unpack(out: Path, into: Path, say: Callable[[str], None]) -> None:

@@ -121,7 +121,7 @@ class Runner:
         try:
             if pair.hear(case, min(self.asked.timeout, max(1.0, self.left))):
                 self._keep(pair, case)
-        except JobError as error:
+        except (JobError, ValueError) as error:
             self._fail(pair, f"{case}: {error}")
 
     def _go_on(self) -> None:
@@ -135,7 +135,7 @@ class Runner:
                     self._fail(pair, str(error))
 
     def _keep(self, pair: Pair, case: Case) -> None:
-        seconds = {"start": pair.began - pair.forked, "pair": time.monotonic() - pair.began}
+        seconds = {"start": pair.start_s, "pair": time.monotonic() - pair.began}
         record = loss_records.write(self.asked.out, self.asked.logs, case, self.method, seconds)
         last = record["log"][-1]
         end = f", valid {last['valid_loss']:.4f}" if last.get("summary") else ""
@@ -148,7 +148,7 @@ class Runner:
     def _go(self, pair: Pair) -> None:
         """Let a pair go on, unless its first steps say that it does not end in time."""
         if not pair.told:
-            self.start_s = time.monotonic() - pair.forked
+            self.start_s = pair.start_s
             self._say(f"{pair} begin")
         elif not pair.step_s:
             pair.time()

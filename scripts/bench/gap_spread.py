@@ -1,0 +1,212 @@
+#!/usr/bin/env python3
+"""Measure on CPUs how far the gaps of seeds lie apart, and by what that falls.
+
+gap_spread.py --data data/text --out runs/gap_spread          # all settings, hours on two cores
+gap_spread.py --out runs/gap_spread --tables                  # of what is there
+
+Trains pairs of small models with gpu_losses.py --cpu, one setting after the other, and goes on
+where it was cut off. The tables hold, by setting, the spread of the gap (standard deviation over
+the seeds) by the mean of the evaluations in the last fifth, by the last evaluation and by the
+training losses of the last 20 steps; then how the spread changes with fewer evaluations and less
+text; then what that says of 124 M parameters, from the seeds in docs/results/gpu.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
+
+from bench import gpu_losses
+from bench.training_bench import loss_gaps, loss_records
+from bench.training_bench.gpu_losses import BASELINE, Method
+from bench.training_bench.loss_gaps import Array, Found
+from gpt.loop import LAST
+from hybridcomp.compare.report import markdown_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+SIX, FOUR = (tuple(map(str, range(n))) for n in (6, 4))
+
+
+def _setting(
+    model: str, samples: int, lr: str, warmup: str, seeds: tuple[str, ...], *more: str
+) -> tuple[str, ...]:
+    """Return the options of gpu_losses.py."""
+    return (
+        "--model", model, "--samples", str(samples), "--lr", lr, "--warmup", warmup, *more,
+        "--seeds", *seeds,
+    )  # fmt: skip
+
+
+#: folder -> options; in all of them 400 steps and five evaluations
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "tiny.1024.1e-3": _setting("tiny", 16, "1e-3", "log", SIX),
+    "tiny.256.2e-3": _setting("tiny", 4, "2e-3", "log", SIX),
+    "tiny.2048.2e-3": _setting("tiny", 32, "2e-3", "log", SIX),
+    "tiny.256.3e-3": _setting("tiny", 4, "3e-3", "log", SIX),
+    "tiny.1024.3e-3": _setting("tiny", 16, "3e-3", "log", SIX),
+    "tiny.256.2e-3.linear": _setting("tiny", 4, "2e-3", "linear", SIX),
+    "tiny.2048.2e-3.linear": _setting("tiny", 32, "2e-3", "linear", SIX),
+    "tiny.1024.3e-3.linear": _setting("tiny", 16, "3e-3", "linear", SIX),
+    "tiny.1024.3e-3.constant": _setting(
+        "tiny", 16, "3e-3", "linear", SIX, "--schedule", "constant"
+    ),
+    "0.85M.512.1e-3": _setting("0.85M", 2, "1e-3", "log", FOUR),
+    "0.85M.512.1e-3.linear": _setting("0.85M", 2, "1e-3", "linear", FOUR),
+}
+COMMON = ("--cpu", "--steps", "400", "--evaluations", "5", "--eval-tokens", "32768")
+ARM = "recommended"
+#: tokens a step of the seeds in gpu.json, and what is aimed at now
+BEFORE, NOW = 2048, 16384
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The pairs of one setting: gaps in percent."""
+
+    method: Method
+    found: Found
+    training: Array  # (seeds,): by the losses of the last steps
+
+    def __str__(self) -> str:
+        method = self.method
+        constant = ", constant" if method.schedule == "constant" else ""
+        tokens = f"{method.tokens_per_step:,} tokens"
+        return f"{method.model}, {tokens}, {method.lr:g}, {method.warmup}{constant}"
+
+    @property
+    def curves(self) -> Array:
+        """Return the gaps at the evaluations: (seeds, evaluations)."""
+        return np.array([one.curve for one in self.found.seeds])
+
+    @classmethod
+    def of(cls, folder: Path) -> Setting | None:
+        """Read what gpu_losses.py left; None where fewer than two seeds have both trainings."""
+        runs = loss_records.by_arm(loss_records.kept(folder, print))
+        native, own = runs.get(BASELINE, {}), runs.get(ARM, {})
+        seeds = sorted(set(native) & set(own))
+        if len(seeds) < 2:
+            return None
+        ends = [[_end(run[seed]["log"]) for seed in seeds] for run in (native, own)]
+        gaps = 100 * (np.array(ends[1]) / np.array(ends[0]) - 1)
+        method = Method(**native[seeds[0]]["method"])
+        return cls(method, loss_gaps.of(native, own), gaps)
+
+
+def _end(log: Sequence[Mapping[str, float]]) -> float:
+    """Return the mean training loss of the last steps, as ``hybridcomp compare`` takes it."""
+    return float(np.mean([line["loss"] for line in log if "step" in line][-LAST:]))
+
+
+def by_setting(settings: Sequence[Setting]) -> list[str]:
+    """Return the table of the settings."""
+    rows = [["model", "tokens a step", "learning rate", "warm-up", "seeds", "gap %", "spread %",
+        "last evaluation", "last 20 training losses", "of it evaluation"]]  # fmt: skip
+    for one in settings:
+        found, method = one.found, one.method
+        rate = f"{method.lr:g}{'' if method.schedule == 'linear' else f', {method.schedule}'}"
+        rows.append([
+            method.model, f"{method.tokens_per_step:,}", rate, method.warmup,
+            str(len(found.seeds)),
+            f"{found.gap:+.3f} ± {found.half:.3f}", f"{found.spread:.3f}",
+            f"{one.curves[:, -1].std(ddof=1):.3f}", f"{one.training.std(ddof=1):.3f}",
+            f"{found.evaluation:.1%}",
+        ])  # fmt: skip
+    return list(markdown_rows(rows))
+
+
+def by_reading(settings: Sequence[Setting]) -> list[str]:
+    """Return the table of spreads with fewer evaluations and less text, over that with all."""
+    rows = [["", *(str(one) for one in settings)]]
+    most = min(one.curves.shape[1] for one in settings)
+    for count in sorted({1, 2, (most + 1) // 2, most}):
+        cells = [one.curves[:, -count:].mean(1).std(ddof=1) / one.found.spread for one in settings]
+        rows.append([f"the last {count} of {most} evaluations", *(f"{x:.2f}" for x in cells)])
+    for parts in (16, 4):
+        cells = [with_less_text(one.found, parts) / one.found.spread for one in settings]
+        rows.append([f"1/{parts} of the text", *(f"{x:.2f}" for x in cells)])
+    return list(markdown_rows(rows))
+
+
+def with_less_text(found: Found, parts: int) -> float:
+    """Return the spread by ``1 / parts`` of the batches, the root mean square over the parts."""
+    table = np.stack([one.batches for one in found.seeds])
+    pieces = [table[:, start::parts].mean(1).var(ddof=1) for start in range(parts)]
+    return math.sqrt(float(np.mean(pieces)))
+
+
+def exponents(settings: Sequence[Setting]) -> Iterator[tuple[str, float]]:
+    """Yield, for settings that differ in tokens a step alone, by which power of them it falls."""
+    groups: dict[tuple[str, float, str], list[Setting]] = {}
+    for one in settings:
+        key = one.method.model, one.method.lr, one.method.schedule
+        groups.setdefault(key, []).append(one)
+    for (model, rate, _), own in groups.items():
+        if len({one.method.tokens_per_step for one in own}) > 1:
+            x = np.log([one.method.tokens_per_step for one in own])
+            y = np.log([one.found.spread for one in own])
+            yield f"{model} at {rate:g}", -float(np.polyfit(x, y, 1)[0])
+
+
+def predicted(settings: Sequence[Setting], gaps: Sequence[float]) -> list[str]:
+    """Say how many seeds of 124 M parameters an interval of AIM takes, by these exponents.
+
+    ``gaps``: of its seeds at BEFORE tokens a step, in percent.
+    """
+    before = float(np.std(gaps, ddof=1))
+    aim = loss_gaps.AIM
+    lines = [
+        f"124 M parameters at {BEFORE:,} tokens a step: spread {before:.2f} % over {len(gaps)} "
+        f"seeds; an interval of {aim:g} % takes {loss_gaps.seeds_for(before, aim)} seeds."
+    ]
+    for name, power in exponents(settings):
+        spread = before * (BEFORE / NOW) ** power
+        lines.append(
+            f"* {name}: the spread falls with the tokens a step to the power {power:.2f}; at "
+            f"{NOW:,} that makes {spread:.2f} % and {loss_gaps.seeds_for(spread, aim)} seeds."
+        )
+    return lines
+
+
+def tables(out: Path) -> list[str]:
+    """Return all tables of what is below ``out``."""
+    found = [Setting.of(out / name) for name in SETTINGS]
+    settings = [one for one in found if one is not None]
+    if not settings:
+        raise SystemExit(f"gap_spread: {out}: no setting has two seeds; train them first")
+    figures = json.loads((ROOT / "docs/results/gpu.json").read_text())["loss"]["runs"]
+    gaps = next(run["gaps"] for run in figures if run["label"] == ARM)
+    return [
+        *by_setting(settings), "", *by_reading(settings), "", *predicted(settings, gaps),
+    ]  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: that of the first setting that did not end well."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--data", type=Path, default=Path("data/text"), metavar="PREFIX")
+    add("--out", type=Path, default=Path("runs/gap_spread"), metavar="FOLDER")
+    add("--only", nargs="+", choices=list(SETTINGS), metavar="NAME", default=list(SETTINGS))
+    add("--tables", action="store_true", help="train nothing")
+    asked = parser.parse_args(arguments)
+    for name in () if asked.tables else asked.only:
+        words = [*COMMON, *SETTINGS[name], "--data", str(asked.data)]
+        if status := gpu_losses.main([*words, "--out", str(asked.out / name)]):
+            return status
+    print("\n".join(tables(asked.out)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
