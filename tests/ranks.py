@@ -1,4 +1,5 @@
-"""Run functions on several ranks of one machine, over gloo.
+"""Run functions on several ranks of one machine, over gloo, or as ``HYBRIDCOMP_NCCL_DEVICE`` says
+on devices and over an NCCL that stand in for those (``tests/stand_ins/cuda``).
 
 A forkserver with torch preloaded starts a rank in about 0.2 s instead of 9 s. ``run_ranks`` takes
 fresh ranks, for whatever leaves global state behind (DeepSpeed). ``RankPool`` keeps its ranks for
@@ -26,6 +27,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tests.paths import ROOT
+from tests.stand_ins.cuda import begin
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -60,6 +62,10 @@ def fork_server() -> ForkServerContext:
 
     os.environ.setdefault("TORCH_WARM_POOL", "0")  # no compilers in a process that others fork from
     context = mp.get_context("forkserver")
+    if begin.is_asked():
+        os.environ["DS_ACCELERATOR"] = "cuda"  # DeepSpeed looks for it once, in that process
+        context.set_forkserver_preload([begin.PRELOAD, *PRELOAD, *COMPILER])
+        return context
     context.set_forkserver_preload(PRELOAD if torch.cuda.is_available() else [*PRELOAD, *COMPILER])
     return context
 
@@ -81,13 +87,15 @@ def _main(pipe: Connection, rank: int, world_size: int, folder: str) -> None:
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
         LOCAL_SIZE=str(world_size),
-        DS_ACCELERATOR="cpu",
+        DS_ACCELERATOR="cuda" if begin.is_asked() else "cpu",
         OMP_NUM_THREADS="1",
         TORCH_EXTENSIONS_DIR=f"{folder}/ext",
         MASTER_ADDR="127.0.0.1",
         GLOO_SOCKET_IFNAME="lo",
     )
-    serve(pipe, "gloo", rank, world_size, folder)
+    if begin.is_asked():
+        begin.take_device()
+    serve(pipe, "nccl" if begin.is_asked() else "gloo", rank, world_size, folder)
 
 
 def serve(pipe: Connection, backend: str, rank: int, world_size: int, folder: str) -> None:

@@ -22,6 +22,8 @@ STAND_IN = "stand-in"
 #: devices of a process, and the one that each rank uses: not the first, which is taken for any
 #: device that nobody has named
 COUNT, INDEX = 2, 1
+#: the module that begins when it is imported
+PRELOAD = "tests.stand_ins.cuda.preload"
 
 
 def is_asked() -> bool:
@@ -47,11 +49,23 @@ def begin() -> None:
     for name in ("libc10.so", "libtorch_cpu.so", "libtorch.so"):
         ctypes.CDLL(str(root / "lib" / name), mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(built()))
-    from tests.stand_ins.cuda import kernels, nccl, surface
+    from tests.stand_ins.cuda import attention, kernels, nccl, surface
 
     surface.place()
+    attention.place()
     nccl.place()
     kernels.place(int(os.environ[DEVICES]))
+
+
+def take_device() -> None:
+    """Have the tests of this rank, which are written for CPUs, on its device."""
+    import torch
+
+    from tests.stand_ins.cuda import elsewhere
+
+    os.environ["LOCAL_RANK"] = str(INDEX)
+    torch.cuda.set_device(INDEX)
+    elsewhere.place()
 
 
 def built() -> Path:

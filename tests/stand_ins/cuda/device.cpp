@@ -11,11 +11,13 @@
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/TensorFactories.h>
+#include <ATen/native/transformers/attention.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/library.h>
 
 #include <array>
@@ -203,6 +205,19 @@ using CUDAHooks = HostHooks;
 C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", HostHooks)
 }  // namespace at
 
+namespace c10d {
+class HostTimer : public Timer {  // of DDP's reducer
+ public:
+  explicit HostTimer(c10::Device) {}
+  std::optional<int64_t> measureDifference(Event start, Event end) override {
+    const int64_t from = getTimeRef(start), to = getTimeRef(end);
+    if (from == kUnsetTime || to == kUnsetTime || to < from) return std::nullopt;
+    return to - from;
+  }
+};
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, HostTimer);
+}  // namespace c10d
+
 namespace {
 
 using at::Tensor;
@@ -311,10 +326,6 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::optional<Device> on;
   for (size_t place = 0; place < inputs; ++place) {
     auto& value = (*stack)[first + place];
-    if (value.isGenerator()) {
-      value = c10::IValue();
-      continue;
-    }
     if (mixing().count(name)) continue;
     if (value.isTensor()) check_devices(op, value.toTensor(), on);
     if (value.isTensorList()) {
@@ -332,6 +343,20 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 }  // namespace
+
+namespace at::native {
+// torch asks a table, not the dispatcher, which kernel attention takes (attention.py has the kernels)
+int64_t attention_of_a_gpu(const Tensor& q, const Tensor& k, const Tensor& v,
+                           const std::optional<Tensor>& mask, double dropout, bool,
+                           std::optional<double>, bool grouped) {
+  if (mask || dropout > 0 || grouped || q.size(-1) != v.size(-1) || q.size(1) != k.size(1)) {
+    return 0;  // plain matrices
+  }
+  return q.scalar_type() == kHalf || q.scalar_type() == kBFloat16 ? 1 : 2;  // flash, efficient
+}
+static RegisterCUDADispatch<struct _fused_sdp_choice_stub_DECLARE_DISPATCH_type> registered(
+    _fused_sdp_choice_stub, &attention_of_a_gpu);
+}  // namespace at::native
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());

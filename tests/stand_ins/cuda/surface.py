@@ -177,6 +177,18 @@ def _resized(original: Callable[..., Any]) -> Callable[..., Any]:
     return resize_
 
 
+def _moved(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``storage._to``, which makes storages by a constructor that knows no device here."""
+
+    def to(self: Any, device: Any, non_blocking: bool = False) -> Any:
+        if torch.device(device).type != "cuda" or isinstance(self, torch.TypedStorage):
+            return original(self, device, non_blocking)
+        whole = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
+        return whole.to(device).untyped_storage()
+
+    return to
+
+
 def _recorded(tensor: Tensor, stream: HostStream) -> None:
     assert tensor.is_cuda, "only tensors of a GPU are recorded on streams"
     assert isinstance(stream, HostStream)
@@ -248,6 +260,8 @@ def place() -> None:
     cuda.nccl.version = lambda: (2, 28, 9)
     torch._C._host_emptyCache = _nothing
     torch._C._cuda_getCurrentRawStream = lambda device: int(ops.stream(device))
+    storage: Any = torch.storage
+    storage._to = _moved(storage._to)
     patched: Any = torch.UntypedStorage
     patched.resize_ = _resized(patched.resize_)
     tensor: Any = Tensor
