@@ -144,7 +144,7 @@ def test_messages_of_pairs_are_matched_by_their_two_ranks(tmp_path: Path) -> Non
             made = MadeTrace()
             made.mark("step 1", 0, 100)
             for source, to, start in messages:
-                pair = {"Src Rank": source, "Dst Rank": to} if pairs else {}
+                pair: dict[str, Any] = {"Src Rank": source, "Dst Rank": to} if pairs else {}
                 made.kernel(NCCL, 9, (start, start + 9), (1, 2), **told, **pair)
             paths.append(made.write(tmp_path / f"{rank}.json"))
         return figures.recorded(paths)
