@@ -34,12 +34,12 @@ from bench.waits_bench import figures, picture, report
 from bench.waits_bench.session import Recordings, Turns
 from bench.waits_bench.traces import TraceError
 
-EVERY = list(dict.fromkeys([*gpu_cells.MEASURED, "ddp", "fsdp2"]))
+EVERY = [*gpu_cells.MEASURED, "ddp", "fsdp2"]
+#: what was recorded of a layout, for --read
+NOTE = "recorded.json"
 #: with turns of 1 + 3 steps those that are recorded, from the 17th or 27th on, are none that sample
 #: errors or take the device's time, as one of ten does each
 WARM, SETTLING = 11, 21
-#: what was recorded of a layout, for --read
-NOTE = "recorded.json"
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
