@@ -23,15 +23,8 @@ from hybridcomp.collectives.wire.cuts import CHUNK_ALIGN
 class _Parameter:
     """One parameter of a bucket."""
 
-    start: int  # in the bucket
     numel: int
-    column: int  # where its chunks begin in a row
     chunk: int  # elements of a rank's chunk, the last ones padded
-
-    @property
-    def whole(self) -> int:
-        """Return the number of rows that it fills completely."""
-        return self.numel // self.chunk
 
 
 def chunk_of(numel: int, world_size: int) -> int:
@@ -47,12 +40,11 @@ class BucketLayout:
         """Lay out the bucket's parameters, with these names and elements, in their order."""
         self._parameters: list[_Parameter] = []
         self._names = names
-        self.rows, start, column = world_size, 0, 0
+        self.rows, self.columns = world_size, 0
         for numel in numels:
             chunk = chunk_of(numel, world_size)
-            self._parameters.append(_Parameter(start, numel, column, chunk))
-            start, column = start + numel, column + chunk
-        self.columns = column
+            self._parameters.append(_Parameter(numel, chunk))
+            self.columns += chunk
         self.pieces = tuple(piece for row in range(world_size) for piece in self._row(row))
 
     def _row(self, row: int) -> list[Piece]:
@@ -73,31 +65,39 @@ class BucketLayout:
         return self.rows * self.columns
 
     def pack(self, gradients: Tensor, factor: float, flat: Tensor) -> None:
-        """Write ``factor`` times ``gradients`` into the table ``flat``, with zeros as padding."""
-        table = flat.view(self.rows, self.columns)
-        for place, (values, whole, rest) in zip(
-            self._parameters, self._views(gradients, table), strict=True
+        """Multiply ``gradients`` by ``factor`` in place and write them into the table ``flat``.
+
+        In as few operations as a bucket takes, since the backward pass waits for its host: one for
+        the factor, one for all parameters, two for each that its chunks do not fill. Zeros are
+        their padding.
+        """
+        parts = []
+        for place, values in zip(
+            self._parameters, self._split(gradients.mul_(factor)), strict=True
         ):
-            torch.mul(values[: whole.numel()].view_as(whole), factor, out=whole)
-            torch.mul(values[whole.numel() :], factor, out=rest)
             if place.numel < self.rows * place.chunk:
-                columns = table[:, place.column : place.column + place.chunk]
-                columns[place.whole, rest.numel() :].zero_()
-                columns[place.whole + 1 :].zero_()
+                padded = values.new_zeros(self.rows * place.chunk)
+                padded[: place.numel].copy_(values)
+                values = padded
+            parts.append(values.view(self.rows, place.chunk))
+        torch.cat(parts, dim=1, out=flat.view(self.rows, self.columns))
 
     def unpack(self, flat: Tensor, gradients: Tensor) -> None:
         """Write the table ``flat`` back into ``gradients``."""
-        for values, whole, rest in self._views(gradients, flat.view(self.rows, self.columns)):
-            values[: whole.numel()].view_as(whole).copy_(whole)
-            values[whole.numel() :].copy_(rest)
+        chunks = [place.chunk for place in self._parameters]
+        columns = torch.split(flat.view(self.rows, self.columns), chunks, dim=1)
+        places, sums = [], []
+        for place, values, part in zip(
+            self._parameters, self._split(gradients), columns, strict=True
+        ):
+            if place.numel < self.rows * place.chunk:
+                values.copy_(part.reshape(-1)[: place.numel])
+            else:
+                places.append(values.view(self.rows, place.chunk))
+                sums.append(part)
+        if places:
+            torch._foreach_copy_(places, sums)
 
-    def _views(self, gradients: Tensor, table: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return views for every parameter: its gradient, its full rows, its part of one more."""
-        found = []
-        for place in self._parameters:
-            values = gradients[place.start : place.start + place.numel]
-            columns = table[:, place.column : place.column + place.chunk]
-            left = place.numel - place.whole * place.chunk
-            rest = columns[place.whole, :left] if left else columns[0, :0]
-            found.append((values, columns[: place.whole], rest))
-        return found
+    def _split(self, gradients: Tensor) -> Sequence[Tensor]:
+        """Return the part of each parameter in the bucket."""
+        return torch.split(gradients, [place.numel for place in self._parameters])

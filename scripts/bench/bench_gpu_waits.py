@@ -37,6 +37,9 @@ from bench.waits_bench.traces import TraceError
 EVERY = list(gpu_cells.MEASURED)
 #: what was recorded of a layout, for --read
 NOTE = "recorded.json"
+#: with turns of 1 + 3 steps those that are recorded, from the 17th or 27th on, are none that sample
+#: errors or take the device's time, as one of ten does each
+WARM, SETTLING = 11, 21
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -49,8 +52,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--arm", default="recommended", metavar="NAME", help="that is held against native")
     add("--size", choices=list(gpu_cells.SIZES), default="85M")
     add("--steps", type=int, default=3, help="recorded of each arm, after one that is left out")
-    add("--warm", type=int, default=3, help="steps of an arm before its turns")
-    add("--settling", type=int, default=14, help="the same of arms that measure in them")
+    add("--warm", type=int, default=WARM, help="steps of an arm before its turns")
+    add("--settling", type=int, default=SETTLING, help="the same of arms that measure in them")
     add("--timeout", type=float, default=120.0, metavar="S", help="of a start or a turn")
     add("--data", type=Path, default=Path("data/text"), metavar="PREFIX")
     add("--out", type=Path, default=Path("runs/gpu/waits"), metavar="FOLDER")
