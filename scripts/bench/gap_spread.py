@@ -33,7 +33,7 @@ from gpt.loop import LAST
 from hybridcomp.compare.report import markdown_rows
 
 ROOT = Path(__file__).resolve().parents[2]
-SIX, FOUR = (tuple(map(str, range(n))) for n in (6, 4))
+EIGHT, SIX, FOUR = (tuple(map(str, range(n))) for n in (8, 6, 4))
 
 
 def _setting(
@@ -51,7 +51,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "tiny.1024.1e-3": _setting("tiny", 16, "1e-3", "log", SIX),
     "tiny.256.2e-3": _setting("tiny", 4, "2e-3", "log", SIX),
     "tiny.2048.2e-3": _setting("tiny", 32, "2e-3", "log", SIX),
-    "tiny.256.3e-3": _setting("tiny", 4, "3e-3", "log", SIX),
+    "tiny.256.3e-3": _setting("tiny", 4, "3e-3", "log", EIGHT),
     "tiny.1024.3e-3": _setting("tiny", 16, "3e-3", "log", SIX),
     "tiny.256.2e-3.linear": _setting("tiny", 4, "2e-3", "linear", SIX),
     "tiny.2048.2e-3.linear": _setting("tiny", 32, "2e-3", "linear", SIX),
@@ -145,15 +145,16 @@ def with_less_text(found: Found, parts: int) -> float:
 
 def exponents(settings: Sequence[Setting]) -> Iterator[tuple[str, float]]:
     """Yield, for settings that differ in tokens a step alone, by which power of them it falls."""
-    groups: dict[tuple[str, float, str], list[Setting]] = {}
+    groups: dict[tuple[str, float, str, str], list[Setting]] = {}
     for one in settings:
-        key = one.method.model, one.method.lr, one.method.schedule
+        method = one.method
+        key = method.model, method.lr, method.warmup, method.schedule
         groups.setdefault(key, []).append(one)
-    for (model, rate, _), own in groups.items():
+    for (model, rate, warmup, _), own in groups.items():
         if len({one.method.tokens_per_step for one in own}) > 1:
             x = np.log([one.method.tokens_per_step for one in own])
             y = np.log([one.found.spread for one in own])
-            yield f"{model} at {rate:g}", -float(np.polyfit(x, y, 1)[0])
+            yield f"{model} at {rate:g}, {warmup}", -float(np.polyfit(x, y, 1)[0])
 
 
 def predicted(settings: Sequence[Setting], gaps: Sequence[float]) -> list[str]:

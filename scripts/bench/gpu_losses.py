@@ -2,7 +2,7 @@
 """Measure what compression costs in loss at the size of GPT-2 small, on one GPU.
 
 scripts/prepare_data.py FOLDER ... --suffix .py --vocabulary 50257 --max-bytes 90000000 \\
-    --valid-fraction 0.03 --output data/gpt2
+    --valid-fraction 0.04 --output data/gpt2
 scripts/bench/gpu_losses.py --data data/gpt2 --budget 480 --out runs/gpu/losses
 scripts/bench/results.py --gpu runs/gpu
 
@@ -35,6 +35,8 @@ from bench.training_bench.gpu_losses import BASELINE, Case, Method, Text
 from bench.training_bench.loss_runner import Runner
 from gpt.indexed import DatasetError
 
+#: held-out tokens of an evaluation
+EVAL_TOKENS = 2**19
 #: exit status where --budget was over first: the same command goes on with what is not over
 TIME_IS_UP = 75
 
@@ -58,7 +60,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="of the learning rate after a tenth of warm-up")  # fmt: skip
     add("--warmup", choices=gpu_losses.WARMUPS, default=gpu_losses.WARMUPS[0])
     add("--evaluations", type=int, default=4, metavar="N", help="in the last fifth of the steps")
-    add("--eval-tokens", type=int, default=2**19, metavar="N", help="of each evaluation")
+    add("--eval-tokens", type=int, metavar="N",
+        help=f"of each evaluation; default: {EVAL_TOKENS}, or what is held out")  # fmt: skip
     add("--beside", type=int, default=1, metavar="N", help="pairs at once")
     add("--budget", type=float, default=1e9, metavar="S", help="what is not over then is ended")
     add("--fit", type=int, default=0, metavar="N",
@@ -72,7 +75,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--logs", type=Path, metavar="FOLDER", help="of what is not kept; default: OUT.logs")
     add("--cpu", action="store_true", help="gloo instead of a GPU")
     found = parser.parse_args(arguments)
-    for name in ("steps", "samples", "micro_batches", "evaluations", "eval_tokens", "beside"):
+    for name in ("steps", "samples", "micro_batches", "evaluations", "beside"):
         if getattr(found, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: expected at least 1")
     if found.arms[0] != BASELINE:
@@ -83,6 +86,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         found.text = Text.of(found.data)
     except DatasetError as error:
         parser.error(f"--data: {error}")
+    found.eval_tokens = found.eval_tokens or min(EVAL_TOKENS, found.text.valid)
     found.method, found.vocabulary = _method(found), found.text.vocabulary
     if found.steps % found.method.eval_every:
         parser.error(f"--steps: expected a multiple of {found.method.eval_every}, the steps "
@@ -118,9 +122,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     status = 0
     if turns:
-        _say(loss_cost.told(method, asked.vocabulary, len(turns)))
+        if not asked.cpu:
+            _say(loss_cost.told(method, asked.vocabulary, len(turns)))
         times = method.steps * method.tokens_per_step / asked.text.train
-        _say(f"the text is read {times:.2f} times")
+        _say(f"the text is read {times:.2f} times; held out are {method.eval_tokens:,} tokens")
         os.environ.update(forked.environment(not asked.cpu))
         context = forked.server(asked.timeout, _say)
         runner = Runner(asked, method, context, turns, _say)

@@ -108,7 +108,8 @@ scripts/prepare_data.py --output data/text
 scripts/bench/bench_gpu_training.py --size 85M --data data/text --out runs/gpu/85M.jsonl
 scripts/bench/bench_gpu_training.py --size 350M --data data/text --out runs/gpu/350M.jsonl \\
     --beside 4
-scripts/prepare_data.py FOLDER ... --suffix .py --vocabulary 50257 --output data/gpt2
+scripts/prepare_data.py FOLDER ... --suffix .py --vocabulary 50257 --max-bytes 90000000 \\
+    --valid-fraction 0.04 --output data/gpt2
 scripts/bench/gpu_losses.py --data data/gpt2 --seeds {numbers} --out runs/gpu/losses \\
     {options}
 scripts/bench/results.py --gpu runs/gpu

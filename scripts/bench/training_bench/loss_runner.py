@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -137,6 +138,7 @@ class Runner:
     def _keep(self, pair: Pair, case: Case) -> None:
         seconds = {"start": pair.start_s, "pair": time.monotonic() - pair.began}
         record = loss_records.write(self.asked.out, self.asked.logs, case, self.method, seconds)
+        shutil.rmtree(case.folder(self.asked.logs))  # all that counts is kept
         last = record["log"][-1]
         end = f", valid {last['valid_loss']:.4f}" if last.get("summary") else ""
         self._say(f"{case} is over after {seconds['pair']:.1f} s{end}")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import gpu_losses
+from bench import gap_spread, gpu_losses
 from bench.training_bench import (
     gpu_loss_chapter,
     gpu_rank,
@@ -369,6 +369,7 @@ def test_a_call_begins_only_pairs_that_end_in_its_budget(
         *((losses.Case("baseline", seed), losses.Case("recommended", seed)) for seed in (2, 3)),
     ]
     assert len(seeds_in(tmp_path / "out")) == 8
+    assert not list((tmp_path / "logs").glob("*/*/seed*"))  # what is kept is kept once
     for _, record in loss_records.kept(tmp_path / "out", said.append).items():
         assert record["seconds"]["pair"] > 0
     lines = gpu_losses.verdicts(loss_records.kept(tmp_path / "out", said.append))
@@ -417,6 +418,43 @@ def test_a_rank_that_dies_ends_its_pair_and_two_of_them_the_call(
     assert len(forked) < 4
 
 
+# ---- by what the gaps of seeds lie apart
+
+
+def test_tables_of_spreads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two settings whose gaps lie 0.2 and 0.1 apart, of which a part is the text's."""
+    for name, samples, apart in (("tiny.256.2e-3", 4, 0.2), ("tiny.2048.2e-3", 32, 0.1)):
+        words = vars(TINY) | {"samples": samples, "lr": 2e-3, "steps": 3, "evaluations": 3}
+        method = losses.Method(**words)
+        for seed, gap in enumerate((0.0, apart, 2 * apart)):
+            for arm, factor in (("baseline", 1.0), ("recommended", 1 + gap / 100)):
+                case = losses.Case(arm, seed)
+                trained(tmp_path / "logs", case, loss=2.0, steps=3)
+                log = case.folder(tmp_path / "logs") / "loss.jsonl"
+                lines = [json.loads(text) for text in log.read_text().splitlines()]
+                for line in lines[1:4]:
+                    batches = [2.0 + 1e-3 * (-1) ** n * seed for n in range(32)]
+                    own = [factor * (2.0 if arm == "baseline" else x) for x in batches]
+                    line |= {"valid_losses": own, "loss": factor * line["loss"]}
+                log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+                times = {"start": 1.0, "pair": 2.0}
+                loss_records.write(tmp_path / name, tmp_path / "logs", case, method, times)
+    assert gap_spread.main(["--out", str(tmp_path), "--tables"]) == 0
+    said = capsys.readouterr().out
+    # twice 0.05 % up or down in a batch is nothing over all of them, and much over every 16th
+    assert "| tiny | 256 | 0.002 | log | 3 | +0.200 ± 0.497 | 0.200 | 0.200 | 0.200 | 0." in said
+    assert "| the last 1 of 3 evaluations | 1.00 | 1.00 |" in said
+    assert "| 1/16 of the text | 1.03 | 1.12 |" in said
+    power = f"{np.log(2) / np.log(8):.2f}"
+    assert (
+        f"* tiny at 0.002, log: the spread falls with the tokens a step to the power {power}"
+        in said
+    )
+    assert "124 M parameters at 2,048 tokens a step: spread 0.30 % over 3 seeds" in said
+    with pytest.raises(SystemExit, match="no setting has two seeds"):
+        gap_spread.main(["--out", str(tmp_path / "logs"), "--tables"])
+
+
 # ---- the script, on CPUs
 
 
@@ -434,6 +472,8 @@ def test_what_does_not_fit_is_said_before_anything_runs(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--cpu", "--tiny", "--data", str(data), "--out", str(tmp_path)]
+    asked = gpu_losses.parse(words)
+    assert asked.eval_tokens == asked.text.valid < gpu_losses.EVAL_TOKENS
     for more, said in (
         (["--eval-tokens", "9999999"], "expected at most"),
         (["--steps", "50", "--evaluations", "3", "--eval-tokens", "64"], "a multiple of 3"),
