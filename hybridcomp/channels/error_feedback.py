@@ -98,9 +98,7 @@ class Residuals:
         """
         known = self._known.get((hop, id(pieces)))
         found = self._stretch(hop, pieces, like) if known is None else known[1]
-        if hop == "owner":
-            self._owned.update(found.places)
-        elif last and not self._owned.isdisjoint(found.places):
+        if last and hop != "owner" and not self._owned.isdisjoint(found.places):
             self._collect_all("owner", found)
         if self._common and hop == "sender":
             for name, places in places_of(message).items():
@@ -147,6 +145,8 @@ class Residuals:
             if self.bits != 32:
                 found.flat = QuantizedResidual.of(as_fp32(found.flat), self.bits)
             self._stretches[hop, found.pieces] = found
+            if hop == "owner":
+                self._owned.update(found.places)
             for name in found.places:
                 self._holders.setdefault((hop, name), []).append(found)
             self._free_oldest(hop, found)

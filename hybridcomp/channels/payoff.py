@@ -136,6 +136,8 @@ class Payoff:
         state = self._state
         if not state.verdicts.by_dimension or state.step < state.config.start_step + WARM:
             return []
+        if not state.verdicts.may_compare:
+            return []  # nothing changes any more, and the ledger knows
         if state.pace.is_measuring:
             return []  # these steps differ in how offload copies
         without, told = set(state.guard.trips), []

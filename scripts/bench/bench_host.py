@@ -15,6 +15,9 @@ Microseconds are of the processor's time, which other work on the machine hardly
 medians of rounds, each beside a round of `Tensor.copy_` of four values, whose
 time in the same run is printed: figures of two runs compare as multiples of it.
 
+`--when` compares a gradient's message and the end of a step with `"when": "auto"`, once that has
+decided or while it compares steps, with those of a block that measures nothing.
+
 With several `--ranks` it prints for every kind how the host's time and the number of launches grow
 with the group: gradient buckets with owners (ZeRO 1 and 2), unequal parts, parameters that are
 gathered together, messages in two levels, low rank and the guard's sums among them.
@@ -38,6 +41,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
+from bench.gpu_bench import verdict_messages
 from bench.gpu_bench.group_messages import GroupMessages
 from bench.gpu_bench.messages import RANKS, Messages, group_without_wire
 from hybridcomp.channels import channel
@@ -154,6 +158,18 @@ def print_growth(found: dict[int, dict[str, tuple[float, float, int]]]) -> None:
         print(f"{name:22}" + "".join(f"{us:10,.0f} ({count:3})" for us, _, count in cells))
 
 
+def print_when(codec: Codec, numel: int, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
+    """Print microseconds of a message and of a step's end, by what `auto` has decided."""
+    values = torch.randn(numel).to(dtype)
+    target, source = torch.empty(4), torch.empty(4)
+    found = {}
+    with as_on_a_gpu():
+        for name, run in verdict_messages.kinds(codec, values).items():
+            us, times = found[name] = measure(run, lambda: target.copy_(source))
+            print(f"{name:34} {us:6.1f} us {times:7.1f} times copy_ of four values")
+    return found
+
+
 def profile(codec: Codec, numel: int, dtype: torch.dtype, name: str, ranks: int) -> None:
     """Print where the time of one kind of message goes."""
     with as_on_a_gpu(ranks):
@@ -182,6 +198,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--bits", type=int, default=4, help="of blockint (default 4)")
     parser.add_argument("--json", type=Path, help="write the figures there as well")
     parser.add_argument("--ranks", type=int, nargs="+", help="of the groups, at least 8 in each")
+    parser.add_argument("--when", action="store_true", help="what auto costs, instead")
     parser.add_argument("--profile", metavar="KIND", help="profile one kind of message instead")
     asked = parser.parse_args(argv)
     if asked.ranks and min(asked.ranks) < RANKS:
@@ -193,13 +210,17 @@ def main(argv: list[str] | None = None) -> int:
     if asked.profile:
         profile(codec, numel, dtype, asked.profile, (asked.ranks or [RANKS])[0])
         return 0
-    if asked.ranks:
+    figures: object
+    if asked.when:
+        figures = print_when(codec, numel, dtype)
+    elif asked.ranks:
         every = {ranks: growth(codec, numel, dtype, ranks) for ranks in asked.ranks}
         print(f"{codec}, {megabytes:g} MB of {asked.dtype}, by number of ranks")
         print_growth(every)
-        figures: object = {str(ranks): kinds for ranks, kinds in every.items()}
+        figures = {str(ranks): kinds for ranks, kinds in every.items()}
     else:
-        figures = found = table(codec, numel, dtype)
+        found = table(codec, numel, dtype)
+        figures = found
         print(f"{codec}, {megabytes:g} MB of {asked.dtype}, {RANKS} ranks")
         for name, (microseconds, times) in found.items():
             print(f"{name:22} {microseconds:6.1f} us {times:7.1f} times copy_ of four values")

@@ -85,7 +85,8 @@ def same(receiver: WeightReceiver, values: dict[str, Tensor]) -> bool:
     """Whether the mirror has the names, shapes and bits of ``values``."""
     found = dict(receiver.tensors())
     return found.keys() == values.keys() and all(
-        found[n].shape == v.shape and torch.equal(found[n].view(torch.int16), v.view(torch.int16))
+        found[n].shape == v.shape
+        and torch.equal(found[n].cpu().view(torch.int16), v.cpu().view(torch.int16))
         for n, v in values.items()
     )
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
+from hybridcomp.job.devices import default_device
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.session.followers import StepFollower
 from hybridcomp.sync import IslandMeetings, JobMeetings
@@ -56,7 +57,8 @@ class Job:
 
     def build(self) -> Job:
         torch.manual_seed(self.seed)
-        model: Any = Tied().to(self.dtype)
+        device = default_device()
+        model: Any = Tied().to(device, self.dtype)
         group = None if self.block is None else hybridcomp.island_group(self.block)
         if self.engine == "ddp":
             model = DistributedDataParallel(model, process_group=group)
@@ -65,9 +67,9 @@ class Job:
             from torch.distributed.fsdp import fully_shard
 
             mesh = (
-                init_device_mesh("cpu", (dist.get_world_size(),))
+                init_device_mesh(device.type, (dist.get_world_size(),))
                 if group is None
-                else DeviceMesh.from_group(group, "cpu")
+                else DeviceMesh.from_group(group, device.type)
             )
             for layer in (model.up, model.down):
                 fully_shard(layer, mesh=mesh)
@@ -85,7 +87,8 @@ class Job:
                 self.data.manual_seed(
                     1000 * self.step + 10 * (self.first + dist.get_rank()) + micro
                 )
-                tokens = torch.randint(0, 17, (3, 5), generator=self.data)
+                tokens = torch.randint(0, 17, (3, 5), generator=self.data, device="cpu")
+                tokens = tokens.to(default_device())
                 logits = self.model(tokens)
                 loss = nn.functional.cross_entropy(logits.view(-1, 17), tokens.roll(1, 1).view(-1))
                 torch.autograd.backward(loss / micro_batches)

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
 from hybridcomp.channels.saved_residuals import held_in
+from hybridcomp.job.devices import default_device
 from hybridcomp.patches.torch import steps
 from hybridcomp.patches.torch.attached import Attached
 
@@ -117,7 +118,8 @@ class OrderedReduceScatter:
 def build(job: Job) -> nn.Module:
     """The model under its engine; the same weights on all ranks."""
     torch.manual_seed(job.seed)
-    model = Model()
+    device = default_device()
+    model = Model().to(device)
     if job.engine == "ddp":
         if job.bf16:
             model.to(torch.bfloat16)
@@ -127,9 +129,9 @@ def build(job: Job) -> nn.Module:
         )  # fmt: skip
     if job.replicas > 1:
         shape = (job.replicas, dist.get_world_size() // job.replicas)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     else:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     reduce_dtype = getattr(torch, job.reduce_dtype) if job.reduce_dtype else None
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if job.bf16 else None, reduce_dtype=reduce_dtype
@@ -157,12 +159,13 @@ def build(job: Job) -> nn.Module:
 
 def train(job: Job, model: nn.Module, optimizer: Any, first: int, last: int) -> list[float]:
     """Steps ``first`` to ``last``; the losses of this rank."""
-    losses = []
+    losses, device = [], default_device()
     for step in range(first, last):
         for number in range(job.micro_batches):
             seed = (job.seed * 1000 + step) * 100 + number * 10 + dist.get_rank()
             generator = torch.Generator().manual_seed(seed)
-            tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
+            tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator, device="cpu")
+            tokens = tokens.to(device)
             labels = (tokens * 7 + 3) % VOCABULARY
             is_last = number == job.micro_batches - 1
             with syncing(job, model, is_last):
@@ -228,7 +231,7 @@ def digest(model: nn.Module) -> str:
     """SHA-256 of this rank's parameters."""
     found = hashlib.sha256()
     for tensor in tensors(model):
-        found.update(tensor.detach().float().numpy().tobytes())
+        found.update(tensor.detach().float().cpu().numpy().tobytes())
     return found.hexdigest()
 
 
@@ -245,7 +248,7 @@ def sum_of_residuals(attached: Attached) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, (offset, tensor) in held_in(attached.channels.residuals.state_dict()):
         short = name.removeprefix("between replicas: ")
-        total = found.setdefault(short, torch.zeros(VOCABULARY * 100))
+        total = found.setdefault(short, torch.zeros(VOCABULARY * 100, device="cpu"))
         total[offset : offset + tensor.numel()] += tensor / divisors.get(name, 1.0)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, found)

@@ -193,7 +193,8 @@ class HostNccl(Base):  # type: ignore[misc]
     def _check(self, what: str, tensor: Tensor) -> None:
         if not tensor.is_cuda:
             raise RuntimeError(f"No backend type associated with device type cpu ({what})")
-        if tensor.dtype not in DTYPES:
+        moved = what in ("broadcast", "send", "recv")  # as pairs of real numbers
+        if tensor.dtype not in DTYPES and not (moved and tensor.is_complex()):
             raise TypeError(f"NCCL has no {tensor.dtype} ({what})")
         if not tensor.is_contiguous():
             raise ValueError(f"Tensors must be contiguous ({what}, {tuple(tensor.stride())})")
