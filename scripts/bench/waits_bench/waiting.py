@@ -6,9 +6,9 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bench.waits_bench.intervals import Stretch, length, without
+from bench.waits_bench.intervals import Stretch, length, within
 from bench.waits_bench.lanes import COMPUTATION, Inside, Lanes, blocking, role
-from bench.waits_bench.traces import DeviceSpan, EventWait, HostSpan, RankTrace
+from bench.waits_bench.traces import DeviceSpan, HostSpan, RankTrace
 from hybridcomp.collectives.wire.marks import PREFIX
 
 #: marks with the number of their message
@@ -117,7 +117,7 @@ def _of_streams(lanes: Lanes, names: Names, queues: dict[int, _Queue]) -> Iterat
     A stream waits from when the work before is done and the work behind is queued, until the work
     that the event was recorded behind is done.
     """
-    nothing = _Queue([])
+    nothing, roles = _Queue([]), {stream: role(lanes, stream) for stream in queues}
     for wait in lanes.trace.waits:
         own = nothing if wait.stream is None else queues.get(wait.stream, nothing)
         other = queues.get(wait.awaited, nothing)
@@ -128,16 +128,10 @@ def _of_streams(lanes: Lanes, names: Names, queues: dict[int, _Queue]) -> Iterat
         start = max(behind.launch.start, 0 if before is None else before.stop)
         stop = min(awaited.stop, behind.start)
         if stop > start:
-            yield _waited(lanes, names, wait, (start, stop), awaited)
-
-
-def _waited(
-    lanes: Lanes, names: Names, wait: EventWait, time: Stretch, awaited: DeviceSpan
-) -> Waited:
-    assert wait.stream is not None, "the host's are told by its calls"
-    who, what = f"stream {wait.stream} ({role(lanes, wait.stream)})", _behind(lanes, awaited)
-    message = names.at(wait.call.thread, wait.call.start)
-    return Waited(*time, who, what, message, _exposed(lanes, time))
+            who = f"stream {wait.stream} ({roles[behind.stream]})"
+            message = names.at(wait.call.thread, wait.call.start)
+            exposed = _exposed(lanes, (start, stop))
+            yield Waited(start, stop, who, _behind(lanes, awaited), message, exposed)
 
 
 def _behind(lanes: Lanes, awaited: DeviceSpan) -> str:
@@ -161,7 +155,7 @@ def _of_the_host(lanes: Lanes, names: Names, queues: dict[int, _Queue]) -> Itera
 
 
 def _exposed(lanes: Lanes, time: Stretch) -> int:
-    return length(without([time], lanes.times[COMPUTATION]))
+    return time[1] - time[0] - length(within(lanes.times[COMPUTATION], time))
 
 
 def short(name: str) -> str:
