@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
 #: begin and end of a stretch
 Stretch = tuple[int, int]
@@ -56,8 +57,8 @@ def without(one: Sequence[Stretch], other: Sequence[Stretch]) -> list[Stretch]:
 
 def within(one: Sequence[Stretch], window: Stretch) -> list[Stretch]:
     """Return the time of ``one`` that lies in ``window``."""
-    first = bisect_right([stop for _, stop in one], window[0])
-    last = bisect_left([start for start, _ in one], window[1])
+    first = bisect_right(one, window[0], key=itemgetter(1))
+    last = bisect_left(one, window[1], key=itemgetter(0))
     return [(max(s, window[0]), min(e, window[1])) for s, e in one[first:last]]
 
 

@@ -20,6 +20,8 @@ Event = dict[str, Any]
 STEP = f"{PREFIX}step "
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 CALLS = ("cuda_runtime", "cuda_driver")
+#: records of what was waited for, by a stream and by the host
+STREAM_WAITS, HOST_WAITS = "Stream Wait Event", "Event Sync"
 #: spans on the host that tell what it does
 HOST = ("cpu_op", "user_annotation", *CALLS)
 #: what Kineto tells of a message with its kernel: its group, and the two ranks of a pair's
@@ -59,10 +61,10 @@ class DeviceSpan:
 
 
 @dataclass(frozen=True, eq=False)
-class StreamWait:
-    """A stream's wait for an event of another, and the calls that queued both on the host."""
+class EventWait:
+    """A wait of a stream, or of the host (None), for an event; with the two calls of the host."""
 
-    stream: int
+    stream: int | None
     awaited: int  # the stream that the event was recorded on
     call: HostSpan
     record: HostSpan
@@ -76,7 +78,8 @@ class RankTrace:
     steps: list[tuple[int, int]]
     host: list[HostSpan] = field(default_factory=list)
     device: list[DeviceSpan] = field(default_factory=list)
-    waits: list[StreamWait] = field(default_factory=list)
+    waits: list[EventWait] = field(default_factory=list)
+    synced: dict[HostSpan, EventWait] = field(default_factory=dict)  # by the call that blocks
 
     @property
     def untold(self) -> str:
@@ -110,12 +113,14 @@ def read(path: Path) -> RankTrace:
             f"{sorted(found)[:5] if isinstance(found, dict) else type(found).__name__}; "
             "record it with bench_gpu_waits.py"
         )
-    base = int(found.get("baseTimeNanoseconds", 0))
-    trace = RankTrace(path.name, [])
+    trace, calls = RankTrace(path.name, []), dict[int, HostSpan]()
     for number, event in enumerate(events):
         try:
+            base = int(found.get("baseTimeNanoseconds", 0))
             if event.get("ph") == "X" and event.get("cat") in HOST:
                 trace.host.append(_host(event, base))
+                if event["cat"] in CALLS:
+                    calls[int(event["args"]["correlation"])] = trace.host[-1]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise _damaged(path, number, error) from None
     trace.host.sort(key=lambda span: (span.start, -span.stop))
@@ -125,7 +130,14 @@ def read(path: Path) -> RankTrace:
             f"{path}: expected steps marked '{STEP}N', found {len(events)} events without one; "
             "record it with bench_gpu_waits.py"
         )
-    _device(path, events, base, trace)
+    for number, event in enumerate(events):
+        try:
+            if event.get("ph") == "X":
+                _add(event, base, calls, trace)
+        except (KeyError, TypeError, ValueError) as error:
+            raise _damaged(path, number, error) from None
+    trace.device.sort(key=lambda span: span.start)
+    trace.waits.sort(key=lambda wait: wait.call.start)
     return trace
 
 
@@ -154,42 +166,25 @@ def _host(event: Event, base: int) -> HostSpan:
     return HostSpan(event["cat"], event["name"], int(event["tid"]), *_times(event, base))
 
 
-def _device(path: Path, events: list[Event], base: int, trace: RankTrace) -> None:
-    """Add kernels, copies and waits of streams, each with the call that queued it."""
-    calls: dict[int, HostSpan] = {}
-    later: list[tuple[int, Event]] = []
-    for number, event in enumerate(events):
-        kind = event.get("cat")
-        try:
-            if event.get("ph") != "X":
-                continue
-            if kind in CALLS:
-                calls[int(event["args"]["correlation"])] = _host(event, base)
-            elif kind in DEVICE or (kind == "cuda_sync" and event["name"] == "Stream Wait Event"):
-                later.append((number, event))
-        except (KeyError, TypeError, ValueError) as error:
-            raise _damaged(path, number, error) from None
-    for number, event in later:
-        try:
-            _add(event, base, calls, trace)
-        except (KeyError, TypeError, ValueError) as error:
-            raise _damaged(path, number, error) from None
-    trace.device.sort(key=lambda span: span.start)
-    trace.waits.sort(key=lambda wait: wait.call.start)
-
-
 def _add(event: Event, base: int, calls: dict[int, HostSpan], trace: RankTrace) -> None:
-    told = event["args"]
-    call = calls.get(int(told["correlation"]))
-    if event["cat"] in DEVICE:
-        where = event["cat"], event["name"], int(told["stream"])
+    """Add a kernel or copy with the call that queued it, or a wait for an event with both calls."""
+    told, kind = event.get("args", {}), event.get("cat")
+    if kind in DEVICE:
+        call = calls.get(int(told["correlation"]))
+        where = kind, event["name"], int(told["stream"])
         group = _group(event["name"], told)
         trace.device.append(DeviceSpan(*where, *_times(event, base), call, group))
-        return
-    record = calls.get(int(told["wait_on_cuda_event_record_corr_id"]))
-    if call is not None and record is not None:  # else it was recorded before the trace began
-        streams = int(told["stream"]), int(told["wait_on_stream"])
-        trace.waits.append(StreamWait(*streams, call, record))
+    elif kind == "cuda_sync" and event["name"] in (STREAM_WAITS, HOST_WAITS):
+        call = calls.get(int(told["correlation"]))
+        record = calls.get(int(told["wait_on_cuda_event_record_corr_id"]))
+        if call is None or record is None:
+            return  # the event was recorded before the trace began
+        stream = int(told["stream"]) if event["name"] == STREAM_WAITS else None
+        wait = EventWait(stream, int(told["wait_on_stream"]), call, record)
+        if stream is None:
+            trace.synced[call] = wait
+        else:
+            trace.waits.append(wait)
 
 
 def _group(name: str, told: Event) -> str:

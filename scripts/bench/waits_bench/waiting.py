@@ -6,9 +6,9 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bench.waits_bench.intervals import Stretch, length, without
+from bench.waits_bench.intervals import Stretch, length, within
 from bench.waits_bench.lanes import COMPUTATION, Inside, Lanes, blocking, role
-from bench.waits_bench.traces import DeviceSpan, HostSpan, RankTrace, StreamWait
+from bench.waits_bench.traces import DeviceSpan, HostSpan, RankTrace
 from hybridcomp.collectives.wire.marks import PREFIX
 
 #: marks with the number of their message
@@ -37,7 +37,8 @@ class Waited:
 def waits_of(lanes: Lanes, steps: Sequence[Stretch]) -> list[Waited]:
     """Return the waits of a rank in ``steps``, those with the most exposed time first."""
     names = Names(lanes.trace)
-    found = [*_of_streams(lanes, names), *_of_the_host(lanes, names)]
+    queues = _queues(lanes)
+    found = [*_of_streams(lanes, names, queues), *_of_the_host(lanes, names, queues)]
     inside = [w for w in found if any(s <= w.start and w.stop <= e for s, e in steps)]
     return sorted(inside, key=lambda wait: (-wait.exposed, wait.start - wait.stop))
 
@@ -102,18 +103,24 @@ def _queued_at(span: DeviceSpan) -> int:
     return span.launch.start
 
 
-def _of_streams(lanes: Lanes, names: Names) -> Iterator[Waited]:
+def _queues(lanes: Lanes) -> dict[int, _Queue]:
+    """Return what each stream runs."""
+    by_stream: dict[int, list[DeviceSpan]] = {}
+    for span in lanes.trace.device:
+        by_stream.setdefault(span.stream, []).append(span)
+    return {stream: _Queue(spans) for stream, spans in by_stream.items()}
+
+
+def _of_streams(lanes: Lanes, names: Names, queues: dict[int, _Queue]) -> Iterator[Waited]:
     """Yield what streams stood still for.
 
     A stream waits from when the work before is done and the work behind is queued, until the work
     that the event was recorded behind is done.
     """
-    queues: dict[int, _Queue] = {}
-    for stream in {span.stream for span in lanes.trace.device}:
-        queues[stream] = _Queue([s for s in lanes.trace.device if s.stream == stream])
-    nothing = _Queue([])
+    nothing, roles = _Queue([]), {stream: role(lanes, stream) for stream in queues}
     for wait in lanes.trace.waits:
-        own, other = queues.get(wait.stream, nothing), queues.get(wait.awaited, nothing)
+        own = nothing if wait.stream is None else queues.get(wait.stream, nothing)
+        other = queues.get(wait.awaited, nothing)
         behind, awaited = own.after(wait.call.start), other.before(wait.record.start)
         if behind is None or awaited is None or behind.launch is None:
             continue
@@ -121,23 +128,26 @@ def _of_streams(lanes: Lanes, names: Names) -> Iterator[Waited]:
         start = max(behind.launch.start, 0 if before is None else before.stop)
         stop = min(awaited.stop, behind.start)
         if stop > start:
-            yield _waited(lanes, names, wait, (start, stop), awaited)
+            who = f"stream {wait.stream} ({roles[behind.stream]})"
+            message = names.at(wait.call.thread, wait.call.start)
+            exposed = _exposed(lanes, (start, stop))
+            yield Waited(start, stop, who, _behind(lanes, awaited), message, exposed)
 
 
-def _waited(
-    lanes: Lanes, names: Names, wait: StreamWait, time: Stretch, awaited: DeviceSpan
-) -> Waited:
-    who = f"stream {wait.stream} ({role(lanes, wait.stream)})"
-    what = f"stream {wait.awaited}, {lanes.of[awaited]}: {short(awaited.name)}"
-    message = names.at(wait.call.thread, wait.call.start)
-    return Waited(*time, who, what, message, _exposed(lanes, time))
+def _behind(lanes: Lanes, awaited: DeviceSpan) -> str:
+    """Say which work an event was recorded behind."""
+    return f"stream {awaited.stream}, {lanes.of[awaited]}: {short(awaited.name)}"
 
 
-def _of_the_host(lanes: Lanes, names: Names) -> Iterator[Waited]:
+def _of_the_host(lanes: Lanes, names: Names, queues: dict[int, _Queue]) -> Iterator[Waited]:
     """Yield the calls that blocked, and on a CPU the marks of waiting."""
     spans = blocking(lanes.trace) if lanes.of else list(lanes.trace.marks("wait"))
     for span in spans:
         what = span.name if lanes.of else "the message"
+        event = lanes.trace.synced.get(span)
+        if event is not None and event.awaited in queues:
+            awaited = queues[event.awaited].before(event.record.start)
+            what += "" if awaited is None else f": {_behind(lanes, awaited)}"
         time = span.start, span.stop
         yield Waited(
             *time, "the host", what, names.at(span.thread, span.start), _exposed(lanes, time)
@@ -145,7 +155,7 @@ def _of_the_host(lanes: Lanes, names: Names) -> Iterator[Waited]:
 
 
 def _exposed(lanes: Lanes, time: Stretch) -> int:
-    return length(without([time], lanes.times[COMPUTATION]))
+    return time[1] - time[0] - length(within(lanes.times[COMPUTATION], time))
 
 
 def short(name: str) -> str:

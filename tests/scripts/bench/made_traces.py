@@ -49,10 +49,18 @@ class MadeTrace:
 
     def wait(self, stream: int, on: int, record: float, call: float) -> None:
         """An event is recorded on one stream, and another waits for it; each call takes 1."""
+        self.event(stream, on, record, self.call("cudaStreamWaitEvent", call, call + 1), call)
+
+    def sync(self, on: int, record: float, call: tuple[float, float]) -> None:
+        """The host waits for an event that is recorded on a stream."""
+        self.event(-1, on, record, self.call("cudaEventSynchronize", *call), call[0])
+
+    def event(self, stream: int, on: int, record: float, number: int, at: float) -> None:
+        """An event is recorded, for which the call ``number`` has a stream or the host wait."""
         recorded = self.call("cudaEventRecord", record, record + 1)
-        number = self.call("cudaStreamWaitEvent", call, call + 1)
+        name = "Event Sync" if stream < 0 else "Stream Wait Event"
         self._device(
-            "cuda_sync", "Stream Wait Event", stream, call, call + 1, correlation=number,
+            "cuda_sync", name, stream, at, at + 1, correlation=number,
             wait_on_stream=on, wait_on_cuda_event_record_corr_id=recorded,
         )  # fmt: skip
 

@@ -125,6 +125,28 @@ def test_a_wait_in_no_message_is_named_by_its_operation(tmp_path: Path) -> None:
     assert host["message"] == "aten::item"
 
 
+def test_what_the_host_waits_for_is_named(tmp_path: Path) -> None:
+    """For an event, by the work before it; and for a copy to memory that is not pinned."""
+    made = MadeTrace()
+    made.mark("step 1", 0, 1000)
+    made.kernel("expcode_encode_bf16", 20, (30, 90), (10, 20))
+    made.sync(20, record=22, call=(25, 95))
+    copied = {"Memcpy DtoH (Device -> Pageable)": 300, "Memcpy DtoH (Device -> Pinned)": 500}
+    for name, at in copied.items():
+        made.kernel(name, 7, (at + 20, at + 40), (at, at + 60), "gpu_memcpy")
+    (found,) = figures.recorded([made.write(tmp_path / "0.json")])
+    waits = figures.figures_of([found], shared=False)["waits"]
+    told = [(wait["what"], round(wait["ms"], 3)) for wait in waits]
+    event = "cudaEventSynchronize: stream 20, codec: expcode_encode_bf16"
+    assert told == [(event, 0.07), ("cudaMemcpyAsync", 0.06)]
+    # the rest of the pinned copy's call is the host's own time
+    (parts,) = causes.parts_of([found], 0, shared=False)
+    spent = {name: intervals.length(times) / 1e3 for name, times in parts.items() if times}
+    assert spent["codec"] == 60 and spent["copies"] == 40
+    assert spent[causes.QUEUED] == 10  # from the launch's end to the kernel's begin
+    assert spent[causes.BLOCKED] == 5 + 20 + 20  # behind the kernel; around the first copy
+
+
 def test_messages_that_not_all_ranks_have_are_not_divided(tmp_path: Path) -> None:
     late = second_rank()
     late.kernel(NCCL, 9, (910, 920), (900, 905), **{"Process Group Name": "0"})
