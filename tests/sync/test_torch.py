@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
 from hybridcomp.errors import AgreementError, ConfigError
+from hybridcomp.job.devices import default_device
 from hybridcomp.patches.torch import island_masters
 from hybridcomp.sync.outliers import far_off as far_off_of
 from tests.ranks import RunRanks, run_ranks
@@ -184,9 +185,10 @@ def overflowing() -> None:
 
 def skipping() -> None:
     job = Job(block(**LOCAL, islands=1)).build()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    device = default_device()
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0)
     for step in range(4):
-        logits = job.model(torch.arange(4)[None])
+        logits = job.model(torch.arange(4, device=device)[None])
         loss = logits.square().mean()
         if step == 1 and dist.get_rank() == 0:
             loss = loss * torch.inf
@@ -209,7 +211,8 @@ def refused() -> None:
     for sync, words in BAD.values():
         with pytest.raises(ConfigError, match=words):
             Job(block(**sync)).build()
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    device = default_device()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2).to(device))
     with pytest.raises(ConfigError, match=r"sync.islands: found ranks \[0, 1\]; the island of"):
         hybridcomp.attach(model, block(islands=1))
     rank = dist.get_rank()
@@ -217,11 +220,11 @@ def refused() -> None:
         Job(block(islands=1, every=1 + rank)).build().train(1)
     job = Job(block(islands=1)).build()
     with pytest.raises(AgreementError, match=r"elements.*rank"):
-        wider = torch.nn.Linear(2 + rank, 2)
+        wider = torch.nn.Linear(2 + rank, 2).to(device)
         group = hybridcomp.island_group(block(islands=1))
         other = torch.nn.parallel.DistributedDataParallel(wider, process_group=group)
         assert hybridcomp.attach(other, block(islands=1)) is not None
-        other(torch.ones(1, 2 + rank))
+        other(torch.ones(1, 2 + rank, device=device))
     job.train(1)
 
 

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-TESTS = str(Path(__file__).resolve().parents[2])
+TESTS = tuple(str(Path(__file__).resolve().parents[3] / name) for name in ("tests", "scripts"))
 MINE = str(Path(__file__).resolve().parents[1])
 TORCH = str(Path(torch.__file__).resolve().parent)
 
 
 def of_a_test() -> bool:
-    """Whether the innermost caller that is not torch is a test, or a trainer of tests."""
+    """Whether the innermost caller that is not torch is a test, its trainer, or a script."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -64,6 +64,14 @@ def _from_cpu(original: Callable[..., Any], place: int, name: str) -> Callable[.
     return call
 
 
+def _from_numpy(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def from_numpy(values: Any) -> Tensor:
+        made = original(values)
+        return made.to("cuda") if of_a_test() else made
+
+    return from_numpy
+
+
 def _reduced(tensor: Tensor) -> Any:
     from torch.multiprocessing import reductions
 
@@ -90,6 +98,8 @@ def place() -> None:
     mesh.from_group = staticmethod(_from_cpu(mesh.from_group, 1, "device_type"))
     tensor: Any = Tensor
     tensor.numpy = _numpy(tensor.numpy)
+    maker: Any = torch
+    maker.from_numpy = _from_numpy(torch.from_numpy)
     for kind in (Tensor, torch.nn.Parameter):
         ForkingPickler.register(kind, _reduced)
     cast("Any", OnDevice()).__enter__()
