@@ -443,8 +443,11 @@ def test_tables_of_spreads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     said = capsys.readouterr().out
     # twice 0.05 % up or down in a batch is nothing over all of them, and much over every 16th
     assert "| tiny | 256 | 0.002 | log | 3 | +0.200 ± 0.497 | 0.200 | 0.200 | 0.200 | 0." in said
-    assert "| the last 1 of 3 evaluations | 1.00 | 1.00 |" in said
-    assert "| 1/16 of the text | 1.03 | 1.12 |" in said
+    for tokens, text in (("256", "1.03"), ("2,048", "1.12")):
+        assert (
+            f"| tiny, {tokens} tokens, 0.002, log | 1.00 | 1.00 | 1.00 | {text} | {text} |" in said
+        )
+    assert "| tiny, 2,048 tokens, 0.002, log | - | - |" in said  # three steps are fewer than 20
     power = f"{np.log(2) / np.log(8):.2f}"
     assert (
         f"* tiny at 0.002, log: the spread falls with the tokens a step to the power {power}"
@@ -471,9 +474,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_does_not_fit_is_said_before_anything_runs(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--cpu", "--tiny", "--data", str(data), "--out", str(tmp_path)]
+    words = ["--cpu", "--tiny", "--data", str(data), "--out", str(tmp_path / "out")]
     asked = gpu_losses.parse(words)
     assert asked.eval_tokens == asked.text.valid < gpu_losses.EVAL_TOKENS
+    assert gpu_losses.main([*words, "--plan"]) == 0
+    assert "8 pairs of 800 steps" in capsys.readouterr().out
     for more, said in (
         (["--eval-tokens", "9999999"], "expected at most"),
         (["--steps", "50", "--evaluations", "3", "--eval-tokens", "64"], "a multiple of 3"),
