@@ -7,8 +7,9 @@ gap_spread.py --out runs/gap_spread --tables                  # of what is there
 Trains pairs of small models with gpu_losses.py --cpu, one setting after the other, and goes on
 where it was cut off. The tables hold, by setting, the spread of the gap (standard deviation over
 the seeds) by the mean of the evaluations in the last fifth, by the last evaluation and by the
-training losses of the last 20 steps; then how the spread changes with fewer evaluations and less
-text; then what that says of 124 M parameters, from the seeds in docs/results/gpu.json.
+training losses of the last 20 steps; then that of the training losses on the way; how the spread
+changes with fewer evaluations and less text; what that says of 124 M parameters, from the seeds in
+docs/results/gpu.json.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from bench.training_bench.gpu_losses import BASELINE, Method
 from bench.training_bench.loss_gaps import Array, Found
 from gpt.loop import LAST
 from hybridcomp.compare.report import markdown_rows
+from hybridcomp.compare.statistics import running_mean
 
 ROOT = Path(__file__).resolve().parents[2]
 EIGHT, SIX, FOUR = (tuple(map(str, range(n))) for n in (8, 6, 4))
@@ -74,7 +76,7 @@ class Setting:
 
     method: Method
     found: Found
-    training: Array  # (seeds,): by the losses of the last steps
+    training: Array  # (seeds, steps): by the training losses of the last LAST steps until each
 
     def __str__(self) -> str:
         method = self.method
@@ -95,15 +97,17 @@ class Setting:
         seeds = sorted(set(native) & set(own))
         if len(seeds) < 2:
             return None
-        ends = [[_end(run[seed]["log"]) for seed in seeds] for run in (native, own)]
-        gaps = 100 * (np.array(ends[1]) / np.array(ends[0]) - 1)
+        means = [
+            running_mean(np.array([_losses(run[seed]["log"]) for seed in seeds]), LAST)
+            for run in (native, own)
+        ]
+        gaps = 100 * (means[1] / means[0] - 1)
         method = Method(**native[seeds[0]]["method"])
         return cls(method, loss_gaps.of(native, own), gaps)
 
 
-def _end(log: Sequence[Mapping[str, float]]) -> float:
-    """Return the mean training loss of the last steps, as ``hybridcomp compare`` takes it."""
-    return float(np.mean([line["loss"] for line in log if "step" in line][-LAST:]))
+def _losses(log: Sequence[Mapping[str, float]]) -> list[float]:
+    return [line["loss"] for line in log if "step" in line]
 
 
 def by_setting(settings: Sequence[Setting]) -> list[str]:
@@ -117,7 +121,7 @@ def by_setting(settings: Sequence[Setting]) -> list[str]:
             method.model, f"{method.tokens_per_step:,}", rate, method.warmup,
             str(len(found.seeds)),
             f"{found.gap:+.3f} ± {found.half:.3f}", f"{found.spread:.3f}",
-            f"{one.curves[:, -1].std(ddof=1):.3f}", f"{one.training.std(ddof=1):.3f}",
+            f"{one.curves[:, -1].std(ddof=1):.3f}", f"{one.training[:, -1].std(ddof=1):.3f}",
             f"{found.evaluation:.1%}",
         ])  # fmt: skip
     return list(markdown_rows(rows))
@@ -125,14 +129,25 @@ def by_setting(settings: Sequence[Setting]) -> list[str]:
 
 def by_reading(settings: Sequence[Setting]) -> list[str]:
     """Return the table of spreads with fewer evaluations and less text, over that with all."""
-    rows = [["", *(str(one) for one in settings)]]
     most = min(one.curves.shape[1] for one in settings)
-    for count in sorted({1, 2, (most + 1) // 2, most}):
-        cells = [one.curves[:, -count:].mean(1).std(ddof=1) / one.found.spread for one in settings]
-        rows.append([f"the last {count} of {most} evaluations", *(f"{x:.2f}" for x in cells)])
-    for parts in (16, 4):
-        cells = [with_less_text(one.found, parts) / one.found.spread for one in settings]
-        rows.append([f"1/{parts} of the text", *(f"{x:.2f}" for x in cells)])
+    counts, parts = (1, 2, 3), (4, 16)
+    last = [f"last {count} of {most} evaluations" for count in counts]
+    rows = [["", *last, *(f"1/{part} of the text" for part in parts)]]
+    for one in settings:
+        spreads = [one.curves[:, -count:].mean(1).std(ddof=1) for count in counts]
+        spreads += [with_less_text(one.found, part) for part in parts]
+        rows.append([str(one), *(f"{spread / one.found.spread:.2f}" for spread in spreads)])
+    return list(markdown_rows(rows))
+
+
+def by_step(settings: Sequence[Setting]) -> list[str]:
+    """Return the table of the spread of training losses on the way: where the two part."""
+    steps = [20, 40, 60, 100, 200, 400]
+    rows = [["", *(f"step {step}" for step in steps)]]
+    for one in settings:
+        spreads = one.training.std(0, ddof=1)
+        there = [f"{spreads[n - 1]:.3f}" if n <= len(spreads) else "-" for n in steps]
+        rows.append([str(one), *there])
     return list(markdown_rows(rows))
 
 
@@ -186,7 +201,8 @@ def tables(out: Path) -> list[str]:
     figures = json.loads((ROOT / "docs/results/gpu.json").read_text())["loss"]["runs"]
     gaps = next(run["gaps"] for run in figures if run["label"] == ARM)
     return [
-        *by_setting(settings), "", *by_reading(settings), "", *predicted(settings, gaps),
+        *by_setting(settings), "", *by_step(settings), "", *by_reading(settings), "",
+        *predicted(settings, gaps),
     ]  # fmt: skip
 
 

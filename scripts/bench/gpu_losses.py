@@ -48,7 +48,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--steps", type=int, default=800)
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
+    add("--seeds", type=int, nargs="+", default=list(range(8)))
     add("--arms", nargs="+", choices=list(gpu_losses.BLOCKS), default=[BASELINE, "recommended"],
         help="the first two of every seed come first")  # fmt: skip
     add("--model", choices=list(gpu_losses.MODELS), default="124M")
@@ -74,6 +74,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs/gpu/losses"), metavar="FOLDER")
     add("--logs", type=Path, metavar="FOLDER", help="of what is not kept; default: OUT.logs")
     add("--cpu", action="store_true", help="gloo instead of a GPU")
+    add(
+        "--plan",
+        action="store_true",
+        help="say what the missing pairs take on an H100, train nothing",
+    )
     found = parser.parse_args(arguments)
     for name in ("steps", "samples", "micro_batches", "evaluations", "beside"):
         if getattr(found, name) < 1:
@@ -121,9 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (left := tuple(case for case in turn if case not in records))
     ]
     status = 0
-    if turns:
-        if not asked.cpu:
-            _say(loss_cost.told(method, asked.vocabulary, len(turns)))
+    if turns and (asked.plan or not asked.cpu):
+        _say(loss_cost.told(method, asked.vocabulary, len(turns)))
+    if turns and not asked.plan:
         times = method.steps * method.tokens_per_step / asked.text.train
         _say(f"the text is read {times:.2f} times; held out are {method.eval_tokens:,} tokens")
         os.environ.update(forked.environment(not asked.cpu))
