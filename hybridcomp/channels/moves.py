@@ -14,6 +14,16 @@ from hybridcomp.channels.channel import Channel, Message
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle, Meter, Splits, Transfer, native_nbytes
 from hybridcomp.collectives.posted import Posting
+from hybridcomp.config import BLOCK
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError
+from hybridcomp.log import say_once
+
+#: why a codec cannot act where receives are posted, and what to do
+VARIES = (
+    "receives are posted before the sender has encoded, and only gloo takes a message that is "
+    "shorter than its receive; use a codec of fixed size, such as blockint or zfp"
+)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -199,6 +209,23 @@ class Post(Message[Posted]):
 
     values: Tensor
     holders: ProcessGroup | None = None
+
+    def stays_native(self, channel: Channel, codec: Codec) -> bool:
+        """Return whether ``codec`` makes messages of unknown size and the backend takes none.
+
+        Equal on both sides. Raises ConfigError unless the block says ``"on_unsupported":
+        "native"``: over NCCL both would wait for each other for good.
+        """
+        backends = channel.group(self.group).backends
+        if codec.fixed_size or backends.get(self.values.device.type) == "gloo":
+            return False
+        name = channel.dimension
+        found = Shown(f"{codec.name}, whose size varies with the values, and no gloo")
+        if channel.state.config.on_unsupported != "native":
+            todo = f'{VARIES}, or set "{name}": "none", or set "on_unsupported": "native"'
+            raise ConfigError(f"{BLOCK}.{name}", found, todo)
+        say_once(f"{name} native: {found}: {VARIES}")
+        return True
 
     def _posting(self, channel: Channel, codec: Codec | None) -> Posting:
         holders = None if self.holders is None else channel.group(self.holders)

@@ -20,7 +20,7 @@ from tests.stand_ins.cuda import begin
 
 HERE = ROOT / "tests" / "nccl"
 #: files that train over NCCL; the others start whole jobs under a launcher, or time a device
-FILES = ("test_ring", "test_split", "test_zero")
+FILES = ("test_features", "test_ring", "test_split", "test_torch", "test_zero")
 
 pytestmark = [
     pytest.mark.skipif(bool(begin.why_not()), reason=begin.why_not()),

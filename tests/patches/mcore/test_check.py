@@ -226,7 +226,7 @@ def test_variable_size_on_the_pipeline_needs_gloo(
 ) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 2)
-    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "nccl")
+    monkeypatch.setattr("torch.distributed.get_backend_config", lambda group: "cuda:nccl")
     with pytest.raises(ConfigError, match="size varies"):
         link_of(CompressionConfig.parse({"pp": "mpc", "min_bytes": 0}))
     native = CompressionConfig.parse({"pp": "mpc", "min_bytes": 0, "on_unsupported": "native"})
@@ -234,5 +234,5 @@ def test_variable_size_on_the_pipeline_needs_gloo(
     for _ in range(2):
         assert link_of(native) is None
     assert capsys.readouterr().out.count("pp native") == 1
-    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "gloo")
+    monkeypatch.setattr("torch.distributed.get_backend_config", lambda group: "cpu:gloo")
     assert link_of(native) is not None
