@@ -205,4 +205,4 @@ def loss_data() -> tuple[str, ...]:
         if spec is not None and spec.origin:
             found.append(str(Path(spec.origin).parent))
     return (*found, "--suffix", ".py", "--vocabulary", "50257", "--max-bytes", "90000000",
-            "--valid-fraction", "0.03")  # fmt: skip
+            "--valid-fraction", "0.04")  # fmt: skip
