@@ -259,7 +259,11 @@ def place() -> None:
     cuda.nvtx.range = lambda *_, **__: nullcontext()
     cuda.nccl.version = lambda: (2, 28, 9)
     torch._C._host_emptyCache = _nothing
-    torch._C._cuda_getCurrentRawStream = lambda device: int(ops.stream(device))
+    native: Any = torch._C
+    native._cuda_getCurrentRawStream = lambda device: int(ops.stream(device))
+    native._cuda_getDevice, native._cuda_setDevice = index_of, ops.set_device
+    native._cuda_exchangeDevice = native._cuda_maybeExchangeDevice = _exchanged
+    native._cuda_getDeviceCount = lambda: int(ops.devices())
     storage: Any = torch.storage
     storage._to = _moved(storage._to)
     patched: Any = torch.UntypedStorage
