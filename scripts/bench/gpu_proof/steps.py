@@ -16,18 +16,21 @@ from bench.training_bench.gpu_cells import MEASURED
 BRIEF = ("zero1", "zero2", "tp2", "pp2", "fsdp2", "ddp")
 ARMS = ("recommended", "recommended when auto")
 #: files and folders with tests for a GPU: a step for each, and those for all run side by side
-TESTS = {
+TESTS: dict[str, tuple[str, ...]] = {
     "kernels": ("tests/kernels/cuda", "tests/measure", "tests/nn", "tests/commands/test_doctor.py"),
     "devices": ("tests/training/test_devices.py",),
     "zero": ("tests/nccl/test_zero.py",),
     "mcore": ("tests/nccl/test_mcore.py",),
     "pipe": ("tests/nccl/test_pipe.py",),
     "example": ("tests/nccl/test_example.py",),
-    "nccl": (
-        "tests/nccl", "--ignore=tests/nccl/test_zero.py", "--ignore=tests/nccl/test_mcore.py",
-        "--ignore=tests/nccl/test_pipe.py", "--ignore=tests/nccl/test_example.py",
-    ),
+    "torch": ("tests/nccl/test_torch.py",),
+    "features": ("tests/nccl/test_features.py",),
 }  # fmt: skip
+#: all that tests/nccl has beside these
+TESTS["nccl"] = (
+    "tests/nccl",
+    *(f"--ignore={file}" for places in TESTS.values() for file in places if "tests/nccl/" in file),
+)
 #: of each of these steps, tests that a CPU passes within a minute, over gloo
 ON_CPU = {
     "kernels": "tests/kernels/cuda/test_emulated.py",
@@ -36,6 +39,8 @@ ON_CPU = {
     "mcore": "tests/nccl/test_mcore.py -k tp2",
     "pipe": "tests/nccl/test_pipe.py -k pp2",
     "example": "tests/nccl/test_example.py",
+    "torch": "tests/nccl/test_torch.py -k ddp",
+    "features": "tests/nccl/test_features.py -k auto",
     "nccl": "tests/nccl/test_split.py",
 }
 #: seconds that a step that stops in time may need to do so; fewest that are worth a start, and
