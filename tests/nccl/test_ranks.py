@@ -30,7 +30,6 @@ from tests.nccl.common import (
 )
 from tests.nccl.pool import NcclPool
 from tests.patches.ds.test_two_levels import JOBS as LEVEL_JOBS
-from tests.ranks import RankPool
 from tests.training.trainer import Job, make_engine, run, train, train_step
 
 pytestmark = MARKS
@@ -40,7 +39,7 @@ LEVELS = {"dp": FEEDBACK, "zero": EIGHT_BITS, "min_bytes": 0, "hierarchy": "auto
 
 def assert_as_on_a_cpu(ranks: int, calls: list[tuple[Any, ...]]) -> None:
     """Functions with what follows the device give the same tensors on NCCL as on CPUs over gloo."""
-    with RankPool(ranks) as cpus, NcclPool(ranks, device=DEVICE) as shared:
+    with NcclPool(ranks, device="cpu") as cpus, NcclPool(ranks, device=DEVICE) as shared:
         for function, *rest in calls:
             expected = cpus.run(function, "cpu", *rest, timeout=240)
             found = shared.run(function, DEVICE, *rest, timeout=240)
