@@ -191,7 +191,8 @@ class Lister:
             "bench_gpu_waits", "--layouts", *BRIEF, "--data", self.out / "data" / "text", "--out",
             self.out / "waits", *small,
         )  # fmt: skip
-        return Step("waits", "to which cause each percent belongs that is missing", 5, command)
+        minutes = 2 if self.cpu else 5
+        return Step("waits", "to which cause each percent is due that is missing", minutes, command)
 
     def _offload(self) -> Step:
         words = ("--device", "cpu") if self.cpu else ()
