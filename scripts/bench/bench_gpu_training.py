@@ -27,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
-from bench.training_bench import forked, gpu_cells, gpu_session, machine
+from bench.training_bench import gpu_cells, gpu_session, machine
 from bench.training_bench.cells import LAYOUTS, REFERENCE, Arm
 from bench.training_bench.gpu_cells import COMPUTE
 from bench.training_bench.gpu_session import Book, Part, Plan, Session
@@ -120,12 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = asked.logs.resolve() if asked.logs else Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        os.environ.update(forked.environment(not asked.cpu))
-        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
-        tensor_parallel = any(
-            "--tp" in LAYOUTS[layout].arguments for layout in (part.layout for part in asked.plan)
-        )
-        context = forked.server(asked.timeout, _say, tensor_parallel)
+        layouts = [part.layout for part in asked.plan]
+        context = gpu_session.server_of(layouts, not asked.cpu, folder, asked.timeout, _say)
         name = "a CPU" if asked.cpu else machine.gpu_name()
         options = gpu_cells.Options(
             asked.size, asked.data.resolve(), folder, not asked.cpu, device=name

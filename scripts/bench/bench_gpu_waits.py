@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -27,8 +26,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
-from bench.training_bench import forked, gpu_cells
-from bench.training_bench.cells import LAYOUTS, REFERENCE
+from bench.training_bench import forked, gpu_cells, gpu_session
+from bench.training_bench.cells import REFERENCE
 from bench.training_bench.gpu_cells import COMPUTE
 from bench.waits_bench import figures, picture, report
 from bench.waits_bench.session import Recordings, Turns
@@ -93,13 +92,9 @@ def record(asked: argparse.Namespace, traces: Path) -> list[str]:
     traces.mkdir(parents=True, exist_ok=True)
     failed = []
     with tempfile.TemporaryDirectory() as temporary:
-        os.environ.update(forked.environment(not asked.cpu))
-        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(temporary, "extensions")))
-        tensor_parallel = any("--tp" in LAYOUTS[name].arguments for name in asked.layouts)
-        context = forked.server(asked.timeout, _say, tensor_parallel)
-        options = gpu_cells.Options(
-            asked.size, asked.data.resolve(), Path(temporary), not asked.cpu
-        )  # fmt: skip
+        folder = Path(temporary)
+        context = gpu_session.server_of(asked.layouts, not asked.cpu, folder, asked.timeout, _say)
+        options = gpu_cells.Options(asked.size, asked.data.resolve(), folder, not asked.cpu)
         turns = Turns(asked.warm, asked.settling, asked.steps, asked.timeout)
         for layout in asked.layouts:
             arms = gpu_cells.arms_of(layout, [asked.arm])

@@ -3,21 +3,45 @@
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import one_gpu
-from bench.training_bench.cells import REFERENCE, Arm
+from bench.training_bench import forked
+from bench.training_bench.cells import LAYOUTS, REFERENCE, Arm
 from bench.training_bench.forked import Job, JobError
 from bench.training_bench.gpu_cells import COMPUTE, Options, specs_of
 from bench.training_bench.worker import sent_nbytes
 
 #: arms that take their first steps at once: loading libraries and kernels takes 2 s of a core
 TOGETHER = 3
+
+
+def server_of(
+    layouts: Iterable[str], gpu: bool, folder: Path, timeout: float, say: Callable[[str], None]
+) -> ForkServerContext:
+    """Start the fork server of the ranks of ``layouts``, with this process's environment.
+
+    ``folder``: of what DeepSpeed builds, unless the environment names one. Raises JobError.
+    """
+    os.environ.update(forked.environment(gpu))
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
+    tensor_parallel = any("--tp" in LAYOUTS[layout].arguments for layout in layouts)
+    return forked.server(timeout, say, tensor_parallel)
+
+
+def slowest(answers: Sequence[Any]) -> list[float]:
+    """Return the seconds of each step of a turn, of the rank that took longest.
+
+    ``answers``: of all ranks, a word and their steps.
+    """
+    ranks = [steps for _, steps in answers]
+    return [max(rank["seconds"] for rank in each) for each in zip(*ranks, strict=True)]
 
 
 def measures(name: str) -> bool:
@@ -210,23 +234,23 @@ class Session:
         """Wait for the end of a turn and write it down."""
         owner = REFERENCE if name == COMPUTE else name
         try:
-            ranks = [found for _, found in self._jobs[owner].answers()]
+            answers = self._jobs[owner].answers()
         except JobError as error:
             self._failed(owner, self._jobs[owner], error)
             return
         sent = (sent_nbytes("lo") - before) / steps
-        seconds = [max(rank["seconds"] for rank in each) for each in zip(*ranks, strict=True)]
+        seconds, last = slowest(answers), answers[0][1][-1]
         kept = seconds[1:] if number >= 0 else seconds
         self._book.add(
             {
                 "kind": "turn", **self._head, "arm": name, "round": number,
                 "seconds": [round(value, 6) for value in kept], "sent": round(sent),
-                "loss": ranks[0][-1]["loss"], "samples": ranks[0][-1]["samples"],
+                "loss": last["loss"], "samples": last["samples"],
             }
         )  # fmt: skip
         if number <= self._part.first:
             shown = " ".join(f"{value * 1e3:.0f}" for value in seconds)
-            self._say(f"  {name}: {shown} ms, {sent / 1e6:.1f} MB, loss {ranks[0][-1]['loss']:.3f}")
+            self._say(f"  {name}: {shown} ms, {sent / 1e6:.1f} MB, loss {last['loss']:.3f}")
 
     def _end(self, name: str) -> None:
         job = self._jobs[name]

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
 
 import one_gpu
 from bench.training_bench.cells import REFERENCE, Arm
 from bench.training_bench.forked import Job, JobError
 from bench.training_bench.gpu_cells import COMPUTE, Options, specs_of
-from bench.training_bench.gpu_session import measures
+from bench.training_bench.gpu_session import measures, slowest
 from bench.training_bench.worker import sent_nbytes
 
 #: steps that an arm never makes
@@ -98,18 +97,12 @@ class Recordings:
         for trace in traces:
             trace.unlink(missing_ok=True)
         before = sent_nbytes("lo")
-        plain = _seconds(job.ask("go", steps, name == COMPUTE))
+        plain = slowest(job.ask("go", steps, name == COMPUTE))
         sent = (sent_nbytes("lo") - before) / steps
-        slow = _seconds(job.ask("go", steps, name == COMPUTE, str(stem)))
+        slow = slowest(job.ask("go", steps, name == COMPUTE, str(stem)))
         absent = [trace.name for trace in traces if not trace.is_file()]
         if absent:
             raise JobError(f"{name}: no trace of {', '.join(absent)}: {job.why()}")
         self._say(f"  {name}: {1e3 * plain[-1]:.0f} ms, recorded {1e3 * slow[-1]:.0f} ms, "
                   f"{sent / 1e6:.1f} MB")  # fmt: skip
         return Recorded(traces, plain[1:], slow[1:], sent)
-
-
-def _seconds(answers: Sequence[Any]) -> list[float]:
-    """Return the seconds of each step, of the rank that took longest."""
-    ranks = [steps for _, steps in answers]
-    return [max(rank["seconds"] for rank in each) for each in zip(*ranks, strict=True)]
