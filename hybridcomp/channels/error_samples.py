@@ -108,9 +108,4 @@ def encode_once(
     if residual is not None:
         held = squares(residual[: head.numel()])
     beyond = torch.zeros_like(held).add_(outside)
-    return torch.stack([_square(decoded - exact), _square(whole), held, beyond])
-
-
-def _square(values: Tensor) -> Tensor:
-    """Return the squared L2 norm, float64 ()."""
-    return values.double().square().sum()
+    return torch.stack([squares(decoded - exact), squares(whole), held, beyond])

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridcomp.codecs.quantized_residual import squares
 from hybridcomp.collectives.wire import (
     Reduction,
     Steps,
@@ -116,7 +117,7 @@ def low_rank_sum(values: Tensor, factoring: Factoring, how: Reduction) -> Steps[
     # 1
     with meter.coding():
         total = residual.add_(values)
-        sent_sq = _squared(total) if factoring.measure else None
+        sent_sq = squares(total) if factoring.measure else None
         # 2
         lefts, first = _left_factors(total, factoring, rest)
     yield transport.all_reduce(first, how.group, meter)
@@ -130,7 +131,7 @@ def low_rank_sum(values: Tensor, factoring: Factoring, how: Reduction) -> Steps[
         carried = (basis @ right.T for basis, right in zip(bases, rights, strict=True))
         _leave(residual, matrices, carried, rest)
         if factoring.measure and sent_sq is not None:
-            factoring.measure(_squared(residual), sent_sq, _squared(values))
+            factoring.measure(squares(residual), sent_sq, squares(values))
     if matrices:
         yield transport.all_reduce(second, how.group, meter)
     # 4
@@ -202,10 +203,6 @@ def _orthonormal(columns: Tensor) -> Tensor:
     """
     basis: Tensor = torch.linalg.qr(columns).Q
     return basis.contiguous()
-
-
-def _squared(values: Tensor) -> Tensor:
-    return values.double().square().sum()
 
 
 def _split(flat: Tensor, numels: Sequence[int]) -> list[Tensor]:

@@ -160,7 +160,7 @@ def _flat(
     total = torch.empty(length, dtype=torch.float32, device=like.device)
     if not length and not any(shard.numel() for shard in shards):
         return given(total)
-    plan = _planned(shards, residuals, cuts, how)
+    plan = _planned(shards, residuals, cuts, how, like)
     how.meter.used[plan.spec] = None
     flat = _joined(shards) if plan.fused or plan.parts else None
     left = None if flat is None or residuals is None else _joined_residuals(residuals)
@@ -196,11 +196,13 @@ def _sizes(shards: Sequence[Tensor], me: int) -> tuple[int, int, Tensor]:
 
 
 def _planned(
-    shards: Sequence[Tensor], residuals: Residuals, cuts: Cuts, how: Reduction
+    shards: Sequence[Tensor], residuals: Residuals, cuts: Cuts, how: Reduction, like: Tensor
 ) -> ReduceScatterPlan:
-    """Return the plan of this message, made at the first one that is like it."""
+    """Return the plan of this message, made at the first one that is like it.
+
+    ``like``: a tensor of the dtype and device of the shards.
+    """
     one = isinstance(shards, Shards)
-    like = shards.flat if isinstance(shards, Shards) else shards[how.group.rank]
     is_one = one and (residuals is None or isinstance(residuals, Shards))
     lengths = (
         (shards.flat.numel(), shards.numel)

@@ -242,5 +242,9 @@ def half_width(values: Curve) -> float | None:
     count = len(values)
     if count < 2:
         return None
-    quantile = STUDENT[count - 2] if count - 2 < len(STUDENT) else 1.96
-    return float(quantile * values.std(ddof=1) / math.sqrt(count))
+    return float(student(count) * values.std(ddof=1) / math.sqrt(count))
+
+
+def student(count: int) -> float:
+    """Return Student's two-sided 95% quantile for the mean of ``count`` values, two or more."""
+    return STUDENT[count - 2] if count - 2 < len(STUDENT) else 1.96

@@ -159,10 +159,7 @@ def _stored(folder: Path, step: int | None = None) -> list[Tensor | None] | None
     saved.expect(path, stored, "world_size", saved.is_count)
     saved.expect(path, stored, "shares", _are_shares)
     saved.expect(path, {"step": 0, **stored}, "step", saved.is_count)  # older files lack it
-    if stored["world_size"] != dist.get_world_size() or stored.get("step", step) not in (
-        step,
-        None,
-    ):
+    if stored["world_size"] != dist.get_world_size() or stored.get("step", step) != step:
         return None
     shares: list[Tensor | None] = stored["shares"]
     return shares

@@ -10,21 +10,12 @@ with a row for each rank. The decoded values of a parameter then depend on that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hybridcomp.channels.pieces import Piece
 from hybridcomp.collectives.wire.cuts import CHUNK_ALIGN
-
-
-@dataclass(frozen=True)
-class _Parameter:
-    """One parameter of a bucket."""
-
-    numel: int
-    chunk: int  # elements of a rank's chunk, the last ones padded
 
 
 def chunk_of(numel: int, world_size: int) -> int:
@@ -38,25 +29,21 @@ class BucketLayout:
 
     def __init__(self, names: Sequence[str], numels: Sequence[int], world_size: int) -> None:
         """Lay out the bucket's parameters, with these names and elements, in their order."""
-        self._parameters: list[_Parameter] = []
-        self._names = names
-        self.rows, self.columns = world_size, 0
-        for numel in numels:
-            chunk = chunk_of(numel, world_size)
-            self._parameters.append(_Parameter(numel, chunk))
-            self.columns += chunk
+        self._names, self._numels = names, list(numels)
+        self._chunks = [chunk_of(numel, world_size) for numel in numels]
+        self.rows, self.columns = world_size, sum(self._chunks)
         self.pieces = tuple(piece for row in range(world_size) for piece in self._row(row))
 
     def _row(self, row: int) -> list[Piece]:
         """Return the pieces of one rank's row: the parameters' chunks and their padding."""
         found = []
-        for name, place in zip(self._names, self._parameters, strict=True):
-            low = min(row * place.chunk, place.numel)
-            held = min(place.chunk, place.numel - low)
+        for name, numel, chunk in zip(self._names, self._numels, self._chunks, strict=True):
+            low = min(row * chunk, numel)
+            held = min(chunk, numel - low)
             if held:
                 found.append(Piece(name, low, held))
-            if held < place.chunk:
-                found.append(Piece("", 0, place.chunk - held))
+            if held < chunk:
+                found.append(Piece("", 0, chunk - held))
         return found
 
     @property
@@ -72,32 +59,27 @@ class BucketLayout:
         their padding.
         """
         parts = []
-        for place, values in zip(
-            self._parameters, self._split(gradients.mul_(factor)), strict=True
-        ):
-            if place.numel < self.rows * place.chunk:
-                padded = values.new_zeros(self.rows * place.chunk)
-                padded[: place.numel].copy_(values)
+        for values, chunk in zip(self._split(gradients.mul_(factor)), self._chunks, strict=True):
+            if len(values) < self.rows * chunk:
+                padded = values.new_zeros(self.rows * chunk)
+                padded[: len(values)].copy_(values)
                 values = padded
-            parts.append(values.view(self.rows, place.chunk))
+            parts.append(values.view(self.rows, chunk))
         torch.cat(parts, dim=1, out=flat.view(self.rows, self.columns))
 
     def unpack(self, flat: Tensor, gradients: Tensor) -> None:
         """Write the table ``flat`` back into ``gradients``."""
-        chunks = [place.chunk for place in self._parameters]
-        columns = torch.split(flat.view(self.rows, self.columns), chunks, dim=1)
+        columns = torch.split(flat.view(self.rows, self.columns), self._chunks, dim=1)
         places, sums = [], []
-        for place, values, part in zip(
-            self._parameters, self._split(gradients), columns, strict=True
-        ):
-            if place.numel < self.rows * place.chunk:
-                values.copy_(part.reshape(-1)[: place.numel])
+        for values, part in zip(self._split(gradients), columns, strict=True):
+            if len(values) < part.numel():
+                values.copy_(part.reshape(-1)[: len(values)])
             else:
-                places.append(values.view(self.rows, place.chunk))
+                places.append(values.view_as(part))
                 sums.append(part)
         if places:
             torch._foreach_copy_(places, sums)
 
     def _split(self, gradients: Tensor) -> Sequence[Tensor]:
         """Return the part of each parameter in the bucket."""
-        return torch.split(gradients, [place.numel for place in self._parameters])
+        return torch.split(gradients, self._numels)

@@ -107,7 +107,7 @@ def _alone(values: Tensor, bits: int) -> Iterator[Work]:
 
 
 def _pieces(values: Tensor) -> Iterator[Work]:
-    """What stands beside payloads of variable size: add values, settle a residual, fill."""
+    """Yield what stands beside payloads of variable size: add values, settle a residual, fill."""
     length = values.numel() // TENSORS
     functions: Any = KernelSet[PieceFunctions]("expcode").on(values.device)
     if not hasattr(functions, "on_values") or not length:

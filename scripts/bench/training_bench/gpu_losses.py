@@ -44,7 +44,7 @@ TOGETHER = 2
 
 @dataclass(frozen=True)
 class Method:
-    """How every training of a study is made; a study goes on with the same alone."""
+    """Settings of every training of a study, which goes on with the same alone."""
 
     model: str
     steps: int

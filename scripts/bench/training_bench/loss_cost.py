@@ -1,4 +1,4 @@
-"""What trainings of the loss study take on a GPU, before any was made: from their arithmetic."""
+"""Reckon from their arithmetic what trainings of the loss study take on a GPU."""
 
 from __future__ import annotations
 

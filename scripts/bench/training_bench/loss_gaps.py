@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridcomp.compare.statistics import STUDENT, half_width
+from hybridcomp.compare.statistics import half_width, student
 
 Array = NDArray[np.float64]
 #: percent: the gap that is aimed at, at most, and half of the interval that tells it
@@ -71,18 +71,13 @@ def seed_gap(
     return SeedGap(seed, steps, [float(gap) for gap in curve], batches)
 
 
-def quantile(seeds: int) -> float:
-    """Return Student's two-sided 95 % quantile for the mean of so many seeds."""
-    return STUDENT[seeds - 2] if seeds - 2 < len(STUDENT) else 1.96
-
-
 def seeds_for(spread: float, half: float) -> int:
     """Return the fewest seeds whose interval is at most ``half`` on either side; MOST at most.
 
     ``spread``: the standard deviation of the gap over the seeds.
     """
     for seeds in range(2, MOST):
-        if quantile(seeds) * spread / math.sqrt(seeds) <= half:
+        if student(seeds) * spread / math.sqrt(seeds) <= half:
             return seeds
     return MOST
 

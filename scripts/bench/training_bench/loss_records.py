@@ -1,4 +1,4 @@
-"""What is kept of a training of losses: one small file, written whole when the training is over.
+"""Keep one small file of a training of losses, written whole when the training is over.
 
 These files are the whole state of a study on disk. Only the process that runs it writes them, after
 the ranks have ended; a file that is there is a training that need not be repeated. One that cannot

@@ -27,7 +27,7 @@ TALK = ("c10d::", "gloo:", "nccl:", "record_param_comms")
 
 
 class Inside:
-    """Which of some spans of the host a moment of a thread lies in: the innermost."""
+    """Finds in which of some spans of the host a moment of a thread lies: the innermost."""
 
     def __init__(self, spans: Iterable[HostSpan]) -> None:
         self._of: dict[int, list[HostSpan]] = {}
@@ -52,7 +52,7 @@ class Inside:
 
 @dataclass(eq=False)
 class Lanes:
-    """What one rank did, by lane.
+    """Holds what one rank did, by lane.
 
     Attributes:
         times: by lane, when it was busy.

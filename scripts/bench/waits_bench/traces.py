@@ -72,7 +72,7 @@ class EventWait:
 
 @dataclass(eq=False)
 class RankTrace:
-    """What one rank did in the steps of a trace."""
+    """Holds what one rank did in the steps of a trace."""
 
     name: str
     steps: list[tuple[int, int]]

@@ -44,7 +44,7 @@ def waits_of(lanes: Lanes, steps: Sequence[Stretch]) -> list[Waited]:
 
 
 class Names:
-    """What a moment of a thread belongs to: the message, else the operation or annotation."""
+    """Tells what a moment of a thread belongs to: the message, else the operation or annotation."""
 
     def __init__(self, trace: RankTrace) -> None:
         marks = [s for s in trace.host if s.name.startswith(PREFIX)]
@@ -79,7 +79,7 @@ class Names:
 
 
 class _Queue:
-    """What a stream runs, in the order in which it was queued."""
+    """Holds what a stream runs, in the order in which it was queued."""
 
     def __init__(self, spans: Sequence[DeviceSpan]) -> None:
         self.spans = sorted(
