@@ -30,7 +30,7 @@ from hybridcomp.dimensions import BETWEEN_RANKS, ROWS, Dimension, Key
 from hybridcomp.errors import ConfigError
 from hybridcomp.plan.machines.cluster import Cluster
 
-#: share of the compute behind which messages hide (the fit of docs/results/projection.json)
+#: share of the compute behind which messages hide (the fit of docs/results/projection.md)
 OVERLAP = 0.1
 #: share of a codec's seconds that lengthens the step (the same fit)
 CODING = 0.7
@@ -83,7 +83,8 @@ DEVICES: Mapping[str, Coder] = {
     ),
 }  # fmt: skip
 #: speed of stepcode beside that with AVX-512, by the instructions of a CPU (``stages alone`` of
-#: bench_publish.py --instructions, mean of encode and decode at a learning rate of 3e-4)
+#: bench_publish.py --instructions at commit e5cc6749, mean of encode and decode at a learning rate
+#: of 3e-4)
 STEPS_BY_INSTRUCTIONS: Mapping[str, float] = {"avx512": 1.0, "avx2": 0.89, "plain": 0.16}
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write docs/results/ anew from finished measurements: tables, pictures, and the commands.
 
-results.py --loss runs/loss_study
+results.py --speed runs/training_bench
 
 Each chapter is made from the folder that its own script left, and no chapter measures anything. A
 chapter whose measurements are missing keeps what is committed, and is named.
@@ -23,11 +23,7 @@ from hybridcomp.errors import install_hint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
-from bench.feedback_chapter import feedback_chapter, rounding_chapter
-from bench.loss_chapters import Missing, loss_chapter, torch_chapter
-from bench.scale_bench.chapter import scale_chapter
-from bench.sync_chapter import sync_chapter
-from bench.training_bench import chapters, gpu_chapter, gpu_loss_chapter, paper
+from bench.training_bench import chapters, gpu_chapter, gpu_loss_chapter
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,13 +42,13 @@ class Chapter:
 def gpu_chapter_of(source: Path, out: Path) -> str:
     """Write the chapter of one GPU: *.jsonl of bench_gpu_training.py, losses/ of gpu_losses.py.
 
-    Raises Missing where there is neither.
+    Raises FileNotFoundError where there is neither.
     """
     rows = gpu_chapter.speed_rows(source)
     with tempfile.TemporaryDirectory() as scratch:
         loss = gpu_loss_chapter.section(source, Path(scratch), out)
     if not rows and not loss.seeds:
-        raise Missing(f"{source}: neither *.jsonl nor losses of a baseline")
+        raise FileNotFoundError(f"{source}: neither *.jsonl nor losses of a baseline")
     parts = [gpu_chapter.head(rows), *gpu_chapter.speed(rows, out), *loss.parts]
     parts += [gpu_chapter.missing(rows, loss.trained), gpu_chapter.notes(source)]
     figures = {"speed": rows, **loss.figures}
@@ -62,31 +58,6 @@ def gpu_chapter_of(source: Path, out: Path) -> str:
 
 BENCH = "scripts/bench/bench_training.py"
 CHAPTERS = (
-    Chapter("loss", "What compression costs in loss", loss_chapter, "scripts/bench/loss_study.py"),
-    Chapter(
-        "loss_torch",
-        "What compression costs in loss under FSDP2 and DDP",
-        torch_chapter,
-        "scripts/bench/loss_study.py --layouts ddp2 fsdp2",
-    ),
-    Chapter(
-        "feedback",
-        "Error feedback and the loss",
-        feedback_chapter,
-        "scripts/bench/loss_study.py --layouts dp2 ddp2",
-    ),
-    Chapter(
-        "rounding",
-        "Rounding at random and the loss",
-        rounding_chapter,
-        "scripts/bench/loss_study.py --layouts dp2 ddp2, unsent_values.py",
-    ),
-    Chapter(
-        "sync",
-        "Islands and the loss",
-        sync_chapter,
-        "scripts/bench/loss_study.py --islands, bench_sites.py",
-    ),
     Chapter("speed", "Tokens a second against the network", chapters.speed_chapter, BENCH),
     Chapter(
         "equal_bytes",
@@ -97,8 +68,6 @@ CHAPTERS = (
     Chapter(
         "gpu", "On a GPU", gpu_chapter_of, "scripts/bench/bench_gpu_training.py, gpu_losses.py"
     ),
-    Chapter("paper", "The paper's schemes", paper.paper_chapter, f"{BENCH} --layouts 3d"),
-    Chapter("scale", "From 2 to 4,096 ranks", scale_chapter, "scripts/bench/bench_scale.py"),
 )
 
 
@@ -131,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         try:
             text = chapter.write(source.resolve(), options.out)
-        except (Missing, CompareError, FileNotFoundError) as error:
+        except (CompareError, FileNotFoundError) as error:
             print(f"{chapter.name}: {error}; run {chapter.measured_by}", file=sys.stderr)
             status = 1
             continue

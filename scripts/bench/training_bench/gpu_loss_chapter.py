@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench.loss_chapters import Study, untimed
 from bench.training_bench import gpu_loss_picture, gpu_losses, loss_gaps, loss_records
 from bench.training_bench.gpu_losses import BASELINE, Case
+from bench.training_bench.loss_runs import Study, untimed
 from hybridcomp.compare import Wishes, compared
 from hybridcomp.compare.draw import draw
 from hybridcomp.compare.report import as_json, markdown_rows
@@ -67,7 +67,7 @@ def section(source: Path, scratch: Path, out: Path) -> LossSection:
         title = f"GPT-2 small, bf16, ZeRO 1, {study.say_seeds()}"
         if not gpu_loss_picture.draw(result, gaps, out / "gpu_loss.png", title):
             draw(result, out / "gpu_loss.png", 0, title)
-        found.parts += study.section("gpu", result, "gpu_loss.png")[1:]
+        found.parts += study.section(result, "gpu_loss.png")
         found.figures["loss"] = json.loads(as_json(result))
         found.figures["gaps"] = {name: _figures(one) for name, one in gaps.items()}
         found.options = _options(records, len(result.aligned.axis))

@@ -2,181 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from bench import continued_islands, loss_study, results
+from bench import results
 from bench.training_bench import gpu_losses, loss_records
 from tests.compare.made import write_run
-
-
-def finish(out: Path, layout: str, name: str, seed: int, factor: float, **more: Any) -> None:
-    """A run as loss_study leaves it."""
-    block = None if name == "baseline" else {"dp": "bf16"}
-    options = argparse.Namespace(steps=60, after=0, divide_batch=4, lr=3e-4, muon_lr=None)
-    case = loss_study.Case(layout, name, block, seed)
-    folder = case.folder(out)
-    write_run(folder, seed, factor, ledger=block is not None)
-    settings = {**loss_study.settings_of(case, options, folder), **more}
-    (folder / "done.json").write_text(json.dumps(settings))
-
-
-def test_loss_chapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    study, out = tmp_path / "study", tmp_path / "out"
-    for seed in (0, 1, 2):
-        finish(study, "dp2", "baseline", seed, 1.0)
-        finish(study, "dp2", "mine", seed, 1.01)
-    finish(study, "dp2", "late", 0, 1.0)
-    finish(study, "pp2", "baseline", 0, 1.0)
-    assert results.main(["--loss", str(study), "--out", str(out)]) == 0
-    text = (out / "loss.md").read_text()
-    assert "| mine | 3 | 2.0" in text and "| +1.00 ± 0.00 |" in text
-    assert "learning rate 0.0003" in text and "k tokens/s" not in text
-    assert "Left out: late, of which 1 of 3 seeds finished." in text
-    assert "Not measured yet with several seeds: pp2, pp2dp2, 3d, tp2d, cp4." in text
-    command = "--steps 60 --seeds 0 1 2 --layouts dp2 --divide-batch 4 --lr 0.0003 --blocks"
-    assert f"scripts/bench/loss_study.py {command} docs/results/loss_blocks.json" in text
-    assert str(tmp_path) not in text
-    assert json.loads((out / "loss_blocks.json").read_text()) == {"dp2": {"mine": {"dp": "bf16"}}}
-    rows = json.loads((out / "loss.json").read_text())["dp2"]["runs"]
-    assert rows[1]["gap"] == pytest.approx(1.0) and rows[1]["seconds"] is None
-    assert (out / "loss_dp2.png").stat().st_size > 10_000
-
-
-def test_loss_chapter_of_torchs_engines(tmp_path: Path) -> None:
-    """It has its own page, so that neither study takes the other's place."""
-    pytest.importorskip("matplotlib")
-    study, out = tmp_path / "study", tmp_path / "out"
-    for seed in (0, 1):
-        for layout in ("ddp2", "fsdp2", "dp2"):
-            for name in ("baseline", "mine", "peer bf16"):
-                finish(study, layout, name, seed, 1.0)
-    assert results.main(["--loss-torch", str(study), "--out", str(out)]) == 0
-    text = (out / "loss_torch.md").read_text()
-    assert "## FSDP2: gradients" in text and "ZeRO 1" not in text and "Not measured" not in text
-    command = "--layouts ddp2 fsdp2 --divide-batch 4 --lr 0.0003 --presets --peers bf16 --blocks"
-    assert f"{command} docs/results/loss_torch_blocks.json" in text
-    assert "results.py --loss-torch runs/loss_study" in text
-    assert set(json.loads((out / "loss_torch.json").read_text())) == {"ddp2", "fsdp2"}
-    assert not (out / "loss.md").exists()
-
-
-def test_feedback_chapter(tmp_path: Path) -> None:
-    """Its pictures have names of their own, beside those of the chapter of losses."""
-    pytest.importorskip("matplotlib")
-    study, out = tmp_path / "study", tmp_path / "out"
-    for seed in (0, 1):
-        for name in ("baseline", "4 bits", "4 bits, feedback 8"):
-            finish(study, "dp2", name, seed, 1.0)
-    assert results.main(["--feedback", str(study), "--out", str(out)]) == 0
-    text = (out / "feedback.md").read_text()
-    assert "(feedback_dp2.png)" in text and "| 4 bits, feedback 8 | 2 |" in text
-    assert "Not measured yet with several seeds: ddp2." in text
-    assert (out / "feedback_dp2.png").is_file() and not (out / "loss_dp2.png").exists()
-    assert "In other trainings" not in text and not (out / "feedback_others.json").exists()
-
-
-def test_feedback_in_other_trainings(tmp_path: Path) -> None:
-    """Each has a row, and the difference that feedback makes is paired by seed."""
-    pytest.importorskip("matplotlib")
-    study, out = tmp_path / "study", tmp_path / "out"
-    ways = {"baseline": 1.0, "4 bits": 1.01, "4 bits, feedback 8": 1.03, "5 bits": 1.0}
-    for seed in (0, 1):
-        for name, factor in ways.items():
-            finish(study, "dp2", name, seed, factor)
-            if name != "5 bits":
-                finish(study / "also" / "Muon", "dp4", name, seed, factor)
-    (study / "also" / "Muon" / loss_study.COMMANDS).write_text("loss_study.py --muon-lr 0.5\n")
-    assert results.main(["--feedback", str(study), "--out", str(out)]) == 0
-    text = (out / "feedback.md").read_text()
-    gaps = "+1.00 ± 0.00 | +3.00 ± 0.00 |"
-    (loss,) = {row.split(" | ")[3] for row in text.splitlines() if " | dp" in row and gaps in row}
-    assert 1.9 < float(loss) < 2.1
-    assert (
-        f"| as above | dp2 | 2 | {loss} | {gaps} - | +0.00 ± 0.00 | - | - | +2.00 ± 0.00 |" in text
-    )
-    assert f"| Muon | dp4 | 2 | {loss} | {gaps} - | - | - | - | +2.00 ± 0.00 |" in text
-    assert "```\nloss_study.py --muon-lr 0.5\n```" in text
-    others = json.loads((out / "feedback_others.json").read_text())
-    assert others["Muon"]["dp4"]["4 bits, feedback 8"] == "+3.00 ± 0.00"
-
-
-def test_rounding_chapter(tmp_path: Path) -> None:
-    """It needs both measurements, and tells the kinds of which something was never sent."""
-    pytest.importorskip("matplotlib")
-    study, out = tmp_path / "study", tmp_path / "out"
-    for seed in (0, 1):
-        for name in ("baseline", "4 bits", "4 bits, random"):
-            finish(study, "ddp2", name, seed, 1.0)
-    assert results.main(["--rounding", str(study), "--out", str(out)]) == 1
-    kinds = {
-        kind: {"values": 9, "never": never, "missing": 0.25, "error": 0.125, "second": 1.5}
-        for kind, never in (("norms", 0.0), ("biases", 0.5), ("matrices", 0.0))
-    }
-    told = {"steps": 70, "noise": {"norms": 0.75}, "ways": {"4 bits": kinds}}
-    (study / "unsent.json").write_text(json.dumps(told))
-    assert results.main(["--rounding", str(study), "--out", str(out)]) == 0
-    text = (out / "rounding.md").read_text()
-    assert "(rounding_ddp2.png)" in text and "| 4 bits, random | 2 |" in text
-    assert "| 4 bits | biases | 0.5000 | 0.2500 | 0.1250 | 1.5000 |" in text
-    assert "| 4 bits | matrices |" in text and "| norms |" not in text
-    assert "norms 0.75" in text and "--steps 70 --bits 4" in text
-
-
-def islands_of(study: Path, seeds: tuple[int, ...]) -> None:
-    """A study of islands: 60 steps, of which 2 bits end a per cent above fp32 and 2 above native.
-
-    The seeds of what is not finished in all are left out.
-    """
-    for seed in seeds:
-        finish(study, "dp2", "baseline", seed, 1.0)
-        for name, factor in (("H30 fp32", 1.01), ("H30 2 bits", 1.0201), ("H10 fp32", 1.0)):
-            finish(study, "dp2", name, seed, factor)
-    finish(study, "dp2", "H10 2 bits", seeds[0], 1.0)
-
-
-def test_sync_chapter(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    study, out = tmp_path / "study", tmp_path / "out"
-    islands_of(study, (0, 1, 2))
-    finish(study, "dp2", "baseline", 3, 1.0)  # the next seed has begun
-    for seed in (0, 1):
-        for name, factor in (("before", 1.0), ("baseline", 1.0), ("H10 4 bits", 1.002)):
-            finish(study, "dp2z0", name, seed, factor)
-    assert results.main(["--sync", str(study), "--out", str(out)]) == 0
-    text = (out / "sync.md").read_text()
-    assert "60 steps; the loss" in text
-    assert "| H = 30, 3 seeds | - | - | +1.00 ± 0.00 | - |" in text  # of fp32 at the same H
-    assert "(+2.01 ± 0.00) | - |" in text  # of native
-    assert "| native | 4 | " in text, "each run has its own seeds"
-    assert "| H10 4 bits | +0.20 | +0.20 ± 0.00 | - | 0 |" in text
-    assert "Not measured yet: the time to an equal loss over links." in text
-    assert "--layouts dp2 --presets --islands 10 30 --steps 60 --seeds 0 1 2 3" in text
-    assert str(tmp_path) not in text
-    assert (out / "sync.png").stat().st_size > 10_000
-    assert json.loads((out / "sync.json").read_text())["losses"]["H30 2 bits"]["seeds"] == [0, 1, 2]
-
-
-def test_a_study_without_islands_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    assert results.main(["--sync", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
-    assert "in no seed a native run and islands are finished" in capsys.readouterr().err
-
-
-def test_an_island_is_near_from_the_last_far_meeting_on() -> None:
-    gaps = [2.0, 0.3, 0.7, 0.4, -0.9]
-    assert continued_islands.meetings_until(np.array(gaps)) == "3"
-    assert continued_islands.meetings_until(np.array(gaps[:1])) == "never"
-    assert continued_islands.meetings_until(np.array([0.1, 0.2])) == "0"
 
 
 def speed_of(source: Path) -> None:
@@ -262,22 +96,13 @@ def test_without_matplotlib_it_says_so_first(
 ) -> None:
     monkeypatch.setattr(results, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
-        results.main(["--loss", "nowhere"])
+        results.main(["--gpu", "nowhere"])
     assert "pip install -e '.[plot]' in the clone" in capsys.readouterr().err
 
 
-def test_missing_and_mixed_measurements_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_measurements_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert results.main(["--out", str(tmp_path)]) == 0
-    assert (
-        "loss: no measurements given (scripts/bench/loss_study.py); missing"
-        in capsys.readouterr().out
-    )
-    assert results.main(["--loss", str(tmp_path), "--out", str(tmp_path)]) == 1
-    assert "two seeds of a baseline are finished in no layout" in capsys.readouterr().err
-    for seed in (0, 1):
-        finish(tmp_path, "dp2", "baseline", seed, 1.0)
-        finish(tmp_path, "dp2", "mine", seed, 1.0, gradient_clipping=0.5)
-    assert results.main(["--loss", str(tmp_path), "--out", str(tmp_path)]) == 1
-    assert "mine seed 0: other settings: gradient_clipping" in capsys.readouterr().err
+    said = "speed: no measurements given (scripts/bench/bench_training.py); missing"
+    assert said in capsys.readouterr().out
+    assert results.main(["--speed", str(tmp_path), "--out", str(tmp_path)]) == 1
+    assert "bench_training.json is not there" in capsys.readouterr().err

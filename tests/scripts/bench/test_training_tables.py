@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.training_bench import cells, chapters, losses, paper, report
+from bench.training_bench import cells, chapters, losses, report
 from tests.scripts.bench.made_rows import loss_row, record
 
 
@@ -72,27 +72,14 @@ def test_chapters_say_what_was_measured(tmp_path: Path) -> None:
     source, out = tmp_path / "in", tmp_path / "out"
     source.mkdir()
     out.mkdir()
-    for chapter in (chapters.speed_chapter, paper.paper_chapter, chapters.equal_bytes_chapter):
+    for chapter in (chapters.speed_chapter, chapters.equal_bytes_chapter):
         with pytest.raises(FileNotFoundError, match="run scripts/bench/bench_training.py"):
             chapter(source, out)
     (source / "bench_training.json").write_text(json.dumps(bench_rows()))
     speed = chapters.speed_chapter(source, out)
     assert "1 of 2 compressed cells reach it" not in speed and "of 3 compressed cells" in speed
     assert "Not measured: dp2, " in speed and "![" not in speed  # one rate: nothing to draw
-    schemes = paper.paper_chapter(source, out)
-    assert "| 4 | naive-zfp | +25.0 % | +25.0 % | not trained | +23.6 %, +22.5 %" in schemes
-    assert "| 4 | zhybrid | not measured | not measured |" in schemes
-    (source / "losses" / "3d").mkdir(parents=True)
-    assert "Losses were not trained." in schemes
-    gap = {"label": "naive-zfp", "gap": 0.5, "gap_interval": 0.25}
-    ways = {"pp": {"forward": {"raw_MB": 5.0, "wire_MB": 5.0}},
-            "tp": {"forward": {"raw_MB": 5.0, "wire_MB": 5.0},
-                   "backward": {"raw_MB": 5.0, "wire_MB": 2.0}}}  # fmt: skip
-    runs = [{**gap, "steps": 300, "seeds": [0], "ledger": ways}, {**gap, "ledger": {}}]
-    (source / "losses" / "3d" / "comparison.json").write_text(json.dumps({"runs": runs}))
-    schemes = paper.paper_chapter(source, out)
-    assert "+25.0 % | +0.50 ± 0.25 |" in schemes and "of 300 steps" in schemes
-    assert "seed 0 only" in schemes and "messages of pp are below `min_bytes`" in schemes
+    (source / "losses").mkdir()
     (source / "losses" / "equal_bytes.json").write_text(
         json.dumps(losses.duels_of([loss_row("recommended", 5, 0.0), loss_row("peer qgz", 6, 1.0)]))
     )
