@@ -29,8 +29,8 @@ from hybridcomp.dimensions import (
     listed,
 )
 from hybridcomp.errors import ConfigError
-from hybridcomp.rules import ds_check, engine, mcore
-from hybridcomp.rules.engine import Rule
+from hybridcomp.patches.rules import ds_check, engine, mcore
+from hybridcomp.patches.rules.engine import Rule
 from tests.paths import ROOT
 
 NAMES = frozenset(DIMENSIONS)
