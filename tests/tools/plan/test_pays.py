@@ -20,8 +20,8 @@ from hybridcomp.tools.plan.machines import cluster_file
 from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.machines.estimates import Estimate
 from hybridcomp.tools.plan.machines.rows import Coding, Rank
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 DEVICE = pays.Coder("a device", {"blockint": 1.0, "zfp": 1.0}, 0.0)
 SETS = ("plain", "avx2", "avx512")
 #: trained values of the model behind docs/results/speed.json: 6.570 MB natively at ZeRO 0 in bf16
