@@ -18,6 +18,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,12 +26,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import native_nbytes
+from hybridcomp.log import say_once
 from hybridcomp.patches.common.routes import make_torch, torch_seam
 from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.mcore import check, islands, step_messages, weights
 from hybridcomp.patches.mcore.ddp_batch import BucketBatch, CollectedCall
 from hybridcomp.patches.mcore.groups import coordinates, sizes
 from hybridcomp.patches.mcore.requirement import REQUIREMENT
+from hybridcomp.patches.rules import mcore
+from hybridcomp.patches.rules.engine import hold
 from hybridcomp.seams.patching import Seam
 from hybridcomp.session import process
 from hybridcomp.session.process import current
@@ -77,6 +81,12 @@ SCATTER = Seam(
     module=MODULE,
     qualname="dist_reduce_scatter_func",
     parameters=("output", "input", "op", "group", "async_op"),
+)
+CHAINED_INIT = Seam(
+    requirement=REQUIREMENT,
+    module="megatron.core.optimizer.optimizer",
+    qualname="ChainedOptimizer.__init__",
+    parameters=("self", "chained_optimizers"),
 )
 
 #: the bucket group that reduces now, which knows the parameters in a buffer
@@ -222,8 +232,39 @@ def make_all_gather_into_tensor(original: Callable[..., Any]) -> Callable[..., A
     return all_gather_into_tensor
 
 
+def make_chained_init(original: Callable[..., None]) -> Callable[..., None]:
+    """Check the block against a layer-wise optimizer, which gathers weights itself, and count it.
+
+    It derives from ChainedOptimizer. From 0.18 on it may gather whole buffers, which are encoded.
+    """
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        gather, channels = getattr(self, "allgather_params", None), current()
+        if channels is None or gather is None or getattr(self, "use_buffer_param_sync", False):
+            return
+        facts = SimpleNamespace(use_layer_wise_distributed_optimizer=True)
+        job = mcore.MegatronJob(facts, None, "DistributedDataParallel", sizes())
+        for sentence in hold(channels.config, ((rule, job) for rule in mcore.LAYER_WISE)):
+            say_once(sentence)
+
+        def allgather_params() -> None:
+            for name in ("dp_cp", "expt_dp"):
+                if shares := getattr(self, f"{name}_params_list"):  # weights of each rank
+                    own = shares[dist.get_rank(getattr(self.pg_collection, name))]
+                    numel, dtype = sum(one.numel() for one in own), shares[0][0].dtype
+                    raw = native_nbytes.all_gather_nbytes(numel, dtype, len(shares))
+                    channels["zero"].count_native(raw)
+            gather()
+
+        self.allgather_params = allgather_params
+
+    return __init__
+
+
 def _gather_list(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Count gathers of unequal lists (layer-wise optimizer, 0.19) and leave them native."""
+    """Count gathers of unequal lists (layer-wise optimizer) and leave them native."""
 
     @functools.wraps(original)
     def all_gather(
@@ -247,6 +288,7 @@ PATCHES = (
         torch_seam(MODULE, REQUIREMENT),
         make_torch({"all_reduce": make_all_reduce, "all_gather": _gather_list}),
     ),
+    (CHAINED_INIT, make_chained_init),
     (GATHER, make_all_gather_into_tensor),
     (SCATTER, make_reduce_scatter_tensor),
 )

@@ -11,7 +11,11 @@ marked with the direction. Gathered tensors are inputs (also where the backward 
 second time, which must give the same values), except in ``grad_output_preprocess``. Operations of
 ``transformer_engine.pytorch.ops`` stay native, and ``check`` says so.
 
-Signatures were read from the sources of 2.0 to 2.18; Transformer Engine needs a GPU, so the tests
+Inside torch's ``_coalescing_manager`` (``external_coalescing``, from 2.19 on) a collective only
+joins a batch that is sent when the manager closes, so its values cannot be encoded and decoded in
+between: such messages stay native, are counted, and a line says so.
+
+Signatures were read from the sources of 2.0 to 2.20; Transformer Engine needs a GPU, so the tests
 use stand-ins. With other versions nothing is patched and ``check`` says why.
 """
 
@@ -25,10 +29,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from hybridcomp.channels import native_nbytes
 from hybridcomp.config.policy import Dimension, Direction
 from hybridcomp.errors import SeamError
+from hybridcomp.log import say_once
 from hybridcomp.patches.common.collective_wrappers import (
     Collective,
     Maker,
@@ -44,18 +50,23 @@ from hybridcomp.seams.patching import Seam
 
 PACKAGE = "transformer_engine.pytorch"
 DISTRIBUTED = f"{PACKAGE}.distributed"
-#: the functions of DISTRIBUTED that send unquantized values, and their parameters
+#: the functions of DISTRIBUTED that send unquantized values, and their parameters by release
 FUNCTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
     "allreduce": (("input_", "tp_group", "async_op"), ("inp", "tp_group", "async_op")),
     "gather_along_first_dim": (
         ("input_", "process_group", "async_op", "quantizer"),
         ("inp", "process_group", "async_op", "quantizer"),
+        (
+            "inp", "process_group", "async_op", "quantizer", "output_tensor",
+            "external_coalescing",
+        ),
     ),
     "reduce_scatter_along_first_dim": (
         ("input_", "tp_group", "async_op"),
         ("inp", "tp_group", "async_op"),
+        ("inp", "tp_group", "async_op", "output"),
     ),
-}
+}  # fmt: skip
 #: autograd functions of layers: module, class, parameters of ``backward``
 LAYERS: tuple[tuple[str, str, tuple[tuple[str, ...], ...]], ...] = (
     (
@@ -65,6 +76,11 @@ LAYERS: tuple[tuple[str, str, tuple[tuple[str, ...], ...]], ...] = (
     ),
     ("layernorm_linear", "_LayerNormLinear", (("ctx", "grad_outputs"),)),
     ("layernorm_mlp", "_LayerNormMLP", (("ctx", "grad_outputs"),)),
+)
+
+BATCHED = (
+    "messages inside a coalescing manager of torch's leave when it closes, too late to be decoded "
+    "where Transformer Engine asks for them"
 )
 
 #: direction of the running layer; None outside of one
@@ -108,27 +124,39 @@ def _marked(way: Direction) -> Maker:
 make_grad_output_preprocess = _GRADIENT.marks(True)
 
 
-def plain(make: Maker) -> Maker:
-    """Use ``make`` for calls from FUNCTIONS; count the others and leave them to upstream."""
+def plain(make: Maker, layers: Layers, nbytes: Callable[..., int]) -> Maker:
+    """Use ``make`` for calls from FUNCTIONS; count the others and leave them to upstream.
+
+    ``nbytes``: returns the native bytes of a message by the arguments of ``native_nbytes``.
+    """
 
     def make_plain(original: Collective) -> Collective:
         encoded = make(original)
 
         @functools.wraps(original)
         def collective(*args: Any, **kwargs: Any) -> Any:
-            if sys._getframe(1).f_code.co_name in FUNCTIONS:
-                return encoded(*args, **kwargs)
             group = kwargs.get("group")
-            channel = GATHERED.channel(group) if len(args) > 1 else None  # gathers: output, input
+            joins = _joins_batch(group)
+            if sys._getframe(1).f_code.co_name in FUNCTIONS and not joins:
+                return encoded(*args, **kwargs)
+            channel = layers.channel(group)
             if channel is not None:
-                world_size = dist.get_world_size(group)
-                nbytes = native_nbytes.all_gather_nbytes(args[1].numel(), args[1].dtype, world_size)
-                channel.count_native(nbytes, GATHERED.way())
+                values, world_size = args[-1], dist.get_world_size(group)
+                raw = nbytes(values.numel(), values.dtype, world_size)
+                channel.count_native(raw, layers.way())
+                if joins:
+                    say_once(f"{channel.dimension} native: {BATCHED}")
             return original(*args, **kwargs)
 
         return collective
 
     return make_plain
+
+
+def _joins_batch(group: dist.ProcessGroup | None) -> bool:
+    """Return whether a ``_coalescing_manager`` of torch is open for ``group``."""
+    group = dist.group.WORLD if group is None else group
+    return group in distributed_c10d._world.pg_coalesce_state
 
 
 def make_distributed(original: Any) -> Any:
@@ -144,9 +172,13 @@ def make_distributed(original: Any) -> Any:
             )
     return make_torch(
         {
-            "all_reduce": plain(make_all_reduce(REDUCED)),
-            "all_gather_into_tensor": plain(make_all_gather_into_tensor(GATHERED)),
-            "reduce_scatter_tensor": plain(make_reduce_scatter_tensor(REDUCED)),
+            "all_reduce": plain(make_all_reduce(REDUCED), REDUCED, native_nbytes.all_reduce_nbytes),
+            "all_gather_into_tensor": plain(
+                make_all_gather_into_tensor(GATHERED), GATHERED, native_nbytes.all_gather_nbytes
+            ),
+            "reduce_scatter_tensor": plain(
+                make_reduce_scatter_tensor(REDUCED), REDUCED, native_nbytes.reduce_scatter_nbytes
+            ),
         }
     )(original)
 

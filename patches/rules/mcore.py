@@ -52,7 +52,14 @@ class MegatronJob:
         scope = self.get("cuda_graph_scope") or ()
         scopes = [scope] if isinstance(scope, str) else scope
         names = {getattr(one, "name", str(one)) for one in scopes}
+        names.add(str(self.get("cuda_graph_impl")))  # where it is said from 0.19 on
         return self.graphs and "full_iteration" in names
+
+    @property
+    def weight_shards(self) -> bool:
+        """Return whether weights are cut over a further axis and gathered in every pass (GTP)."""
+        sizes = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+        return any(int(self.get(name) or 1) > 1 for name in sizes)
 
     @property
     def transformer_engine(self) -> bool:
@@ -62,6 +69,11 @@ class MegatronJob:
 
 #: reason against messages in a CUDA graph
 REPLAYED = "a graph that is played again sends without counting, checking or following the block"
+
+FULL_GRAPH = 'cuda_graph_scope or cuda_graph_impl "full_iteration"'
+SHARDS = "tensor_parallel_num_weight_shards above the tensor-parallel size"
+SHARDS_TODO = "remove tensor_parallel_num_weight_shards and its expert_ form"
+FULL_GRAPH_TODO = 'set another scope and cuda_graph_impl "none"'
 
 
 def _grouped() -> list[tuple[Dimension, DimensionRow]]:
@@ -88,6 +100,16 @@ _COUNTED: tuple[tuple[str, str, Callable[[MegatronJob], bool]], ...] = (
     ("qk_clip", "set it to False", lambda job: bool(job.get("qk_clip", False))),
 )  # fmt: skip
 
+#: rule of the layer-wise optimizer, which is built after the wrapper has been checked
+LAYER_WISE: tuple[Rule[MegatronJob], ...] = (
+    Rule(
+        "bypass", ("zero",), "use_layer_wise_distributed_optimizer",
+        "it gathers whole weights in lists of unequal lengths; they are counted, not encoded",
+        "leave zero out, or pass the model's full_param_layout, whose buffers are gathered encoded",
+        lambda job: bool(job.get("use_layer_wise_distributed_optimizer", False))
+        and job.size("zero") > 1,
+    ),
+)  # fmt: skip
 _KNOWN: tuple[Rule[MegatronJob], ...] = (
     Rule(
         "absent", ("offload",), "a job without DeepSpeed",
@@ -114,14 +136,21 @@ _KNOWN: tuple[Rule[MegatronJob], ...] = (
         lambda job: bool(job.get("tp_comm_overlap", False)),
     ),
     Rule(
+        "bypass", ("tp",), "symmetric_ar_type",
+        "Transformer Engine sums activations in symmetric memory, where no seam reaches; only the "
+        "sums of the backward pass are encoded", "remove symmetric_ar_type",
+        lambda job: job.transformer_engine and bool(job.get("symmetric_ar_type"))
+        and not job.get("sequence_parallel", False),  # which sums by reduce-scatters instead
+    ),
+    Rule(
         "bypass", ("tp", "ep", "cp"), "layers in CUDA graphs (cuda_graph_impl)",
         REPLAYED,
         'set cuda_graph_impl to "none"', lambda job: job.graphs,
     ),
     Rule(
-        "bypass", ("dp", "zero", "pp"), 'cuda_graph_scope "full_iteration"',
+        "bypass", ("dp", "zero", "pp"), FULL_GRAPH,
         REPLAYED,
-        "set another cuda_graph_scope", lambda job: job.graph_of_a_step,
+        FULL_GRAPH_TODO, lambda job: job.graph_of_a_step,
     ),
     Rule(
         "absent", ("tp2d",), "a job on megatron-core",
@@ -194,9 +223,9 @@ _KNOWN: tuple[Rule[MegatronJob], ...] = (
         lambda job: job.wrapper != "DistributedDataParallel",
     ),
     Rule(
-        "refuse", ("sync",), 'cuda_graph_scope "full_iteration"',
+        "refuse", ("sync",), FULL_GRAPH,
         "islands meet between optimizer steps, which such a graph holds",
-        "set another cuda_graph_scope", lambda job: job.graph_of_a_step,
+        FULL_GRAPH_TODO, lambda job: job.graph_of_a_step,
     ),
     Rule(
         "refuse", ("sync",), "num_distributed_optimizer_instances > 1",
@@ -212,9 +241,31 @@ _KNOWN: tuple[Rule[MegatronJob], ...] = (
         for found, todo, applies in _COUNTED
     ),
     Rule(
-        "bypass", ("zero",), "parameters in 8 or 4 bits (fp8_param_gather)",
+        "bypass", ("zero",), "parameters in 8 or 4 bits (fp8_param_gather, fp4_param_gather)",
         "they are gathered as they are", "leave zero out",
-        lambda job: bool(job.get("fp8_param_gather", False) or job.get("fp8_param", False)),
+        lambda job: any(
+            job.get(name, False)
+            for name in ("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param")
+        ),
+    ),
+    *LAYER_WISE,
+    Rule(
+        "refuse", ("sync",), SHARDS,
+        "each rank then holds a part of a weight, and ranks of an island would average parts",
+        SHARDS_TODO, lambda job: job.weight_shards,
+    ),
+    Rule(
+        "refuse", ("dp",), f"error feedback or powersgd with {SHARDS}",
+        "residuals and factors are kept by the names of weights, and several parts have one name",
+        SHARDS_TODO, lambda job: job.weight_shards,
+        settings=lambda block: block.error_feedback("dp") or block.dp.codec == "powersgd",
+    ),
+    Rule(
+        "note", ("dp", "zero"), SHARDS,
+        "Transformer Engine gathers the parts in every forward and backward pass, and "
+        "reduce-scatters their gradients: native, and not in the ledger; what data-parallel ranks "
+        "send is encoded", "",
+        lambda job: job.weight_shards,
     ),
     Rule(
         "absent", ("zero",), "no distributed optimizer",

@@ -35,6 +35,27 @@ def reduce_scatter_along_first_dim(inp, tp_group, async_op=False):
         out, inp.contiguous(), group=tp_group, async_op=async_op)
     return out, handle
 """
+#: of 2.19 and 2.20: two functions take where their result goes
+LATER = (
+    DISTRIBUTED.replace(
+        """quantizer=None):
+    if quantizer is not None:
+        return _gather_quantized(inp, process_group)
+    out = inp""",
+        """quantizer=None, output_tensor=None,
+                           external_coalescing=False):
+    if quantizer is not None:
+        return _gather_quantized(inp, process_group)
+    out = output_tensor if output_tensor is not None else inp""",
+    )
+    .replace("tp_group, async_op=False):", "tp_group, async_op=False, output=None):")
+    .replace(
+        "out = inp.new_empty(inp.shape[0] // ",
+        "out = output if output is not None else inp.new_empty(inp.shape[0] // ",
+    )
+)
+#: of each range of releases that the seams know: a version, and its module
+RELEASES = {"2.8.0": DISTRIBUTED, "2.18.0": DISTRIBUTED, "2.19.0": LATER, "2.20.2": LATER}
 BASE = f"""
 import torch
 from ..distributed import {NAMES}

@@ -46,8 +46,10 @@ def check(
     said: list[str] = []
     monkeypatch.setattr(mcore_refuse, "sizes", lambda given: {**SIZES, **(sizes or {})})
     monkeypatch.setattr(mcore_refuse, "say_once", said.append)
+    if layer is TeLinear and "symmetric_ar_type" in settings:
+        monkeypatch.setattr(mcore_refuse, "missing", lambda package: None)
     ddp = SimpleNamespace(use_distributed_optimizer=settings.pop("distributed_optimizer", True))
-    for name in ("reduce_scatter_with_fp32_accumulation", "fp8_param_gather"):
+    for name in ("reduce_scatter_with_fp32_accumulation", "fp8_param_gather", "fp4_param_gather"):
         setattr(ddp, name, settings.pop(name, False))
     model = torch.nn.Sequential(layer(2, 2)).to(dtype)
     config = SimpleNamespace(**settings)
@@ -83,7 +85,7 @@ def test_islands_refuse_weights_out_of_reach(
         check(monkeypatch, block, wrapper=FullyShardedDataParallel)
     with pytest.raises(ConfigError, match="num_distributed_optimizer_instances > 1"):
         check(monkeypatch, block, num_distributed_optimizer_instances=2)
-    with pytest.raises(ConfigError, match='found cuda_graph_scope "full_iteration"'):
+    with pytest.raises(ConfigError, match='found cuda_graph_scope or cuda_graph_impl "full'):
         graphs: dict[str, Any] = {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}
         check(monkeypatch, block, **graphs)
 
@@ -97,8 +99,16 @@ BYPASSES: list[tuple[str, dict[str, Any], str]] = [
     ("ep", {"moe_token_dispatcher_type": "flex", "num_moe_experts": 4}, "DeepEP"),
     ("pp", {"use_ring_exchange_p2p": True}, "use_ring_exchange_p2p"),
     ("dp", {"wrapper": FullyShardedDataParallel}, "FSDP"),
+    ("dp", {"cuda_graph_impl": "full_iteration"}, "full_iteration"),
     ("zero", {"fp8_param_gather": True}, "fp8_param_gather"),
-]
+    ("zero", {"fp4_param_gather": True}, "fp4_param_gather"),
+    ("zero", {"fp4_param": True}, "fp4_param_gather"),
+    ("tp", {"layer": TeLinear, "symmetric_ar_type": "two_shot"}, "symmetric_ar_type"),
+    (
+        "zero", {"use_layer_wise_distributed_optimizer": True},
+        "use_layer_wise_distributed_optimizer",
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("dimension", "job", "words"), BYPASSES)
@@ -112,8 +122,37 @@ def test_bypass_errors_or_is_said(
     said = check(monkeypatch, {dimension: B8, "on_unsupported": "native"}, **job)
     assert len(said) == 1
     assert words in said[0] and said[0].startswith(f"{dimension} native")
+    if "full_iteration" in job.values():
+        return  # every message of the step is in that graph
     other = "pp" if dimension != "pp" else "dp"
     assert check(monkeypatch, {other: B8}, **{**job, "wrapper": DistributedDataParallel}) == []
+
+
+def test_symmetric_sums_matter_where_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums: dict[str, Any] = {"symmetric_ar_type": "two_shot"}
+    assert check(monkeypatch, {"tp": B8}, **sums) == []  # layers of Transformer Engine alone
+    assert check(monkeypatch, {"tp": B8}, layer=TeLinear, sequence_parallel=True, **sums) == []
+
+
+@pytest.mark.parametrize("axis", ["gtp_weight_remat_size", "expert_gtp_weight_remat_size"])
+def test_weights_cut_over_a_further_axis_are_said_or_refused(
+    monkeypatch: pytest.MonkeyPatch, axis: str
+) -> None:
+    cut: dict[str, Any] = {axis: 2}
+    whole: dict[str, Any] = {axis: 1}
+    for name in ("dp", "zero"):
+        said = check(monkeypatch, {name: B8}, **cut)
+        assert len(said) == 1 and said[0].startswith(f"{name}: tensor_parallel_num_weight_shards")
+        assert "native, and not in the ledger" in said[0]
+        assert check(monkeypatch, {name: B8}, **whole) == []
+    kept: list[dict[str, Any]] = [
+        {"dp": {**B8, "error_feedback": True}},
+        {"dp": {"codec": "powersgd", "rank": 2}},
+        ISLANDS,
+    ]
+    for block in kept:
+        with pytest.raises(ConfigError, match="tensor_parallel_num_weight_shards"):
+            check(monkeypatch, {**block, "on_unsupported": "native"}, **cut)
 
 
 @pytest.mark.parametrize("scope", ["full_iteration", [SimpleNamespace(name="full_iteration")]])

@@ -159,6 +159,56 @@ def test_real_upstream() -> None:
     assert not wrong, f"megatron-core {found}: {wrong}"
 
 
+def layer_wise(native: bool) -> tuple[str, Any]:
+    """A layer-wise optimizer of the real one: what is said or raised, and what is counted."""
+    from types import SimpleNamespace
+
+    from hybridcomp.errors import ConfigError
+    from hybridcomp.patches.mcore import ddp
+    from hybridcomp.session import process
+    from tests.training import mcore_trainer
+
+    said: list[str] = []
+    setattr(ddp, "say_once", said.append)  # noqa: B010
+    mcore_trainer.prepare()
+    block = {"preset": "recommended", "on_unsupported": "native" if native else "error"}
+    with mcore_trainer.armed(job := mcore_trainer.Job(block=block)):
+        mcore_trainer.initialize(job)
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+        from megatron.core.optimizer.optimizer import FP32Optimizer
+
+        world = torch.distributed.group.WORLD
+        weights = [torch.nn.Parameter(torch.full((numel,), 1.0)) for numel in (64, 64)]
+        config = OptimizerConfig(optimizer="sgd", lr=0.1)
+        inner = FP32Optimizer(torch.optim.SGD(weights, lr=1.0), config, lambda: None)
+        groups = SimpleNamespace(dp_cp=world, expt_dp=world)
+        try:
+            optimizer = LayerWiseDistributedOptimizer([inner], config, groups)
+        except ConfigError as error:
+            return str(error), None
+        mine = optimizer.dp_cp_params_list[torch.distributed.get_rank()]
+        for weight in mine:
+            weight.data.zero_()
+        optimizer.allgather_params()
+        channels = process.current()
+        assert channels is not None
+        entry = channels.ledger.interval["zero", "forward"]
+        counts = (entry.messages, entry.native, entry.raw_nbytes, sum(w.numel() for w in mine))
+        return said[-1], (counts, [float(w.abs().sum()) for w in weights])
+
+
+@pytest.mark.skipif(not REAL, reason="megatron-core is not installed")
+def test_a_layer_wise_optimizer_is_refused_or_said_and_counted() -> None:
+    pytest.importorskip("megatron.core.optimizer.layer_wise_optimizer")
+    for text, counted in run_ranks(2, layer_wise, False):
+        assert "use_layer_wise_distributed_optimizer" in text and counted is None
+    for text, ((messages, native, raw, mine), values) in run_ranks(2, layer_wise, True):
+        assert text.startswith("zero native: use_layer_wise_distributed_optimizer")
+        assert (messages, native, raw) == (1, 1, mine * 4)
+        assert values == [0.0, 0.0]  # upstream gathered both
+
+
 def missing_calls() -> list[str]:
     """``torch`` is replaced whole, so that a signature says nothing: look at what is called."""
     mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")

@@ -39,7 +39,10 @@ def raw(patch: Any) -> Any:
     return inspect.getattr_static(owner, name)
 
 
-def test_apply_and_revert() -> None:
+@pytest.mark.parametrize("found", te_stub.RELEASES)
+def test_apply_and_revert(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+    monkeypatch.setattr(patching, "version", lambda name: found)
+    te_stub.install(te_stub.RELEASES[found])
     patches = patches_of(PACKAGE)
     before = [raw(patch) for patch in patches]
     apply_all(patches)
@@ -48,19 +51,19 @@ def test_apply_and_revert() -> None:
     assert all(raw(patch) is was for patch, was in zip(patches, before, strict=True))
 
 
-@pytest.mark.parametrize("found", ["1.13.0", "2.19.0", "3.0"])
+@pytest.mark.parametrize("found", ["1.13.0", "2.21.0", "3.0"])
 def test_versions_outside_the_window_name_it(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
     monkeypatch.setattr(patching, "version", lambda name: found)
     for patch in patches_of(PACKAGE):
-        with pytest.raises(SeamError, match=r"transformer-engine >= 2\.0, < 2\.19") as caught:
+        with pytest.raises(SeamError, match=r"transformer-engine >= 2\.0, < 2\.21") as caught:
             patch.apply()
         assert f"transformer-engine {found}" in str(caught.value)
 
 
 def test_other_parameters_of_the_functions_are_refused() -> None:
-    later = te_stub.DISTRIBUTED.replace("quantizer=None", "quantizer=None, output_tensor=None")
+    later = te_stub.LATER.replace("output_tensor=None", "output_tensor=None, more=None")
     te_stub.install(later)
-    with pytest.raises(SeamError, match=r"gather_along_first_dim: needs .* < 2\.19.*output_tensor"):
+    with pytest.raises(SeamError, match=r"gather_along_first_dim: needs .* < 2\.21.*more"):
         apply_all(patches_of(PACKAGE))
 
 
@@ -82,7 +85,7 @@ def test_an_unknown_version_stops_only_who_needs_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(registry, "UNFIT", arming.UNFIT)
     registry.ARMED.apply(PACKAGE)
     reason = missing(PACKAGE)
-    assert reason is not None and "< 2.19" in reason and "2.30.0" in reason
+    assert reason is not None and "< 2.21" in reason and "2.30.0" in reason
     with pytest.raises(ConfigError, match=r"2\.30\.0.*transformer-impl local"):
         engine.apply(mcore.out_of_reach(reason), ["tp"], CompressionConfig.parse(BLOCK))
 
@@ -165,6 +168,62 @@ def test_quantized_tensors_arrive_exactly_and_are_counted() -> None:
     for *_, counts in run_ranks(2, train, "_Linear", True, BLOCK, True):
         messages, native, _ = counts["tp", "forward"]
         assert (messages, native) == (3, 1)
+
+
+def given_outputs() -> dict[str, Any]:
+    """Both functions of 2.19 inside a layer, with tensors for their results, once batched."""
+    import sys
+
+    from torch.distributed.distributed_c10d import _coalescing_manager
+
+    said: list[str] = []
+    setattr(transformer_engine, "say_once", said.append)  # noqa: B010
+    setattr(patching, "version", lambda name: "2.20.2")  # noqa: B010
+    te_stub.install(te_stub.LATER)
+    process.configure(BLOCK)
+    patches = apply_all(patches_of(PACKAGE))
+    module, group, rank = (
+        sys.modules[transformer_engine.DISTRIBUTED],
+        dist.group.WORLD,
+        dist.get_rank(),
+    )
+    assert group is not None
+    mine = torch.arange(64.0).view(2, 32) + rank
+    both, half = torch.zeros(4, 32), torch.zeros(1, 32)
+    with transformer_engine._WAY.inside("forward"):
+        gathered, _ = module.gather_along_first_dim(mine, group, output_tensor=both)
+        reduced, _ = module.reduce_scatter_along_first_dim(mine, group, output=half)
+        channels = process.current()
+        assert channels is not None
+        encoded = channels.ledger.interval["tp", "forward"].native
+        batched = torch.zeros(4, 32)
+        with _coalescing_manager(group, async_ops=True) as batch:
+            module.gather_along_first_dim(
+                mine, group, async_op=True, output_tensor=batched, external_coalescing=True
+            )
+        batch.wait()
+    entry = channels.ledger.interval["tp", "forward"]
+    revert_all(patches)
+    exact = torch.cat([torch.arange(64.0).view(2, 32) + r for r in range(2)])
+    return {
+        "same": (gathered is both, reduced is half),
+        "errors": [
+            float((both - exact).abs().max()),
+            float((half - 2 * mine[rank] + (2 * rank - 1)).abs().max()),
+        ],
+        "batched": torch.equal(batched, exact),
+        "native": (encoded, entry.native, entry.messages),
+        "said": said,
+    }
+
+
+def test_results_go_where_the_caller_asks_and_batches_stay_native() -> None:
+    for found in run_ranks(2, given_outputs):
+        assert found["same"] == (True, True)
+        assert all(0 < error < 12 for error in found["errors"])  # 4 bits of up to 127
+        assert found["batched"]
+        assert found["native"] == (0, 1, 3)
+        assert [text.partition(":")[0] for text in found["said"]] == ["tp native"]
 
 
 def outside() -> dict[Any, Any]:
