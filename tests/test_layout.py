@@ -78,7 +78,7 @@ ALLOWED: dict[str, set[str]] = {
         "log", "patches", "plan", "policy",
         "",  # its small trainings are those of a user: installed, then DeepSpeed's own
     },
-    "neox": {"", "config", "errors", "patches", "rules"},
+    "neox": {"", "config", "errors", "job", "patches", "rules"},
     "run": {"", "job", "log"},
     "missing_run": {"config", "errors", "job", "log"},
     # hybridcomp/__init__.py: the public names, imported late

@@ -26,8 +26,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from hybridcomp.job.waits import awaited
 from hybridcomp.sync.rendezvous import Rendezvous
-from hybridcomp.sync.store_line import StoreLine, awaited
+from hybridcomp.sync.store_line import StoreLine
 
 LIMIT_S = 300.0
 Row = dict[str, float]
