@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import secrets
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -25,11 +24,9 @@ from torch.distributed.constants import default_pg_timeout
 from hybridcomp.errors import AgreementError, PeerError
 from hybridcomp.job import processes
 from hybridcomp.job.statements import StatementRound
+from hybridcomp.job.waits import NOTICE_S, Notices
 from hybridcomp.log import complain
 
-#: seconds of silence after which the missing ranks are named on stderr; then again whenever
-#: the silence has become REPEAT times as long
-NOTICE_S, REPEAT = 10.0, 3
 #: seconds between two checks of the processes of ranks that have not answered
 LOOK_S = 1.0
 #: share of the process group's time-out after which a silent rank is an error: soon after it torch
@@ -149,10 +146,10 @@ def start_id() -> str:
 
 
 def _await_all(this: StatementRound, what: str) -> None:
-    started, notice, patience = time.monotonic(), NOTICE_S, PATIENCE * _timeout_s()
+    notices, patience = Notices(), PATIENCE * _timeout_s()
     while not this.is_told(min(LOOK_S, NOTICE_S)):
         _check_peers(this, what)
-        silent = time.monotonic() - started
+        silent = notices.seconds
         if silent > patience:
             if missing := this.unheard():
                 raise AgreementError(
@@ -160,10 +157,8 @@ def _await_all(this: StatementRound, what: str) -> None:
                     f"{ALIKE}"
                 )
             this.collect()  # the last rank has stated, and ended before it did this
-        elif silent > notice:
-            notice *= REPEAT
-            if this.first_heard():
-                _complain(this, what, silent, patience)
+        elif notices.due() and this.first_heard():
+            _complain(this, what, silent, patience)
 
 
 def _complain(this: StatementRound, what: str, silent: float, patience: float) -> None:

@@ -11,15 +11,18 @@ import contextlib
 import json
 import zlib
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
+from hybridcomp.job.waits import LOOK_S, awaited
 
 #: the store takes no value of 8 MiB and more (torch's TCPStoreLibUvBackend)
 PIECE_NBYTES = 4 << 20
 #: statements that the last rank reads with one request
 AT_ONCE = 512
+#: looks in a second that all waiting ranks together begin with, at most
+LOOKS = 6400
 
 
 class StatementRound:
@@ -69,8 +72,8 @@ class StatementRound:
         if not seconds:
             return bool(self.store.check([self._key("told")]))
         with contextlib.suppress(RuntimeError, dist.DistStoreError):
-            self.store.wait([self._key("told")], timedelta(seconds=seconds))
-            return True
+            pause = max(LOOK_S, len(self.speakers) / LOOKS)
+            return bool(awaited(lambda: self.is_told() or None, seconds, first_s=pause))
         return False
 
     def read(self) -> tuple[list[dict[str, Any]], list[int]]:

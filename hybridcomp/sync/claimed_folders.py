@@ -9,7 +9,8 @@ from pathlib import Path
 
 from hybridcomp.errors import CheckpointError
 from hybridcomp.job import saved
-from hybridcomp.sync.store_line import StoreLine, awaited
+from hybridcomp.job.waits import awaited
+from hybridcomp.sync.store_line import StoreLine
 
 #: with the run in the place of ``*``: each run claims for itself, so that one of two at once does
 FILES = "hybridcomp_sync_island_*.json"

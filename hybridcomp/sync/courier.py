@@ -14,14 +14,16 @@ and goings are as without threads, and so are the bits.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from multiprocessing import util
 
 from hybridcomp.errors import HybridcompError, PeerError
+from hybridcomp.job.waits import LOOK_S, NOTICE_S, SELDOM_S, Notices
 from hybridcomp.sync.rendezvous import Rendezvous
-from hybridcomp.sync.store_line import KEY, LOOK_S, SELDOM_S
+from hybridcomp.sync.store_line import KEY
 
 #: seconds for which the end waits for a request that a thread has just made
 REQUEST_ENDS_S = 5.0
@@ -38,7 +40,7 @@ class Courier:
         ``ranks``: of the island, which stands at a meeting once all of them have posted. Raises
         PeerError where the rendezvous does not answer.
         """
-        self._ranks = ranks
+        self._meet, self._ranks = meet, ranks
         self._changed = threading.Condition()
         self._unsent: deque[tuple[Place, memoryview]] = deque()
         #: what is to be taken; True: it was decided that it counts, and nobody asks if it stands
@@ -75,7 +77,10 @@ class Courier:
     def wait_sent(self, number: int) -> None:
         """Return once this rank's messages up to a meeting are posted."""
         with self._changed:
-            self._await(lambda: not self._unsent or self._unsent[0][0][0] > number)
+            self._await(
+                lambda: not self._unsent or self._unsent[0][0][0] > number,
+                f"for its message of meeting {number} to reach the rendezvous",
+            )
 
     def take(self, number: int, island: str) -> bytearray | None:
         """Return what an island sent to a meeting where it is present; None: it is gone."""
@@ -83,7 +88,10 @@ class Courier:
         with self._changed:
             if place not in self._found:
                 self._wanted[place] = True
-            self._await(lambda: place in self._found)
+            self._await(
+                lambda: place in self._found,
+                f"for the message of island {island} of meeting {number} to arrive",
+            )
             return self._found.pop(place)
 
     def forget(self, number: int) -> None:
@@ -97,7 +105,7 @@ class Courier:
         with self._changed:
             while len(self._unsent) > 1:
                 self._unsent.pop()
-            self._await(lambda: not self._unsent)
+            self._await(lambda: not self._unsent, "for a message that is being sent")
             self._wanted, self._found = {}, {}
 
     def close(self, seconds: float) -> int:
@@ -106,7 +114,8 @@ class Courier:
         Returns how many messages were not posted.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._unsent or self.problem or self._ended, seconds)
+            what = f"with the end, {seconds:g} s at most, until its messages are at the rendezvous"
+            self._told(lambda: not self._unsent or self.problem or self._ended, what, seconds)
             self._ended, self._wanted, self._found = True, {}, {}
             self._changed.notify_all()
         for thread in self._threads:
@@ -120,15 +129,28 @@ class Courier:
         if self.problem is not None:
             raise self.problem
 
-    def _await(self, there: Callable[[], bool]) -> None:
+    def _await(self, there: Callable[[], bool], what: str) -> None:
         """Wait, with the lock, until something is there; raise what goes wrong.
 
-        Not without a limit: each request of the threads has one.
+        Not without a limit: each request of the threads has one. ``what``: is waited for, in words.
         """
         self._changed.notify_all()
-        self._changed.wait_for(lambda: there() or self.problem)
+        self._told(lambda: there() or self.problem, what)
         if not there():
             self._raise()
+
+    def _told(self, there: Callable[[], object], what: str, seconds: float = math.inf) -> None:
+        """Wait, with the lock, until ``there``, and tell the user what for where it takes long."""
+        notices = Notices()
+        while (left := seconds - notices.seconds) > 0:
+            if self._changed.wait_for(there, min(left, NOTICE_S)):
+                return
+            if notices.due():
+                self._meet.say(
+                    f"sync: rank {self._meet.place} of the island has waited "
+                    f"{notices.seconds:.0f} s {what}",
+                    anywhere=True,
+                )
 
     def _started(self, work: Callable[[Rendezvous], None], meet: Rendezvous) -> threading.Thread:
         name = f"hybridcomp islands {work.__name__.strip('_')}"

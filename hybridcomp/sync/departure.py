@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hybridcomp.errors import PeerError
+from hybridcomp.job.waits import awaited
 from hybridcomp.sync.courier import Courier
 from hybridcomp.sync.rendezvous import Rendezvous
-from hybridcomp.sync.store_line import awaited
 
 #: seconds for which the first rank waits at the end for what its other ranks still send
 OTHERS_S = 30.0
@@ -70,5 +70,14 @@ def _of_all_ranks(meet: Rendezvous, own: str, numbers: range, seconds: float) ->
             return own in decided.present
         return True if meet.stands(number, own) else None
 
-    awaited(lambda: all(counts(one) is not None for one in reversed(numbers)) or None, seconds)
+    def notice(waited: float) -> None:
+        meet.say(
+            f"sync: island {own} ends; its first rank has waited {waited:.0f} s for the others' "
+            f"messages, at most {seconds:g} s"
+        )
+
+    def look() -> bool | None:
+        return all(counts(one) is not None for one in reversed(numbers)) or None
+
+    awaited(look, seconds, notice)
     return next((at for at, number in enumerate(numbers) if not counts(number)), len(numbers))

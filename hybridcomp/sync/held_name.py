@@ -22,13 +22,14 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
 from hybridcomp.errors import AgreementError, PeerError
-from hybridcomp.sync.store_line import StoreLine, awaited
+from hybridcomp.job.waits import awaited, unsaid
+from hybridcomp.sync.store_line import StoreLine
 
 KEY = "compression.sync.islands.name"
 #: seconds between two signs of life, and for which others look for one
@@ -43,10 +44,10 @@ _STATE, _BEGAN = 0, 19
 class HeldName:
     """The name of the island of this process; its first rank alone has one."""
 
-    def __init__(self, line: StoreLine, name: str) -> None:
-        """Hold nothing yet; ``line`` is used by the caller's thread alone."""
+    def __init__(self, line: StoreLine, name: str, say: Callable[..., object] = unsaid) -> None:
+        """Hold nothing yet; ``line`` is used by the caller's thread alone, ``say`` by ``take``."""
         pid = os.getpid()
-        self.name = name
+        self.name, self._say = name, say
         self._line, self._place = line, f"holders/{name}"
         self._own = {
             "id": secrets.token_hex(8), "host": socket.gethostname(), "pid": pid,
@@ -103,7 +104,13 @@ class HeldName:
                 return "ended"
             return "lives" if self._line.get(_beats(other)) != before else None
 
-        found = awaited(look, WATCH_S)
+        def notice(waited: float) -> None:
+            self._say(
+                f"sync: the name {self.name!r} is that of {_words(other)}; looks for {WATCH_S:g} s "
+                f"whether that lives, {waited:.0f} s so far"
+            )
+
+        found = awaited(look, WATCH_S, notice)
         return found == "lives" or (here and found is None)
 
     def _beat(self) -> None:

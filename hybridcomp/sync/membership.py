@@ -58,10 +58,11 @@ class Membership:
         Raises AgreementError, PeerError.
         """
         self._say, self._limit_s = say, jobs.timeout_s
-        line = StoreLine(*jobs.address, jobs.timeout_s)
+        line = StoreLine(*jobs.address, jobs.timeout_s, say=say)
         self.meet = Rendezvous(
-            line, dist.get_rank(), jobs.at_start, jobs.timeout_s, jobs.join_timeout_s, under_way
-        )
+            line, dist.get_rank(), jobs.at_start, jobs.timeout_s, jobs.join_timeout_s, under_way,
+            say,
+        )  # fmt: skip
         self.own, self.last = "", Roster(-1, [])
         self.left_out = self.joined = 0
         self._posted = -1  # the latest meeting to which this rank has sent, or is sending
@@ -70,7 +71,7 @@ class Membership:
         def introduced() -> tuple[str, str]:
             name = self.meet.named(jobs.name)
             run = self.meet.compare(facts, name)
-            self._held = HeldName(line, name)
+            self._held = HeldName(line, name, say)
             self._held.take()
             return name, run
 
@@ -93,7 +94,7 @@ class Membership:
         """
         for _ in range(TRIES):
             since, self.own = self._of_first(functools.partial(self._announced, reached))
-            self.last = self.meet.admitted(self.own, since, self._say)
+            self.last = self.meet.admitted(self.own, since)
             if has_state(self.last):
                 self._tell_joined()
                 return

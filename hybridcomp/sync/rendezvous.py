@@ -24,20 +24,19 @@ import copy
 import functools
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from hybridcomp.errors import AgreementError, PeerError
+from hybridcomp.job.waits import Notices, awaited, unsaid
 from hybridcomp.sync.roster import Reached, Roster
-from hybridcomp.sync.store_line import KEY, StoreLine, awaited
+from hybridcomp.sync.store_line import KEY, StoreLine
 
 #: what an island says of a meeting: it stands, or it has left for good
 HERE, BYE = b"here", b"bye"
 #: seconds that ranks of an island wait for its first rank longer than that waits for others
 SLACK_S = 60.0
-#: seconds between two words on what an island waits for before it may join
-WORD_S = 60.0
 
 
 class Rendezvous:
@@ -50,6 +49,7 @@ class Rendezvous:
         timeout_s: seconds for which an island waits for the others at a meeting.
         join_timeout_s: seconds for which an island waits until it may join.
         under_way: U, meetings that may be under way when a further one begins.
+        say: tells the user, on the first rank, what a long wait is for.
     """
 
     def __init__(
@@ -60,8 +60,9 @@ class Rendezvous:
         timeout_s: float,
         join_timeout_s: float,
         under_way: int = 0,
+        say: Callable[..., object] = unsaid,
     ) -> None:
-        self.line, self.place, self.at_start = line, place, at_start
+        self.line, self.place, self.at_start, self.say = line, place, at_start, say
         self.timeout_s, self.join_timeout_s = timeout_s, join_timeout_s
         self.under_way, self.slots = under_way, 2 * under_way + 2
 
@@ -106,24 +107,26 @@ class Rendezvous:
         self.line.append("joins", json.dumps({"island": own, "reached": reached}))
         return own
 
-    def admitted(self, own: str, since: int, say: Any = print) -> Roster:
+    def admitted(self, own: str, since: int) -> Roster:
         """Wait until ``own`` is joining, and return the decision; all ranks call it.
 
         ``since``: decisions that were there before it was announced. Where there is no run yet, or
         all have left it, the first rank begins one as soon as ``at_start`` islands are there.
         Raises PeerError after ``join_timeout_s``.
         """
-        number, told = since, time.monotonic()
-        deadline = told + self.join_timeout_s + (SLACK_S if self.place else 0.0)
-        while time.monotonic() < deadline:
+        number, notices = since, Notices()
+        limit = self.join_timeout_s + (SLACK_S if self.place else 0.0)
+        while notices.seconds < limit:
             found = awaited(functools.partial(self._found, number), 1.0)
             if found is not None and own in found.joining:
                 return found
             if found is not None:
                 number += 1
-            elif not self.place and time.monotonic() - told > WORD_S:
-                told = time.monotonic()
-                say(f"sync: island {own} waits {self._awaited(number)}")
+            elif not self.place and notices.due():
+                self.say(
+                    f"sync: island {own} has waited {notices.seconds:.0f} s "
+                    f"{self._awaited(number)}; join_timeout_s is {self.join_timeout_s:g} s"
+                )
         raise PeerError(
             f"{KEY}: island {own} was not let in within {self.join_timeout_s:g} s; it waited "
             f"{self._awaited(number)}: start what is missing, raise join_timeout_s, or, where "
@@ -184,7 +187,16 @@ class Rendezvous:
         def look() -> Roster | bool | None:
             return self.decision(number) or (True if self.line.has(*keys) else None)
 
-        found_or_all = awaited(look, self.timeout_s)
+        def notice(waited: float) -> None:
+            missing = [one for one, key in zip(last.members, keys, strict=True)
+                       if not self.line.has(key)]  # fmt: skip
+            self.say(
+                f"sync: meeting {number} has waited {waited:.0f} s for "
+                f"{', '.join(missing) or 'its decision'}; who is not there after "
+                f"{self.timeout_s:g} s (timeout_s) is left out"
+            )
+
+        found_or_all = awaited(look, self.timeout_s, notice)
         if isinstance(found_or_all, Roster):
             return found_or_all
         stands = {member: self.line.get(f"stands/{number}/{member}") for member in last.members}
@@ -228,7 +240,18 @@ class Rendezvous:
 
     def take(self, number: int) -> bytearray | None:
         """Wait for what the giver gives, as long as ``timeout_s``; None: nothing came."""
-        return awaited(lambda: self.line.take(self._state(number), number), self.timeout_s)
+
+        def notice(waited: float) -> None:
+            if not self.place:
+                self.say(
+                    f"sync: has waited {waited:.0f} s for the weights that another island gives "
+                    f"after meeting {number}, at most {self.timeout_s:g} s (timeout_s)"
+                )
+
+        def look() -> bytearray | None:
+            return self.line.take(self._state(number), number)
+
+        return awaited(look, self.timeout_s, notice)
 
     def give_up(self, own: str, decision: Roster) -> None:
         """Leave before the first meeting, as nothing came from the giver.

@@ -12,7 +12,6 @@ import functools
 import socket
 import struct
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,15 +21,15 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from hybridcomp.errors import PeerError
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError, HybridcompError, PeerError
 from hybridcomp.job.statements import PIECE_NBYTES
+from hybridcomp.job.waits import awaited, unsaid
 
 T = TypeVar("T")
 KEY = "compression.sync.islands.rendezvous"
 #: seconds that one request may take, a piece of PIECE_NBYTES over a slow link among them
 REQUEST_S = 60.0
-#: seconds between two looks at a key that is waited for: at first, and at most
-LOOK_S, SELDOM_S = 0.01, 0.2
 #: of a piece: what it belongs to, its index, how many there are
 _HEAD = struct.Struct("<qII")
 TODO = "start it again with `hybridcomp rendezvous`, and the islands from their checkpoints"
@@ -42,27 +41,38 @@ class StoreLine:
     Args:
         connect_s: seconds in which the rendezvous has to answer for the first time.
         request_s: seconds that a request may take.
+        say: tells the user what a long wait for that is for.
+        known: whether the rendezvous has answered this process before.
 
     All methods raise PeerError, one line that names the rendezvous, where it does not answer.
+    Making the first line of a process raises ConfigError there: the run has not begun yet.
     """
 
     def __init__(
-        self, host: str, port: int, connect_s: float = 60.0, request_s: float = REQUEST_S
+        self,
+        host: str,
+        port: int,
+        connect_s: float = 60.0,
+        request_s: float = REQUEST_S,
+        say: Callable[..., object] = unsaid,
+        known: bool = False,
     ) -> None:
         self.address, self._request_s = f"tcp://{host}:{port}", request_s
-        self._made_with = (host, port, connect_s, request_s)
+        self._made_with, self._known = (host, port, connect_s, request_s, say), known
+        self._start = f"start `hybridcomp rendezvous --port {port}` on that host first"
         self._requests: SimpleQueue[Callable[[], None] | None] | None = None  # of the thread
-        self._await_listener(host, port, connect_s)
+        self._await_listener(host, port, connect_s, say)
         limit = timedelta(seconds=connect_s)
         self._store: Any = self._within(
             connect_s,
             lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit),
         )
         self._store.set_timeout(timedelta(seconds=request_s / 2))
+        self._known = True
 
     def again(self) -> StoreLine:
         """Return another connection to the same store, for another thread."""
-        return type(self)(*self._made_with)
+        return type(self)(*self._made_with, known=True)
 
     def set(self, key: str, value: bytes | str) -> None:
         """Set ``key``."""
@@ -204,20 +214,35 @@ class StoreLine:
             self._end.atexit = False
         return self._requests
 
-    def _await_listener(self, host: str, port: int, seconds: float) -> None:
+    def _await_listener(
+        self, host: str, port: int, seconds: float, say: Callable[[str], object]
+    ) -> None:
         """Return once somebody listens there: torch fills the screen where nobody does."""
-        deadline = time.monotonic() + seconds
-        while True:
+        problem: OSError | None = None
+
+        def look() -> bool | None:
+            nonlocal problem
             try:
                 socket.create_connection((host, port), timeout=max(0.1, seconds)).close()
-                return
             except OSError as error:
-                if time.monotonic() >= deadline:
-                    raise self._gone(f"was not there for {seconds:g} s ({error})") from error
-            time.sleep(SELDOM_S)
+                problem = error
+                return None
+            return True
 
-    def _gone(self, words: str) -> PeerError:
-        return PeerError(f"{KEY}: the rendezvous at {self.address} {words}; {TODO}")
+        def notice(waited: float) -> None:
+            say(
+                f"sync: nobody has listened at {self.address} for {waited:.0f} s ({problem}); "
+                f"{TODO if self._known else self._start}. Waits {seconds:g} s in all"
+            )
+
+        if awaited(look, seconds, notice) is None:
+            raise self._gone(f"was not there for {seconds:g} s ({problem})") from problem
+
+    def _gone(self, words: str) -> HybridcompError:
+        if self._known:
+            return PeerError(f"{KEY}: the rendezvous at {self.address} {words}; {TODO}")
+        todo = f"the rendezvous {words}: {self._start}, or correct host and port"
+        return ConfigError(KEY, Shown(self.address), todo)
 
 
 def _do(requests: SimpleQueue[Callable[[], None] | None]) -> None:
@@ -225,14 +250,3 @@ def _do(requests: SimpleQueue[Callable[[], None] | None]) -> None:
     while (request := requests.get()) is not None:
         request()
         del request
-
-
-def awaited(look: Callable[[], T | None], seconds: float) -> T | None:
-    """Return what ``look`` finds, as soon as that is not None; None after ``seconds``."""
-    deadline, pause = time.monotonic() + seconds, LOOK_S
-    while True:
-        found = look()
-        if found is not None or time.monotonic() >= deadline:
-            return found
-        time.sleep(pause)
-        pause = min(SELDOM_S, 1.5 * pause)

@@ -15,11 +15,16 @@ HYBRIDCOMP_NEOX_CPU=1 runs on CPUs, for trying out (configs/neox/tiny_cpu.yml).
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.util
 import os
+import re
 import runpy
+import shlex
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,6 +32,9 @@ FILE = Path(__file__).resolve()
 NAME = FILE.name
 #: environment variables that the launcher also exports to other machines
 HANDED_ON = ("GPT_NEOX_HOME", "HYBRIDCOMP_CONFIG", "HYBRIDCOMP_NEOX_CPU")
+
+#: modules whose package has another name
+PACKAGES = {"pkg_resources": "setuptools<81", "yaml": "pyyaml"}
 
 
 def fail(message: str) -> NoReturn:
@@ -70,13 +78,15 @@ def on_cpu() -> bool:
 def work(checkout: Path) -> None:
     """Run one rank: GPT-NeoX's train.py, with the arguments of the launcher."""
     import hybridcomp
+    from hybridcomp.job import uncaught
 
     hybridcomp.install()  # before anything of the checkout is imported
     if on_cpu():
         from hybridcomp.patches.neox import cpu_shim
 
         cpu_shim.patch()
-    runpy.run_path(str(checkout / "train.py"), run_name="__main__")
+    with told_what_is_missing(checkout, uncaught.tell):  # on one of the ranks
+        runpy.run_path(str(checkout / "train.py"), run_name="__main__")
 
 
 def launch(checkout: Path, arguments: Sequence[str]) -> None:
@@ -90,8 +100,45 @@ def launch(checkout: Path, arguments: Sequence[str]) -> None:
     except Problem as problem:
         fail(str(problem))
     runner.EXPORT_ENVS.extend(name for name in HANDED_ON if name in os.environ)
+    if importlib.util.find_spec("pybind11") is None:  # for the C++ that its ranks build: no import
+        fail(needs("pybind11", checkout))
     sys.argv = [str(checkout / "deepy.py"), str(FILE), *arguments]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    with told_what_is_missing(checkout, lambda text: print(text, file=sys.stderr)):
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+@contextlib.contextmanager
+def told_what_is_missing(checkout: Path, tell: Callable[[str], object]) -> Iterator[None]:
+    """Exit with code 2 where a file of the checkout imports a package that is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        own = [file for file in files if not file.startswith("<frozen ")]  # the import machinery
+        missing = (error.name or "").partition(".")[0]
+        if not missing or checkout not in Path(own[-1]).parents or is_of(missing, checkout):
+            raise
+        tell(f"{NAME}: {needs(missing, checkout)}")
+        raise SystemExit(2) from None
+
+
+def is_of(module: str, checkout: Path) -> bool:
+    """Return whether the checkout itself should have the module."""
+    return (checkout / module).exists() or (checkout / f"{module}.py").exists()
+
+
+def needs(module: str, checkout: Path) -> str:
+    """Say what to install for a module, and which file of the checkout's requirements names it."""
+    package = PACKAGES.get(module, module)
+    name = re.split("[<>=]", package)[0].replace("_", "-")
+    listed = [
+        f"requirements/{file.name}"
+        for file in sorted((checkout / "requirements").glob("*.txt"))
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines()
+        if re.split(r"[\s<>=@\[;~!]", line.strip())[0].lower().replace("_", "-") == name.lower()
+    ]
+    where = f"its {listed[0]}" if listed else "none of its requirements/ names it"
+    return f"GPT-NeoX needs {module}: pip install {shlex.quote(package)} ({where})"
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -16,8 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from hybridcomp.errors import AgreementError, PeerError
-from hybridcomp.job import agreement, peer_liveness
+from hybridcomp.job import agreement, peer_liveness, waits
 from hybridcomp.job.agreement import agree
+from hybridcomp.job.statements import StatementRound
 from tests.ranks import RankPool, run_ranks
 
 
@@ -74,18 +75,27 @@ def _raise() -> None:
 
 def silent(_: None) -> str:
     """Rank 1 is there and states nothing; what the others are told, and how it ends."""
-    agreement.NOTICE_S, agreement.REPEAT = 0.1, 4
+    vars(agreement)["NOTICE_S"] = waits.NOTICE_S = 0.2
+    waits.REPEAT = 4
     agreement._timeout_s = lambda: 2.0
-    # a store may wait longer than it is asked to, so the time that passes is the test's own, and
-    # passes once both have had time to speak
-    ticks = itertools.count(-3)
-    clock = SimpleNamespace(monotonic=lambda: 0.5 * max(0, next(ticks)))
-    vars(agreement)["time"] = clock
+    # the time that passes is the test's own: a machine with much to do would let more pass
+    ticks = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: 0.02 * next(ticks), sleep=lambda seconds: None)
     said = io.StringIO()
     dist.barrier()
     if dist.get_rank() == 1:
         dist.barrier()  # the others' store must not go before them
         return ""
+    state = StatementRound.state
+
+    def stated(self: StatementRound, text: str) -> None:
+        """State, and begin to wait once both have."""
+        state(self, text)
+        while not (self.has_stated(0) and self.has_stated(2)):
+            time.sleep(0.01)
+        vars(waits)["time"] = clock
+
+    StatementRound.state = stated  # type: ignore[method-assign]
     with contextlib.redirect_stderr(said), pytest.raises(AgreementError) as caught:
         agree({"compression.dp": "bf16"})
     dist.barrier()
@@ -96,7 +106,7 @@ def test_a_silent_rank_is_named_early_by_one_rank_and_ends_the_job() -> None:
     first, nothing, other = run_ranks(3, silent, None)
     *notices, end = first.splitlines()
     assert nothing == "" and other == end
-    assert len(notices) == 2  # after 0.1 and 0.4 s
+    assert len(notices) == 2  # after 0.2 and 0.8 s
     for notice in notices:
         assert notice.startswith("[hybridcomp] waiting for rank(s) 1 to state their compression")
         assert "--module hybridcomp.run" in notice
@@ -108,7 +118,7 @@ def killed(rank: int) -> str:
     peer_liveness.announce()
     if dist.get_rank() == rank:
         os.kill(os.getpid(), signal.SIGKILL)
-    agreement.NOTICE_S = 3600.0  # what is waited for is the process, not a time
+    waits.NOTICE_S = 3600.0  # what is waited for is the process, not a time
     with pytest.raises(PeerError) as caught:
         agreement.tell({"rank": dist.get_rank()}, what="checkpoint")
     return str(caught.value)

@@ -93,3 +93,12 @@ def test_the_last_rank_ends_before_it_collects() -> None:
     this.collect()
     this.collect()
     assert this.is_told() and this.read() == ([{"a": 1}, {"a": 2}], [0, 1])
+
+
+def test_waiting_asks_again_and_never_lets_the_store_wait() -> None:
+    """torch writes a line at each time-out of such a wait, which would be two a second."""
+    store = CountedStore(HashStore())
+    this = StatementRound(store, "x", 0, range(2))
+    this.state("{}")
+    assert not this.is_told(0.3)
+    assert store.calls["wait"] == 0 and 3 < store.calls["check"] < 30

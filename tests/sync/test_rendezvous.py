@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hybridcomp.errors import AgreementError, ConfigError, PeerError
+from hybridcomp.job import waits
 from hybridcomp.sync.rendezvous import Rendezvous
 from hybridcomp.sync.roster import Roster
 from hybridcomp.sync.store_line import StoreLine
@@ -46,7 +49,7 @@ class Counter:
         """Join, with the weights of the giver; begin again where it gives none."""
         since = self.meet.decisions()
         self.own = self.meet.announce(self.name, self.reached)
-        self.last = self.meet.admitted(self.own, since, print)
+        self.last = self.meet.admitted(self.own, since)
         if self.last.giver == self.own:
             self.meet.give(self.last.number, str(self.weights).encode())
             return self
@@ -213,6 +216,61 @@ def test_bad_input_is_named_in_one_line(port: int) -> None:
         meet.admitted(own, since)
 
 
+def test_every_wait_says_what_it_waits_for(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "NOTICE_S", 0.1)
+    told: list[str] = []
+    with pytest.raises(ConfigError):
+        StoreLine("127.0.0.1", 9, 0.4, say=told.append)
+    assert re.search(r"nobody has listened at tcp://127.0.0.1:9 for .* --port 9` on", told[0])
+    told.clear()
+    line = StoreLine("127.0.0.1", port, say=told.append)
+    assert not told
+    meet = Rendezvous(line, 0, 2, 0.5, 1.5, say=told.append)
+    own = meet.announce("a", None)
+    with pytest.raises(PeerError):
+        meet.admitted(own, 0)
+    assert re.search(r"island a has waited .* 1 of 2 islands \(at_start\) are there", told.pop(0))
+    told.clear()
+    meet.stand("a", 1)
+    assert meet.decide(Roster(0, ["a", "b"]), "a").silent == ["b"]
+    assert re.search(r"meeting 1 has waited .* for b; who is not there after 0.5 s", told.pop(0))
+    told.clear()
+    assert meet.take(7) is None
+    assert "for the weights that another island gives after meeting 7" in told[0]
+
+
+def test_the_rendezvous_tells_who_comes_meets_and_leaves(port: int) -> None:
+    told: list[str] = []
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    record = rendezvous.Record(store, told.append)
+    one, two, three = Counter(port, "a"), Counter(port, "b"), Counter(port, "c", timeout_s=1.0)
+    together(one.join, two.join)
+    record.look()
+    assert sorted(told[:2]) == ["island a has come", "island b has come"]
+    assert told[2].startswith("a run begins; ") and "b joins, with the weights of " in told[2]
+    together(one.hold, two.hold)
+    record.look()
+    assert len(told) == 3, "meetings alone are told every ten seconds"
+    three.meet.announce("c", None)
+    one.meet.timeout_s = two.meet.timeout_s = 1.0
+    together(one.hold, two.hold)
+    together(one.hold, two.hold)
+    record.look()
+    assert told[3] == "island c has come" and "meeting 2 of " in told[4] and "c joins" in told[4]
+    assert told[5].endswith("; c was silent and is left out")
+    two.meet.leave(two.own, two.last.number + 1)  # type: ignore[union-attr]
+    record.look()
+    record.look()
+    assert told[6:] == ["island b has left"]
+    one.hold()
+    record.look()
+    assert len(told) == 7
+    one.line.append("joins", "no json")
+    record.look()
+    record.look()
+    assert len(told) == 8 and told[7].startswith("cannot read what islands write here (JSONDecode")
+
+
 def stop(pid: int) -> None:
     """Stop all threads of a process, and return when they stand still."""
     os.kill(pid, signal.SIGSTOP)
@@ -222,7 +280,8 @@ def stop(pid: int) -> None:
 
 
 def test_a_rendezvous_that_is_away_or_stopped_is_an_error() -> None:
-    with pytest.raises(PeerError, match=r"rendezvous at tcp://127.0.0.1:9 was not there for 0.3 s"):
+    todo = r"was not there for 0.3 s .*: start `hybridcomp rendezvous --port 9` on that host first"
+    with pytest.raises(ConfigError, match=rf"found tcp://127.0.0.1:9; the rendezvous {todo}"):
         StoreLine("127.0.0.1", 9, 0.3)
     port = free_port()
     server = fork_server().Process(target=rendezvous.run, args=(port,), daemon=True)

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import threading
+from collections.abc import Callable
+from datetime import timedelta
 from types import FrameType
+from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hybridcomp.errors import ConfigError
+from hybridcomp.foreign import one_line
+from hybridcomp.job.waits import NOTICE_S, Notices
+from hybridcomp.sync.rendezvous import BYE
+from hybridcomp.sync.roster import Roster
+
+#: seconds between two looks at the store, and those that one look may take
+LOOK_S, REQUEST_S = 0.5, 2.0
+#: meetings behind the last decision at which an island that leaves may say so
+AHEAD = 16
 
 
 def run(port: int) -> int:
     """Serve on ``port``, 0 for any that is free, until SIGINT or SIGTERM; returns the exit status.
 
-    Raises ConfigError where the port cannot be taken.
+    Prints who comes, leaves, is left out and meets. Raises ConfigError where the port cannot be
+    taken.
     """
     ended = threading.Event()
 
@@ -26,11 +41,84 @@ def run(port: int) -> int:
         signal.signal(number, end)
     _check_free(port)
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    print(f"hybridcomp rendezvous at tcp://{socket.gethostname()}:{store.port}", flush=True)
-    while not ended.wait(0.5):  # Python runs handlers of signals between two waits
-        pass
-    del store
+    _print(f"hybridcomp rendezvous at tcp://{socket.gethostname()}:{store.port}")
+    record = Record(store, _print)
+    while not ended.wait(LOOK_S):  # Python runs handlers of signals between two waits
+        record.look()
+    del record, store
     return 0
+
+
+class Record:
+    """Reads in the store what the islands say and decide there, and tells the user."""
+
+    def __init__(self, store: Any, say: Callable[[str], object]) -> None:
+        """Hold the ``store``, a TCPStore; ``say`` gets one line at a time."""
+        self._store, self._say = store, say
+        store.set_timeout(timedelta(seconds=REQUEST_S))
+        self._announced = self._untold = 0
+        self._last = Roster(-1, [])
+        self._left: set[str] = set()
+        self._notices = Notices()
+        self._told_at = -NOTICE_S
+        self._unreadable = False
+
+    def look(self) -> None:
+        """Tell what has happened since the last look; what islands write is quoted, never run."""
+        if self._unreadable:
+            return
+        try:
+            self._read()
+        except dist.DistStoreError:
+            return  # a key was deleted just now: look again
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            self._unreadable = True
+            found = one_line(f"{type(error).__name__}: {error}")
+            self._say(f"cannot read what islands write here ({found}); goes on serving in silence")
+        if self._untold and self._notices.seconds - self._told_at >= NOTICE_S:
+            self._tell([])
+
+    def _read(self) -> None:
+        while (text := self._get(f"joins/{self._announced}")) is not None:
+            self._announced += 1
+            self._say(f"island {one_line(json.loads(text)['island'])} has come")
+        while (text := self._get(f"decided/{self._last.number + 1}")) is not None:
+            self._decided(Roster(**json.loads(text)))
+        for island in self._last.members:
+            self._look_for_leave(island)
+
+    def _decided(self, now: Roster) -> None:
+        """Tell of a decision: at once where islands come or go, else every NOTICE_S seconds."""
+        before, self._last = self._last, now
+        self._untold += 1
+        words = [f"{one} has left" for one in before.members
+                 if one not in (*now.present, *now.silent) and one not in self._left]  # fmt: skip
+        words += [f"{one} was silent and is left out" for one in now.silent]
+        words += [f"{one} joins, with the weights of {now.giver}" for one in now.joining]
+        self._left &= set(now.members)
+        if words:
+            self._tell(words)
+
+    def _look_for_leave(self, island: str) -> None:
+        numbers = range(self._last.number + 1, self._last.number + 1 + AHEAD)
+        said = (self._get(f"stands/{number}/{island}") for number in numbers)
+        if island not in self._left and BYE.decode() in said:
+            self._left.add(island)
+            self._say(f"island {one_line(island)} has left")
+
+    def _tell(self, words: list[str]) -> None:
+        number, met = self._last.number, ", ".join(self._last.present)
+        since = f" ({self._untold} since the last line)" if self._untold > 1 else ""
+        what = f"meeting {number} of {met}{since}" if met else "a run begins"
+        self._say(one_line("; ".join([what, *words])))
+        self._untold, self._told_at = 0, self._notices.seconds
+
+    def _get(self, key: str) -> str | None:
+        return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)
 
 
 def _check_free(port: int) -> None:

@@ -187,3 +187,36 @@ def test_modules_beside_the_file_do_not_hide_those_of_the_checkout(checkout: Pat
     (checkout / "train.py").write_text("import configuration")
     found = start("--megatron_config", "e30=", cwd=checkout)
     assert (found.returncode, found.stdout) == (0, "of the checkout\n"), found.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "words"), [("deepy", []), ("train", ["--megatron_config", "x"])], ids=str
+)
+def test_a_package_that_the_checkout_lacks_is_one_line(
+    checkout: Path, script: str, words: list[str]
+) -> None:
+    """As GPT-NeoX's own requirements name it: launcher and rank, in a file that they import."""
+    (checkout / "requirements").mkdir()
+    (checkout / "requirements" / "requirements.txt").write_text("six\npkg_of_neox==1.2\n")
+    (checkout / "megatron" / "__init__.py").write_text("import pkg_of_neox.part\n")
+    (checkout / f"{script}.py").write_text("import megatron\n")
+    done = start(*words or ["a.yml"], cwd=checkout)
+    assert done.returncode == 2
+    told = "GPT-NeoX needs pkg_of_neox: pip install pkg_of_neox (its requirements/requirements.txt)"
+    assert done.stderr.splitlines() == [f"train_neox.py: {told}"]
+
+
+def test_a_module_of_the_checkout_itself_is_nothing_to_install(checkout: Path) -> None:
+    (checkout / "deepy.py").write_text("import megatron.lost\n")
+    done = start("a.yml", cwd=checkout)
+    assert done.returncode == 1 and "No module named 'megatron.lost'" in done.stderr
+
+
+def test_packages_with_another_name_are_named(tmp_path: Path) -> None:
+    from hybridcomp.patches.neox.train_neox import needs
+
+    told = "GPT-NeoX needs pkg_resources: pip install 'setuptools<81' (none of its requirements/"
+    assert needs("pkg_resources", tmp_path).startswith(told)
+    (tmp_path / "requirements").mkdir()
+    (tmp_path / "requirements" / "flash.txt").write_text("# faster\nflash-attn>=2 ; extra\n")
+    assert needs("flash_attn", tmp_path).endswith("flash_attn (its requirements/flash.txt)")
