@@ -89,7 +89,8 @@ class Channels(EngineState):
             return []
         self.nodes = discover(self.config.widths, self.config.level_codecs)
         notes = self.nodes.prepare(groups)
-        return [f"{', '.join(names)}: {note}" for note in notes]
+        told = ", ".join(name for name in names if name not in self.absent)
+        return [f"{told}: {note}" for note in notes] if told else []
 
     def close_step(self, sampled: bool, device: torch.device) -> list[str]:
         """Close an optimizer step, after ``step`` was counted: run due measurements, ask the guard.

@@ -115,8 +115,8 @@ class Nodes:
                     notes[found.note] = None
         if not notes and count == 1 and len(self.of_rank) > 1:
             notes[
-                f"all ranks share one node (by {self.source}), so nothing crosses nodes: "
-                "compressed between all ranks"
+                f"all ranks share one node (by {self.source}): nothing crosses a link between "
+                "nodes, so there is little to gain here; compressed between all ranks"
             ] = None
         return list(notes)
 

@@ -22,11 +22,11 @@ from hybridcomp.config.directional import (
 )
 from hybridcomp.config.error_messages import near_key, show
 from hybridcomp.config.gradient import GradientConfig
-from hybridcomp.config.islands import ISLAND_PRESETS, IslandConfig
+from hybridcomp.config.islands import IslandConfig
 from hybridcomp.config.json_schema import schema
 from hybridcomp.config.ledger import LedgerConfig
 from hybridcomp.config.parameter import ParameterConfig
-from hybridcomp.config.presets import PRESETS
+from hybridcomp.config.presets import ISLAND_PRESETS, PRESETS
 from hybridcomp.config.sources import SOURCE, read_source
 from hybridcomp.config.summary import describe, idle_notes, notes
 from hybridcomp.errors import ConfigError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hybridcomp.codecs.base import Codec
@@ -37,8 +37,25 @@ def _no_bound(codec: type[Codec]) -> str:
     return f"{codec.name} says of none of its settings that it keeps one; {KEEPS_EVERY_BOUND}"
 
 
-def build_bounded(name: str, settings: Mapping[str, Any], at: Callable[[str], str]) -> Bounded:
-    """Build the codec ``name`` with a bound; raises as ``build_codec`` does."""
+def _not_taken(name: str, key: str, takes: Sequence[str], implied: bool) -> str:
+    """Say why the codec ``name`` with a bound has no setting ``key``, and what to do."""
+    if not implied:
+        return f"{name} takes {', '.join(takes)}; remove {key}"
+    others = [
+        codec for codec in CODECS
+        if ladder_of(codec) and key in [setting.name for setting in CODECS[codec].settings]
+    ]  # fmt: skip
+    instead = "".join(f' or add "codec": "{codec}"' for codec in others)
+    return f"an error_bound without a codec means {name}, which sets {key}; remove {key}{instead}"
+
+
+def build_bounded(
+    name: str, settings: Mapping[str, Any], at: Callable[[str], str], *, implied: bool = False
+) -> Bounded:
+    """Build the codec ``name`` with a bound; raises as ``build_codec`` does.
+
+    ``implied``: nobody wrote the codec; the bound alone means it.
+    """
     if "error_bound" not in settings:
         field = at("codec").removesuffix("codec") + "error_bound"
         raise problem(field, NOTHING, f"{name} needs error_bound; write it, such as 0.01")
@@ -47,8 +64,7 @@ def build_bounded(name: str, settings: Mapping[str, Any], at: Callable[[str], st
     takes = {setting.name: setting for setting in declared}
     for key, value in own.items():
         if key not in takes:
-            listed = ", ".join([*takes, *PROMISE])
-            raise problem(at(key), value, f"{name} takes {listed}; remove {key}")
+            raise problem(at(key), value, _not_taken(name, key, [*takes, *PROMISE], implied))
     for key, value in own.items():
         if value and takes[key].no_bound:
             raise problem(at(key), value, f"{takes[key].no_bound}; remove it, or error_bound")

@@ -7,6 +7,7 @@ defined in its module, and the settings of another package's codec are keys of t
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
@@ -17,8 +18,11 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.registry import AUTO, CODECS, families, ladder_of, make_codec
 from hybridcomp.codecs.setting import Setting
+from hybridcomp.config import other_names
 from hybridcomp.config.bounds import build_bounded, check_unbounded
 from hybridcomp.config.error_messages import NOTHING, problem
+from hybridcomp.config.presets import ISLAND_PRESETS
+from hybridcomp.config.presets import NAMES as PRESET_NAMES
 from hybridcomp.dimensions import DIRECTIONS, KINDS
 from hybridcomp.errors import CodecError
 
@@ -221,12 +225,12 @@ def build_codec(
     name = given.get("codec", AUTO if "error_bound" in given else None)
     names = codec_names(under)
     if name is None:
-        raise problem("codec", NOTHING, f"expected one of {', '.join(names)}; name one")
+        raise problem("codec", NOTHING, _no_codec(given, names))
     settings = {key: value for key, value in given.items() if key != "codec"}
     if name not in names or name in CODECS.refused:
-        raise problem(at("codec"), name, _unusable_codec(name, names))
+        raise problem(at("codec"), name, _unusable_codec(name, names, under))
     if name in families() and (not ladder_of(name) or "error_bound" in settings):
-        return build_bounded(name, settings, at)
+        return build_bounded(name, settings, at, implied="codec" not in given)
     check_unbounded(name, settings, at)
     accepted = [] if name == NONE else [setting.name for setting in CODECS[name].settings]
     for key, value in settings.items():
@@ -234,6 +238,14 @@ def build_codec(
             takes = f"takes {' and '.join(accepted)}" if accepted else "has no settings"
             raise problem(at(key), value, f"{name} {takes}; remove {key} or name another codec")
     return None if name == NONE else _built(name, settings, at)
+
+
+def _no_codec(given: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Say that a codec is needed, and which ones take the settings that were written."""
+    known = {n: {setting.name for setting in CODECS[n].settings} for n in names if n in CODECS}
+    fits = [n for n, takes in known.items() if given and takes >= given.keys()]
+    those = f" (for {', '.join(given)}: {' or '.join(fits)})" if fits else ""
+    return f"expected one of {', '.join(names)}{those}; name one"
 
 
 def _built(name: str, settings: Mapping[str, Any], at: Callable[[str], str]) -> Codec:
@@ -247,7 +259,7 @@ def _built(name: str, settings: Mapping[str, Any], at: Callable[[str], str]) -> 
         raise problem(at(named[0]), settings.get(named[0], name), said) from None
 
 
-def _unusable_codec(name: str, names: Sequence[str]) -> str:
+def _unusable_codec(name: str, names: Sequence[str], under: Under) -> str:
     """Say why a codec cannot be used here, and what to do."""
     if name in CODECS.refused:
         return CODECS.refused[name]
@@ -260,6 +272,17 @@ def _unusable_codec(name: str, names: Sequence[str]) -> str:
             "sync": "leaves most values out",
         }
         return f"{name} {does[home or 'zero']}; only {home} can have it: use one of {listed}"
+    if name in PRESET_NAMES:
+        what = f'"preset": "{name}", beside the dimensions and not in one'
+        return f"no such codec; {name} is a preset: write {what}"
+    if under == "sync" and name in ISLAND_PRESETS:
+        return f'no such codec; {name} is a preset of sync: write "preset": "{name}"'
+    ours = other_names.of_codec(name)
+    if ours is not None:
+        codec = json.loads(f"{{{ours}}}").get("codec", AUTO)
+        if codec in names:
+            return f"no such codec; for {name} write {ours}"
+        return f"no such codec; {name} is {codec} here, and {_unusable_codec(codec, names, under)}"
     near = difflib.get_close_matches(name.lower(), names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"no such codec; {hint}expected one of {listed}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import json
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from hybridcomp.config import other_names
 from hybridcomp.errors import ConfigError
 from hybridcomp.foreign import one_line
 
@@ -26,6 +27,16 @@ _EXPECTED = {
     "string_type": "expected a string",
     "model_type": "expected an object",
     "string_too_short": "expected a string that is not empty",
+}
+
+#: what to write for a key that takes an object; a lone string that was found goes into ``jsonl`` or
+#: ``to``, a lone number into ``from``
+_OBJECTS: Mapping[str, Mapping[str, Any]] = {
+    "ledger": {"jsonl": "ledger.jsonl"},
+    "publish": {"to": "runs/weights"},
+    "pipeline": {"versions": 2},
+    "ramp": {"from": 8, "steps": 1000},
+    "outer": {"lr": 0.7, "momentum": 0.9},
 }
 
 
@@ -78,18 +89,30 @@ def _one(detail: ErrorDetails, model: type[BaseModel], root: str) -> tuple[str, 
         return ".".join(parts), context["found"], context["todo"]
     key = ".".join([root, *path])
     if kind == "extra_forbidden":
-        return key, found, _unknown_key(path, model)
+        return key, found, _unknown_key(path, model, root)
     if kind == "missing":
         return key, NOTHING, f"{path[-1]} is required; write it"
     if kind in _EXPECTED:
-        if path == ["ledger"] and isinstance(found, str):
-            return key, found, f"expected an object; write {json.dumps({'jsonl': found})}"
-        return key, found, _EXPECTED[kind]
+        return key, found, _EXPECTED[kind] + _instead(path[-1] if path else "", kind, found)
     return key, found, f"{detail['msg'].replace('Input should be', 'expected')}"
 
 
-def _unknown_key(path: Sequence[str], root: type[BaseModel]) -> str:
-    """Say what to do about the unknown key at the end of ``path``."""
+def _instead(name: str, kind: str, found: object) -> str:
+    """Say what to write in the place of a value of the wrong type; "" where that is not known."""
+    if kind == "model_type" and name in _OBJECTS:
+        example = dict(_OBJECTS[name])
+        first = next(iter(example))
+        if type(found) is type(example[first]) and found:
+            example[first] = found
+        return f"; write {json.dumps(example)}"
+    if not isinstance(found, str):
+        return ""
+    ours = other_names.of_switch(found) if kind == "bool_type" else other_names.of_number(found)
+    return f"; write {ours}, without quotes" if ours and kind != "model_type" else ""
+
+
+def _unknown_key(path: Sequence[str], root: type[BaseModel], block: str) -> str:
+    """Say what to do about the unknown key at the end of ``path``. ``block``: key of the block."""
     model = root
     for part in path[:-1]:
         model = _model_in(model.model_fields[part].annotation) or model
@@ -100,6 +123,18 @@ def _unknown_key(path: Sequence[str], root: type[BaseModel]) -> str:
         for key, field in root.model_fields.items()
         if (inner := _model_in(field.annotation)) and name in inner.model_fields
     ]
+    top = other_names.of_key(name)
+    if name == block:
+        return f'the block stands in itself; keep one "{block}"'
+    if name in other_names.DEEPSPEED:
+        return f'unknown key; {name} is a key of DeepSpeed\'s: put it beside "{block}", not in it'
+    ours = other_names.of_setting(name)
+    if len(path) == 1 and (top or ours) is not None:
+        return f'unknown key; for {name} write "{top or ours}"{"" if top else ", in a dimension"}'
+    if len(path) > 1 and ours in known:
+        return f'unknown key; for {name} write "{ours}"'
+    if len(path) > 1 and (top or (name in root.model_fields and not elsewhere)):
+        return f'unknown key; "{top or name}" stands beside "{path[0]}", not in it'
     if elsewhere and len(path) > 1:
         return f"only {', '.join(elsewhere)} can have {name}; remove it here"
     near = difflib.get_close_matches(name.lower(), known, n=1)

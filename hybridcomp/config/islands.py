@@ -19,23 +19,9 @@ from hybridcomp.config.codec_settings import (
 )
 from hybridcomp.config.dimension import DimensionConfig
 from hybridcomp.config.error_messages import near_key, problem
+from hybridcomp.config.presets import ISLAND_PRESETS
 from hybridcomp.config.rendezvous import RendezvousConfig
 from hybridcomp.dimensions import Direction
-
-#: settings to start from, which the keys beside ``preset`` override
-ISLAND_PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "local-sgd": {"outer": {"lr": 1.0, "momentum": 0.0, "nesterov": False}},
-    "diloco": {"outer": {"lr": 0.7, "momentum": 0.9, "nesterov": True}},
-    "streaming": {
-        "codec": "blockint", "bits": 4, "error_feedback": True, "fragments": 4, "delay": 5,
-        "mix": 0.5, "outer": {"lr": 0.4, "momentum": 0.9, "nesterov": True},
-    },
-    "sparseloco": {
-        "codec": "topk", "bits": 2, "density": 1 / 64, "error_feedback": True, "decay": 0.95,
-        "outer": {"lr": 1.0, "momentum": 0.0, "nesterov": False},
-    },
-    "wsp": {"staleness": 1, "outer": {"lr": 1.0, "momentum": 0.0, "nesterov": False}},
-}  # fmt: skip
 
 
 class OuterConfig(Strict):

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hybridcomp.config import other_names
 from hybridcomp.config.error_messages import near_key, problem
 from hybridcomp.config.planned import PLANNED, Planned
 from hybridcomp.dimensions import DIRECTIONS, IN_PRESETS, ROWS, Dimension
@@ -42,7 +43,20 @@ PRESETS: Mapping[str, Mapping[Dimension, Settings]] = {
 MEASURING = frozenset({"recommended"})
 #: presets made for fp32 messages
 PAPER = frozenset({"naive-zfp", "naive-mpc", "mzhybrid", "zhybrid"})
-
+#: presets of ``sync``: settings to start from, which the keys beside ``preset`` override
+ISLAND_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "local-sgd": {"outer": {"lr": 1.0, "momentum": 0.0, "nesterov": False}},
+    "diloco": {"outer": {"lr": 0.7, "momentum": 0.9, "nesterov": True}},
+    "streaming": {
+        "codec": "blockint", "bits": 4, "error_feedback": True, "fragments": 4, "delay": 5,
+        "mix": 0.5, "outer": {"lr": 0.4, "momentum": 0.9, "nesterov": True},
+    },
+    "sparseloco": {
+        "codec": "topk", "bits": 2, "density": 1 / 64, "error_feedback": True, "decay": 0.95,
+        "outer": {"lr": 1.0, "momentum": 0.0, "nesterov": False},
+    },
+    "wsp": {"staleness": 1, "outer": {"lr": 1.0, "momentum": 0.0, "nesterov": False}},
+}  # fmt: skip
 
 #: values of the key ``preset``
 NAMES = (*PRESETS, PLANNED)
@@ -67,7 +81,8 @@ def _settings(preset: object, planned: Planned | None) -> dict[str, Any]:
         whole = merged(planned.block)
         return {name: value for name, value in whole.items() if name != "preset"}
     if not isinstance(preset, str) or preset not in PRESETS:
-        near = near_key(NAMES, preset) if isinstance(preset, str) else None
+        ours = other_names.of_preset(preset) if isinstance(preset, str) else None
+        near = ours or (near_key(NAMES, preset) if isinstance(preset, str) else None)
         hint = f"did you mean {near!r}? " if near else ""
         raise problem("preset", preset, f"{hint}expected one of {', '.join(NAMES)}")
     return {str(name): settings for name, settings in PRESETS[preset].items()}

@@ -32,7 +32,7 @@ PARTS = (
      'DeepSpeed\'s pipeline without a flush: `"pipeline": {"versions": 2}` '
      "([asynchronous pipelines](async_pipelines.md))."),
     ("publish", "PublishConfig",
-     'Versions of the weights for inference engines: `"publish": {"to": "file:///weights"}` '
+     'Versions of the weights for inference engines: `"publish": {"to": "runs/weights"}` '
      "([publishing](publishing.md))."),
     ("outer", "OuterConfig",
      'The outer optimizer of `sync`: `"outer": {"lr": 0.7, "momentum": 0.9}`.'),

@@ -67,8 +67,10 @@ def lines(
         known = {**rules.facts(found.whole), **written, "neox": found.whole}
     block = CompressionConfig.parse(source[BLOCK]) if bare else load_config(source)
     if block is None or not block.enabled:
-        why = "the block is not enabled" if BLOCK in source else f'there is no "{BLOCK}" block'
-        yield f"{file}: {why}; everything stays native"
+        there = BLOCK in source
+        why = "the block is not enabled" if there else f'there is no "{BLOCK}" block'
+        todo = "" if there else f'; add "{BLOCK}": {{"preset": "recommended"}} to compress'
+        yield f"{file}: {why}; everything stays native{todo}"
         if checkpoint is not None:
             yield from _resumed(None, checkpoint)
         return

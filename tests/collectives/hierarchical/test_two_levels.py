@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridcomp.channels import Channels
 from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Levels, Meter, OwnedRange, chunk_ranges
 from hybridcomp.collectives.hierarchical.units import grid_of
 from hybridcomp.collectives.topology import Nodes, discover
+from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from tests.collectives import calls
 from tests.collectives.calls import fed_back
@@ -358,3 +360,19 @@ def test_nodes_come_from_the_launcher(on_ranks: RunRanks) -> None:
         ((0, 0, 1, 1), "GROUP_RANK"),
     ]
     assert on_ranks(4, _discovered) == [expected] * 4
+
+
+def _said_of_one_node(hierarchy: Any, absent: frozenset[Any]) -> list[str]:
+    channels = Channels(CompressionConfig.parse({"preset": "recommended", "hierarchy": hierarchy}))
+    channels.leave_out(absent)
+    return channels.place([tuple(range(dist.get_world_size()))])
+
+
+def test_ranks_of_one_node_are_told_that_there_is_little_to_gain(on_ranks: RunRanks) -> None:
+    """Of the dimensions that the job has: DDP gathers no parameters."""
+    (ddp, *same) = on_ranks(2, _said_of_one_node, "auto", frozenset({"zero"}))
+    assert same == [ddp] and len(ddp) == 1
+    assert ddp[0].startswith("dp: all ranks share one node (by ")
+    assert "there is little to gain here" in ddp[0]
+    (both, _) = on_ranks(2, _said_of_one_node, "auto", frozenset())
+    assert both[0].startswith("dp, zero: all ranks share one node")
