@@ -23,6 +23,7 @@ from hybridcomp.errors import install_hint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 
+from bench import count_bytes
 from bench.training_bench import chapters, gpu_chapter, gpu_loss_chapter
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,6 +59,9 @@ def gpu_chapter_of(source: Path, out: Path) -> str:
 
 BENCH = "scripts/bench/bench_training.py"
 CHAPTERS = (
+    Chapter(
+        "bytes", "Bytes on the link", count_bytes.chapter, "scripts/bench/count_bytes.py --out"
+    ),
     Chapter("speed", "Tokens a second against the network", chapters.speed_chapter, BENCH),
     Chapter(
         "equal_bytes",
