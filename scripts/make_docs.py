@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from doc_pages import block, inside, parts, releases
+from doc_pages import bits, block, inside, parts, releases, speeds
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -29,6 +29,12 @@ PAGES: Mapping[str, Callable[[], str]] = {
 }
 #: page, name of the part between `<!-- NAME -->` and `<!-- /NAME -->`, what makes it
 PARTS: Sequence[tuple[str, str, Callable[[], str]]] = (
+    ("../README.md", "bits", bits.table),
+    ("../README.md", "speeds", speeds.table),
+    ("index.md", "bits", bits.table),
+    ("index.md", "speeds", speeds.table),
+    ("coming_from.md", "zero3", bits.zero3),
+    ("coming_from.md", "fsdp2", bits.fsdp2),
     ("presets.md", "presets", parts.presets),
     ("contributing/dimension.md", "dimensions", parts.dimensions),
     ("support.md", "support-matrix", parts.support_matrix),
@@ -44,7 +50,7 @@ def made() -> dict[Path, str]:
     """Return the text of every page made from the code. Raises ValueError without a mark."""
     pages = {(DOCS / name).resolve(): make() for name, make in PAGES.items()}
     for name, mark, make in PARTS:
-        path = DOCS / name
+        path = (DOCS / name).resolve()
         text = pages.get(path) or path.read_text("utf-8")
         pages[path] = _with_part(text, mark, make(), name)
     for name in releases.PAGES:

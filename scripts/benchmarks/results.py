@@ -24,6 +24,7 @@ from hybridcomp.tools.compare import CompareError
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))  # gpt, train_gpt
 
+from benchmarks import count_bytes
 from benchmarks.training_bench import chapters, gpu_chapter, gpu_loss_chapter
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,6 +60,9 @@ def gpu_chapter_of(source: Path, out: Path) -> str:
 
 BENCH = "scripts/benchmarks/bench_training.py"
 CHAPTERS = (
+    Chapter(
+        "bytes", "Bytes on the link", count_bytes.chapter, "scripts/benchmarks/count_bytes.py --out"
+    ),
     Chapter("speed", "Tokens a second against the network", chapters.speed_chapter, BENCH),
     Chapter(
         "equal_bytes",

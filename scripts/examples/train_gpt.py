@@ -12,9 +12,9 @@ instead of micro-batches.
 
 torchrun --nproc-per-node 2 scripts/examples/train_gpt.py --engine fsdp2 --deepspeed_config FILE
 
-trains the same model on the same data in torch's own engine (--engine fsdp2 or ddp): batch sizes,
-AdamW, clipping, bf16 and the schedule are the file's, ZeRO in it is not looked at. The log is the
-same, so runs of two engines can be compared.
+trains the same model on the same data in torch's own engine (--engine fsdp2, ddp, or hsdp: shards
+inside a node, replicas on the others): batch sizes, AdamW, clipping, bf16 and the schedule are the
+file's, ZeRO in it is not looked at. The log is the same, so runs of two engines can be compared.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--local_rank", type=int, default=-1, help="set by the launcher")
-    add("--engine", choices=("deepspeed", "fsdp2", "ddp"), default="deepspeed")
+    add("--engine", choices=("deepspeed", "fsdp2", "hsdp", "ddp"), default="deepspeed")
     add("--data", type=Path, default=Path("data/text"), metavar="PREFIX",
         help="of PREFIX_train.bin/.idx and PREFIX_valid.bin/.idx")  # fmt: skip
     add("--steps", type=int, default=300, help="optimizer steps, those of --load included")

@@ -1,159 +1,186 @@
-"""The ledger's bytes against the kernel's own counters of the interface used.
+"""The ledger's bytes, and those of README's table, against what the sockets of the ranks sent.
 
-The ranks run in a network namespace of their own, whose loopback carries nothing else.
+Linux counts for each connection what its other end has received: payloads without headers.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
+import socket
+import struct
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.paths import ROOT
+from benchmarks.training_bench import cells, ring
+from doc_pages import bits
 from tests.ranks import run_ranks
 
-STEPS, WARMUP, WIDTH = 6, 2, 512
-#: ZeRO stage -> how many times fewer bytes 4 bits have to move
-STAGES = {0: 3.5, 1: 6.0, 2: 6.0}
+STEPS, WARMUP, WIDTH, LAYERS = 4, 2, 512, 6
+NUMEL = LAYERS * (WIDTH * WIDTH + WIDTH)
 BLOCKS: dict[str, dict[str, Any]] = {
-    "native": {"dp": "none"},
-    "4 bits": {"dp": {"codec": "blockint", "bits": 4}, "min_bytes": 0},
+    "native": {"preset": "none"},
+    "recommended": {"preset": "recommended", "when": "always", "min_bytes": 0},
 }
+#: name in bits.JOBS, and ZeRO stage or torch's engine
+JOBS: dict[str, int | str] = {
+    "zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3, "zero3_twice": 3,
+    "ddp": "ddp", "fsdp2": "fsdp2",
+}  # fmt: skip
+#: where struct tcp_info of Linux has tcpi_bytes_acked
+BYTES_ACKED = 120
 
 
-def loopback_nbytes() -> int:
-    """Bytes that left through ``lo`` since boot of this namespace."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, figures = line.partition(":")
-        if name.strip() == "lo":
-            return int(figures.split()[8])
-    raise AssertionError("no loopback interface")
+def sent_nbytes() -> int:
+    """Bytes that the other ends of this process's TCP connections have received."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+                total += struct.unpack_from("Q", info, BYTES_ACKED)[0]
+    return total
 
 
-def train_each(ds_configs: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """``train`` with one after the other: most of a launch is imports."""
-    return [train(ds_config) for ds_config in ds_configs]
+def model_of() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
 
 
-def train(ds_config: dict[str, Any]) -> dict[str, float]:
-    """NIC bytes of all ranks and the ledger's bytes of this rank over STEPS steps."""
+def train(job: str, block: dict[str, Any]) -> dict[str, float]:
+    """This rank's bytes over STEPS steps: of its sockets, and of the ledger."""
+    step, ledger = (zero if job.startswith("zero") else torchs)(job, block)
+    start = 0
+    for number in range(WARMUP + STEPS):
+        if number == WARMUP:
+            dist.barrier()
+            start = sent_nbytes()
+            ledger.restart()
+        step(torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(number)))
+    dist.barrier()
+    found = {"sockets": float(sent_nbytes() - start), "raw": 0.0, "wire": 0.0}
+    for entry in ledger.interval.values():
+        found["raw"] += entry.raw_nbytes
+        found["wire"] += entry.wire_nbytes
+    return found
+
+
+def zero(job: str, block: dict[str, Any]) -> Any:
+    """A step of a DeepSpeed engine, and its ledger."""
     import deepspeed
     import deepspeed.ops
-    import torch
-    import torch.distributed as dist
 
     import hybridcomp
     from hybridcomp.channels import channels_of
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     hybridcomp.install()
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(6)))
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=ds_config
-    )
-    dtype = next(engine.module.parameters()).dtype
-    start = 0
-    totals = {"raw": 0.0, "wire": 0.0}
-    for step in range(WARMUP + STEPS):
-        if step == WARMUP:
-            dist.barrier()
-            start = loopback_nbytes()
-            dist.barrier()
-            if (channels := channels_of(engine)) is not None:
-                channels.ledger.restart()
-        values = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)
-        loss = engine(values).float().square().mean()
-        engine.backward(loss)
-        engine.step()
-    dist.barrier()
-    nic = loopback_nbytes() - start
-    dist.barrier()
-    if (channels := channels_of(engine)) is not None:
-        for entry in channels.ledger.interval.values():
-            totals["raw"] += entry.raw_nbytes
-            totals["wire"] += entry.wire_nbytes
-    return {"nic": nic, **totals}
-
-
-def config(stage: int, block: dict[str, Any] | None) -> dict[str, Any]:
-    plain: dict[str, Any] = {
+    model = model_of()
+    more = dict(cells.TWICE) if job == "zero3_twice" else {}
+    settings = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {
+            "stage": JOBS[job], "stage3_param_persistence_threshold": 0, **more,
+        },
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1000,
-    }
-    return plain if block is None else {**plain, "compression": block}
+        "compression": block,
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=settings
+    )
+
+    def step(values: torch.Tensor) -> None:
+        engine.backward(engine(values.to(torch.bfloat16)).float().square().mean())
+        engine.step()
+
+    channels = channels_of(engine)
+    assert channels is not None
+    return step, channels.ledger
+
+
+def torchs(job: str, block: dict[str, Any]) -> Any:
+    """A step under one of torch's engines, and its ledger."""
+    from gpt.torch_engines import replicated
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    import hybridcomp
+
+    model: Any = model_of()
+    if job == "ddp":
+        model = replicated(model)
+    else:
+        mesh = None
+        if job == "hsdp":
+            shape = (dist.get_world_size() // 2, 2)
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for layer in model:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    attached = hybridcomp.attach(model, block)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(values: torch.Tensor) -> None:
+        model(values).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert attached is not None
+    return step, attached.channels.ledger
+
+
+def train_each(jobs: list[str], gloos_own: bool) -> dict[str, dict[str, dict[str, float]]]:
+    """All jobs with every block: most of a launch is imports."""
+    if not gloos_own:
+        ring.install()
+    blocks = {"native": BLOCKS["native"]} if gloos_own else BLOCKS
+    return {job: {name: train(job, block) for name, block in blocks.items()} for job in jobs}
+
+
+def summed(ranks: list[Any], job: str, name: str) -> dict[str, float]:
+    """The figures of all ranks together."""
+    return {key: sum(rank[job][name][key] for rank in ranks) for key in ("sockets", "raw", "wire")}
 
 
 @pytest.fixture(scope="module")
-def namespace() -> list[str]:
-    """The command that enters a fresh network namespace."""
-    for command in (["unshare", "--net"], ["unshare", "--map-root-user", "--net"]):
-        if (
-            shutil.which("unshare")
-            and not subprocess.run([*command, "true"], check=False).returncode
-        ):
-            return command
-    pytest.skip("network namespaces are not permitted here")
+def measured() -> list[Any]:
+    return run_ranks(2, train_each, list(JOBS), False)
 
 
-@pytest.fixture(scope="module")
-def measured(namespace: list[str]) -> dict[tuple[int, str], list[dict[str, float]]]:
-    """Stage and name of the block -> what every rank found."""
-    cases = [(stage, name) for stage in STAGES for name in BLOCKS]
-    arguments = json.dumps([config(stage, BLOCKS[name]) for stage, name in cases])
-    result = subprocess.run(
-        [*namespace, sys.executable, "-m", "tests.training.test_wire", arguments],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    by_rank: list[list[dict[str, float]]] = json.loads(result.stdout.splitlines()[-1])
-    return {case: [found[i] for found in by_rank] for i, case in enumerate(cases)}
+@pytest.mark.parametrize("job", list(JOBS))
+def test_the_ledger_tells_what_the_sockets_sent(measured: list[Any], job: str) -> None:
+    """Within 1 %; native's bytes, those that were sent, and their factor are the table's."""
+    native, ours = (summed(measured, job, name) for name in BLOCKS)
+    for found in (native, ours):
+        assert found["wire"] == pytest.approx(found["sockets"], rel=0.01)
+    assert native["raw"] == native["wire"] == ours["raw"]
+    told = bits.JOBS["zero1" if job == "zero2" else job]
+    for found, messages in ((native, told.today), (ours, told.recommended)):
+        expected = bits.across(messages, 2, 1, levels=False) * NUMEL / 8 * 2 * STEPS
+        assert found["wire"] == pytest.approx(expected, rel=0.02)
+    factor = bits.total(told.today) / bits.total(told.recommended)
+    assert ours["raw"] / ours["wire"] == pytest.approx(factor, rel=0.02)
 
 
-@pytest.mark.parametrize(("stage", "target"), STAGES.items())
-def test_gradient_bytes(
-    measured: dict[tuple[int, str], list[dict[str, float]]], stage: int, target: float
-) -> None:
-    """Ledger equals NIC within 3%; 4 bits move at most 1/target of native bf16 gradients."""
-    native, coded = measured[stage, "native"], measured[stage, "4 bits"]
-    for ranks in (native, coded):
-        wire = sum(rank["wire"] for rank in ranks)
-        assert wire == pytest.approx(ranks[0]["nic"], rel=0.03)
-    assert native[0]["raw"] == native[0]["wire"]
-    raw = sum(rank["raw"] for rank in coded)
-    assert raw == sum(rank["raw"] for rank in native)
-    gathered = sum(rank["wire"] for rank in native) - raw_of_gradients(native, stage)
-    saved = (raw - gathered) / (sum(rank["wire"] for rank in coded) - gathered)
-    assert saved >= target
+def test_the_ledger_of_a_mesh_tells_what_the_sockets_sent() -> None:
+    ranks = run_ranks(4, train_each, ["hsdp"], False)
+    for name in BLOCKS:
+        found = summed(ranks, "hsdp", name)
+        assert found["wire"] == pytest.approx(found["sockets"], rel=0.01)
 
 
-def raw_of_gradients(ranks: list[dict[str, float]], stage: int) -> float:
-    """Closed form: a ring all-reduce of bf16 gradients on two ranks, both ranks, STEPS steps."""
-    numel = 6 * (WIDTH * WIDTH + WIDTH)
-    return float(len(ranks) * numel * 2 * STEPS)
-
-
-def lo_up() -> None:
-    """Switch the loopback of a fresh namespace on (SIOCSIFFLAGS; needs no iproute2)."""
-    import fcntl
-    import socket
-    import struct
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        fcntl.ioctl(sock, 0x8914, struct.pack("16sh14x", b"lo", 0x1 | 0x40))
-
-
-if __name__ == "__main__":
-    lo_up()
-    print(json.dumps(run_ranks(2, train_each, json.loads(sys.argv[1]))))
+def test_gloos_own_reduce_scatter_sends_twice_a_rings() -> None:
+    """So benches over gloo put a ring in its place; the ledger tells a ring's bytes."""
+    ranks = run_ranks(2, train_each, ["fsdp2"], True)
+    found = summed(ranks, "fsdp2", "native")
+    scattered = 2 * STEPS * 4 * NUMEL / 2
+    assert found["sockets"] - found["wire"] == pytest.approx(scattered, rel=0.02)

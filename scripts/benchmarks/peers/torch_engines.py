@@ -42,6 +42,14 @@ def _power_sgd(rank: int) -> Native:
     )
 
 
+def _sums_in_bf16(engine: str) -> Native:
+    return Native(
+        f"{engine}, gradients sent and summed in bf16",
+        "torch MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)",
+        sums=torch.bfloat16,
+    )
+
+
 METHODS: dict[Kind, dict[str, Native]] = {
     "ddp": {
         "fp16": Native(
@@ -56,13 +64,8 @@ METHODS: dict[Kind, dict[str, Native]] = {
         ),
         **{f"powersgd-{rank}": _power_sgd(rank) for rank in (4, 16, 32)},
     },
-    "fsdp2": {
-        "bf16": Native(
-            "FSDP2, gradients sent and summed in bf16",
-            "torch MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)",
-            sums=torch.bfloat16,
-        ),
-    },
+    "fsdp2": {"bf16": _sums_in_bf16("FSDP2")},
+    "hsdp": {"bf16": _sums_in_bf16("HSDP")},
 }
 
 

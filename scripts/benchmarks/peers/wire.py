@@ -73,17 +73,17 @@ class Wire:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Count the collectives of code that is not ours: torch's DDP hooks, and FSDP2."""
-        members = dist.get_world_size()
-        part = (members - 1) / members
 
-        def sum_all(tensor: Tensor) -> None:
+        def sum_all(members: int, tensor: Tensor) -> None:
+            part = (members - 1) / members
             self.count(2 * tensor.nbytes * part)
 
-        def sum_shards(_: Tensor, values: Tensor) -> None:
+        def sum_shards(members: int, _: Tensor, values: Tensor) -> None:
+            part = (members - 1) / members
             self.count(values.nbytes * part)
             self.summed += values.numel() * part
 
-        def gather(_: Tensor, shard: Tensor) -> None:
+        def gather(members: int, _: Tensor, shard: Tensor) -> None:
             self.count(shard.nbytes * (members - 1))
             self.gathered += shard.nbytes * (members - 1)
 
@@ -101,10 +101,11 @@ class Wire:
 
 
 def _counted(native: Callable[..., Any], count: Callable[..., None]) -> Callable[..., Any]:
-    """``native``, whose tensors are shown to ``count`` first."""
+    """``native``, whose group's size and tensors are shown to ``count`` first."""
 
     def around(*tensors: Any, **named: Any) -> Any:
-        count(*(given for given in (*tensors, *named.values()) if isinstance(given, Tensor)))
+        shown = [given for given in (*tensors, *named.values()) if isinstance(given, Tensor)]
+        count(dist.get_world_size(named.get("group")), *shown)
         return native(*tensors, **named)
 
     return around

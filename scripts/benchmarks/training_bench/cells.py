@@ -13,7 +13,7 @@ SCRIPTS = Path(__file__).resolve().parents[2]
 CONFIGS = SCRIPTS.parent / "configs"
 REFERENCE = "native bf16"
 #: layouts that keep no unsharded parameters, to which a difference could be added
-NO_DELTAS = ("zero3", "fsdp2")
+NO_DELTAS = ("zero3", "zero3_twice", "hpz", "fsdp2", "hsdp")
 #: before the name of a scheme that compresses fp32 messages, as the paper's are
 FP32 = "fp32 "
 PRESETS = ("naive-zfp", "naive-mpc", "mzhybrid", "zhybrid", "recommended")
@@ -26,15 +26,21 @@ DELTA: dict[str, Any] = {
     "dp": {"codec": "blockint", "bits": 4, "error_feedback": True},
     "zero": {"codec": "blockint", "bits": 4, "delta": True},
 }
-#: settings of DeepSpeed's own compression, ZeRO 3 only; two of them need kernels that CPUs lack
+#: settings of DeepSpeed's own compression, ZeRO 3 only, which need kernels that CPUs lack
 ZEROPP: dict[str, dict[str, Any]] = {
     "ZeRO++ qwZ": {"zero_quantized_weights": True},
     "ZeRO++ qgZ": {"zero_quantized_gradients": True},
-    "ZeRO++ hpZ": {"zero_hpz_partition_size": 2},
 }
+#: settings of ZeRO 3 with which parameters are gathered in the forward and in the backward pass, as
+#: above a billion of them; a smaller model keeps what it has gathered
+TWICE = (
+    ("stage3_max_reuse_distance", 0),
+    ("stage3_max_live_parameters", 0),
+    ("stage3_prefetch_bucket_size", 0),
+)
 
 
-Engine = Literal["deepspeed", "ddp", "fsdp2"]
+Engine = Literal["deepspeed", "ddp", "fsdp2", "hsdp"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ class Layout:
     peers: bool = False  # whether this is plain data parallelism, which is all that peers do
     engine: Engine = "deepspeed"
     whole_batch: bool = False  # whether all ranks share the samples of one, which are not divided
+    zero: tuple[tuple[str, Any], ...] = ()  # added to "zero_optimization"
 
     @property
     def nodes(self) -> int:
@@ -65,6 +72,14 @@ LAYOUTS = {
     "zero1": Layout("ds_zero1_baseline.json", "2", ("dp", "zero")),
     "zero2": Layout("ds_zero2_baseline.json", "2", ("dp", "zero")),
     "zero3": Layout("ds_zero3_baseline.json", "2", ("dp", "zero")),
+    "zero3_twice": Layout("ds_zero3_baseline.json", "2", ("dp", "zero"), zero=TWICE),
+    # secondary shards need nodes of several ranks: on one rank a node they save nothing
+    "hpz": Layout(
+        "ds_zero3_baseline.json",
+        "2x2",
+        ("dp", "zero"),
+        zero=(*TWICE, ("zero_hpz_partition_size", 2)),
+    ),
     "tp2": Layout("ds_zero0_baseline.json", "2", ("tp",), ("--tp", "2")),
     "pp2": Layout("ds_pipe2_baseline.json", "2", ("pp",), ("--pp", "2")),
     "tp2pp2": Layout("ds_pipe2_baseline.json", "4", ("tp", "pp"), ("--tp", "2", "--pp", "2")),
@@ -84,6 +99,15 @@ LAYOUTS = {
         ("--engine", "fsdp2"),
         peers=True,
         engine="fsdp2",
+    ),
+    # replicas on two nodes, shards inside each
+    "hsdp": Layout(
+        "ds_zero0_baseline.json",
+        "2x2",
+        ("dp", "zero"),
+        ("--engine", "hsdp"),
+        peers=True,
+        engine="hsdp",
     ),
     # eight ranks: the paper's three dimensions at once
     "3d": Layout(
@@ -201,7 +225,7 @@ def settings_of(layout: str, arm: Arm, sizes: Sizes, ledger: Path) -> dict[str, 
     # one report of the ledger, at the last step
     settings["steps_per_print"] = sizes.warm + sizes.steps
     settings["bf16"] = {"enabled": arm.bf16}
-    settings["zero_optimization"] = {**settings["zero_optimization"], **dict(arm.zero)}
+    settings["zero_optimization"] |= dict(LAYOUTS[layout].zero) | dict(arm.zero)
     if arm.block is not None:
         settings["compression"] = {**dict(arm.block), "ledger": {"jsonl": str(ledger)}}
     return settings

@@ -40,14 +40,22 @@ SPEED_NOTES = """
 * A link's bucket lets small messages run ahead of its rate for as long as it holds, in all arms.
 * Where the CPU has no bf16 instructions, products of bf16 matrices are computed in fp32 and rounded
   (torch's own loop takes forty times as long), for all arms alike. Native fp32 is context.
-* Peers are eager torch: their bytes are theirs, their seconds of coding an upper bound.
+* gloo's reduce-scatter sends as much as its all-reduce. ZeRO 3, FSDP2 and HSDP run with one that
+  goes round a ring instead, in all arms alike (`training_bench/ring.py`), and sends what NCCL's
+  does ([bytes](bytes.md)).
+* Peers are eager torch: their bytes are theirs, their seconds of coding an upper bound. SDP4Bit,
+  written anew, sends as many bytes as `recommended` at ZeRO 0: with kernels of its own it may be
+  as fast.
+* qgZ's stand-in quantizes every tensor in groups of 128 values. DeepSpeed's kernels take groups of
+  a matrix's shorter side, and leave vectors and what the ranks do not divide uncompressed.
 * `when: auto` times up to eighteen steps of its run both ways before it settles
   (`docs/safeguards.md`). Where it is there with 28 pairs or more, that was over before the first
   step that is timed here; rows of fewer pairs may contain such steps.
 * Losses are means of these first few steps of a small batch, where two runs that differ in a bit
   end some per cent apart: they show that an arm trains. Losses are compared in `loss.md` and
   `equal_bytes.md`.
-* ZeRO++'s qwZ and qgZ have no CPU kernels; rows that failed say with what.
+* ZeRO++ itself has no kernels for CPUs: beside ZeRO 3 it was not measured, and its bytes are
+  computed ([bytes](bytes.md)).
 """
 
 

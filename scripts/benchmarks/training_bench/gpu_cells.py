@@ -16,7 +16,7 @@ from benchmarks.training_bench.spec import Spec
 COMPUTE = "compute"
 LOSSLESS = {name: {"codec": "expcode"} for name in ("dp", "zero", "tp", "pp")}
 #: ways to train that need fp32, or kernels of a node of several GPUs
-LEFT_OUT = ("native fp32", "ZeRO++ hpZ")
+LEFT_OUT = ("native fp32",)
 #: elements; the default of 500 million would be a buffer of a gigabyte on every rank
 BUCKETS = {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
 #: in every layout, before the others

@@ -24,13 +24,29 @@ from benchmarks.training_bench import turns
 PREFIX = "BENCH "
 
 
+#: bytes of the headers of a packet: Ethernet 14, IPv4 20, TCP 20 and its time stamps 12. Links of a
+#: lab count a packet that is cut later (by the NIC, if there were one) as one, with one header.
+HEADER_NBYTES = 66
+
+
 def sent_nbytes(interface: str) -> int:
     """Return bytes that left through ``interface`` since it exists; 0 where it does not."""
+    return _sent(interface)[0]
+
+
+def payload_nbytes(interface: str) -> int:
+    """Return ``sent_nbytes`` without the headers of the packets."""
+    nbytes, packets = _sent(interface)
+    return nbytes - HEADER_NBYTES * packets
+
+
+def _sent(interface: str) -> tuple[int, int]:
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, figures = line.partition(":")
         if name.strip() == interface:
-            return int(figures.split()[8])
-    return 0
+            nbytes, packets = map(int, figures.split()[8:10])
+            return nbytes, packets
+    return 0, 0
 
 
 def watched(step: Callable[..., float], steps: list[dict[str, float]]) -> Callable[..., float]:
@@ -45,11 +61,14 @@ def watched(step: Callable[..., float], steps: list[dict[str, float]]) -> Callab
         seat = turns.own_seat()
         if seat is not None and not steps:
             seat.wait({})
-        before, start = sent_nbytes(interface), time.perf_counter()
+        before = [sent_nbytes(interface), payload_nbytes(interface), payload_nbytes("lo")]
+        start = time.perf_counter()
         loss = step(self, batches)
         seconds = time.perf_counter() - start
         steps.append(
-            {"seconds": seconds, "sent": sent_nbytes(interface) - before, "loss": float(loss),
+            {"seconds": seconds, "sent": sent_nbytes(interface) - before[0],
+             "payload": payload_nbytes(interface) - before[1],
+             "inside": payload_nbytes("lo") - before[2], "loss": float(loss),
              "tokens": self.share.global_batch}
         )  # fmt: skip
         if seat is not None:
@@ -72,6 +91,8 @@ def main() -> int:
     products = importlib.import_module("benchmarks.training_bench.products")
     if products.needed():
         products.install()
+    if "--tp" not in sys.argv:  # megatron-core's layers all-reduce, and take no foreign function
+        importlib.import_module("benchmarks.training_bench.ring").install()
     program, sys.argv = sys.argv[1], sys.argv[1:]
     steps: list[dict[str, float]] = []
     name_block(sys.argv)

@@ -1,4 +1,4 @@
-"""The example under torch's own engines: ``fully_shard`` (FSDP2) and DistributedDataParallel.
+"""The example under torch's own engines: ``fully_shard`` (FSDP2, HSDP), DistributedDataParallel.
 
 Batch sizes, AdamW, clipping, bf16 and the schedule come from the same DeepSpeed file; ZeRO and
 "compression" in it are not looked at. With bf16 FSDP2 computes and gathers in bf16 and sums in
@@ -8,6 +8,7 @@ fp32, DDP computes under autocast; both keep fp32 weights, as DeepSpeed's bf16 o
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -18,13 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gpt.data import Batch, Share
 from gpt.ds_file import adam_of, has_bf16, scheduler_of
 
-Kind = Literal["fsdp2", "ddp"]
+Kind = Literal["fsdp2", "hsdp", "ddp"]
 #: torch's default
 BUCKET_MB = 25
 
@@ -39,7 +41,7 @@ class Engine:
         """Put ``model``, on its device, under ``kind``; optimizer and schedule by ``settings``.
 
         Args:
-            kind: the engine.
+            kind: the engine; hsdp is FSDP2 inside a node, with replicas on the others.
             model: fp32.
             settings: of a DeepSpeed file.
             sums: what FSDP2 sums gradients in; None for fp32.
@@ -50,8 +52,8 @@ class Engine:
         self.bf16 = has_bf16(settings)
         self.kind = kind
         self.model: Any
-        if kind == "fsdp2":
-            self.model = sharded(model, self.bf16, sums or torch.float32)
+        if kind != "ddp":
+            self.model = sharded(model, self.bf16, sums or torch.float32, nodes=kind == "hsdp")
         else:
             self.model = replicated(model, bucket_mb)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **adam_of(settings))
@@ -67,7 +69,7 @@ class Engine:
 
     def accumulating(self, last: bool) -> Any:
         """Surround a micro-batch: gradients travel after the last only."""
-        if self.kind == "fsdp2":
+        if self.kind != "ddp":
             self.model.set_requires_gradient_sync(last)
             return contextlib.nullcontext()
         return contextlib.nullcontext() if last else self.model.no_sync()
@@ -115,18 +117,28 @@ class Engine:
         return {"model": model, "optimizer": optimizer, "scheduler": schedule, "client": client}
 
 
-def sharded(model: Any, bf16: bool, sums: torch.dtype = torch.float32) -> nn.Module:
+def sharded(
+    model: Any, bf16: bool, sums: torch.dtype = torch.float32, nodes: bool = False
+) -> nn.Module:
     """``model`` under ``fully_shard``, layer by layer; tied weights stay with the root.
 
-    ``sums``: the dtype in which gradients are sent and summed.
+    ``sums``: the dtype in which gradients are sent and summed. ``nodes``: shards inside a node and
+    replicas on the others, as torchrun counts ranks.
     """
+    mesh = None
+    if nodes:
+        local = int(os.environ["LOCAL_WORLD_SIZE"])
+        device = next(model.parameters()).device.type
+        mesh = init_device_mesh(
+            device, (dist.get_world_size() // local, local), mesh_dim_names=("replicate", "shard")
+        )
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bf16 else None,
         reduce_dtype=sums if bf16 or sums != torch.float32 else None,
     )
     for layer in model.layers[1:-1]:
-        fully_shard(layer, mp_policy=policy)
-    whole: nn.Module = fully_shard(model, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    whole: nn.Module = fully_shard(model, mesh=mesh, mp_policy=policy)
     return whole
 
 

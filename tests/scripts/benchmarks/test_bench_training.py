@@ -14,10 +14,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from benchmarks import bench_training
+from benchmarks import bench_training, count_bytes
 from benchmarks.training_bench import (
     cells,
     kept,
@@ -25,14 +28,18 @@ from benchmarks.training_bench import (
     measure,
     picture,
     report,
+    ring,
     runners,
     session,
     turns,
     worker,
 )
+from doc_pages import bits
+from hybridcomp.collectives import native_nbytes
 from hybridcomp.config import load_config
 from hybridcomp.dimensions import DIMENSIONS
 from tests.paths import SCRIPTS
+from tests.ranks import RankPool
 
 SIZES = cells.Sizes(layers=2, width=64, length=32, divide_batch=4, warm=2, steps=3)
 
@@ -46,7 +53,8 @@ def test_every_block_of_a_layout_is_one_that_acts(layout: str, tmp_path: Path) -
     assert arms[0].name == cells.REFERENCE and len({arm.name for arm in arms}) == len(arms)
     presets = {"bound", *cells.PRESETS} if layout != "tp2d" else {"8 bits", "lossless"}
     assert {"native fp32", *presets} <= {arm.name for arm in arms}
-    assert any(arm.peer for arm in arms) == (layout in ("dp2", "asymmetric", "ddp", "fsdp2"))
+    peers = ("dp2", "asymmetric", "ddp", "fsdp2", "hsdp")
+    assert any(arm.peer for arm in arms) == (layout in peers)
     dimensions = [name for name in DIMENSIONS if name in cells.LAYOUTS[layout].dimensions]
     assert len(dimensions) == len(cells.LAYOUTS[layout].dimensions)
     for arm in arms:
@@ -110,6 +118,83 @@ def test_worker_times_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
         (7, 3.0, 8), (7, 4.0, 8),
     ]  # fmt: skip
     assert worker.sent_nbytes is not None and all(step["seconds"] >= 0 for step in steps)
+
+
+def reduced(members: list[int] | None) -> tuple[Any, ...]:
+    """Sums over a ring, called as engines call it, and the bytes that this rank sent for one."""
+    sent = 0
+
+    def counted(tensor: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        nonlocal sent
+        sent += tensor.nbytes
+        return isend(tensor, *rest, **named)
+
+    isend = dist.isend
+    natives = {name: getattr(dist, name) for name in ring.NAMES if hasattr(dist, name)}
+    with mock.patch.multiple(dist, **natives):
+        ring.install()
+        group = None if members is None else dist.new_group(members)
+        if members is not None and dist.get_rank() not in members:
+            return 0, [], []
+        ranks = dist.get_world_size(group)
+        values = torch.arange(12.0) * (1 + dist.get_rank())
+        one, other = torch.empty(12 // ranks), torch.empty(12 // ranks)
+        with mock.patch.object(dist, "isend", counted):
+            dist.reduce_scatter_tensor(one, values, group=group)
+        average = {"op": dist.ReduceOp.AVG, "group": group, "async_op": True}
+        assert dist.reduce_scatter_tensor(output=other, input=values, **average).wait()
+        with pytest.raises(ValueError, match="expected a sum or an average"):
+            dist.reduce_scatter_tensor(other.clone(), values, op=dist.ReduceOp.MAX, group=group)
+    return sent, one.tolist(), other.tolist()
+
+
+@pytest.mark.parametrize("members", [None, [1, 2]])
+def test_a_ring_sums_and_sends_what_nccls_does(members: list[int] | None) -> None:
+    """Of gloo's own ``tests/training/test_wire.py`` has the bytes."""
+    with RankPool(4) as pool:
+        found = pool.run(reduced, members)
+    own = list(range(4)) if members is None else members
+    total = sum(1 + rank for rank in own)
+    for place, rank in enumerate(own):
+        sent, summed, averaged = found[rank]
+        share = 12 // len(own)
+        expected = [total * float(n) for n in range(place * share, (place + 1) * share)]
+        assert summed == expected and averaged == [value / len(own) for value in expected]
+        assert sent == native_nbytes.reduce_scatter_nbytes(12, torch.float32, len(own))
+
+
+def test_headers_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"Inter-|\n face |bytes packets\n  eth0: 9 9 0 0 0 0 0 0 {1000 + 3 * 66} 3 0 0 0 0 0 0\n"
+    monkeypatch.setattr(Path, "read_text", lambda _: text)
+    assert (worker.sent_nbytes("eth0"), worker.payload_nbytes("eth0")) == (1198, 1000)
+    assert worker.payload_nbytes("lo") == 0
+
+
+def test_counted_bytes_are_held_to_what_is_told_and_expected() -> None:
+    arms = {arm.name: arm for arm in cells.arms_of("hpz")}
+    case = count_bytes.Case("hpz", "hpz", arms["recommended"], False)
+    step, first = {"payload": 1.5e6, "inside": 0.5e6}, {"payload": 2.0e6, "inside": 0.5e6}
+    told = {"wire_MB": 8.5, "raw_MB": 20.0}
+    records = [{"dimensions": {"dp": {"forward": told}}}, {"summary": True, "dimensions": None}]
+    numel = round(8 * 1.5e6 / (12.516 / 2))
+    row = count_bytes.figures(case, [[first, step]] * 4, records, numel, 0.0, 1)
+    assert row["link_MB"] == 3.5 and row["inside_MB"] == 1.0 and row["told_MB"] == 4.25
+    assert row["off"] == pytest.approx(4.5 / 4.25 - 1) and row["native_MB"] == 10.0
+    assert row["off_expected"] == pytest.approx(0.0, abs=1e-3)
+    assert count_bytes.missed([row]) == ["hpz recommended"]
+    assert count_bytes.missed([{**row, "off": 0.009}]) == []
+    assert count_bytes.missed([{**row, "off": 0.0, "off_expected": -0.021}]) == ["hpz recommended"]
+    told = "| ZeRO 3 with hpZ | recommended | 2x2 | 3.500 | 1.000 | 4.250 |"
+    assert told in count_bytes.table([row])
+
+
+def test_what_is_counted_are_jobs_of_the_table_native_and_compressed() -> None:
+    found = list(count_bytes.cases())
+    counted = {name for name, job in bits.JOBS.items() if job.counted}
+    assert {case.job for case in found} >= counted - {"activations"}  # those are tp's and pp's
+    for layout in {case.layout for case in found}:
+        own = {case.arm.name for case in found if case.layout == layout}
+        assert own >= {cells.REFERENCE, "none", "recommended"}
 
 
 def test_a_failed_rank_says_why() -> None:

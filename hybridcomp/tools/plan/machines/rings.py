@@ -1,9 +1,9 @@
 """Closed forms of a collective's seconds, from the seconds of a send.
 
-Rings as NCCL's and gloo's: an all-reduce of n ranks takes 2 (n - 1) steps, a gather or a
-reduce-scatter n - 1, each with 1/n of the bytes; in an all-to-all a rank sends 1/n to every other
-one. A ring over several nodes is as slow as the links between them. Thakur, Rabenseifner and Gropp
-2005, section 4.
+Rings as NCCL's: an all-reduce of n ranks takes 2 (n - 1) steps, a gather or a reduce-scatter n - 1,
+each with 1/n of the bytes (gloo's reduce-scatter takes 2 (n - 1), too); in an all-to-all a rank
+sends 1/n to every other one. A ring over several nodes is as slow as the links between them.
+Thakur, Rabenseifner and Gropp 2005, section 4.
 """
 
 from __future__ import annotations
