@@ -21,6 +21,7 @@ from hybridcomp.measure.report import lines
 from hybridcomp.measure.run import measure
 from hybridcomp.plan.machines import cluster_file
 from hybridcomp.plan.machines.missing import missing
+from hybridcomp.session import closing
 
 #: exit status where nothing was measured
 NOT_STARTED = 2
@@ -63,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
             say(*lines(cluster), *(f"it says {line}" for line in missing(cluster)),
                 f"wrote {options.out}")  # fmt: skip
     finally:
+        closing.forget()
         if mine:
             dist.destroy_process_group()
     return 0

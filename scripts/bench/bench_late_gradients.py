@@ -27,8 +27,7 @@ import numpy as np
 from bench import loss_study
 from bench.loss_layouts import Layout
 from hybridcomp.compare import CompareError, launch
-from hybridcomp.compare.report import markdown_rows, with_interval
-from hybridcomp.compare.statistics import half_width
+from hybridcomp.compare.report import markdown_rows, mean_gap
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}}
 #: ``look_ahead`` has a first moment of its own
@@ -150,7 +149,7 @@ def table(out: Path) -> list[str]:
             ]
         )
         is_flush = case.pipeline is None or not len(gaps)
-        gap = "" if is_flush else with_interval(float(gaps.mean()), half_width(gaps))
+        gap = "" if is_flush else mean_gap(gaps)
         validation = np.mean([run["valid_loss"] for run in runs.values()])
         rows.append([name, str(len(runs)), f"{losses.mean():.3f}", gap, f"{validation:.3f}"])
     return markdown_rows(rows)

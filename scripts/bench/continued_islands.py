@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from bench import loss_study
 from bench.loss_chapters import ISLANDS, Study
 from hybridcomp.compare.json_lines import read_lines
-from hybridcomp.compare.report import markdown_rows, with_interval
-from hybridcomp.compare.statistics import half_width
+from hybridcomp.compare.report import markdown_rows, mean_gap
 
 #: layout of loss_study.py --after; percent that counts as equal
 CONTINUED, NEAR = "dp2z0", 0.5
@@ -64,7 +63,7 @@ def command(study: Study, steps: int, intervals: Iterable[int]) -> str:
 
 def at_the_end(gaps: Values) -> str:
     """Format the mean over the seeds of the gaps after the last meeting, with its interval."""
-    return with_interval(float(gaps[:, -1].mean()), half_width(gaps[:, -1]))
+    return mean_gap(gaps[:, -1])
 
 
 def to_fp32(study: Study, name: str, seeds: Sequence[int]) -> str:

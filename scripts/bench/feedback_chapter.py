@@ -12,8 +12,7 @@ from bench.loss_chapters import Missing, Study, study_chapter
 from bench.loss_layouts import LAYOUTS
 from bench.loss_study import BASELINE, COMMANDS
 from hybridcomp.compare import Wishes, compared
-from hybridcomp.compare.report import markdown_rows, with_interval
-from hybridcomp.compare.statistics import half_width
+from hybridcomp.compare.report import markdown_rows, mean_gap
 
 #: the ways of sending gradients that trainings have in common
 WAYS = ("4 bits", "4 bits, feedback 8", "4 bits, gaussian", "5 bits", "8 bits", "recommended")
@@ -95,7 +94,7 @@ def gaps_of(study: Study) -> tuple[float, dict[str, str]]:
 
 def gap_of(gaps: NDArray[np.float64]) -> str:
     """Format the mean of gaps of the seeds, in percent, with its interval."""
-    return with_interval(float(gaps.mean()), half_width(gaps))
+    return mean_gap(gaps)
 
 
 def rounding_chapter(source: Path, out: Path) -> str:

@@ -92,7 +92,7 @@ def untimed(result: Result) -> Result:
         ],
         aligned=replace(result.aligned, seconds=None),
         comparisons=[
-            replace(found, seconds=None, clock_gap=None, clock_gap_interval=None)
+            replace(found, seconds=None, clock_gap=None, clock_gap_interval=None, clock_gaps=None)
             for found in result.comparisons
         ],
     )

@@ -22,9 +22,8 @@ from hybridcomp.compare import Wishes, compared
 from hybridcomp.compare.draw import draw
 from hybridcomp.compare.json_lines import read_lines
 from hybridcomp.compare.reading import read_runs
-from hybridcomp.compare.report import markdown_rows, with_interval
+from hybridcomp.compare.report import markdown_rows, mean_gap
 from hybridcomp.compare.runs import Run
-from hybridcomp.compare.statistics import half_width
 
 LAYOUT, SITES = "dp2", "sites"
 FORMS = ("fp32", "8 bits", "4 bits", "2 bits", "sparse")
@@ -95,7 +94,7 @@ class SyncStudy:
         """Return by how many percent ``name`` ends above ``base``, paired by seed."""
         seeds = self.seeds(name, base)
         gaps = 100 * (self.finals(name, seeds) / self.finals(base, seeds) - 1)
-        return with_interval(float(gaps.mean()), half_width(gaps))
+        return mean_gap(gaps)
 
     def steps(self) -> int:
         """Return the steps of a run."""
