@@ -50,8 +50,8 @@ def markdown(result: Result, title: str, picture: str | None, command: str) -> s
         f"Loss after {end}{those}; the final loss is the mean of the last {result.last} points. "
         f"Gaps are to {foreign.markdown(result.runs[0].label)}, paired by seed{spread}. "
         '"Gap, same time" compares the losses when the faster of '
-        'the two runs has finished, "gap, same bytes" when both have sent what the one sends that '
-        "sends less.",
+        'the two runs has finished, "gap, same bytes" after as many bytes as the run with fewer '
+        "sends in all.",
         "",
         *markdown_rows(losses(result)),
     ]
