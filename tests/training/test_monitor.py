@@ -12,11 +12,11 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from hybridcomp.compare import json_lines
-from hybridcomp.compare.wandb_files import read, read_training
 from hybridcomp.config import LedgerConfig
 from hybridcomp.patches.ds import attach
 from hybridcomp.session.reporter import report_interval
+from hybridcomp.tools.compare import json_lines
+from hybridcomp.tools.compare.wandb_files import read, read_training
 from tests.ranks import run_ranks
 from tests.training.test_checkpoint import make_engine, train
 
