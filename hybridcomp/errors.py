@@ -12,11 +12,38 @@ HybridcompError
 
 from __future__ import annotations
 
+import shlex
+
+#: how to install hybridcomp itself
+CLONE = "pip install -e . in the clone of hybridcomp"
+
 
 def install_hint(extra: str = "") -> str:
-    """Say how to install hybridcomp, with an extra such as "plot": it is on no package index."""
-    what = f"'.[{extra}]'" if extra else "."
-    return f"pip install -e {what} in the clone of hybridcomp"
+    """Say how to install hybridcomp, which is on no package index, or what an extra brings.
+
+    The packages of an extra by their names: to install the extra would build hybridcomp again.
+    """
+    wanted = _packages(extra) if extra else []
+    return f"pip install {shlex.join(wanted)}" if wanted else CLONE
+
+
+def _packages(extra: str) -> list[str]:
+    """Return the packages of an extra, with their versions; none where that is not known."""
+    from importlib import metadata
+
+    from packaging.requirements import Requirement
+
+    try:
+        listed = [Requirement(text) for text in metadata.requires("hybridcomp") or ()]
+    except metadata.PackageNotFoundError:
+        return []
+    found: list[str] = []
+    for one in listed:
+        if one.marker is None or not one.marker.evaluate({"extra": extra}):
+            continue
+        inner = [_packages(name) for name in sorted(one.extras)] if one.name == "hybridcomp" else []
+        found += [text for texts in inner for text in texts] or [f"{one.name}{one.specifier}"]
+    return found
 
 
 class HybridcompError(Exception):

@@ -81,7 +81,16 @@ def patches_of(package: str) -> list[Patch]:
 
 
 def support_matrix() -> str:
-    """Return a Markdown table of the compressed messages, made from the seams themselves.
+    """Return a Markdown table of the compressed messages, made from the seams themselves."""
+    lines = ["| dimension | what | upstream |", "|---|---|---|"]
+    lines += [
+        f"| `{name}` | {what} | `{requirement}` |" for name, what, requirement in compressed()
+    ]
+    return "\n".join(lines)
+
+
+def compressed() -> list[tuple[str, str, str]]:
+    """Return (dimension, what is sent, requirement) of all compressed messages, by dimension.
 
     ``COVERS`` of a seam module has the dimensions whose messages it encodes; the first sentence of
     its docstring names these messages.
@@ -89,7 +98,6 @@ def support_matrix() -> str:
     from hybridcomp import nn
     from hybridcomp.patches.torch import attach, torch_versions  # DTensor takes its time to import
 
-    rows = ["| dimension | what | upstream |", "|---|---|---|"]
     found = []
     for package in MODULES:
         for module in modules_of(package):
@@ -100,8 +108,7 @@ def support_matrix() -> str:
     found += nn.rows(torch_versions.TORCH)  # and what no upstream has is called by its name
     order = DIMENSIONS
     found.sort(key=lambda row: order.index(row[0]))
-    rows += [f"| `{name}` | {what} | `{requirement}` |" for name, what, requirement in found]
-    return "\n".join(rows)
+    return found
 
 
 def covers(module: ModuleType) -> tuple[str, ...]:

@@ -73,6 +73,11 @@ class Recheck:
             return self._cut
         return self.first + REHEARSED + self.rounds * CELLS
 
+    @property
+    def last(self) -> int:
+        """The last step of the comparison where all rounds are needed."""
+        return self.first + REHEARSED + ROUNDS * CELLS - 1
+
     def covers(self, step: int) -> bool:
         """Return whether the comparison chooses the modes of ``step``."""
         return self.first <= step < self.stop

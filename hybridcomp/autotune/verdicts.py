@@ -146,9 +146,10 @@ class Verdicts:
         self.recheck = Recheck(names, step)
         for name in names:
             self.by_dimension[name] = replace(self.by_dimension[name], first=step)
+        usual, most = self.recheck.stop - 1, self.recheck.last
         return (
-            f"{', '.join(names)}: a trial times messages alone, so steps {step} to at most "
-            f"{self.recheck.stop - 1} run in both ways, in turns, and are compared"
+            f"{', '.join(names)}: a trial times messages alone, so steps {step} to {usual}, or "
+            f"{most} where it is close, run in both ways, in turns, and are compared"
         )
 
     def _end(

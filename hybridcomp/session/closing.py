@@ -82,6 +82,11 @@ def open_account(gains: Gains, report: str) -> Account:
     return account
 
 
+def forget() -> None:
+    """Say no last line of the trainings so far: those of a measurement are nobody's job."""
+    _accounts.clear()
+
+
 def close_at_the_end(one: Closable) -> None:
     """Close ``one`` before the process ends, unless it was dropped: who waits for it is told."""
     _register_end()

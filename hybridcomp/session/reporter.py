@@ -158,6 +158,18 @@ def report_interval(ledger: LedgerConfig, steps_per_print: float | None) -> int:
     return int(steps_per_print)
 
 
+#: units that names of figures end in
+UNITS = {"ms": " ms", "MB": " MB", "gbps": " Gb/s"}
+#: figures whose names are no words
+WORDS = {
+    "meet_wait": "waited for others", "full_versions": "of them in full", "wire": "sent",
+    "raw_versions": "of them without a codec", "bits_per_weight": "bits a weight",
+    "compare": "comparing", "encode": "encoding", "apply": "applying", "coded": "estimated encoded",
+    "raw": "estimated without a codec", "staleness": "meetings or steps ahead",
+    "held": "versions held",
+}  # fmt: skip
+
+
 def line(
     step: int, rows: Mapping[str, Mapping[str, Mapping[str, Any]]], ranks: int | None = None
 ) -> str:
@@ -190,9 +202,20 @@ def line(
 
 
 def follower_line(named: tuple[str, Mapping[str, float]]) -> str:
-    """Format the row of a follower for the progress line."""
+    """Format the row of a follower for the progress line; counts of 0 are left out."""
     name, row = named
-    return f"{name} " + ", ".join(f"{figure} {value:.4g}" for figure, value in row.items())
+    told = [_told(figure, value) for figure, value in row.items() if value or figure == "drift"]
+    return f"{name}: {', '.join(told)}"
+
+
+def _told(figure: str, value: float) -> str:
+    """Format one figure in words, with its unit: ``waited for others 31.5 ms``."""
+    name, _, last = figure.rpartition("_")
+    if last == "share":
+        return f"{name} {100 * value:.3g} %"
+    unit = UNITS.get(last, "")
+    name = WORDS.get(name if unit else figure, (name if unit else figure).replace("_", " "))
+    return f"{name} {value:.4g}{unit}"
 
 
 def _times(row: Mapping[str, Any], ranks: int | None) -> str:

@@ -17,6 +17,17 @@ from hybridcomp.metric_names import PREFIX, STEP
 SUMS = frozenset({"raw_MB", "wire_MB", "codec_ms", "wait_ms"})
 
 
+def ended_by(error: BaseException) -> str | None:
+    """Return what to do about an ``error`` of W&B's, such as a missing key; None for others."""
+    if not type(error).__module__.startswith("wandb"):
+        return None
+    said = " ".join(str(error).split()).rstrip(".")
+    return (
+        f"W&B ended this job: {said}; run `wandb login` or set WANDB_API_KEY, or set "
+        "WANDB_MODE=offline and run `wandb sync FOLDER` later"
+    )
+
+
 class OpenRow:
     """Values that were put into the row that W&B has open."""
 

@@ -22,6 +22,7 @@ from hybridcomp.collectives.topology import machines, ranks_of
 from hybridcomp.config import BLOCK, CompressionConfig, LedgerConfig, describe, load_config
 from hybridcomp.config.policy import Dimension
 from hybridcomp.job.devices import device_name
+from hybridcomp.log import say
 from hybridcomp.patches.common import early_engines, island_steps, publishing_steps
 from hybridcomp.patches.ds import (
     island_unit,
@@ -93,7 +94,12 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
             notes, absent = _plan(block, ds_json, bound.arguments)
         early_engines.register(self, attached=block is not None)
         given = island_unit.give(bound.arguments, block)
-        original(*bound.args, **bound.kwargs)
+        try:
+            original(*bound.args, **bound.kwargs)
+        except Exception as error:
+            if advice := wandb_run.ended_by(error):
+                say(advice)  # before the tracebacks of all ranks
+            raise
         island_unit.finish(self, given)
         if block is None:
             process.say_native("DeepSpeed's engine", _lacking(ds_json))

@@ -84,7 +84,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--norm", choices=("rmsnorm", "layernorm"), default="rmsnorm")
     add("--tie-embeddings", action="store_true", help="one weight for embedding and output")
     add("--tp", type=int, default=1, metavar="N",
-        help="tensor-parallel ranks; pip install -e '.[megatron]' in the clone")  # fmt: skip
+        help="tensor-parallel ranks; pip install 'megatron-core<0.20'")  # fmt: skip
     add("--tp2d", type=int, default=1, metavar="Q",
         help="tensor parallel in two dimensions, Q x Q ranks; needs hybridcomp")  # fmt: skip
     add("--pp", type=int, default=1, metavar="N", help="pipeline stages")

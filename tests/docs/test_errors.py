@@ -29,7 +29,8 @@ def messages() -> Iterator[str]:
 
 def texts() -> Iterator[str]:
     """Every string in the package's code, with a gap where a value is filled in."""
-    for path in sorted((ROOT / "hybridcomp").rglob("*.py")):
+    rooms = (ROOT / "hybridcomp", ROOT / "patches")
+    for path in sorted(path for room in rooms for path in room.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 yield "".join(

@@ -26,6 +26,8 @@ def test_links_and_anchors(page: Path) -> None:
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), f"{path} is not there"
         assert target.is_relative_to(ROOT), f"{path} leads out of the repository"
+        on_site = not page.is_relative_to(DOCS) or target.is_relative_to(DOCS)
+        assert on_site, f"{path} is dead on the site, which has docs/ alone; write it in backquotes"
         if anchor:
             assert anchor in anchors(target), f"{path}#{anchor}: no such heading"
 

@@ -153,6 +153,14 @@ def test_the_site_is_built_strictly(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     for name in ("index", "block", "engines/huggingface", "results/speed", "nccl_on_one_gpu"):
         assert (tmp_path / f"{name}.html").is_file()
+    dead = [
+        f"{page.relative_to(tmp_path)}: {path}"
+        for page in tmp_path.rglob("*.html")
+        if page.name != "404.html"  # it is served for any address, so its links begin at the root
+        for path in re.findall(r'<(?:a|img)\s[^>]*(?:href|src)="([^"#?]+)', page.read_text("utf-8"))
+        if not re.match(r"[a-z]+:|//", path) and not (page.parent / path).exists()
+    ]
+    assert not dead, dead
     home = (tmp_path / "index.html").read_text(encoding="utf-8")
     loaded = re.findall(r"<(?:script|link)[^>]+(?:src|href)=\"([^\"]+)\"", home)
     elsewhere = [path for path in loaded if "//" in path]

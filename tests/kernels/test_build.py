@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -46,3 +48,26 @@ def test_the_command_has_them(build: ModuleType) -> None:
         build.found(name)[0] for name in names
     ]
     assert "hybridcomp/kernels/formats/radix.h" in command.get_source_files()
+
+
+def test_objects_are_kept_for_the_next_build(
+    build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every extra that was installed later compiled all kernels again."""
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    source, header, made = (tmp_path / name for name in ("a.cpp", "a.h", "a.o"))
+    for path in (source, header, made):
+        path.write_text("")
+    times = {source: 1, header: 2, made: 3}
+    for path, second in times.items():
+        os.utime(path, (second, second))
+    assert not build.is_stale(str(made), str(source))
+    for newer in (source, header):
+        os.utime(newer, (4, 4))
+        assert build.is_stale(str(made), str(source)), newer
+        os.utime(newer, (1, 1))
+    assert build.is_stale(str(tmp_path / "b.o"), str(source))
+    here = build.objects(["g++"])
+    assert here.parent == Path("build") and here != build.objects(["clang++"])
+    monkeypatch.setenv("CFLAGS", "-O1")
+    assert here != build.objects(["g++"])

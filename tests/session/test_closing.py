@@ -190,3 +190,16 @@ def test_lines_stand_beside_progress_bars(tmp_path: Path) -> None:
 def test_a_run_that_never_stepped_is_not_said_to_have_begun_too_early() -> None:
     channels = Channels(CompressionConfig.parse({"dp": "bf16"}))
     assert channels.payoff.idle_reason(0) == "it ended before its first optimizer step"
+
+
+def test_trainings_of_a_measurement_are_no_job() -> None:
+    """Behind "wrote cluster.json" it said what the small trainings of the measurement had sent."""
+    code = (
+        "from hybridcomp.channels.gains import Gains\n"
+        "from hybridcomp.session import closing\n"
+        "closing.open_account(Gains(), 'l.jsonl')\n"
+        "closing.forget()\n"
+        "closing._end()\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (found.returncode, found.stdout) == (0, ""), found.stderr

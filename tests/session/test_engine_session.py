@@ -20,6 +20,7 @@ from hybridcomp.collectives.topology import ranks_of
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import AgreementError, CheckpointError
 from hybridcomp.session.engine_session import EngineSession
+from hybridcomp.session.reporter import follower_line
 from tests.ranks import run_ranks
 
 WIDTH, STEPS = 40, 12
@@ -238,3 +239,15 @@ def disagreeing() -> str:
 def test_ranks_that_differ_are_told() -> None:
     for text in run_ranks(2, disagreeing):
         assert "rank(s) 1 differ" in text
+
+
+def test_rows_of_meetings_and_versions_are_told_in_words() -> None:
+    """They were bare keys: ``meet_wait_ms 31.47, drift 0.009614, full_versions 0``."""
+    row = {"meetings": 2.0, "skipped": 0.0, "meet_wait_ms": 31.47, "drift": 0.0, "staleness": 0.0}
+    assert follower_line(("sync", row)) == "sync: meetings 2, waited for others 31.47 ms, drift 0"
+    row = {"version": 20.0, "versions": 2.0, "full_versions": 0.0, "changed_share": 0.0123,
+           "bits_per_weight": 3.8, "wire_MB": 21.0, "link_gbps": 1.5}  # fmt: skip
+    assert follower_line(("publish", row)) == (
+        "publish: version 20, versions 2, changed 1.23 %, bits a weight 3.8, sent 21 MB, "
+        "link 1.5 Gb/s"
+    )

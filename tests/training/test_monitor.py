@@ -7,11 +7,13 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from hybridcomp.config import LedgerConfig
+from hybridcomp.patches.ds import attach
 from hybridcomp.session.reporter import report_interval
 from hybridcomp.tools.compare import json_lines
 from hybridcomp.tools.compare.wandb_files import read, read_training
@@ -148,3 +150,26 @@ def test_how_often_the_ledger_reports(
     every: int | None, steps_per_print: float | None, expected: int
 ) -> None:
     assert report_interval(LedgerConfig(every=every), steps_per_print) == expected
+
+
+def _without_a_key(folder: str) -> list[str]:
+    """What rank 0 prints of a job whose W&B has no key."""
+    import os
+
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        os.environ.pop(name, None)
+    os.environ |= {"HOME": folder, "WANDB_DIR": folder, "NETRC": f"{folder}/netrc"}
+    told: list[str] = []
+    with (
+        mock.patch.object(attach, "say", told.append),
+        pytest.raises(Exception, match="key") as caught,
+    ):
+        make_engine(1, block={"dp": "bf16"}, wandb={"enabled": True, "project": "p"})
+    assert type(caught.value).__module__.startswith("wandb")
+    return told
+
+
+def test_a_missing_key_is_told_before_the_traceback(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    ((said,),) = run_ranks(1, _without_a_key, str(tmp_path))
+    assert said.startswith("W&B ended this job: ") and "wandb login" in said

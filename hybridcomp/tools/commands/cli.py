@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -166,10 +168,25 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _print_seams(options: argparse.Namespace) -> int:
-    from hybridcomp.patches import registry
+    from hybridcomp.tools.compare.report import aligned
 
-    print(registry.support_matrix())
+    with _quiet():
+        from hybridcomp.patches import registry
+
+        rows = [[text.replace("`", "") for text in row] for row in registry.compressed()]
+    print(aligned([["dimension", "what", "upstream"], *rows]))
     return 0
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Say that something takes seconds, and keep upstream's warnings at its import away."""
+    print("hybridcomp: importing torch and what is installed ...", file=sys.stderr, flush=True)
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _add_size(parser: argparse.ArgumentParser) -> None:
@@ -217,9 +234,10 @@ def _schema(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from hybridcomp.tools.commands import doctor
+    with _quiet():
+        from hybridcomp.tools.commands import doctor
 
-    return doctor.run(options.cluster)
+        return doctor.run(options.cluster)
 
 
 def _measure(options: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ POINTS = 400
 def log(
     result: Result, folder: Path, project: str, group: str, title: str, picture: Path | None
 ) -> str:
-    """Log charts, table and final figures; return the folder of the run.
+    """Log charts, table and final figures; return where the run is, and how to see it.
 
     Without WANDB_MODE in the environment the run is written offline into ``folder/wandb``. Raises
     CompareError when W&B is not installed.
@@ -60,9 +61,9 @@ def log(
         logged["curves"] = wandb.Image(str(picture))
     run.log(logged)
     run.summary.update(final_figures(result))
-    found = run.dir
+    place, address = Path(run.dir).parent, run.url
     run.finish()
-    return str(Path(found).parent)
+    return address or f"{place}; upload it with: wandb sync {shlex.quote(str(place))}"
 
 
 def final_figures(result: Result) -> dict[str, float]:

@@ -40,7 +40,9 @@ trained again.
 """
 
 
-NO_PICTURE = f"no picture: it needs matplotlib: {install_hint('plot')}"
+def no_picture() -> str:
+    """Say what a picture needs."""
+    return f"no picture: it needs matplotlib: {install_hint('plot')}"
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def train(options: argparse.Namespace, wishes: Wishes) -> list[str]:
         )
     check_first(wishes)
     if find_spec("matplotlib") is None:
-        print(NO_PICTURE, file=sys.stderr)
+        print(no_picture(), file=sys.stderr)
     blocks = dict(launch.block_of(text) for text in options.candidate)
     project = None if wishes.wandb in (None, "none") else wishes.wandb
     group = wishes.group or wishes.out.name
@@ -172,7 +174,7 @@ def compare_runs(texts: Sequence[str], wishes: Wishes) -> Result:
 def _picture(result: Result, wishes: Wishes) -> Path | None:
     """Draw the picture; where matplotlib is absent or fails, print that and return None."""
     if find_spec("matplotlib") is None:
-        print(NO_PICTURE, file=sys.stderr)
+        print(no_picture(), file=sys.stderr)
         return None
     from hybridcomp.tools.compare.draw import draw
 

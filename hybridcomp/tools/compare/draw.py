@@ -10,7 +10,7 @@ import numpy as np
 
 from hybridcomp import foreign
 from hybridcomp.errors import install_hint
-from hybridcomp.tools.compare.report import Result, with_interval
+from hybridcomp.tools.compare.report import Result, mean_gap
 from hybridcomp.tools.compare.runs import CompareError
 from hybridcomp.tools.compare.statistics import gap_curves, running_mean
 
@@ -95,7 +95,7 @@ def _gap(axes: Any, result: Result, number: int, window: int, style: dict[str, A
 
 def _legend(result: Result, number: int) -> str:
     found, run = result.comparisons[number], result.runs[number]
-    gap = f" ({with_interval(found.gap, found.gap_interval)} %)" if number else ""
+    gap = f" ({mean_gap(found.gaps)} %)" if number else ""
     bits = run.bits().replace("; ", "\n")
     name = foreign.one_line(run.label)
     return f"{name}: {found.final_loss:.3f}{gap}" + (f"\n{bits}" if bits else "")

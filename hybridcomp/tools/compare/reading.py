@@ -10,6 +10,7 @@ from typing import Any
 from hybridcomp.foreign import one_line
 from hybridcomp.tools.compare import json_lines, trainer_state, wandb_files
 from hybridcomp.tools.compare.runs import CompareError, LoggedTraining, Run
+from hybridcomp.tools.compare.wandb_parts import by_run
 
 #: sections of DeepSpeed's settings in which runs of one comparison differ by design
 APART = frozenset(
@@ -52,7 +53,7 @@ def read_run(label: str, paths: str, ledger: str) -> Run:
     Raises CompareError.
     """
     found = [place for path in _split_paths(paths) for place in _places(path)]
-    trainings = [_read(place, ledger) for place in found]
+    trainings = [_read(parts, ledger) for parts in by_run(found)]
     seeds = [training.seed for training in trainings]
     if len(set(seeds)) < len(seeds) and None not in seeds:
         raise CompareError(f"{label}: two logs have one seed, {seeds}; give one log for each seed")
@@ -120,9 +121,13 @@ def _folders(path: Path) -> list[Path]:
     return sorted(place for place in path.iterdir() if place.is_dir())
 
 
-def _read(path: Path, ledger: str) -> LoggedTraining:
+def _read(parts: tuple[Path, ...], ledger: str) -> LoggedTraining:
     """Read one training. Raises CompareError, also for files that are damaged or no log."""
+    path = parts[0]
     try:
+        if path.is_dir() or path.suffix == ".wandb":
+            folders = (part if part.is_dir() else part.parent for part in parts)
+            return wandb_files.read_training(*folders)
         return _read_as_named(path, ledger)
     except CompareError:
         raise
@@ -132,10 +137,6 @@ def _read(path: Path, ledger: str) -> LoggedTraining:
 
 
 def _read_as_named(path: Path, ledger: str) -> LoggedTraining:
-    if path.is_dir():
-        return wandb_files.read_training(path)
-    if path.suffix == ".wandb":
-        return wandb_files.read_training(path.parent)
     if path.suffix == ".json":
         return trainer_state.read_training(path, ledger)
     return json_lines.read_training(path, ledger)

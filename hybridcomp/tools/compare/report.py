@@ -6,9 +6,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+import numpy as np
+
 from hybridcomp import foreign
-from hybridcomp.tools.compare.runs import Run, short
-from hybridcomp.tools.compare.statistics import Aligned, Comparison
+from hybridcomp.tools.compare.runs import Curve, Run, short
+from hybridcomp.tools.compare.statistics import LEAST, Aligned, Comparison, half_width
+
+#: what the report says of the gaps of several seeds
+INTERVAL, RANGE = ", with the 95% interval of their mean", ", with the range over the two seeds"
 
 
 @dataclass(frozen=True)
@@ -24,10 +29,10 @@ class Result:
 
 def table(result: Result) -> str:
     """Format losses and speeds, bytes, and notes for a terminal."""
-    parts = [_aligned(losses(result))]
+    parts = [aligned(losses(result))]
     moved = bytes_of(result.runs)
     if len(moved) > 1:
-        parts.append(_aligned(moved))
+        parts.append(aligned(moved))
     parts += [f"note: {foreign.one_line(note, foreign.SENTENCE)}" for note in result.notes]
     return "\n\n".join(parts)
 
@@ -36,15 +41,17 @@ def markdown(result: Result, title: str, picture: str | None, command: str) -> s
     """Format the report in Markdown."""
     seeds = [str(seed) for seed in result.runs[0].seeds if seed is not None]
     end = f"{result.aligned.axis[-1]:,.0f} {result.aligned.unit}"
+    count = len(result.runs[0].trainings)
+    spread = INTERVAL if count >= LEAST else RANGE if count > 1 else ""
     those = f", seeds {', '.join(seeds)}" if seeds else ""
     lines = [
         f"# {foreign.markdown(title)}",
         "",
         f"Loss after {end}{those}; the final loss is the mean of the last {result.last} points. "
-        f"Gaps are to {foreign.markdown(result.runs[0].label)}, paired by seed, with "
-        'the 95% interval of their mean. "Gap, same time" compares the losses when the faster of '
-        'the two runs has finished, "gap, same bytes" when both have sent what the one sends that '
-        "sends less.",
+        f"Gaps are to {foreign.markdown(result.runs[0].label)}, paired by seed{spread}. "
+        '"Gap, same time" compares the losses when the faster of '
+        'the two runs has finished, "gap, same bytes" after as many bytes as the run with fewer '
+        "sends in all.",
         "",
         *markdown_rows(losses(result)),
     ]
@@ -96,9 +103,9 @@ def losses(result: Result) -> list[list[str]]:
                 run.label,
                 str(len(run.trainings)),
                 f"{found.final_loss:.4f}",
-                with_interval(found.gap, found.gap_interval) if number else "",
-                with_interval(found.clock_gap, found.clock_gap_interval) if number else "",
-                with_interval(found.byte_gap, found.byte_gap_interval) if number else "",
+                mean_gap(found.gaps) if number else "",
+                mean_gap(found.clock_gaps) if number else "",
+                mean_gap(found.byte_gaps) if number else "",
                 _optional(found.valid_loss, ".4f"),
                 _optional(found.valid_gap, "+.2f") if number else "",
                 "-" if speed is None else f"{speed / 1e3:.2f}",
@@ -130,11 +137,19 @@ def bytes_of(runs: Sequence[Run]) -> list[list[str]]:
     return rows
 
 
-def with_interval(mean: float | None, interval: float | None) -> str:
-    """Format ``+0.07 ± 0.15``; without the interval of one seed; ``-`` for no mean."""
-    if mean is None:
+def mean_gap(gaps: Sequence[float] | Curve | None) -> str:
+    """Format the mean of gaps, one of each seed, in percent: ``+0.07 ± 0.15``.
+
+    Two seeds: their range, ``+0.07 (-0.02 to +0.16)``; one: the gap; none: ``-``.
+    """
+    if gaps is None or not len(gaps):
         return "-"
-    return f"{mean:+.2f}" if interval is None else f"{mean:+.2f} ± {interval:.2f}"
+    values = np.asarray(gaps, dtype=np.float64)
+    half = half_width(values)
+    if half is not None:
+        return f"{values.mean():+.2f} ± {half:.2f}"
+    spread = f" ({values.min():+.2f} to {values.max():+.2f})" if len(values) > 1 else ""
+    return f"{values.mean():+.2f}{spread}"
 
 
 def _optional(value: float | None, form: str) -> str:
@@ -147,7 +162,7 @@ def markdown_rows(rows: Sequence[Sequence[str]]) -> list[str]:
     return [head, f"|{'---|' * len(rows[0])}", *body]
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
+def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Align columns, text to the left and numbers to the right, with a rule below the head."""
     rows = [[foreign.one_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

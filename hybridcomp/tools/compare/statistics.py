@@ -11,9 +11,13 @@ import numpy as np
 from hybridcomp.tools.compare.reading import pair
 from hybridcomp.tools.compare.runs import CompareError, Curve, LoggedTraining, Run
 
+#: seeds from which an interval is told: over two, Student's t is 12.7 and says nothing
+LEAST = 3
 #: two-sided 95% quantiles of Student's t, by degrees of freedom; 1.96 beyond
 STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
+#: gap in percent that says nothing about one seed: seeds alone differ by more
+SMALL = 0.1
 #: times the points of the final loss that a run has to have before a gap is read from it
 ENOUGH = 2
 
@@ -37,7 +41,7 @@ class Comparison:
     label: str
     final_loss: float  # mean over seeds and the last points
     gap: float
-    gap_interval: float | None  # half-width at 95% over paired seeds, None with one seed
+    gap_interval: float | None  # half-width at 95% over paired seeds, None under LEAST seeds
     gaps: list[float]  # of each seed, in the run's order
     valid_loss: float | None
     valid_gap: float | None
@@ -45,9 +49,11 @@ class Comparison:
     #: the gap to the baseline after the time that the faster of the two took, None without clocks
     clock_gap: float | None
     clock_gap_interval: float | None
+    clock_gaps: list[float] | None  # of each seed
     #: the gap to the baseline after the bytes that the thriftier of the two sent, None without both
     byte_gap: float | None
     byte_gap_interval: float | None
+    byte_gaps: list[float] | None  # of each seed
 
 
 def align(runs: Sequence[Run], last: int) -> Aligned:
@@ -147,8 +153,10 @@ def _compare(runs: Sequence[Run], aligned: Aligned, number: int, last: int) -> C
         seconds=seconds,
         clock_gap=None if clock is None else float(clock.mean()),
         clock_gap_interval=None if clock is None else half_width(clock),
+        clock_gaps=None if clock is None else clock.tolist(),
         byte_gap=None if moved is None else float(moved.mean()),
         byte_gap_interval=None if moved is None else half_width(moved),
+        byte_gaps=None if moved is None else moved.tolist(),
     )
 
 
@@ -170,7 +178,7 @@ def noise(aligned: Aligned, number: int, order: Sequence[int], last: int) -> flo
 def caveats(
     runs: Sequence[Run], aligned: Aligned, comparisons: Sequence[Comparison], last: int
 ) -> list[str]:
-    """Return notes on the gaps: too few steps, and a gap of one seed against the noise."""
+    """Return notes on the gaps: too few steps or seeds, a gap of one seed against the noise."""
     found = []
     points = len(aligned.axis)
     if points < ENOUGH * last:
@@ -178,15 +186,18 @@ def caveats(
             f"{points} points are few: the final loss is the mean of the last {min(last, points)}, "
             f"over which the loss still changes; read no gap from fewer than {ENOUGH * last}"
         )
+    counts = {len(one.gaps) for one in comparisons[1:]}
+    if any(1 < count < LEAST for count in counts):
+        found.append(f"two seeds: the range of their gaps is shown; {LEAST} give an interval")
     for number, one in enumerate(comparisons[1:], 1):
-        if one.gap_interval is not None:
+        if len(one.gaps) > 1 or abs(one.gap) < SMALL:
             continue
         chance = noise(aligned, number, pair(runs[0], runs[number]), last)
         if chance is not None:
             side = "beyond" if abs(one.gap) > chance else "within"
             found.append(
                 f"{one.label}: its gap of {one.gap:+.2f} % is {side} the noise between "
-                f"neighbouring steps (± {chance:.2f} %); one seed does not show how seeds differ"
+                f"neighbouring steps (± {chance:.2g} %); one seed does not show how seeds differ"
             )
     return found
 
@@ -238,9 +249,9 @@ def gap_curves(runs: Sequence[Run], aligned: Aligned, number: int, window: int) 
 
 
 def half_width(values: Curve) -> float | None:
-    """Return half of the 95% interval of the mean, by Student's t; None for one value."""
+    """Return half of the 95% interval of the mean, by Student's t; None under LEAST values."""
     count = len(values)
-    if count < 2:
+    if count < LEAST:
         return None
     return float(student(count) * values.std(ddof=1) / math.sqrt(count))
 

@@ -28,6 +28,7 @@ from hybridcomp.metric_names import (
 )
 from hybridcomp.tools.compare.figures import ledger_of, sent_until, wire_of
 from hybridcomp.tools.compare.runs import CompareError, Curve, LoggedTraining, check_curve
+from hybridcomp.tools.compare.wandb_parts import TRAINER_STEP, joined
 
 HEADER = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
 BLOCK_NBYTES, RECORD_HEADER = 32768, struct.Struct("<IHB")
@@ -35,8 +36,8 @@ FULL, FIRST, LAST = 1, 2, 4
 #: the training loss: ours, a DeepSpeed pipeline's, GPT-NeoX's, Megatron-LM's, the Trainer's
 LOSSES = (LOSS, "Train/Samples/train_loss", "train/lm_loss", "lm loss", "train/loss")
 VALID_LOSSES = (VALID_LOSS, "validation/lm_loss", "lm loss validation", "eval/loss")
-#: optimizer steps where W&B numbers the rows itself (Hugging Face's Trainer), and its tokens
-TRAINER_STEP, TRAINER_TOKENS = "train/global_step", "train/num_input_tokens_seen"
+#: tokens of Hugging Face's Trainer
+TRAINER_TOKENS = "train/num_input_tokens_seen"
 #: keys of model and data in the configs of GPT-NeoX, Megatron-LM and the Trainer
 MODEL_KEYS = (
     "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "intermediate_size",
@@ -52,12 +53,20 @@ DATA_KEYS = (
 BATCHES = ("train_batch_size", "global_batch_size")
 
 
-def read_training(folder: Path) -> LoggedTraining:
-    """Read one offline run. Raises CompareError."""
-    files = sorted(folder.glob("*.wandb"))
-    if len(files) != 1:
-        raise CompareError(f"{folder}: expected one file *.wandb, found {len(files)}")
-    config, about, history = read(files[0])
+def read_training(*folders: Path) -> LoggedTraining:
+    """Read one offline run, of the folders of its parts where it was resumed.
+
+    Raises CompareError.
+    """
+    folder, parts = folders[0], [read(_file(place)) for place in folders]
+    config: dict[str, Any] = {}
+    for settings, _, _ in parts:
+        config.update(settings)
+    seeds = {str(identity_of(one, one.get(CONFIG_RUN) or {}).get("seed")) for one, _, _ in parts}
+    if len(seeds) > 1:
+        listed = ", ".join(sorted(seeds))
+        raise CompareError(f"{folder}: one run has the seeds {listed}; give each seed its own run")
+    about, history = parts[0][1], joined([rows for _, _, rows in parts])
     rows = {key: found for key in LOSSES if (found := _series(history, key))}
     if not rows:
         raise CompareError(
@@ -93,6 +102,13 @@ def read_training(folder: Path) -> LoggedTraining:
         project=about.project,
         group=about.run_group,
     )
+
+
+def _file(folder: Path) -> Path:
+    files = sorted(folder.glob("*.wandb"))
+    if len(files) != 1:
+        raise CompareError(f"{folder}: expected one file *.wandb, found {len(files)}")
+    return files[0]
 
 
 def read(path: Path) -> tuple[dict[str, Any], Any, dict[int, dict[str, Any]]]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hybridcomp.collectives.hierarchical.discovery import Hierarchy
 from hybridcomp.errors import ConfigError, HybridcompError
 from hybridcomp.log import say
+from hybridcomp.session import closing
 from hybridcomp.tools.measure.block import BlockSize
 from hybridcomp.tools.measure.options import HOW, add_arguments
 from hybridcomp.tools.measure.report import lines
@@ -63,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
             say(*lines(cluster), *(f"it says {line}" for line in missing(cluster)),
                 f"wrote {options.out}")  # fmt: skip
     finally:
+        closing.forget()
         if mine:
             dist.destroy_process_group()
     return 0

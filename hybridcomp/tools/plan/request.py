@@ -123,7 +123,7 @@ class Found:
     in one sentence and ``nearest`` what would be needed.
     considered, simulated: layouts with choices that were looked at, and that bounds did not prune.
     refused: how many layouts each reason ruled out. unpriced: codecs of the budget that the cluster
-    has no figure for, which no plan has.
+    has no figure for, which no plan has. native: the first plan's layout without compression.
     """
 
     plans: tuple[Plan, ...]
@@ -133,3 +133,4 @@ class Found:
     reason: str = ""
     nearest: Nearest | None = None
     unpriced: tuple[str, ...] = ()
+    native: Plan | None = None

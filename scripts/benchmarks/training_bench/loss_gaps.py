@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridcomp.tools.compare.statistics import half_width, student
+from hybridcomp.tools.compare.statistics import LEAST, half_width, student
 
 Array = NDArray[np.float64]
 #: percent: the gap that is aimed at, at most, and half of the interval that tells it
@@ -76,7 +76,7 @@ def seeds_for(spread: float, half: float) -> int:
 
     ``spread``: the standard deviation of the gap over the seeds.
     """
-    for seeds in range(2, MOST):
+    for seeds in range(LEAST, MOST):
         if student(seeds) * spread / math.sqrt(seeds) <= half:
             return seeds
     return MOST
@@ -88,7 +88,7 @@ class Found:
 
     seeds: list[SeedGap]
     gap: float
-    half: float | None  # of the interval, None with one seed
+    half: float | None  # of the interval, None under three seeds
     spread: float  # standard deviation over the seeds
     #: share of the spread's square that comes from the text of the evaluations
     evaluation: float
@@ -110,14 +110,15 @@ class Found:
         if self.word != "undecided":
             return 0
         if self.half is None:
-            return 1
+            return LEAST - len(self.seeds)
         wanted = seeds_for(self.spread, abs(AIM - self.gap))
         return max(1, wanted - len(self.seeds))
 
     def told(self, pair_seconds: float) -> str:
         """Say gap, interval and whether they decide; ``pair_seconds``: what one seed takes."""
         if self.half is None:
-            return f"gap {self.gap:+.3f} % of one seed: undecided, an interval needs two"
+            count = f"{len(self.seeds)} seed{'s' if len(self.seeds) > 1 else ''}"
+            return f"gap {self.gap:+.3f} % of {count}: undecided, an interval needs {LEAST}"
         wide = "" if self.half <= AIM else f", wider than the aim of {AIM:g} %"
         said = (
             f"gap {self.gap:+.3f} ± {self.half:.3f} % over {len(self.seeds)} seeds{wide}; at most "

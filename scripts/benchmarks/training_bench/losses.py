@@ -123,7 +123,8 @@ def apart(own: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:
     )
     mean, half = float(differences.mean()), half_width(differences)
     sided = "ours" if mean > 0 else "peer"
-    winner = "one seed" if half is None else "neither" if abs(mean) <= half else sided
+    few = "one seed" if len(differences) == 1 else "two seeds"
+    winner = few if half is None else "neither" if abs(mean) <= half else sided
     return {
         "further_gap": mean, "further_interval": half, "winner": winner,
         "seeds_ours": int((differences > 0).sum()),

@@ -36,7 +36,7 @@ def lay_out(tp: int, pp: int, tp2d: int = 1, cp: int = 1) -> Any:
     except ImportError as error:
         raise ParallelismError(
             f"--tp {tp}: expected megatron-core, found none that can be imported ({error}); "
-            "pip install -e '.[megatron]' in the clone of hybridcomp"
+            "pip install 'megatron-core<0.20'"
         ) from None
     return tensor_parallel.start(tp, pp)
 

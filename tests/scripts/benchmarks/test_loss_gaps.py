@@ -67,8 +67,9 @@ def test_the_interval_comes_from_the_seeds_and_the_noise_from_the_batches() -> N
         ([-0.30, -0.32, -0.31], "met", 0),
         # spread 0.1, 0.05 below the aim: 18 seeds have an interval of 0.046, 17 one of 0.048
         ([-0.05, 0.05, 0.15], "undecided", 13),
-        ([0.05], "undecided", 1),
-        ([0.05, 0.15], "undecided", 998),
+        ([0.05], "undecided", 2),
+        ([0.05, 0.15], "undecided", 1),  # two seeds: Student's t is 12.7, which says nothing
+        ([0.05, 0.1, 0.15], "undecided", 997),
     ],
 )
 def test_verdicts(gaps: list[float], word: str, more: int) -> None:
@@ -76,7 +77,9 @@ def test_verdicts(gaps: list[float], word: str, more: int) -> None:
     assert (found.word, found.more) == (word, more)
     told = found.told(120.0)
     if len(gaps) == 1:
-        assert told == "gap +0.050 % of one seed: undecided, an interval needs two"
+        assert told == "gap +0.050 % of 1 seed: undecided, an interval needs 3"
+    elif len(gaps) == 2:
+        assert told == "gap +0.100 % of 2 seeds: undecided, an interval needs 3"
     elif more == 13:
         assert told.endswith("undecided: 13 more seeds would take 26 minutes")
     elif more:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from hybridcomp import kernels
 from hybridcomp.channels import Channels, payoff
 from hybridcomp.config import CompressionConfig
-from hybridcomp.errors import CodecError, ConfigError
+from hybridcomp.errors import CodecError, ConfigError, install_hint
 from hybridcomp.kernels.cuda import images, setup
 from hybridcomp.kernels.cuda.setup import CudaSetup
 from hybridcomp.seams import patching
@@ -56,7 +57,11 @@ def test_doctor_says_something_about_everything(
         "matplotlib",
     ):
         assert subject in text
-    assert status == (1 if any(line.startswith(doctor.FAIL) for line in lines) else 0)
+    failed = any(line.startswith(doctor.FAIL) for line in lines)
+    assert status == int(failed) and "`" not in text
+    assert lines[-1] == (
+        "what is marked FAIL does not fit" if failed else "what is installed fits together"
+    )
 
 
 class Impostor:
@@ -89,15 +94,15 @@ def test_what_fits_is_no_misfit(found: CudaSetup) -> None:
     [
         (
             changed(CUDA_13, cupy=(), nvrtc=None, architectures=()),
-            ["need CuPy, which is not installed", "-e '.[cuda13]'"],
+            ["need CuPy, which is not installed", "pip install 'cupy-cuda13x"],
         ),
         (
             changed(CUDA_12, devices=H100, cupy=(), nvrtc=None, architectures=()),
-            ["need CuPy, which is not installed", "-e '.[cuda12]'"],
+            ["need CuPy, which is not installed", "pip install 'cupy-cuda12x"],
         ),
         (
             changed(CUDA_13, nvrtc=None, architectures=(), problem="RuntimeError: no libnvrtc"),
-            ["does not find the compiler NVRTC (RuntimeError: no libnvrtc)", "-e '.[cuda13]'"],
+            ["does not find the compiler NVRTC (RuntimeError: no libnvrtc)", "'cupy-cuda13x"],
         ),
         (
             changed(CUDA_13, cupy=(("cupy-cuda12x", "14.2.0"), ("cupy-cuda13x", "14.2.0"))),
@@ -105,11 +110,11 @@ def test_what_fits_is_no_misfit(found: CudaSetup) -> None:
         ),
         (
             changed(CUDA_13, driver=(12, 8), torch=(12, 6)),
-            ["the driver runs CUDA up to 12.8", "NVRTC 13.0", "-e '.[cuda12]'"],
+            ["the driver runs CUDA up to 12.8", "NVRTC 13.0", "pip install 'cupy-cuda12x"],
         ),
         (
             changed(CUDA_13, devices=V100),
-            ["compiles for sm_75 and newer", "Tesla V100 is sm_70", "-e '.[cuda12]'"],
+            ["compiles for sm_75 and newer", "Tesla V100 is sm_70", "pip install 'cupy-cuda12x"],
         ),
     ],
 )  # fmt: skip
@@ -181,7 +186,7 @@ def test_equal_failures_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_engine_that_is_not_there_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_version", lambda name: None)
     ((mark, text),) = doctor._seams("megatron.core", "megatron")
-    assert mark == doctor.INFO and "pip install -e '.[megatron]' in the clone" in text
+    assert mark == doctor.INFO and "pip install 'megatron-core" in text
 
 
 def test_variables_that_the_launcher_does_not_hand_on_are_told(
@@ -225,3 +230,13 @@ def test_channels_ask_for_kernels_where_something_is_encoded(
             channels = Channels(CompressionConfig.parse(block))
             channels.payoff.run_autotune(None, torch.float32, torch.device("cpu"))
     assert asked == [torch.device("cpu")]
+
+
+def test_hints_to_install_an_extra_build_nothing_again() -> None:
+    """``pip install -e '.[plot]'`` compiled all kernels for a picture."""
+    assert install_hint() == "pip install -e . in the clone of hybridcomp"
+    for text in metadata.metadata("hybridcomp").get_all("Provides-Extra") or ():
+        hint = install_hint(text)
+        assert hint.startswith("pip install ") and " -e " not in hint and "hybridcomp" not in hint
+    assert install_hint("plot").startswith("pip install 'matplotlib>=")
+    assert "cupy-cuda13x" in install_hint("gpu") and "deepspeed" in install_hint("neox")

@@ -53,7 +53,35 @@ def test_seeds_are_paired_not_ordered(tmp_path: Path) -> None:
     lossy = [write_run(tmp_path / f"lossy{seed}", seed, 1.02) for seed in (40, 0)]
     found = compare(*(",".join(map(str, files)) for files in (base, lossy)))
     assert found.comparisons[1].gap == pytest.approx(2.0)
-    assert found.comparisons[1].gap_interval == pytest.approx(0.0, abs=1e-9)
+    assert found.comparisons[1].gaps == pytest.approx([2.0, 2.0])
+
+
+def test_two_seeds_have_a_range_and_no_interval(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Student's t of one degree of freedom made "-1.36 ± 172.07" of two seeds."""
+    for seed, factor in enumerate((0.86, 1.14)):
+        write_run(tmp_path / "base" / f"seed{seed}", seed, 1.0)
+        write_run(tmp_path / "lossy" / f"seed{seed}", seed, factor)
+    out = tmp_path / "out"
+    words = [f"{tmp_path}/base", f"{tmp_path}/lossy", "--out", str(out), "--wandb", "none"]
+    assert cli.main(["compare", *words]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("0.00 (-14.00 to +14.00)") == 2 and "±" not in printed
+    assert "two seeds: the range of their gaps is shown; 3 give an interval" in printed
+    report = (out / "report.md").read_text()
+    assert "paired by seed, with the range over the two seeds." in report and "95%" not in report
+    row = json.loads((out / "comparison.json").read_text())["runs"][1]
+    assert row["gap_interval"] is None and row["clock_gaps"] == pytest.approx([-14.0, 14.0])
+
+
+def test_a_small_gap_of_one_seed_is_no_news(tmp_path: Path) -> None:
+    """It said: its gap of -0.02 % is beyond the noise between neighbouring steps (± 0.00 %)."""
+    found = compare(write_run(tmp_path / "a", 0, 1.0), write_run(tmp_path / "b", 0, 0.9998))
+    assert not any("noise" in note for note in found.notes)
+    found = compare(write_run(tmp_path / "a", 0, 1.0), write_run(tmp_path / "c", 0, 0.99))
+    (noted,) = [note for note in found.notes if "noise" in note]
+    assert "± 0.00 %" not in noted and "gap of -1.00 % is beyond" in noted
 
 
 def test_logs_without_seed_are_paired_by_order(tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ import pytest
 from hybridcomp.session import wandb_run
 from hybridcomp.tools.compare import CompareError, Wishes, compared
 from hybridcomp.tools.compare.chart import final_figures
+from hybridcomp.tools.compare.reading import read_run
 from hybridcomp.tools.compare.wandb_files import HEADER, payloads, read, read_training
+from hybridcomp.tools.compare.wandb_parts import joined
 from tests.tools.compare.made import write_run
 
 wandb = pytest.importorskip("wandb")
@@ -73,6 +75,25 @@ for step in range(1, 31):
         run.log({"eval/loss": 3.5, "eval/runtime": 0.02, "train/global_step": step})
 run.log({"train/train_runtime": 3.0, "train_loss": 3.1, "train/global_step": 30})
 run.finish()
+
+# runs that stopped after 20 steps and were resumed, offline, from a checkpoint of step 15
+import time
+for name in ("samples", "rows"):
+    os.makedirs(f"{folder}/{name}")
+    for part, steps, loss in ((0, range(1, 21), 4.0), (1, range(16, 31), 3.0)):
+        run = wandb.init(project="p", id=f"same-{name}", name=name, mode="offline",
+                         dir=f"{folder}/{name}", resume="allow",
+                         config={"seed": 7, "model_type": "gpt2", "batch": part},
+                         settings=wandb.Settings(silent=True, console="off",
+                                                 x_disable_stats=True))
+        for step in steps:
+            values = {"train/compression/dp/raw_MB": 4.0, "train/compression/dp/wire_MB": 1.0}
+            if name == "samples":  # DeepSpeed's monitor: its own numbers of rows
+                run.log({"loss": loss, **values}, step=8 * step)
+            else:  # Hugging Face's Trainer: W&B numbers the rows
+                run.log({"train/loss": loss, "train/global_step": step, **values})
+        run.finish()
+        time.sleep(1.1)  # folders are named by the second
 """
 
 
@@ -165,6 +186,28 @@ def test_wandb_and_json_lines_can_be_mixed(folder: Path, tmp_path: Path) -> None
     assert found.aligned.axis[-1] == 3000 and len(found.aligned.axis) == 30
 
 
+@pytest.mark.parametrize("name", ["samples", "rows"])
+def test_parts_of_a_run_that_was_resumed_offline_are_joined(folder: Path, name: str) -> None:
+    """Two folders with one run id were two logs of one seed; the later part counts."""
+    parts = sorted((folder / name / "wandb").glob("offline-run-*"))
+    assert len(parts) == 2
+    run = read_run("resumed", str(folder / name), "ledger.jsonl")
+    (found,) = run.trainings
+    assert found.seed == 7 and len(found.steps) == 30
+    assert found.losses.tolist() == [4.0] * 15 + [3.0] * 15
+    assert found.ledger["dp"]["forward"]["wire_MB"] == 30.0  # repeated steps were sent once here
+    assert found.seconds is not None and (found.seconds[1:] >= found.seconds[:-1]).all()
+    back = read_run("resumed", f"{parts[1]},{parts[0]}", "ledger.jsonl")
+    assert back.trainings[0].losses.tolist() == found.losses.tolist()
+
+
+def test_rows_without_a_place_are_appended_and_a_run_that_began_again_counts() -> None:
+    first, again = {0: {"loss": 4.0}, 1: {"loss": 3.5}}, {0: {"loss": 3.0}}
+    assert joined([first, again]) == {0: {"loss": 4.0}, 1: {"loss": 3.5}, 2: {"loss": 3.0}}
+    first, again = {1: {"loss": 4.0}, 2: {"loss": 3.5}}, {1: {"loss": 3.0}, 2: {"loss": 2.9}}
+    assert joined([first, {}, again]) == again
+
+
 def theirs(path: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
     """Configuration and history of a file as W&B's own reader has them (``wandb-core leet``)."""
     core = Path(wandb.__file__).parent / "bin" / "wandb-core"
@@ -221,7 +264,10 @@ sys.exit(main(["compare", *sys.argv[1:]]))
 def test_chart_and_final_figures_are_in_a_run_of_the_group(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     words = [str(folder / "ours"), str(folder / "lossy"), "--out", str(tmp_path)]
-    subprocess.run([sys.executable, "-c", CHART, *words], check=True, capture_output=True)
+    command = [sys.executable, "-c", CHART, *words]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (place,) = tmp_path.glob("wandb/offline-run-*")
+    assert f"W&B: {place}; upload it with: wandb sync {place}" in printed
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     config, about, history = read(file)
     assert (about.project, about.run_group, about.job_type) == ("p", "g", "comparison")
@@ -253,3 +299,11 @@ def summary_of(file: Path) -> dict[str, Any]:
         for item in record.summary.update:
             found[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
     return found
+
+
+def test_an_error_of_wandb_is_told_with_what_to_do() -> None:
+    """A job without a key died in 40 frames of every rank."""
+    said = wandb_run.ended_by(wandb.errors.UsageError("No API key configured.\nUse login."))
+    assert said is not None and said.startswith("W&B ended this job: No API key configured.")
+    assert "wandb login" in said and "WANDB_MODE=offline" in said and "\n" not in said
+    assert wandb_run.ended_by(ValueError("no")) is None

@@ -69,7 +69,8 @@ def _run(options: argparse.Namespace) -> int:
         print(f"note: {unpriced(found, options)}")
     for line in missing(cluster, offload, options.engine):
         print(f"note: {options.cluster} says {line}")
-    for note in (*without_effect(options, cluster),
+    for note in (*start_command.left_to_user(best, options.command, base),
+                 *without_effect(options, cluster),
                  islands(found.plans[0], cluster, model),
                  start_command.left_to_script(best, options.command),
                  start_command.unknown_places(best, options.command, cluster)):  # fmt: skip
@@ -182,7 +183,7 @@ def _draw(options: argparse.Namespace, found: Found, cluster: Cluster) -> None:
     limit = options.memory * min(known, default=0)
     title = f"{found.plans[0].model} on {cluster.world_size} ranks, budget {found.plans[0].budget}"
     try:
-        draw(found.plans[:SHOWN], limit, options.out / PICTURE, title)
+        draw(found.plans[:SHOWN], limit, options.out / PICTURE, title, found.native)
     except HybridcompError as error:
         print(f"no picture: {error}")
     else:

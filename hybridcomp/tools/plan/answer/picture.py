@@ -17,12 +17,18 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#9
            "#F0E442")  # fmt: skip
 #: most rows of the timeline; more could not be read
 ROWS = 24
+#: share of an axis within which labels would cover each other
+NEAR = 0.04
 #: inches
 WIDTH, HEIGHT = 12.0, 9.0
 
 
-def draw(plans: Sequence[Plan], limit: float, path: Path, title: str) -> None:
+def draw(
+    plans: Sequence[Plan], limit: float, path: Path, title: str, native: Plan | None = None
+) -> None:
     """Draw ``plans`` into the PNG ``path``. ``limit``: bytes of a device to fill, 0 if unknown.
+
+    ``native``: the first plan's layout without compression.
 
     Raises HybridcompError when matplotlib is not installed.
     """
@@ -35,7 +41,7 @@ def draw(plans: Sequence[Plan], limit: float, path: Path, title: str) -> None:
 
     figure = pyplot.figure(figsize=(WIDTH, HEIGHT), layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=(1.0, 1.0))
-    _speed(figure.add_subplot(grid[0, 0]), plans)
+    _speed(figure.add_subplot(grid[0, 0]), plans, native)
     _memory(figure.add_subplot(grid[0, 1]), plans, limit)
     _timeline(figure.add_subplot(grid[1, :]), plans[0])
     figure.suptitle(foreign.picture(title))
@@ -46,31 +52,66 @@ def draw(plans: Sequence[Plan], limit: float, path: Path, title: str) -> None:
     pyplot.close(figure)
 
 
-def share(plan: Plan) -> float:
-    """Return the bytes that a plan sends over those that the same layout sends natively."""
-    native = sum(plan.prediction.native_nbytes.values())
-    return sum(plan.prediction.nbytes.values()) / native if native else 1.0
+def between(plan: Plan) -> float:
+    """Return the MB of a step that a rank sends to other nodes; all that it sends without nodes."""
+    told = plan.prediction
+    crosses = sum(told.between_native_nbytes.values())
+    return sum((told.between_nbytes if crosses else told.nbytes).values()) / 1e6
 
 
-def _speed(axes: Any, plans: Sequence[Plan]) -> None:
-    """Plot tokens a second, with their interval, against the share of native bytes sent."""
+def _speed(axes: Any, plans: Sequence[Plan], native: Plan | None) -> None:
+    """Plot tokens a second, with their interval, against the bytes that go between nodes."""
     layouts = list(dict.fromkeys(str(plan.layout) for plan in plans))
-    for number, plan in enumerate(plans):
-        told, x = plan.prediction, 100 * share(plan)
+    for plan in plans:
+        told, x = plan.prediction, between(plan)
         colour = COLOURS[layouts.index(str(plan.layout)) % len(COLOURS)]
         tokens = told.tokens_per_second * told.seconds
         axes.plot([x, x], [tokens / told.high, tokens / told.low], color=colour, lw=1.5, alpha=0.6)
         axes.plot([x], [told.tokens_per_second], "o", color=colour)
-        above = {"textcoords": "offset points", "xytext": (5, 4), "fontsize": 8}
-        axes.annotate(str(number + 1), (x, told.tokens_per_second), **above)
+    if native is not None:
+        place = between(native), native.prediction.tokens_per_second
+        axes.plot(*place, "s", color="black", markerfacecolor="white", label="1, native")
     for number, name in enumerate(layouts[: len(COLOURS)]):
         axes.plot([], [], "o", color=COLOURS[number], label=foreign.picture(name))
-    axes.set_xlabel("bytes sent, % of the same layout without compression")
+    crosses = any(sum(plan.prediction.between_native_nbytes.values()) for plan in plans)
+    whither = "to other nodes" if crosses else "to other ranks"
+    axes.set_xlabel(f"MB that a rank sends {whither} in a step")
     axes.set_ylabel("tokens a second, predicted")
     axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    for (x, y), label in labels(plans, (axes.get_xlim()[1], axes.get_ylim()[1])).items():
+        above = {"textcoords": "offset points", "xytext": (6, 5), "fontsize": 8}
+        axes.annotate(label, (x, y), **above)
     axes.legend(fontsize=7, loc="lower left")
     axes.grid(alpha=0.25)
     axes.set_title(f"1: {plans[0].layout}\n{codecs(plans[0])}", fontsize=8)
+
+
+def labels(plans: Sequence[Plan], ends: tuple[float, float]) -> dict[tuple[float, float], str]:
+    """Return the numbers of the plans by place; plans that lie together share one label.
+
+    ``ends``: of the two axes, of which places within ``NEAR`` are one.
+    """
+    found: dict[tuple[float, float], list[int]] = {}
+    for number, plan in enumerate(plans, 1):
+        x, y = between(plan), plan.prediction.tokens_per_second
+        near = [
+            place for place in found
+            if abs(place[0] - x) <= NEAR * ends[0] and abs(place[1] - y) <= NEAR * ends[1]
+        ]  # fmt: skip
+        found.setdefault(near[0] if near else (x, y), []).append(number)
+    return {place: _ranges(numbers) for place, numbers in found.items()}
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Format ``1-5, 8`` of ascending numbers."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def _memory(axes: Any, plans: Sequence[Plan], limit: float) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hybridcomp.config.memory import size
 from hybridcomp.dimensions import DIMENSIONS, ROWS
+from hybridcomp.tools.compare.report import aligned
 from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.plan import MEMORY_KINDS, Plan, Prediction
 from hybridcomp.tools.plan.request import Found
@@ -37,38 +38,38 @@ def codecs(plan: Plan) -> str:
     return "; ".join(parts) or "nothing"
 
 
-HEAD = ("", "step", "interval", "tokens/s", "memory a rank", "sent a step", "behind compute",
+HEAD = ("plan", "step", "interval", "tokens/s", "memory", "sent", "between nodes", "hidden",
         "layout", "encoded")  # fmt: skip
 
 
-def table(plans: Sequence[Plan]) -> list[str]:
-    """Format a Markdown table, one row a plan, the fastest first.
+def table(plans: Sequence[Plan], native: Plan | None = None) -> list[str]:
+    """Format a row for each plan, the fastest first, in aligned columns.
 
-    Memory and bytes are those of the rank with the most; "behind compute" is the share of the
-    seconds of messages that does not lengthen the step.
+    Memory, and bytes sent in a step, are those of the rank with the most; "hidden" is the share of
+    the seconds of messages that does not lengthen the step. ``native``: the first plan's layout
+    without compression, for the last row.
     """
-    lines = [f"| {' | '.join(HEAD)} |", "|" + "---|" * len(HEAD)]
-    for number, plan in enumerate(plans, 1):
-        told = plan.prediction
-        cells = [
-            f"{number}",
-            duration(told.seconds),
-            f"{duration(told.low)} to {duration(told.high)}",
-            f"{told.tokens_per_second:,.0f}",
-            size(told.device_nbytes),
-            _sent(told.nbytes),
-            _hidden(plan),
-            str(plan.layout),
-            codecs(plan),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+    rows = [_cells(str(number), plan) for number, plan in enumerate(plans, 1)]
+    if native is not None:
+        rows.append(_cells("1 native", native))
+    return aligned([HEAD, *rows]).split("\n")
 
 
-def _sent(nbytes: Mapping[str, float]) -> str:
-    return (
-        ", ".join(f"{name} {size(value)}" for name, value in nbytes.items() if value) or "nothing"
-    )
+def _cells(name: str, plan: Plan) -> list[str]:
+    told = plan.prediction
+    between = sum(told.between_nbytes.values())
+    return [
+        name,
+        duration(told.seconds),
+        f"{duration(told.low)} to {duration(told.high)}",
+        f"{told.tokens_per_second:,.0f}",
+        size(told.device_nbytes),
+        size(sum(told.nbytes.values())),
+        size(between) if sum(told.between_native_nbytes.values()) else "-",
+        _hidden(plan),
+        str(plan.layout),
+        codecs(plan),
+    ]
 
 
 def _hidden(plan: Plan) -> str:
@@ -85,8 +86,9 @@ def reasons(first: Plan, second: Plan) -> list[str]:
     mine, theirs = first.prediction, second.prediction
     gain = theirs.seconds / mine.seconds - 1
     if gain < SAME:
-        needs = f"{size(mine.device_nbytes)} a rank, the second {size(theirs.device_nbytes)}"
-        found = [f"Steps are equally long within {SAME:.1%}; the first plan needs {needs}."]
+        needs = size(mine.device_nbytes), size(theirs.device_nbytes)
+        memory = f"; it needs {needs[0]} a rank, the second {needs[1]}"
+        found = [f"Their steps are equally long{memory if needs[0] != needs[1] else ''}."]
     else:
         found = [f"Its step is {duration(theirs.seconds - mine.seconds)} ({gain:.1%}) shorter."]
     if mine.low < theirs.high and gain >= SAME and mine.high > theirs.low:
@@ -126,6 +128,13 @@ def _parts(first: Plan, second: Plan) -> Iterator[tuple[float, str]]:
         )
 
 
+def against_native(first: Plan, native: Plan) -> str:
+    """Say how long a step of the ``first`` plan's layout takes without compression."""
+    own, plain = first.prediction, native.prediction
+    told = f"Natively the first plan's layout would take {duration(plain.seconds)} a step"
+    return f"{told}: compression makes it {plain.seconds / own.seconds:.2f} times as fast."
+
+
 def details(plan: Plan, cluster: Cluster) -> Iterator[str]:
     """Yield lines with a plan's memory by kind, and its bytes by dimension, encoded and native."""
     told = plan.prediction
@@ -160,10 +169,12 @@ def _between(told: Prediction, name: str) -> str:
 
 def answer(found: Found, cluster: Cluster) -> Iterator[str]:
     """Yield all lines to print: table, reasons, details of the best plan, counts of the search."""
-    yield from table(found.plans)
+    yield from table(found.plans, found.native)
     yield ""
+    if found.native is not None:
+        yield against_native(found.plans[0], found.native)
     if len(found.plans) > 1:
-        yield "Why the first beats the second:"
+        yield "The first beside the second:"
         yield from (f"  {text}" for text in reasons(*found.plans[:2]))
     yield "The first plan:"
     yield from (f"  {text}" for text in details(found.plans[0], cluster))

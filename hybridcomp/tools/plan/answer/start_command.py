@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hybridcomp import foreign
 from hybridcomp.tools.compare.launch import fill
@@ -73,6 +74,20 @@ def left_to_script(plan: Plan, command: Sequence[str]) -> str:
         return ""
     shown = ", ".join(left)
     return f"ds_config.json does not say {shown} ({layout}): the script has to, see plan.json"
+
+
+def left_to_user(plan: Plan, command: Sequence[str], base: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each thing that the written files lack before a job can start."""
+    if not command and plan.engine != "neox":
+        yield (
+            f"start.sh has {SCRIPT} in the place of your script: write its name there, or give "
+            "plan the command behind --"
+        )
+    if plan.engine == "deepspeed" and "optimizer" not in base:
+        yield (
+            'ds_config.json has no "optimizer": add it, unless the script hands one to '
+            "deepspeed.initialize, or give plan your own file with --base FILE"
+        )
 
 
 def places(plan: Plan, cluster: Cluster, folder: Path) -> dict[str, str]:

@@ -28,6 +28,8 @@ from hybridcomp.tools.plan.search.placing import Placer
 from hybridcomp.tools.plan.search.space import layouts, world
 
 DEFAULT = SearchLimits()
+#: budget of the first plan's layout without compression
+NATIVE = "native"
 #: what waits in the heap: not placed, placed, and judged with its best choices
 Waiting = Layout | Work | tuple[Work, Choices]
 
@@ -88,7 +90,9 @@ class _Search:
         plans = tuple(
             plan_of(self.job, work, choices, self.budget.name) for work, choices in ranked.values()
         )
-        found = Found(plans, self.considered, self.simulated, dict(self.refused))
+        best = [work for work, choices in [*ranked.values()][:1] if choices.items]
+        native = plan_of(self.job, best[0], Choices(), NATIVE) if best else None
+        found = Found(plans, self.considered, self.simulated, dict(self.refused), native=native)
         return found if plans else nothing(self.job, self.placer, every, found)
 
     def _push(self, bound: float, what: Waiting) -> None:

@@ -63,8 +63,8 @@ def test_a_plan_from_the_command_line(
 ) -> None:
     assert cli.main([*words, "--fix", "tensor=1", "--", "echo", "{stages}", "{config}"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("|  | step | interval |")
-    assert "Why the first beats the second:" in said and "start it with" in said
+    assert said.lstrip().startswith("plan ") and "\n1 native" in said
+    assert "The first beside the second:" in said and "start it with" in said
     out = tmp_path / "plans"
     plan = Plan.read(out / "plan.json")
     assert plan.layout.tensor == 1 and plan.layout.ranks == 4

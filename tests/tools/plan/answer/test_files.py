@@ -184,6 +184,17 @@ def test_what_is_no_plan_is_told_with_its_file(tmp_path: Path, written: str) -> 
         Plan.read(path)
 
 
+def test_what_a_start_still_lacks_is_said() -> None:
+    """start.sh had the word SCRIPT, and ds_config.json no optimizer, without a line about it."""
+    script, optimizer = start_command.left_to_user(plan(), (), {})
+    assert "SCRIPT" in script and "behind --" in script
+    assert '"optimizer"' in optimizer and "--base FILE" in optimizer
+    base = {"optimizer": {"type": "AdamW"}}
+    assert not list(start_command.left_to_user(plan(), ("train.py",), base))
+    (script,) = start_command.left_to_user(plan(engine="megatron"), (), {})
+    assert "SCRIPT" in script
+
+
 def test_what_no_file_decides_is_said() -> None:
     stages = plan()
     assert "does not say stages (pp2 dp2" in start_command.left_to_script(stages, ["train.py"])

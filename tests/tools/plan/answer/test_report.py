@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,11 +26,29 @@ SLOW = plan(
 
 def test_a_row_for_each_plan_in_order() -> None:
     head, line, first, second = table([plan(), SLOW])
-    assert head.count("|") == line.count("|") == first.count("|") == second.count("|")
-    assert "| 500 ms | 475 ms to 550 ms | 8,192 | 500 MB | dp 1 MB, pp 2 MB | 42% |" in first
-    assert "pp2 dp2 zero1 mb2x8" in first
+    assert head.index("layout") == first.index("pp2 dp2 zero1 mb2x8") == second.index("dp4 zero1")
+    assert set(line) == {"-"} and "|" not in head + first
+    cells = re.split(r" {2,}", first.strip())
+    assert cells[:7] == ["1", "500 ms", "475 ms to 550 ms", "8,192", "500 MB", "3 MB", "-"]
+    assert cells[7] == "42%"
     assert "dp blockint(bits=4) feedback; pp forward blockint(bits=8), backward expcode()" in first
-    assert second.startswith("| 2 |")
+    assert second.strip().startswith("2 ")
+
+
+def test_the_first_layout_without_compression_has_a_row() -> None:
+    crossing: dict[str, Any] = {
+        "between_nbytes": {"dp": 1e6}, "between_native_nbytes": {"dp": 8e6},
+    }  # fmt: skip
+    native = plan(
+        told=prediction(1.0, between_nbytes={"dp": 8e6}, between_native_nbytes={"dp": 8e6})
+    )
+    native = replace(native, choices=Choices.of({}))
+    *_, first, last = table([plan(told=prediction(**crossing))], native)
+    assert last.startswith("1 native") and "8 MB" in last and last.endswith("nothing")
+    assert "1 MB" in first
+    text = "\n".join(answer(Found((plan(),), native=native), CLUSTER))
+    assert "Natively the first plan's layout would take 1 s a step" in text
+    assert "compression makes it 2.00 times as fast" in text
 
 
 def test_reasons_name_the_parts_that_differ_largest_first_and_the_price() -> None:
@@ -43,8 +63,10 @@ def test_reasons_name_the_parts_that_differ_largest_first_and_the_price() -> Non
 
 def test_equal_steps_are_not_called_a_win() -> None:
     found = reasons(plan(), plan(told=prediction(0.5005)))
-    assert found == [
-        "Steps are equally long within 0.5%; the first plan needs 500 MB a rank, the second 500 MB."
+    assert found == ["Their steps are equally long."]
+    heavier = replace(prediction(0.5005), memory={"weights": 7e8})
+    assert reasons(plan(), plan(told=heavier)) == [
+        "Their steps are equally long; it needs 500 MB a rank, the second 700 MB."
     ]
 
 
@@ -86,9 +108,17 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     native = plan()
     native = type(native)(**{**vars(native), "choices": Choices.of({})})
     path = tmp_path / "deep" / "plan.png"
-    picture.draw([plan(), SLOW, native], 9e8, path, "tiny on 4 ranks")
+    picture.draw([plan(), SLOW], 9e8, path, "tiny on 4 ranks", native)
     assert path.read_bytes()[:4] == b"\x89PNG"
-    assert picture.share(plan()) == pytest.approx(3 / 12)
+    assert picture.between(plan()) == pytest.approx(3.0), "all that it sends: no nodes"
+    crossing = prediction(between_nbytes={"dp": 1e6}, between_native_nbytes={"dp": 8e6})
+    assert picture.between(plan(told=crossing)) == pytest.approx(1.0)
+
+
+def test_plans_that_lie_together_share_a_label() -> None:
+    plans = [*[plan()] * 3, SLOW, plan()]
+    found = picture.labels(plans, (10.0, 10_000.0))
+    assert list(found.values()) == ["1-3, 5", "4"]
 
 
 def test_reasons_that_differ_in_a_number_are_one_line_most_layouts_first() -> None:
