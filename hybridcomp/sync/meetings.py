@@ -74,6 +74,7 @@ class IslandMeetings(SyncFollower):
 
     def _begin(self) -> None:
         masters, islands = self.masters, self.islands
+        self._channel.state.islands = len(islands.rows)
         self._agree()
         self._cut(islands.inside)
         loaded, self._loaded = self._loaded, None

@@ -209,6 +209,7 @@ class SyncFollower(ABC):
     def close(self) -> None:
         """Free start copies, momentum, residuals and what is under way. No collective."""
         self.progress = Progress()
+        self._channel.state.islands = 1
         if self._masters is not None and self._masters.kept is not None:
             self._masters.kept.stop()
         self._masters = self._loaded = None
