@@ -168,7 +168,7 @@ class JobMeetings(SyncFollower):
         if not int(small_messages.least(there)) or data is None:
             return False
         take_state(island_payloads.unpack_state(data), self.progress, self._write)
-        self.masters.written()
+        self._written()
         return True
 
     def _give(self, roster: Roster) -> None:

@@ -94,7 +94,7 @@ class IslandMeetings(SyncFollower):
             if fragment.rule.keeps_progress:
                 fragment.base = fragment.start.clone()
             self._write(index, fragment.start)
-        self.masters.written()
+        self._written()
 
     def _agree(self) -> None:
         """Compare islands, block and weights over all ranks, those of one place with each other."""

@@ -136,7 +136,7 @@ class SyncFollower(ABC):
             if not self.config.late:
                 written |= self._take()
         if written:
-            self.masters.written()
+            self._written()
             if self.masters.kept is not None and not self._told_kept:
                 self.masters.kept.watch(functools.partial(self._keeps_gradients, self.clock))
 
@@ -175,6 +175,15 @@ class SyncFollower(ABC):
         """Put this rank's part into its weights; where all ranks hold all, also the others'."""
         whole = bounds(self.masters.numel, len(self.parts), index)
         self.masters.write_part(self.parts[index], values, whole, self._inside)
+
+    def _written(self) -> None:
+        """Have the engine take the new weights; what it gathers then is of no job without islands."""
+        state = self._channel.state
+        before, state.islands = state.islands, 1
+        try:
+            self.masters.written()
+        finally:
+            state.islands = before
 
     def _fall_back(self) -> None:
         """Go back to the weights that all islands agreed on last, of every fragment.
