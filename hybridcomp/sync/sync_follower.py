@@ -177,7 +177,7 @@ class SyncFollower(ABC):
         self.masters.write_part(self.parts[index], values, whole, self._inside)
 
     def _written(self) -> None:
-        """Have the engine take the new weights; what it gathers then is of no job without islands."""
+        """Have the engine take the new weights; no job without islands gathers them then."""
         state = self._channel.state
         before, state.islands = state.islands, 1
         try:
