@@ -1,9 +1,10 @@
-"""Say that a job has a block but was started without hybridcomp, so that nothing is compressed.
+"""Say that a job has a block, or a file to record, but was started without hybridcomp.
 
 torch calls ``watch`` at the end of its import, as it does for every package with an entry point in
 ``torch.backends`` (torch 2.5 and newer; ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches that off). It
 imports nothing and patches nothing: where the environment or the command line names a file that
-may hold a block, it asks torch to be called once, behind the first optimizer step of the process.
+may hold a block, or that losses are to be written into, it asks torch to be called once, behind the
+first optimizer step of the process.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hybridcomp.job.environment import CONFIG
+from hybridcomp.job.environment import CONFIG, RECORD
+from hybridcomp.job.launcher import start_command
 
 #: options with which scripts and the Trainer name the DeepSpeed file
 OPTIONS = ("--deepspeed_config", "--deepspeed")
@@ -22,8 +24,8 @@ ACTING = "hybridcomp.patches"
 
 
 def watch() -> None:
-    """Wait for the first optimizer step, where a file is named that may hold a block."""
-    if next(_named(_words()), None) is None:
+    """Wait for the first optimizer step, where a file is named that hybridcomp would use."""
+    if next(_named(_words()), None) is None and not os.environ.get(RECORD):
         return
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -33,28 +35,35 @@ def watch() -> None:
         if looked:  # taking the hook away would change what torch is iterating over
             return
         looked.append(True)
-        if sentence := _missing():
+        if sentences := list(_missing()):
             from hybridcomp.log import say
 
-            say(sentence)
+            say(*sentences)
 
     register_optimizer_step_post_hook(stepped)
 
 
-def _missing() -> str | None:
-    """Return what to tell the user of a job of several ranks; None where all is as it should be."""
+def _missing() -> Iterator[str]:
+    """Yield what to tell the user: of blocks in a job of several ranks, of losses in any."""
     import torch.distributed as dist
 
+    if ACTING in sys.modules:
+        return
+    if file := os.environ.get(RECORD):
+        yield (
+            f"WARNING: {RECORD}: nothing is written into {file}, as DeepSpeed engines are recorded "
+            f"under hybridcomp alone: start with {start_command()}, or call hybridcomp.install() "
+            "before the engine is built"
+        )
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if ACTING in sys.modules or not several:
-        return None
-    for place, file in _named(_words()):
+    for place, file in _named(_words()) if several else ():
         if _has_block(file):
-            return (
-                f"{place} {file} has a block, and nothing is compressed: put -m hybridcomp.run "
-                "before the script, or call hybridcomp.install() or hybridcomp.attach(model) in it"
+            yield (
+                f"WARNING: {place} {file} has a block, and nothing is compressed: start with "
+                f"{start_command()}, or call hybridcomp.install() or hybridcomp.attach(model) in "
+                "the script"
             )
-    return None
+            return
 
 
 def _words() -> Sequence[str]:

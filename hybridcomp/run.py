@@ -16,11 +16,13 @@ from typing import NoReturn
 
 import hybridcomp
 from hybridcomp.job import agreement
+from hybridcomp.job.environment import RECORD
 from hybridcomp.log import say
 
 USAGE = (
     "usage: deepspeed --module hybridcomp.run SCRIPT [ARGUMENT ...]\n"
-    "       deepspeed --module hybridcomp.run -m MODULE [ARGUMENT ...]\n"
+    "       torchrun -m hybridcomp.run SCRIPT [ARGUMENT ...]\n"
+    "python and accelerate launch as torchrun; -m MODULE in the place of SCRIPT runs a module\n"
 )
 
 
@@ -61,7 +63,13 @@ def _run(script: str, module: bool, words: list[str]) -> None:
 
 
 def _say_if_idle() -> None:
-    """Tell the user of a job of several ranks if hybridcomp met no engine that it supports."""
+    """Tell the user if hybridcomp met no engine that it supports, or none that it could record."""
+    file, record = os.environ.get(RECORD), sys.modules.get("hybridcomp.patches.ds.record")
+    if file and (record is None or not record.has_recorded()):
+        say(
+            f"WARNING: {RECORD}: nothing is written into {file}: this script trained no DeepSpeed "
+            "engine"
+        )
     if os.environ.get("WORLD_SIZE", "1") != "1" and not agreement.has_compared():
         say(
             "nothing was compressed: this script trained nothing under DeepSpeed, megatron-core, "

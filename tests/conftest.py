@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # even where they outnumber them: patches/ds/test_two_levels.py, 24 s and not 28
 if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+# a shell that starts this in the background has it and all its children ignore SIGINT, which tests
+# send to children
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # wall-clock limits say nothing on a shared machine
 settings.register_profile("hybridcomp", deadline=None, print_blob=True)

@@ -76,6 +76,13 @@ class Message(ABC, Generic[R]):
     def native_nbytes(self, size: int) -> int:
         """Return the bytes that this rank would send natively in a group of ``size`` ranks."""
 
+    def nbytes_among(self, size: int, ranks: int) -> int:
+        """Return the bytes that this rank would send natively were ``size`` ranks so many.
+
+        In a job without islands; the message is the same sum, or gathers the same values.
+        """
+        return self.native_nbytes(ranks)
+
     def stays_native(self, channel: Channel, codec: Codec) -> bool:
         """Return whether native must send the message although it has a codec.
 
@@ -145,6 +152,7 @@ class Channel:
         )
         if codec is None or message.stays_native(self, codec):
             return self.run_native(message, native)
+        self._count_spared(message)
         if profiler._is_profiler_enabled:
             fields = message.direction, message.numel, message.dtype
             with marks.sending(self.dimension, *fields, codec.spec):
@@ -158,8 +166,17 @@ class Channel:
     def run_native(self, message: Message[Any], native: Callable[[], T]) -> T:
         """Count a message that no codec may change, and have upstream send it."""
         size = self.group(message.group).size
+        self._count_spared(message)
         self.count_native(message.native_nbytes(size), message.direction)
         return native()
+
+    def _count_spared(self, message: Message[Any]) -> None:
+        """Count, as native bytes of ``sync``, what the message would send beyond this island."""
+        islands = self.state.islands
+        if islands > 1 and self.dimension in MEASURED_EARLY:
+            size = self.group(message.group).size
+            spared = message.nbytes_among(size, size * islands) - message.native_nbytes(size)
+            self.state.ledger.interval["sync", "forward"].raw_nbytes += spared
 
     def codec(
         self,
@@ -230,7 +247,8 @@ class Channel:
     def count_native(self, nbytes: int, direction: Direction = "forward") -> None:
         """Count a message of ``nbytes`` that upstream sends itself; 0: it sends nothing."""
         if nbytes:
-            self.state.ledger.record_native((self.dimension, direction), nbytes)
+            raw_nbytes = 0 if self.dimension == "sync" else nbytes  # see _count_spared
+            self.state.ledger.record_native((self.dimension, direction), nbytes, raw_nbytes)
 
     @property
     def active(self) -> bool:
@@ -295,11 +313,11 @@ class Channel:
     def record(self, meter: Meter, raw_nbytes: int, direction: Direction, inter: float) -> None:
         """Count an encoded message in whose place native would have sent ``raw_nbytes``, of which
         the share ``inter`` crosses nodes."""
+        raw_nbytes = 0 if self.dimension == "sync" else raw_nbytes
         self.state.ledger.record((self.dimension, direction), raw_nbytes, meter, inter)
 
     def recorded(
         self, handle: H, meter: Meter, raw_nbytes: int, direction: Direction, inter: float
     ) -> H:
         """``record`` an encoded message once ``handle`` is complete; return ``handle``."""
-        key = (self.dimension, direction)
-        return handle.then(partial(self.state.ledger.record, key, raw_nbytes, meter, inter))
+        return handle.then(partial(self.record, meter, raw_nbytes, direction, inter))

@@ -17,6 +17,7 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.config.error_messages import show
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import saved
+from hybridcomp.job.launcher import start_command
 
 FILE = "hybridcomp_checkpoint.json"
 FORMAT = 1
@@ -36,9 +37,9 @@ NEEDS_US = (
     "Saved by a training whose communication hybridcomp compresses. Weights and optimizer states "
     "are exact and load without it, but the files named below belong to the state of the run: a "
     "job that is resumed without hybridcomp drops them without a word, and goes on uncompressed. "
-    "Resume with the block below in the DeepSpeed file and `deepspeed --module hybridcomp.run "
-    "SCRIPT ...` (or hybridcomp.install() first), with megatron-core hybridcomp.load_state(FOLDER);"
-    " check with `hybridcomp validate DS_CONFIG --checkpoint FOLDER`."
+    "Resume with the block below in the DeepSpeed file and {start} (or hybridcomp.install() "
+    "first), with megatron-core hybridcomp.load_state(FOLDER); check with `hybridcomp validate "
+    "DS_CONFIG --checkpoint FOLDER`."
 )
 
 
@@ -50,7 +51,7 @@ def write(
     ``kinds``: keys of ``HOLDS``; every rank writes a file of each. Raises CheckpointError.
     """
     note = {
-        "README": NEEDS_US if kinds else SELF_CONTAINED,
+        "README": NEEDS_US.format(start=start_command()) if kinds else SELF_CONTAINED,
         "format": FORMAT,
         "hybridcomp": _version(),
         "step": step,

@@ -56,6 +56,7 @@ class EngineState:
         numels: elements of each parameter, by the name that its residuals have; empty: not known.
         common: names of small parameters that tensor-parallel ranks share (``replicated``).
         generation: of the references that parameter deltas are added to.
+        islands: those that meet; the job without them is one data-parallel group of all.
     """
 
     config: CompressionConfig
@@ -79,6 +80,7 @@ class EngineState:
     numels: dict[str, int] = field(default_factory=dict)
     common: frozenset[str] = frozenset()
     generation: int = 0
+    islands: int = 1
 
     @property
     def timing(self) -> bool:

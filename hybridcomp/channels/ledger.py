@@ -60,7 +60,8 @@ class Entry:
     @property
     def inter_ratio(self) -> float | None:
         """Return native over encoded bytes between nodes; None where none crossed."""
-        return self.inter_raw_nbytes / self.inter_nbytes if self.inter_nbytes else None
+        known = self.inter_nbytes and self.inter_raw_nbytes  # not of islands: no message of theirs
+        return self.inter_raw_nbytes / self.inter_nbytes if known else None
 
     @property
     def clock(self) -> str:
@@ -152,13 +153,14 @@ class Ledger:
         if timed is not None:
             timed.land(meter.spans, entry)
 
-    def record_native(self, key: Key, raw_nbytes: int) -> None:
-        """Count one message left native."""
+    def record_native(self, key: Key, wire_nbytes: int, raw_nbytes: int | None = None) -> None:
+        """Count one message left native; ``raw_nbytes``: where the job without hybridcomp would
+        have sent another number."""
         entry = self.interval[key]
         entry.messages += 1
         entry.native += 1
-        entry.raw_nbytes += raw_nbytes
-        entry.wire_nbytes += raw_nbytes
+        entry.raw_nbytes += wire_nbytes if raw_nbytes is None else raw_nbytes
+        entry.wire_nbytes += wire_nbytes
 
     def record_error(self, key: Key, error_sq: float, value_sq: float, outside: int = 0) -> None:
         """Add one sample of an encoding's error; ``outside``: elements beyond their bound."""

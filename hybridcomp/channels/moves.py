@@ -53,6 +53,11 @@ class AllGather(Message[Handle]):
         """Return the bytes of a ring all-gather."""
         return native_nbytes.all_gather_nbytes(self.shard.numel(), self.dtype, size)
 
+    def nbytes_among(self, size: int, ranks: int) -> int:
+        """Return the bytes of gathering the same values, of which each rank has fewer then."""
+        shard = -(-size * self.shard.numel() // ranks)
+        return native_nbytes.all_gather_nbytes(shard, self.dtype, ranks)
+
     def send(self, channel: Channel, codec: Codec) -> Handle:
         """Gather encoded shards; see ``collectives.all_gather``."""
         shard, cuts = self.shard, self.cuts(codec)

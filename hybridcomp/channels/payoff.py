@@ -161,26 +161,48 @@ class Payoff:
         why = "not timed, as this job makes its groups in a way of its own"
         return [f"{', '.join(here)}: compressed, {why}"] if here else []
 
-    def idle_reason(self, step: int) -> str:
-        """Return why a run that ends at ``step`` has encoded no message."""
+    def idle_reason(self, step: int, sent: Collection[Dimension] | None = None) -> str:
+        """Return why a run that ends at ``step`` has encoded no message.
+
+        ``sent``: dimensions of which messages were counted; None: not known.
+        """
         state = self._state
-        here = [n for n in DIMENSIONS if self._channels[n].active and n not in state.absent]
+        named = [n for n in DIMENSIONS if self._channels[n].active]
+        here = [n for n in named if n not in state.absent]
         if not here and state.config.sync.acts:
-            return "islands sent at their meetings alone, and sync has no codec"
+            return "no meeting was held"
+        if not named:
+            return "the block names no codec for any dimension"
         if not here:
-            return "the dimensions that the block compresses send nothing in this job"
+            return f"the job sends nothing in the dimensions of the block ({', '.join(named)})"
         alone = dist.is_initialized() and dist.get_world_size() < 2
         if alone and state.config.sync.jobs is None:
             return "one rank sends nothing"
-        if all(n in state.verdicts.by_dimension and state.verdicts.native(n, step) for n in here):
+        reasons: dict[str, list[str]] = {}
+        for name in here:
+            reasons.setdefault(self._idle(name, step, sent), []).append(name)
+        if len(reasons) == 1:
+            return next(iter(reasons))
+        return "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items())
+
+    def _idle(self, name: Dimension, step: int, sent: Collection[Dimension] | None) -> str:
+        """Return why no message of a dimension that has a codec was encoded."""
+        state = self._state
+        if name in state.guard.trips:
+            return f"the guard has made it native since step {state.guard.trips[name].step}"
+        if name in state.verdicts.by_dimension and state.verdicts.native(name, step):
             return ALL_NATIVE
-        if any(n in state.guard.trips for n in here):
-            return "the guard gave up"
+        small = f"no message had min_bytes, {state.config.min_bytes}, and a dtype that codecs take"
         if not step:
-            return "it ended before its first optimizer step"
+            counted = bool(sent) and not state.config.start_step
+            return small if counted else "it ended before its first optimizer step"
         if step <= state.config.start_step:
             return f"it ended at step {step}, and start_step is {state.config.start_step}"
-        return f"no message had min_bytes, {state.config.min_bytes}, and a dtype that codecs take"
+        if sent is not None and name not in sent:
+            return "no meeting was held" if name == "sync" else "it sent no message"
+        if name in state.seen.counts:
+            return 'it ended before "when": "auto" had timed its messages'
+        return small
 
     def _nothing_left(self) -> list[str]:
         """Return a message that nothing is compressed, once no verdict can change any more."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
@@ -98,6 +98,7 @@ class CompressionConfig(DimensionFields):
 
     _explicit: frozenset[Dimension] = PrivateAttr(frozenset())
     _planned: planned.Planned | None = PrivateAttr(None)
+    _native: frozenset[Dimension] = PrivateAttr(frozenset())
 
     @field_validator("hierarchy", mode="before")
     @classmethod
@@ -186,10 +187,14 @@ class CompressionConfig(DimensionFields):
         """Plan from which this block was made; None for any other preset."""
         return self._planned
 
+    def keep_native(self, dimensions: Iterable[Dimension]) -> None:
+        """Leave the codecs of these dimensions out, which the job cannot take; all ranks alike."""
+        self._native |= frozenset(dimensions)
+
     def error_feedback(self, dimension: Dimension) -> bool:
         """Return whether ``dimension`` keeps residuals."""
         settings: DimensionConfig = getattr(self, dimension)
-        return settings.feeds_back
+        return settings.feeds_back and dimension not in self._native
 
     def measured(self) -> tuple[Dimension, ...]:
         """Return the dimensions that turn off where the link is faster than their codec."""
@@ -276,13 +281,14 @@ class CompressionConfig(DimensionFields):
 
     def ramps(self) -> dict[tuple[Dimension, Direction], tuple[Rung, ...]]:
         """Return the rungs of every ramp, by dimension and direction."""
-        ways = {key: getattr(self, key[0]).rungs_of(key[1]) for key in self.codecs()}
+        ways = {key: getattr(self, key[0]).rungs_of(key[1]) for key in self.codecs()
+                if key[0] not in self._native}  # fmt: skip
         return {key: rungs for key, rungs in ways.items() if rungs}
 
     def codecs(self) -> dict[tuple[Dimension, Direction], Codec | None]:
         """Build the codecs, by dimension and direction; None for native."""
         return {
-            (name, way): getattr(self, name).codec_of(way)
+            (name, way): None if name in self._native else getattr(self, name).codec_of(way)
             for name in DIMENSIONS
             for way in ROWS[name].directions
         }

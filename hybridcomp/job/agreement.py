@@ -23,6 +23,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from hybridcomp.errors import AgreementError, PeerError
 from hybridcomp.job import processes
+from hybridcomp.job.launcher import start_command
 from hybridcomp.job.statements import StatementRound
 from hybridcomp.job.waits import NOTICE_S, Notices
 from hybridcomp.log import complain
@@ -33,7 +34,7 @@ LOOK_S = 1.0
 #: ends ranks that wait for it in a message of upstream, without naming it
 PATIENCE = 0.9
 #: advice about ranks that are silent
-ALIKE = "start every rank with `--module hybridcomp.run`, or call hybridcomp.install() in every one"
+ALIKE = "start every rank with {start}, or call hybridcomp.install() in every one"
 Ranks = tuple[int, ...]
 #: rounds so far among the ranks of a part of the job; None: all ranks
 _rounds_of: Counter[Ranks | None] = Counter()
@@ -154,7 +155,7 @@ def _await_all(this: StatementRound, what: str) -> None:
             if missing := this.unheard():
                 raise AgreementError(
                     f"{what}: rank(s) {_ranks(missing)} never stated theirs, in {silent:.0f} s; "
-                    f"{ALIKE}"
+                    f"{ALIKE.format(start=start_command())}"
                 )
             this.collect()  # the last rank has stated, and ended before it did this
         elif notices.due() and this.first_heard():
@@ -167,9 +168,10 @@ def _complain(this: StatementRound, what: str, silent: float, patience: float) -
     if not missing:
         this.collect()
         return
+    alike = ALIKE.format(start=start_command())
     complain(
         f"waiting for rank(s) {_ranks(missing)} to state their {what}, for {silent:.0f} s now. A "
-        f"rank that was started without hybridcomp never will: {ALIKE}. This job ends in "
+        f"rank that was started without hybridcomp never will: {alike}. This job ends in "
         f"{patience - silent:.0f} s"
     )
 

@@ -27,6 +27,7 @@ class PublishedSteps:
         self._make: Callable[[], Publisher | None] | None = make
         self._publisher: Publisher | None = None
         self._since: list[VersionSummary] = []
+        self._versions = self._nbytes = self._raw_nbytes = 0
 
     def before_step(self) -> None:
         """Make the publisher. Raises ConfigError where the weights or the folder do not fit."""
@@ -37,7 +38,11 @@ class PublishedSteps:
     def after_step(self, step: int) -> None:
         """Publish where the step is due."""
         if self._publisher is not None and step % self._publisher.every == 0:
-            self._since.append(self._publisher.publish(step))
+            found = self._publisher.publish(step)
+            self._since.append(found)
+            self._versions += 1
+            self._nbytes += found.nbytes
+            self._raw_nbytes += 2 * found.weights  # published weights have 16 bits
 
     def after_skip(self) -> None:
         """Do nothing: the weights are those of the version before."""
@@ -71,6 +76,13 @@ class PublishedSteps:
                 "raw_ms": estimate.raw_s * 1e3,
             }  # fmt: skip
         return found
+
+    def told(self) -> str:
+        """Return how many versions were published, in how many MB; "" where none was."""
+        if not self._versions:
+            return ""
+        sizes = f"{self._nbytes / 1e6:.3g} MB in place of {self._raw_nbytes / 1e6:.3g} MB"
+        return f"published {self._versions} version{'s'[: self._versions > 1]}, {sizes}"
 
     def close(self) -> None:
         """Close the publisher."""

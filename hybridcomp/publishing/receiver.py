@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.errors import ConfigError, PublishError
-from hybridcomp.foreign import one_line
+from hybridcomp.foreign import one_line, quoted_path
+from hybridcomp.job.waits import Notices
 from hybridcomp.log import say
 from hybridcomp.publishing.destinations import folder_of
 from hybridcomp.publishing.groups import GroupSource
@@ -92,6 +93,7 @@ class WeightReceiver:
         self._mirror: Mirror | None = None
         self._held: Manifest | None = None
         self._last = _Taken()
+        self._notices: Notices | None = None
 
     @property
     def version(self) -> int:
@@ -132,6 +134,7 @@ class WeightReceiver:
                     raise DamagedVersion(f"{error}; {self._source.ask(self._held)}") from None
                 say(f"receiver: {error}; a full version after it is taken instead", anywhere=True)
         if not taken.count or self._held is None or self._mirror is None:
+            self._say_if_empty()
             return None
         names = tuple(self._mirror.table) if taken.is_new else tuple(sorted(taken.changes))
         changed = self._held.weights if taken.is_new else sum(
@@ -141,6 +144,19 @@ class WeightReceiver:
             self.version, names, taken.count, taken.full, changed, taken.check_s, taken.apply_s,
             time.perf_counter() - begun,
         )  # fmt: skip
+
+    def _say_if_empty(self) -> None:
+        """Tell the user of a folder in which no version has come for 10, 30, 90 s and so on."""
+        self._notices = self._notices or Notices()  # from the first look on
+        if self._held is None and isinstance(self._source, FolderSource) and self._notices.due():
+            path, waited = self._source.path, self._notices.seconds
+            there = (
+                "" if path.is_dir() else "; the folder does not exist: correct its name, or wait"
+            )
+            say(
+                f"receiver: no version in {quoted_path(path)} yet, after {waited:.0f} s{there}",
+                anywhere=True,
+            )
 
     def _take(self, until: int | None, taken: _Taken) -> None:
         """Apply the source's offers, and add what they were to ``taken``."""

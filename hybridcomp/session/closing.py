@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing import util
@@ -46,6 +46,7 @@ class Account:
     outside: float = 0.0
     rest: float = 0.0  # messages of this rank since the last report
     idle: str = ""  # why nothing is compressed, where that is so
+    also: tuple[str, ...] = ()  # what followers have done, such as publishing
     dimensions: set[Dimension] = field(default_factory=set)  # encoded ones
 
     def add(self, entries: Mapping[Key, Entry]) -> None:
@@ -54,14 +55,18 @@ class Account:
             self.raw_nbytes += entry.raw_nbytes
             self.wire_nbytes += entry.wire_nbytes
             self.outside += entry.outside
-            if entry.messages > entry.native:
-                self.encoded += entry.messages - entry.native
+            if entry.messages > entry.native or (dimension == "sync" and entry.messages):
+                self.encoded += entry.messages  # islands send less by meeting seldom, too
                 self.dimensions.add(dimension)
             if entry.error is not None and entry.error > self.error:
                 self.error, self.worst = entry.error, dimension
 
-    def close(self, entries: Mapping[Key, Entry], idle: str) -> None:
-        """Take the entries since the last report; ``idle``: why nothing was compressed, if so."""
+    def close(self, entries: Mapping[Key, Entry], idle: str, also: Iterable[str] = ()) -> None:
+        """Take the entries since the last report.
+
+        ``idle``: why nothing was compressed, if so; ``also``: what followers have done.
+        """
+        self.also = tuple(also)
         self.rest = sum(entry.messages for entry in entries.values())
         if not self.step:
             self.add(entries)
@@ -121,18 +126,21 @@ def last_line(accounts: list[Account]) -> str:
     raw, wire = sum(a.raw_nbytes for a in accounts), sum(a.wire_nbytes for a in accounts)
     files = dict.fromkeys(a.report for a in accounts if a.report)
     report = f"report {', '.join(files)}" if files else "no report file"
+    also = [text for a in accounts for text in a.also]
     if not any(a.encoded for a in accounts):
         why = "; ".join(dict.fromkeys(a.idle for a in accounts if a.idle))
         spent = sum(a.gains.spent_s for a in accounts)
         lost = f"; measuring took {spent:.1f} s" if spent else ""
-        return f"this run compressed nothing: {why}{lost} ({report})"
+        done = f"{', '.join(also)}, and compressed nothing else" if also else "compressed nothing"
+        return f"this run {done}: {why}{lost} ({report})"
     reported = any(a.step for a in accounts)
     late = reported and any(a.rest for a in accounts)
-    whose = f"until step {max(a.step for a in accounts)} " if late else ""
-    whose = whose if reported else "rank 0 alone "
-    parts = [f"{whose}sent {_megabytes(wire)} of {_megabytes(raw)} MB (native)"]
-    parts += [_saved(accounts), _error(accounts), report]
-    return f"this run {', '.join(parts)}"
+    whose = "this run" if reported else "in this run rank 0"
+    until = f"until step {max(a.step for a in accounts)}, its last report, " if late else ""
+    part = "" if reported else " (the other ranks had not reported yet)"
+    sent = f"{_megabytes(wire)} MB, natively it would have been {_megabytes(raw)} MB{part}"
+    parts = [f"{until}{whose} sent {sent}", *also, _saved(accounts), _error(accounts), report]
+    return ", ".join(parts)
 
 
 def _megabytes(nbytes: float) -> str:

@@ -147,7 +147,7 @@ class EngineSession:
         if jsonl is None and named:
             jsonl = Path(named)
         make_together(jsonl, f"{BLOCK}.ledger.jsonl", ranks)
-        self.reporter = Reporter(self.channels, jsonl, self.device)
+        self.reporter = Reporter(self.channels, jsonl, self.device, self.followers)
 
     # facts of the caller's model and groups
 

@@ -68,6 +68,14 @@ class OverflowFollower(Protocol):
         """
 
 
+@runtime_checkable
+class ToldFollower(Protocol):
+    """Follower whose work the job's last line tells."""
+
+    def told(self) -> str:
+        """Return what it has done since the run began, as "published 3 versions"; "": nothing."""
+
+
 class Followers(list[StepFollower]):
     """The followers of one session, called in the order in which they were added."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from hybridcomp.metric_names import (
     event_name,
 )
 from hybridcomp.session.closing import Account, close_at_the_end, open_account
-from hybridcomp.session.followers import StepFollower
+from hybridcomp.session.followers import StepFollower, ToldFollower
 
 #: name and figure, in the form of DeepSpeed's monitors
 Event = tuple[str, float]
@@ -47,7 +47,15 @@ class Reporter:
     _jsonl: JsonLines | None = None
     _account: Account | None = None
 
-    def __init__(self, channels: Channels, jsonl: Path | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        channels: Channels,
+        jsonl: Path | None,
+        device: torch.device,
+        followers: Sequence[StepFollower] = (),
+    ) -> None:
+        """Hold the channels; ``followers``: whose work the job's last line tells, too."""
+        self._followers = followers
         self._channels = channels
         self._device = device
         self._totals: dict[Key, Entry] = {key: Entry() for key in KEYS}
@@ -122,8 +130,12 @@ class Reporter:
         """
         if self._account is not None:
             step = self._channels.step
-            idle = self._channels.payoff.idle_reason(step)
-            self._account.close(self._channels.ledger.interval, idle)
+            interval = self._channels.ledger.interval
+            sent = {name for entries in (self._totals, interval)
+                    for (name, _), entry in entries.items() if entry.messages}  # fmt: skip
+            idle = self._channels.payoff.idle_reason(step, sent)
+            also = [one.told() for one in self._followers if isinstance(one, ToldFollower)]
+            self._account.close(interval, idle, filter(None, also))
             self._account = None
         if self._jsonl is not None:
             ledger = self._channels.ledger

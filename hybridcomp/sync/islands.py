@@ -72,6 +72,11 @@ def islands_of(size: int | str) -> Islands:
         raise ConfigError(KEY, told, "each rank needs a peer in every island: use equally many")
     if len(rows) < 2:
         told = Shown(f"one island of {lengths[0]} rank(s)")
+        if size == "node" and lengths[0] > 1:
+            why = "all ranks are on one node, as far as the launcher says"
+            half = next(n for n in range(lengths[0] // 2, 0, -1) if lengths[0] % n == 0)
+            todo = f'to try islands here write "islands": {half}, the ranks of each'
+            raise ConfigError(KEY, size, f"{why}, so that one island has nobody to meet; {todo}")
         raise ConfigError(KEY, told, "it has nobody to meet; write a smaller number of ranks")
     if _made_in[0]() is not world:  # torch.distributed was started again
         _made.clear()

@@ -121,8 +121,13 @@ class JobMeetings(SyncFollower):
         self._membership.join(reached, self._has_state)
         self._joined()
 
+    def _count_islands(self) -> None:
+        """Tell the ledger how many islands the job would be one data-parallel group of."""
+        self._channel.state.islands = len(self.membership.last.members)
+
     def _joined(self) -> None:
         """Put the messages that are under way into the rendezvous, under the names there."""
+        self._count_islands()
         first = self.membership.last.number + 1
         for number, meeting in enumerate(self.under_way, first):
             self.membership.post(number, meeting.rows)
@@ -163,7 +168,7 @@ class JobMeetings(SyncFollower):
         if not int(small_messages.least(there)) or data is None:
             return False
         take_state(island_payloads.unpack_state(data), self.progress, self._write)
-        self.masters.written()
+        self._written()
         return True
 
     def _give(self, roster: Roster) -> None:
@@ -207,6 +212,7 @@ class JobMeetings(SyncFollower):
         written = self._arrived(meeting.index, good, of.own in rows and of.own not in good)
         # 3
         of.held(roster, {one: what for one, what in rows.items() if isinstance(what, str)})
+        self._count_islands()
         if roster.giver == of.own:
             self._give(roster)
         return written

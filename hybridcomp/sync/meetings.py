@@ -74,6 +74,7 @@ class IslandMeetings(SyncFollower):
 
     def _begin(self) -> None:
         masters, islands = self.masters, self.islands
+        self._channel.state.islands = len(islands.rows)
         self._agree()
         self._cut(islands.inside)
         loaded, self._loaded = self._loaded, None
@@ -93,7 +94,7 @@ class IslandMeetings(SyncFollower):
             if fragment.rule.keeps_progress:
                 fragment.base = fragment.start.clone()
             self._write(index, fragment.start)
-        self.masters.written()
+        self._written()
 
     def _agree(self) -> None:
         """Compare islands, block and weights over all ranks, those of one place with each other."""

@@ -136,7 +136,7 @@ class SyncFollower(ABC):
             if not self.config.late:
                 written |= self._take()
         if written:
-            self.masters.written()
+            self._written()
             if self.masters.kept is not None and not self._told_kept:
                 self.masters.kept.watch(functools.partial(self._keeps_gradients, self.clock))
 
@@ -176,6 +176,15 @@ class SyncFollower(ABC):
         whole = bounds(self.masters.numel, len(self.parts), index)
         self.masters.write_part(self.parts[index], values, whole, self._inside)
 
+    def _written(self) -> None:
+        """Have the engine take the new weights; no job without islands gathers them then."""
+        state = self._channel.state
+        before, state.islands = state.islands, 1
+        try:
+            self.masters.written()
+        finally:
+            state.islands = before
+
     def _fall_back(self) -> None:
         """Go back to the weights that all islands agreed on last, of every fragment.
 
@@ -209,6 +218,7 @@ class SyncFollower(ABC):
     def close(self) -> None:
         """Free start copies, momentum, residuals and what is under way. No collective."""
         self.progress = Progress()
+        self._channel.state.islands = 1
         if self._masters is not None and self._masters.kept is not None:
             self._masters.kept.stop()
         self._masters = self._loaded = None

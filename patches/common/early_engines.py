@@ -16,6 +16,7 @@ from typing import Any
 from hybridcomp.config import CompressionConfig, load_config
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
+from hybridcomp.job.launcher import start_command
 
 
 @dataclass(frozen=True)
@@ -27,25 +28,26 @@ class TrackedClass:
         module: defines the class.
         name: of the class.
         line: call of a training script that builds one.
-        instead: another way to install in time.
     """
 
     package: str
     module: str
     name: str
     line: str
-    instead: str
 
 
 ENGINE = TrackedClass(
-    "deepspeed", "deepspeed.runtime.engine", "DeepSpeedEngine", "deepspeed.initialize(...)",
-    "start the script by `deepspeed --module hybridcomp.run`",
-)  # fmt: skip
+    "deepspeed",
+    "deepspeed.runtime.engine",
+    "DeepSpeedEngine",
+    "deepspeed.initialize(...)",
+)
 WRAPPER = TrackedClass(
-    "megatron.core", "megatron.core.distributed.data_parallel_base", "_BaseDataParallel",
+    "megatron.core",
+    "megatron.core.distributed.data_parallel_base",
+    "_BaseDataParallel",
     "Megatron's DistributedDataParallel (`get_model(...)` in Megatron-LM)",
-    "start the script by `torchrun -m hybridcomp.run`",
-)  # fmt: skip
+)
 CLASSES = (ENGINE, WRAPPER)
 
 #: objects of patched constructors -> whether there was a block for them
@@ -80,7 +82,7 @@ def too_late(kind: TrackedClass, name: str) -> ConfigError:
         "hybridcomp.install",
         Shown(f"a {name} that was built before it"),
         "what was built before would send everything uncompressed; put `hybridcomp.install()` "
-        f"above the line with {kind.line}, or {kind.instead}",
+        f"above the line with {kind.line}, or start with {start_command()}",
     )
 
 

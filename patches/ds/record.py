@@ -41,6 +41,11 @@ def asked() -> bool:
     return bool(os.environ.get(ENVIRONMENT))
 
 
+def has_recorded() -> bool:
+    """Return whether an engine of this process is, or was, recorded."""
+    return _recorded
+
+
 def attach(engine: Any) -> None:
     """Record ``engine`` if that is asked for and it is the first with an optimizer in the process.
 

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hybridcomp.config import CompressionConfig
+from hybridcomp.channels import Channels
 from hybridcomp.log import say_once
 from hybridcomp.patches.common import early_engines
 from hybridcomp.patches.mcore.groups import sizes
@@ -32,13 +32,16 @@ BASE = Seam(
 
 
 def check(
-    block: CompressionConfig, wrapper: Any, config: Any, ddp: Any, model: Any, groups: Any = None
+    channels: Channels, wrapper: Any, config: Any, ddp: Any, model: Any, groups: Any = None
 ) -> None:
     """Check the block against one model chunk; see ``rules.engine.hold``. Rank 0 prints messages.
+
+    The codecs that it cannot take, and that the preset chose, are left out of ``channels``.
 
     ``groups``: a ProcessGroupCollection that the user gave the wrapper. Raises ConfigError for the
     first dimension that cannot act.
     """
+    block = channels.config
     job = mcore.MegatronJob(
         config, ddp, type(wrapper).__name__, sizes(groups), frozenset(_homes(model)),
         frozenset(p.dtype for p in model.parameters()), engine.lossy(block), block.zero.delta,
@@ -51,6 +54,7 @@ def check(
         rules.insert(0, mcore.out_of_reach(reason))
     for sentence in hold(block, ((rule, job) for rule in rules)):
         say_once(sentence)
+    channels.policy = block.policy()
 
 
 def _homes(model: Any) -> Iterator[str]:
@@ -69,7 +73,7 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
         early_engines.register(self, attached=channels is not None)
         if channels is not None and type(self).__name__ != "DistributedDataParallel":
             given = signature.bind(self, *args, **kwargs).arguments
-            check(channels.config, self, given["config"], None, given["module"])
+            check(channels, self, given["config"], None, given["module"])
         original(self, *args, **kwargs)
 
     return __init__

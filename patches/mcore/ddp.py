@@ -107,7 +107,7 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
             return
         given = signature.bind(self, *args, **kwargs).arguments
         check.check(
-            session.channels.config, self, given["config"], given["ddp_config"], given["module"],
+            session.channels, self, given["config"], given["ddp_config"], given["module"],
             given.get("pg_collection"),
         )  # fmt: skip
         original(self, *args, **kwargs)

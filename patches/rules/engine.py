@@ -14,7 +14,8 @@ from hybridcomp.errors import ConfigError
 #: facts of the job that the rules of one upstream read
 J = TypeVar("J")
 
-#: refuse   never together, even with ``on_unsupported`` native: results would be wrong
+#: refuse   never together, as results would be wrong: an error for a key that the user wrote, even
+#:          with ``on_unsupported`` native, which leaves out a codec that only the preset chose
 #: bypass   upstream sends this traffic on a path that no seam covers
 #: absent   this job has no such traffic: an error for a key that the user wrote, nothing for a
 #:          preset, which is made for every kind of job
@@ -48,14 +49,24 @@ def hold(block: CompressionConfig, rules: Iterable[tuple[Rule[J], J]]) -> Iterat
 
     Yields sentences for the user. Raises ConfigError at the first dimension that cannot act, unless
     the block says ``"on_unsupported": "native"``; then a sentence says what stays native and why.
+    What is refused and only the preset has chosen, ``block`` keeps native then.
     """
     active = [name for name in DIMENSIONS if block.active(name)]
     for rule, job in rules:
         names = [name for name in active if name in rule.dimensions]
         if rule.verdict == "absent":
             names = [name for name in names if name in block.explicit]
-        if names and rule.settings(block) and rule.applies(job):
-            yield apply(rule, names, block)
+        if not names or not rule.settings(block) or not rule.applies(job):
+            continue
+        chosen = [name for name in names if name not in block.explicit]
+        if rule.verdict == "refuse" and chosen and block.on_unsupported == "native":
+            if asked := [name for name in names if name in block.explicit]:
+                apply(rule, asked, block)
+            block.keep_native(chosen)
+            active = [name for name in active if name not in chosen]
+            yield f"{', '.join(chosen)} native: {rule}; the preset chose that codec"
+            continue
+        yield apply(rule, names, block)
 
 
 def apply(rule: Rule[J], names: Sequence[Dimension], block: CompressionConfig) -> str:

@@ -119,13 +119,13 @@ def same_bits(rollout: Transformers, engine: Any) -> bool:
     return equal
 
 
-def engine_of(config: LlamaConfig, stage: int) -> Any:
+def engine_of(config: LlamaConfig, stage: int, lr: float) -> Any:
     """Return the engine that trains, in bf16."""
     settings = {
         "train_micro_batch_size_per_gpu": PROMPTS,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": lr, "torch_adam": True}},
         "zero_allow_untested_optimizer": True,
     }
     torch.manual_seed(0)
@@ -163,6 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument("--stage", type=int, default=3, help="of ZeRO")
+    parser.add_argument("--lr", type=float, default=3e-3, help="1e-6, as in RL: few weights move")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--output", default="runs/rollouts", help="a folder that is not there yet")
     parser.add_argument("--local_rank", type=int, help="as launchers of DeepSpeed say it")
@@ -175,7 +176,7 @@ def main() -> None:
         bos_token_id=None, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     source = Path(arguments.output, "weights").absolute().as_uri()
-    engine = engine_of(config, arguments.stage)
+    engine = engine_of(config, arguments.stage, arguments.lr)
     publisher = hybridcomp.publish(engine, source)
     rollout = rollout_of(arguments, config, source)
     gained = []

@@ -11,13 +11,16 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from hybridcomp.channels import Channels, known_groups, sums
+from hybridcomp.channels import AllGather, AllReduce, Channels, known_groups, sums
+from hybridcomp.channels.guard import Trip
 from hybridcomp.channels.pieces import Piece
 from hybridcomp.collectives import Group
 from hybridcomp.config import CompressionConfig
+from hybridcomp.dimensions import Dimension
 from hybridcomp.session.reporter import Reporter
 from tests.channels import sent
 from tests.ranks import run_ranks
@@ -94,13 +97,71 @@ def test_a_run_without_a_report_says_so(tmp_path: Path) -> None:
     assert "before its first report" in said and not silent
 
 
-def test_islands_without_a_codec_are_told_in_the_last_line() -> None:
-    sync = {"islands": 2, "every": 30}
-    exact = Channels(CompressionConfig.parse({"sync": sync}))
-    told = exact.payoff.idle_reason(5)
-    assert told == "islands sent at their meetings alone, and sync has no codec"
-    coded = Channels(CompressionConfig.parse({"sync": {**sync, "codec": "blockint", "bits": 4}}))
-    assert "no message had min_bytes" in coded.payoff.idle_reason(5)
+@pytest.mark.parametrize(
+    ("block", "step", "sent", "why"),
+    [
+        ({"sync": {"islands": 2, "every": 30}}, 5, set(), "no meeting was held"),
+        ({"sync": {"islands": 2, "every": 30, "codec": "bf16"}}, 5, set(), "no meeting was held"),
+        ({"dp": "none", "zero": "none"}, 5, {"dp"}, "the block names no codec for any dimension"),
+        ({"publish": {"to": "file:///x"}}, 5, set(), "the block names no codec for any dimension"),
+        ({"tp": "bf16"}, 5, set(), "the job sends nothing in the dimensions of the block (tp)"),
+        ({"dp": "bf16"}, 0, set(), "it ended before its first optimizer step"),
+        ({"dp": "bf16", "start_step": 3}, 0, {"dp"}, "it ended before its first optimizer step"),
+        ({"dp": "bf16", "start_step": 9}, 5, {"dp"}, "it ended at step 5, and start_step is 9"),
+        ({"dp": "bf16"}, 5, {"dp"}, "no message had min_bytes, 65536, and a dtype"),
+        ({"dp": "bf16"}, 0, {"dp"}, "no message had min_bytes, 65536, and a dtype"),
+        (
+            {"dp": "bf16", "zero": "bf16"}, 5, {"dp"},
+            "dp: no message had min_bytes, 65536, and a dtype that codecs take; zero: it sent no",
+        ),
+    ],
+)  # fmt: skip
+def test_why_nothing_was_compressed(
+    block: dict[str, Any], step: int, sent: set[Dimension], why: str
+) -> None:
+    channels = Channels(CompressionConfig.parse(block))
+    if block.get("tp"):
+        channels.leave_out(["tp"])
+    assert channels.payoff.idle_reason(step, sent).startswith(why)
+
+
+def test_a_guard_is_the_reason_with_its_step() -> None:
+    channels = Channels(CompressionConfig.parse({"dp": "bf16"}))
+    channels.guard.trips["dp"] = Trip(7, "error", 0.5, 0.1)
+    assert channels.payoff.idle_reason(9, {"dp"}) == "the guard has made it native since step 7"
+
+
+def test_native_of_islands_is_the_job_without_them() -> None:
+    """One sum a step over all ranks, and gathers of all weights: by NCCL's formulas."""
+    found = run_ranks(2, spared)
+    for entries in found:
+        for (kind, islands), raw in entries.items():
+            ranks = 2 * islands
+            wanted = {"sum": 2 * (ranks - 1) / ranks * 4000, "gather": (ranks - 1) / ranks * 4000}
+            assert raw["all"] == pytest.approx(wanted[kind], abs=16), (kind, islands)
+            assert (raw["sync"] == 0) == (islands == 1)
+
+
+def spared() -> dict[tuple[str, int], dict[str, int]]:
+    """Native bytes of a sum and of a gather of 1000 values by islands of two ranks."""
+    found = {}
+    for islands in (1, 3):
+        for kind in ("sum", "gather"):
+            channels = Channels(CompressionConfig.parse({"preset": "none"}))
+            channels.islands = islands
+            tensor, out = torch.zeros(500), torch.zeros(1000)
+            message: Any = AllGather(
+                numel=500, dtype=torch.float32, group=None, shard=tensor, out=out, async_op=False
+            )
+            if kind == "sum":
+                message = AllReduce(numel=1000, dtype=torch.float32, group=None, values=out)
+            name: Dimension = "dp" if kind == "sum" else "zero"
+            channels[name].run(message, native=lambda: None, encoded=lambda _: None)
+            rows = channels.ledger.interval
+            sync = round(rows["sync", "forward"].raw_nbytes)
+            own = round(rows[name, "forward"].raw_nbytes)
+            found[kind, islands] = {"all": sync + own, "sync": sync}
+    return found
 
 
 def test_pieces_of_a_message_are_cut_once_and_go_with_their_group() -> None:

@@ -23,7 +23,7 @@ def written(folder: Path, *kinds: str, block: object = FEEDBACK) -> Path:
 def test_it_names_what_a_run_without_hybridcomp_would_drop(tmp_path: Path) -> None:
     note = json.loads((written(tmp_path / "tag", RESIDUALS, PARAMETERS) / FILE).read_text())
     assert list(note)[0] == "README"
-    assert "deepspeed --module hybridcomp.run" in note["README"]
+    assert "`python -m hybridcomp.run " in note["README"]
     assert note["step"] == 7 and note["compression"] == FEEDBACK
     assert set(note["files"]) == {f"{RESIDUALS}_rank_*.pt", f"{PARAMETERS}_rank_*.pt"}
     assert CompressionConfig.parse(note["compression"]).digest() == note["digest"]

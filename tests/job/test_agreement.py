@@ -109,7 +109,7 @@ def test_a_silent_rank_is_named_early_by_one_rank_and_ends_the_job() -> None:
     assert len(notices) == 2  # after 0.2 and 0.8 s
     for notice in notices:
         assert notice.startswith("[hybridcomp] waiting for rank(s) 1 to state their compression")
-        assert "--module hybridcomp.run" in notice
+        assert "-m hybridcomp.run" in notice
     assert "rank(s) 1 never stated theirs, in 2 s" in end
 
 

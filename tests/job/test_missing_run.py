@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hybridcomp import missing_run
+from hybridcomp.job.launcher import start_command
 from tests.ranks import run_ranks
 
 BLOCK = {"dp": {"codec": "blockint", "bits": 4}}
@@ -63,9 +64,10 @@ def test_an_interpreter_without_a_command_line_imports_torch(
 ) -> None:
     """As one inside another program; what is raised here would be raised by ``import torch``."""
     monkeypatch.delattr(sys, "argv")
-    monkeypatch.delenv("HYBRIDCOMP_CONFIG", raising=False)
+    for name in ("HYBRIDCOMP_CONFIG", "HYBRIDCOMP_RECORD"):
+        monkeypatch.delenv(name, raising=False)
     missing_run.watch()
-    assert missing_run._missing() is None
+    assert not list(missing_run._missing())
 
 
 def test_a_block_that_the_environment_names_is_told_of_once(tmp_path: Path) -> None:
@@ -102,3 +104,46 @@ def test_a_job_that_uses_hybridcomp_is_told_nothing(tmp_path: Path) -> None:
     file.write_text(json.dumps(BLOCK))
     found = _output({"HYBRIDCOMP_CONFIG": str(file)}, acting=True)
     assert "compressed" not in found
+
+
+#: what each launcher sets in the environment of a rank
+LAUNCHERS = {
+    "deepspeed": {"CROSS_RANK": "0"},
+    "torchrun": {"TORCHELASTIC_RUN_ID": "none"},
+    "accelerate": {"TORCHELASTIC_RUN_ID": "none", "ACCELERATE_ENABLE_CPU_AFFINITY": "0"},
+    "python": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "command"),
+    [
+        ("deepspeed", "`deepspeed ... --module hybridcomp.run train.py ...`"),
+        ("torchrun", "`torchrun ... -m hybridcomp.run train.py ...`"),
+        ("accelerate", "`accelerate launch ... -m hybridcomp.run train.py ...`"),
+        ("python", "`python -m hybridcomp.run train.py ...`"),
+    ],
+)
+def test_the_command_is_one_of_the_launcher_in_use(
+    launcher: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``-m`` is unknown to deepspeed, and ``--module`` to all others."""
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    assert start_command(LAUNCHERS[launcher]) == command
+    monkeypatch.setattr(sys, "argv", ["-c"])
+    assert start_command(LAUNCHERS[launcher]) == command.replace("train.py", "SCRIPT")
+
+
+def test_a_missing_block_says_the_command(tmp_path: Path) -> None:
+    file = tmp_path / "block.json"
+    file.write_text(json.dumps(BLOCK))
+    found = _output({"HYBRIDCOMP_CONFIG": str(file), **LAUNCHERS["deepspeed"]})
+    assert "[hybridcomp] WARNING: HYBRIDCOMP_CONFIG: " in found
+    assert "start with `deepspeed ... --module hybridcomp.run train.py ...`, or call" in found
+
+
+def test_a_file_to_record_into_that_nobody_writes_is_told(tmp_path: Path) -> None:
+    found = _output({"HYBRIDCOMP_RECORD": str(tmp_path / "loss.jsonl")})
+    assert found.count("HYBRIDCOMP_RECORD: nothing is written into ") == 1
+    assert "hybridcomp.run train.py ...`, or call hybridcomp.install() before the engine" in found
+    assert not _output({"HYBRIDCOMP_RECORD": str(tmp_path / "loss.jsonl")}, acting=True)

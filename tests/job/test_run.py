@@ -115,6 +115,8 @@ def test_a_job_in_which_nothing_is_trained_says_so(folder: Path) -> None:
     assert result.stdout.startswith("done\n[hybridcomp] nothing was compressed: this script")
     assert launch("idle.py", cwd=folder, WORLD_SIZE="2", RANK="1").stdout == "done\n"
     assert launch("idle.py", cwd=folder, WORLD_SIZE="1").stdout == "done\n"
+    recorded = launch("idle.py", cwd=folder, WORLD_SIZE="1", HYBRIDCOMP_RECORD="x.jsonl").stdout
+    assert "HYBRIDCOMP_RECORD: nothing is written into x.jsonl: this script trained no" in recorded
 
 
 def test_a_file_that_is_not_there_is_told_with_its_variable(folder: Path) -> None:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 import hybridcomp
 from hybridcomp.config import CompressionConfig, describe, idle_notes
 from hybridcomp.errors import ConfigError
+from hybridcomp.job import waits
+from hybridcomp.publishing.receiver import WeightReceiver
 from tests.patches.torch.trainer import Job as TorchJob
 from tests.patches.torch.trainer import build, optimizer_of
 from tests.patches.torch.trainer import train as train_torch
@@ -125,3 +127,18 @@ def test_attached_models_publish_by_themselves(
     assert on_ranks(2, under_torch, job, tmp_path) == [[True, True, STEPS, float(STEPS)]] * 2
     full = [json.loads(path.read_text())["parent"] is None for path in tmp_path.glob("v*.json")]
     assert sum(full) == 1  # the model that is attached again goes on with the chain
+
+
+def test_a_folder_without_a_version_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(waits, "NOTICE_S", 0.0)
+    receiver = WeightReceiver(tmp_path / "wieghts")
+    assert receiver.update() is None and receiver.update() is None
+    told = capsys.readouterr().out
+    assert told.startswith("[hybridcomp] receiver: no version in ")
+    assert f"{tmp_path / 'wieghts'} yet, after 0 s; the folder does not exist" in told
+    (tmp_path / "there").mkdir()
+    receiver = WeightReceiver(tmp_path / "there")
+    receiver.update()
+    assert capsys.readouterr().out.rstrip().endswith("there yet, after 0 s")

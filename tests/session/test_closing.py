@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hybridcomp.channels import Channels
 from hybridcomp.channels.gains import Gains
 from hybridcomp.channels.ledger import Entry
 from hybridcomp.config import CompressionConfig
+from hybridcomp.publishing.following import PublishedSteps
 from hybridcomp.session.closing import UNTIMED, Account, last_line
 from tests.paths import ROOT
 from tests.selection import by_day, by_night
@@ -102,16 +104,18 @@ def environment() -> dict[str, str]:
 @pytest.mark.parametrize("end", by_day(["go_on", "leave", "fail"], ["leave", "fail"]))
 def test_one_line_however_the_job_ends(ends: Ends, end: str) -> None:
     (text,) = ends[end]
-    assert text.startswith("[hybridcomp] this run sent 0.0") and " MB (native), " in text
+    assert text.startswith("[hybridcomp] this run sent 0.0")
+    assert " MB, natively it would have been 0.1" in text
     assert UNTIMED in text and "worst error " in text and text.endswith("(dp), no report file")
 
 
 @pytest.mark.nightly
 def test_what_no_report_has_is_said(ends: Ends) -> None:
     (text,) = ends["late"]
-    assert "this run until step 2 sent " in text and text.endswith("report l.jsonl")
+    assert "until step 2, its last report, this run sent 0" in text
+    assert text.endswith("report l.jsonl")
     (text,) = ends["unreported"]
-    assert "this run rank 0 alone sent " in text
+    assert "in this run rank 0 sent " in text and "(the other ranks had not reported yet)" in text
 
 
 @pytest.mark.parametrize(
@@ -139,7 +143,8 @@ def test_seconds_are_those_of_the_verdicts(ends: Ends) -> None:
 
 
 def account(**given: Any) -> Account:
-    found = Account(Gains(given.pop("gains", {}), given.pop("spent_s", 0.0)), step=10)
+    gains = Gains(given.pop("gains", {}), given.pop("spent_s", 0.0))
+    found = Account(gains, step=given.pop("step", 10))
     for name, value in given.items():
         setattr(found, name, value)
     return found
@@ -157,9 +162,48 @@ def test_models_are_added_up() -> None:
     second.add(sent("zero", 100e6, 60e6, error=0.02))
     second.add(sent("tp", 5e6, 5e6, native=4))
     assert last_line([first, second]) == (
-        "this run sent 105 of 405 MB (native), saved about 10 s as far as measured (dp alone), "
-        "worst error 1.0e-01 (dp), report a.jsonl"
+        "this run sent 105 MB, natively it would have been 405 MB, saved about 10 s as far as "
+        "measured (dp alone), worst error 1.0e-01 (dp), report a.jsonl"
     )
+
+
+def test_lines_are_sentences_for_every_end() -> None:
+    def line(step: int = 10, rest: float = 0.0, **more: Any) -> str:
+        found = account(step=step, **more)
+        found.add(sent("dp", 37.8e6, 18.1e6))
+        found.rest = rest
+        return last_line([found]).partition(", seconds")[0]
+
+    natively = "18.1 MB, natively it would have been 37.8 MB"
+    assert line() == f"this run sent {natively}"
+    assert line(rest=3.0) == f"until step 10, its last report, this run sent {natively}"
+    others = "(the other ranks had not reported yet)"
+    assert line(step=0) == f"in this run rank 0 sent {natively} {others}"
+    published = "published 20 versions, 21 MB in place of 76 MB"
+    assert line(also=(published,)) == f"this run sent {natively}, {published}"
+    one = account(also=(published,), idle="the block names no codec for any dimension")
+    assert last_line([one]) == (
+        f"this run {published}, and compressed nothing else: the block names no codec for any "
+        "dimension (no report file)"
+    )
+
+
+def test_islands_without_a_codec_have_sent_less() -> None:
+    one = account()
+    one.add(sent("sync", 113e6, 15e6, native=4))
+    assert last_line([one]).startswith("this run sent 15 MB, natively it would have been 113 MB")
+
+
+def test_versions_are_added_up() -> None:
+    made = [SimpleNamespace(nbytes=nbytes, weights=10**6) for nbytes in (2_000_000, 50_000)]
+    publisher: Any = SimpleNamespace(every=1, publish=lambda step: made[step - 1])
+    follower = PublishedSteps(lambda: publisher)
+    follower.before_step()
+    assert follower.told() == ""
+    follower.after_step(1)
+    assert follower.told() == "published 1 version, 2 MB in place of 2 MB"
+    follower.after_step(2)
+    assert follower.told() == "published 2 versions, 2.05 MB in place of 4 MB"
 
 
 def test_a_loss_is_called_one() -> None:

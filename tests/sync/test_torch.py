@@ -202,6 +202,10 @@ def skipping() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "one node": (
+        {"islands": "node"},
+        r'sync.islands: found .node.; all ranks .* write "islands": 1, the',
+    ),
     "none to meet": ({"islands": 2}, r"sync.islands: found one island of 2 rank"),
     "no divisor": ({"islands": 3}, r"sync.islands: found 3; the job has 2 ranks, no multiple"),
 }

@@ -202,7 +202,7 @@ def compared(texts: Sequence[str], wishes: Wishes) -> Result:
         notes.append(f"no figures of bytes in the logs of: {', '.join(missing)}")
     notes += [
         f"{found.label}: its DeepSpeed settings hold a block, and nothing shows that it acted; was "
-        "the job started with --module hybridcomp.run?"
+        "the job started with `deepspeed --module hybridcomp.run` or `torchrun -m hybridcomp.run`?"
         for found in runs
         if not found.ledger() and any(has_block(t.settings) for t in found.trainings)
     ]

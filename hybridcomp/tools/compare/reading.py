@@ -18,8 +18,9 @@ APART = frozenset(
 )
 ABSENT = "nothing"
 EXPECTED = (
-    f"a log ({json_lines.LOG}; HYBRIDCOMP_RECORD=FILE writes one of any job), W&B's offline-run-* "
-    f"or the Trainer's {trainer_state.FILE}, or the folder of one"
+    f"a log ({json_lines.LOG}; HYBRIDCOMP_RECORD=FILE writes one of any DeepSpeed job under "
+    f"hybridcomp.run), W&B's offline-run-* or the Trainer's {trainer_state.FILE}, or the folder of "
+    "one"
 )
 #: exceptions of reading a file that has the form of a log and holds something else
 DAMAGED = (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError)

@@ -53,7 +53,10 @@ def check(
         setattr(ddp, name, settings.pop(name, False))
     model = torch.nn.Sequential(layer(2, 2)).to(dtype)
     config = SimpleNamespace(**settings)
-    mcore_refuse.check(CompressionConfig.parse(block), wrapper(), config, ddp, model)
+    channels = Channels(CompressionConfig.parse(block))
+    mcore_refuse.check(channels, wrapper(), config, ddp, model)
+    if any(text.startswith("zero native: a lossy codec") for text in said):
+        assert not channels["zero"].active and channels["dp"].active
     return said
 
 
@@ -275,3 +278,15 @@ def test_variable_size_on_the_pipeline_needs_gloo(
     assert capsys.readouterr().out.count("pp native") == 1
     monkeypatch.setattr("torch.distributed.get_backend_config", lambda group: "cpu:gloo")
     assert link_of(native) is not None
+
+
+def test_a_preset_stops_no_job_in_fp32_that_may_stay_native(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    block = {"preset": "recommended", "on_unsupported": "native"}
+    said = check(monkeypatch, block, dtype=torch.float32)
+    told = [text for text in said if text.startswith("zero native: a lossy codec for fp32")]
+    assert len(told) == 1 and told[0].endswith("the preset chose that codec")
+    for other in ({"preset": "recommended"}, {**block, "zero": {"codec": "blockint", "bits": 8}}):
+        with pytest.raises(ConfigError, match="compression.zero: found a lossy codec for fp32"):
+            check(monkeypatch, other, dtype=torch.float32)

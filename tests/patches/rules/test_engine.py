@@ -56,3 +56,18 @@ def test_presets_may_name_what_a_job_lacks() -> None:
         held("absent", {"preset": "recommended", "tp": BITS})
     assert absent([(rule("absent"), True)]) == {"tp"}
     assert absent([(rule("absent"), False), (rule("bypass"), True)]) == frozenset()
+
+
+def test_what_only_the_preset_chose_stops_no_job_that_may_stay_native() -> None:
+    """The user asked for no codec by name, and for native traffic where one does not fit."""
+    refused = rule("refuse")
+    block = CompressionConfig.parse({"preset": "recommended", "on_unsupported": "native"})
+    assert block.active("tp")
+    told = "tp native: a switch: it passes by; the preset chose that codec"
+    assert list(hold(block, [(refused, True), (refused, True)])) == [told]
+    assert not block.active("tp") and block.active("dp") and "tp" not in block.measured()
+    assert block.policy().codecs["tp", "forward"] is None
+    written = {"preset": "recommended", "tp": BITS, "on_unsupported": "native"}
+    for other in (written, {"preset": "recommended"}):
+        with pytest.raises(ConfigError, match="compression.tp: found a switch"):
+            list(hold(CompressionConfig.parse(other), [(refused, True)]))

@@ -70,3 +70,15 @@ def test_status_output_and_variables(tmp_path: Path) -> None:
     assert run_logged([sys.executable, "-c", program], output, {"NAME": "value"}) == 1
     assert output.read_text().split() == ["value", "odd"]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_tests_in_the_background_of_a_shell_can_be_interrupted() -> None:
+    """It starts them with SIGINT ignored, and so would all children of theirs."""
+    ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import tests.conftest"
+    child = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    code = f"{ignoring}; import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": python_path()}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["True"]
