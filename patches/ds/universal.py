@@ -19,7 +19,7 @@ from hybridcomp.channels import checkpoint_note
 from hybridcomp.job import saved, small_messages
 from hybridcomp.log import say
 from hybridcomp.patches.ds.requirement import REQUIREMENT
-from hybridcomp.patching import Seam
+from hybridcomp.seams.patching import Seam
 from hybridcomp.session.saved_session import BRING
 
 MAIN = Seam(REQUIREMENT, "deepspeed.checkpoint.ds_to_universal", "main", ("args",))

@@ -17,7 +17,7 @@ from train_trainer import samples
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 
-from hybridcomp.trainers.hugging_face import HybridcompCallback
+from hybridcomp.patches.trainers.hugging_face import HybridcompCallback
 
 
 def pretrained(folder: Path) -> Path:

@@ -31,7 +31,7 @@ NEWEST = os.environ.get("HYBRIDCOMP_UPSTREAM_NEWEST")
 #: what refuses and says: rules, and the checks of seams
 RULES = "".join(
     path.read_text()
-    for folder in ("hybridcomp/rules", "hybridcomp/trainers", "patches/mcore", "patches/torch")
+    for folder in ("patches/rules", "patches/trainers", "patches/mcore", "patches/torch")
     for path in sorted((ROOT / folder).glob("*.py"))
 )
 

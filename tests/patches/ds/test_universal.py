@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridcomp.commands import validate
+from hybridcomp.tools.commands import validate
 from tests.ranks import run_ranks
 from tests.training.test_checkpoint import add, make_engine, sums, train
 
