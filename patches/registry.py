@@ -23,6 +23,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "deepspeed": (
         "ds.attach",
         "ds.checkpoints",
+        "ds.universal",
         "ds.zero0",
         "ds.zero12",
         "ds.zero12_elsewhere",

@@ -4,7 +4,8 @@
 read_upstream.py FOLDER            write tests/patches/upstream.json from the archives in FOLDER
 read_upstream.py FOLDER --check    say what in the file is other than in the archives; status 1 then
 
-What archives of inference engines have is written to tests/inference/upstream.json.
+What archives of inference engines have is written to tests/inference/upstream.json. Arguments about
+communication (``ARGUMENTS``) are read from what is installed by tests/patches/test_arguments.py.
 
 FOLDER holds wheels and source distributions, as ``pip download --no-deps`` leaves them, and for
 GPT-NeoX, which has no releases, ``git archive --prefix=gpt-neox-COMMIT/ -o gpt-neox-COMMIT.tar.gz
@@ -51,6 +52,52 @@ MOVED = {
     f"megatron.core.pipeline_parallel.p2p_communication:{name}"
     for name in ("_communicate", "P2PCommunicator._communicate")
 }
+
+
+#: module -> classes and functions whose fields and parameters are about communication; what
+#: becomes of each stands in tests/patches/arguments.json
+ARGUMENTS = {
+    "deepspeed.runtime.zero.config": ("DeepSpeedZeroConfig",),
+    "megatron.core.model_parallel_config": ("ModelParallelConfig",),
+    "megatron.core.transformer.transformer_config": ("TransformerConfig",),
+    "megatron.core.distributed.distributed_data_parallel_config": (
+        "DistributedDataParallelConfig",
+    ),
+    "megatron.core.optimizer.optimizer_config": ("OptimizerConfig",),
+    "transformer_engine.pytorch.distributed": (
+        "allreduce", "gather_along_first_dim", "reduce_scatter_along_first_dim",
+        "symmetric_all_reduce",
+    ),
+    "torch.distributed.fsdp._fully_shard._fully_shard": ("fully_shard",),
+    "torch.distributed.fsdp._fully_shard._fsdp_api": ("MixedPrecisionPolicy",),
+    "torch.nn.parallel.distributed": ("DistributedDataParallel.__init__",),
+    "transformers.distributed.configuration_utils": ("DistributedConfig",),
+    "accelerate.utils.dataclasses": ("FullyShardedDataParallelPlugin",),
+}  # fmt: skip
+
+
+def arguments(text: str, name: str) -> set[str]:
+    """Return the fields of a class, or the parameters of a function, of a module's ``text``.
+
+    Of several definitions of one name (overloads) the last. Raises LookupError without it.
+    """
+    node: ast.AST = ast.parse(text)
+    for part in name.split("."):
+        found = [
+            one
+            for one in getattr(node, "body", [])
+            if isinstance(one, ast.ClassDef | ast.FunctionDef) and one.name == part
+        ]
+        if not found:
+            raise LookupError(name)
+        node = found[-1]
+    if isinstance(node, ast.FunctionDef):
+        given = node.args
+        names = {one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+        return names - {"self"}
+    assert isinstance(node, ast.ClassDef)
+    fields = (one.target for one in node.body if isinstance(one, ast.AnnAssign))
+    return {one.id for one in fields if isinstance(one, ast.Name)}
 
 
 def symbols(name: str) -> list[str]:

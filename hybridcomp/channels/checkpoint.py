@@ -9,6 +9,7 @@ is kept (``resharing``).
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -114,7 +115,10 @@ def _read_state(path: Path) -> dict[str, Any] | None:
 
 def _save_rank(folder: Path, channels: Channels, loss_scale: float) -> None:
     """Write this rank's file."""
-    own = {"rank": dist.get_rank(), "layout": channels.layout, "loss_scale": loss_scale}
+    own = {
+        "rank": dist.get_rank(), "layout": channels.layout, "loss_scale": loss_scale,
+        "encodes": _encodes(channels),
+    }  # fmt: skip
     saved.write(_path(folder, dist.get_rank()), saved_state.state_of(channels, **own))
 
 
@@ -126,6 +130,7 @@ class StoredState:
         choices: decisions of guard, link and offload, as in rank 0's file; None: not wanted.
         own: this rank's file, where every rank takes over the file with its number.
         count: number of ranks that saved; None where there are no residuals.
+        lost: what this run begins anew, as no rank's file is there.
         part, plan: residuals that this rank has read for other ranks, and which rank gets them.
         loss_scale: factor on the gradients, and so on the residuals, when they were saved.
     """
@@ -138,13 +143,16 @@ class StoredState:
     plan: resharing.ResidualPlan | None = None
     loss_scale: float = 1.0
     factors: dict[str, Any] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
 
 
 def load(
     folder: Path, channels: Channels, loss_scale: float, device: torch.device | None = None
 ) -> None:
     """Restore what ``save`` wrote: ``read``, then ``take_over``."""
-    take_over(read(folder, channels), channels, loss_scale, device)
+    found = read(folder, channels)
+    say(*checkpoint_note.lacking(folder, found.lost, "Save it with hybridcomp"))
+    take_over(found, channels, loss_scale, device)
 
 
 def read(folder: Path, channels: Channels, step: int | None = None) -> StoredState:
@@ -165,6 +173,8 @@ def read(folder: Path, channels: Channels, step: int | None = None) -> StoredSta
     saved.all_well(problem, WHAT, TODO)
     count = _stored_ranks(folder, own, step)
     found.choices = saved_state.of_rank_0(channels, own, _path(folder, 0))
+    if count is None:
+        found.lost = saved_state.anew(channels)
     if not feedback or count is None:
         return found
     found.count = count
@@ -185,7 +195,7 @@ def take_over(
 ) -> None:
     """Put the state that ``read`` returned into ``channels``; a collective.
 
-    Without stored residuals they start at zero, and a message says so. ``loss_scale``: the factor
+    Without stored residuals they start at zero (``StoredState.lost``). ``loss_scale``: the factor
     on the gradients from now on; ``device``: where the default group reduces. Raises
     CheckpointError, on every rank, where this version cannot read guard, link or offload.
     """
@@ -195,7 +205,6 @@ def take_over(
     if not saved_state.has_feedback(channels):
         return
     if found.count is None:
-        say(f"{found.folder} holds no error-feedback residuals; they start at zero")
         return
     _restore_residuals(found, channels, device or torch.device("cpu"))
     channels.residuals.scale(loss_scale / found.loss_scale)
@@ -262,10 +271,18 @@ def _not_together(
 
 
 def _same_ranks(count: int, own: dict[str, Any] | None, channels: Channels) -> bool:
-    """Return whether ranks and nodes are as when saved, so each takes its file; rank 0 decides."""
+    """Return whether each rank encodes what it did when it saved, so that each takes its file."""
+    here = _encodes(channels)
     same = own is not None and count == dist.get_world_size()
     same = same and own is not None and own.get("layout") == channels.layout
-    return bool(tell({"same": same}, what=WHAT)[0]["same"])
+    # stages of a pipeline may be others on as many ranks; older files do not say what they had
+    same = same and own is not None and own.get("encodes", here) == here
+    return all(rank["same"] for rank in tell({"same": same}, what=WHAT))
+
+
+def _encodes(channels: Channels) -> str:
+    """Return a digest of the parameters that this rank encodes."""
+    return hashlib.sha256(repr(sorted(channels.numels.items())).encode()).hexdigest()[:16]
 
 
 def _restore_residuals(found: StoredState, channels: Channels, device: torch.device) -> None:
@@ -275,7 +292,7 @@ def _restore_residuals(found: StoredState, channels: Channels, device: torch.dev
         return
     assert found.part is not None and found.plan is not None
     count, world_size = found.count, dist.get_world_size()
-    nodes = " on other nodes" if count == world_size else ""
+    nodes = " that had other parameters or nodes" if count == world_size else ""
     say(f"residuals of {count} ranks{nodes} are shared among {world_size}: their sum is kept")
     saved_state.take_moved(channels, found.part, found.plan, found.factors, device)
 

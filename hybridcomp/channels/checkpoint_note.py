@@ -7,7 +7,9 @@ FOLDER``; a job that has hybridcomp but no block prints a warning when it loads 
 
 from __future__ import annotations
 
+import filecmp
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +22,10 @@ from hybridcomp.job import saved
 from hybridcomp.job.launcher import start_command
 
 FILE = "hybridcomp_checkpoint.json"
+#: all files of ours in the folder of a checkpoint
+NAMES = "hybridcomp_*"
+#: DeepSpeed's files that name the newest checkpoint, and the newest universal one
+LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 FORMAT = 1
 #: most ranks of a job
 MOST_RANKS = 10**6
@@ -85,8 +91,49 @@ def read(folder: Path) -> dict[str, Any] | None:
     return note
 
 
-def folder_of(place: Path) -> Path:
-    """Return the folder of one checkpoint: ``place``, or the one that its file ``latest`` names.
+def lacking(folder: Path, lost: Sequence[str], bring: str) -> list[str]:
+    """Return the line about what a run begins anew as ``folder`` lacks its files; none: no line.
+
+    ``bring``: a sentence on what brings them.
+    """
+    if not lost:
+        return []
+    return [f"{folder} lacks files of hybridcomp, {NAMES}: {', '.join(lost)}. {bring}"]
+
+
+def source_of(universal: Path) -> Path | None:
+    """Return the checkpoint that DeepSpeed's ``universal`` one was made from, if it is beside it.
+
+    ``ds_to_universal`` copies the files of the model's states and none of ours; so the source is
+    the folder with our state that has the same ones.
+    """
+    states = sorted(universal.glob("*model_states.pt"))
+    for folder in sorted(universal.parent.iterdir()) if states else ():
+        others = [folder / path.name for path in states]
+        if (
+            folder != universal
+            and any(folder.glob(NAMES))
+            and all(path.is_file() for path in others)
+            and all(map(filecmp.cmp, states, others))
+        ):
+            return folder
+    return None
+
+
+def copy_files(source: Path, target: Path) -> int:
+    """Copy our files of a checkpoint to another folder; return how many. Raises CheckpointError."""
+    copied = 0
+    for path in source.glob(NAMES):
+        try:
+            shutil.copy2(path, target)
+        except OSError as error:
+            raise saved.unwritten(target / path.name, error) from error
+        copied += 1
+    return copied
+
+
+def folder_of(place: Path, latest_file: str = LATEST) -> Path:
+    """Return the folder of one checkpoint: ``place``, or the one that its ``latest_file`` names.
 
     In an output folder of Hugging Face's Trainer it is the last checkpoint's. Raises ConfigError
     where there is no such folder.
@@ -96,9 +143,9 @@ def folder_of(place: Path) -> Path:
         for path in place.glob("checkpoint-*/")
         if path.name.rpartition("-")[2].isdecimal()
     }
-    if steps and not (place / "latest").is_file():
+    if steps and not (place / latest_file).is_file():
         place = steps[max(steps)]
-    if (latest := place / "latest").is_file():
+    if (latest := place / latest_file).is_file():
         place = place / latest.read_text(encoding="utf-8", errors="backslashreplace").strip()
     if not place.is_dir():
         raise ConfigError("--checkpoint", str(place), "expected the folder of a checkpoint")

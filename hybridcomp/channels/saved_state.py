@@ -31,8 +31,9 @@ from hybridcomp.channels.saved_residuals import are_residuals
 from hybridcomp.job import saved, small_messages
 
 
-def _always(channels: Channels) -> bool:
-    return True
+def has_feedback(channels: Channels) -> bool:
+    """Return whether a dimension of this run has error feedback, and so takes residuals over."""
+    return any(channel.error_feedback for channel in channels)
 
 
 def _is_dict(value: Any) -> bool:
@@ -49,6 +50,7 @@ class SavedPart:
         put: takes over what is ``right``; returns messages for the user.
         right: checks the form of what was read.
         wanted: whether this run's block takes it over; only then a part of the job has to be right.
+        anew: what a run without the part begins with, in words.
         required: False where checkpoints without it exist.
     """
 
@@ -57,7 +59,8 @@ class SavedPart:
     get: Callable[[Channels], dict[str, Any]]
     put: Callable[[Channels, Any], Iterable[str] | None]
     right: Callable[[Any], bool]
-    wanted: Callable[[Channels], bool] = _always
+    anew: str
+    wanted: Callable[[Channels], bool]
     required: bool = True
 
 
@@ -67,12 +70,15 @@ PARTS = (
         lambda channels: channels.residuals.state_dict(),
         lambda channels, state: channels.residuals.load(state),
         right=are_residuals,
+        anew="residuals of error feedback start at zero",
+        wanted=has_feedback,
     ),
     SavedPart(
         "guard", "job",
         lambda channels: channels.guard.state(),
         Channels.resume_guard,
         right=are_trips,
+        anew="the guard forgets what it gave up",
         wanted=lambda channels: channels.guard.watching,
     ),
     SavedPart(
@@ -80,6 +86,7 @@ PARTS = (
         lambda channels: channels.verdicts.state(),
         lambda channels, state: channels.payoff.resume(state),
         right=are_decisions,
+        anew='"when": "auto" measures again',
         wanted=lambda channels: bool(channels.config.measured()),
     ),
     SavedPart(
@@ -87,6 +94,7 @@ PARTS = (
         lambda channels: channels.host.pace.state(),
         lambda channels, state: channels.host.pace.restore(state),
         right=is_pace,
+        anew='offload\'s "when": "auto" measures again',
         wanted=lambda channels: channels.config.offload.when == "auto",
         required=False,  # states of FSDP2 and DDP of format 1 lack it
     ),
@@ -95,6 +103,8 @@ PARTS = (
         lambda channels: channels.factors.state_dict(),
         lambda channels, state: channels.factors.load(state),
         right=saved.are_factors,
+        anew="powersgd begins with new factors",
+        wanted=lambda channels: bool(channels.policy.low_rank),
     ),
 )  # fmt: skip
 OF_JOB = tuple(part for part in PARTS if part.of == "job")
@@ -122,9 +132,9 @@ def has_any(channels: Channels) -> bool:
     return any(part.get(channels) for part in OF_JOB) or has_feedback(channels)
 
 
-def has_feedback(channels: Channels) -> bool:
-    """Return whether a dimension of this run has error feedback, and so takes residuals over."""
-    return any(channel.error_feedback for channel in channels)
+def anew(channels: Channels) -> list[str]:
+    """Return what this run begins anew without the ranks' files of a checkpoint, by its block."""
+    return [part.anew for part in PARTS if part.wanted(channels)]
 
 
 def of_rank_0(

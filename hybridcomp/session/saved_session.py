@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from hybridcomp.channels import Channels, checkpoint
+from hybridcomp.channels import Channels, checkpoint, checkpoint_note
 from hybridcomp.codecs import check_payloads
 from hybridcomp.collectives import check_headers
 from hybridcomp.log import Once
@@ -42,11 +42,19 @@ class Saved:
     Attributes:
         state: state of the job; None: the folder holds none.
         kept: residuals of the ranks; None: the job has other groups.
+        lost: what this run begins anew, as the folder lacks files; on rank 0 alone.
     """
 
     folder: Path
     state: checkpoint.State | None
     kept: checkpoint.StoredState | None
+    lost: list[str]
+
+
+#: what brings files that a folder lacks
+BRING = "To bring them: copy them from where they were saved; a run without hybridcomp saves none"
+#: where the file of the job is there
+GONE = "They were removed, or the run that saved the others had none"
 
 
 def save(
@@ -78,18 +86,33 @@ def read(session: SavedParts, folder: Path) -> Saved:
     kept = checkpoint.read(folder, session.channels, step) if known else None
     for follower in session.followers.stateful:
         follower.read(folder)
-    return Saved(folder, state, kept)
+    return Saved(folder, state, kept, _lost(session, folder, kept))
+
+
+def _lost(session: SavedParts, folder: Path, kept: checkpoint.StoredState | None) -> list[str]:
+    """Return what begins anew for want of files in ``folder``; no collective."""
+    lost = [] if kept is None else list(kept.lost)
+    channels = session.channels
+    deltas = channels["zero"].delta and channels.lossy("zero")
+    if deltas and not any(folder.glob(f"{checkpoint_note.PARAMETERS}_*")):
+        lost.append("deltas begin with an exact gather")
+    names = [one.name for one in session.followers.stateful]
+    return lost + [f"{n} begins anew" for n in names if not any(folder.glob(f"hybridcomp_{n}_*"))]
 
 
 def take_over(
-    session: SavedParts, found: Saved, loss_scale: float | None = None, step: int | None = None
+    session: SavedParts,
+    found: Saved,
+    loss_scale: float | None = None,
+    step: int | None = None,
+    bring: str = BRING,
 ) -> None:
-    """Continue from the result of ``read``.
+    """Continue from the result of ``read``; one line says what begins anew for want of files.
 
-    ``loss_scale``: the factor on the gradients from now on; None: the saved one. ``step``: the
-    count of the engine, which then restores the references of parameter deltas, too; a state of
-    another step is left behind, with a message. On another number of ranks the sum of the residuals
-    is kept.
+    ``bring``: the end of that line. ``loss_scale``: the factor on the gradients from now on; None:
+    the saved one. ``step``: the count of the engine, which then restores the references of
+    parameter deltas, too; a state of another step is left behind, with a message. On another number
+    of ranks the sum of the residuals is kept.
     """
     channels, state, folder = session.channels, found.state, found.folder
     session.loaded = True
@@ -101,9 +124,13 @@ def take_over(
     else:
         channels.resync()
         if state is None:
-            session.say(f"{folder} holds no state; step and residuals start at zero")
+            lost = ["steps count from zero", *found.lost]
+            session.say(*checkpoint_note.lacking(folder, lost, bring))
             return
         channels.step = state.step
+    if state is not None and found.lost:
+        bring = GONE
+    session.say(*checkpoint_note.lacking(folder, found.lost, bring))
     if state is not None and state.step != channels.step:
         session.say(
             f"{folder / checkpoint.STATE} is of step {state.step}, and the checkpoint beside it of "

@@ -16,7 +16,7 @@ from typing import Any
 
 from hybridcomp.channels import channels_of, checkpoint_note
 from hybridcomp.log import say
-from hybridcomp.patches.ds import exact_weights, island_unit
+from hybridcomp.patches.ds import exact_weights, island_unit, universal
 from hybridcomp.patches.ds.job_facts import loss_scale
 from hybridcomp.patches.ds.pipe import drain
 from hybridcomp.patches.ds.requirement import REQUIREMENT
@@ -97,16 +97,19 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         load_dir, tag = bound.arguments["load_dir"], bound.arguments["tag"]
-        if tag is None and (latest := Path(load_dir, "latest")).is_file():
-            tag = latest.read_text().strip()
+        if tag is None:
+            tag = universal.newest(self, load_dir)
         whole = bound.arguments["load_optimizer_states"] and not bound.arguments["load_module_only"]
         if session is None:
             if whole and tag is not None:
-                say(*checkpoint_note.dropped(Path(load_dir) / str(tag), None))
+                folder = universal.beside(self, Path(load_dir) / str(tag))
+                say(*checkpoint_note.dropped(folder, None))
             return original(self, *args, **kwargs)
         drain(self, "for the weights of a checkpoint")
         folder, found = Path(load_dir) / str(tag), None
         if tag is not None and whole:  # raises for damaged files before upstream changes weights
+            bring = universal.bring(self, folder)
+            folder = universal.folder_of_state(self, folder)
             found = saved_session.read(session, folder)
             exact_weights.check(folder, session.channels)
         exact_weights.forget(self)
@@ -117,7 +120,8 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         session.channels.step = self.global_steps
         session.channels.residuals.drop()
         if result[0] is not None and found is not None:
-            saved_session.take_over(session, found, loss_scale(self), step=self.global_steps)
+            step = self.global_steps
+            saved_session.take_over(session, found, loss_scale(self), step, bring)
             exact_weights.resume(folder, self, session.channels)
         return result
 

@@ -133,10 +133,11 @@ def _load(folder: Path, engine: Any, channels: Channels) -> None:
     )
     verdict = torch.tensor([fits], dtype=torch.int32, device=engine.device)
     if not small_messages.least(verdict).item():
-        say(
-            f"{folder} holds no parameter references of {dist.get_world_size()} ranks at step "
-            f"{channels.step}; the first gather is exact"
-        )
+        if _path(folder).is_file():  # else it has been said that files are missing
+            say(
+                f"{folder} holds no parameter references of {dist.get_world_size()} ranks at step "
+                f"{channels.step}; the first gather is exact"
+            )
         return
     assert shares is not None
     for share, (flat, _, _) in zip(shares, groups, strict=True):

@@ -31,6 +31,8 @@ ATTRIBUTE = "_hybridcomp_attached"
 _UNSEEN = object()
 #: models that attach left native without a block, held weakly
 without_block: weakref.WeakSet[Module] = weakref.WeakSet()
+#: modules whose weights are loaded -> what is attached to them, which holds the module
+_loads: weakref.WeakKeyDictionary[Module, weakref.ref[Attached]] = weakref.WeakKeyDictionary()
 #: models that were detached: only the user attaches them again; held weakly
 detached: weakref.WeakSet[Module] = weakref.WeakSet()
 REPLICATE = (
@@ -64,9 +66,35 @@ def attach(model: Module, source: Source | None = None) -> Attached | None:
         without_block.add(model)
     else:
         attached.on_detach(functools.partial(_forget, model))
+        _follow_loads(model, attached)
+        _say_native_axes(model)
         _meet(model, attached)
         publishing_steps.start(attached.session, functools.partial(_weights, weakref.ref(model)))
     return attached
+
+
+def _follow_loads(model: Module, attached: Attached) -> None:
+    """Have ``attached`` know when weights are loaded: every reader ends in ``load_state_dict``."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    _loads[inner] = weakref.ref(attached)
+    attached.on_detach(inner.register_load_state_dict_post_hook(_loaded).remove)
+
+
+def _loaded(module: Module, keys: object) -> None:
+    """Follow a load; at module level, as a model's hooks are pickled with it."""
+    known = _loads.get(module)
+    if known is not None and (attached := known()) is not None:
+        attached.session.restored = True
+
+
+def _say_native_axes(model: Module) -> None:
+    """Say which messages of transformers' ``DistributedConfig`` have no seam."""
+    config = getattr(getattr(model, "config", None), "distributed_config", None)
+    names = {"tp_size": "tensor", "ep_size": "expert", "pp_size": "pipeline"}
+    found = [name for name in names if int(getattr(config, name, None) or 1) > 1]
+    if found:
+        words = " and ".join(f"{names[name]} parallelism ({name})" for name in found)
+        say(f"{words} of transformers' DistributedConfig: its messages stay native and uncounted")
 
 
 def _meet(model: Module, attached: Attached) -> None:
@@ -167,6 +195,12 @@ def _attach(model: Module, source: Source | None) -> Attached | None:
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         todo = "FSDP1 has no slots for communication; shard with torch's fully_shard (FSDP2)"
         raise ConfigError(BLOCK, Shown("FullyShardedDataParallel (FSDP1)"), todo)
+    if getattr(getattr(model, "config", None), "distributed_config", None) is not None:
+        todo = (
+            "nothing that hybridcomp encodes is sent: transformers' tensor, expert and pipeline "
+            "parallelism have no seam; set fsdp_size above 1, which shards with fully_shard"
+        )
+        raise ConfigError(BLOCK, Shown("a DistributedConfig without FSDP"), todo)
     todo = (
         "expected a model under fully_shard or DistributedDataParallel; call attach after one of "
         "them. DeepSpeed and Megatron take hybridcomp.install"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hybridcomp.channels import Channels
+from hybridcomp.channels import Channels, saved_state
 from hybridcomp.channels.resharing import Sends
 from hybridcomp.patches.torch import stateful
 from hybridcomp.patches.torch.loss_scale import LossScale
@@ -22,6 +22,10 @@ Kind = Literal["ddp", "fsdp2"]
 UNEVEN = (
     "join(): from here on steps are not counted, as ranks make different numbers of them; reports, "
     "samples, the guard, ramps and start_step stand still"
+)
+LOADED = (
+    "weights were loaded into an attached model, and no state of hybridcomp. If they are of a "
+    "compressed run"
 )
 _numbers = count()
 
@@ -131,10 +135,19 @@ class Attached:
             if self._unseen.have_come():
                 self.stepped()
         if not self._is_open:
+            self._say_if_forgetful()
             self.session.before_step()
             if self.channels.config.measured():
                 self.session.begin_step()
         self._is_open = True
+
+    def _say_if_forgetful(self) -> None:
+        """Say what begins anew where weights were loaded and the state beside them was not."""
+        kept = saved_state.has_feedback(self.channels) or self.channels.config.measured()
+        if self.session.forgetful and kept:
+            lost = saved_state.anew(self.channels)
+            say(f"{LOADED}: steps count on from {self.step}, {', '.join(lost)}. {stateful.BRING}")
+        self.session.restored = self.session.loaded = False
 
     def reduced(self) -> None:
         """Note that gradients are being reduced, before a message of them takes residuals."""

@@ -36,6 +36,12 @@ from hybridcomp.session.engine_session import EngineSession
 
 CALL = "hybridcomp.stateful"
 WHAT = "loading the state of hybridcomp"
+#: what brings state that a checkpoint lacks
+BRING = (
+    "To bring it: hybridcomp.save_state(folder) where the job saves and "
+    "hybridcomp.load_state(folder) where it loads, or hybridcomp.stateful(model) in what "
+    "torch.distributed.checkpoint saves"
+)
 #: keys of a state about the loss scale, which states of earlier versions lack
 _SCALE = ("loss_scale", "scaled")
 #: prefix of the names of residuals of sums between replicas
@@ -166,7 +172,9 @@ def take_over(
     }  # fmt: skip
     stated = tell(read, what=WHAT)
     if all(rank["of"] is None for rank in stated):
-        say("the checkpoint holds no state of hybridcomp; step and residuals start at zero")
+        lost = ["steps count from zero", *saved_state.anew(channels)]
+        say(f"the checkpoint holds no state of hybridcomp: {', '.join(lost)}. {BRING}")
+        attached.session.loaded = True
         channels.step = 0
         channels.residuals.drop()
         _resume_followers(attached, [])
@@ -207,6 +215,7 @@ def take_over(
         divisors = attached.divisors()
         channels.residuals.in_units(lambda name: divisors[name])
     attached.loss_scale.load(told["loss_scale"], bool(told["scaled"]), loss_scale)
+    attached.session.loaded = True
 
 
 def _resume_followers(attached: WithState, states: Sequence[Mapping[str, Any]]) -> None:

@@ -61,6 +61,7 @@ def lines(
     found = read_job_file(file)
     bare, neox = found.whose == "block", found.whose == "neox"
     source = found.settings
+    universal = bool(dict(source.get("checkpoint") or {}).get("load_universal"))
     known: dict[str, Any] = dict(facts)
     if neox:
         written = {key: value for key, value in known.items() if value is not None}
@@ -72,7 +73,7 @@ def lines(
         todo = "" if there else f'; add "{BLOCK}": {{"preset": "recommended"}} to compress'
         yield f"{file}: {why}; everything stays native{todo}"
         if checkpoint is not None:
-            yield from _resumed(None, checkpoint)
+            yield from _resumed(None, checkpoint, universal)
         return
     if world_size is not None:
         check_widths(block.widths, world_size)
@@ -90,7 +91,7 @@ def lines(
     yield from sizes
     yield from (f"  note: {note}" for note in notes)
     if checkpoint is not None:
-        yield from _resumed(block, checkpoint)
+        yield from _resumed(block, checkpoint, universal)
     start = BARE_START if bare else NEOX_START if neox else DEEPSPEED_START
     text = json.dumps(str(file), ensure_ascii=False)  # escaped, two halves of a character stay two
     yield start.format(file=shlex.quote(str(file)), text=text, block=BLOCK, silent=SILENT)
@@ -134,10 +135,19 @@ def _is_strict(file: Path) -> bool:
     return True
 
 
-def _resumed(block: CompressionConfig | None, place: Path) -> Iterator[str]:
-    """Describe what a job with ``block`` loads from a checkpoint. Raises ConfigError."""
-    folder = checkpoint_note.folder_of(place)
+def _resumed(
+    block: CompressionConfig | None, place: Path, universal: bool = False
+) -> Iterator[str]:
+    """Describe what a job with ``block`` loads from a checkpoint. Raises ConfigError.
+
+    ``universal``: whether it loads DeepSpeed's universal checkpoints.
+    """
+    latest = checkpoint_note.LATEST_UNIVERSAL if universal else checkpoint_note.LATEST
+    folder = checkpoint_note.folder_of(place, latest)
     note = checkpoint_note.read(folder)
+    if note is None and universal and (source := checkpoint_note.source_of(folder)) is not None:
+        yield f"checkpoint {folder}: universal, made of {source}, from where our files are taken"
+        folder, note = source, checkpoint_note.read(source)
     if note is None:
         yield f"checkpoint {folder}: no run of hybridcomp's; residuals start at zero"
         return

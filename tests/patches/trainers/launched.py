@@ -19,6 +19,7 @@ EXAMPLES = SCRIPTS / "examples"
 #: what a script needs besides torch
 NEEDS = {
     "train_trainer.py": ("transformers", "accelerate"),
+    "train_distributed_config.py": ("transformers.distributed", "accelerate"),
     "train_accelerate.py": ("accelerate",),
     "train_sft.py": ("trl", "datasets"),
     "train_lightning.py": ("lightning",),

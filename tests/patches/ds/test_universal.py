@@ -1,0 +1,188 @@
+"""DeepSpeed's universal checkpoints: residuals, references and verdicts go with them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hybridcomp.tools.commands import validate
+from tests.ranks import run_ranks
+from tests.training.test_checkpoint import add, make_engine, sums, train
+
+pytest.importorskip("deepspeed")
+
+STAGES = (1, 2, 3)
+UNIVERSAL = {"checkpoint": {"load_universal": True}}
+REFERENCES = {"zero": {"codec": "blockint", "bits": 8, "delta": True}}
+Sums = dict[str, torch.Tensor]
+
+
+def block_of(stage: int) -> dict[str, Any]:
+    return REFERENCES if stage == 1 else {}
+
+
+def state_of(engine: Any, source: str) -> tuple[Sums, bool]:
+    """Residuals by parameter, and whether references of deltas are those saved in ``source``."""
+    import torch.distributed as dist
+
+    from hybridcomp.channels import channels_of, delta_references
+    from hybridcomp.patches.ds.exact_weights import flat_groups
+
+    channels = channels_of(engine)
+    assert channels is not None
+    kept = []
+    path = Path(source, f"hybridcomp_parameters_rank_{dist.get_rank():05d}.pt")
+    if path.is_file():
+        shares = torch.load(path, weights_only=True)["shares"]
+        flats = [flat for flat, _, _ in flat_groups(engine.optimizer)]
+        for flat, share in zip(flats, shares, strict=True):
+            reference = delta_references.reference_of(flat)
+            kept.append(reference is not None and torch.equal(reference.own, share))
+    return sums(channels.residuals.state_dict()), bool(kept) and all(kept)
+
+
+def save(folder: str) -> list[Sums]:
+    """Three steps at each stage, then a checkpoint."""
+    import torch.distributed as dist
+
+    found = []
+    for stage in STAGES:
+        engine = make_engine(stage, block=block_of(stage))
+        train(engine, 0, 3, dist.get_rank())
+        engine.save_checkpoint(f"{folder}/{stage}")
+        found.append(state_of(engine, folder)[0])
+        engine.destroy()
+    return found
+
+
+def load(
+    folder: str, source: str, stages: tuple[int, ...] = STAGES
+) -> list[tuple[Sums, bool, int, str]]:
+    """Of each stage's newest universal one: residuals, references, step, and what is said."""
+    import torch.distributed as dist
+
+    found = []
+    for stage in stages:
+        engine = make_engine(stage, block=block_of(stage), **UNIVERSAL)
+        said = StringIO()
+        with redirect_stdout(said):
+            engine.load_checkpoint(f"{folder}/{stage}")
+        saved = f"{source}/{stage}/global_step3"
+        found.append((*state_of(engine, saved), engine.global_steps, said.getvalue()))
+        train(engine, 3, 4, dist.get_rank())
+        engine.destroy()
+    return found
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Sums]]:
+    """Checkpoints of two ranks, converted as upstream's pages say; the sum of their residuals."""
+    folder = tmp_path_factory.mktemp("universal")
+    by_rank = run_ranks(2, save, str(folder))
+    for stage in STAGES:
+        convert(folder / str(stage) / "global_step3")
+    return folder, [total(by_stage) for by_stage in zip(*by_rank, strict=True)]
+
+
+def convert(tag: Path) -> None:
+    """Make a universal checkpoint beside ``tag``, as upstream's pages say."""
+    words = [
+        "--input_folder", str(tag), "--output_folder", f"{tag}_universal",
+        "--num_extract_workers=1", "--num_merge_workers=1", "--inject_missing_state",
+    ]  # fmt: skip
+    subprocess.run(
+        [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *words],
+        check=True, capture_output=True, env={**os.environ, "DS_ACCELERATOR": "cpu"},
+    )  # fmt: skip
+
+
+def total(ranks: Any) -> Sums:
+    found: Sums = {}
+    for rank in ranks:
+        for name, values in rank.items():
+            found[name] = add(found[name], values) if name in found else values
+    return found
+
+
+def hold(loaded: list[Any], before: list[Sums], stages: tuple[int, ...] = STAGES) -> None:
+    """The sum of the residuals over the ranks is as it was, at every stage."""
+    for index, stage in enumerate(stages):
+        after = total(rank[index][0] for rank in loaded)
+        wanted = before[STAGES.index(stage)]
+        assert after.keys() == wanted.keys() and after
+        for name, values in wanted.items():
+            numel = min(values.numel(), after[name].numel())  # padding may be others'
+            torch.testing.assert_close(after[name][:numel], values[:numel])
+            assert not values[numel:].any() and not after[name][numel:].any()
+        assert {rank[index][2] for rank in loaded} == {3}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_state_is_taken_from_the_checkpoint_that_was_converted(
+    converted: tuple[Path, list[Sums]], ranks: int
+) -> None:
+    folder, before = converted
+    assert not list(folder.glob("*/global_step3_universal/hybridcomp_*"))
+    loaded = run_ranks(ranks, load, str(folder), str(folder))
+    hold(loaded, before)
+    for stage, (_, references, _, said) in zip(STAGES, loaded[0], strict=True):
+        source = folder / str(stage) / "global_step3"
+        assert f"they are taken from {source}, of which it was made" in said
+        assert "lacks files" not in said
+        assert references == (stage == 1 and ranks == 2)
+
+
+def test_without_the_source_one_line_says_what_is_lost_and_what_brings_it(
+    converted: tuple[Path, list[Sums]], tmp_path: Path
+) -> None:
+    folder, before = converted
+    moved = tmp_path / "1" / "global_step3_universal"
+    shutil.copytree(folder / "1" / moved.name, moved)
+    shutil.copy(folder / "1" / "latest_universal", tmp_path / "1")
+    ((_, references, step, said),) = run_ranks(2, load, str(tmp_path), str(folder), (1,))[0]
+    (line,) = (text for text in said.splitlines() if "lacks files of hybridcomp" in text)
+    assert "residuals of error feedback start at zero" in line
+    assert "deltas begin with an exact gather" in line
+    assert f"cp INPUT_FOLDER/hybridcomp_* {moved}/" in line
+    assert (references, step) == (False, 3)
+    for path in (folder / "1" / "global_step3").glob("hybridcomp_*"):  # as the line says
+        shutil.copy(path, moved)
+    loaded = run_ranks(2, load, str(tmp_path), str(folder), (1,))
+    hold(loaded, before, (1,))
+    assert "lacks files" not in loaded[0][0][3] and loaded[0][0][1]
+
+
+def test_a_conversion_in_a_process_with_hybridcomp_copies_the_files(
+    converted: tuple[Path, list[Sums]], tmp_path: Path
+) -> None:
+    from hybridcomp.patches.ds import universal
+
+    made: list[Any] = []
+    source, target = converted[0] / "2" / "global_step3", tmp_path
+    universal.make_main(made.append)(SimpleNamespace(input_folder=source, output_folder=target))
+    names = {path.name for path in source.glob("hybridcomp_*")}
+    assert made and names and {path.name for path in target.iterdir()} == names
+
+
+def test_validate_follows_the_universal_checkpoint(converted: tuple[Path, list[Sums]]) -> None:
+    folder, _ = converted
+    config = folder / "ds.json"
+    config.write_text(
+        '{"zero_optimization": {"stage": 2}, "checkpoint": {"load_universal": true}, '
+        '"compression": {"dp": {"codec": "blockint", "bits": 4, "error_feedback": true}}}'
+    )
+    found = "\n".join(validate.lines(config, {}, checkpoint=folder / "2"))
+    assert (
+        f"{folder}/2/global_step3_universal: universal, made of {folder}/2/global_step3," in found
+    )
+    assert "takes over: what error feedback has left out" in found
