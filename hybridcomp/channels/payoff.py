@@ -20,7 +20,7 @@ from hybridcomp.autotune.trials import StepTraffic, TrialGroup, agree_on, gather
 from hybridcomp.autotune.verdicts import WARM
 from hybridcomp.channels import memory_use
 from hybridcomp.channels.channel import Channel
-from hybridcomp.channels.engine_state import EngineState
+from hybridcomp.channels.engine_state import UNCOUNTED, EngineState
 from hybridcomp.codecs import require_kernels
 from hybridcomp.config.memory import size
 from hybridcomp.dimensions import DIMENSIONS, MEASURED_EARLY, ROWS, Dimension
@@ -176,6 +176,8 @@ class Payoff:
             return ALL_NATIVE
         if any(n in state.guard.trips for n in here):
             return "the guard gave up"
+        if state.passes > (UNCOUNTED if step else 1):
+            return f"no optimizer step was counted in the last {state.passes} passes with gradients"
         if not step:
             return "it ended before its first optimizer step"
         if step <= state.config.start_step:
