@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 from hybridcomp.patches.common import optimizer_steps
 from hybridcomp.patches.torch import torch_versions
 from hybridcomp.patches.torch.attached import Attached
-from hybridcomp.patching import Patch, Seam, apply_all, revert_all
+from hybridcomp.seams.patching import Patch, Seam, apply_all, revert_all
 
 MODULE = "torch.amp.grad_scaler"
 FITS = torch_versions.checked("GradScaler", torch_versions.DDP)
