@@ -142,7 +142,8 @@ def attach(
     after ``install``, models are attached by themselves.
 
     Args:
-        model: the root that ``fully_shard`` was applied to, or the DistributedDataParallel.
+        model: the root that ``fully_shard`` was applied to, or the DistributedDataParallel; also
+            what torch.compile made of them, or a module around one DistributedDataParallel.
         block: a CompressionConfig, a block, or a dict or file that holds one under "compression";
             None: that of ``install`` or HYBRIDCOMP_CONFIG.
 

@@ -7,7 +7,7 @@ from typing import Any
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common.publishing_steps import destination_of
-from hybridcomp.patches.torch.attach import ATTRIBUTE
+from hybridcomp.patches.torch.attach import ATTRIBUTE, unwrapped
 from hybridcomp.publishing import EngineWeights, Publisher
 from hybridcomp.publishing.weights import named
 from hybridcomp.session import process
@@ -16,6 +16,7 @@ from hybridcomp.session.engine_session import EngineSession, session_of
 
 def publish(engine: Any, to: Any, names: str, **options: Any) -> Publisher:
     """See ``hybridcomp.publish``, which names the ``options``."""
+    engine = unwrapped(engine)
     weights = named(weights_of(engine), names)
     return Publisher(weights, destination_of(to, weights, _session_of(engine)), **options)
 

@@ -147,6 +147,8 @@ class Channel:
 
         Returns what ``native`` or ``encoded`` returns.
         """
+        if self.dimension == "dp" or message.direction == "backward":
+            self.state.hear_of_gradients(self.dimension)
         codec = self.codec(
             message.numel, message.dtype, message.group, message.direction, message.between
         )

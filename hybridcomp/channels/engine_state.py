@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -36,12 +36,17 @@ GRAPHS = (
 )
 
 
+#: passes with gradients and no optimizer step after which the step is missed, not still to come
+UNCOUNTED = 8
+
+
 @dataclass(eq=False)
 class EngineState:
     """State of one engine: its block, step, verdicts, residuals and counters.
 
     Attributes:
         step: optimizer steps taken.
+        passes: backward passes since the last of them that have sent gradients, roughly.
         verdicts: on dimensions with ``when: auto``; ``seen``: messages of those without one yet.
         pace: of dimension ``offload``, whether its copies are encoded in a step.
         is_weighed: whether dp and zero were measured before the first step.
@@ -57,6 +62,7 @@ class EngineState:
         common: names of small parameters that tensor-parallel ranks share (``replicated``).
         generation: of the references that parameter deltas are added to.
         islands: those that meet; the job without them is one data-parallel group of all.
+        on_pass: called with ``passes`` when one more has sent gradients.
     """
 
     config: CompressionConfig
@@ -69,6 +75,7 @@ class EngineState:
     factors: Factors = field(default_factory=Factors)
     verdicts: Verdicts = field(default_factory=Verdicts)
     step: int = 0
+    passes: int = 0
     is_weighed: bool = False
     absent: frozenset[Dimension] = frozenset()
     gains: Gains = field(default_factory=Gains)
@@ -81,6 +88,21 @@ class EngineState:
     common: frozenset[str] = frozenset()
     generation: int = 0
     islands: int = 1
+    on_pass: Callable[[int], None] | None = None
+    _running: int = -1  # the backward pass that has sent gradients last
+
+    def hear_of_gradients(self, dimension: Dimension) -> None:
+        """Note that gradients are sent: by a backward pass, or those of a micro-batch by ``pp``."""
+        running = torch._C._current_graph_task_id()
+        if running not in (-1, self._running) or (running == -1 and dimension == "pp"):
+            self._running = running
+            self.note_pass()
+
+    def note_pass(self) -> None:
+        """Count a pass with gradients."""
+        self.passes += 1
+        if self.on_pass is not None:
+            self.on_pass(self.passes)
 
     @property
     def timing(self) -> bool:

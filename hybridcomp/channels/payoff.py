@@ -20,7 +20,7 @@ from hybridcomp.autotune.trials import StepTraffic, TrialGroup, agree_on, gather
 from hybridcomp.autotune.verdicts import WARM
 from hybridcomp.channels import memory_use
 from hybridcomp.channels.channel import Channel
-from hybridcomp.channels.engine_state import EngineState
+from hybridcomp.channels.engine_state import UNCOUNTED, EngineState
 from hybridcomp.codecs import require_kernels
 from hybridcomp.config.memory import size
 from hybridcomp.dimensions import DIMENSIONS, MEASURED_EARLY, ROWS, Dimension
@@ -192,6 +192,8 @@ class Payoff:
             return f"the guard has made it native since step {state.guard.trips[name].step}"
         if name in state.verdicts.by_dimension and state.verdicts.native(name, step):
             return ALL_NATIVE
+        if state.passes > (UNCOUNTED if step else 1):
+            return f"no optimizer step was counted in the last {state.passes} passes with gradients"
         small = f"no message had min_bytes, {state.config.min_bytes}, and a dtype that codecs take"
         if not step:
             counted = bool(sent) and not state.config.start_step

@@ -246,7 +246,7 @@ class EngineSession:
         the next step; ``step``: the engine's count of steps taken.
         """
         channels, sampled = self.channels, self.channels.sampling
-        channels.step = channels.step + 1 if step is None else step
+        channels.step, channels.passes = channels.step + 1 if step is None else step, 0
         if overflow:
             channels.residuals.drop()
         elif loss_scale != self.loss_scale:

@@ -30,6 +30,7 @@ from hybridcomp.patches.ds import (
     layer_scope,
     record,
     step_messages,
+    trained_set,
     weights,
 )
 from hybridcomp.patches.ds.job_facts import Z0_SCALER, loss_scale
@@ -176,6 +177,7 @@ def _attach(
     )
     step_messages.note_tied(engine, session)
     step_messages.watch(engine, session)
+    trained_set.watch(engine, session)
     if block.sync.acts:
         _meet(engine, session)
     if block.publish is not None:
@@ -197,13 +199,13 @@ def _report_pipeline(engine: Any, session: EngineSession) -> None:
 
 
 def _meet(engine: Any, session: EngineSession) -> None:
-    """Have the engine's islands meet; they begin before the first forward pass in training."""
+    """Have the engine's islands meet; they begin before the first pass with gradients."""
     ranks = ranks_of(engine.data_parallel_group)
     make = functools.partial(island_unit.masters_of, weakref.proxy(engine))
     island_steps.start(session, make, ranks, "leave mpu and mesh_device out")
 
     def begins(module: Any, *_: Any) -> None:
-        if module.training:
+        if torch.is_grad_enabled():  # in eval mode, too
             hook.remove()
             session.before_step()
 

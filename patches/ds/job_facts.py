@@ -107,11 +107,11 @@ def unique_name(engine: Any, name: str, parameter: Any) -> str:
     if name.startswith("tied_modules."):  # on several stages, each of which reduces its copy
         stage = engine.mpu.get_pipe_parallel_rank()
         name += f"#pp{stage}" if stage else ""
-    rank = _tensor_rank(engine.mpu)
+    rank = tensor_rank(engine.mpu)
     return f"{name}#tp{rank}" if rank else name
 
 
-def _tensor_rank(mpu: Any) -> int:
+def tensor_rank(mpu: Any) -> int:
     """Return the rank in the tensor-parallel group; 0 without one."""
     rank: Callable[[], int] | None = getattr(mpu, "get_tensor_model_parallel_rank", None)
     if rank is None:

@@ -70,6 +70,8 @@ class Recorder:
         self._losses: list[torch.Tensor] = []
         self._batches = hashlib.sha256()
         self._step_tokens = self._tokens = 0
+        #: tokens and hash before the last pass in eval mode, which may have been a validation's
+        self._before: tuple[int, Any] | None = None
         self._start: float | None = None
         self._steps = 0
         if hasattr(engine, "train_batch"):
@@ -87,7 +89,10 @@ class Recorder:
     def _before_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def forward(*inputs: Any, **kwargs: Any) -> Any:
-            if self._engine.training:
+            if torch.is_grad_enabled():
+                self._forget_validation()
+                if not self._engine.training:
+                    self._before = self._step_tokens, self._batches.copy()
                 self._see((inputs, kwargs))
             return original(*inputs, **kwargs)
 
@@ -96,6 +101,7 @@ class Recorder:
     def _before_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._before = None
             self._losses.append(loss.detach())
             return original(loss, *args, **kwargs)
 
@@ -118,7 +124,7 @@ class Recorder:
         @functools.wraps(original)
         def _next_batch(*args: Any, **kwargs: Any) -> Any:
             batch = original(*args, **kwargs)
-            if self._engine.module.training:
+            if torch.is_grad_enabled():
                 self._see(batch)
             return batch
 
@@ -137,6 +143,11 @@ class Recorder:
     def _begin(self) -> None:
         if self._start is None:
             self._start = time.perf_counter()
+
+    def _forget_validation(self) -> None:
+        """Undo what a pass in eval mode has added that no backward pass came after."""
+        if self._before is not None:
+            (self._step_tokens, self._batches), self._before = self._before, None
 
     def _see(self, batch: Any) -> None:
         """Count and hash one micro-batch before it is used: upstream may change it in place."""

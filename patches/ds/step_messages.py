@@ -67,7 +67,8 @@ def watch(engine: Any, session: EngineSession) -> None:
     """Call ``session.begin_step`` in forward passes of training, as long as it may compare steps.
 
     By a forward pre-hook, which runs for pipelines too: it is the only place that runs in all
-    engines before a step communicates.
+    engines before a step communicates. In eval mode a pass may be a validation's: steps of a module
+    that trains in it begin where the one before ends.
     """
     if not session.channels.config.measured():
         return

@@ -5,6 +5,7 @@ Megatron has no engine object: it uses the session of the process (``process``).
 ``initialize_model_parallel`` and not a constructor: every rank calls it, once torch.distributed is
 initialized and before the first message. The concrete ``step`` methods and not
 ``MegatronOptimizer.step``, which is abstract; they call each other, so only the outermost counts.
+Jobs with an optimizer of torch's alone: ``torch_steps``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 from hybridcomp.collectives.topology import machines
 from hybridcomp.job.devices import device_name
-from hybridcomp.patches.mcore import groups, islands
+from hybridcomp.patches.mcore import groups, islands, torch_steps
 from hybridcomp.patches.mcore.requirement import REQUIREMENT
 from hybridcomp.patches.rules.planned import hold_to_machines, hold_to_plan
 from hybridcomp.seams.patching import Seam
@@ -90,6 +91,7 @@ def make_initialize_model_parallel(original: Callable[..., None]) -> Callable[..
         original(*args, **kwargs)
         session = process.own_session()
         if session is not None:
+            torch_steps.follow(session)
             hold_to_plan(session.channels.config, groups.layout())
             device = session.device
             hold_to_machines(session.channels.config, lambda: machines(device_name(device)))
@@ -109,6 +111,7 @@ def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
         session = process.own_session()
         if session is None or _progress.stepping:
             return original(self)
+        torch_steps.leave(session)
         channels = session.channels
         feedback = any(channel.error_feedback for channel in channels)
         if feedback:  # else no residual depends on it, and reading it may wait for a GPU

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from hybridcomp.channels import native_nbytes
 from hybridcomp.log import say_once
+from hybridcomp.patches.common.optimizer_steps import NO_PASS, backward_pass
 from hybridcomp.patches.common.routes import make_torch, torch_seam
 from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.mcore import check, islands, step_messages, weights
@@ -146,9 +148,14 @@ def _common(named: Mapping[str, Tensor]) -> frozenset[str]:
 
 def make_start_grad_sync(original: Callable[..., None]) -> Callable[..., None]:
     """Publish the bucket group, which knows the parameters in a buffer."""
+    first: list[weakref.ref[Any]] = []
 
     @functools.wraps(original)
     def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not first or first[0]() is None:
+            first[:] = [weakref.ref(self)]
+        if first[0]() is self and backward_pass() == NO_PASS and (found := current()) is not None:
+            found.note_pass()  # all gradients are reduced behind the passes of a step
         with _GROUP.inside(self):
             original(self, *args, **kwargs)
 

@@ -28,6 +28,8 @@ from hybridcomp.sync import Masters
 
 #: attribute of a model: its Attached, None where attach found no block
 ATTRIBUTE = "_hybridcomp_attached"
+#: submodule of the wrapper that torch.compile returns
+COMPILED = "_orig_mod"
 _UNSEEN = object()
 #: models that attach left native without a block, held weakly
 without_block: weakref.WeakSet[Module] = weakref.WeakSet()
@@ -43,6 +45,7 @@ REPLICATE = (
 
 def attach(model: Module, source: Source | None = None) -> Attached | None:
     """See ``hybridcomp.attach``."""
+    model = unwrapped(model)
     known: Any = vars(model).get(ATTRIBUTE, _UNSEEN)
     if known is not _UNSEEN and (source is None or known is not None):
         if source is not None:
@@ -122,6 +125,20 @@ def _weights(model: weakref.ref[Module]) -> EngineWeights:
     return weights.weights_of(found)
 
 
+def unwrapped(model: Any) -> Any:
+    """Return what torch.compile has wrapped, or the only DistributedDataParallel in ``model``."""
+    while isinstance(model, Module) and COMPILED in model._modules:
+        model = model._modules[COMPILED]
+    if not isinstance(model, Module) or is_sharded(model):
+        return model
+    inside = _inside(model)
+    return inside[0] if len(inside) == 1 else model
+
+
+def _inside(model: Module) -> list[DistributedDataParallel]:
+    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+
+
 def detach(model: Module) -> None:
     """Restore the native communication of a model under FSDP2 or DDP; drops its state.
 
@@ -137,6 +154,7 @@ def detach(model: Module) -> None:
 
     Raises ConfigError on a model that was never attached.
     """
+    model = unwrapped(model)
     attached: Any = vars(model).get(ATTRIBUTE, _UNSEEN)
     if attached is _UNSEEN and model not in detached:
         todo = (
@@ -150,7 +168,7 @@ def detach(model: Module) -> None:
 
 def channels_of_model(model: object) -> Channels | None:
     """Return the channels of an attached model, None where it is not attached."""
-    attached = getattr(model, "__dict__", {}).get(ATTRIBUTE)
+    attached = getattr(unwrapped(model), "__dict__", {}).get(ATTRIBUTE)
     return attached.channels if isinstance(attached, Attached) else None
 
 
@@ -201,6 +219,9 @@ def _attach(model: Module, source: Source | None) -> Attached | None:
             "parallelism have no seam; set fsdp_size above 1, which shards with fully_shard"
         )
         raise ConfigError(BLOCK, Shown("a DistributedConfig without FSDP"), todo)
+    if several := len(_inside(model)):
+        todo = "attach takes one model; call it for each DistributedDataParallel, in one order"
+        raise ConfigError(BLOCK, Shown(f"{type(model).__name__} around {several} of them"), todo)
     todo = (
         "expected a model under fully_shard or DistributedDataParallel; call attach after one of "
         "them. DeepSpeed and Megatron take hybridcomp.install"

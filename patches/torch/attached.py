@@ -12,10 +12,15 @@ from torch import Tensor
 
 from hybridcomp.channels import Channels, saved_state
 from hybridcomp.channels.resharing import Sends
+from hybridcomp.patches.common.optimizer_steps import (
+    NO_PASS,
+    at_the_end_of_the_pass,
+    backward_pass,
+)
 from hybridcomp.patches.torch import stateful
 from hybridcomp.patches.torch.loss_scale import LossScale
 from hybridcomp.patches.torch.session import say
-from hybridcomp.patches.torch.unseen_steps import UnseenSteps
+from hybridcomp.patches.torch.unseen_steps import LOCAL, PATIENCE, UnseenSteps
 from hybridcomp.session.engine_session import EngineSession
 
 Kind = Literal["ddp", "fsdp2"]
@@ -74,7 +79,12 @@ class Attached:
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._unseen = UnseenSteps(parameters, self.owns)
         self._is_open = self._has_reduced = False
-        self._has_news = False  # whether gradients were reduced since the last look for a step
+        self._may_validate = False  # whether the step has begun with a module in eval mode
+        self._has_news = False  # whether gradients were reduced since the last forward pass
+        self._counted_behind = NO_PASS  # the backward pass at whose end a step is counted
+        #: optimizers that have stepped since gradients were reduced last
+        self._alone: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.is_due = False  # whether an optimizer has stepped inside of another one
         self.loss_scale = LossScale(self.rescale)
         self.optimizer_calls = 0  # calls of optimizers' step, maybe several per training step
         self.is_detached = False
@@ -92,7 +102,7 @@ class Attached:
 
     @property
     def is_open(self) -> bool:
-        """Return whether a forward pass in training has begun and its optimizer step not come."""
+        """Return whether a pass with gradients has begun and its optimizer step not come."""
         return self._is_open
 
     def on_detach(self, undo: Callable[[], object]) -> None:
@@ -124,21 +134,31 @@ class Attached:
         """Return names and figures of the ledger's last report, once, for a trainer's logger."""
         return self.session.take_events()
 
-    def entered(self) -> None:
-        """Note that a forward pass in training begins."""
+    def entered(self, trains: bool = True) -> None:
+        """Note that a forward pass with gradients begins, of training or of a validation.
+
+        ``trains``: whether the module is in training mode. Steps are counted alike in both modes;
+        only the clock of a step starts anew with training where a validation came before.
+        """
+        compiles = torch.compiler.is_compiling()
+        if not compiles and backward_pass() != NO_PASS:
+            return  # activations are computed again
         if self._uneven():
             say(UNEVEN)
             return
-        looks = self._has_news and not self.optimizer_calls
-        if looks and not torch.compiler.is_compiling():
+        if self._has_news and not compiles:
             self._has_news = False
-            if self._unseen.have_come():
+            if self._unseen.have_come(self.channels.passes, self.optimizer_calls > 0):
                 self.stepped()
         if not self._is_open:
             self._say_if_forgetful()
             self.session.before_step()
-            if self.channels.config.measured():
-                self.session.begin_step()
+        restarts = self._may_validate and trains and not self._has_reduced
+        if restarts:
+            self.channels.payoff.reopen_step()
+        if (restarts or not self._is_open) and self.channels.config.measured():
+            self.session.begin_step()
+        self._may_validate = not trains and (self._may_validate or not self._is_open)
         self._is_open = True
 
     def _say_if_forgetful(self) -> None:
@@ -153,6 +173,7 @@ class Attached:
         """Note that gradients are being reduced, before a message of them takes residuals."""
         if not self._has_reduced:
             self.loss_scale.before_messages()
+            self._alone.clear()
             if not self.optimizer_calls:
                 self._unseen.begin()
         self._has_reduced = self._has_news = True
@@ -167,6 +188,11 @@ class Attached:
             return True
         return False
 
+    def held(self) -> set[int]:
+        """Return the ids of the parameters in optimizers of torch that have stepped."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return {id(parameter) for group in groups for parameter in group["params"]}
+
     def count_step(self) -> None:
         """Count a step of an optimizer that is no ``torch.optim.Optimizer``; every rank calls it.
 
@@ -176,19 +202,45 @@ class Attached:
         self.optimizer_calls += 1
         self.stepped()
 
-    def stepped(self) -> None:
-        """Count an optimizer step, once for each forward pass whose gradients were reduced.
+    def called(self, optimizer: Any) -> None:
+        """Note that the ``step`` of an optimizer ends that holds parameters of the model.
 
-        Several optimizers, or one for each parameter, are one step. A collective over the job
-        where something is due: a report, a measurement, the guard.
+        ``stepped`` counts it, after the outermost of optimizers that call each other.
         """
-        if self._is_open and (self._has_reduced or not self._reduces):
-            self._is_open = self._has_reduced = False
-            self.session.end_step()
+        self.optimizer_calls += 1
+        self.is_due = True
+        if self._has_reduced or not self._reduces or self._uneven():
+            return
+        if optimizer in self._alone:  # twice, and no gradients were reduced in between
+            self.channels.passes += 1
+            if self.channels.passes == PATIENCE:
+                say(LOCAL)
+        self._alone.add(optimizer)
+
+    def stepped(self) -> None:
+        """Count an optimizer step whose gradients were reduced since the last counted one.
+
+        So several optimizers, or one for each parameter, are one step. Steps inside of a backward
+        pass are counted at its end, once. A collective over the job where something is due: a
+        report, a measurement, the guard.
+        """
+        self.is_due = False
+        if self._uneven() or not (self._has_reduced or (self._is_open and not self._reduces)):
+            return
+        if (running := backward_pass()) == NO_PASS:
+            self._count()
+        elif running != self._counted_behind:
+            self._counted_behind = running
+            at_the_end_of_the_pass(self._count)
+
+    def _count(self) -> None:
+        self._is_open = self._has_reduced = self._has_news = False
+        self.session.end_step()
 
     def overflowed(self) -> None:
         """Drop the residuals of a step that a loss scaler skipped, and begin the step again."""
         self._is_open = self._has_reduced = False
+        self.channels.passes = 0
         self.channels.residuals.drop()
         self.channels.payoff.reopen_step()
         self.session.skip_step()

@@ -98,8 +98,9 @@ def _attach(model: Any) -> None:
             "dp: a checkpoint holds residuals where the script adds hybridcomp.stateful(model) to "
             "what torch.distributed.checkpoint saves, or calls hybridcomp.save_state(folder)"
         )
-    if attached is not None and model.training and torch.is_grad_enabled():
-        attached.entered()  # its forward hook was added during this pass and runs in the next one
+    if attached is not None and torch.is_grad_enabled():
+        # its forward hook was added during this pass and runs in the next one
+        attached.entered(model.training)
 
 
 def _attach_in_next_pass(model: Any) -> None:

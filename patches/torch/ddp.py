@@ -19,7 +19,7 @@ from hybridcomp.channels.resharing import Sends
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.collectives.topology import ranks_of
 from hybridcomp.config.policy import Dimension
-from hybridcomp.patches.torch import ddp_slot, rules, steps, torch_versions
+from hybridcomp.patches.torch import ddp_slot, rules, steps, torch_versions, trained_set
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.ddp_layout import chunk_of
 from hybridcomp.patches.torch.ddp_reducer import Reducer, real_numel
@@ -66,12 +66,14 @@ def attach(model: DistributedDataParallel, source: Source | None) -> Attached | 
     hook = model.register_forward_pre_hook(lambda module, _: _enter(module, attached))
     attached.on_detach(hook.remove)
     steps.follow(attached)
+    if dist.get_rank(group) == 0:
+        trained_set.watch(attached, model.module.named_parameters(), averages_all=False)
     return attached
 
 
 def _enter(model: Any, attached: Attached) -> None:
-    if model.training and torch.is_grad_enabled():
-        attached.entered()
+    if torch.is_grad_enabled():
+        attached.entered(model.training)
 
 
 def _buckets(

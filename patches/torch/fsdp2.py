@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -25,7 +26,14 @@ from hybridcomp.autotune.trials import StepTraffic
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.config.policy import Dimension
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.torch import fsdp2_comms, fsdp2_gradients, fsdp2_rules, rules, steps
+from hybridcomp.patches.torch import (
+    fsdp2_comms,
+    fsdp2_gradients,
+    fsdp2_rules,
+    rules,
+    steps,
+    trained_set,
+)
 from hybridcomp.patches.torch import torch_versions as windows
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.fsdp2_members import Members, names_of
@@ -95,10 +103,15 @@ def attach(model: nn.Module, source: Source | None) -> Attached | None:
         # a compiled pass runs hooks without looking; messages are sent outside of what is compiled
         one.before_first = functools.partial(_check_whole, one.group.modules[0])
         for module in one.group.modules:
-            attached.on_detach(module.register_forward_pre_hook(_Enter(attached)).remove)
+            attached.on_detach(module.register_forward_pre_hook(_Enter(one, attached)).remove)
             if not one.hears_of_messages:
                 attached.on_detach(module.register_forward_hook(_Leave(one)).remove)
     steps.follow(attached)
+    if job.ranks[0] == dist.get_rank():
+        named = (
+            (m.name, p) for one in members for m, p in zip(one.members, one.sharded, strict=True)
+        )
+        trained_set.watch(attached, named, averages_all=True)
     return attached
 
 
@@ -110,8 +123,12 @@ def is_served(model: nn.Module) -> bool:
 
 @dataclass
 class _Enter:
-    """Forward pre-hook of an FSDP2 module: notes forward passes in training."""
+    """Forward pre-hook of an FSDP2 module: notes passes in which any of its parameters trains.
 
+    Not those of a frozen teacher, though gradients may be enabled: no step of it will come.
+    """
+
+    members: Members
     attached: Attached
     is_whole: bool = False
 
@@ -119,8 +136,8 @@ class _Enter:
         if not self.is_whole and not torch.compiler.is_compiling():
             _check_whole(module)
             self.is_whole = True
-        if module.training and torch.is_grad_enabled():
-            self.attached.entered()
+        if torch.is_grad_enabled() and self.members.trains:
+            self.attached.entered(module.training)
 
 
 def _check_whole(module: Any) -> None:

@@ -107,6 +107,16 @@ class Members:
             if parameter.sharded_param.requires_grad
         )
 
+    @property
+    def sharded(self) -> list[Any]:
+        """Return this rank's shards of the parameters, which optimizers hold."""
+        return [parameter.sharded_param for parameter in self.group.fsdp_params]
+
+    @property
+    def trains(self) -> bool:
+        """Return whether any parameter needs gradients."""
+        return any(parameter.requires_grad for parameter in self.sharded)
+
     def numel(self, places: Sequence[int], world_size: int) -> int:
         """Return the elements of a message with the gradients of these parameters."""
         return sum(self.members[place].chunk(world_size) for place in places) * world_size

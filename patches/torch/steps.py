@@ -1,10 +1,10 @@
 """Follow optimizer steps and loss scales of attached models.
 
-Steps by ``torch.optim.optimizer.register_optimizer_step_post_hook``, a public hook that every
-optimizer calls. A loss scaler has no hook, and residuals are in units of the scaled loss: so
-``GradScaler.step`` and ``update`` are replaced, but only once a model with error feedback, or with
-``when: auto``, is attached. A step that the scaler skips runs no optimizer, hence no hook. For
-optimizers that are no ``torch.optim.Optimizer`` see ``unseen_steps``.
+Steps by the public hooks of torch's optimizers (``optimizer_steps``). A loss scaler has no hook,
+and residuals are in units of the scaled loss: so ``GradScaler.step`` and ``update`` are replaced,
+but only once a model with error feedback, or with ``when: auto``, is attached. A step that the
+scaler skips runs no optimizer, hence no hook. For optimizers that are no ``torch.optim.Optimizer``
+see ``unseen_steps``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
+from hybridcomp.patches.common import optimizer_steps
 from hybridcomp.patches.torch import torch_versions
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.seams.patching import Patch, Seam, apply_all, revert_all
@@ -40,7 +41,7 @@ def follow(attached: Attached) -> None:
     _attached.add(attached)
     attached.on_detach(functools.partial(_attached.discard, attached))
     if not _handles:
-        _handles.append(register_optimizer_step_post_hook(_after_step))
+        _handles.extend(optimizer_steps.register(None, _after_step))
     if _heeds_overflows(attached) and not _patches:
         _patches.extend(apply_all([Patch(STEP, make_step), Patch(UPDATE, make_update)]))
 
@@ -74,8 +75,12 @@ def forget_all() -> None:
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for attached in _owners(optimizer):
-        attached.optimizer_calls += 1
-        attached.stepped()
+        attached.called(optimizer)
+    if optimizer_steps.is_inside_another():
+        return
+    for attached in models():
+        if attached.is_due:
+            attached.stepped()
 
 
 def _owners(optimizer: Any) -> list[Attached]:

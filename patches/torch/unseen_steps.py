@@ -11,23 +11,29 @@ import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from hybridcomp.channels.engine_state import UNCOUNTED
 from hybridcomp.patches.torch.session import say
 
-#: passes with reduced gradients and without a detected step before the message
-PATIENCE = 8
+#: passes with reduced gradients and without a step before the message; ``PATIENT`` where an
+#: optimizer of torch holds the parameters, whose step calls a hook: the job may accumulate
+PATIENCE, PATIENT = UNCOUNTED, 128
 COUNTED = (
-    "no torch.optim.Optimizer holds the parameters of this model: a step is counted when the next "
-    "forward pass finds them changed or their gradients gone; count_step() of what "
-    "hybridcomp.attach gave, behind each update, counts it at once"
+    "no torch.optim.Optimizer that calls torch's hooks holds the parameters of this model: a step "
+    "is counted when the next forward pass finds them changed or their gradients gone; "
+    "count_step() of what hybridcomp.attach gave, behind each update, counts it at once"
 )
 NOT_COUNTED = (
-    f"no optimizer step was seen in {PATIENCE} passes with reduced gradients, so none is counted, "
-    "and start_step, ramps and reports stand still; where the optimizer is no "
+    "no optimizer step was seen in {} passes with reduced gradients, so none is counted, and "
+    "start_step, ramps, reports, publish and sync stand still; where the optimizer is no "
     "torch.optim.Optimizer, call count_step() of what hybridcomp.attach gave behind each update"
+)
+LOCAL = (
+    "optimizer steps without reduced gradients, as inside no_sync() or with "
+    "set_requires_gradient_sync(False), are not counted: ranks may make different numbers of them; "
+    "start_step, ramps, reports, publish and sync stand still"
 )
 
 
@@ -41,35 +47,36 @@ class UnseenSteps:
         self._parameters, self._owns = parameters, owns
         self._is_foreign: bool | None = None  # no optimizer of torch has parameters; None: unknown
         self._versions = 0
-        self._passes = 0
 
     def begin(self) -> None:
         """Note the versions of the parameters when their gradients are reduced."""
         self._versions = sum(map(_version, self._parameters()))
 
-    def have_come(self) -> bool:
-        """Return whether a step was taken since ``begin``; for a forward pass after a reduction."""
-        if torch._C._current_graph_task_id() != -1:
-            return False  # a recomputation in the backward pass
-        if self._is_foreign is None:
+    def have_come(self, passes: int, is_heard: bool) -> bool:
+        """Return whether a step was taken since ``begin``; for a forward pass after a reduction.
+
+        ``passes``: those with reduced gradients since the last step; ``is_heard``: whether steps of
+        an optimizer of torch were heard of before.
+        """
+        if is_heard:
+            self._is_foreign = False
+        elif self._is_foreign is None:
             self._is_foreign = not self._is_held()
-        self._passes += 1
         if self._is_foreign:
             trained = [p for p in self._parameters() if p.requires_grad]
             changed = sum(map(_version, self._parameters())) != self._versions
             if changed or all(parameter.grad is None for parameter in trained):
-                self._passes = 0
                 say(COUNTED)
                 return True
-        if self._passes == PATIENCE * (1 if self._is_foreign else 100):
-            say(NOT_COUNTED)
+        if passes == (PATIENCE if self._is_foreign else PATIENT):
+            say(NOT_COUNTED.format(passes))
         return False
 
     def _is_held(self) -> bool:
-        """Return whether an existing ``torch.optim.Optimizer`` holds parameters of the model."""
+        """Return whether a ``torch.optim.Optimizer`` that calls hooks holds any parameter."""
         gc.collect()
         found = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
-        return any(self._owns(optimizer) for optimizer in found)
+        return any(self._owns(one) for one in found if hasattr(type(one).step, "hooked"))
 
 
 def _version(parameter: Any) -> int:

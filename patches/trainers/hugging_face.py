@@ -27,6 +27,7 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.log import say
 from hybridcomp.metric_names import trainer_name
 from hybridcomp.patches.torch import steps
+from hybridcomp.patches.torch.attach import unwrapped
 from hybridcomp.patches.trainers.figures import reporters, take
 
 if TYPE_CHECKING:
@@ -78,8 +79,7 @@ class HybridcompCallback(TrainerCallback):  # type: ignore[misc]
             hybridcomp.load_state(folder)
 
     def _attach(self, args: Any) -> None:
-        wrapped = self._trainer.model_wrapped
-        model = getattr(wrapped, "_orig_mod", wrapped)  # torch.compile's wrapper sends nothing
+        model = unwrapped(self._trainer.model_wrapped)
         if args.world_size == 1:
             say("one process sends nothing: nothing is compressed")
         elif any(reporters(model)):

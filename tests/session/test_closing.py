@@ -247,3 +247,15 @@ def test_trainings_of_a_measurement_are_no_job() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (found.returncode, found.stdout) == (0, ""), found.stderr
+
+
+def test_a_run_whose_steps_nobody_counted_is_not_said_to_have_ended_too_early() -> None:
+    channels = Channels(CompressionConfig.parse({"dp": "bf16", "start_step": 5}))
+    reason = "no optimizer step was counted in the last {} passes with gradients"
+    for _ in range(2):
+        channels.note_pass()
+    assert channels.payoff.idle_reason(0) == reason.format(2)
+    assert channels.payoff.idle_reason(3) == "it ended at step 3, and start_step is 5"
+    for _ in range(7):
+        channels.note_pass()
+    assert channels.payoff.idle_reason(3) == reason.format(9)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -75,6 +75,23 @@ def foreign(engine: Any, in_place: bool, forgets: bool, counts: bool) -> dict[st
     return found
 
 
+def alone(engine: Any) -> tuple[int, list[str], str]:
+    """Steps of an optimizer of torch whose gradients are never reduced."""
+    model: Any = build(Job(engine=engine))
+    attached = hybridcomp.attach(model, LATER)
+    assert attached is not None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with patch("hybridcomp.patches.torch.attached.say") as say:
+        for _ in range(2 * unseen_steps.PATIENCE):
+            if engine == "fsdp2":
+                model.set_requires_gradient_sync(False)
+            with model.no_sync() if engine == "ddp" else nullcontext():
+                torch.autograd.backward(model(torch.zeros(2, 6, dtype=torch.long)).square().mean())
+            optimizer.step()
+    said = [text for (text,), _ in say.call_args_list]
+    return attached.step, said, attached.channels.payoff.idle_reason(0)
+
+
 def late() -> list[Any]:
     """An optimizer of torch's that is given the parameters later, and one that accumulates."""
     job = Job(engine="ddp")
@@ -134,6 +151,7 @@ def every_case() -> dict[str, Any]:
         for engine in ENGINES
         for name, how in FOREIGN.items()
     }
+    found |= {f"{engine}, alone": alone(engine) for engine in ENGINES}
     return {**found, "late": late(), "skipped": [skipped(feedback) for feedback in (False, True)]}
 
 
@@ -160,8 +178,19 @@ def test_steps_that_nobody_can_see_are_told_or_counted_by_hand(
     for found in outcomes:
         unseen, counted = found[f"{engine}, unseen"], found[f"{engine}, by hand"]
         assert unseen["1"] == (0, False, [])  # too few passes
-        assert unseen["2"] == (0, False, [unseen_steps.NOT_COUNTED])
+        assert unseen["2"] == (0, False, [unseen_steps.NOT_COUNTED.format(unseen_steps.PATIENCE)])
         assert counted["1"] == counted["2"] == (5, True, [])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_steps_without_reduced_gradients_are_told(
+    engine: str, outcomes: list[dict[str, Any]]
+) -> None:
+    """Ranks may take different numbers of them, so they cannot be counted."""
+    for found in outcomes:
+        steps, said, reason = found[f"{engine}, alone"]
+        assert (steps, said) == (0, [unseen_steps.LOCAL])
+        assert reason.startswith("no optimizer step was counted in the last ")
 
 
 def test_an_optimizer_that_gets_the_parameters_later_is_followed(

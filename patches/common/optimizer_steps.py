@@ -1,0 +1,64 @@
+"""Hear of the steps of torch's optimizers, by its public hooks, and of backward passes around them.
+
+Hooks of all optimizers of the process: one that was built earlier calls them, too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Final
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+#: the number of no backward pass
+NO_PASS: Final = -1
+#: the code around the step of every optimizer of torch, which calls the hooks
+_STEP: Final = Optimizer.profile_hook_step(lambda: None).__code__
+
+Hook = Callable[[Optimizer, Any, Any], None]
+
+
+def register(before: Hook | None, after: Hook) -> list[Any]:
+    """Have ``before`` and ``after`` called around the steps of all optimizers, compiled ones too.
+
+    Returns handles, whose ``remove`` ends that.
+    """
+    disable: Any = torch.compiler.disable  # they are no part of a step that is compiled
+    hooks = [register_optimizer_step_post_hook(disable(after))]
+    if before is not None:
+        hooks.append(register_optimizer_step_pre_hook(disable(before)))
+    return hooks
+
+
+def is_inside_another() -> bool:
+    """Return whether the step that calls this hook was called by the step of another optimizer.
+
+    As by that of ``ZeroRedundancyOptimizer``, which sends the new weights afterwards. By the stack,
+    as a step that raises an error calls no hook at its end.
+    """
+    frame: FrameType | None = sys._getframe()
+    steps = 0
+    while frame is not None and steps < 2:
+        steps += frame.f_code is _STEP
+        frame = frame.f_back
+    return steps == 2
+
+
+def backward_pass() -> int:
+    """Return the number of the backward pass that this thread is in, or ``NO_PASS``."""
+    return int(torch._C._current_graph_task_id())
+
+
+def at_the_end_of_the_pass(call: Callable[[], None]) -> None:
+    """Call ``call`` once, at the end of the backward pass that this thread is in.
+
+    Behind callbacks that are there already, as FSDP2's, which may reduce the last gradients.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(call)

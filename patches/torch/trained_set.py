@@ -1,0 +1,70 @@
+"""Say when parameters of a model stop, or begin, to require gradients in mid-training.
+
+Optimizers of torch pass over parameters without a gradient. So one that is frozen stays as it is,
+unless its last gradient is left in place, at best as zeros. One that begins is trained where an
+optimizer holds it, but DistributedDataParallel averages the gradients only of those parameters that
+required them when the model was wrapped.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from hybridcomp.patches.common.trained_set import TrainedFollower, TrainedSet
+from hybridcomp.patches.torch.attached import Attached
+
+MOVES = (
+    ", but still have one, so their optimizer goes on changing them, at least by momentum and "
+    "weight decay: zero_grad(set_to_none=False) leaves zeros there; set their grad to None"
+)
+NOT_AVERAGED = (
+    " that did not when the model was attached: DistributedDataParallel does not average their "
+    "gradients, so the ranks' copies drift apart; wrap the model anew, and attach it"
+)
+NOT_HELD = ", but no optimizer that steps holds them, so they stay as they are; give them to one"
+
+
+def watch(attached: Attached, named: Iterable[tuple[str, Tensor]], *, averages_all: bool) -> None:
+    """Look at the parameters ``named`` before every step of ``attached``; for one of its ranks.
+
+    ``averages_all``: whether gradients of parameters that begin to require them are averaged.
+    """
+    attached.session.follow(_Model(attached, TrainedSet(named), averages_all))
+
+
+class _Model(TrainedFollower):
+    """A follower; what a step has to show is looked at before the next one."""
+
+    def __init__(self, attached: Attached, trained: TrainedSet, averages_all: bool) -> None:
+        self._attached = weakref.ref(attached)
+        self._trained, self._averages_all = trained, averages_all
+        self._stopped: dict[str, Tensor] = {}
+        self._begun: dict[str, Tensor] = {}
+
+    def before_step(self) -> None:
+        """Look, and say what has changed."""
+        if self._stopped or self._begun:
+            self._judge()
+        changed = self._trained.look()
+        if changed is None:
+            return
+        self._stopped, self._begun = changed
+        if not self._averages_all:
+            later = [name for name in self._begun if name not in self._trained.first]
+            self._trained.tell(later, "began", NOT_AVERAGED)
+
+    def _judge(self) -> None:
+        """Say what the step behind a change has left of its parameters."""
+        stopped = [
+            n for n, p in self._stopped.items() if not p.requires_grad and p.grad is not None
+        ]
+        self._trained.tell(stopped, "stopped", MOVES)
+        attached: Any = self._attached()
+        if attached is not None and (held := attached.held()):
+            begun = [n for n, p in self._begun.items() if p.requires_grad and id(p) not in held]
+            self._trained.tell(begun, "began", NOT_HELD)
+        self._stopped, self._begun = {}, {}

@@ -1,0 +1,208 @@
+"""Jobs on megatron-core with optimizers of torch: each step counts once, on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from hybridcomp.errors import ConfigError
+from hybridcomp.patches.mcore import torch_steps
+from hybridcomp.session import process
+from tests.ranks import run_ranks
+from tests.stand_ins.link_clock import clock
+from tests.training import mcore_trainer
+from tests.training.mcore_trainer import Job
+
+pytestmark = pytest.mark.skipif(
+    find_spec("megatron") is None or find_spec("megatron.core") is None, reason="no megatron-core"
+)
+STEPS = 11
+B8: dict[str, Any] = {"codec": "blockint", "bits": 8}
+LATER = {"start_step": 3, "min_bytes": 0}
+RAMP = {"codec": "blockint", "bits": 4, "ramp": {"from": 8, "steps": 6}}
+
+#: name -> job, and how its optimizer is made
+JOBS: dict[str, tuple[Job, str]] = {
+    "TP": (Job(tp=2, steps=STEPS, block={"tp": B8, **LATER}), "one"),
+    "TP, two optimizers": (Job(tp=2, steps=STEPS, block={"tp": B8, **LATER}), "two"),
+    "TP, one optimizer each": (Job(tp=2, steps=STEPS, block={"tp": B8, **LATER}), "each"),
+    "TP, nobody's": (Job(tp=2, steps=STEPS, block={"tp": B8, **LATER}), "nobody's"),
+    "TP, recommended": (Job(tp=2, steps=STEPS, link=(0.02, 0.01),
+                            block={"preset": "recommended", "min_bytes": 0}), "one"),
+    "PP": (Job(pp=2, steps=STEPS, block={"pp": B8, **LATER}), "one"),
+    "PP, two optimizers": (Job(pp=2, steps=STEPS, block={"pp": B8, **LATER}), "two"),
+    "DP": (Job(steps=STEPS, block={"dp": RAMP, **LATER}), "wrapped"),
+    "DP, nobody's": (Job(steps=STEPS, block={"dp": RAMP, **LATER}), "wrapped, nobody's"),
+    "DP, Megatron's": (Job(steps=STEPS, block={"dp": RAMP, **LATER}), "Megatron's"),
+    "TP, islands": (Job(tp=2, steps=1, block={"sync": {"islands": 2}}), "one"),
+    # hooks of parameters keep their optimizers: behind the jobs that have none
+    "TP, in backward": (Job(tp=2, steps=STEPS, micro_batches=1,
+                            block={"tp": B8, **LATER}), "in backward"),
+}  # fmt: skip
+
+
+class Foreign:
+    """An optimizer that is none of torch's."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.parameters = list(parameters)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=1e-3)
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+class Several:
+    """Optimizers that step one behind the other."""
+
+    def __init__(self, every: list[torch.optim.Optimizer]) -> None:
+        self.every = every
+
+    def step(self) -> None:
+        for optimizer in self.every:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.every:
+            optimizer.zero_grad()
+
+
+class Wrapped:
+    """Optimizer of the gradients that Megatron's DistributedDataParallel has summed."""
+
+    def __init__(self, inner: Any, model: Any) -> None:
+        self.inner, self.model = inner, model
+
+    def step(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = parameter.main_grad
+        self.inner.step()
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+        self.model.zero_grad_buffer()
+
+
+class InBackward:
+    """An optimizer for each parameter, which steps as soon as that has a gradient."""
+
+    def __init__(self, parameters: list[Any]) -> None:
+        self.every = {parameter: torch.optim.SGD([parameter], lr=1e-3) for parameter in parameters}
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self.update)
+
+    def update(self, parameter: Any) -> None:
+        self.every[parameter].step()
+        parameter.grad = None
+
+    def step(self) -> None:
+        """Do nothing: all have stepped."""
+
+    def zero_grad(self) -> None:
+        """Do nothing: no gradient is kept."""
+
+
+def build(job: Job, kind: str) -> tuple[Any, Any]:
+    """A bare GPTModel, or a wrapped one, and its optimizer."""
+    config = mcore_trainer.model_config(job)
+    model = mcore_trainer._model(job, config, 0)
+    if kind == "Megatron's":
+        (wrapped,), optimizer = mcore_trainer.wrap(job, config, [model])
+        return wrapped, optimizer
+    parameters = list(model.parameters())
+    if kind.startswith("wrapped"):
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+
+        settings = DistributedDataParallelConfig(overlap_grad_reduce=False)
+        wrapped = DistributedDataParallel(config, settings, model)
+        config.finalize_model_grads_func = finalize_model_grads
+        foreign = "nobody" in kind
+        inner = Foreign(parameters) if foreign else torch.optim.AdamW(parameters, lr=1e-3)
+        return wrapped, Wrapped(inner, wrapped)
+    if kind == "one":
+        return model, torch.optim.AdamW(parameters, lr=1e-3)
+    if kind == "nobody's":
+        return model, Foreign(parameters)
+    if kind == "in backward":
+        return model, InBackward(parameters)
+    parts = [parameters[::2], parameters[1::2]] if kind == "two" else [[p] for p in parameters]
+    return model, Several([torch.optim.SGD(part, lr=1e-3) for part in parts])
+
+
+def trained(name: str) -> tuple[Any, ...]:
+    """Steps counted, whether messages were encoded, what was said of steps, the last line."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    job, kind = JOBS[name]
+    link = contextlib.nullcontext() if job.link is None else clock(*job.link)
+    with link, mcore_trainer.armed(job), io.StringIO() as told:
+        with contextlib.redirect_stdout(told):
+            mcore_trainer.initialize(job)
+            model, optimizer = build(job, kind)
+            model.eval()
+            for step in range(job.steps):
+                optimizer.zero_grad()
+                get_forward_backward_func()(
+                    forward_step_func=mcore_trainer._forward_step,
+                    data_iterator=mcore_trainer.batches(job, step), model=model,
+                    num_microbatches=job.micro_batches, seq_length=mcore_trainer.LENGTH,
+                    micro_batch_size=mcore_trainer.MICRO_BATCH, forward_only=False,
+                )  # fmt: skip
+                try:
+                    optimizer.step()
+                except ConfigError as error:
+                    return (str(error),)
+            channels = process.current()
+            assert channels is not None
+            entries = channels.ledger.interval.values()
+            encoded = any(entry.messages > entry.native for entry in entries)
+            reason = channels.payoff.idle_reason(channels.step)
+        lines = [line for line in told.getvalue().splitlines() if "no optimizer step" in line]
+        return channels.step, encoded, len(lines), reason
+
+
+def every_job() -> dict[str, tuple[Any, ...]]:
+    mcore_trainer.prepare()
+    return {name: trained(name) for name in JOBS}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, tuple[Any, ...]]]:
+    return run_ranks(2, every_job, timeout=900.0)
+
+
+@pytest.mark.parametrize("name", [n for n in JOBS if "nobody" not in n and "islands" not in n])
+def test_steps_of_torchs_optimizers_count_once(name: str, outcomes: list[Any]) -> None:
+    for found in outcomes:
+        steps, encoded, said, _ = found[name]
+        assert (steps, encoded, said) == (STEPS, True, 0)
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if "nobody" in name])
+def test_steps_that_nobody_hears_of_are_told(name: str, outcomes: list[Any]) -> None:
+    for rank, found in enumerate(outcomes):
+        steps, encoded, said, reason = found[name]
+        assert (steps, encoded, said) == (0, False, rank == 0)
+        passes = STEPS * (1 if name.startswith("DP") else JOBS[name][0].micro_batches)
+        assert reason == f"no optimizer step was counted in the last {passes} passes with gradients"
+
+
+def test_islands_want_megatrons_optimizer(outcomes: list[Any]) -> None:
+    for found in outcomes:
+        (told,) = found["TP, islands"]
+        assert "compression.sync: found steps of AdamW" in told and torch_steps.ISLANDS in told

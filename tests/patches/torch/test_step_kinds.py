@@ -1,0 +1,463 @@
+"""Each optimizer step is counted once, whatever mode the module is in and however it is trained."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils.checkpoint import checkpoint
+
+import hybridcomp
+from hybridcomp.autotune import recheck
+from hybridcomp.patches.torch import unseen_steps
+from hybridcomp.patches.torch.attached import Attached
+from tests.patches.torch.trainer import BATCH, LENGTH, VOCABULARY, WIDTH, Job, build, syncing
+from tests.ranks import run_ranks
+from tests.stand_ins.link_clock import clock
+from tests.sync import torch_job
+
+#: optimizer steps of every case
+STEPS = 11
+QUIET: dict[str, Any] = {"min_bytes": 0, "ledger": {"every": 1_000_000}}
+BLOCK: dict[str, Any] = {
+    "dp": {"codec": "blockint", "bits": 4, "ramp": {"from": 8, "steps": 8}}, **QUIET,
+}  # fmt: skip
+Adam = torch.optim.AdamW
+
+
+class Sharpness(torch.optim.Optimizer):
+    """SAM: steps of another optimizer, which it has, with gradients of weights moved uphill."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.base = Adam(self.param_groups, lr=1e-3)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        moved = [(p, p.grad.clone()) for g in self.param_groups for p in g["params"]
+                 if p.grad is not None]  # fmt: skip
+        for parameter, uphill in moved:
+            parameter.add_(uphill, alpha=0.01)
+        with torch.enable_grad():
+            self.base.zero_grad()
+            closure()
+        for parameter, uphill in moved:
+            parameter.sub_(uphill, alpha=0.01)
+        self.base.step()
+
+
+class Unhooked(Adam):
+    """An optimizer whose ``step`` calls no hook of torch, as it was put there afterwards."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=1e-3)
+        inner = Adam.step.__wrapped__  # type: ignore[attr-defined]
+        type(self).step = lambda self, closure=None: inner(self, closure)  # type: ignore[method-assign]
+
+
+class Case:
+    """One model under one engine, in eval mode, and what most situations do with it."""
+
+    def __init__(self, engine: Any, attaches: bool = True, **changed: Any) -> None:
+        self.job = Job(engine=engine, **changed)
+        self.model: Any = build(self.job)
+        self.optimizer: Any = Adam(self.model.parameters(), lr=1e-3)  # before it is attached
+        if attaches:
+            self.attach()
+        self.model.eval()
+
+    def attach(self) -> None:
+        found = hybridcomp.attach(self.model, BLOCK)
+        assert found is not None
+        self.attached: Attached = found
+
+    def use(self, make: Callable[..., Any], **given: Any) -> Any:
+        """Put another optimizer in the place of the first."""
+        del self.optimizer
+        self.optimizer = make(self.model.parameters(), **given)
+        return self.optimizer
+
+    def loss(self, model: Any = None, **given: Any) -> Tensor:
+        tokens = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % VOCABULARY
+        logits: Tensor = (model or self.model)(tokens, **given)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+    def closure(self) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.loss()
+        torch.autograd.backward(loss)
+        return loss
+
+    def step(self) -> None:
+        self.closure()
+        self.optimizer.step()
+
+    def parts(self) -> tuple[list[Any], list[Any]]:
+        """Parameters of two optimizers."""
+        every = list(self.model.parameters())
+        return every[::2], every[1::2]
+
+
+def plain(case: Case) -> None:
+    for _ in range(STEPS):
+        case.step()
+
+
+def modes_change(case: Case) -> None:
+    for number in range(STEPS):
+        case.model.train(number % 3 > 0)
+        case.step()
+
+
+def some_modules_train(case: Case) -> None:
+    inner = getattr(case.model, "module", case.model)
+    inner.layers.train()
+    plain(case)
+
+
+def validation_with_gradients(case: Case) -> None:
+    """Passes in eval mode that nobody differentiates, between a backward pass and its step too."""
+    for _ in range(STEPS):
+        case.model.train()
+        case.closure()
+        case.model.eval()
+        case.loss()
+        case.optimizer.step()
+        case.loss()
+
+
+def two_optimizers(case: Case) -> None:
+    first, second = (Adam(part, lr=1e-3) for part in case.parts())
+    for _ in range(STEPS):
+        case.model.zero_grad()
+        torch.autograd.backward(case.loss())
+        first.step()
+        case.loss()  # a validation between both
+        second.step()
+
+
+def optimizers_by_turns(case: Case) -> None:
+    both = [Adam(part, lr=1e-3) for part in case.parts()]
+    for number in range(STEPS):
+        case.model.zero_grad()
+        torch.autograd.backward(case.loss())
+        both[number % 2].step()
+
+
+def one_optimizer_each(case: Case) -> None:
+    every = [torch.optim.SGD([p], lr=1e-3) for p in case.model.parameters()]
+    for _ in range(STEPS):
+        case.model.zero_grad()
+        torch.autograd.backward(case.loss())
+        for optimizer in every:
+            optimizer.step()
+
+
+def in_backward(case: Case, recompute: bool = False) -> None:
+    """An optimizer for each parameter, which steps as soon as there is a gradient."""
+    if recompute:
+        recomputed(case.model)
+    every = {p: torch.optim.SGD([p], lr=1e-3) for p in case.model.parameters()}
+    seen: list[int] = []
+
+    def hook(parameter: Tensor) -> None:
+        every[parameter].step()
+        seen.append(case.attached.step)
+        parameter.grad = None
+
+    for parameter in every:
+        parameter.register_post_accumulate_grad_hook(hook)
+    for number in range(STEPS):
+        seen.clear()
+        torch.autograd.backward(case.loss())
+        assert set(seen) == {number}, "no step ends in the middle of a pass"
+
+
+def recomputed(model: Any) -> None:
+    """Activation checkpointing of the layers."""
+    for layer in getattr(model, "module", model).layers:
+        inner = layer.forward
+        layer.forward = lambda values, inner=inner: checkpoint(inner, values, use_reentrant=False)
+
+
+def checkpointed(case: Case) -> None:
+    recomputed(case.model)
+    plain(case)
+
+
+def lbfgs(case: Case) -> None:
+    optimizer = case.use(torch.optim.LBFGS, lr=1e-3, max_iter=4)
+    for _ in range(STEPS):
+        optimizer.step(case.closure)
+
+
+def sharpness(case: Case) -> None:
+    optimizer = case.use(Sharpness)
+    for _ in range(STEPS):
+        case.closure()
+        optimizer.step(case.closure)
+
+
+def skipped(case: Case) -> None:
+    """A loss scaler skips every third step."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for number in range(STEPS + STEPS // 2):
+        case.optimizer.zero_grad()
+        factor = float("inf") if number % 3 == 2 else 1.0
+        torch.autograd.backward(scaler.scale(case.loss() * factor))
+        scaler.step(case.optimizer)
+        scaler.update()
+
+
+def accumulated(case: Case, syncs: bool) -> None:
+    for _ in range(STEPS):
+        case.optimizer.zero_grad()
+        for number in range(9):
+            with syncing(case.job, case.model, syncs or number == 8):
+                torch.autograd.backward(case.loss())
+        case.optimizer.step()
+
+
+def fused(case: Case) -> None:
+    case.use(Adam, fused=True)
+    plain(case)
+
+
+def foreach(case: Case) -> None:
+    case.use(Adam, foreach=True)
+    plain(case)
+
+
+def hidden(case: Case) -> None:
+    """Counted one pass behind, and told."""
+    case.use(Unhooked)
+    plain(case)
+    case.loss()
+
+
+def redundant(case: Case) -> None:
+    """An optimizer inside of another, which sends the weights once the inner one has stepped."""
+    optimizer = case.use(ZeroRedundancyOptimizer, optimizer_class=Adam, lr=1e-3)
+    assert type(optimizer.optim) is Adam
+    known: list[list[Tensor]] = []
+    end = case.attached.session.end_step
+
+    def ends() -> None:
+        known.append([parameter.detach().clone() for parameter in case.model.parameters()])
+        end()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(case.attached.session, "end_step", ends)
+        for _ in range(STEPS):
+            case.step()
+            assert all(map(torch.equal, known.pop(), case.model.parameters())), "all are there"
+
+
+def adapters(case: Case) -> None:
+    """All but one layer is frozen."""
+    inner = getattr(case.model, "module", case.model)
+    trained = set(inner.extra.parameters())
+    for parameter in case.model.parameters():
+        parameter.requires_grad_(parameter in trained)
+    case.use(lambda every, **given: Adam([p for p in every if p.requires_grad], **given), lr=1e-3)
+    plain(case)
+
+
+def penalized(case: Case) -> None:
+    """A gradient penalty: a backward pass through another one, which sends nothing."""
+    for _ in range(STEPS):
+        case.optimizer.zero_grad()
+        soft = torch.zeros(BATCH, LENGTH, WIDTH, requires_grad=True)
+        inner = getattr(case.model, "module", case.model)
+        hook = inner.embedding.register_forward_hook(lambda _, __, out, soft=soft: out + soft)
+        loss = case.loss()
+        hook.remove()
+        (slope,) = torch.autograd.grad(loss, soft, create_graph=True)
+        torch.autograd.backward(loss + slope.square().sum())
+        case.optimizer.step()
+
+
+def adversaries(case: Case) -> None:
+    """Two models, one of which gets gradients from the other's passes, and steps half as often."""
+    other = Case(case.job.engine)
+    for number in range(STEPS):
+        other.model.zero_grad()
+        case.model.zero_grad()
+        torch.autograd.backward(case.loss() + other.loss())
+        case.optimizer.step()
+        if number % 2:
+            other.step()
+    assert other.attached.step == STEPS // 2
+    hybridcomp.detach(other.model)
+
+
+def compiled(case: Case) -> None:
+    case.model = torch.compile(case.model, backend="eager")
+    plain(case)
+
+
+def compiled_before(case: Case) -> None:
+    """Attached, detached and attached again by torch.compile's wrapper."""
+    case.attached.detach()
+    native, case.model = case.model, torch.compile(case.model, backend="eager")
+    for _ in range(2):
+        case.attach()
+        assert hybridcomp.attach(native) is hybridcomp.attach(case.model) is case.attached
+        hybridcomp.detach(case.model)
+    case.attach()
+    plain(case)
+
+
+def compiled_long_before(case: Case) -> None:
+    """Attached once a pass has been compiled."""
+    case.attached.detach()
+    case.model = torch.compile(case.model, backend="eager")
+    case.step()
+    case.attach()
+    plain(case)
+
+
+def compiled_step(case: Case) -> None:
+    step: Any = torch.compile(case.optimizer.step, backend="eager")
+    for _ in range(STEPS):
+        case.closure()
+        step()
+
+
+#: situation -> what is done, and for which engines, if not for both
+CASES: dict[str, tuple[Callable[[Case], None], tuple[str, ...]]] = {
+    "eval": (plain, ()),
+    "modes change": (modes_change, ()),
+    "some modules train": (some_modules_train, ()),
+    "validation with gradients": (validation_with_gradients, ()),
+    "two optimizers": (two_optimizers, ()),
+    "optimizers by turns": (optimizers_by_turns, ()),
+    "one optimizer each": (one_optimizer_each, ()),
+    "in backward": (in_backward, ("fsdp2",)),
+    "in backward, recomputed": (lambda case: in_backward(case, True), ("fsdp2",)),
+    "recomputed": (checkpointed, ()),
+    "LBFGS": (lbfgs, ("ddp",)),
+    "SAM": (sharpness, ()),
+    "skipped": (skipped, ()),
+    "accumulated": (lambda case: accumulated(case, False), ()),
+    "accumulated, all reduced": (lambda case: accumulated(case, True), ()),
+    "fused": (fused, ()),
+    "foreach": (foreach, ()),
+    "hidden": (hidden, ()),
+    "redundant": (redundant, ("ddp",)),
+    "adapters": (adapters, ("fsdp2",)),
+    "gradient penalty": (penalized, ("ddp",)),  # FSDP2 frees what it needs
+    "adversaries": (adversaries, ()),
+    "compiled": (compiled, ()),
+    "compiled before": (compiled_before, ()),
+    "compiled long before": (compiled_long_before, ()),
+    "compiled step": (compiled_step, ()),
+}
+ENGINES = ("ddp", "fsdp2")
+NAMES = [f"{engine}, {name}" for name, (_, some) in CASES.items() for engine in some or ENGINES]
+
+
+def every_case() -> dict[str, tuple[int, str, list[str]]]:
+    """All cases, on ranks that are launched once: steps, the codec behind them, what is said."""
+    found: dict[str, tuple[int, str, list[str]]] = {}
+    for one in NAMES:
+        engine, _, name = one.partition(", ")
+        torch._dynamo.reset()
+        case = Case(engine, bucket_mb=25 if name.startswith("compiled") else 0.004)
+        said: list[str] = []
+        with pytest.MonkeyPatch.context() as patched:
+            for module in ("attached", "unseen_steps"):
+                patched.setattr(f"hybridcomp.patches.torch.{module}.say", said.append)
+            CASES[name][0](case)
+        codec = case.attached.channels["dp"].choose(4096, torch.float32, 2, "forward")
+        assert codec is not None
+        found[one] = (case.attached.step, codec.spec, sorted(set(said)))
+        case.attached.detach()
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[Any]:
+    return run_ranks(2, every_case, timeout=900.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_step_is_counted_once(name: str, outcomes: list[Any]) -> None:
+    told = [unseen_steps.COUNTED] if "hidden" in name else []
+    assert [found[name] for found in outcomes] == [(STEPS, "blockint(bits=4)", told)] * 2
+
+
+def acting(engine: str, trains: bool, folder: Path) -> dict[str, Any]:
+    """What follows from steps: reports, a ramp, the first encoded step, versions, verdicts."""
+    block: dict[str, Any] = {
+        **BLOCK, "start_step": 3, "publish": {"to": folder.as_uri(), "every": 1, "dtype": "bf16"},
+        "ledger": {"every": 5, "jsonl": f"{folder}.jsonl"},
+    }  # fmt: skip
+    block["dp"] = {**block["dp"], "when": "auto"}
+    case = Case(engine, attaches=False)
+    case.model.train(trains)
+    with clock(0.011, 0.010):  # close, so that steps are compared
+        attached = hybridcomp.attach(case.model, block)
+    assert attached is not None
+    encoded, seconds = [], count()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(recheck, "now", lambda: float(next(seconds)))
+        for _ in range(STEPS):
+            entry = attached.channels.ledger.interval["dp", "forward"]
+            before = entry.messages - entry.native
+            case.closure()
+            encoded.append(entry.messages - entry.native > before)
+            case.optimizer.step()
+    compared = attached.channels.verdicts.recheck
+    assert compared is not None
+    timed = sorted(compared._starts)
+    attached.detach()
+    dist.barrier()
+    reports = Path(f"{folder}.jsonl").read_text().splitlines()
+    steps = [json.loads(line).get("step") for line in reports]
+    files = sorted(re.sub(r"[0-9a-f]{8,}", "*", found.name) for found in folder.rglob("*"))
+    return {"step": attached.step, "encoded": encoded, "timed": timed, "reports": steps,
+            "files": files}  # fmt: skip
+
+
+def meeting(engine: str, trains: bool) -> tuple[int, int]:
+    """Steps, and meetings of two islands of a rank each."""
+    block = {"sync": {"islands": 1, "every": 2}, **QUIET}
+    job = torch_job.Job(block, engine).build()
+    job.model.train(trains)
+    job.train(STEPS)
+    attached = job.attached
+    assert attached is not None
+    found = attached.step, job.meetings._figures.meetings
+    attached.detach()
+    return found
+
+
+def both_modes(folder: Path) -> dict[str, Any]:
+    return {
+        f"{engine}, {trains}": (acting(engine, trains, folder / f"{engine}{trains}"),
+                                meeting(engine, trains))
+        for engine in ENGINES for trains in (True, False)
+    }  # fmt: skip
+
+
+def test_what_follows_from_steps_is_alike_in_both_modes(tmp_path: Path) -> None:
+    """Reports, ramp, start_step, versions, comparison of steps, meetings of islands."""
+    for found in run_ranks(2, both_modes, tmp_path):
+        for engine in ENGINES:
+            trained, evaluated = found[f"{engine}, True"], found[f"{engine}, False"]
+            assert evaluated == trained
+            acts, (steps, meetings) = evaluated
+            assert (acts["step"], steps, meetings) == (STEPS, STEPS, STEPS // 2)
+            assert not any(acts["encoded"][:3]) and any(acts["encoded"])
+            assert {5, 10} <= set(acts["reports"]) and acts["timed"]
+            assert len(acts["files"]) >= STEPS

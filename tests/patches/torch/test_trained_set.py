@@ -1,0 +1,89 @@
+"""Under FSDP2 and DDP: what is frozen and moves, or unfrozen and stays or drifts, is named."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import hybridcomp
+from hybridcomp import log
+from hybridcomp.patches.torch.trained_set import MOVES, NOT_AVERAGED, NOT_HELD
+from tests.patches.torch.trainer import Job, build, tensors, train
+from tests.ranks import run_ranks
+
+BLOCK: dict[str, Any] = {"dp": "bf16", "min_bytes": 0, "ledger": {"every": 1_000_000}}
+
+
+class Keeping:
+    """An optimizer whose ``zero_grad`` leaves zeros."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def step(self) -> None:
+        self.inner.step()
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad(set_to_none=False)
+
+
+def changed(engine: Any, begins: bool, keeps: bool, holds: bool) -> tuple[bool, list[str]]:
+    """Freeze, or unfreeze, one layer in mid-training; whether it moves, and what is said."""
+    job = Job(engine=engine, unused=True)  # DDP has to look for parameters that are not used
+    model: Any = build(job)
+    extra = getattr(model, "module", model).extra
+    if begins and engine == "fsdp2":
+        extra.requires_grad_(False)
+    if begins and engine == "ddp":
+        model = rewrapped(model)
+    attached = hybridcomp.attach(model, BLOCK)
+    assert attached is not None
+    every = [p for p in model.parameters() if holds or p.requires_grad]
+    inner = torch.optim.AdamW(every, lr=1e-2, weight_decay=0.0)
+    optimizer: Any = Keeping(inner) if keeps else inner
+    said: list[str] = []
+    with patch.object(log, "say", lambda *texts, anywhere=False: said.extend(texts)):
+        train(job, model, optimizer, 0, 3)
+        for _ in range(2):
+            extra.requires_grad_(begins)
+            before = [tensor.detach().clone() for tensor in tensors(extra)]
+            train(job, model, optimizer, 0, 3)
+            moves = not all(map(torch.equal, before, tensors(extra)))
+            extra.requires_grad_(not begins)
+            train(job, model, optimizer, 0, 3)
+    attached.detach()
+    return moves, said
+
+
+def rewrapped(model: Any) -> Any:
+    """The model under a DistributedDataParallel that finds one layer frozen."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    model.module.extra.requires_grad_(False)
+    return DistributedDataParallel(model.module, find_unused_parameters=True)
+
+
+#: engine, whether it unfreezes, keeps gradients, holds all parameters -> moves, what is said
+CASES: dict[tuple[str, bool, bool, bool], tuple[bool, str | None]] = {
+    ("ddp", False, False, True): (False, None),
+    ("ddp", False, True, True): (True, f"stopped requiring gradients ({{}}){MOVES}"),
+    ("ddp", True, False, True): (True, f"began requiring gradients ({{}}){NOT_AVERAGED}"),
+    ("fsdp2", False, False, True): (False, None),
+    ("fsdp2", False, True, True): (True, f"stopped requiring gradients ({{}}){MOVES}"),
+    ("fsdp2", True, False, True): (True, None),
+    ("fsdp2", True, False, False): (False, f"began requiring gradients ({{}}){NOT_HELD}"),
+}
+
+
+def every_case() -> list[tuple[bool, list[str]]]:
+    return [changed(*case) for case in CASES]
+
+
+def test_what_is_frozen_or_unfrozen_behind_the_optimizer_is_named_once() -> None:
+    for rank, found in enumerate(run_ranks(2, every_case, timeout=600.0)):
+        for case, (moved, said), (moves, told) in zip(CASES, found, CASES.values(), strict=True):
+            names = "extra.weight, extra.bias"
+            lines = [] if told is None or rank else ["WARNING: 2 parameters " + told.format(names)]
+            assert (moved, said) == (moves, lines), case
