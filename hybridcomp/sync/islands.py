@@ -61,7 +61,9 @@ def islands_of(size: int | str) -> Islands:
     if world is None:
         todo = "torch.distributed is not up; call init_process_group before"
         raise ConfigError(KEY, size, todo)
-    nodes = discover("auto" if isinstance(size, str) else _dividing(size)).of_rank
+    if not isinstance(size, str):
+        check_size(size, dist.get_world_size())
+    nodes = discover("auto" if isinstance(size, str) else size).of_rank
     found: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         found.setdefault(node, []).append(rank)
@@ -71,8 +73,7 @@ def islands_of(size: int | str) -> Islands:
         told = Shown(f"islands of {' and '.join(map(str, lengths))} ranks")
         raise ConfigError(KEY, told, "each rank needs a peer in every island: use equally many")
     if len(rows) < 2:
-        told = Shown(f"one island of {lengths[0]} rank(s)")
-        raise ConfigError(KEY, told, "it has nobody to meet; write a smaller number of ranks")
+        raise _alone(lengths[0])
     if _made_in[0]() is not world:  # torch.distributed was started again
         _made.clear()
         _made_in[0] = weakref.ref(world)
@@ -81,12 +82,17 @@ def islands_of(size: int | str) -> Islands:
     return _made[rows]
 
 
-def _dividing(size: int) -> int:
-    """Return ``size``. Raises ConfigError where it does not divide the number of ranks."""
-    ranks = dist.get_world_size()
+def check_size(size: int, ranks: int) -> None:
+    """Raise ConfigError where a job of ``ranks`` cannot be cut into islands of ``size`` ranks."""
     if ranks % size:
         raise ConfigError(KEY, size, f"the job has {ranks} ranks, no multiple of it")
-    return size
+    if ranks == size:
+        raise _alone(size)
+
+
+def _alone(ranks: int) -> ConfigError:
+    told = Shown(f"one island of {ranks} rank(s)")
+    return ConfigError(KEY, told, "it has nobody to meet; write a smaller number of ranks")
 
 
 def _make(rows: tuple[Ranks, ...]) -> Islands:

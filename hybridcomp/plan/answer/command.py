@@ -18,6 +18,7 @@ from hybridcomp.plan.machines import cluster_file
 from hybridcomp.plan.machines.cluster import Cluster
 from hybridcomp.plan.machines.missing import missing
 from hybridcomp.plan.meetings import proposal
+from hybridcomp.plan.models.decoder import Decoder
 from hybridcomp.plan.models.model import Model
 from hybridcomp.plan.models.reading import read_model
 from hybridcomp.plan.plan import Plan
@@ -69,7 +70,8 @@ def _run(options: argparse.Namespace) -> int:
         print(f"note: {unpriced(found, options)}")
     for line in missing(cluster, offload, options.engine):
         print(f"note: {options.cluster} says {line}")
-    for note in (*without_effect(options, cluster),
+    for note in (model.remark if isinstance(model, Decoder) else "",
+                 *without_effect(options, cluster),
                  islands(found.plans[0], cluster, model),
                  start_command.left_to_script(best, options.command),
                  start_command.unknown_places(best, options.command, cluster)):  # fmt: skip
