@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hybridcomp.config.async_pipeline import AsyncPipelineConfig
-from hybridcomp.rules import ds_pipeline
-from hybridcomp.rules.ds_pipeline import Stages, check_precision, check_stages
+from hybridcomp.patches.rules import ds_pipeline
+from hybridcomp.patches.rules.ds_pipeline import Stages, check_precision, check_stages
 
 
 def check(engine: Any, settings: AsyncPipelineConfig) -> None:

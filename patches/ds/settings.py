@@ -18,7 +18,7 @@ from hybridcomp.config.error_messages import show
 from hybridcomp.config.sources import SOURCE
 from hybridcomp.errors import ConfigError
 from hybridcomp.foreign import one_line
-from hybridcomp.rules.ds_settings import AUTO, ZERO, parsed
+from hybridcomp.patches.rules.ds_settings import AUTO, ZERO, parsed
 
 #: attribute of ``DeepSpeedConfig`` by its section of the file
 SECTIONS = {
