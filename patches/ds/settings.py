@@ -47,9 +47,9 @@ def of_config(config: Any) -> dict[str, Any]:
 def of_file(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """Have the installed DeepSpeed parse ``settings``; None where it is not installed.
 
-    "auto" is left out: Hugging Face's Trainer and Accelerate put a value in its place. So are sizes
-    of a batch that do not go together in every job, and those that the script adds. Raises
-    ConfigError with DeepSpeed's own words, its version and the key.
+    "auto" is left out: Hugging Face's Trainer and Accelerate put a value in its place. Sizes of a
+    batch stay as they are written. Raises ConfigError with DeepSpeed's own words, its version and
+    the key.
     """
     with _quietly():
         try:
@@ -96,7 +96,8 @@ def _parsed(owner: Any, settings: dict[str, Any]) -> dict[str, Any]:
             if self.is_sized:
                 super()._do_sanity_check()
 
-    return of_config(File(settings))
+    written = {name: settings.get(name) for name in KEYS}  # what it computes is for one rank
+    return {**of_config(File(settings)), **written}
 
 
 def _refusal(owner: Any, settings: dict[str, Any], error: Exception) -> ConfigError:

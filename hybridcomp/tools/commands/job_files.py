@@ -69,7 +69,7 @@ class JobFile:
     def replicas(self) -> int | None:
         """Copies of the model; None where the batch sizes do not say."""
         whole, own = self._count("train_batch_size"), self._count("train_micro_batch_size_per_gpu")
-        if whole is None or own is None or "train_batch_size" not in self.whole:
+        if whole is None or own is None:
             return None
         return max(1, whole // (own * (self.accumulation or 1)))
 

@@ -12,8 +12,6 @@ from hybridcomp.channels import checkpoint_note
 from hybridcomp.channels.ledger_file import unwritable
 from hybridcomp.codecs.words import DTYPES
 from hybridcomp.collectives.hierarchical.discovery import check_widths
-from hybridcomp.tools.commands import memory
-from hybridcomp.tools.commands.job_files import JobFile, read_job_file
 from hybridcomp.config import BLOCK, CompressionConfig, describe, idle_notes, load_config
 from hybridcomp.config import notes as dtype_notes
 from hybridcomp.dimensions import Dimension
@@ -24,6 +22,8 @@ from hybridcomp.patches.rules.ds_job import DeepSpeedJob
 from hybridcomp.patches.rules.ds_pipeline import Stages
 from hybridcomp.patches.rules.planned import hold_to_plan
 from hybridcomp.sync.islands import check_size
+from hybridcomp.tools.commands import memory
+from hybridcomp.tools.commands.job_files import JobFile, read_job_file
 
 SILENT = "started in another way, the job compresses nothing"
 DEEPSPEED_START = """\

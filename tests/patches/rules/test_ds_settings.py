@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from hybridcomp.tools.commands import cli
-from hybridcomp.tools.commands.job_files import read_job_file
 from hybridcomp.config import CompressionConfig, load_config
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.ds import settings as by_deepspeed
-from hybridcomp.patches.rules import ds_settings
+from hybridcomp.patches.rules import ds_settings, neox
 from hybridcomp.patches.rules.ds_check import check
 from hybridcomp.patches.rules.ds_job import DeepSpeedJob
 from hybridcomp.patches.rules.ds_settings import SECTIONS, parsed, removed
+from hybridcomp.tools.commands import cli
+from hybridcomp.tools.commands.job_files import read_job_file
 from tests.patches.rules.test_ds_check import CANNOT, block
 
 owner = pytest.importorskip("deepspeed.runtime.config")
@@ -150,6 +150,75 @@ def test_rules_apply_to_what_the_owner_has_parsed() -> None:
             with pytest.raises(ConfigError, match="compression") as caught:
                 check(block(**{dimension: "blockint"}), settings, **facts)
             assert fragment in str(caught.value)
+
+
+def test_a_running_job_takes_what_its_engine_has_parsed() -> None:
+    written = {
+        "train_batch_size": 4, "zero_optimization": {"stage": "2", "reduce_scatter": "false"},
+        "bf16": {"enabled": "true"}, "compression": {"dp": "blockint"},
+    }  # fmt: skip
+    found = by_deepspeed.of_config(owner.DeepSpeedConfig(written))
+    job = DeepSpeedJob(found)
+    assert (job.stage, job.dtype, job.zero("reduce_scatter")) == (2, "bf16", False)
+    assert found["compression"] == {"dp": "blockint"}
+    assert found["train_micro_batch_size_per_gpu"] == 4
+    read = by_deepspeed.of_file(written) or {}  # not for one rank: the file does not say
+    assert DeepSpeedJob(read).get("train_micro_batch_size_per_gpu") is None
+    with pytest.raises(ConfigError, match='"zero_optimization.reduce_scatter": false'):
+        check(block(dp="blockint"), found)
+
+
+NEOX = {"num_layers": 4, "hidden_size": 64, "zero_optimization": {"stage": 1}}
+
+
+@pytest.mark.parametrize(
+    ("lines", "dtype"),
+    [
+        ({}, "fp32"),
+        ({"precision": "bfloat16"}, "bf16"),
+        ({"precision": "bfloat16", "bf16": {"enabled": False}}, "fp32"),  # as GPT-NeoX leaves it
+        ({"precision": "FP16"}, "fp32"),  # GPT-NeoX compares the word as it stands
+        ({"bf16": {"enabled": True}}, "bf16"),
+        ({"fp16": {"enabled": True, "loss_scale": 0}}, "fp16"),
+        ({"fp16": {"enabled": "false"}}, "fp16"),  # a word, which Python takes for true
+        ({"deepspeed_extra_args": {"bf16": {"enabled": 1}}}, "bf16"),
+    ],
+)
+def test_precision_as_gpt_neox_derives_it(lines: dict[str, Any], dtype: str) -> None:
+    assert DeepSpeedJob(neox.ds_settings({**NEOX, **lines})).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ({"precision": "fp32", "bf16": {"enabled": True}}, 'precision: found "fp32"; GPT-NeoX ref'),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "GPT-NeoX refuses it beside"),
+        ({"zero_optimization": {}}, "zero_optimization.stage: found nothing; GPT-NeoX expects"),
+        ({"zero_optimization": {"stage": "1"}}, 'zero_optimization.stage: found "1"; GPT-NeoX'),
+        ({"model_parallel_size": 2.0}, "model_parallel_size: found 2.0; expected a whole number"),
+        ({"model_parallel_size": 2, "te_mha": "true"}, 'te_mha: found "true"; expected true or f'),
+        ({"deepspeed_extra_args": {"compression": {"sync": {"every": 4}}}}, "groups of its own"),
+        ({"deepspeed_extra_args": {"compression": {"cp": "blockint"}}}, "without sequence paral"),
+        ({"pipe_parallel_size": 2, "deepspeed_extra_args": {"compression": {"pipeline": {
+            "versions": "stash"}}}}, "compression.pipeline.versions: found tied layers"),
+        ({"pipe_parallel_size": 1, "deepspeed_extra_args": {"compression": {"pipeline": {
+            "versions": "stash"}}}}, "compression.pipeline.versions: found one stage"),
+        ({"pipe_parallel_size": 4, "no_weight_tying": True, "gradient_accumulation_steps": 2,
+          "zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": 1,
+          "deepspeed_extra_args": {"compression": {"pipeline": {"versions": 2}}}},
+         "2 with 2 micro-batches"),
+    ],
+)  # fmt: skip
+def test_what_gpt_neox_or_its_job_refuses(
+    lines: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "neox.json"
+    extra = {"deepspeed_extra_args": {"compression": {"dp": "blockint", "tp": "blockint"}}}
+    if lines.get("model_parallel_size") is None:
+        extra["deepspeed_extra_args"]["compression"].pop("tp")
+    file.write_text(json.dumps({**NEOX, **extra, **lines}))
+    assert cli.main(["validate", str(file)]) == cli.BAD_INPUT
+    assert said in capsys.readouterr().err
 
 
 def test_raw_keys_are_what_python_takes_them_for() -> None:
