@@ -46,6 +46,10 @@ UNSEEN, JOINERS = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"}), "\u200c\u200d"
 END = 600
 
 
+class MissingPackage(ValueError):
+    """A package that reads files of some kind is not installed; the message is its name."""
+
+
 def parsed_json(text: str) -> Any:
     """Parse JSON. Raises ValueError in one line."""
     try:
@@ -82,7 +86,7 @@ def parsed_yaml(text: str) -> Any:
     try:
         import yaml  # a dependency of GPT-NeoX, whose files these are
     except ImportError:
-        raise ValueError("reading YAML needs pyyaml: pip install pyyaml") from None
+        raise MissingPackage("pyyaml") from None
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:  # an impossible date is a ValueError

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
-from hybridcomp.foreign import TOO_DEEP, parsed_yaml
+from hybridcomp.foreign import TOO_DEEP, MissingPackage, parsed_yaml
 
 #: the key in errors about the file or text itself
 SOURCE = "ds_config"
@@ -68,9 +69,7 @@ def _parse(
     try:
         loaded = _loads(text, otherwise or _as_hjson)
     except ValueError as error:  # of json, hjson and yaml
-        first = (str(error).splitlines() or [""])[0]
-        kind = "YAML" if otherwise is parsed_yaml else "JSON"
-        raise ConfigError(where, first, f"expected valid {kind}, an object of settings") from None
+        raise unreadable(where, error, "YAML" if otherwise is parsed_yaml else "JSON") from None
     if not isinstance(loaded, Mapping):
         raise ConfigError(where, type(loaded).__name__, "expected a JSON object at the top level")
     try:
@@ -80,6 +79,15 @@ def _parse(
     for key, count in _repeated(loaded):
         raise ConfigError(key, f"{count} times", "expected once; keep one of them")
     return loaded
+
+
+def unreadable(where: str, error: ValueError, kind: str) -> ConfigError:
+    """Return the error for a file that a parser of ``kind``, "YAML" or "JSON", refuses."""
+    if isinstance(error, MissingPackage):
+        todo = f"{error}, which reads it, is not installed; pip install {error}"
+        return ConfigError(where, Shown(f"a {kind} file"), todo)
+    first = (str(error).splitlines() or [""])[0]
+    return ConfigError(where, first, f"expected valid {kind}, an object of settings")
 
 
 def _loads(text: str, otherwise: Callable[[str], Any]) -> Any:

@@ -23,19 +23,28 @@ SELDOM_STEPS = 1_000_000
 KINDS = ", ".join(str(dtype).removeprefix("torch.") for dtype in VALUE_DTYPES)
 
 
-def describe(config: CompressionConfig, absent: Collection[Dimension] = ()) -> list[str]:
+def describe(
+    config: CompressionConfig,
+    absent: Collection[Dimension] = (),
+    unseen: Collection[Dimension] = (),
+) -> list[str]:
     """Return a line for each compressed dimension (or direction, where they differ), then others.
 
-    ``absent``: dimensions without traffic in this job; they are only listed.
+    ``absent``: dimensions without traffic in this job; ``unseen``: those that a file does not show.
+    They are only listed.
     """
     known = [name for name in DIMENSIONS if not ROWS[name].is_quiet or config.active(name)]
-    here = [name for name in known if name not in absent]
+    later = [n for n in known if n in unseen and n not in absent and config.active(n)]
+    here = [name for name in known if name not in absent and name not in later]
     lines = [line for name in here for line in _encoded(config, name)]
     native = [f"{name}{getattr(config, name).remark}" for name in here if not config.active(name)]
     if native:
         lines.append(f"{'native':13} {', '.join(native)}")
     if absent:
         lines.append(f"{'not here':13} {', '.join(n for n in known if n in absent)}")
+    if later:
+        lines.append(f"not in this file: {', '.join(later)} (used if the script has them)")
+    absent = {*absent, *later}
     lines += _ramps(config)
     lines += _measured(config, absent)
     lines += _guarded(config, absent)

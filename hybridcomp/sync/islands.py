@@ -61,7 +61,9 @@ def islands_of(size: int | str) -> Islands:
     if world is None:
         todo = "torch.distributed is not up; call init_process_group before"
         raise ConfigError(KEY, size, todo)
-    nodes = discover("auto" if isinstance(size, str) else _dividing(size)).of_rank
+    if not isinstance(size, str):
+        check_size(size, dist.get_world_size())
+    nodes = discover("auto" if isinstance(size, str) else size).of_rank
     found: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         found.setdefault(node, []).append(rank)
@@ -71,13 +73,12 @@ def islands_of(size: int | str) -> Islands:
         told = Shown(f"islands of {' and '.join(map(str, lengths))} ranks")
         raise ConfigError(KEY, told, "each rank needs a peer in every island: use equally many")
     if len(rows) < 2:
-        told = Shown(f"one island of {lengths[0]} rank(s)")
         if size == "node" and lengths[0] > 1:
             why = "all ranks are on one node, as far as the launcher says"
             half = next(n for n in range(lengths[0] // 2, 0, -1) if lengths[0] % n == 0)
             todo = f'to try islands here write "islands": {half}, the ranks of each'
             raise ConfigError(KEY, size, f"{why}, so that one island has nobody to meet; {todo}")
-        raise ConfigError(KEY, told, "it has nobody to meet; write a smaller number of ranks")
+        raise _alone(lengths[0])
     if _made_in[0]() is not world:  # torch.distributed was started again
         _made.clear()
         _made_in[0] = weakref.ref(world)
@@ -86,12 +87,17 @@ def islands_of(size: int | str) -> Islands:
     return _made[rows]
 
 
-def _dividing(size: int) -> int:
-    """Return ``size``. Raises ConfigError where it does not divide the number of ranks."""
-    ranks = dist.get_world_size()
+def check_size(size: int, ranks: int) -> None:
+    """Raise ConfigError where a job of ``ranks`` cannot be cut into islands of ``size`` ranks."""
     if ranks % size:
         raise ConfigError(KEY, size, f"the job has {ranks} ranks, no multiple of it")
-    return size
+    if ranks == size:
+        raise _alone(size)
+
+
+def _alone(ranks: int) -> ConfigError:
+    told = Shown(f"one island of {ranks} rank(s)")
+    return ConfigError(KEY, told, "it has nobody to meet; write a smaller number of ranks")
 
 
 def _make(rows: tuple[Ranks, ...]) -> Islands:

@@ -29,6 +29,7 @@ from hybridcomp.patches.ds import (
     job_facts,
     layer_scope,
     record,
+    settings,
     step_messages,
     trained_set,
     weights,
@@ -83,7 +84,7 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
-        ds_json = bound.arguments["config_class"]._param_dict
+        ds_json = settings.of_config(bound.arguments["config_class"])
         block = load_config(ds_json)
         if BLOCK not in ds_json:
             # without a block in the file that of the process counts: no setting is ignored

@@ -20,13 +20,13 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         "refuse", ("zero",), '"zero_optimization.zero_quantized_weights": true',
         "DeepSpeed quantizes the same gathers, and its scales must arrive exactly",
         "remove zero_quantized_weights",
-        lambda job: job.stage == 3 and job.zero("zero_quantized_weights", False),
+        lambda job: job.stage == 3 and job.zero("zero_quantized_weights"),
     ),
     Rule(
         "refuse", ("zero",), '"zero_optimization.zero_quantized_nontrainable_weights": true',
         "DeepSpeed quantizes these parameters, and their scales must arrive exactly",
         "remove zero_quantized_nontrainable_weights",
-        lambda job: job.stage == 3 and job.zero("zero_quantized_nontrainable_weights", False),
+        lambda job: job.stage == 3 and job.zero("zero_quantized_nontrainable_weights"),
     ),
     Rule(
         "refuse", ("zero", "dp"), '"zero_optimization.zenflow"',
@@ -38,7 +38,7 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         "refuse", ("zero", "dp"), '"zero_optimization.mics_shard_size"',
         "MiCS gathers parameters and reduces gradients in subgroups on paths of its own",
         "remove mics_shard_size",
-        lambda job: job.stage == 3 and job.zero("mics_shard_size", -1) > 0,
+        lambda job: job.stage == 3 and job.zero("mics_shard_size") > 0,
     ),
     Rule(
         "refuse", ("zero",), '"delta": true with ZeRO stage 3',
@@ -57,7 +57,7 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         "refuse", ("zero",), "stepcode with fp32 parameters",
         "it encodes bf16 and fp16",
         'train in bf16 or fp16, or use {"codec": "mpc", "delta": true}',
-        lambda job: job.fp32, settings=lambda block: block.zero.steps,
+        lambda job: job.dtype == "fp32", settings=lambda block: block.zero.steps,
     ),
     Rule(
         "refuse", ("dp",), "powersgd with ZeRO stage 3",
@@ -79,14 +79,14 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         "bypass", ("dp",), '"zero_optimization.reduce_scatter": false',
         "DeepSpeed then all-reduces whole buckets on a path without parameter owners",
         "remove reduce_scatter (true is the default)",
-        lambda job: not job.zero("reduce_scatter", True)
-        and (job.buckets or (job.stage == 3 and job.zero("contiguous_gradients", True))),
+        lambda job: not job.zero("reduce_scatter")
+        and (job.buckets or (job.stage == 3 and job.zero("contiguous_gradients"))),
     ),
     Rule(
         "bypass", ("dp",), '"zero_optimization.use_multi_rank_bucket_allreduce": false',
         "DeepSpeed then reduces to one rank after the other",
         "remove use_multi_rank_bucket_allreduce (true is the default)",
-        lambda job: job.buckets and not job.zero("use_multi_rank_bucket_allreduce", True),
+        lambda job: job.buckets and not job.zero("use_multi_rank_bucket_allreduce"),
     ),
     Rule(
         "bypass", ("dp",), '"zero_optimization.contiguous_gradients": false',
@@ -94,13 +94,13 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         "remove contiguous_gradients (true is the default)",
         lambda job: job.buckets
         and not job.cpu_offload
-        and not job.zero("contiguous_gradients", True),
+        and not job.zero("contiguous_gradients"),
     ),
     Rule(
         "bypass", ("dp",), '"zero_optimization.zero_quantized_gradients": true',
         "on several nodes DeepSpeed quantizes the same gradients itself",
         "remove zero_quantized_gradients",
-        lambda job: job.stage == 3 and job.zero("zero_quantized_gradients", False),
+        lambda job: job.stage == 3 and job.zero("zero_quantized_gradients"),
     ),
     Rule(
         "bypass", ("dp",), "a 1-bit optimizer",
@@ -112,8 +112,8 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         "parameters then arrive by all-reduce and not by all-gather",
         "remove stage3_use_all_reduce_for_fetch_params",
         lambda job: job.stage == 3
-        and job.zero("stage3_use_all_reduce_for_fetch_params", False)
-        and not job.zero("stage3_allgather_sequential", False),
+        and job.zero("use_all_reduce_for_fetch_params")
+        and not job.zero("allgather_sequential"),
     ),
     Rule(
         "bypass", ("ep",), '"expert_parallel.comm_backend": "deepep"',
@@ -133,7 +133,7 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         lambda job: job.tensor is True
         or job.tensor_parallel > 1
         or job.sequence is True
-        or job.get("sequence_parallel_size", 1) > 1
+        or job.sequence_parallel > 1
         or job.moe is True
         or bool(job.get("expert_parallel.enabled", False))
         or bool(job.mesh),
@@ -148,8 +148,8 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         "DeepSpeed keeps fp32 weights there in a way of its own", "remove it, or leave sync out",
         lambda job: job.zero("offload_optimizer.device") == "nvme"
         or job.zero("offload_param.device") == "nvme"
-        or (job.stage == 3 and job.zero("mics_shard_size", -1) > 0)
-        or (job.stage == 3 and job.zero("zero_hpz_partition_size", 1) > 1),
+        or (job.stage == 3 and job.zero("mics_shard_size") > 0)
+        or (job.stage == 3 and job.zero("zero_hpz_partition_size") > 1),
     ),
     Rule(
         "absent", ("zero",), "ZeRO stage 0",
@@ -186,7 +186,7 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         "absent", ("cp",), "a job without sequence parallelism",
         "no sequence is split over ranks",
         "use DeepSpeed Ulysses (sequence_parallel_size) or hybridcomp.nn.RingAttention",
-        lambda job: job.sequence is False and job.get("sequence_parallel_size", 1) == 1,
+        lambda job: job.sequence is False and job.sequence_parallel == 1,
     ),
     Rule(
         "absent", ("tp2d",), "a model without layers of hybridcomp.nn.tp2d",
@@ -211,17 +211,18 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
     Rule(
         "note", ("dp",), '"zero_optimization.zero_quantized_gradients": true',
         "DeepSpeed ignores it below stage 3; only the block compresses gradients", "",
-        lambda job: job.stage < 3 and job.zero("zero_quantized_gradients", False),
+        lambda job: job.stage < 3 and job.zero("zero_quantized_gradients"),
     ),
     Rule(
         "note", ("zero",), '"zero_optimization.zero_hpz_partition_size"',
         "the backward pass gathers parameters that were decoded once, so they are encoded twice",
-        "", lambda job: job.stage == 3 and job.zero("zero_hpz_partition_size", 1) > 1,
+        "", lambda job: job.stage == 3 and job.zero("zero_hpz_partition_size") > 1,
     ),
     Rule(
         "note", ("dp",), '"sparse_gradients": true',
-        "gradients of embeddings travel as indices and values, uncompressed", "",
-        lambda job: bool(job.get("sparse_gradients", False)) and not job.buckets,
+        "DeepSpeed sends gradients of embeddings as indices and values, uncompressed; from 0.19.8 "
+        "on it refuses the key", "",
+        lambda job: bool(job.get("sparse_gradients")) and not job.buckets,
     ),
     Rule(
         "note", ("dp",), "the muon optimizer",
@@ -232,6 +233,6 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
     Rule(
         "note", ("zero",), '"hybrid_engine.enabled": true',
         "gathers for generation stay native", "",
-        lambda job: job.stage == 3 and bool(job.get("hybrid_engine.enabled", False)),
+        lambda job: job.stage == 3 and bool(job.get("hybrid_engine.enabled")),
     ),
 )  # fmt: skip

@@ -11,9 +11,11 @@ from typing import Any
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.error_messages import idle
 from hybridcomp.dimensions import DEEPSPEED, Dimension
+from hybridcomp.errors import ConfigError
 from hybridcomp.patches.rules import ds, ds_offload, ds_pipeline, engine
 from hybridcomp.patches.rules.ds_job import DeepSpeedJob
-from hybridcomp.patches.rules.engine import hold
+from hybridcomp.patches.rules.ds_pipeline import Stages
+from hybridcomp.patches.rules.engine import Rule, hold
 from hybridcomp.patches.rules.neox import RULES as NEOX_RULES
 
 _KNOWN = (*ds.RULES, *ds_offload.RULES)
@@ -25,33 +27,23 @@ def check(
     block: CompressionConfig,
     ds_config: Mapping[str, Any],
     *,
-    pipeline: bool | None = None,
-    moe: bool | None = None,
-    world_size: int | None = None,
-    tensor: bool | None = None,
-    sequence: bool | None = None,
-    replicas: int | None = None,
-    mesh: bool | None = None,
-    slices: bool | None = None,
     neox: Mapping[str, Any] | None = None,
+    stages: Stages | None = None,
+    **facts: Any,
 ) -> list[str]:
     """Return sentences about keys of ``block`` that act differently than a user may think.
 
-    ``pipeline``, ``moe``: whether the model is a PipelineModule, and has MoE layers;
-    ``world_size``: ranks of the job; ``tensor``, ``sequence``: whether layers or the sequence are
-    split over ranks already (the splits of AutoTP are read from ``ds_config``); ``replicas``:
-    copies of the model; ``mesh``: whether it has layers of hybridcomp.nn.tp2d; ``slices``: whether
-    it is a stage of hybridcomp.nn.slices; ``neox``: the settings of a GPT-NeoX job. None: not
-    known. Raises ConfigError for the first dimension that cannot act, unless the block says
-    ``"on_unsupported": "native"``; then the sentences say what stays native and why.
+    ``neox``: the settings of a GPT-NeoX job; ``stages``: of a pipeline; ``facts``: fields of
+    ``DeepSpeedJob`` beside the ds_config. None and missing ones: not known. Raises ConfigError for
+    the first dimension that cannot act, unless the block says ``"on_unsupported": "native"``; then
+    the sentences say what stays native and why.
     """
-    job = DeepSpeedJob(
-        ds_config, pipeline, moe, world_size, tensor, sequence, replicas, mesh, slices
-    )
-    ds_pipeline.check(block.pipeline, job)
-    rules = [(rule, job) for rule in TABLES]
+    job = DeepSpeedJob(ds_config, **facts)
+    _hold_to_ranks(job)
+    ds_pipeline.check(block.pipeline, job, stages)
+    rules: list[tuple[Rule[Any], Any]] = [(rule, job) for rule in TABLES]
     if neox is not None:
-        rules += [(rule, DeepSpeedJob(neox)) for rule in NEOX_RULES]
+        rules += [(rule, neox) for rule in NEOX_RULES]
     return [*_idle_keys(block), *hold(block, rules)]
 
 
@@ -67,20 +59,18 @@ def _idle_keys(block: CompressionConfig) -> list[str]:
     return found
 
 
-def absent(
-    ds_config: Mapping[str, Any],
-    *,
-    pipeline: bool,
-    moe: bool,
-    world_size: int,
-    tensor: bool,
-    sequence: bool,
-    replicas: int | None,
-    mesh: bool = False,
-    slices: bool = False,
-) -> frozenset[Dimension]:
-    """Return the dimensions of which such a job has no traffic."""
-    job = DeepSpeedJob(
-        ds_config, pipeline, moe, world_size, tensor, sequence, replicas, mesh, slices
-    )
+def _hold_to_ranks(job: DeepSpeedJob) -> None:
+    """Raise ConfigError where groups of the file do not fit into the ranks of the job."""
+    for key, size in (
+        ("tensor_parallel.autotp_size", job.tensor_parallel),
+        ("sequence_parallel_size", job.sequence_parallel),
+    ):
+        if job.world_size is not None and job.world_size % size:
+            todo = f"it does not divide the {job.world_size} ranks of the job"
+            raise ConfigError(key, size, todo)
+
+
+def absent(ds_config: Mapping[str, Any], **facts: Any) -> frozenset[Dimension]:
+    """Return the dimensions of which such a job has no traffic; ``facts`` as in ``check``."""
+    job = DeepSpeedJob(ds_config, **facts)
     return engine.absent((rule, job) for rule in TABLES)

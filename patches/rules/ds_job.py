@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from hybridcomp.errors import ConfigError
+from hybridcomp.patches.rules.ds_settings import AUTO, ZERO, parsed
 
 
 @dataclass(frozen=True)
 class DeepSpeedJob:
-    """A ds_config, read with DeepSpeed's defaults, and facts of the model. None: not known."""
+    """A ds_config, read as DeepSpeed reads it, and facts of the model. None: not known."""
 
     ds_json: Mapping[str, Any]
     pipeline: bool | None = None
@@ -28,43 +29,50 @@ class DeepSpeedJob:
     #: stages of hybridcomp.nn.slices
     slices: bool | None = None
 
+    @cached_property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings as DeepSpeed reads them. Raises ConfigError for what it refuses."""
+        return parsed(self.ds_json)
+
     def get(self, path: str, default: Any = None) -> Any:
         """Return the value at a dotted path; ``default`` for null and "auto" (filled in later)."""
-        value: Any = self.ds_json
+        value: Any = self.settings
         for part in path.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
-        return default if value is None or value == "auto" else value
+        return default if value is None or value == AUTO else value
 
     def zero(self, name: str, default: Any = None) -> Any:
-        """Return a key of zero_optimization, with or without ``stage3_``, as DeepSpeed reads it."""
-        path = "zero_optimization."
-        return self.get(path + name, self.get(path + name.removeprefix("stage3_"), default))
+        """Return a key of zero_optimization, named without ``stage3_``."""
+        return self.get(f"{ZERO}.{name}", default)
 
     @property
     def stage(self) -> int:
-        """The ZeRO stage. Raises ConfigError when it is no integer."""
-        whole = self.ds_json.get("zero_optimization")
-        stage = whole if isinstance(whole, bool) else self.zero("stage", 0)
-        if not isinstance(stage, int):
-            raise ConfigError("zero_optimization.stage", stage, "expected 0, 1, 2 or 3")
-        return int(stage)
+        """The ZeRO stage."""
+        return int(self.zero("stage"))
 
     @property
     def bf16(self) -> bool:
         """Return whether parameters are bf16."""
-        return bool(self.get("bf16.enabled", self.get("bfloat16.enabled", False)))
+        return bool(self.get("bf16.enabled"))
 
     @property
-    def fp32(self) -> bool:
-        """Return whether parameters are fp32, and not in a dtype that is filled in later."""
-        parts = (self.ds_json.get(name) for name in ("bf16", "bfloat16", "fp16"))
-        return not any(isinstance(part, Mapping) and part.get("enabled", False) for part in parts)
+    def fp16(self) -> bool:
+        """Return whether parameters are fp16."""
+        return bool(self.get("fp16.enabled"))
+
+    @property
+    def dtype(self) -> str | None:
+        """The dtype of parameters, "bf16", "fp16" or "fp32"; None where "auto" leaves it open."""
+        if self.bf16 or self.fp16:
+            return "bf16" if self.bf16 else "fp16"
+        written = (self.ds_json.get(name) for name in ("bf16", "bfloat16", "fp16"))
+        later = any(isinstance(one, Mapping) and one.get("enabled") == AUTO for one in written)
+        return None if later else "fp32"
 
     @property
     def cpu_offload(self) -> bool:
         """Return whether the optimizer's state is offloaded."""
-        device = self.zero("offload_optimizer.device", "none")
-        return bool(device != "none" or self.zero("cpu_offload", False))
+        return bool(self.zero("offload_optimizer.device", "none") != "none")
 
     @property
     def bf16_optimizer(self) -> bool:
@@ -98,7 +106,9 @@ class DeepSpeedJob:
     @property
     def tensor_parallel(self) -> int:
         """Size of AutoTP's groups."""
-        size = self.get("tensor_parallel.autotp_size", 1)
-        if not isinstance(size, int):
-            raise ConfigError("tensor_parallel.autotp_size", size, "expected a whole number")
-        return max(1, int(size))
+        return max(1, int(self.get("tensor_parallel.autotp_size")))
+
+    @property
+    def sequence_parallel(self) -> int:
+        """Size of the groups that share a sequence, as far as the file has it."""
+        return int(self.get("sequence_parallel_size", 1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from hybridcomp.config import BLOCK
 from hybridcomp.config.async_pipeline import AsyncPipelineConfig
 from hybridcomp.config.error_messages import Shown
@@ -12,14 +14,33 @@ from hybridcomp.patches.rules.ds_job import DeepSpeedJob
 KEY = f"{BLOCK}.pipeline.versions"
 
 
-def check(settings: AsyncPipelineConfig, job: DeepSpeedJob) -> None:
-    """Raise ConfigError for a job whose file shows that it cannot go on without a flush."""
+@dataclass(frozen=True)
+class Stages:
+    """A pipeline's stages: how many, and what of them decides whether they can go on alone.
+
+    tied: layers of two stages share a weight. dynamic_shape: messages change their lengths.
+    tensor: ranks that share a stage. micro_batches: of a step; None where not known.
+    """
+
+    count: int
+    tied: bool = False
+    dynamic_shape: bool = False
+    tensor: int = 1
+    micro_batches: int | None = None
+
+
+def check(settings: AsyncPipelineConfig, job: DeepSpeedJob, stages: Stages | None = None) -> None:
+    """Raise ConfigError for a job whose file shows that it cannot go on without a flush.
+
+    ``stages``: of its pipeline, where the file has them.
+    """
     if not settings.waitless:
         return
     if job.pipeline is False:
         raise no_schedule(settings)
-    fp16 = bool(job.get("fp16.enabled", False))
-    check_precision(settings, fp16=fp16, bf16=job.bf16, stage=job.stage)
+    if stages is not None:
+        check_stages(settings, stages)
+    check_precision(settings, fp16=job.fp16, bf16=job.bf16, stage=job.stage)
 
 
 def check_precision(settings: AsyncPipelineConfig, *, fp16: bool, bf16: bool, stage: int) -> None:
@@ -30,6 +51,30 @@ def check_precision(settings: AsyncPipelineConfig, *, fp16: bool, bf16: bool, st
     if settings.correction in ("pipemare", "spike") and (bf16 or stage):
         todo = "it moves the optimizer's own weights: train in fp32 with ZeRO stage 0"
         raise ConfigError(f"{BLOCK}.pipeline.correction", settings.correction, todo)
+
+
+def check_stages(settings: AsyncPipelineConfig, stages: Stages) -> None:
+    """Raise ConfigError for stages that cannot go on without a flush, naming the key."""
+    found = None
+    if stages.count < 2:
+        found, todo = "one stage", "there is no pipeline; remove it"
+    elif stages.tied:
+        found, todo = "tied layers", "their stages wait for each other in every step; untie them"
+    elif stages.dynamic_shape:
+        found, todo = "dynamic_shape", "messages are received ahead; make shapes equal"
+    elif stages.tensor > 1:
+        found, todo = "tensor parallel stages", "its messages are not posted; use one rank a stage"
+    if found is not None:
+        raise ConfigError(KEY, Shown(found), f"{todo}, or set pipeline.versions to flush")
+    check_micro_batches(settings, stages)
+
+
+def check_micro_batches(settings: AsyncPipelineConfig, stages: Stages) -> None:
+    """Raise ConfigError where two versions are not enough for the stages."""
+    least, found = (stages.count - 1) * (1 + settings.slack), stages.micro_batches
+    if settings.versions == 2 and found is not None and found < least:
+        need = f"{stages.count} stages need gradient_accumulation_steps of at least {least}"
+        raise ConfigError(KEY, Shown(f"2 with {found} micro-batches"), f'{need}, or "stash"')
 
 
 def no_schedule(settings: AsyncPipelineConfig) -> ConfigError:

@@ -8,12 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hybridcomp.config.error_messages import NOTHING, show
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.rules.ds_job import DeepSpeedJob
 from hybridcomp.patches.rules.engine import Rule
 
 #: key with settings that GPT-NeoX passes on to DeepSpeed unread
 EXTRA = "deepspeed_extra_args"
+#: keys of NeoXArgsDeepspeedConfig, which GPT-NeoX passes on
+PASSED = (
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+    "optimizer", "scheduler", "fp32_allreduce", "prescale_gradients", "gradient_predivide_factor",
+    "sparse_gradients", "fp16", "bf16", "amp", "gradient_clipping", "zero_optimization",
+    "curriculum_learning", "curriculum_seqlen", "steps_per_print", "wall_clock_breakdown",
+    "dump_state", "flops_profiler", "communication_data_type", "autotuning",
+    "activation_checkpointing", "sparse_attention", "data_efficiency", "tensorboard", "wandb",
+    "csv_monitor", "elasticity", "comms_logger", "compression_training", "checkpoint", "data_types",
+)  # fmt: skip
 #: switches that replace GPT-NeoX's layers by those of Transformer Engine
 TRANSFORMER_ENGINE = (
     "te_columnparallel",
@@ -41,12 +51,50 @@ def settings_of(args: Any) -> Mapping[str, Any] | None:
     return None
 
 
-def ds_settings(whole: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings that GPT-NeoX passes to DeepSpeed, as far as rules read them."""
-    extra = dict(whole.get(EXTRA) or {})
-    if whole.get("precision") == "bfloat16":
-        extra.setdefault("bf16", {"enabled": True})  # as NeoXArgs.calculate_derived adds it
-    return {**whole, **extra}
+def ds_settings(whole: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that GPT-NeoX passes to DeepSpeed, derived as NeoXArgs derives them.
+
+    Raises ConfigError for what it refuses itself.
+    """
+    extra = whole.get(EXTRA) or {}
+    if not isinstance(extra, Mapping):
+        raise ConfigError(EXTRA, show(extra), "expected an object")
+    own = {name: whole[name] for name in PASSED if whole.get(name) is not None}
+    zero = own.get("zero_optimization", {"stage": 0})
+    if not isinstance(zero, Mapping) or zero.get("stage") not in (0, 1, 2, 3):
+        found = zero.get("stage", NOTHING) if isinstance(zero, Mapping) else zero
+        key = "zero_optimization.stage" if isinstance(zero, Mapping) else "zero_optimization"
+        raise ConfigError(key, show(found), "GPT-NeoX expects an object with a stage, 0, 1, 2 or 3")
+    return {**own, **_precision(whole, own), **extra}
+
+
+def _precision(whole: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections that switch a precision on, from ``precision`` or from each other."""
+    precision = whole.get("precision")
+    for section, name in (("fp16", "fp16"), ("bf16", "bfloat16")):
+        found = own.get(section) or {}
+        if not isinstance(found, Mapping):
+            raise ConfigError(section, show(found), "expected an object")
+        if found.get("enabled"):  # of a string, too: GPT-NeoX asks Python whether it is true
+            if precision not in (None, name):
+                todo = f'GPT-NeoX refuses it beside "{section}": {{"enabled": ...}}; leave one out'
+                raise ConfigError("precision", show(precision), todo)
+            precision = name
+    if precision == "fp16":
+        return {"fp16": {**(own.get("fp16") or {"type": "fp16"}), "enabled": True}}
+    if precision == "bfloat16" and not own.get("bf16"):
+        return {"bf16": {"enabled": True}}
+    return {}
+
+
+def stages(whole: Mapping[str, Any]) -> int:
+    """Return the pipeline stages of a configuration; 1 without a pipeline."""
+    return max(1, _count(whole, "pipe_parallel_size", 0))
+
+
+def tensor_ranks(whole: Mapping[str, Any]) -> int:
+    """Return the ranks of a configuration that share a layer."""
+    return max(1, _count(whole, "model_parallel_size", 1))
 
 
 def facts(whole: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,36 +102,49 @@ def facts(whole: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "pipeline": _count(whole, "pipe_parallel_size", 0) >= 1,
         "moe": _count(whole, "moe_num_experts", 1) > 1,
-        "tensor": _count(whole, "model_parallel_size", 1) > 1,
+        "tensor": tensor_ranks(whole) > 1,
     }
 
 
 def _count(whole: Mapping[str, Any], key: str, default: int) -> int:
-    """Return an integer of a configuration. Raises ConfigError if it is none."""
-    found = whole.get(key, default)
+    """Return an integer of a configuration. Raises ConfigError if it is none.
+
+    GPT-NeoX compares types: a number with a dot, or in quotes, is none.
+    """
+    found = whole.get(key)
+    if found is None:
+        return default
     if isinstance(found, bool) or not isinstance(found, int):
-        raise ConfigError(key, found, "expected a whole number")
+        raise ConfigError(key, show(found), "expected a whole number")
     return found
 
 
-def _tensor_parallel(job: DeepSpeedJob) -> bool:
-    return _count(job.ds_json, "model_parallel_size", 1) > 1
+def _switch(whole: Mapping[str, Any], key: str) -> bool:
+    """Return a switch of a configuration. Raises ConfigError if it is none."""
+    found = whole.get(key)
+    if found is not None and not isinstance(found, bool):
+        raise ConfigError(key, show(found), "expected true or false, which GPT-NeoX insists on")
+    return bool(found)
 
 
-RULES: tuple[Rule[DeepSpeedJob], ...] = (
+RULES: tuple[Rule[Mapping[str, Any]], ...] = (
     Rule(
         "bypass", ("tp",), "layers of Transformer Engine (te_mha, te_columnparallel, ...)",
         "they communicate inside Transformer Engine, where no seam reaches",
         "set the te_ switches to false",
-        lambda job: _tensor_parallel(job)
-        and any(job.get(name, False) for name in TRANSFORMER_ENGINE),
+        lambda whole: tensor_ranks(whole) > 1
+        and any(_switch(whole, name) for name in TRANSFORMER_ENGINE),
     ),
     Rule(
         "note", ("tp",), '"partition_activations": true',
         "checkpointed activations are gathered over the tensor-parallel ranks as they are, since "
         "recomputation must see what the forward pass saw", "",
-        lambda job: _tensor_parallel(job)
-        and bool(job.get("checkpoint_activations", False))
-        and bool(job.get("partition_activations", False)),
+        lambda whole: tensor_ranks(whole) > 1
+        and _switch(whole, "checkpoint_activations")
+        and _switch(whole, "partition_activations"),
+    ),
+    Rule(
+        "refuse", ("sync",), "a job of GPT-NeoX", "it gives DeepSpeed groups of its own",
+        "leave sync out", lambda whole: True,
     ),
 )  # fmt: skip

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from hybridcomp.config import load_config
 from hybridcomp.errors import ConfigError
+from hybridcomp.tools.plan.answer.base import base_of
+from hybridcomp.tools.plan.models.reading import read_model
 from tests.config.common import parse
 
 
@@ -70,3 +73,22 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(binary)
+
+
+def test_advice_about_yaml_is_no_found_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "neox.yml"
+    path.write_text("num_layers: 4\n")
+    monkeypatch.setitem(sys.modules, "yaml", None)  # as where pyyaml is not installed
+    for read in (load_config, read_model, lambda file: base_of(file, "neox")):
+        with pytest.raises(ConfigError) as caught:
+            read(path)
+        said = str(caught.value)
+        assert "neox.yml: found a YAML file; pyyaml, which reads it, is not installed" in said
+        assert said.endswith("pip install pyyaml")
+    monkeypatch.undo()
+    path.write_text("a: [1\n")
+    for read in (load_config, read_model, lambda file: base_of(file, "neox")):
+        with pytest.raises(ConfigError, match="expected valid YAML"):
+            read(path)

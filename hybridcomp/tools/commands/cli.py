@@ -73,6 +73,14 @@ def _parser() -> argparse.ArgumentParser:
         "--moe", action=argparse.BooleanOptionalAction, help="the model has MoE layers"
     )
     validate.add_argument(
+        "--tensor", action=argparse.BooleanOptionalAction,
+        help="the script splits layers over ranks, beside the file's tensor_parallel",
+    )  # fmt: skip
+    validate.add_argument(
+        "--sequence", action=argparse.BooleanOptionalAction,
+        help="the script splits sequences over ranks, beside the file's sequence_parallel_size",
+    )  # fmt: skip
+    validate.add_argument(
         "--checkpoint", type=Path, metavar="FOLDER", help="what a job with FILE takes over from it"
     )
     _add_size(validate)
@@ -215,7 +223,7 @@ def _validate(options: argparse.Namespace) -> int:
     from hybridcomp.tools.commands import validate
     from hybridcomp.tools.commands.memory import JobSize
 
-    facts = {"pipeline": options.pipeline, "moe": options.moe}
+    facts = {name: getattr(options, name) for name in ("pipeline", "moe", "tensor", "sequence")}
     job = JobSize.of(
         options.parameters, options.world_size, options.replicas, options.ranks_per_node,
         options.device_memory, options.activation, options.tensor_ranks,

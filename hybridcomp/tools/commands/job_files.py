@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,8 +16,10 @@ from hybridcomp.config import BLOCK, CompressionConfig, read_source
 from hybridcomp.config.error_messages import Shown, near_key, show
 from hybridcomp.dimensions import BETWEEN_RANKS, Dimension
 from hybridcomp.errors import ConfigError
+from hybridcomp.patches.ds import settings as by_deepspeed
 from hybridcomp.patches.rules import neox
 from hybridcomp.patches.rules.ds_job import DeepSpeedJob
+from hybridcomp.patches.rules.ds_settings import KNOWN, parsed, removed
 
 Whose = Literal["block", "deepspeed", "neox"]
 #: DeepSpeed's top-level keys that decide what is compressed; it ignores unknown keys
@@ -26,8 +29,6 @@ DECIDING = (
 )  # fmt: skip
 #: keys of DeepSpeed that look like a misspelt one of these but are not
 OTHERS = ("gradient_accumulation_dtype", "bfloat16", "train_micro_batch_size")
-#: dtype by its key in the file
-DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
 
 
 @dataclass(frozen=True)
@@ -35,27 +36,24 @@ class JobFile:
     """A parsed configuration file of a job.
 
     whole: all of it, with ``-`` in the keys of GPT-NeoX as ``_``. settings: the part that DeepSpeed
-    gets; for a bare block the block alone, as ``{"compression": ...}``.
+    gets, with values as it reads them; for a bare block the block alone, as
+    ``{"compression": ...}``. notes: about the reading, for the user.
     """
 
     whose: Whose
     whole: Mapping[str, Any]
     settings: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def job(self) -> DeepSpeedJob:
         """Settings in the form that rules read."""
         return DeepSpeedJob(self.settings)
 
     @property
     def dtype(self) -> str | None:
-        """Return the dtype of messages: "bf16", "fp16", "fp32", or None where "auto" leaves it."""
-        sections = {name: self.settings.get(name) for name in DTYPES}
-        enabled = {n: s.get("enabled") for n, s in sections.items() if isinstance(s, Mapping)}
-        for name, found in enabled.items():
-            if found is True:
-                return DTYPES[name]
-        return None if "auto" in enabled.values() else "fp32"
+        """The dtype of messages: "bf16", "fp16", "fp32", or None where "auto" leaves it."""
+        return self.job.dtype
 
     @property
     def is_job(self) -> bool:
@@ -65,19 +63,23 @@ class JobFile:
     @property
     def accumulation(self) -> int | None:
         """Micro-batches of a step; None where the file does not say."""
-        return _whole(self.job.get("gradient_accumulation_steps"))
+        return self._count("gradient_accumulation_steps")
 
     @property
     def replicas(self) -> int | None:
         """Copies of the model; None where the batch sizes do not say."""
-        whole = _whole(self.job.get("train_batch_size"))
-        own = _whole(self.job.get("train_micro_batch_size_per_gpu"))
+        whole, own = self._count("train_batch_size"), self._count("train_micro_batch_size_per_gpu")
         if whole is None or own is None:
             return None
         return max(1, whole // (own * (self.accumulation or 1)))
 
-    def dimensions(self, block: CompressionConfig) -> frozenset[Dimension]:
-        """Return the dimensions between ranks that the file shows, or that the block names itself.
+    def _count(self, name: str) -> int | None:
+        found: int | None = self.job.get(name)
+        return found
+
+    @property
+    def shown(self) -> frozenset[Dimension]:
+        """Return the dimensions between ranks that the file shows.
 
         A DeepSpeed file hardly shows pipelines, experts and split layers, which are part of the
         model.
@@ -90,12 +92,15 @@ class JobFile:
             "dp": True,
             "zero": job.stage > 0,
             "tp": bool(facts.get("tensor")) or job.tensor_parallel > 1,
-            "pp": bool(facts.get("pipeline")) and int(self.whole.get("pipe_parallel_size", 0)) > 1,
-            "ep": bool(facts.get("moe")),
-            "cp": (_whole(job.get("sequence_parallel_size")) or 1) > 1,
+            "pp": neox.stages(self.whole) > 1,
+            "ep": bool(facts.get("moe")) or bool(job.get("expert_parallel.enabled")),
+            "cp": job.sequence_parallel > 1,
         }
-        shown = {name for name, is_there in there.items() if is_there}
-        return frozenset(shown | block.explicit)
+        return frozenset(name for name, is_there in there.items() if is_there)
+
+    def dimensions(self, block: CompressionConfig) -> frozenset[Dimension]:
+        """Return the dimensions between ranks that the file shows, or that the block names."""
+        return self.shown | block.explicit
 
 
 def read_job_file(path: str | Path) -> JobFile:
@@ -117,11 +122,23 @@ def read_job_file(path: str | Path) -> JobFile:
         extra = source[neox.EXTRA]
         if not isinstance(extra, Mapping):
             raise ConfigError(neox.EXTRA, show(extra), "expected an object")
-        return JobFile("neox", source, neox.ds_settings(source))
+        return _of_owner("neox", source, neox.ds_settings(source))
     _refuse_elsewhere(source)
     if BLOCK not in source and neox.has_keys(source):
-        return JobFile("neox", source, neox.ds_settings(source))
-    return JobFile("deepspeed", source, source)
+        return _of_owner("neox", source, neox.ds_settings(source))
+    return _of_owner("deepspeed", source, source)
+
+
+def _of_owner(whose: Whose, whole: Mapping[str, Any], settings: Mapping[str, Any]) -> JobFile:
+    """Read ``settings`` as DeepSpeed does: by its own parser, or by the table where it lacks."""
+    found = by_deepspeed.of_file(settings)
+    parsed(settings)  # what DeepSpeed takes in silence, and nothing makes sense of
+    if found is not None:
+        return JobFile(whose, whole, found)
+    notes = [f"DeepSpeed is not installed here: the file is read as {KNOWN} reads it"]
+    for key in removed(settings):
+        notes.append(f"{key}: DeepSpeed {KNOWN} has removed this key, and refuses it; remove it")
+    return JobFile(whose, whole, settings, tuple(notes))
 
 
 def _refuse_at_the_top(source: Mapping[str, Any]) -> None:
@@ -164,10 +181,3 @@ def _is_bare(source: Mapping[str, Any]) -> bool:
 
 def _is_yaml(path: str | Path) -> bool:
     return Path(path).suffix in (".yml", ".yaml")
-
-
-def _whole(found: object) -> int | None:
-    """Return an integer of 1 or more; None for everything else, "auto" included."""
-    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-        return None
-    return found

@@ -24,7 +24,7 @@ from hybridcomp.config.memory import (
 from hybridcomp.config.rank_messages import RankMessages, Way
 from hybridcomp.dimensions import Dimension
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.rules.ds_job import DeepSpeedJob
+from hybridcomp.patches.rules import neox
 from hybridcomp.tools.commands.job_files import JobFile
 
 #: DeepSpeed's default of ``reduce_bucket_size`` and ``allgather_bucket_size``, and its bucket at
@@ -168,7 +168,7 @@ def _split(file: JobFile, job: JobSize) -> int:
     """Return the tensor times pipeline ranks in the file. Raises ConfigError if they do not fit."""
     split = job.tensor_ranks or _tensor_ranks(file)
     if file.whose == "neox":
-        split *= _count_of(file, "pipe_parallel_size")
+        split *= neox.stages(file.whole)
     if job.world_size % split:
         todo = f"{split} tensor and pipeline ranks do not divide it"
         raise ConfigError("--world-size", job.world_size, todo)
@@ -177,14 +177,7 @@ def _split(file: JobFile, job: JobSize) -> int:
 
 def _tensor_ranks(file: JobFile) -> int:
     """Return the tensor ranks in the file."""
-    found = DeepSpeedJob(file.settings).tensor_parallel
-    return found * (_count_of(file, "model_parallel_size") if file.whose == "neox" else 1)
-
-
-def _count_of(file: JobFile, name: str) -> int:
-    """Return a number of ranks in a file of GPT-NeoX, where 0 is 1."""
-    found = file.whole.get(name, 1)
-    return max(1, found) if isinstance(found, int) else 1
+    return file.job.tensor_parallel * (neox.tensor_ranks(file.whole) if file.whose == "neox" else 1)
 
 
 @dataclass(frozen=True)
@@ -204,21 +197,21 @@ class _RanksOfReplica:
 
     def messages(self) -> StepMessages:
         """Return the messages of a step of DeepSpeed, or of DDP for a bare block."""
-        found, width = DeepSpeedJob(self.file.settings), self._width()
+        found, width = self.file.job, self._width()
         rest: dict[str, Any] = {"ranks": self.replicas, "width": width}
         if self.file.whose == "block":
             ddp = _cut(self.numel, DDP_BUCKET // self.dtype.itemsize, "")
             return {"dp": (RankMessages(ddp, "sum", self.dtype, tabled=True, **rest),)}
         stage = found.stage
-        bucket = _count(found, "reduce_bucket_size", BUCKET) if stage else BUCKET
+        bucket = found.zero("reduce_bucket_size") if stage else BUCKET
         summed = _cut(self.numel, bucket, "reduce_bucket_size")
         how: Way = "scatter" if stage == 3 else "own" if found.buckets else "sum"
         dtype = torch.float32 if found.bf16_optimizer else self.dtype
         messages: StepMessages = {"dp": (RankMessages(summed, how, dtype, **rest),)}
         if stage:
-            name = "stage3_prefetch_bucket_size" if stage == 3 else "allgather_bucket_size"
-            most = _count(found, name, PREFETCHED if stage == 3 else BUCKET)
-            gathered = _cut(self.numel, most, name)
+            name = "prefetch_bucket_size" if stage == 3 else "allgather_bucket_size"
+            most = found.zero(name) or (PREFETCHED if stage == 3 else BUCKET)
+            gathered = _cut(self.numel, most, f"stage3_{name}" if stage == 3 else name)
             messages["zero"] = (RankMessages(gathered, "gather", self.dtype, **rest),)
         return messages
 
@@ -278,18 +271,12 @@ class _RanksOfReplica:
 
     def engine_nbytes(self) -> int:
         """Return the bytes of weights, gradients and Adam's states on a device, as sharded."""
-        found, width = DeepSpeedJob(self.file.settings), self.dtype.itemsize
+        found, width = self.file.job, self.dtype.itemsize
         stage, own = found.stage, -(-self.numel // self.replicas)
         states = (MOMENTS + (MASTER if width == 2 else 0)) * (own if stage else self.numel)
         weights = width * (own if stage == 3 else self.numel)
         gradients = width * (own if stage >= 2 else self.numel)
         return weights + gradients + (0 if found.cpu_offload else states)
-
-
-def _count(job: DeepSpeedJob, name: str, default: int) -> int:
-    """Return a size in ``zero_optimization``; the default where it is filled in later."""
-    found = job.zero(name, default)
-    return int(found) if isinstance(found, (int, float)) and found >= 1 else default
 
 
 def _cut(numel: int, most: int, name: str) -> tuple[int, ...]:

@@ -14,13 +14,16 @@ from hybridcomp.codecs.words import DTYPES
 from hybridcomp.collectives.hierarchical.discovery import check_widths
 from hybridcomp.config import BLOCK, CompressionConfig, describe, idle_notes, load_config
 from hybridcomp.config import notes as dtype_notes
+from hybridcomp.dimensions import Dimension
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.rules import ds_check as check
-from hybridcomp.patches.rules import neox as rules
+from hybridcomp.patches.rules import neox as neox_rules
 from hybridcomp.patches.rules.ds_job import DeepSpeedJob
+from hybridcomp.patches.rules.ds_pipeline import Stages
 from hybridcomp.patches.rules.planned import hold_to_plan
+from hybridcomp.sync.islands import check_size
 from hybridcomp.tools.commands import memory
-from hybridcomp.tools.commands.job_files import read_job_file
+from hybridcomp.tools.commands.job_files import JobFile, read_job_file
 
 SILENT = "started in another way, the job compresses nothing"
 DEEPSPEED_START = """\
@@ -50,7 +53,8 @@ def lines(
 
     Args:
         file: JSON, Hjson or YAML.
-        facts: ``pipeline`` and ``moe``, kind of the model; None where unknown.
+        facts: ``pipeline``, ``moe``, ``tensor`` and ``sequence``, kind of the model; None where
+            unknown.
         world_size: ranks of the job.
         checkpoint: folder of a checkpoint that the job is to resume.
         job: its size, for lines about memory.
@@ -61,11 +65,8 @@ def lines(
     found = read_job_file(file)
     bare, neox = found.whose == "block", found.whose == "neox"
     source = found.settings
-    universal = bool(dict(source.get("checkpoint") or {}).get("load_universal"))
-    known: dict[str, Any] = dict(facts)
-    if neox:
-        written = {key: value for key, value in known.items() if value is not None}
-        known = {**rules.facts(found.whole), **written, "neox": found.whole}
+    saving = source.get("checkpoint")
+    universal = isinstance(saving, Mapping) and bool(saving.get("load_universal"))
     block = CompressionConfig.parse(source[BLOCK]) if bare else load_config(source)
     if block is None or not block.enabled:
         there = BLOCK in source
@@ -77,17 +78,24 @@ def lines(
         return
     if world_size is not None:
         check_widths(block.widths, world_size)
-    notes = [*idle_notes(block), *_ledger_notes(block)]
+        if isinstance(block.sync.islands, int) and block.sync.acts:
+            check_size(block.sync.islands, world_size)
+    notes = [*found.notes, *idle_notes(block), *_ledger_notes(block)]
+    absent = unseen = frozenset[Dimension]()
     if not bare:
         if found.dtype is not None:
             notes += dtype_notes(block, DTYPES[found.dtype])
-        notes += check.check(block, source, **known, world_size=world_size)
-        hold_to_plan(block, _written_layout(source, world_size))
+        known = {**_facts(found, facts), "world_size": world_size}
+        notes += _checked(block, found, known)
+        absent = check.absent(source, **known)
+        unseen = _unseen(found, known) - absent
+        notes += [_NOT_SHOWN[name] for name in _NOT_SHOWN if name in unseen & block.explicit]
+        hold_to_plan(block, _written_layout(found.job, world_size))
     if not neox and file.suffix not in (".yml", ".yaml") and not _is_strict(file):
         notes.append(_NOT_STRICT)
     sizes = [] if job is None else list(memory.lines(block, found, job))
     yield f"{file}: valid{' (a bare block)' if bare else ''}, digest {block.digest()[:16]}"
-    yield from (f"  {line}" for line in describe(block))
+    yield from (f"  {line}" for line in describe(block, absent, unseen - block.explicit))
     yield from sizes
     yield from (f"  note: {note}" for note in notes)
     if checkpoint is not None:
@@ -108,9 +116,56 @@ def _ledger_notes(block: CompressionConfig) -> Iterator[str]:
         )
 
 
-def _written_layout(source: Mapping[str, Any], world_size: int | None) -> dict[str, int | None]:
+def _facts(found: JobFile, told: Mapping[str, bool | None]) -> dict[str, Any]:
+    """Return facts of the model: as the user tells them, else as a file of GPT-NeoX has them."""
+    written = {name: value for name, value in told.items() if value is not None}
+    if found.whose != "neox":
+        return written
+    return {**neox_rules.facts(found.whole), "sequence": False, "mesh": False, **written}
+
+
+def _checked(block: CompressionConfig, found: JobFile, known: dict[str, Any]) -> list[str]:
+    """Check the block against the rest of the file; return notes. Raises ConfigError.
+
+    A key for tensor or sequence parallelism needs it in the file, or the user's word for it.
+    """
+    neox = found.whole if found.whose == "neox" else None
+    stages = None
+    if neox is not None:
+        stages = Stages(
+            neox_rules.stages(neox), tied=not neox.get("no_weight_tying"),
+            tensor=neox_rules.tensor_ranks(neox), micro_batches=found.accumulation,
+        )  # fmt: skip
+    facts = {"tensor": False, "sequence": False, **known}
+    try:
+        return check.check(block, found.settings, neox=neox, stages=stages, **facts)
+    except ConfigError as error:
+        option = _OPTIONS.get(error.key)
+        if option is None or option in known:
+            raise
+        todo = f"{error.todo}; --{option} says that the script splits its model itself"
+        raise ConfigError(error.key, error.found, todo) from None
+
+
+def _unseen(found: JobFile, known: Mapping[str, Any]) -> frozenset[Dimension]:
+    """Return the dimensions of which neither the file nor the user says that the job has them."""
+    told: dict[str, Dimension] = {"pipeline": "pp", "moe": "ep", "tensor": "tp", "sequence": "cp"}
+    return frozenset(name for fact, name in told.items() if not known.get(fact)) - found.shown
+
+
+#: option with a fact that the file lacks, by the key that needs it
+_OPTIONS = {f"{BLOCK}.tp": "tensor", f"{BLOCK}.cp": "sequence"}
+#: what is said where the user wrote a key that neither the file nor an option answers for
+_NOT_SHOWN: Mapping[Dimension, str] = {
+    "pp": "warning: pp is not in this file; a script whose model is no PipelineModule stops at its "
+    "start (--pipeline or --no-pipeline says which it is)",
+    "ep": "warning: ep is not in this file; a script whose model has no MoE layers stops at its "
+    "start (--moe or --no-moe says which it is)",
+}
+
+
+def _written_layout(job: DeepSpeedJob, world_size: int | None) -> dict[str, int | None]:
     """Return the layout in a ds_config, by the names of a plan; None where it is not given."""
-    job = DeepSpeedJob(source, world_size=world_size)
     return {
         "ranks": world_size,
         "zero_stage": job.stage,

@@ -311,7 +311,7 @@ def test_zero_acts_at_stage_0_where_bf16_optimizer_partitions() -> None:
 def test_old_spellings_of_zero() -> None:
     assert DeepSpeedJob({"zero_optimization": True}).stage == 1
     assert DeepSpeedJob({"zero_optimization": {"stage": 2, "cpu_offload": True}}).cpu_offload
-    with pytest.raises(ConfigError, match=r"zero_optimization\.stage: found 'two'"):
+    with pytest.raises(ConfigError, match=r'zero_optimization\.stage: found "two"'):
         check(block(zero="blockint"), zero("two"))  # type: ignore[arg-type]
 
 

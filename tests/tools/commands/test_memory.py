@@ -102,7 +102,7 @@ def test_activations_that_a_file_does_not_tell(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = file(tmp_path, 1, tp={"codec": "blockint", "bits": 8}, pp="none")
-    words = ["validate", path, "--pipeline", "--no-moe", *SIZED[2:], "--replicas", "4"]
+    words = ["validate", path, "--pipeline", "--no-moe", "--tensor", *SIZED[2:], "--replicas", "4"]
     assert cli.main(words) == 0
     said = capsys.readouterr().out
     assert "without buffers of tp, whose messages --activation VALUES tells" in said

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridcomp.config import BLOCK, read_source
+from hybridcomp.config.sources import unreadable
 from hybridcomp.errors import ConfigError
 from hybridcomp.foreign import parsed_yaml
 from hybridcomp.patches.rules.neox import EXTRA
@@ -25,8 +26,10 @@ def base_of(path: Path | None, engine: str) -> Base:
     if path.suffix in (".yml", ".yaml"):
         try:
             found = parsed_yaml(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError("--base", str(path), str(error)) from None
+        except OSError as error:
+            raise ConfigError("--base", str(path), f"cannot be read ({error})") from None
+        except ValueError as error:
+            raise unreadable(f"--base {path}", error, "YAML") from None
         found = {} if found is None else found
         if not isinstance(found, Mapping):
             raise ConfigError("--base", type(found).__name__, f"{path} has to hold settings")

@@ -18,6 +18,7 @@ from hybridcomp.tools.plan.machines import cluster_file
 from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.machines.missing import missing
 from hybridcomp.tools.plan.meetings import proposal
+from hybridcomp.tools.plan.models.decoder import Decoder
 from hybridcomp.tools.plan.models.model import Model
 from hybridcomp.tools.plan.models.reading import read_model
 from hybridcomp.tools.plan.plan import Plan
@@ -69,7 +70,8 @@ def _run(options: argparse.Namespace) -> int:
         print(f"note: {unpriced(found, options)}")
     for line in missing(cluster, offload, options.engine):
         print(f"note: {options.cluster} says {line}")
-    for note in (*start_command.left_to_user(best, options.command, base),
+    for note in (model.remark if isinstance(model, Decoder) else "",
+                 *start_command.left_to_user(best, options.command, base),
                  *without_effect(options, cluster),
                  islands(found.plans[0], cluster, model),
                  start_command.left_to_script(best, options.command),

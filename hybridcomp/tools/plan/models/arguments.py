@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hybridcomp.errors import ConfigError
 from hybridcomp.tools.plan.models.decoder import Decoder
@@ -13,6 +15,15 @@ from hybridcomp.tools.plan.models.sizes import padded
 
 #: Megatron's default of --make-vocab-size-divisible-by
 MULTIPLE = 128
+#: its default of --position-embedding-type
+LEARNED = "learned_absolute"
+#: switches that give an MLP two matrices in front
+GATED = frozenset({"swiglu", "quick_geglu"})
+#: options that change what a block consists of
+OTHERS = (
+    "multi_latent_attention", "moe_layer_freq", "mtp_num_layers", "hybrid_attention_ratio",
+    "heterogeneous_layers_config_path", "hybrid_override_pattern", "is_hybrid_model",
+)  # fmt: skip
 
 
 def parsed(arguments: str | Sequence[str]) -> dict[str, str | bool]:
@@ -31,12 +42,12 @@ def parsed(arguments: str | Sequence[str]) -> dict[str, str | bool]:
     return found
 
 
-def numbers(options: dict[str, str | bool]) -> dict[str, int]:
-    """Return the options whose values are whole numbers."""
+def numbers(options: dict[str, str | bool]) -> dict[str, Any]:
+    """Return the options with values, those that are whole numbers as integers."""
     return {
-        name: int(value)
+        name: int(value) if re.fullmatch(r"-?\d+", value) else value
         for name, value in options.items()
-        if isinstance(value, str) and value.lstrip("-").isdigit()
+        if isinstance(value, str)
     }
 
 
@@ -51,13 +62,19 @@ def megatron(arguments: str | Sequence[str]) -> Decoder:
     vocabulary = number(sizes, name, "padded_vocab_size", "vocab_size")
     if "padded_vocab_size" not in sizes:
         vocabulary = padded(vocabulary, multiple)
-    gated, biased = "swiglu" in options, "disable_bias_linear" not in options
+    for key in OTHERS:
+        if options.get(key, "1") != "1":
+            todo = "plans know blocks of attention and one MLP; name the model as package:callable"
+            raise ConfigError(f"{name}: --{key.replace('_', '-')}", options[key], todo)
+    gated, biased = not GATED.isdisjoint(options), "disable_bias_linear" not in options
     grouped = "group_query_attention" in options
-    width = sizes.get("ffn_hidden_size") or (int(8 * hidden / 3) if gated else 4 * hidden)
+    default = int(4 * hidden * 2 / 3 / 64) * 64 if "swiglu" in options else 4 * hidden
+    width = given(sizes, name, "ffn_hidden_size", default)
     rotary = options.get("position_embedding_type") == "rope" or (
         "use_rotary_position_embeddings" in options
     )
-    experts = sizes.get("num_experts", 0)
+    learned = options.get("position_embedding_type", LEARNED) == LEARNED and not rotary
+    experts = given(sizes, name, "num_experts", 0)
     return Decoder(
         name, hidden, number(sizes, name, "num_layers"), heads,
         key_heads(
@@ -70,11 +87,11 @@ def megatron(arguments: str | Sequence[str]) -> Decoder:
         norm="rmsnorm" if options.get("normalization") == "RMSNorm" else "layernorm",
         qkv_bias=biased or "add_qkv_bias" in options, out_bias=biased, mlp_bias=biased,
         tied="untie_embeddings_and_output_weights" not in options,
-        positions=0 if rotary else number(sizes, name, "max_position_embeddings", "seq_length"),
-        experts=experts, per_token=sizes.get("moe_router_topk", 2) if experts else 0,
-        expert_intermediate=sizes.get("moe_ffn_hidden_size", width) if experts else 0,
-        shared_intermediate=sizes.get("moe_shared_expert_intermediate_size", 0),
-        rotary_copies=rotary,
+        positions=number(sizes, name, "max_position_embeddings", "seq_length") if learned else 0,
+        experts=experts, per_token=given(sizes, name, "moe_router_topk", 2) if experts else 0,
+        expert_intermediate=given(sizes, name, "moe_ffn_hidden_size", width) if experts else 0,
+        shared_intermediate=given(sizes, name, "moe_shared_expert_intermediate_size", 0),
+        rotary_copies=rotary, head_norms="qk_layernorm" in options,
     )  # fmt: skip
 
 

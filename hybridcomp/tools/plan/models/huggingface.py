@@ -10,6 +10,10 @@ from hybridcomp.tools.plan.models.decoder import Decoder
 
 #: families whose layers are those of ``Decoder``
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
+#: those whose key ``attention_bias`` is about all four matrices of attention; the key, and its
+#: default, for families with biases of queries, keys and values alone
+_ALL_BIASES = ("llama", "qwen3", "qwen3_moe")
+_QKV_BIAS = {"qwen2": ("", True), "qwen2_moe": ("qkv_bias", True)}
 GPT_LIKE = ("gpt2", "gpt_neox")
 #: most layers of a model, and the largest other size of it: a search over more does not end
 MOST_LAYERS, MOST = 10_000, 1 << 40
@@ -71,6 +75,7 @@ def _llama(config: Mapping[str, Any], name: str) -> Decoder:
     blocks = number(config, name, "num_hidden_layers")
     where = f"{name}: num_attention_heads"
     width = config.get("head_dim") and number(config, name, "head_dim")
+    biased = family in _ALL_BIASES and bool(config.get("attention_bias", False))
     mixture: dict[str, Any] = {}
     if family == "mixtral":
         mixture = {
@@ -100,8 +105,8 @@ def _llama(config: Mapping[str, Any], name: str) -> Decoder:
         head_width=width or head_width(hidden, heads, where),
         intermediate=number(config, name, "intermediate_size"),
         vocabulary=number(config, name, "vocab_size"), gated=True, norm="rmsnorm",
-        qkv_bias=bool(config.get("attention_bias", family in ("qwen2", "qwen2_moe"))),
-        out_bias=bool(config.get("attention_bias", False)) and family == "llama",
+        qkv_bias=bool(config.get(*_QKV_BIAS[family])) if family in _QKV_BIAS else biased,
+        out_bias=biased,
         mlp_bias=bool(config.get("mlp_bias", False)),
         tied=bool(config.get("tie_word_embeddings", False)),
         head_norms=family in ("qwen3", "qwen3_moe"), **mixture,
@@ -114,11 +119,12 @@ def _gpt(config: Mapping[str, Any], name: str) -> Decoder:
     hidden = number(config, name, "hidden_size", "n_embd")
     heads = number(config, name, "num_attention_heads", "n_head")
     inner = given(config, name, "n_inner", 4 * hidden)
+    biased = not neox or bool(config.get("attention_bias", True))
     return Decoder(
         name, hidden, number(config, name, "num_hidden_layers", "n_layer"), heads, heads,
         head_width(hidden, heads, f"{name}: num_attention_heads"),
         given(config, name, "intermediate_size", inner), number(config, name, "vocab_size"),
-        qkv_bias=True, out_bias=True, mlp_bias=True,
+        qkv_bias=biased, out_bias=biased, mlp_bias=True,
         tied=bool(config.get("tie_word_embeddings", not neox)),
         positions=0 if neox else number(config, name, "max_position_embeddings", "n_positions"),
         parallel=neox and bool(config.get("use_parallel_residual", True)), rotary_copies=neox,

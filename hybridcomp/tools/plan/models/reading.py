@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from hybridcomp.config.sources import unreadable
 from hybridcomp.errors import ConfigError
 from hybridcomp.foreign import one_line, parsed_json
 from hybridcomp.tools.plan.models import arguments, huggingface, neox
@@ -40,7 +41,7 @@ def read_model(source: str | Path | Sequence[str]) -> Model:
     try:
         found = parsed_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(str(path), "JSON that cannot be read", str(error)) from None
+        raise unreadable(str(path), error, "JSON") from None
     if not isinstance(found, dict):
         raise ConfigError(str(path), type(found).__name__, "expected a config.json")
     label = found.get("_name_or_path") or path.parent.name or path.name

@@ -24,6 +24,7 @@ class DecoderSizes:
     attention_copies: copies of the output of attention that are kept.
     held_logits: the training loop holds the logits while backward runs.
     head_norms: queries and keys are normed head by head (Qwen 3).
+    remark: what was taken for granted, for the user.
     """
 
     name: str
@@ -52,6 +53,7 @@ class DecoderSizes:
     attention_copies: int = 1
     held_logits: bool = False
     head_norms: bool = False
+    remark: str = ""
 
     @property
     def query(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.paths import ROOT
 
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
          "num_attention_heads": 32, "intermediate_size": 11008, "vocab_size": 32000}  # fmt: skip
-#: parameters that the models' publishers state
+#: parameters that the models' publishers state; of the last two, that transformers builds
 PUBLISHED: list[tuple[int, dict[str, Any]]] = [
     (6738415616, LLAMA),
     (8030261248, {**LLAMA, "num_key_value_heads": 8, "intermediate_size": 14336,
@@ -45,6 +46,12 @@ PUBLISHED: list[tuple[int, dict[str, Any]]] = [
                  "intermediate_size": 3072, "vocab_size": 151936, "tie_word_embeddings": True}),
     (162322944, {"model_type": "gpt_neox", "hidden_size": 768, "num_hidden_layers": 12,
                  "num_attention_heads": 12, "intermediate_size": 3072, "vocab_size": 50304}),
+    (201984, {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "intermediate_size": 256, "vocab_size": 800,
+              "attention_bias": False}),
+    (250944, {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+              "intermediate_size": 256, "vocab_size": 800, "attention_bias": True}),
 ]  # fmt: skip
 
 
@@ -263,6 +270,128 @@ def test_sizes_of_a_yaml_that_are_none_are_told(lines: dict[str, Any], said: str
     assert neox.decoder(known, "file").heads == 4
     with pytest.raises(ConfigError, match=said):
         neox.decoder({**known, **lines}, "file")
+
+
+#: values of GPT-NeoX's own configurations that decide a size, and the size that is published: of
+#: Pythia, GPT-NeoX-20B, LLaMA and Llama 2; for the others, what GPT-NeoX's own layers hold
+SHIPPED: list[tuple[str, int, dict[str, Any]]] = [
+    (name, parameters, {
+        "num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads,
+        "pos_emb": "rotary", "no_weight_tying": True, "max_position_embeddings": 2048,
+        "model_parallel_size": tensor,
+    })
+    for name, parameters, layers, hidden, heads, tensor in [
+        ("pythia/14M", 14067712, 6, 128, 4, 1), ("pythia/31M", 30494720, 6, 256, 8, 1),
+        ("pythia/70M, 19M", 70426624, 6, 512, 8, 1), ("49M", 113625600, 10, 640, 10, 1),
+        ("pythia/160M, 125M", 162322944, 12, 768, 12, 1),
+        ("pythia/410M, 350M", 405334016, 24, 1024, 16, 1), ("760M", 834493440, 24, 1536, 16, 1),
+        ("pythia/1B, 800M", 1011781632, 16, 2048, 8, 1),
+        ("pythia/1-4B, 1-3B", 1414647808, 24, 2048, 16, 1),
+        ("pythia/2-8B, 2-7B", 2775208960, 32, 2560, 32, 1),
+        ("pythia/6-9B", 6857302016, 32, 4096, 32, 2), ("6-7B", 6857302016, 32, 4096, 32, 1),
+        ("pythia/12B", 11846072320, 36, 5120, 40, 4), ("13B", 13100697600, 40, 5120, 40, 1),
+        ("20B", 20554567680, 44, 6144, 64, 2), ("175B", 175197806592, 96, 12288, 96, 1),
+    ]
+] + [
+    (name, parameters, {
+        "num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads,
+        "intermediate_size": written, "model_parallel_size": tensor, "num_kv_heads": of_keys,
+        "mlp_multiple_of": 256, "make_vocab_size_divisible_by": 1, "pos_emb": "rotary",
+        "no_weight_tying": True, "norm": "rmsnorm", "activation": "swiglu",
+        "use_bias_in_attn_linear": False, "use_bias_in_mlp": "llama2" in name,
+    })
+    for name, parameters, layers, hidden, heads, of_keys, written, tensor in [
+        ("llama/7B", 6738415616, 32, 4096, 32, 32, 32768, 1),
+        ("llama/13B", 13015864320, 40, 5120, 40, 40, 40960, 2),
+        ("llama/30B", 32528943616, 60, 6656, 52, 52, 53248, 4),
+        ("llama/65B", 65285660672, 80, 8192, 64, 64, 65536, 8),
+        ("llama2/7B", 6738415616, 32, 4096, 32, 32, 32768, 1),
+        ("llama2/13B", 13015864320, 40, 5120, 40, 40, 41472, 1),
+        ("llama2/70B", 68976648192, 80, 8192, 64, 8, 86016, 1),
+    ]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "parameters", "keys"), SHIPPED, ids=[s[0] for s in SHIPPED])
+def test_shipped_files_of_gpt_neox(name: str, parameters: int, keys: dict[str, Any]) -> None:
+    assert neox.decoder(keys, name).parameters == pytest.approx(parameters, rel=2e-3)
+
+
+GATED = {"hidden-size": 4096, "num-layers": 32, "num-attention-heads": 32, "activation": "swiglu",
+         "pos-emb": "rotary"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ({"attention-config": [[["mamba"], 32]]}, "attention_config: found 'mamba'"),
+        ({"attention-config": ["rwkv"] * 32}, "attention_config: found 'rwkv'"),
+        ({"attention-config": [[["gmlp"], "all"]]}, "attention_config: found 'gmlp'"),
+        ({"attention-config": [[["local"], "all"]]}, "attention_config: found 'local'"),
+        ({"moe-num-experts": 8}, "moe_num_experts: found 8"),
+        ({"num-unique-layers": 4}, "num_unique_layers: found 4"),
+        ({}, "a gated MLP 5461 wide today.*write it: 32766 for 10922, 16384 for 5461"),
+        ({"mlp-multiple-of": 256}, "5632 wide today.*write it: 33024 for 11008, 16384 for 5632"),
+        ({"intermediate-size": 14336}, "9558 columns and a second one of 4778 rows.*43008"),
+        ({"intermediate-size": 64, "expansion-factor": 2}, "takes intermediate_size or this"),
+        ({"expansion-factor": "2"}, "expansion_factor: found '2'; expected a number"),
+        ({"activation": "gelu", "no-weight-tying": "true"}, "expected true or false"),
+        ({"activation": "gelu", "tokenizer-type": "Tiktoken"}, "'Tiktoken'; how many tokens"),
+    ],
+)
+def test_files_of_gpt_neox_that_are_no_plain_decoders(lines: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        neox.decoder({**GATED, **lines}, "file")
+
+
+@pytest.mark.parametrize("activation", sorted(neox.GATED))
+def test_gated_files_of_gpt_neox(activation: str) -> None:
+    """What is written is three times the width, as its matrices share two thirds of it."""
+    found = neox.decoder({**GATED, "activation": activation, "intermediate_size": 43008}, "file")
+    assert (found.gated, found.intermediate) == (True, 14336)
+    assert neox.decoder({**GATED, "expansion_factor": 10.5}, "file").intermediate == 14336
+    plain = neox.decoder({**GATED, "activation": "gelu", "intermediate_size": 14336}, "file")
+    assert (plain.gated, plain.intermediate) == (False, 14336)
+
+
+def test_positions_and_tokens_of_gpt_neox() -> None:
+    known = {**GATED, "activation": "gelu", "max-position-embeddings": 2048}
+    for kind, positions in (("learned", 2048), ("none", 0), ("alibi", 0), ("sinusoidal", 0)):
+        assert neox.decoder({**known, "pos-emb": kind}, "file").positions == positions
+    found = neox.decoder({**known, "tokenizer-type": "SPMTokenizer"}, "file")
+    assert found.vocabulary == 32000
+    assert "file does not say how many tokens there are: 32000 are taken" in found.remark
+    assert neox.decoder({**known, "vocab_size": 1000}, "file").remark == ""
+
+
+@pytest.mark.skipif("GPT_NEOX_HOME" not in os.environ, reason="no checkout of GPT-NeoX")
+def test_every_file_of_a_checkout_is_counted_or_refused_by_name() -> None:
+    files = sorted(Path(os.environ["GPT_NEOX_HOME"], "configs").glob("**/*.yml"))
+    assert len(files) > 40
+    sizes = {name: parameters for names, parameters, _ in SHIPPED for name in names.split(", ")}
+    for file in files:
+        name = str(file.relative_to(file.parents[len(file.parents) - 1])).partition("configs/")[2]
+        try:
+            found = read_model(file).parameters
+        except ConfigError as error:
+            assert error.key.startswith(f"{file.name}: "), error
+        else:
+            assert found == pytest.approx(sizes.get(name.removesuffix(".yml"), found), rel=0.02)
+
+
+def test_arguments_of_megatron_as_it_derives_them() -> None:
+    line = "--num-layers 2 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 "
+    gated = read_model(f"{line} --swiglu --position-embedding-type none")
+    assert isinstance(gated, Decoder)
+    assert (gated.intermediate, gated.positions) == (10880, 0)  # a multiple of 64
+    learned = read_model(f"{line} --max-position-embeddings 1024")
+    assert isinstance(learned, Decoder)
+    assert (learned.intermediate, learned.positions) == (16384, 1024)
+    for option in ("--multi-latent-attention", "--mtp-num-layers 1 --moe-layer-freq 2"):
+        with pytest.raises(ConfigError, match="plans know blocks of attention"):
+            read_model(f"{line} --position-embedding-type rope {option}")
+    with pytest.raises(ConfigError, match="num_experts: found '4x'"):
+        read_model(f"{line} --position-embedding-type rope --num-experts 4x")
 
 
 def test_unknown_families_are_told() -> None:
