@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridcomp.patches.ds.requirement import REQUIREMENT
-from hybridcomp.patching import Seam
+from hybridcomp.seams.patching import Seam
 
 STEP = Seam(REQUIREMENT, "deepspeed.runtime.engine", "DeepSpeedEngine.step", ("self", "lr_kwargs"))
 TRAIN_BATCH = Seam(

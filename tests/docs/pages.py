@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from tests.paths import ROOT
@@ -83,3 +85,24 @@ def slug(heading: str) -> str:
     """What Python-Markdown makes of a heading."""
     plain = re.sub(r"[^\w\s-]", "", re.sub(r"\]\([^)]*\)", "]", heading)).strip().lower()
     return re.sub(r"[-\s]+", "-", plain)
+
+
+@lru_cache
+def _tree(commit: str) -> list[str] | None:
+    """The paths of a commit's files; None where this checkout does not have the commit."""
+    listed = subprocess.run(
+        ["git", "ls-tree", "-r", "--name-only", commit],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return listed.stdout.splitlines() if listed.returncode == 0 else None
+
+
+def in_a_named_commit(page: Path, path: str) -> bool:
+    """Whether a commit that ``page`` names has ``path``, or a file of that name.
+
+    True, too, where the checkout lacks the commit, as a shallow one does.
+    """
+    trees = [_tree(commit) for commit in re.findall(r"commit ([0-9a-f]{7,40})", text_of(page))]
+    return any(
+        tree is None or any(f"/{name}".endswith(f"/{path}") for name in tree) for tree in trees
+    )

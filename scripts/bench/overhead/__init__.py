@@ -1,1 +1,0 @@
-"""Two commits side by side: ``bench_overhead.py --against``."""
