@@ -15,7 +15,7 @@ from hybridcomp.foreign import one_line
 #: dtypes that hold weights as they were trained
 PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 #: names of the families that engines load, as Hugging Face has them
-HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 TODO = "start the engine with the weights in 16 bits, without a quantization"
 
@@ -74,10 +74,12 @@ def refuse_configuration(config: Any, shapes: Mapping[str, Any], aliases: Iterab
             f"model (tie_word_embeddings); {todo}"
         )
     layers = [int(found[1]) + 1 for name in shapes if (found := LAYER.match(name))]
-    vocabulary = [int(shape[0]) for name, shape in shapes.items() if name.endswith(EMBEDDING)]
-    for key, sizes in (("num_hidden_layers", layers), ("vocab_size", vocabulary)):
+    vocabulary = [int(shape[0]) for name, shape in shapes.items() if name == EMBEDDING]
+    further = getattr(config, "num_nextn_predict_layers", 0) or 0  # behind the others
+    for key, sizes, more in (("num_hidden_layers", layers, further), ("vocab_size", vocabulary, 0)):
         wanted = getattr(config, key, None)
-        if sizes and isinstance(wanted, int) and wanted != max(sizes):
+        fits = not isinstance(wanted, int) or wanted <= max(sizes, default=wanted) <= wanted + more
+        if not fits:
             raise PublishError(
                 f"{key}: the engine has {wanted}, the trained model {max(sizes)}; {todo}"
             )
