@@ -186,7 +186,10 @@ class Follower:
 
     def _check_untouched(self) -> None:
         held = self._loaded
-        if held.version is None or held.prints is None or not self.verify:
+        if held.version is None or not self.verify:
+            return
+        if held.prints is None:  # ``verify`` was off when it was loaded: from now on
+            held.prints = fingerprints(self._engine.weights())
             return
         odd = differing(held.prints, fingerprints(self._engine.weights()))
         if odd:

@@ -83,18 +83,13 @@ def fails_once(folder: Path) -> list[Any]:
         receiver.update()
         found.append((losses == native.losses, errors, right, same(receiver, weights),
                       engine.micro_steps, engine.global_steps))  # fmt: skip
-        engine.module.half()
-        try:
-            train_step(engine, job, 4)
-        except (PublishError, RuntimeError) as error:
-            found.append("expected" in str(error))
         engine.destroy()
         dist.barrier()
     return found
 
 
 def test_a_version_that_fails_changes_nothing_of_the_training(tmp_path: Path) -> None:
-    expected = [(True, 1, True, True, 8, 4), True] * 2
+    expected = [(True, 1, True, True, 8, 4)] * 2
     assert run_ranks(2, fails_once, tmp_path, timeout=600.0) == [expected] * 2
 
 
