@@ -239,6 +239,7 @@ def publish(
     codec: str = "auto",
     keep: int | None = None,
     names: str = "own",
+    still_s: float = 60.0,
 ) -> Publisher:
     """Publish the weights of an engine, version by version, to inference engines.
 
@@ -262,13 +263,15 @@ def publish(
         keep: full versions that remain in a folder, with those that follow them; None: all.
         names: "own", or "hf": names and tensors as Hugging Face has them, from megatron-core models
             of the families of Llama and GPT-2.
+        still_s: seconds that the receiver at a socket may take nothing; then the version is given
+            up, which raises PublishError, and each later one at once while it stands still.
 
     Raises ConfigError where the engine's weights or the destination do not fit.
     """
     from hybridcomp.patches.published import publish
 
     given = {"every": every, "anchor_every": anchor_every, "keep": keep}
-    return publish(engine, to, names, **given, dtype=dtype, codec=codec)
+    return publish(engine, to, names, still_s, **given, dtype=dtype, codec=codec)
 
 
 #: public names that are imported once somebody asks for them -> where they are: the config needs

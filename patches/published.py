@@ -9,16 +9,30 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common.publishing_steps import destination_of
 from hybridcomp.patches.torch.attach import ATTRIBUTE, unwrapped
 from hybridcomp.publishing import EngineWeights, Publisher
+from hybridcomp.publishing.streams import Stream
+from hybridcomp.publishing.two_way import MOST_STILL_S
 from hybridcomp.publishing.weights import named
 from hybridcomp.session import process
 from hybridcomp.session.engine_session import EngineSession, session_of
 
 
-def publish(engine: Any, to: Any, names: str, **options: Any) -> Publisher:
-    """See ``hybridcomp.publish``, which names the ``options``."""
+def publish(engine: Any, to: Any, names: str, still_s: float, **options: Any) -> Publisher:
+    """See ``hybridcomp.publish``, which names the ``options``.
+
+    A destination that this rank alone refuses is told to all ranks, which raise its error.
+    """
+    if not 0 < still_s <= MOST_STILL_S:
+        todo = f"expected seconds, above 0 and at most {MOST_STILL_S:g}"
+        raise ConfigError("publish.still_s", still_s, todo)
     engine = unwrapped(engine)
     weights = named(weights_of(engine), names)
-    return Publisher(weights, destination_of(to, weights, _session_of(engine)), **options)
+    try:
+        destination = destination_of(to, weights, _session_of(engine), still_s)
+    except ConfigError as error:
+        weights = EngineWeights({}, {}, [], weights.ranks, refused=error)
+        destination = Stream(None, weights.ranks)
+        options["keep"] = None  # which a folder alone takes
+    return Publisher(weights, destination, **options)
 
 
 def _session_of(engine: Any) -> EngineSession | None:

@@ -22,6 +22,7 @@ from hybridcomp.session import engine_session
 MODULES: dict[str, tuple[str, ...]] = {
     "deepspeed": (
         "ds.attach",
+        "ds.step_ends",
         "ds.checkpoints",
         "ds.universal",
         "ds.zero0",

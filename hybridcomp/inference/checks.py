@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +14,9 @@ from hybridcomp.foreign import one_line
 
 #: dtypes that hold weights as they were trained
 PLAIN = (torch.bfloat16, torch.float16, torch.float32)
+#: names of the families that engines load, as Hugging Face has them
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
 TODO = "start the engine with the weights in 16 bits, without a quantization"
 
 
@@ -32,6 +37,51 @@ def refuse_quantized(asked: object, tensors: Iterable[tuple[str, Tensor]]) -> No
             raise PublishError(
                 f"{one_line(name)}: expected a weight of 16 bits in the engine, found "
                 f"{tensor.dtype}: quantized weights take no exact values; {TODO}"
+            )
+
+
+def refuse_empty(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise PublishError where an engine has emptied a weight, of which it keeps a packed copy."""
+    for name, tensor in tensors:
+        if not tensor.numel():
+            raise PublishError(
+                f"{one_line(name)}: the engine has emptied this weight, and computes with a packed "
+                "copy of it that nothing can be written into; serve on a GPU, or start the engine "
+                "without packed weights"
+            )
+
+
+def refuse_configuration(config: Any, shapes: Mapping[str, Any], aliases: Iterable[str]) -> None:
+    """Raise PublishError where the published model is another one than an engine's.
+
+    Args:
+        config: of the engine's model, as transformers has it; None, or without a key: not compared.
+        shapes: the published shapes by name.
+        aliases: further names of published weights that are tied.
+    """
+    todo = "start the engine with the configuration of the trained model"
+    adapter = next((name for name in shapes if name.startswith("base_model.")), None)
+    if adapter is not None:
+        raise PublishError(
+            f"{one_line(adapter)} is a name of PEFT's, with adapters beside their base model: "
+            "publish a model without adapters, such as the one of merge_and_unload"
+        )
+    is_tied, own = getattr(config, "tie_word_embeddings", None), HEAD in shapes
+    if is_tied and own or (is_tied is False and HEAD in aliases):
+        mine, theirs = ("", "not ") if is_tied else ("not ", "")
+        raise PublishError(
+            f"{HEAD} is {mine}tied to the embedding in the engine and {theirs}tied in the trained "
+            f"model (tie_word_embeddings); {todo}"
+        )
+    layers = [int(found[1]) + 1 for name in shapes if (found := LAYER.match(name))]
+    vocabulary = [int(shape[0]) for name, shape in shapes.items() if name == EMBEDDING]
+    further = getattr(config, "num_nextn_predict_layers", 0) or 0  # behind the others
+    for key, sizes, more in (("num_hidden_layers", layers, further), ("vocab_size", vocabulary, 0)):
+        wanted = getattr(config, key, None)
+        fits = not isinstance(wanted, int) or wanted <= max(sizes, default=wanted) <= wanted + more
+        if not fits:
+            raise PublishError(
+                f"{key}: the engine has {wanted}, the trained model {max(sizes)}; {todo}"
             )
 
 

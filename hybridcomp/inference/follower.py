@@ -20,12 +20,21 @@ PAUSE_S = 0.2
 AGAIN = "update again: the whole of a version is loaded then"
 
 
+def is_wait(seconds: object) -> bool:
+    """Return whether ``seconds`` is a time that a message may ask to wait."""
+    return type(seconds) in (int, float) and 0 <= seconds < float("inf")  # type: ignore[operator]
+
+
 class Receiver(Protocol):
     """The part of ``hybridcomp.WeightReceiver`` that an engine needs."""
 
     @property
     def version(self) -> int:
         """Return the version of the mirror; 0 before the first."""
+
+    @property
+    def waits_for(self) -> str:
+        """Return what the source waits for; "" where it waits for nothing."""
 
     def update(self, until: int | None = None) -> AppliedVersion | None:
         """Apply the versions that are there, up to ``until``."""
@@ -72,12 +81,16 @@ class Engine(Protocol):
 class Loaded:
     """The version that the engine holds, whole, and fingerprints of its tensors then.
 
-    ``version`` is None where the engine holds none, or may hold a part of one.
+    Attributes:
+        version: None where the engine holds none, or may hold a part of one.
+        prints: None where none were taken.
+        noted: the version of the mirror up to which ``pending`` is complete.
+        pending: offsets that the mirror has and the engine has not, by parameter.
     """
 
     version: int | None = None
-    prints: dict[str, int] = field(default_factory=dict)
-    #: offsets that the mirror has and the engine has not, by parameter
+    prints: dict[str, int] | None = None
+    noted: int = 0
     pending: dict[str, list[Tensor]] = field(default_factory=dict)
 
 
@@ -105,9 +118,11 @@ class Follower:
             wait_s: seconds to wait for a version that is announced and not there yet.
             verify: whether to look, before changed values are written, if the engine's tensors are
                 as the last call left them; one pass over its weights.
+
+        Both are attributes, which act from the next call on.
         """
         self._receiver, self._engine = receiver, engine
-        self._wait_s, self._verify = wait_s, verify
+        self.wait_s, self.verify = wait_s, verify
         self._loaded = Loaded()
 
     @property
@@ -126,31 +141,55 @@ class Follower:
 
         Returns the names of the parameters that were written. Raises PublishError.
         """
+        return self.load() if self.prepare(wanted) else ()
+
+    def prepare(self, wanted: int | None = None) -> bool:
+        """Do 1 to 3 of ``follow``, after which the engine is as it was; whether there is 4 to do.
+
+        Raises PublishError.
+        """
         # 1
         self._check_untouched()
         # 2
         self._receive(wanted)
-        version = self._receiver.version
-        if self._loaded.version == version:
-            return ()
-        weights = dict(self._receiver.tensors())
+        if self._loaded.version == self._receiver.version:
+            return False
         # 3
-        self._engine.check(weights.items())
+        self._engine.check(self._receiver.tensors())
+        return True
+
+    def forget(self) -> None:
+        """Take the engine for one that holds no version: the next call loads everything."""
+        self._loaded = Loaded()
+
+    def load(self) -> tuple[str, ...]:
+        """Do 4 and 5 of ``follow``. Raises PublishError; the engine holds no version then."""
+        version, weights = self._receiver.version, dict(self._receiver.tensors())
         # 4
         patches = self._patches(weights)
         known, self._loaded = self._loaded.version, Loaded()
-        if known is None:
-            self._engine.load_whole(weights.items())
-        elif patches:
-            self._engine.load_changes(patches)
+        try:
+            if known is None:
+                self._engine.load_whole(weights.items())
+            elif patches:
+                self._engine.load_changes(patches)
+        except Exception as error:
+            what = f"{type(error).__name__}: {one_line(error)}"
+            raise PublishError(
+                f"version {version}: the engine's loader has failed ({what}): the engine holds no "
+                f"version, do not serve from it; {AGAIN}"
+            ) from error
         # 5
-        prints = fingerprints(self._engine.weights()) if self._verify else {}
-        self._loaded = Loaded(version, prints)
+        prints = fingerprints(self._engine.weights()) if self.verify else None
+        self._loaded = Loaded(version, prints, noted=version)
         return tuple(weights) if known is None else tuple(one.name for one in patches)
 
     def _check_untouched(self) -> None:
         held = self._loaded
-        if held.version is None or not self._verify:
+        if held.version is None or not self.verify:
+            return
+        if held.prints is None:  # ``verify`` was off when it was loaded: from now on
+            held.prints = fingerprints(self._engine.weights())
             return
         odd = differing(held.prints, fingerprints(self._engine.weights()))
         if odd:
@@ -162,7 +201,7 @@ class Follower:
 
     def _receive(self, wanted: int | None) -> None:
         """Update the mirror to ``wanted``, and note what the engine has not yet."""
-        end = time.monotonic() + self._wait_s
+        end = time.monotonic() + self.wait_s
         while True:
             self._update(wanted)
             found = self._receiver.version
@@ -172,29 +211,29 @@ class Follower:
                 break
             time.sleep(min(PAUSE_S, max(0.0, end - time.monotonic())))
         if not found or wanted not in (None, found):
+            waits = self._receiver.waits_for
             raise PublishError(
-                f"version {wanted or 1} was not there after {self._wait_s:g} s, the receiver holds "
-                f"version {found}; look whether the sender published it to this source, or raise "
-                "wait_s"
+                f"version {wanted or 1} was not there after {self.wait_s:g} s, the receiver holds "
+                f"version {found}{waits and ' and ' + waits}; look whether the sender published it "
+                "to this source, or raise wait_s"
             )
 
     def _update(self, wanted: int | None) -> None:
-        """Update the mirror, and note what it changed, after an error too: it may have begun."""
-        before = self._receiver.version
-        try:
-            applied = self._receiver.update(wanted)
-        except PublishError:
-            if self._receiver.version != before:
-                self._note(name for name, _ in self._receiver.tensors())
-            raise
-        self._note(applied.names if applied is not None else ())
+        """Update the mirror, and note what it changed.
 
-    def _note(self, names: Iterable[str]) -> None:
-        if self._loaded.version is None:
+        A result that does not begin where the notes end was lost by an error: the engine's version
+        is not known then, and everything is loaded.
+        """
+        applied, held = self._receiver.update(wanted), self._loaded
+        if held.version is None:
             return  # everything will be loaded
-        for name in names:
-            offsets, _ = self._receiver.changed_values(name)
-            self._loaded.pending.setdefault(name, []).append(offsets)
+        if held.noted != (self._receiver.version if applied is None else applied.since):
+            self._loaded = Loaded()
+        elif applied is not None:
+            for name in applied.names:
+                offsets, _ = self._receiver.changed_values(name)
+                held.pending.setdefault(name, []).append(offsets)
+            held.noted = applied.version
 
     def _patches(self, weights: dict[str, Tensor]) -> list[Patched]:
         """Return what the engine has not yet, with the values of the mirror as it is now."""

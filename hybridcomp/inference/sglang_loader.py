@@ -18,7 +18,7 @@ from torch import Tensor
 from hybridcomp.errors import PublishError
 from hybridcomp.foreign import one_line, parsed_json
 from hybridcomp.inference.checks import refuse_quantized
-from hybridcomp.inference.follower import Follower, Patched
+from hybridcomp.inference.follower import Follower, Patched, is_wait
 from hybridcomp.inference.sglang_seams import SEAMS, WORKER_SEAMS
 from hybridcomp.inference.upstream import check
 from hybridcomp.publishing import WeightReceiver
@@ -78,6 +78,7 @@ def load(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         receiver = WeightReceiver(said.source)
         follower = Follower(receiver, _ModelWeights(model), wait_s=said.wait_s, verify=said.verify)
         kept = vars(model)[KEPT] = (said.source, follower)
+    kept[1].wait_s, kept[1].verify = said.wait_s, said.verify
     kept[1].follow(said.version)
 
 
@@ -89,7 +90,7 @@ def _announced(named_tensors: Iterable[tuple[str, Tensor]]) -> Announcement:
         fields = parsed_json(text)
         said = Announcement(**fields)
         kinds = (isinstance(said.source, str), type(said.version) is int, said.version > 0,
-                 isinstance(said.wait_s, int | float), isinstance(said.verify, bool))  # fmt: skip
+                 is_wait(said.wait_s), isinstance(said.verify, bool))  # fmt: skip
         if len(found) != 1 or not all(kinds):
             raise ValueError(f"it has {one_line(fields)}")
     except (KeyError, TypeError, ValueError) as error:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
-from hybridcomp.errors import ConfigError
+from hybridcomp.errors import ConfigError, PublishError
+from hybridcomp.foreign import one_line
 from hybridcomp.inference.upstream import check
 from hybridcomp.inference.vllm_plugin import BACKEND
 from hybridcomp.inference.vllm_seams import TRAINER_SEAMS
+from hybridcomp.job.agreement import tell
+from hybridcomp.job.saved import attempt
+from hybridcomp.log import say
 from hybridcomp.publishing import Publisher, VersionSummary
 
 
@@ -44,10 +49,12 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
 
     init_info_cls = HybridcompTrainerInfo
 
-    def __init__(self, *, client: Any, publisher: Publisher, rank: int) -> None:
-        """Hold the publisher, which the caller closes."""
+    def __init__(
+        self, *, client: Any, publisher: Publisher, rank: int, where: _Source | None = None
+    ) -> None:
+        """Hold the publisher, which the caller closes; ``where``: what workers are told once."""
         super().__init__(client=client, source=None, is_sender=rank == 0, rank=rank)
-        self._publisher = publisher
+        self._publisher, self._where = publisher, where
 
     @classmethod
     def trainer_init(
@@ -58,21 +65,56 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
         if source is not None:
             todo = "leave it out: hybridcomp.publish was given the engine whose weights are sent"
             raise ConfigError("source", type(source).__name__, todo)
-        engine = cls(client=client, publisher=init_info.publisher, rank=init_info.rank)
+        where = _Source(init_info.source, init_info.wait_s, init_info.verify)
+        engine = cls(client=client, publisher=init_info.publisher, rank=init_info.rank, where=where)
         if engine.is_sender:
-            where = _Source(init_info.source, init_info.wait_s, init_info.verify)
             client.init_weight_transfer_engine(asdict(where))
         return engine
 
     def send_weights(self) -> VersionSummary:
-        """Publish a version, and have the workers load it; called on every rank.
+        """Publish a version, and have the workers load it; called on every rank, a collective.
 
-        The other ranks do not wait for the workers. Raises PublishError on every rank where the
-        version could not be published; the workers then keep the one that they hold.
+        Where the workers cannot load it, they are told the source once more, as a server that was
+        started again needs, and asked again. Then the prefix cache is reset, where the client has
+        ``reset_prefix_cache``: its keys and values are of the version before.
+
+        Raises PublishError, on every rank, where the version could not be published, or no worker
+        holds it; they keep the one that they had, or none, as the error says.
         """
         told = self._publisher.publish()
-        if self.is_sender:
-            self.client.start_weight_update()
-            self.client.update_weights({"version": told.version})
-            self.client.finish_weight_update(weight_version=str(told.version))
+        problem = self._load(told.version) if self.is_sender else None
+        said = tell({"problem": problem}, what="loading weights", ranks=self._publisher.ranks)
+        found = next((one["problem"] for one in said if one["problem"]), None)
+        if found is not None:
+            raise PublishError(f"version {told.version} is published and was not loaded: {found}")
         return told
+
+    def _load(self, version: int) -> str | None:
+        """Have the workers load a version; returns what went wrong."""
+        _, problem = attempt(lambda: self._ask(version))
+        if problem is not None:
+            say(f"vLLM has not loaded version {version} ({problem}); it is asked once more")
+            _, problem = attempt(lambda: self._begin_again(version))
+        if problem is None:
+            reset = getattr(self.client, "reset_prefix_cache", None)
+            _, problem = attempt(reset) if callable(reset) else (None, None)
+            return problem and f"the prefix cache was not reset: {problem}"
+        return f"{one_line(problem)}; the log of the server says what its workers refused"
+
+    def _ask(self, version: int) -> None:
+        self.client.start_weight_update()
+        try:
+            self.client.update_weights({"version": version})
+        except Exception as error:
+            with contextlib.suppress(Exception):  # ends the session of this update
+                self.client.finish_weight_update()
+            answer = getattr(getattr(error, "response", None), "text", "")
+            if answer:
+                raise PublishError(f"{one_line(error)}: {one_line(answer)}") from error
+            raise
+        self.client.finish_weight_update(weight_version=str(version))
+
+    def _begin_again(self, version: int) -> None:
+        assert self._where is not None
+        self.client.init_weight_transfer_engine(asdict(self._where))
+        self._ask(version)

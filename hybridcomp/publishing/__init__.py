@@ -11,8 +11,9 @@ The formats of manifest, part and stream are in ``docs/publishing.md``.
 
 from __future__ import annotations
 
+from hybridcomp.publishing.applied import AppliedVersion
 from hybridcomp.publishing.publisher import Publisher
-from hybridcomp.publishing.receiver import AppliedVersion, WeightReceiver
+from hybridcomp.publishing.receiver import WeightReceiver
 from hybridcomp.publishing.stretches import WeightRange, stretch_of_block
 from hybridcomp.publishing.summaries import VersionSummary
 from hybridcomp.publishing.weights import DTYPES, EngineWeights, Held, unless_refused

@@ -51,6 +51,13 @@ class Destination(ABC):
     def wants_full(self) -> bool:
         """Return whether a receiver needs a full version; called on rank 0 before each version."""
 
+    def reached(self) -> Manifest | None:
+        """Return the newest version that is readable, on rank 0, if this object has written it.
+
+        It may be one that ``commit`` has raised an error about. None otherwise.
+        """
+        return None
+
     @abstractmethod
     def begin(self, version: int, rank: int) -> Sink:
         """Begin the part of this rank."""
@@ -147,6 +154,7 @@ class Folder(Destination):
         self._file: BinaryIO | None = None
         self._version = 0
         self._part = self._unfinished = path
+        self._asks: list[Path] = []  # those that were there before this version
 
     def latest(self) -> Manifest | None:
         """Return the newest version in the folder. Raises PublishError where it is damaged."""
@@ -166,10 +174,23 @@ class Folder(Destination):
 
     def wants_full(self) -> bool:
         """Return whether a receiver has left a file that asks for a full version."""
-        return any(self.path.glob(ASKS))
+        self._asks = list(self.path.glob(ASKS))
+        return bool(self._asks)
+
+    def reached(self) -> Manifest | None:
+        """Return the newest version in the folder if it is of this object."""
+        newest = self.latest()
+        if newest is None or not any(f".{self._token}." in part.file for part in newest.parts):
+            return None
+        return newest
 
     def begin(self, version: int, rank: int) -> Sink:
         """Open this rank's part under a temporary name."""
+        # first, so that what is taken back after an error is of this version
+        self._version = version
+        name = f"v{version:010d}.{self._token}.r{rank:05d}.part"
+        self._part = self.path / PARTS / name
+        self._unfinished = self._part.with_name(f"{name}.unfinished")
         if self._claim is not None and rank == 0:
             with _as_publish_error(version, self.path):
                 if (other := self._claim(self.path)) is not None:
@@ -178,14 +199,9 @@ class Folder(Destination):
                         f"publishes there, {other}; name a folder for each"
                     )
             self._claim = None
-        self._version = version
-        name = f"v{version:010d}.{self._token}.r{rank:05d}.part"
-        self._part = self.path / PARTS / name
-        self._unfinished = self._part.with_name(f"{name}.unfinished")
         with _as_publish_error(version, self._unfinished):
             self._part.parent.mkdir(parents=True, exist_ok=True)
-            self._unfinished.unlink(missing_ok=True)
-            self._file = os.fdopen(os.open(self._unfinished, NEW_FILE, 0o666), "wb")
+            self._file = _open_new(self._unfinished)
         return _Writer(self._file, version, self._unfinished)
 
     def finish(self, problem: str | None) -> str:
@@ -195,13 +211,16 @@ class Folder(Destination):
             with _as_publish_error(self._version, self._unfinished), file:
                 file.flush()
                 os.fsync(file.fileno())
+                own = os.fstat(file.fileno())
         if file is not None and problem is None:
             with _as_publish_error(self._version, self._part):
                 try:
                     os.replace(self._unfinished, self._part)
-                except FileNotFoundError:
-                    self._check_alone(self._version)  # another job has removed it
-                    raise
+                except OSError as error:
+                    if not _is_at(self._part, own):
+                        if isinstance(error, FileNotFoundError):
+                            self._check_alone(self._version)  # another job has removed it
+                        raise
                 sync_folder(self._part.parent)
         return self._part.name
 
@@ -211,8 +230,7 @@ class Folder(Destination):
         self._check_alone(manifest.version)
         unfinished = self._new_manifest(manifest.version)
         with _as_publish_error(manifest.version, target):
-            unfinished.unlink(missing_ok=True)
-            with os.fdopen(os.open(unfinished, NEW_FILE, 0o666), "wb") as file:
+            with _open_new(unfinished) as file:
                 file.write(manifest.to_json())
                 file.flush()
                 os.fsync(file.fileno())
@@ -236,21 +254,38 @@ class Folder(Destination):
             )
 
     def _answer(self) -> None:
-        """Remove what asked for a full version, which is there now."""
+        """Remove what asked for a full version before this one was made.
+
+        What came meanwhile may ask because of this version, and is answered by the next one.
+        """
         ask = self.path / ASKS
         try:  # the version is readable: an error would have its parts taken back
-            for ask in self.path.glob(ASKS):
+            for ask in self._asks:
                 ask.unlink(missing_ok=True)
         except OSError as error:
             said = f"publish: {quoted_path(ask)} cannot be removed ({error.strerror})"
             say(f"{said}: all versions are full ones until it is gone", anywhere=True)
 
     def abandon(self) -> None:
-        """Remove this rank's part, and what there is of a manifest."""
-        self.finish("abandoned")
-        for path in (self._unfinished, self._part, self._new_manifest(self._version)):
+        """Remove this rank's part, and what there is of a manifest.
+
+        A part that a readable manifest names stays, whatever error there was about it.
+        """
+        with contextlib.suppress(PublishError):
+            self.finish("abandoned")
+        files = [self._unfinished, self._new_manifest(self._version)]
+        for path in files if self._is_named() else [*files, self._part]:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
+
+    def _is_named(self) -> bool:
+        """Return whether the version's manifest names this rank's part, or may do so."""
+        try:
+            return any(part.file == self._part.name for part in self.read(self._version).parts)
+        except FileNotFoundError:
+            return False
+        except PublishError:
+            return True
 
 
 class _Writer:
@@ -264,16 +299,50 @@ class _Writer:
             self._file.write(data)
 
 
+def _open_new(path: Path) -> BinaryIO:
+    """Open a new file to write; one that is there has been left by this object."""
+    path.unlink(missing_ok=True)
+    try:
+        number = os.open(path, NEW_FILE, 0o666)
+    except FileExistsError:  # it was made, and the answer was lost
+        path.unlink()
+        number = os.open(path, NEW_FILE, 0o666)
+    return os.fdopen(number, "wb")
+
+
+def _is_at(path: Path, own: os.stat_result) -> bool:
+    """Return whether ``path`` is the file ``own``, for calls whose error came after their effect.
+
+    A network file system asks again where the answer to a link or rename is lost, and finds what
+    the first request has done.
+    """
+    with contextlib.suppress(OSError):
+        return own.st_ino != 0 and os.path.samestat(path.stat(), own)
+    return False
+
+
 def _rename_new(unfinished: Path, target: Path) -> None:
     """Give ``unfinished`` the name ``target``, which nobody may have. Raises FileExistsError."""
+    own = unfinished.stat()
     try:
         os.link(unfinished, target)
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without links
-        if target.exists():
-            raise FileExistsError(17, "another job has written this version") from None
-        os.replace(unfinished, target)
-        return
+    except OSError as error:
+        if not _is_at(target, own):
+            if isinstance(error, FileExistsError):
+                raise
+            _replace_new(unfinished, target)  # a file system without links
+            return
     with contextlib.suppress(OSError):  # the version is readable: from here on nothing may fail
         unfinished.unlink()
+
+
+def _replace_new(unfinished: Path, target: Path) -> None:
+    """Rename as ``_rename_new``, where there are no links: look, then replace."""
+    own = unfinished.stat()
+    if target.exists():
+        raise FileExistsError(17, "another job has written this version") from None
+    try:
+        os.replace(unfinished, target)
+    except OSError:
+        if not _is_at(target, own):
+            raise

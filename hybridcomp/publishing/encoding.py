@@ -24,7 +24,7 @@ from hybridcomp.publishing.parts import (
 )
 from hybridcomp.publishing.spools import ALIGN
 from hybridcomp.publishing.stretches import WeightRange
-from hybridcomp.publishing.weights import DTYPES, DividedWeights, Owned
+from hybridcomp.publishing.weights import DTYPES, NAMES, DividedWeights, Owned
 
 #: values of a bucket: the most that are encoded at once
 BUCKET = 1 << 23
@@ -81,6 +81,11 @@ class Shard:
                 f"{self.stretch.name}: expected {held.stretch.numel} values on this rank, found "
                 f"{found.numel()}; start a new Publisher where parameters change their sizes"
             )
+        if found.dtype != self.dtype and found.dtype in NAMES:
+            raise PublishError(
+                f"{self.stretch.name}: expected {NAMES[self.dtype]}, in which it is published, "
+                f"found {NAMES[found.dtype]}; start a new Publisher, to an empty folder"
+            )
         begin = self.owned.low
         some = found.reshape(-1)[begin + low : begin + high].to("cpu", self.dtype)
         # one value is contiguous to torch whatever its stride, and cannot be seen as bytes then
@@ -100,8 +105,7 @@ class PartEncoder:
         self.raw = False
         dtypes = {name: DTYPES[dtype] for name, (_, dtype) in weights.table.items()}
         self.shards = [Shard(one, dtypes[one.stretch.name]) for one in weights.owned]
-        largest = max((min(bucket, one.stretch.numel) for one in self.shards), default=0)
-        self._room = torch.empty(CODEC.wire_nbytes(largest, torch.bfloat16), dtype=torch.uint8)
+        self._room = torch.empty(0, dtype=torch.uint8)  # of the largest piece, once one is written
 
     @torch.no_grad()
     def write(self, sink: Sink, head: dict[str, object], rank: int, full: bool) -> PartSummary:
@@ -114,6 +118,10 @@ class PartEncoder:
         ``full``: encode without reference. After an error the references are of no version.
         """
         told, entries = PartSummary(), list[PieceEntry]()
+        if not len(self._room):
+            largest = max((min(self.bucket, one.stretch.numel) for one in self.shards), default=0)
+            room = torch.empty(CODEC.wire_nbytes(largest, torch.bfloat16), dtype=torch.uint8)
+            self._room = room
 
         def put(data: memoryview) -> None:
             begun = time.perf_counter()

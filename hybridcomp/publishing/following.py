@@ -32,8 +32,8 @@ class PublishedSteps:
     def before_step(self) -> None:
         """Make the publisher. Raises ConfigError where the weights or the folder do not fit."""
         if self._make is not None:
-            make, self._make = self._make, None
-            self._publisher = make()
+            self._publisher = self._make()
+            self._make = None  # after an error it is tried again
 
     def after_step(self, step: int) -> None:
         """Publish where the step is due."""

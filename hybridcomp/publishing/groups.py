@@ -151,8 +151,9 @@ class GroupDestination(Stream):
 
     def wants_full(self) -> bool:
         """Wait for the receivers; return whether one of them needs a full version."""
+        self._end_last()
         told = Greeting(sender=dist.get_rank(self._group)).exchange(self._group)
-        self._begun = time.perf_counter()
+        self._begun, self._is_open = time.perf_counter(), True
         late_s = max(0.0, told.receive_s - self._sent_s)
         has_applied = told.apply_s > 0.0
         self.receivers = ReceiverTimes(told.apply_s, told.decode_s, late_s) if has_applied else None

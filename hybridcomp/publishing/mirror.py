@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -72,21 +72,20 @@ class Mirror:
     table: Table
     aliases: dict[str, str]
     flats: dict[str, Tensor]
+    #: stretches that were found to be all values
+    cover: list[WeightRange] = field(default_factory=list)
 
     @classmethod
     def empty(cls, table: Table, aliases: dict[str, str]) -> Mirror:
-        """Allocate the weights of ``table``. Raises PublishError where there is no memory."""
+        """Allocate the weights of ``table``, all NaN. Raises PublishError without the memory."""
         counts = {name: math.prod(shape) for name, (shape, _) in table.items()}
         try:
             flats = {
-                name: torch.empty(count, dtype=DTYPES[table[name][1]])
+                name: torch.full((count,), math.nan, dtype=DTYPES[table[name][1]])
                 for name, count in counts.items()
             }
         except (MemoryError, OverflowError, RuntimeError):  # as torch says it
-            raise PublishError(
-                f"this receiver has no memory for {2 * sum(counts.values())} bytes of weights; "
-                "give its host more, or have it receive another model"
-            ) from None
+            raise _no_memory(table) from None
         return cls(table, aliases, flats)
 
     def shaped(self, name: str) -> Tensor:
@@ -103,8 +102,11 @@ def stage(manifest: Manifest, parts: Sequence[ReadPart], mirror: Mirror | None) 
     """
     table = manifest.table if mirror is None else mirror.table
     assert table is not None, "the first version is a full one"
-    _check_cover(manifest, table, [one for part in parts for one in part.pieces])
+    stretches = [one.stretch for part in parts for one in part.pieces]
+    if mirror is None or mirror.cover != stretches:
+        _check_cover(manifest, table, stretches)
     target = mirror or Mirror.empty(table, manifest.aliases)
+    target.cover = stretches
     fresh = target if mirror is None else None
     staged = CheckedVersion(manifest, fresh=fresh)
     room: Tensor | None = None  # for values that are not kept
@@ -132,13 +134,23 @@ def stage(manifest: Manifest, parts: Sequence[ReadPart], mirror: Mirror | None) 
     return staged
 
 
-def _check_cover(manifest: Manifest, table: Table, pieces: Iterable[PieceEntry]) -> None:
+def _no_memory(table: Table) -> PublishError:
+    nbytes = 2 * sum(math.prod(shape) for shape, _ in table.values())
+    return PublishError(
+        f"this receiver has no memory for {nbytes} bytes of weights; give its host more, or have "
+        "it receive another model"
+    )
+
+
+def _check_cover(manifest: Manifest, table: Table, stretches: Sequence[WeightRange]) -> None:
     """Raise PublishError unless the pieces are all values of the table, each once."""
-    stretches = [one.stretch for one in pieces]
-    wrong = uncovered(table, stretches)
-    if not wrong and len(set(stretches)) == len(stretches):
+    try:
+        wrong = uncovered(table, stretches)
+    except (MemoryError, OverflowError, RuntimeError):
+        raise _no_memory(table) from None
+    if not wrong:
         return
-    name, want, found = wrong[0] if wrong else (stretches[0].name, 0, -1)
+    name, want, found = wrong[0]
     what = "values beyond its end or twice" if found < 0 else f"{found} values"
     raise PublishError(
         f"version {manifest.version}: {one_line(name)}: expected {want} values, found {what}; "

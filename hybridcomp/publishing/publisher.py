@@ -96,6 +96,11 @@ class Publisher:
         return self._version
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return the ranks of the job that call this publisher together."""
+        return self._weights.ranks
+
+    @property
     def base(self) -> str:
         """Return the identity of the chain; "" before it is known."""
         return self._base
@@ -157,10 +162,10 @@ class Publisher:
         # 3
         manifest = self._manifest(version, full, said, step)
         self._commit(manifest)
-        self._is_held, self._asked = True, False
         self._version, self._digest = version, manifest.digest
         self._since_full = 1 if full else self._since_full + 1
         self._said = said, full
+        self._is_held, self._asked = True, False
         if self._rank == 0:
             self._clean(full)
         slowest = {
@@ -219,15 +224,19 @@ class Publisher:
             found, problem = saved.attempt(self._destination.wants_full)
             wanted = bool(found)
             self._base = self._base or secrets.token_hex(16)
+            if not self._is_held and problem is None:  # the last one may be there all the same
+                reached, problem = saved.attempt(self._destination.reached)
+                self._version = max(self._version, reached.version if reached else 0)
         mine = {
             "full": wanted or self._asked or not self._is_held, "problem": problem,
-            "base": self._base, "version": self._version,
+            "base": self._base, "version": self._version, "since_full": self._since_full,
             "receivers": self._destination.receivers and vars(self._destination.receivers),
         }  # fmt: skip
         said = tell(mine, what=WHAT, ranks=self._weights.ranks)
         check_all(said, self._weights.ranks, f"version {self._version + 1}")
-        self._base = said[0]["base"]
-        full = any(one["full"] for one in said) or self._since_full >= self.anchor_every
+        self._base, self._version = said[0]["base"], said[0]["version"]
+        since_full = max(one["since_full"] for one in said)
+        full = any(one["full"] for one in said) or since_full >= self.anchor_every
         told = said[0]["receivers"]
         receivers = None if told is None else ReceiverTimes(**told)
         last, self._said = self._said, None
@@ -240,19 +249,22 @@ class Publisher:
         self, version: int, head: dict[str, Any], full: bool
     ) -> tuple[PartSummary, str, str | None]:
         """Write this rank's part; returns what it took, its file, and what went wrong."""
+        sink, problem = saved.attempt(lambda: self._destination.begin(version, self._rank))
+        _, unready = saved.attempt(self._weights.ready)  # may be a collective: on all ranks
+        problem, part = problem or unready, None
+        if sink is not None and problem is None:
+            begun = sink
 
-        def write() -> PartSummary:
-            # first, so that what is taken back after an error is of this version
-            sink = self._destination.begin(version, self._rank)
-            self._weights.ready()
-            self._encoder.raw = self._choice.is_raw
-            return self._encoder.write(sink, head, self._rank, full)
+            def write() -> PartSummary:
+                self._weights.unchanged()
+                self._encoder.raw = self._choice.is_raw
+                return self._encoder.write(begun, head, self._rank, full)
 
-        part, problem = saved.attempt(write)
-        begun = time.perf_counter()
+            part, problem = saved.attempt(write)
+        ending = time.perf_counter()
         file, late = saved.attempt(lambda: self._destination.finish(problem))
         found = part or PartSummary()
-        found.wire_s += time.perf_counter() - begun
+        found.wire_s += time.perf_counter() - ending
         return found, file or "", problem or late
 
     def _all_well(
@@ -262,7 +274,7 @@ class Publisher:
         said = tell({"problem": problem, **statement}, what=WHAT, ranks=self._weights.ranks)
         if any(one["problem"] for one in said):
             # not where ``tell`` raises: rank 0 may have heard all, and have written the manifest
-            self._destination.abandon()
+            saved.attempt(self._destination.abandon)
         check_all(said, self._weights.ranks, f"version {version}")
         return said
 
@@ -286,4 +298,10 @@ class Publisher:
         problem = None
         if self._rank == 0:
             _, problem = saved.attempt(lambda: self._destination.commit(manifest))
+            if problem is not None:
+                found, _ = saved.attempt(self._destination.reached)
+                if found is not None and found.digest == manifest.digest:
+                    there = f"publish: version {manifest.version} is there, in spite of an error"
+                    say(f"{there}: {problem}", anywhere=True)
+                    problem = None
         self._all_well(problem, manifest.version, {})

@@ -6,7 +6,6 @@ import math
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,49 +17,15 @@ from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.foreign import one_line, quoted_path
 from hybridcomp.job.waits import Notices
 from hybridcomp.log import say
+from hybridcomp.publishing.applied import AppliedVersion, Taken
 from hybridcomp.publishing.destinations import folder_of
 from hybridcomp.publishing.groups import GroupSource
-from hybridcomp.publishing.mirror import Change, CheckedVersion, Mirror, stage
+from hybridcomp.publishing.mirror import CheckedVersion, Mirror, stage
 from hybridcomp.publishing.records import DamagedVersion, Manifest, table_digest
 from hybridcomp.publishing.sources import FolderSource, Offer, Source
 from hybridcomp.publishing.stream_sources import StreamSource
 from hybridcomp.publishing.two_way import TwoWay
 from hybridcomp.publishing.weights import DTYPES, Table
-
-
-@dataclass(frozen=True)
-class AppliedVersion:
-    """Versions that ``WeightReceiver.update`` has applied.
-
-    Attributes:
-        version: the version that the mirror holds now.
-        names: parameters of which a value changed, in order.
-        versions: how many versions were applied.
-        full: whether one of them was a full version.
-        changed: number of values that changed, those that changed twice counted twice.
-        check_s, apply_s, seconds: of checking and decoding, of writing the mirror, of the call.
-    """
-
-    version: int
-    names: tuple[str, ...]
-    versions: int
-    full: bool
-    changed: int
-    check_s: float
-    apply_s: float
-    seconds: float
-
-
-@dataclass
-class _Taken:
-    """Changes that the offers of one update have made, and the seconds that they took."""
-
-    changes: dict[str, list[Change]] = field(default_factory=dict)
-    is_new: bool = False  # whether the first version is among them
-    count: int = 0
-    full: bool = False
-    check_s: float = 0.0
-    apply_s: float = 0.0
 
 
 class WeightReceiver:
@@ -92,7 +57,7 @@ class WeightReceiver:
         self._device = torch.device(device)
         self._mirror: Mirror | None = None
         self._held: Manifest | None = None
-        self._last = _Taken()
+        self._last = Taken(is_told=True)  # what changed_values says
         self._notices: Notices | None = None
 
     @property
@@ -104,6 +69,11 @@ class WeightReceiver:
     def base(self) -> str:
         """Return the identity of the chain; "" before the first version."""
         return "" if self._held is None else self._held.base
+
+    @property
+    def waits_for(self) -> str:
+        """Return what is not there yet and since when, in words; "" where nothing is missing."""
+        return self._source.waits_for()
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -121,29 +91,25 @@ class WeightReceiver:
 
         Raises PublishError, in one line with version, tensor and what to do; the mirror then holds
         ``version``, whole, and the call may be repeated. Where a later full version puts it right,
-        the sender has been asked for one by then, and the error says so: call again.
+        the sender has been asked for one by then, and the error says so: call again. Versions that
+        were applied before an error belong to the next result.
         """
         begun = time.perf_counter()
-        taken = _Taken()
         while True:
             try:
-                self._take(until, taken)
+                self._take(until)
                 break
             except DamagedVersion as error:
                 if not self._source.turns_to_full(self._held, until):
                     raise DamagedVersion(f"{error}; {self._source.ask(self._held)}") from None
                 say(f"receiver: {error}; a full version after it is taken instead", anywhere=True)
-        if not taken.count or self._held is None or self._mirror is None:
+        taken = self._last
+        if taken.is_told or not taken.count or self._held is None or self._mirror is None:
             self._say_if_empty()
             return None
-        names = tuple(self._mirror.table) if taken.is_new else tuple(sorted(taken.changes))
-        changed = self._held.weights if taken.is_new else sum(
-            one.changed for row in taken.changes.values() for one in row
-        )  # fmt: skip
-        return AppliedVersion(
-            self.version, names, taken.count, taken.full, changed, taken.check_s, taken.apply_s,
-            time.perf_counter() - begun,
-        )  # fmt: skip
+        applied = taken.result(self._held, self._mirror.table, time.perf_counter() - begun)
+        taken.is_told = True
+        return applied
 
     def _say_if_empty(self) -> None:
         """Tell the user of a folder in which no version has come for 10, 30, 90 s and so on."""
@@ -158,36 +124,34 @@ class WeightReceiver:
                 anywhere=True,
             )
 
-    def _take(self, until: int | None, taken: _Taken) -> None:
-        """Apply the source's offers, and add what they were to ``taken``."""
+    def _take(self, until: int | None) -> None:
+        """Apply the source's offers."""
         for offer in self._source.offers(self._held, until):
             checking = time.perf_counter()
             staged, apply_s = self._apply(offer)
-            for change in staged.changes:
-                taken.changes.setdefault(change.stretch.name, []).append(change)
-            taken.is_new, taken.count = taken.is_new or staged.fresh is not None, taken.count + 1
-            taken.full = taken.full or offer.manifest.full
-            taken.apply_s += apply_s
-            taken.check_s += time.perf_counter() - checking - apply_s
-            self._last = taken
+            self._last.apply_s += apply_s
+            self._last.check_s += time.perf_counter() - checking - apply_s
             self._source.applied(apply_s, staged.decode_s)
 
     def _apply(self, offer: Offer) -> tuple[CheckedVersion, float]:
-        """Check an offer, then apply it; returns what it was, and the seconds of writing."""
+        """Check an offer, then apply it; returns what it was, and the seconds of writing.
+
+        What changes is noted before it is written, and while it is written no version is held: so
+        whatever is raised, and wherever, mirror and notes say no less than what has changed.
+        """
         manifest = offer.manifest
         self._check(manifest)
         staged = stage(manifest, offer.parts(), self._mirror)
         begun = time.perf_counter()
-        if staged.fresh is not None:
-            self._mirror = staged.fresh
-        assert self._mirror is not None
-        try:
-            for change in staged.changes:
-                change.apply(self._mirror.flats[change.stretch.name])
-        except BaseException:  # no memory, an interrupt: part of the mirror is of this version
-            self._mirror = self._held = None
-            raise
-        self._held = manifest
+        mirror = staged.fresh or self._mirror
+        assert mirror is not None
+        if self._last.is_told or staged.fresh is not None:
+            self._last = Taken(self.version)
+        self._last.note(staged)
+        self._mirror = self._held = None
+        for change in staged.changes:
+            change.apply(mirror.flats[change.stretch.name])
+        self._mirror, self._held = mirror, manifest
         return staged, time.perf_counter() - begun
 
     def _check(self, manifest: Manifest) -> None:
@@ -248,10 +212,11 @@ class WeightReceiver:
             yield name, self._mirror.shaped(name).to(self._device)
 
     def changed_values(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return what the last update changed of a parameter: flat offsets (int64), new values.
+        """Return what the last result says of a parameter: flat offsets (int64), new values.
 
-        Both are empty where nothing changed; the first version changes all. Raises PublishError on
-        a name that is not published.
+        Both are empty where nothing changed; the first version changes all. After an update that
+        raised they are what has changed since the last result. Raises PublishError on a name that
+        is not published.
         """
         if self._mirror is None or name not in self._mirror.flats:
             todo = "expected a name that tensors() yields"

@@ -72,7 +72,9 @@ def resume(
     elif len(found.parts) != len(weights.ranks):
         why = f"it was written by {len(found.parts)} ranks, this job has {len(weights.ranks)}"
     else:
-        why = None if encoder.take() == found_pieces else "the weights are not those of it"
+        taken, why = saved.attempt(encoder.take)
+        if why is None and taken != found_pieces:
+            why = "the weights are not those of it"
     since, late = None, None
     if rank == 0:
         since, late = saved.attempt(lambda: _since_full(destination, found))

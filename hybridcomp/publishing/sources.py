@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import BinaryIO
 
 from hybridcomp.errors import PublishError
 from hybridcomp.foreign import quoted_path
+from hybridcomp.log import say
 from hybridcomp.publishing.checksums import in_threads
 from hybridcomp.publishing.destinations import PARTS, manifests_in, read_manifest_file
 from hybridcomp.publishing.parts import ReadPart, read_part
@@ -22,6 +24,8 @@ from hybridcomp.publishing.spools import FileBytes, PartBytes, open_file
 
 #: what to do where nothing leads back to the sender
 BY_HAND = "Publisher.ask_full() on the sender makes its next version a full one"
+#: seconds after which a file that is not there is asked for, with a line of the log
+LOST_AFTER_S = 60.0
 
 
 @dataclass
@@ -55,8 +59,22 @@ class Source(ABC):
         """Return whether a full version is there with which to go on from ``held`` at once."""
         return False
 
+    def waits_for(self) -> str:
+        """Return what the source waits for and since when; "" where it waits for nothing."""
+        return ""
+
     def applied(self, apply_s: float, decode_s: float) -> None:  # noqa: B027
         """Note that the last offer was applied, and the seconds of decoding and applying it."""
+
+
+@dataclass
+class _Waiting:
+    """What a receiver waits for, since when by two clocks, and whether the log has it."""
+
+    what: str
+    begun: float
+    clock: str
+    is_told: bool = False
 
 
 class FolderSource(Source):
@@ -67,45 +85,91 @@ class FolderSource(Source):
         self.path = path
         self._wants_full = False  # since an offer could not be applied
         self._asked: Path | None = None  # the file that asks; the sender removes it with its answer
+        self._waiting: _Waiting | None = None
 
     def offers(self, held: Manifest | None, until: int | None = None) -> Iterator[Offer]:
         """Yield the versions that lead to the newest one, or to ``until``.
 
-        Ends before a version whose parts are not all there. Raises PublishError where a link of
-        the chain is missing and no full version comes after it.
+        A version of which a part is not there ends them, unless a later full version is all there:
+        that one is taken then. Raises PublishError where a link of the chain is missing and no full
+        version comes after it.
         """
         while True:
-            manifest = self._settled(held, until)
-            if manifest is None:
-                return
+            paths = manifests_in(self.path)  # one look, by which all below is decided
             with ExitStack() as stack:
-                files = self._open(manifest, stack)
-                if files is None and self._was_removed(manifest):
-                    continue
-                if files is None:
-                    return
-                yield Offer(manifest, [FileBytes(file) for file in files])
-            held = manifest
-
-    def _settled(self, held: Manifest | None, until: int | None) -> Manifest | None:
-        """Return ``_next``; look again where versions are removed meanwhile (``publish.keep``)."""
-        while True:
-            before = manifests_in(self.path)
-            try:
-                return self._next(held, until)
-            except FileNotFoundError as error:
-                if manifests_in(self.path) == before:
+                try:
+                    offer = self._offer(paths, held, until, stack)
+                except FileNotFoundError as error:
+                    if manifests_in(self.path) != paths:  # versions are removed (publish.keep)
+                        continue
                     todo = "copy the folder again from the sender"
                     at = quoted_path(error.filename)
                     raise DamagedVersion(f"{at} is not there; {todo}") from None
+                if offer is None:
+                    return
+                yield offer
+            held = offer.manifest
 
-    def _next(self, held: Manifest | None, until: int | None) -> Manifest | None:
-        """Return the version to apply after ``held``; None where there is none."""
-        newer = self._newer(held, until)
-        if not newer:
-            self._check_newest(held, until)
+    def _offer(
+        self, paths: dict[int, Path], held: Manifest | None, until: int | None, stack: ExitStack
+    ) -> Offer | None:
+        """Return the version to apply after ``held``; None where there is none, or a part is not.
+
+        Raises FileNotFoundError where one of ``paths`` is gone.
+        """
+        newer = _newer(paths, held, until)
+        manifest = self._next(paths, newer, held, until)
+        if manifest is None:
+            if not paths:
+                self._note_waiting(f"a version in {quoted_path(self.path)}", held, asks=False)
             return None
-        if self._wants_full and (full := _newest_full(newer)) is not None:
+        files = self._open(manifest, stack)
+        if isinstance(files, list):
+            return Offer(manifest, [FileBytes(file) for file in files])
+        if not paths[manifest.version].exists():
+            raise FileNotFoundError(2, "it was removed", paths[manifest.version])
+        lost = f"{PARTS}/{files} of version {manifest.version}"
+        for full in _full_ones(newer):
+            found = self._open(full, stack)
+            if isinstance(found, list):
+                say(f"receiver: {lost} is not there: full version {full.version} is taken instead",
+                    anywhere=True)  # fmt: skip
+                return Offer(full, [FileBytes(file) for file in found])
+        self._note_waiting(lost, held, asks=True)
+        return None
+
+    def _note_waiting(self, what: str, held: Manifest | None, asks: bool) -> None:
+        """Note what is waited for; after ``LOST_AFTER_S`` say so once, and ask for a full one."""
+        now = time.monotonic()
+        if self._waiting is None or self._waiting.what != what:
+            self._waiting = _Waiting(what, now, time.strftime("%Y-%m-%d %H:%M:%S"))
+        if self._waiting.is_told or now - self._waiting.begun < LOST_AFTER_S:
+            return
+        if held is None and not asks:  # the receiver tells of a folder without any version
+            return
+        self._waiting.is_told = True
+        todo = self.ask(held) if asks else "look whether the sender publishes to this folder"
+        say(f"receiver: {self.waits_for()}; {todo}", anywhere=True)
+
+    def waits_for(self) -> str:
+        """Return what is not there yet, and since when."""
+        if self._waiting is None:
+            return ""
+        seconds = time.monotonic() - self._waiting.begun
+        return f"waits for {self._waiting.what} since {self._waiting.clock} ({seconds:.0f} s)"
+
+    def _next(
+        self,
+        paths: dict[int, Path],
+        newer: dict[int, Path],
+        held: Manifest | None,
+        until: int | None,
+    ) -> Manifest | None:
+        """Return the version to apply after ``held``; None where there is none."""
+        if not newer:
+            _check_newest(_newer(paths, None, until), held)
+            return None
+        if self._wants_full and (full := next(_full_ones(newer), None)) is not None:
             return full
         if held is not None and held.version + 1 in newer:
             found = read_manifest_file(newer[held.version + 1], held.version + 1)
@@ -115,34 +179,9 @@ class FolderSource(Source):
                 return found  # the receiver says what is wrong with it
         return self._full(newer, held)
 
-    def _newer(self, held: Manifest | None, until: int | None) -> dict[int, Path]:
-        """Return the manifests after ``held`` up to ``until``."""
-        low = 0 if held is None else held.version
-        paths = manifests_in(self.path).items()
-        return {v: path for v, path in paths if v > low and (until is None or v <= until)}
-
-    def _check_newest(self, held: Manifest | None, until: int | None) -> None:
-        """Raise PublishError where the folder's newest version is not the one that is held."""
-        paths = self._newer(None, until)
-        if held is None or not paths:
-            return
-        found = read_manifest_file(paths[max(paths)], max(paths))
-        if found.base != held.base:
-            what = (
-                f"expected chain {held.base[:8]}, found {found.base[:8]}: another job writes here"
-            )
-        elif found.version < held.version:
-            what = f"this receiver holds version {held.version}: a replay of an old folder"
-        elif found.digest != held.digest:
-            what = "its manifest is not the one that was applied"
-        else:
-            return
-        todo = "copy the folder again, or make a new WeightReceiver to follow it"
-        raise PublishError(f"version {found.version}: {what}; {todo}")
-
     def _full(self, newer: dict[int, Path], held: Manifest | None) -> Manifest:
         """Return the newest full version. Raises DamagedVersion where there is none."""
-        if (found := _newest_full(newer)) is not None:
+        if (found := next(_full_ones(newer), None)) is not None:
             return found
         at = 1 if held is None else held.version + 1
         if at not in newer:
@@ -160,7 +199,8 @@ class FolderSource(Source):
         if self._wants_full or held is None:
             return False
         self._wants_full = True
-        return _newest_full(self._newer(held, until)) is not None
+        newer = _newer(manifests_in(self.path), held, until)
+        return next(_full_ones(newer), None) is not None
 
     def ask(self, held: Manifest | None) -> str:
         """Leave a file that asks for a full version.
@@ -172,29 +212,31 @@ class FolderSource(Source):
             path = self.path / f"ask_full.{secrets.token_hex(4)}.json"
             try:
                 with path.open("x") as file:
+                    self._asked = path  # its name asks, whatever becomes of its contents
                     json.dump({"held": 0 if held is None else held.version}, file)
             except OSError as error:
-                return f"no full version was asked for ({error.strerror}); {BY_HAND}"
-            self._asked = path
+                if not path.exists():
+                    return f"no full version was asked for ({error.strerror}); {BY_HAND}"
+                self._asked = path
         where = quoted_path(self.path)
         return f"a full version was asked for in {where}: update again when it is there"
 
     def applied(self, apply_s: float, decode_s: float) -> None:
         """Withdraw what was asked for: the receiver has a version to go on from."""
-        self._wants_full = False
+        self._wants_full, self._waiting = False, None
         if self._asked is not None:
             with contextlib.suppress(OSError):
                 self._asked.unlink(missing_ok=True)
             self._asked = None
 
-    def _open(self, manifest: Manifest, stack: ExitStack) -> list[BinaryIO] | None:
-        """Open the parts; None where one is not there yet: copies come in any order."""
+    def _open(self, manifest: Manifest, stack: ExitStack) -> list[BinaryIO] | str:
+        """Open the parts; the name of one that is not there: copies come in any order."""
         files: list[BinaryIO] = []
         for part in manifest.parts:
             try:
                 files.append(stack.enter_context(open_file(self.path / PARTS / part.file)))
             except FileNotFoundError:
-                return None
+                return part.file
             except OSError as error:
                 raise PublishError(
                     f"version {manifest.version}: {part.file} cannot be read "
@@ -202,15 +244,33 @@ class FolderSource(Source):
                 ) from None
         return files
 
-    def _was_removed(self, manifest: Manifest) -> bool:
-        """Return whether the sender has deleted a version since it was read (``publish.keep``)."""
-        return manifest.version not in manifests_in(self.path)
+
+def _newer(paths: Mapping[int, Path], held: Manifest | None, until: int | None) -> dict[int, Path]:
+    """Return the manifests of ``paths`` after ``held`` up to ``until``."""
+    low = 0 if held is None else held.version
+    return {v: path for v, path in paths.items() if v > low and (until is None or v <= until)}
 
 
-def _newest_full(newer: dict[int, Path]) -> Manifest | None:
-    """Return the newest full version of ``newer``; damaged manifests are passed over."""
+def _check_newest(paths: Mapping[int, Path], held: Manifest | None) -> None:
+    """Raise PublishError where the newest of ``paths`` is not the version that is held."""
+    if held is None or not paths:
+        return
+    found = read_manifest_file(paths[max(paths)], max(paths))
+    if found.base != held.base:
+        what = f"expected chain {held.base[:8]}, found {found.base[:8]}: another job writes here"
+    elif found.version < held.version:
+        what = f"this receiver holds version {held.version}: a replay of an old folder"
+    elif found.digest != held.digest:
+        what = "its manifest is not the one that was applied"
+    else:
+        return
+    todo = "copy the folder again, or make a new WeightReceiver to follow it"
+    raise PublishError(f"version {found.version}: {what}; {todo}")
+
+
+def _full_ones(newer: dict[int, Path]) -> Iterator[Manifest]:
+    """Yield the full versions of ``newer``, the newest first; damaged manifests are passed over."""
     for version, path in reversed(newer.items()):
         with contextlib.suppress(DamagedVersion):
             if (found := read_manifest_file(path, version)).full:
-                return found
-    return None
+                yield found

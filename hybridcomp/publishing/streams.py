@@ -47,7 +47,8 @@ WHOLE, GIVEN_UP = 0, -1
 class Writable(Protocol):
     """A stream to which versions are written.
 
-    Where it has a method ``wants_full``, that says whether a receiver has asked for a full version.
+    Where it has a method ``wants_full``, that says whether a receiver has asked for a full version;
+    ``takes_bytes``: whether ``write`` would take bytes without waiting.
     """
 
     def write(self, data: memoryview | bytes, /) -> object:
@@ -171,14 +172,6 @@ def cut() -> PublishError:
     )
 
 
-def write_all(stream: Writable, data: memoryview | bytes) -> None:
-    """Write all of ``data``; sockets and pipes without a buffer may take less at once."""
-    left = memoryview(data)
-    while len(left):
-        taken = stream.write(left)
-        left = left[taken if isinstance(taken, int) else len(left) :]
-
-
 def tensor_of(data: memoryview | bytes) -> Tensor:
     """Return bytes as a uint8 tensor, which shares their memory where that can be written."""
     view = memoryview(data)
@@ -205,15 +198,19 @@ class Stream(Destination):
         self._stream, self._ranks = stream, ranks
         self._rank = 0
         self._lost: Exception | None = None  # what went wrong while others sent
+        self._is_open = False  # whether frames of a version without an end were written
+        self._owed = 0  # bytes of the last frame that were not written
+        self._is_stuck = False  # whether the last write has failed
 
     def wants_full(self) -> bool:
         """Return whether the receiver has asked, where the stream has a way back."""
+        self._end_last()
         hook: Callable[[], object] | None = getattr(self._stream, "wants_full", None)
         return hook is not None and bool(hook())
 
     def begin(self, version: int, rank: int) -> Sink:
         """Return what writes this rank's part to the stream, or sends it to rank 0."""
-        self._rank, self._lost = rank, None
+        self._rank, self._lost, self._is_open = rank, None, True
         return _Frames(self._frame, rank) if rank == 0 else _Relay(self._ranks[0])
 
     def finish(self, problem: str | None) -> str:
@@ -223,13 +220,13 @@ class Stream(Destination):
             _send_size(self._ranks[0], WHOLE if problem is None else GIVEN_UP)
         else:
             for place in range(1, len(self._ranks)):
-                self._pass_on(place)
+                self._pass_on(place, keeps=problem is None)
             if self._lost is not None:
                 raise self._lost
         return f"r{rank:05d}"
 
-    def _pass_on(self, place: int) -> None:
-        """Copy the part of one rank to the stream; after an error of it still take the part."""
+    def _pass_on(self, place: int, keeps: bool) -> None:
+        """Copy the part of one rank to the stream; after an error only take it from the rank."""
         sender, device = self._ranks[place], device_of_messages()
         room = torch.empty(0, dtype=torch.uint8, device=device)
         while True:
@@ -243,7 +240,7 @@ class Stream(Destination):
             data = room[:nbytes]
             dist.recv(data, sender)
             try:
-                if self._lost is None:
+                if keeps and self._lost is None:
                     self._frame(DATA, place, bytes_of(data.cpu()))
             except Exception as error:
                 self._lost = error
@@ -252,23 +249,53 @@ class Stream(Destination):
         if self._stream is None:
             raise PublishError("expected a stream on the first rank of the job, found None")
         most = MOST_FRAME if kind == DATA else MOST_MANIFEST
+        self._is_open = True
         for low in range(0, max(1, len(data)), most):
             some = data[low : low + most]
-            write_all(self._stream, frame_head(kind, rank, len(some)))
-            write_all(self._stream, some)
+            self._owed = FRAME.size + len(some)
+            self._write(frame_head(kind, rank, len(some)))
+            self._write(some)
         flush: Callable[[], object] | None = getattr(self._stream, "flush", None)
         if flush is not None and kind != DATA:
             flush()
+        self._is_open = kind == DATA
+
+    def _write(self, data: memoryview | bytes) -> None:
+        """Write all of ``data``; sockets and pipes without a buffer may take less at once."""
+        assert self._stream is not None
+        left, self._is_stuck = memoryview(data), True
+        while len(left):
+            taken = self._stream.write(left)
+            taken = taken if isinstance(taken, int) else len(left)
+            self._owed -= taken
+            left = left[taken:]
+        self._is_stuck = False
+
+    def _end_last(self) -> None:
+        """End a version that was given up in the middle of a frame, before the next one begins.
+
+        What the frame lacks is sent as zeros. Raises PublishError at once where the receiver still
+        takes nothing.
+        """
+        if not self._is_open or self._stream is None:
+            return
+        takes: Callable[[], bool] | None = getattr(self._stream, "takes_bytes", None)
+        if self._is_stuck and takes is not None and not takes():
+            raise PublishError("the receiver still takes nothing; look why it stands still")
+        zeros = memoryview(bytes(min(self._owed, MOST_READ)))
+        while self._owed:
+            self._write(zeros[: self._owed])
+        self._frame(ABORT, 0, memoryview(b""))
 
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest, which makes the version readable."""
         self._frame(VERSION, 0, memoryview(manifest.to_json()))
 
     def abandon(self) -> None:
-        """Tell the receiver that the version is given up, unless the stream itself is broken."""
-        if self._ranks[0] == dist.get_rank() and self._stream is not None:
-            with contextlib.suppress(OSError, RuntimeError):
-                self._frame(ABORT, 0, memoryview(b""))
+        """Tell the receiver that the version is given up; where it takes nothing, with the next."""
+        if self._ranks[0] == dist.get_rank() and self._is_open and not self._is_stuck:
+            with contextlib.suppress(OSError, RuntimeError, PublishError):
+                self._end_last()
 
 
 class _Frames:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import select
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hybridcomp.errors import PublishError
 from hybridcomp.publishing.streams import ASK, FRAME, MARK, foreign_bytes, frame_head, frame_in
+
+#: seconds that the other side of a socket may take nothing, where nobody says another number
+STILL_S = 60.0
+#: the most of them: poll takes milliseconds of 32 bits
+MOST_STILL_S = 1e6
+#: bytes that are handed to a socket at once
+MOST_SENT = 1 << 22
 
 
 @contextmanager
@@ -29,10 +37,11 @@ class TwoWay:
     The socket stays its owner's, who closes it. A request is one frame without bytes.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        """Hold ``connection``, which is to block."""
-        self._socket = connection
+    def __init__(self, connection: socket.socket, still_s: float = STILL_S) -> None:
+        """Hold ``connection``; ``still_s``: seconds that its other side may take nothing."""
+        self._socket, self._still_s = connection, still_s
         self._back = bytearray()  # the begin of a request
+        self._asking = b""  # the end of a request that was not sent
 
     def read(self, nbytes: int, /) -> bytes:
         """Return up to ``nbytes`` bytes; none at the end of the stream."""
@@ -44,18 +53,44 @@ class TwoWay:
         with _connected():
             return self._socket.recv_into(room)
 
-    def write(self, data: memoryview | bytes, /) -> None:
-        """Send all of ``data``."""
+    def write(self, data: memoryview | bytes, /) -> int:
+        """Send what the socket takes of ``data``, at least a byte; return how many bytes.
+
+        Raises PublishError where the other side takes nothing for ``still_s``.
+        """
+        end, some = time.monotonic() + self._still_s, memoryview(data)[:MOST_SENT]
         with _connected():
-            self._socket.sendall(data)
+            while self._is_ready(select.POLLOUT, max(0.0, end - time.monotonic())):
+                try:  # a socket that blocks would wait until it has taken all
+                    return self._socket.send(some, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    if time.monotonic() >= end:
+                        break
+                    time.sleep(0.001)
+        raise PublishError(
+            f"the other side of the socket has taken nothing for {self._still_s:g} s (still_s); "
+            "look why it stands still: once it goes on, so does the next version"
+        )
+
+    def takes_bytes(self) -> bool:
+        """Return whether the socket takes bytes at the moment."""
+        with _connected():
+            return self._is_ready(select.POLLOUT, 0.0)
+
+    def _is_ready(self, event: int, seconds: float) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, event)
+        return bool(poll.poll(seconds * 1e3))
 
     def ask_full(self) -> None:
         """Ask the sender for a full version."""
-        self.write(frame_head(ASK, 0, 0))
+        self._asking = self._asking or frame_head(ASK, 0, 0)
+        while self._asking:
+            self._asking = self._asking[self.write(self._asking) :]
 
     def wants_full(self) -> bool:
         """Return whether a receiver has asked since the last call, without waiting for it."""
-        while select.select([self._socket], [], [], 0)[0]:
+        while self._is_ready(select.POLLIN, 0.0):
             data = self.read(FRAME.size * 64)
             if not data:
                 break  # the receiver has gone: writing says so

@@ -46,6 +46,8 @@ class EngineWeights:
         aliases: further names of tied parameters, with the name under which each is published.
         ranks: global ranks of the job, in order; all of them call the publisher together.
         ready: called before weights are read, on all ranks: finishes gathers that are under way.
+        unchanged: called then, before each version: raises PublishError where the engine computes
+            with other parameters than these by now.
         hugging_face: returns the same weights under the names, shapes and cuts that Hugging Face
             has; None where the module's own names are those, or nobody knows them.
         refused: why what this rank holds cannot be published; told to all ranks, which raise it.
@@ -57,6 +59,7 @@ class EngineWeights:
     ranks: tuple[int, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
     ready: Callable[[], object] = lambda: None
+    unchanged: Callable[[], object] = lambda: None
     hugging_face: Callable[[], EngineWeights] | None = None
     refused: ConfigError | None = None
 
@@ -209,20 +212,40 @@ def _merged(said: Iterable[Mapping[str, Any]]) -> tuple[Table, dict[str, str]]:
 def _check_cover(table: Table, stretches: Iterable[WeightRange]) -> None:
     """Raise PublishError unless the stretches are all values of the table, each once."""
     for name, want, found in uncovered(table, stretches):
+        what = "parts that overlap" if found < 0 else f"parts of {found} values together"
         raise PublishError(
-            f"{name}: its {want} values are held in parts of {found} values together; report this "
-            "with the engine's version and settings"
+            f"{name}: its {want} values are held in {what}; report this with the engine's version "
+            "and settings"
         )
 
 
 def uncovered(table: Table, stretches: Iterable[WeightRange]) -> list[tuple[str, int, int]]:
-    """Return parameters whose stretches are not as many values as it has: name, want, found.
+    """Return parameters whose values are not in one stretch each: name, want, found.
 
-    A stretch beyond the end of its parameter counts as -1, one of an unknown parameter as well.
+    ``found`` is -1 where stretches overlap, end beyond the parameter, or are of an unknown one.
     """
-    found: dict[str, int] = dict.fromkeys(table, 0)
-    want = {name: math.prod(shape) for name, (shape, _) in table.items()}
+    held: dict[str, list[WeightRange]] = {name: [] for name in table}
     for one in stretches:
-        fits = one.name in want and one.start >= 0 and one.end <= want[one.name]
-        found[one.name] = found.get(one.name, 0) + one.numel if fits else -(2**62)
-    return [(n, want.get(n, 0), max(k, -1)) for n, k in found.items() if k != want.get(n, 0)]
+        held.setdefault(one.name, []).append(one)
+    wrong = []
+    for name, parts in held.items():
+        want = math.prod(table[name][0]) if name in table else -1
+        found = sum(one.numel for one in parts)
+        is_beyond = any(one.start < 0 or one.end > want for one in parts)
+        if is_beyond or (found == want and not _leave_none(parts, want)):
+            found = -1
+        if found != want or want < 0:
+            wrong.append((name, max(want, 0), found))
+    return wrong
+
+
+def _leave_none(parts: Sequence[WeightRange], numel: int) -> bool:
+    """Return whether stretches of ``numel`` values together are all values of a parameter."""
+    if all(one.runs == 1 for one in parts):
+        some = sorted(one for one in parts if one.numel)
+        ends = [0, *(one.end for one in some)]
+        return [*(one.start for one in some), numel] == ends
+    seen = torch.zeros(numel, dtype=torch.bool)
+    for one in parts:
+        one.of(seen).fill_(True)
+    return bool(seen.all())

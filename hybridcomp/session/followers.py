@@ -90,9 +90,18 @@ class Followers(list[StepFollower]):
             follower.before_step()
 
     def after_step(self, step: int) -> None:
-        """Call all of them after optimizer step ``step``."""
+        """Call all of them after optimizer step ``step``, the others where one fails.
+
+        Raises the first error: a version that failed is no reason to miss a meeting.
+        """
+        errors = []
         for follower in self:
-            follower.after_step(step)
+            try:
+                follower.after_step(step)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def after_skip(self) -> None:
         """Tell all of them of a step that a loss scaler has skipped, which is not counted."""

@@ -22,7 +22,7 @@ from hybridcomp.publishing.destinations import Destination, Folder, folder_of
 from hybridcomp.publishing.following import PublishedSteps
 from hybridcomp.publishing.groups import GroupDestination
 from hybridcomp.publishing.streams import Stream
-from hybridcomp.publishing.two_way import TwoWay
+from hybridcomp.publishing.two_way import STILL_S, TwoWay
 from hybridcomp.publishing.weights import named
 from hybridcomp.session.engine_session import EngineSession
 from hybridcomp.sync import JobMeetings
@@ -66,11 +66,18 @@ def start(session: EngineSession, weights: Callable[[], EngineWeights]) -> None:
 
 
 def destination_of(
-    to: Any, weights: EngineWeights, session: EngineSession | None = None
+    to: Any,
+    weights: EngineWeights,
+    session: EngineSession | None = None,
+    still_s: float = STILL_S,
 ) -> Destination:
     """Return the destination that ``to`` names. Raises ConfigError.
 
-    ``session``: of the engine, where it has one.
+    Args:
+        to: as ``hybridcomp.publish`` takes it.
+        weights: what this rank holds.
+        session: of the engine, where it has one.
+        still_s: seconds that the other side of a socket may take nothing.
     """
     if isinstance(to, (str, Path)):
         known = None if session is None else weakref.ref(session)
@@ -81,7 +88,7 @@ def destination_of(
     if not first and to in (None, dist.GroupMember.NON_GROUP_MEMBER):
         return Stream(None, weights.ranks)
     if isinstance(to, socket.socket):
-        return Stream(TwoWay(to), weights.ranks)
+        return Stream(TwoWay(to, still_s), weights.ranks)
     if callable(getattr(to, "write", None)):
         return Stream(to, weights.ranks)
     todo = "expected a folder (file:///...), a socket, a stream with write(), or a process group"

@@ -37,6 +37,7 @@ from hybridcomp.patches.ds import (
 from hybridcomp.patches.ds.job_facts import Z0_SCALER, loss_scale
 from hybridcomp.patches.ds.pipe import PIPE, Pipe, close
 from hybridcomp.patches.ds.requirement import REQUIREMENT
+from hybridcomp.patches.ds.step_ends import at_the_end
 from hybridcomp.patches.rules import ds_check, neox
 from hybridcomp.patches.rules.planned import hold_to_machines, hold_to_plan
 from hybridcomp.seams.arming import IN_PLACE
@@ -237,7 +238,8 @@ def make_take_model_step(original: Callable[..., None]) -> Callable[..., None]:
         overflow, scale = bool(getattr(self.optimizer, "overflow", False)), loss_scale(self)
         if getattr(self, Z0_SCALER, None) is not None:  # it says by its scale what it has skipped
             overflow = scale < session.loss_scale
-        session.end_step(overflow=overflow, loss_scale=scale, step=self.global_steps)
+        end = functools.partial(session.end_step, overflow=overflow, loss_scale=scale)
+        at_the_end(self, functools.partial(end, step=self.global_steps))
 
     return _take_model_step
 

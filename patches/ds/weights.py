@@ -20,6 +20,7 @@ from torch import Tensor
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common.parameter_names import named_once, plain_name
+from hybridcomp.patches.common.unchanged import KnownParameters
 from hybridcomp.patches.ds import island_unit
 from hybridcomp.patches.ds.expert_weights import ExpertLayers
 from hybridcomp.patches.ds.job_facts import tensor_ranks
@@ -69,7 +70,8 @@ def _collected(
         alias: rename(name) for alias, name in aliases.items()
         if not layers.has(alias)  # AutoEP's further name of its router
     }  # fmt: skip
-    return EngineWeights(shapes, dtypes, held, ranks, tied)
+    unchanged = KnownParameters(engine.module)
+    return EngineWeights(shapes, dtypes, held, ranks, tied, unchanged=unchanged)
 
 
 def _check(engine: Any) -> None:

@@ -22,6 +22,7 @@ from hybridcomp.collectives.topology import Ranks
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common import island_steps, publishing_steps
+from hybridcomp.patches.common.unchanged import KnownParameters, changed
 from hybridcomp.patches.mcore.hugging_face_names import EMBEDDING, HuggingFaceNames
 from hybridcomp.patches.mcore.weight_parts import WeightPart
 from hybridcomp.publishing import EngineWeights, Held, stretch_of_block, unless_refused
@@ -103,8 +104,26 @@ def _as_they_are(
         held.append(Held(stretch, functools.partial(_detached, part.values)))
     return EngineWeights(
         shapes, dtypes, held, _ranks(), aliases,
-        functools.partial(_gather, chunks), hugging_face,
+        functools.partial(_gather, chunks), _unchanged(chunks, parts), hugging_face,
     )  # fmt: skip
+
+
+def _unchanged(chunks: Sequence[Any], parts: Sequence[WeightPart]) -> Callable[[], None]:
+    """Return what raises PublishError once the model computes with other memory than ``parts``."""
+    known = [KnownParameters(chunk.module) for chunk in chunks]
+
+    def check() -> None:
+        for one in known:
+            one()
+        memory = {
+            parameter.untyped_storage().data_ptr()
+            for chunk in chunks for parameter in chunk.module.parameters()
+        }  # fmt: skip
+        for part in parts:
+            if part.values.untyped_storage().data_ptr() not in memory:
+                raise changed(part.name, "its values are elsewhere than they were")
+
+    return check
 
 
 def note(session: EngineSession, wrapper: Any) -> None:

@@ -8,6 +8,8 @@ shards: these are published.
 from __future__ import annotations
 
 import functools
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,16 +21,23 @@ from hybridcomp.collectives.topology import ranks_of
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common.parameter_names import named_once, plain_name
-from hybridcomp.publishing import EngineWeights, Held, WeightRange, stretch_of_block
+from hybridcomp.patches.common.unchanged import KnownParameters, changed
+from hybridcomp.publishing import (
+    EngineWeights,
+    Held,
+    WeightRange,
+    stretch_of_block,
+    unless_refused,
+)
 
 KEY = "publish"
 
 
 def weights_of(model: nn.Module) -> EngineWeights:
-    """Return the weights of ``model``. Raises ConfigError on a cut that has no even rows."""
+    """Return the weights of ``model``; ``refused`` on a cut that has no even rows."""
     if isinstance(model, DistributedDataParallel):
         return _replicated(model.module, ranks_of(model.process_group))
-    return _sharded(model)
+    return unless_refused(functools.partial(_sharded, model), _ranks(model))
 
 
 def _replicated(module: nn.Module, ranks: tuple[int, ...]) -> EngineWeights:
@@ -39,6 +48,7 @@ def _replicated(module: nn.Module, ranks: tuple[int, ...]) -> EngineWeights:
         [_whole(name, parameter) for name, parameter in parameters.items()],
         ranks,
         aliases,
+        unchanged=KnownParameters(module),
     )
 
 
@@ -47,22 +57,19 @@ def _whole(name: str, parameter: Tensor) -> Held:
 
 
 def _sharded(model: nn.Module) -> EngineWeights:
-    from hybridcomp.patches.torch.fsdp2 import groups_of
     from hybridcomp.patches.torch.fsdp2_members import names_of
 
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
     held: list[Held] = []
     aliases: dict[str, str] = {}
-    ranks: set[int] = set()
     managed: set[int] = set()
     modules = names_of(model)
-    for group, one in ((g, one) for g in groups_of(model) for one in g.fsdp_params):
+    for group, one in _members(model):
         name, *others = _names(one._module_info, modules)
         aliases |= dict.fromkeys(others, name)
         sharded: Any = one.sharded_param
         managed |= {id(sharded), id(getattr(one, "_unsharded_param", None))}
-        ranks |= set(sharded.device_mesh.mesh.flatten().tolist())
         shapes[name] = tuple(sharded.shape)
         dtypes[name] = group.mp_policy.param_dtype or sharded.dtype
         held.append(Held(_stretch(name, sharded), functools.partial(_local, one)))
@@ -70,7 +77,69 @@ def _sharded(model: nn.Module) -> EngineWeights:
         if id(parameter) not in managed and name not in shapes:  # fully_shard's ignored_params
             shapes[name], dtypes[name] = tuple(parameter.shape), parameter.dtype
             held.append(_whole(name, parameter))
-    return EngineWeights(shapes, dtypes, held, tuple(sorted(ranks)), aliases)
+    return EngineWeights(
+        shapes, dtypes, held, _ranks(model), aliases, unchanged=_KnownShards(model, shapes, dtypes)
+    )
+
+
+def _members(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yield the parameters that FSDP2 manages, each with its group."""
+    from hybridcomp.patches.torch.fsdp2 import groups_of
+
+    yield from ((group, one) for group in groups_of(model) for one in group.fsdp_params)
+
+
+def _ranks(model: nn.Module) -> tuple[int, ...]:
+    meshes = (one.sharded_param.device_mesh for _, one in _members(model))
+    return tuple(sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}))
+
+
+class _KnownShards:
+    """Compares the parameters of a sharded model with those of the beginning, as it is called.
+
+    A module holds a parameter sharded or gathered: both are FSDP2's. Shards may be replaced by
+    FSDP2 itself; what counts is their shape, and the dtype in which the model computes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        shapes: dict[str, tuple[int, ...]],
+        dtypes: dict[str, torch.dtype],
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._shapes, self._dtypes = dict(shapes), dict(dtypes)
+        self._others = self._unmanaged(model)
+
+    def _unmanaged(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Return the parameters by name that FSDP2 does not manage."""
+        mine = {
+            id(part)
+            for _, one in _members(model)
+            for part in (one.sharded_param, getattr(one, "_unsharded_param", None))
+        }
+        return {n: p for n, p in named_once(model)[0].items() if id(p) not in mine}
+
+    def __call__(self) -> None:
+        model = self._model()
+        assert model is not None, "the engine of a publisher is alive"
+        from hybridcomp.patches.torch.fsdp2_members import names_of
+
+        modules = names_of(model)
+        for group, one in _members(model):
+            name = _names(one._module_info, modules)[0]
+            info, sharded = one._module_info, one.sharded_param
+            now = getattr(info.module, info.param_name, None)
+            if now is not sharded and now is not getattr(one, "_unsharded_param", None):
+                raise changed(name, "it is another Parameter than when fully_shard was called")
+            dtype = group.mp_policy.param_dtype or sharded.dtype
+            if tuple(sharded.shape) != self._shapes.get(name) or dtype != self._dtypes[name]:
+                raise changed(name, f"it has {tuple(sharded.shape)} values of {dtype} by now")
+        others = self._unmanaged(model)
+        for name in sorted({*others, *self._others}):
+            then, now = self._others.get(name), others.get(name)
+            if then is None or now is not then or now.dtype != self._dtypes[name]:
+                raise changed(name, "it is not the Parameter that it was")
 
 
 def _names(info: Any, modules: dict[int, str]) -> list[str]:

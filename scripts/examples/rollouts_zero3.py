@@ -81,6 +81,7 @@ class VLLM:
         self.llm.start_weight_update()
         self.llm.update_weights({"update_info": {"version": self.version}})
         self.llm.finish_weight_update(weight_version=str(self.version))
+        self.llm.reset_prefix_cache()  # its keys and values are of the version before
         return self.version
 
     def generate(self, prompts: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from hybridcomp.inference.module_follower import ModuleFollower
 from hybridcomp.publishing.destinations import Folder
 from tests.inference.made import SHAPES, VERSIONS, Plain, bits, values_of
 from tests.publishing.made import Weights
+from tests.publishing.raised import raised_at
 from tests.ranks import RunRanks
 
 
@@ -80,6 +81,26 @@ def test_a_damaged_version_loads_nothing_and_is_made_up_for(chain: Path, tmp_pat
     part.write_bytes(whole)
     follower.update(4)  # with what version 3 had changed
     assert holds(model, 4)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_at_any_call_leaves_a_whole_version_or_none(
+    chain: Path, error: type[BaseException]
+) -> None:
+    number, step = 1, 5 if error is RuntimeError else 31
+    while True:
+        model = Plain()
+        follower = ModuleFollower(model, chain)
+        follower.update(1)
+        was = raised_at(number, error, lambda: follower.update(3))  # noqa: B023
+        told = follower.version
+        assert told is None or holds(model, told), f"call {number}: not version {told}"
+        if not was:
+            break
+        follower.update()
+        assert follower.version == VERSIONS and holds(model, VERSIONS), f"call {number}"
+        number += step
+    assert told == 3 and number > 100
 
 
 def test_weights_written_by_hand_are_told_and_then_replaced(chain: Path) -> None:

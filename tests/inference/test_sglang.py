@@ -57,6 +57,26 @@ def test_a_mistake_is_one_line_and_loads_nothing(loader: Any, chain: Path) -> No
     assert not engine.session
 
 
+def test_settings_of_later_messages_act(loader: Any, chain: Path) -> None:
+    model = Packed()
+    engine = stand_in_for_sglang.Engine([model], [LOADER])
+    loader.update(engine, str(chain), 1, wait_s=30.0, verify=False)
+    with pytest.raises(PublishError, match="version 44 was not there after 0 s"):
+        loader.update(engine, str(chain), 44, wait_s=0)
+    loader.update(engine, str(chain), VERSIONS, verify=False)
+    loader.update(engine, str(chain), VERSIONS, verify=True)  # there were no fingerprints before
+    with torch.no_grad():
+        model.qkv[1, 2] = 3
+    loader.update(engine, str(chain), VERSIONS, verify=False)
+    with pytest.raises(PublishError, match="qkv of the engine"):
+        loader.update(engine, str(chain), VERSIONS)
+    for wait_s in ("NaN", "Infinity", "-1", "true"):
+        text = f'{{"source": "{chain}", "version": 1, "wait_s": {wait_s}}}'
+        message = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        with pytest.raises(PublishError, match="expected one tensor __hybridcomp__"):
+            loader.load(model, [(loader.MESSAGE, message)])
+
+
 def test_models_that_cannot_take_the_weights_are_refused(loader: Any, chain: Path) -> None:
     def refused(model: Packed, pattern: str) -> None:
         with pytest.raises(PublishError, match=pattern) as told:

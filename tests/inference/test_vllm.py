@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,11 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.errors import ConfigError, PublishError, SeamError
+from hybridcomp.inference import upstream
+from hybridcomp.inference.checks import refuse_configuration
 from tests.inference.made import SHAPES, VERSIONS, Packed, step
 from tests.publishing.made import Weights
+from tests.ranks import run_ranks
 from tests.stand_ins import vllm as stand_in_for_vllm
 
 FACTORY = "vllm.distributed.weight_transfer.factory"
@@ -109,7 +113,7 @@ def test_a_loader_that_fails_is_followed_by_everything(workers: Any, chain: Path
     workers.init_weight_transfer_engine({"source": str(chain)})
     workers.load(2)
     workers.models[1].fail_at = "k_proj"
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(PublishError, match="loader has failed .RuntimeError: out of memory"):
         workers.load(3)
     workers.models[1].fail_at = ""
     workers.load(3)
@@ -144,6 +148,141 @@ def test_what_workers_refuse(workers: Any, factory: Any, chain: Path) -> None:
         workers.load(1)
 
 
+def together(folder: Path, fails: str) -> list[Any]:
+    """Two workers of one engine, each a rank; version 3 fails on rank 0 alone. What each saw."""
+    for name in [one for one in sys.modules if one.startswith("hybridcomp.inference.vllm")]:
+        del sys.modules[name]
+    stand_in_for_vllm.install(lambda modules, *_: sys.modules.update(modules))
+    torch.accelerator.synchronize = lambda *_: None
+    upstream.check = lambda _: None  # type: ignore[assignment]
+    worker = importlib.import_module("hybridcomp.inference.vllm_worker")
+    model = Packed(dist.get_rank())
+    config = SimpleNamespace(quantization=None, dtype=torch.bfloat16)
+    vllm_config = SimpleNamespace(
+        model_config=config, parallel_config=SimpleNamespace(world_size=2)
+    )
+    engine = worker.HybridcompWeightTransferEngine(None, vllm_config, torch.device("cpu"), model)
+    found: list[Any] = []
+
+    def load(version: int) -> None:
+        try:
+            engine.update_weights({"version": version})
+            found.append("")
+        except PublishError as error:
+            found.append(str(error))
+        found.append(engine._follower.version)
+
+    engine.init_transfer_engine(engine.parse_init_info({"source": str(folder), "wait_s": 0}))
+    load(2)
+    if dist.get_rank() == 0:
+        if fails == "loading":
+            model.fail_at = "k_proj"
+        else:
+            with torch.no_grad():
+                model.norm[0] = 7
+    load(3)
+    model.fail_at = ""
+    load(99)
+    load(VERSIONS)
+    return [*found, model.holds(VERSIONS)]
+
+
+@pytest.mark.parametrize("fails", ["loading", "checks"])
+def test_workers_hold_a_version_together_and_one_says_why(chain: Path, fails: str) -> None:
+    first, second = run_ranks(2, together, chain, fails)
+    held = (None, None) if fails == "loading" else (None, 2)
+    assert first[0:2] == second[0:2] == ["", 2]
+    assert (first[2], first[3]) == ("", held[0]) and second[3] == held[1]
+    what = "out of memory" if fails == "loading" else "norm of the engine"
+    assert second[2].startswith("worker 0 of 2: ") and what in second[2]
+    assert first[4] == "" and "version 99 was not there" in second[4]
+    assert first[6:] == second[6:] == ["", VERSIONS, True]
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"tie_word_embeddings": True}, None),
+        ({"num_hidden_layers": 3}, "num_hidden_layers: the engine has 3, the trained model 1"),
+        ({"num_hidden_layers": 1, "vocab_size": 11}, None),
+        ({"vocab_size": 12}, "vocab_size: the engine has 12, the trained model 11"),
+    ],
+)
+def test_another_configuration_is_refused_before_anything_is_touched(
+    factory: Any, chain: Path, config: dict[str, Any], text: str | None
+) -> None:
+    model = Packed()
+    workers = Workers(factory, [model], hf_text_config=SimpleNamespace(**config))
+    workers.init_weight_transfer_engine({"source": str(chain)})
+    if text is None:
+        workers.load(1)
+        assert model.holds(1)
+    else:
+        with pytest.raises(PublishError, match=text):
+            workers.load(1)
+        assert not model.loaded
+
+
+def test_names_that_no_engine_of_this_configuration_takes() -> None:
+    def refused(config: dict[str, Any], shapes: dict[str, Any], *aliases: str) -> str:
+        with pytest.raises(PublishError) as told:
+            refuse_configuration(SimpleNamespace(**config), shapes, aliases)
+        return str(told.value)
+
+    tie = "tie_word_embeddings"
+    head = {"lm_head.weight": (9, 4)}
+    text = refused({tie: True}, head)
+    assert text.startswith("lm_head.weight is tied to the embedding in the engine and not tied in")
+    text = refused({tie: False}, {"model.embed_tokens.weight": (9, 4)}, "lm_head.weight")
+    assert text.startswith("lm_head.weight is not tied to the embedding in the engine and tied in")
+    assert "a name of PEFT's" in refused({}, {"base_model.model.lora_A.weight": (2, 2)})
+    refuse_configuration(None, head, ())
+
+
+class Experts(torch.nn.Module):
+    """A layer of which vLLM rearranges the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant_method = type("UnquantizedFusedMoEMethod", (), {})()
+
+
+def test_layers_that_vllm_rearranges_are_loaded_whole_or_refused(
+    workers: Any, factory: Any, chain: Path
+) -> None:
+    model = workers.models[0]
+    experts = Experts()
+    experts.weight = model.norm
+    model.experts = experts
+    workers.init_weight_transfer_engine({"source": str(chain)})
+    with pytest.raises(PublishError, match="experts: on CPUs vLLM packs the weights"):
+        workers.load(1)
+    assert not model.loaded
+    worker = importlib.import_module("hybridcomp.inference.vllm_worker")
+    assert worker._rearranged(model) == "experts" and not worker._rearranged(workers.models[1])
+    other = workers.engines[1]
+    workers.models[1].experts = Experts()
+    workers.models[1].experts.weight = workers.models[1].norm
+    other._follower._engine.check = lambda _: None  # as on a GPU
+    other.update_weights({"version": 1})
+    before = len(workers.reloads)
+    other.update_weights({"version": 2})
+    assert len(workers.reloads) == before + 2  # whole, though a patch would have been smaller
+    empty = Packed()
+    empty.norm = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16))
+    with pytest.raises(PublishError, match="norm: the engine has emptied this weight"):
+        Workers(factory, [empty])
+
+
+def test_a_weight_that_the_engine_has_and_nobody_publishes(factory: Any, chain: Path) -> None:
+    model = Packed()
+    model.more = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    workers = Workers(factory, [model])
+    workers.init_weight_transfer_engine({"source": str(chain)})
+    with pytest.raises(PublishError, match="more .* is not among the published weights"):
+        workers.load(1)
+
+
 def test_a_trainer_publishes_and_its_workers_load(
     workers: Any, factory: Any, tmp_path: Path
 ) -> None:
@@ -166,6 +305,18 @@ def test_a_trainer_publishes_and_its_workers_load(
             assert workers.weight_version == str(number)
             assert all(model.holds(number) for model in workers.models)
             step(weights, number)
+        resets: list[int] = []
+        workers.reset_prefix_cache = lambda: resets.append(1)
+        for one in workers.engines:  # as a server that was started again
+            one._follower = None
+        assert engine.send_weights().version == 4 and resets == [1]
+        assert all(model.holds(4) for model in workers.models)
+        workers.models[0].fail_at = "k_proj"
+        step(weights, 4)
+        with pytest.raises(PublishError, match="version 5 is published and was not loaded: .*memo"):
+            engine.send_weights()
+        workers.models[0].fail_at = ""
+        assert engine.send_weights().version == 6
         engine.shutdown()
         publisher.close()
     finally:

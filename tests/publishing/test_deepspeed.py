@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import hybridcomp
-from hybridcomp.errors import ConfigError
+from hybridcomp.errors import ConfigError, PublishError
+from hybridcomp.publishing.destinations import Folder
 from tests.publishing.made import same
 from tests.ranks import run_ranks
-from tests.training.trainer import Job, make_engine, parameters, train, train_step
+from tests.training.trainer import Job, digests, make_engine, parameters, train, train_step
 
 STAGES = (0, 1, 2, 3)
+FINISH = Folder.finish
 
 
 def published(folder: Path, stages: tuple[int, ...], steps: int) -> list[str]:
@@ -49,6 +53,44 @@ def published(folder: Path, stages: tuple[int, ...], steps: int) -> list[str]:
 
 def test_versions_are_what_the_model_computes_with(tmp_path: Path) -> None:
     assert run_ranks(2, published, tmp_path, STAGES, 6, timeout=600.0) == [[], []]
+
+
+def fails_once(folder: Path) -> list[Any]:
+    """Train with a version in the middle that cannot be written, and without any."""
+    found: list[Any] = []
+    for stage in (1, 2):
+        job = Job(stage=stage, dtype="bf16", steps=4, lr=1e-3, accumulation=2)
+        native = train(job)
+        block = {"publish": {"to": (folder / f"fails{stage}").as_uri()}}
+        engine = make_engine(replace(job, block=block))
+        losses, errors = [], 0
+        for step in range(4):
+            full = step == 1 and dist.get_rank() == 1
+
+            def fails(self: Folder, problem: str | None) -> str:
+                FINISH(self, problem)
+                raise OSError(28, "No space left on device")
+
+            with mock.patch.object(Folder, "finish", fails if full else FINISH):
+                try:
+                    losses.append(train_step(engine, job, step))
+                except PublishError as error:
+                    errors += "rank 1: OSError" in str(error)
+                    losses.append(native.losses[step])
+        weights = parameters(engine)
+        right = digests(engine) == native.digests
+        receiver = hybridcomp.WeightReceiver(folder / f"fails{stage}")
+        receiver.update()
+        found.append((losses == native.losses, errors, right, same(receiver, weights),
+                      engine.micro_steps, engine.global_steps))  # fmt: skip
+        engine.destroy()
+        dist.barrier()
+    return found
+
+
+def test_a_version_that_fails_changes_nothing_of_the_training(tmp_path: Path) -> None:
+    expected = [(True, 1, True, True, 8, 4)] * 2
+    assert run_ranks(2, fails_once, tmp_path, timeout=600.0) == [expected] * 2
 
 
 @pytest.mark.nightly

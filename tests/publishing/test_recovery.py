@@ -373,7 +373,9 @@ def test_asks_that_cannot_be_removed_are_told(
 ) -> None:
     on_ranks(1, made, tmp_path)
     (tmp_path / "ask_full.1.json").mkdir()
-    Folder(tmp_path)._answer()
+    folder = Folder(tmp_path)
+    assert folder.wants_full()
+    folder._answer()
     assert "ask_full.1.json cannot be removed" in "".join(capsys.readouterr())
     shutil.rmtree(tmp_path / "ask_full.1.json")
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import io
+import signal
 import socket
+import threading
+import time
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from hybridcomp.errors import PublishError
-from hybridcomp.publishing import WeightReceiver, stream_sources, streams
+from hybridcomp.patches.common.publishing_steps import destination_of
+from hybridcomp.publishing import Publisher, WeightReceiver, stream_sources, streams
 from hybridcomp.publishing.spools import Spool
 from hybridcomp.publishing.streams import (
     DATA,
@@ -201,3 +206,69 @@ def test_streams_that_end_early_or_hold_something_else(on_ranks: RunRanks) -> No
         again.update()
     with pytest.raises(PublishError, match="version 1: this receiver holds version 3.*replay"):
         again.update()
+
+
+def stands_still() -> list[Any]:
+    """A receiver that reads nothing for a while, between versions of more bytes than the link."""
+    here, there = socket.socketpair()
+    weights = Weights(shapes={"one": (400, 900)})
+    held = weights.held()
+    publisher = Publisher(held, destination_of(here, held, still_s=0.3), codec="raw")
+    found: list[Any] = []
+    for number in range(3):
+        weights.step(number)
+        with pytest.raises(PublishError) as told:
+            publisher.publish()
+        found.append("still takes nothing" if number else "has taken nothing for 0.3 s (still_s)")
+        assert found[-1] in str(told.value), told.value
+    receiver, seen = WeightReceiver(there), []
+    reader = threading.Thread(target=lambda: seen.append(receiver.update()))
+    reader.start()
+    for _ in range(200):  # once it reads, the next version is a full one, and the last is given up
+        weights.step(9)
+        try:
+            found.append(publisher.publish().full)
+            break
+        except PublishError:
+            time.sleep(0.05)
+    reader.join(60)
+    assert seen and seen[0] is not None and same(receiver, weights.values)
+    there.close()
+    here.close()
+    return found
+
+
+def test_a_receiver_that_stands_still_holds_nobody(on_ranks: RunRanks) -> None:
+    still = "still takes nothing"
+    expected = ["has taken nothing for 0.3 s (still_s)", still, still, True]
+    assert on_ranks(1, stands_still) == [expected]
+
+
+def interrupts() -> list[Any]:
+    """A handler that raises while a version is sent ends the wait, and nothing waits again."""
+    here, there = socket.socketpair()
+    weights = Weights(shapes={"one": (400, 900)})
+    held = weights.held()
+    publisher = Publisher(held, destination_of(here, held, still_s=200.0), codec="raw")
+
+    def handler(*_: Any) -> None:
+        raise RuntimeError("the handler")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    begun = time.monotonic()
+    try:
+        with pytest.raises(PublishError, match="RuntimeError: the handler"):
+            publisher.publish()
+        with pytest.raises(PublishError, match="still takes nothing"):
+            publisher.publish()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        there.close()
+        here.close()
+    return [time.monotonic() - begun < 100.0]
+
+
+def test_a_signal_ends_the_wait_for_a_receiver(on_ranks: RunRanks) -> None:
+    assert on_ranks(1, interrupts) == [[True]]

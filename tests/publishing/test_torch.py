@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
-from hybridcomp.errors import ConfigError
+from hybridcomp.errors import ConfigError, PublishError
+from hybridcomp.publishing import Publisher
 from tests.patches.torch.trainer import Job, build, optimizer_of, train
 from tests.publishing.made import NIGHTLY, launch, same
 from tests.ranks import RunRanks
@@ -160,3 +163,69 @@ def test_values_that_are_no_floating_point_numbers_are_refused(
     on_ranks: RunRanks, tmp_path: Path
 ) -> None:
     on_ranks(2, no_numbers, tmp_path)
+
+
+def refused(publisher: Publisher, text: str) -> bool:
+    try:
+        publisher.publish()
+    except PublishError as error:
+        return text in str(error) and "make a new publisher" in str(error)
+    return False
+
+
+def other_parameters(folder: Path) -> list[bool]:
+    """What a model computes with is another dtype, object, shape or name by now."""
+    found = []
+
+    def made(number: int) -> tuple[Any, Any, Publisher]:
+        net: Any = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to(torch.bfloat16)
+        model = DistributedDataParallel(net)
+        publisher = hybridcomp.publish(model, folder / str(number))
+        publisher.publish()
+        return net, model, publisher
+
+    def check(number: int, change: Callable[[Any], object], text: str) -> None:
+        net, model, publisher = made(number)
+        change(net)
+        found.append(refused(publisher, f"rank 0: {text}"))
+
+    def swapped(net: Any) -> None:
+        net[1].weight = nn.Parameter(net[1].weight.detach().clone())
+
+    def assigned(net: Any) -> None:
+        net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()}, assign=True)
+
+    def reshaped(net: Any) -> None:
+        net[0].weight.data = net[0].weight.data.reshape(12, 3)
+
+    check(0, lambda net: net.half(), "0.bias: expected (6,) of bfloat16, found (6,) of float16")
+    check(1, swapped, "1.weight: it is another Parameter than when this publisher was made")
+    check(2, assigned, "0.bias: it is another Parameter")
+    check(3, reshaped, "0.weight: expected (6, 6) of bfloat16, found (12, 3) of bfloat16")
+    check(4, lambda net: net.append(nn.Linear(2, 2)), "2.bias: it is new")
+    check(5, lambda net: setattr(net[1], "bias", net[0].bias), "1.bias: it is gone, or tied")
+    return found
+
+
+def other_shards(folder: Path) -> list[bool]:
+    """The same under FSDP2, whose modules hold a parameter sharded or gathered."""
+    found = []
+    for number in range(3):
+        net: Any = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to(torch.bfloat16)
+        fully_shard(net, reshard_after_forward=number != 1)
+        publisher = hybridcomp.publish(net, folder / f"sharded{number}")
+        net(torch.ones(2, 6, dtype=torch.bfloat16)).sum().backward()
+        publisher.publish()
+        if number == 0:
+            net.half()
+            text = "of torch.float16 by now"
+        else:
+            net[1].weight = nn.Parameter(torch.ones(6, 6, dtype=torch.bfloat16))
+            text = "1.weight: it is another Parameter than when fully_shard was called"
+        found.append(refused(publisher, text))
+    return found
+
+
+def test_other_parameters_are_refused_by_name(on_ranks: RunRanks, tmp_path: Path) -> None:
+    assert on_ranks(2, other_parameters, tmp_path) == [[True] * 6] * 2
+    assert on_ranks(2, other_shards, tmp_path) == [[True] * 3] * 2

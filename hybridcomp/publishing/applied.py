@@ -1,0 +1,74 @@
+"""What a receiver has applied, and has not said yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hybridcomp.publishing.mirror import Change, CheckedVersion
+from hybridcomp.publishing.records import Manifest
+
+
+@dataclass(frozen=True)
+class AppliedVersion:
+    """Versions that ``WeightReceiver.update`` has applied since its last result.
+
+    Those that an update applied before it raised an error are among those of the next result.
+
+    Attributes:
+        version: the version that the mirror holds now.
+        names: parameters of which a value changed, in order.
+        versions: how many versions were applied.
+        full: whether one of them was a full version.
+        changed: number of values that changed, those that changed twice counted twice.
+        check_s, apply_s, seconds: of checking and decoding, of writing the mirror, of the call.
+        since: the version of the last result, which all this comes after; 0: the first result.
+    """
+
+    version: int
+    names: tuple[str, ...]
+    versions: int
+    full: bool
+    changed: int
+    check_s: float
+    apply_s: float
+    seconds: float
+    since: int = 0
+
+
+@dataclass
+class Taken:
+    """Changes of the mirror after version ``since``, and the seconds that they took.
+
+    Attributes:
+        is_told: whether an update has returned them.
+        is_new: whether a first version is among them, which is all values of the mirror.
+    """
+
+    since: int = 0
+    is_told: bool = False
+    changes: dict[str, list[Change]] = field(default_factory=dict)
+    is_new: bool = False
+    count: int = 0
+    full: bool = False
+    check_s: float = 0.0
+    apply_s: float = 0.0
+
+    def note(self, staged: CheckedVersion) -> None:
+        """Add a version that is about to be written into the mirror."""
+        for change in staged.changes:
+            self.changes.setdefault(change.stretch.name, []).append(change)
+        self.is_new = self.is_new or staged.fresh is not None
+        self.full = self.full or staged.manifest.full
+        self.count += 1
+
+    def result(self, held: Manifest, table: Mapping[str, object], seconds: float) -> AppliedVersion:
+        """Return what an update says of it; ``held``, ``table``: what the mirror holds now."""
+        names = tuple(table) if self.is_new else tuple(sorted(self.changes))
+        changed = held.weights if self.is_new else sum(
+            one.changed for row in self.changes.values() for one in row
+        )  # fmt: skip
+        return AppliedVersion(
+            held.version, names, self.count, self.full, changed, self.check_s, self.apply_s,
+            seconds, self.since,
+        )  # fmt: skip

@@ -1,0 +1,54 @@
+"""Raise what went wrong after an optimizer step once DeepSpeed has counted the step.
+
+``_take_model_step`` is called in the middle of ``DeepSpeedEngine.step``, which counts micro-steps
+behind it, and of ``PipelineEngine.train_batch``. Whoever catches an error about a version or a
+meeting and trains on would otherwise take the next micro-batch for the last of a step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from hybridcomp.patches.ds.requirement import REQUIREMENT
+from hybridcomp.seams.patching import Seam
+
+STEP = Seam(REQUIREMENT, "deepspeed.runtime.engine", "DeepSpeedEngine.step", ("self", "lr_kwargs"))
+TRAIN_BATCH = Seam(
+    REQUIREMENT, "deepspeed.runtime.pipe.engine", "PipelineEngine.train_batch",
+    ("self", "data_iter"),
+)  # fmt: skip
+#: attribute of an engine inside these calls: the error to raise at their end
+LATE = "_hybridcomp_late"
+
+
+def at_the_end(engine: Any, work: Callable[[], object]) -> None:
+    """Do ``work`` inside a step of ``engine``; what it raises is raised at the end of the step."""
+    if LATE not in vars(engine):  # called by somebody else: nobody would raise it
+        work()
+        return
+    try:
+        work()
+    except BaseException as error:  # an interrupt would shift the accumulation as well
+        setattr(engine, LATE, vars(engine)[LATE] or error)
+
+
+def make_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Raise what ``at_the_end`` has kept, after ``original``."""
+
+    @functools.wraps(original)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        setattr(self, LATE, None)
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            error: BaseException | None = vars(self).pop(LATE, None)
+        if error is not None:
+            raise error
+        return result
+
+    return step
+
+
+PATCHES = ((STEP, make_step), (TRAIN_BATCH, make_step))
