@@ -37,7 +37,8 @@ def main() -> None:
     assert "neox/20B.yml" in said("hybridcomp", "configs")
     said("hybridcomp", "configs", "ds_zero1_recommended", "--to", ".")
     assert "blockint" in said("hybridcomp", "validate", "ds_zero1_recommended.json")
-    assert said(sys.executable, "-m", "hybridcomp.neox", "--path").strip().endswith("train_neox.py")
+    script = said(sys.executable, "-m", "hybridcomp.patches.neox", "--path")
+    assert script.strip().endswith("train_neox.py")
 
     import torch
 

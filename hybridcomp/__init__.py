@@ -99,12 +99,12 @@ def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = 
     another package (nothing stays half-patched), ConfigError on a config that cannot act, and where
     the DeepSpeed engine or Megatron's data-parallel wrapper that it is for was built before.
     """
-    from hybridcomp import arming
     from hybridcomp.job import environment, uncaught
     from hybridcomp.log import say_once
     from hybridcomp.patches import registry
     from hybridcomp.patches.common import early_engines
     from hybridcomp.patches.torch import auto_attach
+    from hybridcomp.seams import arming
     from hybridcomp.session import process
 
     uncaught.install()

@@ -11,11 +11,11 @@ import importlib
 from collections.abc import Callable
 from types import ModuleType
 
-from hybridcomp.arming import IN_PLACE, UNFIT, ArmedPatches
 from hybridcomp.dimensions import DIMENSIONS
 from hybridcomp.errors import SeamError
 from hybridcomp.patches.neox.checkout import is_neox
-from hybridcomp.patching import Patch, apply_all
+from hybridcomp.seams.arming import IN_PLACE, UNFIT, ArmedPatches
+from hybridcomp.seams.patching import Patch, apply_all
 from hybridcomp.session import engine_session
 
 #: upstream package -> patch modules, in the order of application

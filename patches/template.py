@@ -20,7 +20,7 @@ from hybridcomp.channels import AllReduce
 from hybridcomp.collectives import Handle
 from hybridcomp.patches.common.collective_wrappers import flat
 from hybridcomp.patches.common.routes import Layers
-from hybridcomp.patching import Seam
+from hybridcomp.seams.patching import Seam
 
 #: the symbol, the versions of the package that are known, and the parameters that it has in them
 AVERAGE = Seam(

@@ -44,9 +44,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from fuzzing import island_job, jobs  # noqa: E402
-from hybridcomp.commands import rendezvous  # noqa: E402
 from hybridcomp.sync.rendezvous import Rendezvous  # noqa: E402
 from hybridcomp.sync.store_line import StoreLine  # noqa: E402
+from hybridcomp.tools.commands import rendezvous  # noqa: E402
 
 NAMES = "abcdefgh"
 KINDS = ("kill", "away", "stop", "pause")

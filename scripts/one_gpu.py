@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run a distributed job over NCCL with all of its ranks on one GPU.
 
-    python scripts/one_gpu.py --ranks 2 -- -m hybridcomp.run scripts/train_gpt.py \\
+    python scripts/one_gpu.py --ranks 2 -- -m hybridcomp.run scripts/examples/train_gpt.py \\
         --deepspeed_config configs/ds_zero1.json
     python scripts/one_gpu.py --ranks 4 --per-node 2 -- my_job.py
 
@@ -75,7 +75,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     found = parser.parse_args(argv)
     found.command = found.command[1:] if found.command[:1] == ["--"] else found.command
     if not found.command:
-        parser.error("expected a command after --, such as -- scripts/train_gpt.py ...")
+        parser.error("expected a command after --, such as -- scripts/examples/train_gpt.py ...")
     if found.ranks < 1 or found.per_node < 1 or found.ranks % found.per_node:
         parser.error(
             f"--per-node: expected a number that divides --ranks {found.ranks}, "

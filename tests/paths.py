@@ -7,3 +7,4 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
 SCRIPTS = ROOT / "scripts"
+EXAMPLES = SCRIPTS / "examples"

@@ -19,7 +19,7 @@ OTHERS = (
     "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict",
     "deepspeed.runtime.superoffload.superoffload_stage3", "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.sequence.layer",
-    "hybridcomp.session.process", "hybridcomp.publishing", "hybridcomp.rules.ds_check",
+    "hybridcomp.session.process", "hybridcomp.publishing", "hybridcomp.patches.rules.ds_check",
     "hybridcomp.kernels._cpu", "hybridcomp.nn.context.attention",
 )  # fmt: skip
 PATCHES = [

@@ -29,8 +29,8 @@ from hybridcomp.dimensions import (
     listed,
 )
 from hybridcomp.errors import ConfigError
-from hybridcomp.rules import ds_check, engine, mcore
-from hybridcomp.rules.engine import Rule
+from hybridcomp.patches.rules import ds_check, engine, mcore
+from hybridcomp.patches.rules.engine import Rule
 from tests.paths import ROOT
 
 NAMES = frozenset(DIMENSIONS)
@@ -49,19 +49,19 @@ OWN_WORDS = {
     "channels/engine_channels.py": "the residuals of gradients",
     "channels/payoff.py": "what comparing steps takes, and the group of trials",
     "channels/host_pace.py": "the settings that offload alone has",
-    "commands/job_files.py": "what a DeepSpeed file shows of a job",
-    "commands/memory.py": "which messages a job of such a file sends",
+    "tools/commands/job_files.py": "what a DeepSpeed file shows of a job",
+    "tools/commands/memory.py": "which messages a job of such a file sends",
     "config/codec_settings.py": "which codecs one dimension alone may name",
     "config/presets.py": "what the paper calls model parallel",
-    "measure/channels.py": "what is timed, and how",
-    "measure/trainings.py": "what is timed, and how",
-    "plan/cost/job.py": "Megatron's dtype of gradients",
-    "plan/cost/memory.py": "what a device keeps of gradients, parameters and rings",
-    "plan/cost/work.py": "where DeepSpeed adds up gradients of offload",
-    "plan/layout.py": "the words in which a layout is told",
-    "plan/machines/rows.py": "what a cluster's file may hold",
-    "plan/meetings.py": "what stays inside of an island",
-    "plan/pays.py": "what DeepSpeed's stages send of gradients",
+    "tools/measure/channels.py": "what is timed, and how",
+    "tools/measure/trainings.py": "what is timed, and how",
+    "tools/plan/cost/job.py": "Megatron's dtype of gradients",
+    "tools/plan/cost/memory.py": "what a device keeps of gradients, parameters and rings",
+    "tools/plan/cost/work.py": "where DeepSpeed adds up gradients of offload",
+    "tools/plan/layout.py": "the words in which a layout is told",
+    "tools/plan/machines/rows.py": "what a cluster's file may hold",
+    "tools/plan/meetings.py": "what stays inside of an island",
+    "tools/plan/pays.py": "what DeepSpeed's stages send of gradients",
     "session/process.py": "what stands in the names of Megatron's parameters",
 }
 
@@ -185,7 +185,7 @@ def asks(path: Path) -> bool:
 def test_modules_read_the_rows() -> None:
     """Rules and seams know one upstream's traffic, by name; all others ask the row."""
     package = ROOT / "hybridcomp"
-    rooms = [room for room in package.iterdir() if room.name not in ("patches", "rules")]
+    rooms = [room for room in package.iterdir() if room.name != "patches"]
     files = [path for room in rooms for path in (room.rglob("*.py") if room.is_dir() else [room])]
     found = {str(path.relative_to(package)) for path in files if path.suffix == ".py" if asks(path)}
     assert found - {"dimensions.py"} <= set(OWN_WORDS), "read hybridcomp.dimensions.ROWS"

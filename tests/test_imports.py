@@ -105,9 +105,9 @@ NEEDS = {
     "hybridcomp.inference.vllm_trainer": "vllm",
     "hybridcomp.inference.vllm_worker": "vllm",
     "hybridcomp.kernels.build": "pybind11",  # brought by pip while it builds
-    "hybridcomp.trainers.hugging_face": "transformers",
-    "hybridcomp.trainers.lightning": "lightning",
-    "hybridcomp.trainers.torchtitan": "torchtitan",
+    "hybridcomp.patches.trainers.hugging_face": "transformers",
+    "hybridcomp.patches.trainers.lightning": "lightning",
+    "hybridcomp.patches.trainers.torchtitan": "torchtitan",
 }
 
 

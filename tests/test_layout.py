@@ -30,67 +30,49 @@ ALLOWED: dict[str, set[str]] = {
     "collectives": {"codecs", "errors", "job"},
     # a row for each dimension of parallelism
     "dimensions": set(),
-    "policy": {"codecs", "dimensions", "errors"},
-    "config": {"codecs", "dimensions", "errors", "foreign", "policy"},
-    "patching": {"errors"},
-    "arming": {"patching"},
-    "autotune": {"codecs", "collectives", "dimensions", "job", "policy"},
+    # the block: models, presets, and which codec a message takes
+    "config": {"codecs", "dimensions", "errors", "foreign"},
+    # replacing an upstream's functions, at once or when its module is imported
+    "seams": {"errors"},
+    # names of figures, which reports write and comparisons read
+    "metric_names": set(),
+    "autotune": {"codecs", "collectives", "config", "dimensions", "job"},
     "channels": {
         "autotune", "codecs", "collectives", "config", "dimensions", "errors", "job", "log",
-        "policy",
     },
     # what attaching to an engine means, and the session of a process that has none
     "session": {
         "channels", "codecs", "collectives", "config", "dimensions", "errors", "job", "log",
-        "policy",
+        "metric_names",
     },
-    # weights and updates of pipelines that do not wait
-    "pipelines": {"config", "errors"},
     # islands that train by themselves and meet: the arithmetic, groups, meetings, their state
     "sync": {"channels", "codecs", "collectives", "config", "errors", "job"},
     # versions of weights, from what an engine's adapter says of them to a receiver's mirror
     "publishing": {"codecs", "errors", "foreign", "job", "log"},
-    # what upstream does with traffic that no seam covers: tables, without an upstream
-    "rules": {"config", "dimensions", "errors", "policy"},
-    # all that knows an upstream: seams, facts, checkpoints; layers of our own are named beside them
-    "patches": {
-        "arming", "autotune", "channels", "codecs", "collectives", "config", "dimensions", "errors",
-        "job", "log", "nn", "patching", "pipelines", "policy", "publishing", "rules", "session",
-        "sync",
-    },
-    # adapters to inference engines; each module imports its own
-    "inference": {"errors", "foreign", "log", "patching", "publishing"},
-    # callbacks of the trainers that people use; each module imports its own
-    "trainers": {"", "config", "errors", "log", "patches", "session"},
-    # layers whose own traffic goes through the channels of a session, or natively without one
+    # layers and pipelines whose own traffic goes through the channels of a session, or natively
     "nn": {
         "channels", "codecs", "collectives", "config", "dimensions", "errors", "job", "log",
-        "plan",  # of which slices take an algorithm alone
-        "policy", "session",
+        "session",
     },
-    "compare": {"config", "errors", "foreign", "session"},  # of the session the names of metrics
-    "plan": {
-        "codecs", "collectives", "compare", "config", "dimensions", "errors", "foreign", "policy",
-        "rules",
+    # all that knows an upstream: seams, rules, checkpoints, callbacks of trainers
+    "patches": {
+        "autotune", "channels", "codecs", "collectives", "config", "dimensions", "errors",
+        "foreign", "job", "log", "metric_names", "nn", "publishing", "seams", "session", "sync",
+        "",  # callbacks and the start of GPT-NeoX call the public functions, as a script does
     },
-    "measure": {
-        "autotune", "channels", "codecs", "collectives", "config", "dimensions", "errors", "job",
-        "log", "patches", "plan", "policy",
-        "",  # its small trainings are those of a user: installed, then DeepSpeed's own
-    },
-    "neox": {"", "config", "errors", "patches", "rules"},
+    # adapters to inference engines; each module imports its own
+    "inference": {"errors", "foreign", "log", "publishing", "seams"},
     "run": {"", "job", "log"},
     "missing_run": {"config", "errors", "job", "log"},
     # hybridcomp/__init__.py: the public names, imported late
     "": {
-        "arming", "channels", "collectives", "config", "errors", "job", "log", "patches",
-        "publishing", "session", "sync",
+        "channels", "collectives", "config", "errors", "job", "log", "patches", "publishing",
+        "seams", "session", "sync",
     },
 }  # fmt: skip
-FREE = {"commands"}  # the command line may look into every room
+FREE = {"tools"}  # offline: it may look into every room, and no job imports it
 UPSTREAM = {"deepspeed", "megatron"}
-#: seams, what they know, and what starts GPT-NeoX from its checkout
-NAMES_UPSTREAM = {"patches", "neox"}
+NAMES_UPSTREAM = {"patches"}
 
 
 def room_of(path: Path) -> str:
@@ -143,8 +125,8 @@ def test_every_room_has_its_rule() -> None:
 
 def packages() -> list[Path]:
     """The ``__init__.py`` of every package below hybridcomp; patches/ is a link."""
-    found = [*PACKAGE.glob("*/__init__.py"), *PACKAGE.glob("*/*/__init__.py")]
-    return [path for path in found if "__pycache__" not in path.parts]
+    rooms = [path for path in PACKAGE.iterdir() if path.is_dir()]  # a glob does not enter a link
+    return [path for room in rooms for path in room.glob("**/__init__.py")]
 
 
 def test_packages_are_declared() -> None:
@@ -162,7 +144,7 @@ def test_top_level_is_as_agreed() -> None:
     allowed = {
         "pyproject.toml", "hybridcomp", "patches", "configs", "scripts", "tests", "README.md",
         "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in",
-        "docs",  # scripts/bench/results.py
+        "docs",  # scripts/benchmarks/results.py
     }  # fmt: skip
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
@@ -196,7 +178,7 @@ def test_import_needs_no_upstream() -> None:
         "import hybridcomp\n"
         "hybridcomp.install()\n"
         "hybridcomp.CompressionConfig\n"
-        "import hybridcomp.channels, hybridcomp.session.reporter, hybridcomp.commands.cli\n"
+        "import hybridcomp.channels, hybridcomp.session.reporter, hybridcomp.tools.commands.cli\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -214,11 +196,13 @@ def seam_modules() -> dict[str, Path]:
 #: folder of patches/ -> folders of other upstreams that it may ask
 ASKS: dict[str, set[str]] = {
     "common": set(),
-    "torch": {"common"},
-    "mcore": {"common"},
-    "neox": {"common"},
+    "rules": set(),
+    "torch": {"common", "rules"},
+    "mcore": {"common", "rules"},
+    "neox": {"common", "rules"},
     # DeepSpeed trains models whose groups Megatron or GPT-NeoX has made
-    "ds": {"common", "mcore", "neox"},
+    "ds": {"common", "mcore", "neox", "rules"},
+    "trainers": {"common", "ds", "torch"},
     "published": {"common", "ds", "mcore", "torch"},
     "registry": {"common", "ds", "mcore", "neox", "torch"},
     "template": {"common"},

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from hybridcomp.commands import cli
-from tests.compare.made import ROW, write_run
-from tests.plan.answer.made import plan
-from tests.plan.answer.test_command import CLUSTER, CONFIG
+from hybridcomp.tools.commands import cli
+from tests.tools.compare.made import ROW, write_run
+from tests.tools.plan.answer.made import plan
+from tests.tools.plan.answer.test_command import CLUSTER, CONFIG
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**400
 DEEP = "[" * 5000 + "]" * 5000
@@ -201,8 +201,8 @@ def planned(tmp_path: Path) -> list[str]:
 @pytest.fixture(autouse=True)
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures are drawn elsewhere; they would be most of the time here."""
-    from hybridcomp.compare import command
-    from hybridcomp.plan.answer import picture
+    from hybridcomp.tools.compare import command
+    from hybridcomp.tools.plan.answer import picture
 
     monkeypatch.setattr(picture, "draw", lambda *_: None)
     monkeypatch.setattr(command, "_picture", lambda *_: None)

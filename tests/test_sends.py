@@ -20,7 +20,7 @@ THROUGH = {"hybridcomp/collectives/wire/transport.py", "hybridcomp/job/small_mes
 #: the native side of what is measured, which must be torch's own
 MEASURED = {
     "hybridcomp/autotune/sum_trials.py", "hybridcomp/autotune/trials.py",
-    "hybridcomp/measure/channels.py", "hybridcomp/measure/links.py",
+    "hybridcomp/tools/measure/channels.py", "hybridcomp/tools/measure/links.py",
     "hybridcomp/nn/slices/timing.py",
 }  # fmt: skip
 #: weights for inference engines: counted in a row of their own

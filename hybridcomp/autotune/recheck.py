@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 
+from hybridcomp.config.policy import Dimension
 from hybridcomp.job import small_messages
-from hybridcomp.policy import Dimension
 
 #: uncounted steps before the first round
 REHEARSED = 2

@@ -15,7 +15,7 @@ import torch
 
 from hybridcomp.autotune import recheck
 from hybridcomp.autotune.recheck import Recheck
-from hybridcomp.policy import Dimension
+from hybridcomp.config.policy import Dimension
 
 #: a trial in which encoding took this many times as long as native needs no comparison of steps, in
 #: which encoding also takes the model's cores

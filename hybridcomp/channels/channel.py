@@ -34,9 +34,9 @@ from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.codecs.quantized_residual import Residual
 from hybridcomp.collectives import Group, Handle, Meter, ReduceScatterHandle
 from hybridcomp.collectives.wire import HOST, marks
+from hybridcomp.config.policy import Policy, Traffic
 from hybridcomp.dimensions import MEASURED_EARLY, ROWS, Dimension, Direction
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import Policy, Traffic
 
 R = TypeVar("R")
 T = TypeVar("T")

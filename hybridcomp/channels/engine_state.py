@@ -20,10 +20,10 @@ from hybridcomp.collectives.topology import Nodes
 from hybridcomp.collectives.wire import HOST, Clock
 from hybridcomp.collectives.wire.device_clock import SILENT
 from hybridcomp.config import BLOCK, CompressionConfig
+from hybridcomp.config.policy import Dimension, Direction, Policy
 from hybridcomp.config.rank_messages import RankMessages
 from hybridcomp.dimensions import MEASURED_EARLY
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import Dimension, Direction, Policy
 
 #: attribute that an attached engine, its optimizer and its parameters carry: its ``Channels``
 ATTRIBUTE = "_hybridcomp_channels"

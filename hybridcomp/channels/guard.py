@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from hybridcomp.codecs import LOSSLESS, Codec
+from hybridcomp.config.policy import Limits
 from hybridcomp.dimensions import DIMENSIONS, KEYS, ROWS, Dimension, Key
 from hybridcomp.job import saved, small_messages
-from hybridcomp.policy import Limits
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from hybridcomp.channels.host_landing import (
 from hybridcomp.channels.host_pace import Pace
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.wire import POOL, Meter
-from hybridcomp.policy import Direction
+from hybridcomp.config.policy import Direction
 
 #: of a copy, by which a codec is chosen: device and host
 ENDS = 2

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from hybridcomp.config import CompressionConfig
+from hybridcomp.config.policy import Policy
 from hybridcomp.dimensions import DIRECTIONS, Direction
 from hybridcomp.job import saved, small_messages
-from hybridcomp.policy import Policy
 
 #: directions that travel encoded in a kind of step
 Kind = tuple[Direction, ...]

@@ -36,7 +36,7 @@ from hybridcomp.collectives import (
     native_nbytes,
     owner_hops,
 )
-from hybridcomp.policy import Direction
+from hybridcomp.config.policy import Direction
 
 #: pieces that one rank encodes, and of these the ones whose sum it owns
 PartsOfRank = tuple[tuple[Piece, ...], tuple[Piece, ...]]

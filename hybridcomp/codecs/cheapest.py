@@ -21,7 +21,7 @@ LOSSLESS_BELOW: Mapping[torch.dtype, float] = {
 #: elements of a message below which the exchange of sizes costs more than radix saves over
 #: blockint: 1 bit a value, so 32 KiB, against at least 0.1 ms for one more small message on gloo
 #: over loopback; the two are equal at 2.6 Gbit/s. Not measured on a GPU, where the host waits for
-#: the sizes as well: ``scripts/bench/bench_gpu.py`` prints the value for one
+#: the sizes as well: ``scripts/benchmarks/bench_gpu.py`` prints the value for one
 SMALL_NUMEL = 1 << 18
 
 

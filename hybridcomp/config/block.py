@@ -32,6 +32,7 @@ from hybridcomp.config.hierarchy_level import (
     widths_of,
 )
 from hybridcomp.config.ledger import LedgerConfig
+from hybridcomp.config.policy import Limits, Policy, Rung
 from hybridcomp.config.presets import MEASURING, NATIVE, merged
 from hybridcomp.config.publish import PublishConfig
 from hybridcomp.dimensions import (
@@ -43,7 +44,6 @@ from hybridcomp.dimensions import (
     Direction,
     listed,
 )
-from hybridcomp.policy import Limits, Policy, Rung
 
 #: the key of the block in a ds_config.json
 BLOCK = "compression"

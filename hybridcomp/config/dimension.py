@@ -15,9 +15,9 @@ from hybridcomp.config.codec_settings import (
     build_codec,
 )
 from hybridcomp.config.error_messages import problem
+from hybridcomp.config.policy import Limits, Rung
 from hybridcomp.config.ramp import RampConfig, movable, moving, rungs
 from hybridcomp.dimensions import DIRECTIONS, MEASURED, MEASURED_EARLY, ROWS, Direction, listed
-from hybridcomp.policy import Limits, Rung
 
 #: dimensions that may keep residuals
 FED_BACK = tuple(name for name, row in ROWS.items() if row.keeps_residuals)

@@ -21,8 +21,8 @@ from hybridcomp.config.codec_settings import (
 )
 from hybridcomp.config.dimension import MeasuredConfig
 from hybridcomp.config.error_messages import problem
+from hybridcomp.config.policy import Limits
 from hybridcomp.dimensions import Direction
-from hybridcomp.policy import Limits
 
 #: settings of codecs that reduce gradients themselves instead of encoding messages
 _REDUCTIONS = settings_of(gradients_only=True)

@@ -15,6 +15,7 @@ import torch
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.quantized_residual import BITS
 from hybridcomp.config.block import CompressionConfig
+from hybridcomp.config.policy import Direction, Traffic
 from hybridcomp.config.rank_messages import (
     FP32,
     RankMessages,
@@ -24,7 +25,6 @@ from hybridcomp.config.rank_messages import (
     staged_nbytes,
 )
 from hybridcomp.dimensions import ROWS, Dimension
-from hybridcomp.policy import Direction, Traffic
 
 #: bytes of a value that is published
 PUBLISHED = 2

@@ -13,7 +13,7 @@ from hybridcomp.codecs.registry import CODECS
 from hybridcomp.codecs.setting import Setting
 from hybridcomp.config.codec_settings import Strict
 from hybridcomp.config.error_messages import problem
-from hybridcomp.policy import Rung
+from hybridcomp.config.policy import Rung
 
 #: most values of a ramp before its end, so that ranks and readers see few codecs
 RUNGS = 8

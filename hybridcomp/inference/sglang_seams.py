@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybridcomp.inference.upstream import SGLANG
-from hybridcomp.patching import Seam
+from hybridcomp.seams.patching import Seam
 
 ENGINE = "sglang.srt.entrypoints.engine"
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"

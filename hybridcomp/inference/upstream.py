@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-from hybridcomp.patching import Patch, Seam
+from hybridcomp.seams.patching import Patch, Seam
 
 #: the versions of which the signatures are; others are refused
 VLLM = "vllm >= 0.33, < 0.34"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybridcomp.inference.upstream import VERL
-from hybridcomp.patching import Seam
+from hybridcomp.seams.patching import Seam
 
 BASE = "verl.checkpoint_engine.base"
 

@@ -11,7 +11,7 @@ import importlib
 from hybridcomp.errors import SeamError
 from hybridcomp.inference.upstream import VLLM, check
 from hybridcomp.log import complain
-from hybridcomp.patching import Seam
+from hybridcomp.seams.patching import Seam
 
 #: the backend in ``--weight-transfer-config`` and in the trainer's factory
 BACKEND = "hybridcomp"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybridcomp.inference.upstream import VLLM
-from hybridcomp.patching import Seam
+from hybridcomp.seams.patching import Seam
 
 BASE = "vllm.distributed.weight_transfer.base"
 LOADER = "vllm.model_executor.model_loader"

@@ -20,9 +20,7 @@ from hybridcomp.config import CompressionConfig, LedgerConfig
 from hybridcomp.dimensions import ONE_WAY
 from hybridcomp.job import small_messages
 from hybridcomp.log import say
-from hybridcomp.session.closing import Account, close_at_the_end, open_account
-from hybridcomp.session.followers import StepFollower
-from hybridcomp.session.metric_names import (
+from hybridcomp.metric_names import (
     CONFIG_BLOCK,
     CONFIG_CODECS,
     FIGURES,
@@ -32,6 +30,8 @@ from hybridcomp.session.metric_names import (
     TOTALS,
     event_name,
 )
+from hybridcomp.session.closing import Account, close_at_the_end, open_account
+from hybridcomp.session.followers import StepFollower
 
 #: name and figure, in the form of DeepSpeed's monitors
 Event = tuple[str, float]

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from hybridcomp.session.metric_names import PREFIX, STEP
+from hybridcomp.metric_names import PREFIX, STEP
 
 #: figures that add up over reports; of others the last counts
 SUMS = frozenset({"raw_MB", "wire_MB", "codec_ms", "wait_ms"})

@@ -31,11 +31,11 @@ from hybridcomp.channels import Channel
 from hybridcomp.config.async_pipeline import AsyncPipelineConfig
 from hybridcomp.dimensions import DIRECTIONS, Direction
 from hybridcomp.log import say
+from hybridcomp.nn.async_pipeline import PassOrder, WeightVersions, make_correction
 from hybridcomp.patches.ds.async_rules import check, check_micro_batches, is_adam
 from hybridcomp.patches.ds.posted_messages import PostedMessages
 from hybridcomp.patches.ds.read_ahead import ReadAhead
 from hybridcomp.patches.ds.stage_grid import StageGrid, replaced
-from hybridcomp.pipelines import PassOrder, WeightVersions, make_correction
 
 Instructions = list[schedule.PipeInstruction]
 

@@ -7,7 +7,7 @@ from typing import Any
 from hybridcomp.config.async_pipeline import AsyncPipelineConfig
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
-from hybridcomp.rules.ds_pipeline import KEY, check_precision
+from hybridcomp.patches.rules.ds_pipeline import KEY, check_precision
 
 
 def check(engine: Any, settings: AsyncPipelineConfig) -> None:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridcomp.arming import IN_PLACE
 from hybridcomp.channels import ATTRIBUTE, Channels
 from hybridcomp.collectives.topology import machines, ranks_of
 from hybridcomp.config import BLOCK, CompressionConfig, LedgerConfig, describe, load_config
+from hybridcomp.config.policy import Dimension
 from hybridcomp.job.devices import device_name
 from hybridcomp.patches.common import early_engines, island_steps, publishing_steps
 from hybridcomp.patches.ds import (
@@ -34,10 +34,10 @@ from hybridcomp.patches.ds import (
 from hybridcomp.patches.ds.job_facts import Z0_SCALER, loss_scale
 from hybridcomp.patches.ds.pipe import PIPE, Pipe, close
 from hybridcomp.patches.ds.requirement import REQUIREMENT
-from hybridcomp.patching import Seam
-from hybridcomp.policy import Dimension
-from hybridcomp.rules import ds_check, neox
-from hybridcomp.rules.planned import hold_to_machines, hold_to_plan
+from hybridcomp.patches.rules import ds_check, neox
+from hybridcomp.patches.rules.planned import hold_to_machines, hold_to_plan
+from hybridcomp.seams.arming import IN_PLACE
+from hybridcomp.seams.patching import Seam
 from hybridcomp.session import process, wandb_run
 from hybridcomp.session.agreement import agree_on
 from hybridcomp.session.engine_session import ATTRIBUTE as SESSION

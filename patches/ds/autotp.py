@@ -36,7 +36,7 @@ from hybridcomp.patches.ds.layer_scope import (
     whose,
 )
 from hybridcomp.patches.ds.requirement import REQUIREMENT
-from hybridcomp.patching import Seam
+from hybridcomp.seams.patching import Seam
 
 LAYERS = "deepspeed.module_inject.layers"
 

@@ -20,7 +20,7 @@ from hybridcomp.patches.ds import exact_weights, island_unit
 from hybridcomp.patches.ds.job_facts import loss_scale
 from hybridcomp.patches.ds.pipe import drain
 from hybridcomp.patches.ds.requirement import REQUIREMENT
-from hybridcomp.patching import Seam
+from hybridcomp.seams.patching import Seam
 from hybridcomp.session import saved_session
 from hybridcomp.session.engine_session import session_of
 

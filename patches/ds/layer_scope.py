@@ -15,12 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridcomp.channels import ATTRIBUTE, Channels
+from hybridcomp.config.policy import Dimension
 from hybridcomp.errors import ConfigError
 from hybridcomp.log import say_once
 from hybridcomp.patches.common.routes import OWNER, SENDER, Layers, Sender
 from hybridcomp.patches.common.scope import Scope
-from hybridcomp.patching import has_module
-from hybridcomp.policy import Dimension
+from hybridcomp.seams.patching import has_module
 from hybridcomp.session import process
 
 #: classes whose objects are tagged with the channels of their engine

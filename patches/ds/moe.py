@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from hybridcomp.channels import ATTRIBUTE, AllToAll, Channel, Channels, channels_of
+from hybridcomp.config.policy import Direction
 from hybridcomp.errors import ConfigError
 from hybridcomp.log import say
 from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.ds.requirement import REQUIREMENT
-from hybridcomp.patching import Seam, has_module, since
-from hybridcomp.policy import Direction
+from hybridcomp.seams.patching import Seam, has_module, since
 
 NATIVE_MOE = "deepspeed.moe.sharded_moe"
 AUTO_EP = "deepspeed.module_inject.auto_ep_layer"

@@ -45,7 +45,7 @@ from hybridcomp.patches.ds.offload_sums import (
     upload,
 )
 from hybridcomp.patches.ds.requirement import REQUIREMENT
-from hybridcomp.patching import Seam
+from hybridcomp.seams.patching import Seam
 
 MODULE = "deepspeed.runtime.zero.stage_1_and_2"
 CLASS = "DeepSpeedZeroOptimizer"

@@ -41,7 +41,7 @@ from hybridcomp.patches.ds.offload_sums import (
 )
 from hybridcomp.patches.ds.partitions import filled
 from hybridcomp.patches.ds.requirement import REQUIREMENT
-from hybridcomp.patching import Seam
+from hybridcomp.seams.patching import Seam
 
 MODULE = "deepspeed.runtime.zero.stage3"
 CLASS = "DeepSpeedZeroOptimizer_Stage3"

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from hybridcomp.channels import Channels, channels_of
 from hybridcomp.log import say
 from hybridcomp.patches.ds.offload_accumulation import forget, sums_of
-from hybridcomp.patching import has_module
+from hybridcomp.seams.patching import has_module
 
 
 def has(module: str, name: str, method: str) -> bool:

@@ -38,7 +38,7 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.ds.partitions import filled
 from hybridcomp.patches.ds.requirement import REQUIREMENT
-from hybridcomp.patching import Seam
+from hybridcomp.seams.patching import Seam
 
 DP_GROUPS = Seam(
     REQUIREMENT,

@@ -15,10 +15,10 @@ import torch
 
 from hybridcomp.channels import Channel
 from hybridcomp.collectives import finish_sends
+from hybridcomp.config.policy import Direction
 from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.ds.pipeline_agreement import Agreed, Agreement, Neighbour
 from hybridcomp.patches.ds.posted_messages import PostedMessages
-from hybridcomp.policy import Direction
 
 if TYPE_CHECKING:
     from hybridcomp.patches.ds.async_pipeline import AsyncPipeline

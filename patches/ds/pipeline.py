@@ -38,8 +38,8 @@ from hybridcomp.patches.ds.pipeline_agreement import Agreed, set_marks, take_mar
 from hybridcomp.patches.ds.pipeline_values import carries_values
 from hybridcomp.patches.ds.posted_messages import PostedForm
 from hybridcomp.patches.ds.requirement import REQUIREMENT
-from hybridcomp.patching import Seam
-from hybridcomp.rules.ds_pipeline import no_schedule
+from hybridcomp.patches.rules.ds_pipeline import no_schedule
+from hybridcomp.seams.patching import Seam
 
 ENGINE = "deepspeed.runtime.pipe.engine"
 P2P = "deepspeed.runtime.pipe.p2p"

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from hybridcomp.channels import AllGather, channels_of
 from hybridcomp.collectives import Handle
+from hybridcomp.config.policy import Direction
 from hybridcomp.patches.ds.pipe import running
 from hybridcomp.patches.ds.requirement import REQUIREMENT
-from hybridcomp.patching import Seam
-from hybridcomp.policy import Direction
+from hybridcomp.seams.patching import Seam
 
 FULL = Seam(REQUIREMENT, "deepspeed.runtime.utils", "PartitionedTensor.full", ("self", "device"))
 

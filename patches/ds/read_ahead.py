@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
-from hybridcomp.rules.ds_pipeline import KEY
+from hybridcomp.patches.rules.ds_pipeline import KEY
 
 
 class ReadAhead:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from hybridcomp.channels.ledger_file import JsonLines, make_together
 from hybridcomp.job import environment, small_messages
-from hybridcomp.session.metric_names import LOSS, SPEED, TOKENS
+from hybridcomp.metric_names import LOSS, SPEED, TOKENS
 
 #: environment variable with the path of the file, relative to rank 0's working directory
 ENVIRONMENT = environment.RECORD

@@ -30,7 +30,7 @@ from hybridcomp.channels import NAME, Channel, Channels, channels_of
 from hybridcomp.channels.pieces import Piece
 from hybridcomp.patches.common.collective_wrappers import AllReduceInPlace
 from hybridcomp.patches.ds.requirement import REQUIREMENT
-from hybridcomp.patching import Seam, has_module
+from hybridcomp.seams.patching import Seam, has_module
 
 PIPELINE = Seam(
     REQUIREMENT, "deepspeed.runtime.pipe.engine", "PipelineEngine._INSTRUCTION_MAP", None

@@ -25,6 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from hybridcomp.channels import Channels
+from hybridcomp.config.policy import Direction
 from hybridcomp.patches.common.collective_wrappers import make_all_to_all_single
 from hybridcomp.patches.common.routes import SENDER, Sender, make_backward, make_stand_in
 from hybridcomp.patches.ds.layer_scope import (
@@ -36,8 +37,7 @@ from hybridcomp.patches.ds.layer_scope import (
     upstream_has,
 )
 from hybridcomp.patches.ds.requirement import REQUIREMENT
-from hybridcomp.patching import Seam
-from hybridcomp.policy import Direction
+from hybridcomp.seams.patching import Seam
 
 LAYER = "deepspeed.sequence.layer"
 ALST = "deepspeed.runtime.sequence_parallel.ulysses_sp"

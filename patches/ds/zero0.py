@@ -25,7 +25,7 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle
 from hybridcomp.errors import SeamError
 from hybridcomp.patches.ds.requirement import REQUIREMENT
-from hybridcomp.patching import Seam
+from hybridcomp.seams.patching import Seam
 
 ALLREDUCE_BUCKET = Seam(
     requirement=REQUIREMENT,

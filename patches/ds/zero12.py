@@ -29,7 +29,7 @@ from hybridcomp.channels.pieces import Piece, cut
 from hybridcomp.codecs.base import Codec
 from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.ds.requirement import REQUIREMENT
-from hybridcomp.patching import Seam
+from hybridcomp.seams.patching import Seam
 
 MODULE = "deepspeed.runtime.zero.stage_1_and_2"
 CLASS = "DeepSpeedZeroOptimizer"

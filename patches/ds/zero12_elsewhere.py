@@ -19,7 +19,7 @@ from hybridcomp.channels import AllReduce, channels_of
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.patches.ds.zero12 import CLASS, DECLINED, MODULE
-from hybridcomp.patching import Seam
+from hybridcomp.seams.patching import Seam
 
 ALLREDUCE_BUCKET = Seam(
     REQUIREMENT,

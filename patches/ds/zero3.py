@@ -30,7 +30,7 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import ReduceScatterHandle, Shards
 from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.ds.requirement import REQUIREMENT
-from hybridcomp.patching import Seam
+from hybridcomp.seams.patching import Seam
 
 MODULE = "deepspeed.runtime.zero.stage3"
 

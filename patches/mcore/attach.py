@@ -20,8 +20,8 @@ from hybridcomp.collectives.topology import machines
 from hybridcomp.job.devices import device_name
 from hybridcomp.patches.mcore import groups, islands
 from hybridcomp.patches.mcore.requirement import REQUIREMENT
-from hybridcomp.patching import Seam
-from hybridcomp.rules.planned import hold_to_machines, hold_to_plan
+from hybridcomp.patches.rules.planned import hold_to_machines, hold_to_plan
+from hybridcomp.seams.patching import Seam
 from hybridcomp.session import process
 
 process.GROUP_SIZES["megatron.core"] = groups.sizes

@@ -12,15 +12,15 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hybridcomp.arming import missing
 from hybridcomp.config import CompressionConfig
 from hybridcomp.log import say_once
 from hybridcomp.patches.common import early_engines
 from hybridcomp.patches.mcore.groups import sizes
 from hybridcomp.patches.mcore.requirement import REQUIREMENT
-from hybridcomp.patching import Seam
-from hybridcomp.rules import engine, mcore
-from hybridcomp.rules.engine import hold
+from hybridcomp.patches.rules import engine, mcore
+from hybridcomp.patches.rules.engine import hold
+from hybridcomp.seams.arming import missing
+from hybridcomp.seams.patching import Seam
 from hybridcomp.session.process import current
 
 BASE = Seam(

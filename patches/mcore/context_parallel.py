@@ -26,7 +26,7 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.nn import ring_attention
 from hybridcomp.patches.mcore.requirement import REQUIREMENT
-from hybridcomp.patching import Seam
+from hybridcomp.seams.patching import Seam
 from hybridcomp.session.process import current
 
 MODULE = "megatron.core.transformer.dot_product_attention"

@@ -31,7 +31,7 @@ from hybridcomp.patches.mcore import check, islands, step_messages, weights
 from hybridcomp.patches.mcore.ddp_batch import BucketBatch, CollectedCall
 from hybridcomp.patches.mcore.groups import coordinates, sizes
 from hybridcomp.patches.mcore.requirement import REQUIREMENT
-from hybridcomp.patching import Seam
+from hybridcomp.seams.patching import Seam
 from hybridcomp.session import process
 from hybridcomp.session.process import current
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from hybridcomp.patches.common.routes import Layers, make_backward
 from hybridcomp.patches.mcore.groups import dimension_of
 from hybridcomp.patches.mcore.requirement import REQUIREMENT
-from hybridcomp.patching import Seam
+from hybridcomp.seams.patching import Seam
 
 BACKWARD = Seam(
     requirement=REQUIREMENT,

@@ -35,12 +35,12 @@ from torch import Tensor
 from hybridcomp.channels import Posted
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import Shown
+from hybridcomp.config.policy import Direction
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.mcore.pipeline_message import post
 from hybridcomp.patches.mcore.requirement import REQUIREMENT
-from hybridcomp.patching import Seam
-from hybridcomp.policy import Direction
+from hybridcomp.seams.patching import Seam
 from hybridcomp.session.process import current
 
 MODULE = "megatron.core.pipeline_parallel.p2p_communication"

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import Channels, Posted, PostReceive, PostSend
+from hybridcomp.config.policy import Direction
 from hybridcomp.log import say_once
 from hybridcomp.patches.common.collective_wrappers import flat
-from hybridcomp.policy import Direction
 
 
 def post(

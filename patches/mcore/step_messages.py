@@ -7,7 +7,7 @@ from typing import Any
 from hybridcomp.channels import StepTraffic
 from hybridcomp.channels.memory_use import note
 from hybridcomp.config.memory import memory_lines
-from hybridcomp.policy import Dimension
+from hybridcomp.config.policy import Dimension
 from hybridcomp.session.engine_session import EngineSession
 
 

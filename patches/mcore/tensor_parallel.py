@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from hybridcomp.config.policy import Dimension, Direction
 from hybridcomp.patches.common.collective_wrappers import (
     make_all_gather_into_tensor,
     make_all_reduce,
@@ -30,8 +31,7 @@ from hybridcomp.patches.common.routes import Layers, make_backward, make_torch, 
 from hybridcomp.patches.mcore.experts import TOKENS
 from hybridcomp.patches.mcore.groups import dimension_of
 from hybridcomp.patches.mcore.requirement import REQUIREMENT
-from hybridcomp.patching import Seam
-from hybridcomp.policy import Dimension, Direction
+from hybridcomp.seams.patching import Seam
 
 MAPPINGS = "megatron.core.tensor_parallel.mappings"
 LAYERS = "megatron.core.tensor_parallel.layers"

@@ -27,6 +27,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hybridcomp.channels import native_nbytes
+from hybridcomp.config.policy import Dimension, Direction
 from hybridcomp.errors import SeamError
 from hybridcomp.patches.common.collective_wrappers import (
     Collective,
@@ -39,8 +40,7 @@ from hybridcomp.patches.common.routes import Layers, make_torch, torch_seam
 from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.mcore.groups import dimension_of
 from hybridcomp.patches.mcore.requirement import TRANSFORMER_ENGINE as REQUIREMENT
-from hybridcomp.patching import Seam
-from hybridcomp.policy import Dimension, Direction
+from hybridcomp.seams.patching import Seam
 
 PACKAGE = "transformer_engine.pytorch"
 DISTRIBUTED = f"{PACKAGE}.distributed"

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridcomp.patches.neox.checkout import REQUIREMENT, source
-from hybridcomp.patching import Seam
+from hybridcomp.seams.patching import Seam
 from hybridcomp.session.engine_session import session_of
 from hybridcomp.session.reporter import Event
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from hybridcomp.config.policy import Dimension
 from hybridcomp.patches.common.collective_wrappers import (
     make_all_gather_into_tensor,
     make_all_reduce,
@@ -27,8 +28,7 @@ from hybridcomp.patches.common.collective_wrappers import (
 from hybridcomp.patches.common.list_wrappers import make_all_gather_list, make_reduce_scatter_list
 from hybridcomp.patches.common.routes import Layers, make_backward, make_torch, torch_seam
 from hybridcomp.patches.neox.checkout import MAPPINGS, REQUIREMENT, source
-from hybridcomp.patching import Seam
-from hybridcomp.policy import Dimension
+from hybridcomp.seams.patching import Seam
 
 #: autograd functions whose backward pass communicates
 FUNCTIONS = (

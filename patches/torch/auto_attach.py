@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from hybridcomp.arming import ArmedPatches
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError, SeamError
 from hybridcomp.log import say_once
 from hybridcomp.patches.torch import steps, torch_versions
 from hybridcomp.patches.torch.attach import ATTRIBUTE, attach, detached, is_served, look_again
-from hybridcomp.patching import Patch, Seam, apply_all
+from hybridcomp.seams.arming import ArmedPatches
+from hybridcomp.seams.patching import Patch, Seam, apply_all
 from hybridcomp.session import process
 
 

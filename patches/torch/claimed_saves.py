@@ -16,7 +16,7 @@ from typing import Any
 
 from hybridcomp.patches.torch import torch_versions
 from hybridcomp.patches.torch.stateful import WithState
-from hybridcomp.patching import Patch, Seam, apply_all, revert_all
+from hybridcomp.seams.patching import Patch, Seam, apply_all, revert_all
 from hybridcomp.sync import JobMeetings
 
 PREPARE = Seam(

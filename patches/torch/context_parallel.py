@@ -17,11 +17,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hybridcomp.config.policy import Direction
 from hybridcomp.nn.context.rotation import Rotater
 from hybridcomp.nn.context.traffic import RingTraffic
 from hybridcomp.patches.torch import torch_versions
-from hybridcomp.patching import Seam
-from hybridcomp.policy import Direction
+from hybridcomp.seams.patching import Seam
 from hybridcomp.session.process import current
 
 CREATE = Seam(

@@ -18,13 +18,13 @@ from hybridcomp.channels.memory_use import note_tables
 from hybridcomp.channels.resharing import Sends
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.collectives.topology import ranks_of
+from hybridcomp.config.policy import Dimension
 from hybridcomp.patches.torch import ddp_slot, rules, steps, torch_versions
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.ddp_layout import chunk_of
 from hybridcomp.patches.torch.ddp_reducer import Reducer, real_numel
 from hybridcomp.patches.torch.identity import identity_of
 from hybridcomp.patches.torch.session import Source, agree_on, read, session_of
-from hybridcomp.policy import Dimension
 
 REQUIREMENT = torch_versions.DDP
 COVERS = ("dp", "sync")

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hybridcomp.autotune.trials import StepTraffic
 from hybridcomp.config.error_messages import Shown
+from hybridcomp.config.policy import Dimension
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.torch import fsdp2_comms, fsdp2_gradients, fsdp2_rules, rules, steps
 from hybridcomp.patches.torch import torch_versions as windows
@@ -30,7 +31,6 @@ from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.fsdp2_members import Members, names_of
 from hybridcomp.patches.torch.identity import identity_of
 from hybridcomp.patches.torch.session import Source, agree_on, read, session_of
-from hybridcomp.policy import Dimension
 from hybridcomp.session.engine_session import EngineSession
 
 REQUIREMENT = windows.FSDP2

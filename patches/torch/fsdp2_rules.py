@@ -13,10 +13,10 @@ from hybridcomp import dimensions
 from hybridcomp.collectives.topology import Ranks
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.errors import ConfigError
+from hybridcomp.patches.rules import engine
+from hybridcomp.patches.rules.engine import Rule, lossy
 from hybridcomp.patches.torch.fsdp2_kept import keeps
 from hybridcomp.patches.torch.rules import elsewhere, has_ring
-from hybridcomp.rules import engine
-from hybridcomp.rules.engine import Rule, lossy
 
 #: classes of comms that ``fill`` may replace; they still send the messages that stay native
 OWN_COMMS = (

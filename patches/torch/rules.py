@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from hybridcomp import dimensions
 from hybridcomp.config import CompressionConfig
 from hybridcomp.dimensions import Dimension
+from hybridcomp.patches.rules import engine
+from hybridcomp.patches.rules.engine import Rule
 from hybridcomp.patches.torch.session import say
-from hybridcomp.rules import engine
-from hybridcomp.rules.engine import Rule
 
 
 def elsewhere(name: str, has_ring: Callable[[Any], bool]) -> tuple[Rule[Any], ...]:

@@ -19,14 +19,14 @@ from hybridcomp.channels import Channels
 from hybridcomp.collectives.topology import Ranks, machines
 from hybridcomp.config import BLOCK, CompressionConfig, describe
 from hybridcomp.config.error_messages import NOTHING
+from hybridcomp.config.policy import Dimension
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import peer_liveness
 from hybridcomp.job.agreement import agree, versions
 from hybridcomp.job.devices import device_name
 from hybridcomp.log import say_once
 from hybridcomp.patches.common import island_steps
-from hybridcomp.policy import Dimension
-from hybridcomp.rules.planned import hold_to_machines, hold_to_plan
+from hybridcomp.patches.rules.planned import hold_to_machines, hold_to_plan
 from hybridcomp.session import process
 from hybridcomp.session.engine_session import EngineSession
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from hybridcomp.patches.torch import torch_versions
 from hybridcomp.patches.torch.attached import Attached
-from hybridcomp.patching import Patch, Seam, apply_all, revert_all
+from hybridcomp.seams.patching import Patch, Seam, apply_all, revert_all
 
 MODULE = "torch.amp.grad_scaler"
 FITS = torch_versions.checked("GradScaler", torch_versions.DDP)

@@ -23,7 +23,7 @@ from packaging.version import Version
 
 from hybridcomp.errors import SeamError
 from hybridcomp.log import say_once
-from hybridcomp.patching import since
+from hybridcomp.seams.patching import since
 
 #: the newest minor that the tests of engines and nn have run on
 NEWEST = "2.15"

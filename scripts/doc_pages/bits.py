@@ -86,7 +86,7 @@ class Job:
     recommended: tuple[Message, ...]
     #: micro-batches for which it sends once
     accumulated: int = 1
-    #: whether scripts/bench/count_bytes.py counts it; else it is computed only
+    #: whether scripts/benchmarks/count_bytes.py counts it; else it is computed only
     counted: bool = True
     #: whether the table has it
     told: bool = True

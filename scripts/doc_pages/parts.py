@@ -10,8 +10,8 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.config.presets import PRESETS
 from hybridcomp.dimensions import IN_PRESETS, ROWS, Dimension, listed
 from hybridcomp.patches import registry
-from hybridcomp.rules import ds_check, mcore, neox
-from hybridcomp.rules.engine import Rule
+from hybridcomp.patches.rules import ds_check, mcore, neox
+from hybridcomp.patches.rules.engine import Rule
 
 #: verdict -> what it means for the user
 VERDICTS = {

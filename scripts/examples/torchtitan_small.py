@@ -2,7 +2,7 @@
 
 HYBRIDCOMP_CONFIG=scripts/examples/fsdp2.json torchrun --nproc-per-node 2 -m hybridcomp.run \\
     scripts/examples/train_torchtitan.py --module torchtitan_small --config small \\
-    --override.imports hybridcomp.trainers.torchtitan.ledger_metrics
+    --override.imports hybridcomp.patches.trainers.torchtitan.ledger_metrics
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hybridcomp
-from hybridcomp.trainers.figures import take
+from hybridcomp.patches.trainers.figures import take
 
 
 class Block(nn.Module):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from hybridcomp.trainers.lightning import LedgerCallback
+from hybridcomp.patches.trainers.lightning import LedgerCallback
 
 ZERO = Path(__file__).with_name("lightning_zero.json")
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from hybridcomp.trainers.hugging_face import HybridcompCallback
+from hybridcomp.patches.trainers.hugging_face import HybridcompCallback
 
 NUMBERS = [str(number) for number in range(100)]
 

@@ -16,7 +16,7 @@ import torch
 from on_cpu import accelerate_on_cpu, deepspeed_on_cpu
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from hybridcomp.trainers.hugging_face import HybridcompCallback
+from hybridcomp.patches.trainers.hugging_face import HybridcompCallback
 
 
 def samples(count: int, vocabulary: int, length: int) -> list[dict[str, torch.Tensor]]:

@@ -21,7 +21,7 @@ from hybridcomp.channels import (
 from hybridcomp.channels.pieces import Piece
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle
-from hybridcomp.policy import Direction
+from hybridcomp.config.policy import Direction
 
 
 @dataclass(eq=False, kw_only=True)

@@ -10,8 +10,8 @@ import torch
 
 from hybridcomp.channels.guard import Guard, are_trips
 from hybridcomp.config import CompressionConfig, describe
+from hybridcomp.config.policy import Limits
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import Limits
 
 BLOCKINT = {"codec": "blockint", "bits": 4}
 

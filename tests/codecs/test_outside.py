@@ -170,8 +170,8 @@ def test_its_own_checks_pass(toy: Path) -> None:
 
 def test_commands_know_it(toy: Path) -> None:
     (toy / "block.json").write_text(json.dumps({"compression": {"dp": SETTINGS}}))
-    valid = run(toy, "-m", "hybridcomp.commands.cli", "validate", "block.json")
-    schema = json.loads(output(run(toy, "-m", "hybridcomp.commands.cli", "schema")))["$defs"]
+    valid = run(toy, "-m", "hybridcomp.tools.commands.cli", "validate", "block.json")
+    schema = json.loads(output(run(toy, "-m", "hybridcomp.tools.commands.cli", "schema")))["$defs"]
     assert "dp            toy(keep=3)" in output(valid)
     keep = schema["GradientConfig"]["properties"]["keep"]
     assert keep["description"] == "toy: bytes of a value that are sent, 2 (default) or 3."

@@ -11,8 +11,8 @@ import torch
 
 from hybridcomp.codecs import BlockInt, Zfp, make_codec
 from hybridcomp.config import PRESETS, describe, load_config, notes
+from hybridcomp.config.policy import Traffic
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import Traffic
 from tests.config.common import parse
 
 BLOCKINT = {"codec": "blockint", "bits": 8}

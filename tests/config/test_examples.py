@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridcomp.commands.cli import main
 from hybridcomp.config import examples, load_config
+from hybridcomp.tools.commands.cli import main
 from tests.paths import CONFIGS
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from hybridcomp.config import describe
+from hybridcomp.config.policy import Traffic
 from hybridcomp.dimensions import DIRECTIONS
-from hybridcomp.policy import Traffic
 from tests.config.common import parse
 
 

@@ -30,7 +30,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_the_seam_is_in_the_support_matrix(printed: dict[str, str]) -> None:
-    matrix = printed["python -m hybridcomp.commands.cli seams"]
+    matrix = printed["python -m hybridcomp.tools.commands.cli seams"]
     row = "| `dp` | Gradients that toytrain averages over its ranks | `toytrain >= 1.0, < 2.0` |"
     assert row in matrix.splitlines()
 

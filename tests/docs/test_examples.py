@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from hybridcomp.commands import cli
 from hybridcomp.config import BLOCK, CompressionConfig, load_config
 from hybridcomp.job import environment
-from hybridcomp.plan.machines import cluster_file
-from hybridcomp.rules import ds_check as check
+from hybridcomp.patches.rules import ds_check as check
+from hybridcomp.tools.commands import cli
+from hybridcomp.tools.plan.machines import cluster_file
 from tests.docs.pages import Fence, commands, fences, prose_of
 from tests.paths import ROOT
 
@@ -139,11 +139,11 @@ def test_launcher_lines_name_the_module() -> None:
         if re.match(r"(deepspeed(?! =)|torchrun|srun torchrun|accelerate launch) ", line):
             kept = "hybridcomp.run" in line or "compare --launch" in fence.body
             kept |= (
-                re.search(r"(-m|--module) hybridcomp.measure", line) is not None
+                re.search(r"(-m|--module) hybridcomp.tools.measure", line) is not None
             )  # compresses no training
             kept |= "scripts/examples/" in line and "--block" in line  # attached by the script
             kept |= "scripts/examples/rollouts_" in line  # publishes, and compresses nothing
-            kept |= "scripts/bench/" in line  # measures layers that encode by themselves
+            kept |= "scripts/benchmarks/" in line  # measures layers that encode by themselves
             assert kept, f"{fence.place}: {line}"
 
 

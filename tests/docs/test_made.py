@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import make_docs
-from bench import count_bytes
+from benchmarks import count_bytes
 from doc_pages import bits, speeds
 from hybridcomp.errors import install_hint
 from tests.paths import ROOT

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from hybridcomp import patching
 from hybridcomp.inference import upstream
+from hybridcomp.seams import patching
 from tests.inference.made import VERSIONS, publish
 from tests.ranks import RunRanks
 

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 import read_upstream
 from hybridcomp.inference import upstream
-from hybridcomp.patching import Seam
+from hybridcomp.seams.patching import Seam
 from tests.patches.recorded import parameters
 from tests.stand_ins import sglang, verl, vllm
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridcomp import patching
 from hybridcomp.errors import ConfigError, PublishError, SeamError
 from hybridcomp.inference.shares import Shares
+from hybridcomp.seams import patching
 from tests.inference.made import VERSIONS, bits, sent, values_of
 from tests.ranks import RunRanks, run_ranks
 from tests.stand_ins import verl as stand_in_for_verl

@@ -12,10 +12,10 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from hybridcomp.plan.machines import cluster_file
+from hybridcomp.tools.plan.machines import cluster_file
 from tests.nccl.common import DEVICE, EIGHT_BITS, MARKS
 from tests.nccl.launched import launch
-from tests.paths import ROOT
+from tests.paths import EXAMPLES
 from tests.training.example import CONFIG, losses, prepare
 
 pytestmark = MARKS
@@ -60,7 +60,8 @@ def trained(folder: Path, name: str, case: Case, block: dict[str, Any] | None) -
     (folder / f"{name}.json").write_text(json.dumps(config))
     found = launch(
         f"--ranks={case.ranks}", f"--device={DEVICE}", "--",
-        *([] if block is None else ["-m", "hybridcomp.run"]), str(ROOT / "scripts/train_gpt.py"),
+        *([] if block is None else ["-m", "hybridcomp.run"]),
+        str(EXAMPLES / "train_gpt.py"),
         f"--deepspeed_config={name}.json", "--layers=2", "--width=32", "--heads=2", "--length=32",
         "--eval-batches=0", f"--steps={STEPS}", f"--log={name}/loss.jsonl", *case.arguments,
         cwd=folder,
@@ -91,7 +92,7 @@ def test_eight_bits_follow_the_baseline(
 
 def test_a_measurement(folder: Path) -> None:
     """``hybridcomp measure`` on two ranks; as short as it gets."""
-    words = ["-m", "hybridcomp.measure", "--seconds=4", "--out=cluster.json"]
+    words = ["-m", "hybridcomp.tools.measure", "--seconds=4", "--out=cluster.json"]
     found = launch("--ranks=2", f"--device={DEVICE}", "--", *words, cwd=folder, timeout=500.0)
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
     cluster = cluster_file.read(folder / "cluster.json")

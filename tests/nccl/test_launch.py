@@ -16,7 +16,7 @@ pytest.importorskip("deepspeed")
 
 from tests.nccl.common import DEVICE, FEEDBACK, MARKS
 from tests.nccl.launched import launch
-from tests.paths import ROOT
+from tests.paths import EXAMPLES, ROOT
 from tests.ranks import python_path
 from tests.training.example import CONFIG, losses, prepare
 
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(name: str, *arguments: str) -> list[str]:
     """The launcher's arguments for the example, which logs to ``name``."""
     return [
-        f"--device={DEVICE}", "--", "-m", "hybridcomp.run", str(ROOT / "scripts/train_gpt.py"),
+        f"--device={DEVICE}", "--", "-m", "hybridcomp.run", str(EXAMPLES / "train_gpt.py"),
         "--deepspeed_config=job.json", "--layers=2", "--width=32", "--heads=2", "--length=32",
         "--eval-batches=0", f"--log={name}/loss.jsonl", *arguments,
     ]  # fmt: skip

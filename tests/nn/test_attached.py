@@ -154,7 +154,7 @@ def core_attention(bits: int | None) -> tuple[list[float], str, str]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from hybridcomp.patches.mcore import context_parallel
-    from hybridcomp.patching import Patch, apply_all, revert_all
+    from hybridcomp.seams.patching import Patch, apply_all, revert_all
 
     megatron_on_cpu.patch()
     ranks = dist.get_world_size()
@@ -276,7 +276,7 @@ def torch_ring() -> list[tuple[list[float], float, float]]:
     from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
 
     from hybridcomp.patches.torch import context_parallel as torch_context
-    from hybridcomp.patching import Patch, apply_all, revert_all
+    from hybridcomp.seams.patching import Patch, apply_all, revert_all
 
     case, found = Case(kept=4, width=16), []
     q, k, v, grad = (shard(values, dim=2) for values in inputs(case))

@@ -32,11 +32,11 @@ class Run:
 def _engine(run: Run, model: Any) -> tuple[Any, Any, Any]:
     """A trainer, the channels that its messages go through, and what ends it."""
     import deepspeed
-
-    import hybridcomp
     from gpt.loop import PlainTrainer
     from gpt.model import lm_loss
     from gpt.torch_engines import Engine, TorchTrainer
+
+    import hybridcomp
     from hybridcomp.channels import channels_of
 
     block = {"cp": run.setting, "min_bytes": 0, "ledger": {"every": 1000}}
@@ -64,6 +64,7 @@ def train(run: Run) -> tuple[list[float], dict[str, tuple[float, float]]]:
     from gpt.data import Share
     from gpt.model import GPT
     from gpt.weights import ModelConfig
+
     from hybridcomp.session import process
 
     if run.cp > 1:

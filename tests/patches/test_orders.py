@@ -18,7 +18,7 @@ import pytest
 
 import hybridcomp
 from hybridcomp.patches import registry as patches
-from hybridcomp.patching import Patch, apply_all
+from hybridcomp.seams.patching import Patch, apply_all
 
 
 def installed(package: str) -> bool:

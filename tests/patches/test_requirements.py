@@ -13,7 +13,7 @@ from hybridcomp.patches.ds import requirement as ds
 from hybridcomp.patches.mcore import requirement as mcore
 from hybridcomp.patches.registry import MODULES, OPTIONAL, patches_of
 from hybridcomp.patches.torch import torch_versions
-from hybridcomp.patching import since
+from hybridcomp.seams.patching import since
 from tests.paths import ROOT
 
 if sys.version_info >= (3, 11):

@@ -14,7 +14,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 import read_upstream
 from hybridcomp.patches.registry import patches_of
-from hybridcomp.patching import Seam
+from hybridcomp.seams.patching import Seam
 from tests.patches.recorded import FILE, RECORDED, bound, parameters, versions
 from tests.paths import ROOT
 

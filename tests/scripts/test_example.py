@@ -10,18 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-import torch
 
 # the scripts see their own folder first, as `python scripts/...` arranges it
 import prepare_data
+import pytest
+import torch
 from gpt import apex, layouts, loop
 from gpt.data import Samples, Share
 from gpt.indexed import DatasetError, IndexedTokens, IndexedWriter, paths
 from gpt.model import GPT, lm_loss, rotary_table, rotate
 from gpt.weights import ModelConfig
-from hybridcomp.compare.json_lines import read_training
-from tests.paths import SCRIPTS
+
+from hybridcomp.tools.compare.json_lines import read_training
+from tests.paths import EXAMPLES
 
 TEXTS = {"a.txt": "first document\n", "b.txt": "déjà vu\n", "c.txt": "x" * 500, "d.txt": "y" * 300}
 
@@ -45,11 +46,11 @@ def dataset(tmp_path: Path) -> IndexedTokens:
 
 def test_trainer_knows_nothing_of_hybridcomp() -> None:
     names = ("train_gpt.py", "prepare_data.py")
-    sources = [*(SCRIPTS / name for name in names), *(SCRIPTS / "gpt").glob("*.py")]
+    sources = [*(EXAMPLES / name for name in names), *(EXAMPLES / "gpt").glob("*.py")]
     assert len(sources) > 6
     # attention over ranks, layers on a mesh and token slices are no upstream's
     own = ("context_parallel.py", "two_dimensional.py", "token_slices.py")
-    need_it = {SCRIPTS / "gpt" / name for name in own}
+    need_it = {EXAMPLES / "gpt" / name for name in own}
     for path in sources:
         assert path in need_it or not re.search(
             r"^\s*(import|from) hybridcomp", path.read_text(), re.MULTILINE

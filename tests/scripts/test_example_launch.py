@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hybridcomp.compare import Wishes, compared
+from hybridcomp.tools.compare import Wishes, compared
 from tests.selection import by_night
 from tests.training.example import CONFIG, launch, losses, prepare, records, train
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from hybridcomp.commands import rendezvous
 from hybridcomp.errors import AgreementError, ConfigError, PeerError
 from hybridcomp.sync.rendezvous import Rendezvous
 from hybridcomp.sync.roster import Roster
 from hybridcomp.sync.store_line import StoreLine
+from hybridcomp.tools.commands import rendezvous
 from tests.ranks import fork_server
 from tests.scripts_on_ranks import free_port
 

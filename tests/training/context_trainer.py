@@ -62,10 +62,9 @@ def run(jobs: Sequence[Job]) -> list[Outcome]:
 
 
 def build(job: Job) -> Any:
-    """The trainer of scripts/train_gpt.py."""
+    """The trainer of scripts/examples/train_gpt.py."""
     import deepspeed
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid
-
     from gpt import context_parallel, layouts, loop, model
     from gpt.weights import ModelConfig
 

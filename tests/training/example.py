@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.paths import ROOT
+from tests.paths import EXAMPLES, ROOT
 from tests.scripts_on_ranks import free_port, run_script
 
 CONFIG: dict[str, Any] = {
@@ -31,7 +31,7 @@ def prepare(folder: Path) -> None:
     for number in range(20):
         (folder / "text" / f"{number}.txt").write_text(f"the quick brown fox no {number}\n" * 40)
     subprocess.run(
-        [sys.executable, ROOT / "scripts/prepare_data.py", "text", "--output", "data/text"],
+        [sys.executable, EXAMPLES / "prepare_data.py", "text", "--output", "data/text"],
         cwd=folder, check=True, capture_output=True,
     )  # fmt: skip
 
@@ -39,7 +39,7 @@ def prepare(folder: Path) -> None:
 def command_of(name: str, config: str, *arguments: str) -> list[str]:
     """The script that trains into ``name/loss.jsonl`` by ``config.json``, and its arguments."""
     return [
-        str(ROOT / "scripts/train_gpt.py"), "--deepspeed_config", f"{config}.json",
+        str(ROOT / "scripts/examples/train_gpt.py"), "--deepspeed_config", f"{config}.json",
         "--layers=2", "--width=32", "--heads=2", "--length=32", "--eval-batches=1",
         f"--log={name}/loss.jsonl", *arguments,
     ]  # fmt: skip

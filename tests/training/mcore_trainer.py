@@ -224,7 +224,7 @@ def _restart(job: Job, chunks: Sequence[Any], optimizer: Any) -> tuple[list[Any]
 
 def _adjust(job: Job) -> None:
     """Settings of a job that no block can express."""
-    from hybridcomp.policy import Policy
+    from hybridcomp.config.policy import Policy
     from hybridcomp.session import process
     from tests.stand_ins.raw_codec import Raw
 

@@ -94,11 +94,11 @@ def whole(job: Job) -> Outcome:
 
 
 def train(job: Job) -> Outcome:
-    """One training on a mesh, built as scripts/train_gpt.py does."""
+    """One training on a mesh, built as scripts/examples/train_gpt.py does."""
     import deepspeed
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid
-
     from gpt import loop, model, two_dimensional
+
     from hybridcomp.channels import NAME, channels_of
     from hybridcomp.dimensions import KINDS
 

@@ -101,7 +101,7 @@ def run(jobs: list[Job], home: str, folder: str) -> list[Outcome]:
     """Train every job on this rank, one after the other."""
     sys.path.insert(0, home)
     os.chdir(folder)
-    from hybridcomp.neox import cpu_shim
+    from hybridcomp.patches.neox import cpu_shim
 
     cpu_shim.install()
     import deepspeed
@@ -158,7 +158,7 @@ def _train(training: Any, job: Job, data: str) -> Outcome:
 def _adjust(engine: Any, job: Job, masks: list[bool]) -> None:
     """Codecs that no block can express; a look at the masks that arrive."""
     from hybridcomp.channels import channels_of
-    from hybridcomp.policy import Policy
+    from hybridcomp.config.policy import Policy
     from tests.stand_ins.raw_codec import Raw
 
     channels = channels_of(engine)

@@ -111,11 +111,11 @@ def settings_of(job: Job) -> dict[str, Any]:
 
 
 def train(job: Job) -> Outcome:
-    """One training over two stages, built as scripts/train_gpt.py does."""
+    """One training over two stages, built as scripts/examples/train_gpt.py does."""
     import deepspeed
-
     import train_gpt
     from gpt import layouts, token_slices
+
     from hybridcomp.channels import channels_of
     from hybridcomp.dimensions import DIRECTIONS
     from hybridcomp.patches.ds.job_facts import layout

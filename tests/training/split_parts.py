@@ -96,7 +96,7 @@ def head(block: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, int]:
     from hybridcomp.channels import ATTRIBUTE, Channels
     from hybridcomp.config import CompressionConfig
     from hybridcomp.patches.ds import autotp
-    from hybridcomp.patching import Patch, apply_all, revert_all
+    from hybridcomp.seams.patching import Patch, apply_all, revert_all
 
     start_deepspeed()
     channels = Channels(CompressionConfig.parse(block))
@@ -140,7 +140,7 @@ def overlapped(block: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], bool,
     from hybridcomp.collectives import Handle
     from hybridcomp.config import CompressionConfig
     from hybridcomp.patches.ds import ulysses
-    from hybridcomp.patching import Patch, apply_all, revert_all
+    from hybridcomp.seams.patching import Patch, apply_all, revert_all
 
     start_deepspeed()
     channels = Channels(CompressionConfig.parse(block))
@@ -184,7 +184,7 @@ def compiled(block: dict[str, Any]) -> tuple[bool, dict[str, tuple[int, int]]]:
     from hybridcomp.channels import Channels
     from hybridcomp.config import CompressionConfig
     from hybridcomp.patches.ds import ulysses
-    from hybridcomp.patching import Patch, apply_all, revert_all
+    from hybridcomp.seams.patching import Patch, apply_all, revert_all
     from hybridcomp.session import process
 
     start_deepspeed()

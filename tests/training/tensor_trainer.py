@@ -123,9 +123,8 @@ def batches(
 
 
 def build(job: Job) -> Any:
-    """The engine and its trainer, built as scripts/train_gpt.py does."""
+    """The engine and its trainer, built as scripts/examples/train_gpt.py does."""
     import deepspeed
-
     from gpt import loop, model, tensor_parallel, weights
 
     topology = tensor_parallel.start(job.tp, job.pp)

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from tests.pipelines import simulation
+from tests.nn.async_pipeline import simulation
 from tests.ranks import RankPool, run_ranks
 from tests.training import async_trainer
 from tests.training.async_trainer import AsyncJob, AsyncOutcome

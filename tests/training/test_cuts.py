@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-
 import train_gpt
 from gpt import layouts
 from gpt.model import GPT, lm_loss
 from gpt.weights import ModelConfig
+
 from tests.ranks import run_ranks
 from tests.training.pipe_trainer import start_deepspeed
 
@@ -24,7 +24,6 @@ def pipelined(
     """Losses of three steps, and the layers of this stage."""
     pytest.importorskip("deepspeed")
     import deepspeed
-
     from gpt import loop, model
 
     start_deepspeed()  # without kernels that take a minute to build

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hybridcomp.compare import json_lines
-from hybridcomp.compare.wandb_files import read, read_training
 from hybridcomp.config import LedgerConfig
 from hybridcomp.session.reporter import report_interval
+from hybridcomp.tools.compare import json_lines
+from hybridcomp.tools.compare.wandb_files import read, read_training
 from tests.ranks import run_ranks
 from tests.training.test_checkpoint import make_engine, train
 

@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     more = {"master_addr": "127.0.0.1", "master_port": port, "tensorboard_dir": str(found / "tb")}
     (found / "more.yml").write_text(json.dumps(more))
     result = subprocess.run(
-        [sys.executable, f"{HOME}/deepy.py", str(ROOT / "hybridcomp/neox/train_neox.py"),
+        [sys.executable, f"{HOME}/deepy.py", str(ROOT / "patches/neox/train_neox.py"),
          "tiny.yml", "more.yml"],
         cwd=found, env=environment(found), capture_output=True, text=True, check=False, timeout=500,
     )  # fmt: skip
@@ -122,7 +122,7 @@ def test_neox_takes_the_configuration(name: str, ranks: int) -> None:
 def test_block_at_the_top_level_is_explained(tmp_path: Path) -> None:
     (tmp_path / "job.yml").write_text('{"num_layers": 2, "compression": {"tp": "bf16"}}')
     result = subprocess.run(
-        [sys.executable, "-m", "hybridcomp.neox", "job.yml"],
+        [sys.executable, "-m", "hybridcomp.patches.neox", "job.yml"],
         cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 2

@@ -20,7 +20,7 @@ from tests.selection import by_day
 if find_spec("deepspeed") is None:  # importing it here would take longer than the tests
     pytest.skip("needs deepspeed", allow_module_level=True)
 
-from hybridcomp.plan.cost.copies import Whole, gradient_nbytes, whole_of
+from hybridcomp.tools.plan.cost.copies import Whole, gradient_nbytes, whole_of
 from tests.training.trainer import Job, Outcome, Tiny, final_loss, make_engine, run, train_step
 
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"

@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-
 import train_gpt
 from gpt import layouts, token_slices
+
 from tests.ranks import run_ranks
 from tests.training.in_turn import first
 from tests.training.slice_trainer import LENGTH, Job, run

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench.training_bench import cells, ring
+from benchmarks.training_bench import cells, ring
 from doc_pages import bits
 from tests.ranks import run_ranks
 
@@ -108,11 +108,11 @@ def zero(job: str, block: dict[str, Any]) -> Any:
 
 def torchs(job: str, block: dict[str, Any]) -> Any:
     """A step under one of torch's engines, and its ledger."""
+    from gpt.torch_engines import replicated
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     import hybridcomp
-    from gpt.torch_engines import replicated
 
     model: Any = model_of()
     if job == "ddp":

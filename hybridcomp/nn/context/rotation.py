@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hybridcomp.collectives.ring import PackedMessage, Ring
 from hybridcomp.collectives.wire import Pending
+from hybridcomp.config.policy import Direction
 from hybridcomp.nn.context.traffic import RingTraffic
-from hybridcomp.policy import Direction
 
 
 class Rotater:

@@ -1,7 +1,7 @@
 """Pipelines that work on slices of one sequence at once.
 
 Stage i works on slice k while stage i + 1 works on slice k - 1 (TeraPipe, Li et al., ICML 2021).
-``hybridcomp.plan.algorithms.slices`` chooses the lengths of the slices.
+``hybridcomp.nn.slices.lengths`` chooses the lengths of the slices.
 
 past      keys and values of earlier slices, the state of a stage within a step
 pipeline  the schedule, and the messages between neighbours, dimension ``pp``

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridcomp.plan.algorithms.slices import Slices, timed_slices, token_slices, uniform_slices
+from hybridcomp.nn.slices.lengths import Slices, timed_slices, token_slices, uniform_slices
 
 #: a fitted time: the weight of each of its parts, in seconds
 Line = Sequence[float]

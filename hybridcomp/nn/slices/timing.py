@@ -18,13 +18,13 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from hybridcomp.codecs import Codec
+from hybridcomp.config.policy import Traffic
 from hybridcomp.dimensions import DIRECTIONS, Direction
 from hybridcomp.job import small_messages
 from hybridcomp.nn.slices.past import Past
 from hybridcomp.nn.slices.pipeline import SlicePipeline, StageLayers
 from hybridcomp.nn.slices.stage import OnLeaves, SlicedStage, leaves_of
 from hybridcomp.nn.slices.times import FittedTimes, Line, SliceTimes, fitted, of_computing
-from hybridcomp.policy import Traffic
 
 #: most granules of a sequence: the dynamic program takes time of the square of their number
 GRANULES = 64

@@ -18,11 +18,11 @@ from torch.distributed import ProcessGroup
 from hybridcomp import log
 from hybridcomp.channels import Channels
 from hybridcomp.job import small_messages
+from hybridcomp.nn.slices.lengths import Slices
 from hybridcomp.nn.slices.pipeline import SlicePipeline
 from hybridcomp.nn.slices.stage import OnLeaves, SlicedStage, leaves_of
 from hybridcomp.nn.slices.times import SliceTimes
 from hybridcomp.nn.slices.timing import now, slice_times, undisturbed
-from hybridcomp.plan.algorithms.slices import Slices
 
 #: numbers of equal slices to try
 PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)

@@ -16,8 +16,8 @@ from hybridcomp.channels.channel import Channel
 from hybridcomp.collectives import Group, Handle, Meter, native_nbytes
 from hybridcomp.collectives.wire import transfer, transport
 from hybridcomp.config.error_messages import Shown
+from hybridcomp.config.policy import Direction
 from hybridcomp.errors import ConfigError
-from hybridcomp.policy import Direction
 from hybridcomp.session import process
 
 #: a line of the mesh through this rank: ``row`` of rank (i, j) has the ranks (i, 0) to (i, q - 1)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hybridcomp.collectives import Handle
+from hybridcomp.config.policy import Direction
 from hybridcomp.nn.tp2d.mesh import Axis, BroadcastUnderWay, Mesh
-from hybridcomp.policy import Direction
 
 
 class LineBlocks:

@@ -18,9 +18,9 @@ from unittest import mock
 import pytest
 import torch
 
-from hybridcomp.commands import doctor
 from hybridcomp.errors import CodecError
 from hybridcomp.kernels.cuda import hip, images, launcher, setup
+from hybridcomp.tools.commands import doctor
 from tests.kernels.cuda.hiprtc import (
     HipRtc,
     count,

@@ -14,9 +14,9 @@ pytest.importorskip("deepspeed")
 from hybridcomp.config import CompressionConfig
 from hybridcomp.config.async_pipeline import AsyncPipelineConfig
 from hybridcomp.errors import ConfigError
+from hybridcomp.nn.async_pipeline import make_correction
 from hybridcomp.patches.ds.async_rules import check, is_adam
 from hybridcomp.patches.ds.read_ahead import ReadAhead
-from hybridcomp.pipelines import make_correction
 from hybridcomp.session.agreement import agree_on
 
 STASH = AsyncPipelineConfig(versions="stash")

@@ -20,7 +20,7 @@ from hybridcomp.patches.common.routes import SENDER, Sender, make_backward
 from hybridcomp.patches.ds import autotp, job_facts, layer_scope
 from hybridcomp.patches.ds import ulysses as ds_ulysses
 from hybridcomp.patches.ds.layer_scope import SEQUENCE, TENSOR, owner
-from hybridcomp.patching import Patch, apply_all, revert_all
+from hybridcomp.seams.patching import Patch, apply_all, revert_all
 from hybridcomp.session import process
 from tests.ranks import RankPool
 from tests.training import split_parts

@@ -17,7 +17,7 @@ from hybridcomp.channels import Channels, channels_of
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.ds import moe
-from hybridcomp.patching import Patch, apply_all, revert_all
+from hybridcomp.seams.patching import Patch, apply_all, revert_all
 from tests.ranks import run_ranks
 from tests.training.moe_trainer import EXPERTS, TOKENS, WIDTH, Job, exchange_rows, run
 from tests.training.pipe_trainer import Outcome

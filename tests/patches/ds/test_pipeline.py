@@ -28,7 +28,7 @@ from hybridcomp.patches.ds.pipeline_agreement import (
     take_marks,
 )
 from hybridcomp.patches.ds.pipeline_values import carries_values, passed_through, two_valued
-from hybridcomp.patching import Patch, apply_all, revert_all
+from hybridcomp.seams.patching import Patch, apply_all, revert_all
 
 FLOAT, HALF, INT = torch.float32, torch.float16, torch.int64
 

@@ -17,7 +17,7 @@ from hybridcomp.channels.pieces import Piece
 from hybridcomp.collectives import Handle, Meter
 from hybridcomp.config import CompressionConfig
 from hybridcomp.patches.ds import tied_weights
-from hybridcomp.patching import Patch, apply_all, revert_all
+from hybridcomp.seams.patching import Patch, apply_all, revert_all
 from tests.stand_ins.process_groups import fake_group
 
 LOSSY = {"codec": "blockint", "bits": 4}

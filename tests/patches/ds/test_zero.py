@@ -35,7 +35,7 @@ def pool() -> Iterator[RankPool]:
 
 def apply_and_revert() -> int:
     from hybridcomp.patches.ds import parameter_gathers, zero0, zero3, zero12, zero12_elsewhere
-    from hybridcomp.patching import Patch
+    from hybridcomp.seams.patching import Patch
 
     seams = 0
     for module in (zero0, parameter_gathers, zero12, zero12_elsewhere, zero3):
@@ -267,7 +267,7 @@ def unknown_path(zero: dict[str, Any], policy: str) -> tuple[str, int]:
     Returns the error and the native messages.
     """
     from hybridcomp.errors import ConfigError
-    from hybridcomp.rules import ds_check as check
+    from hybridcomp.patches.rules import ds_check as check
 
     job = Job(2, steps=2, zero=zero)
     rules = vars(check)["TABLES"]

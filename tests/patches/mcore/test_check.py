@@ -13,7 +13,7 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.mcore import check as mcore_refuse
 from hybridcomp.patches.mcore import pipeline, pipeline_message
-from hybridcomp.rules import mcore
+from hybridcomp.patches.rules import mcore
 from hybridcomp.session import process
 from tests.stand_ins.process_groups import fake_group
 

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from hybridcomp import patching
 from hybridcomp.errors import SeamError
 from hybridcomp.patches.mcore import pipeline
 from hybridcomp.patches.registry import patches_of
-from hybridcomp.patching import Patch, Seam, apply_all, revert_all
+from hybridcomp.seams import patching
+from hybridcomp.seams.patching import Patch, Seam, apply_all, revert_all
 from tests.patches import recorded
 from tests.ranks import run_ranks
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridcomp import arming, patching
-from hybridcomp.arming import missing
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError, SeamError
 from hybridcomp.patches.mcore import transformer_engine
 from hybridcomp.patches.registry import patches_of
-from hybridcomp.patching import apply_all, revert_all
+from hybridcomp.seams import arming, patching
+from hybridcomp.seams.arming import missing
+from hybridcomp.seams.patching import apply_all, revert_all
 from hybridcomp.session import process
 from tests.ranks import run_ranks
 from tests.stand_ins import transformer_engine as te_stub
@@ -75,7 +75,7 @@ def test_other_parameters_of_a_layer_are_refused() -> None:
 
 def test_an_unknown_version_stops_only_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from hybridcomp.patches import registry
-    from hybridcomp.rules import engine, mcore
+    from hybridcomp.patches.rules import engine, mcore
 
     monkeypatch.setattr(patching, "version", lambda name: "2.30.0")
     monkeypatch.setattr(arming, "UNFIT", {})

@@ -22,8 +22,8 @@ from hybridcomp.errors import SeamError
 from hybridcomp.patches import registry as patches
 from hybridcomp.patches.neox import checkout
 from hybridcomp.patches.registry import patches_of
-from hybridcomp.patching import apply_all, revert_all
-from hybridcomp.rules import neox as rules
+from hybridcomp.patches.rules import neox as rules
+from hybridcomp.seams.patching import apply_all, revert_all
 from tests.ranks import run_ranks
 from tests.stand_ins import gpt_neox
 
@@ -169,7 +169,7 @@ def exchange(folder: str, block: dict[str, Any] | None, copy: bool) -> dict[str,
     """Every function once on this rank, with some values; and what the ledger says."""
     from hybridcomp.channels import Channels
     from hybridcomp.config import CompressionConfig
-    from hybridcomp.policy import Policy
+    from hybridcomp.config.policy import Policy
     from hybridcomp.session import process
     from tests.stand_ins.raw_codec import Raw
 

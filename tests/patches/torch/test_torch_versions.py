@@ -12,7 +12,7 @@ from torch import nn
 from hybridcomp import log
 from hybridcomp.errors import SeamError
 from hybridcomp.patches.torch import attach, steps, torch_versions
-from hybridcomp.patching import Patch
+from hybridcomp.seams.patching import Patch
 from hybridcomp.session import process
 
 OLDEST = {torch_versions.DDP: "2.6", torch_versions.FSDP2: "2.9", torch_versions.RING: "2.13"}

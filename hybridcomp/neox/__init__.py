@@ -1,1 +1,0 @@
-"""Training GPT-NeoX from its checkout with hybridcomp: ``python -m hybridcomp.neox CONFIG.yml``."""

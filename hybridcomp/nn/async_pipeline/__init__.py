@@ -1,0 +1,11 @@
+"""Weights and updates of pipelines that do not wait; no upstream is named here.
+
+``versions`` keeps the weights that micro-batches under way have been computed with, ``corrections``
+change what an optimizer does with late gradients. ``patches/ds/async_pipeline.py`` runs them.
+"""
+
+from hybridcomp.nn.async_pipeline.corrections import UpdateCorrection, make_correction
+from hybridcomp.nn.async_pipeline.passes import PassOrder
+from hybridcomp.nn.async_pipeline.versions import WeightVersions
+
+__all__ = ["PassOrder", "UpdateCorrection", "WeightVersions", "make_correction"]

@@ -1,0 +1,1 @@
+"""Replace an upstream's functions, at once or when its module is imported."""

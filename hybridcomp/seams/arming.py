@@ -1,0 +1,66 @@
+"""Apply patches once their upstream module is imported, and say which of them are in place."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterable
+
+from wrapt import register_post_import_hook
+
+from hybridcomp.seams.patching import Patch, revert_all
+
+
+class ArmedPatches:
+    """Apply patches by upstream module: at once where it is imported, and else at its import.
+
+    ``apply`` returns the applied patches of a module, None where there are none to apply now.
+    ``in_place`` holds what is applied; ``armed`` tells whether imports are acted upon.
+    """
+
+    def __init__(
+        self, apply: Callable[[str], list[Patch] | None], in_place: dict[str, list[Patch]]
+    ) -> None:
+        self.in_place, self.armed = in_place, False
+        self._apply, self._hooked = apply, set[str]()
+
+    def arm(self, modules: Iterable[str]) -> None:
+        """Apply the patches of every imported one of ``modules``, the others at their import."""
+        self.armed = True
+        for module in modules:
+            if module in sys.modules:
+                self.apply(module)
+            elif module not in self._hooked:
+                self._hooked.add(module)
+                register_post_import_hook(self._on_import, module)
+
+    def disarm(self) -> None:
+        """Revert everything that is applied."""
+        self.armed = False
+        for module in list(self.in_place):
+            revert_all(self.in_place.pop(module))
+
+    def apply(self, module: str) -> None:
+        """Apply the patches of an imported module, unless they are in place."""
+        if module not in self.in_place:
+            applied = self._apply(module)
+            if applied is not None:
+                self.in_place[module] = applied
+
+    def _on_import(self, module: types.ModuleType) -> None:
+        # the hook cannot be removed, so it checks whether patches are still armed
+        if self.armed:
+            self.apply(module.__name__)
+
+
+#: upstream package -> its patches that are in place
+IN_PLACE: dict[str, list[Patch]] = {}
+#: optional upstream package -> why its patches are not in place
+UNFIT: dict[str, str] = {}
+
+
+def missing(package: str) -> str | None:
+    """Return why the patches of an optional package are not in place; None where they are."""
+    if package in IN_PLACE:
+        return None
+    return UNFIT.get(package, f"{package} is not imported, or hybridcomp not installed")

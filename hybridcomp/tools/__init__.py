@@ -1,0 +1,1 @@
+"""Offline tools: what a user runs beside a job, and what no job imports."""

@@ -1,0 +1,173 @@
+"""Read the configuration file of a job: its block, its kind, and facts of the job.
+
+``hybridcomp validate`` and ``hybridcomp pays`` read users' files here: a ds_config.json, a GPT-NeoX
+configuration (with the block in ``deepspeed_extra_args``), or a bare block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hybridcomp.config import BLOCK, CompressionConfig, read_source
+from hybridcomp.config.error_messages import Shown, near_key, show
+from hybridcomp.dimensions import BETWEEN_RANKS, Dimension
+from hybridcomp.errors import ConfigError
+from hybridcomp.patches.rules import neox
+from hybridcomp.patches.rules.ds_job import DeepSpeedJob
+
+Whose = Literal["block", "deepspeed", "neox"]
+#: DeepSpeed's top-level keys that decide what is compressed; it ignores unknown keys
+DECIDING = (
+    "zero_optimization", "bf16", "fp16", "gradient_accumulation_steps", "train_batch_size",
+    "train_micro_batch_size_per_gpu", "tensor_parallel", "sequence_parallel_size", neox.EXTRA,
+)  # fmt: skip
+#: keys of DeepSpeed that look like a misspelt one of these but are not
+OTHERS = ("gradient_accumulation_dtype", "bfloat16", "train_micro_batch_size")
+#: dtype by its key in the file
+DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
+
+
+@dataclass(frozen=True)
+class JobFile:
+    """A parsed configuration file of a job.
+
+    whole: all of it, with ``-`` in the keys of GPT-NeoX as ``_``. settings: the part that DeepSpeed
+    gets; for a bare block the block alone, as ``{"compression": ...}``.
+    """
+
+    whose: Whose
+    whole: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+    @property
+    def job(self) -> DeepSpeedJob:
+        """Settings in the form that rules read."""
+        return DeepSpeedJob(self.settings)
+
+    @property
+    def dtype(self) -> str | None:
+        """Return the dtype of messages: "bf16", "fp16", "fp32", or None where "auto" leaves it."""
+        sections = {name: self.settings.get(name) for name in DTYPES}
+        enabled = {n: s.get("enabled") for n, s in sections.items() if isinstance(s, Mapping)}
+        for name, found in enabled.items():
+            if found is True:
+                return DTYPES[name]
+        return None if "auto" in enabled.values() else "fp32"
+
+    @property
+    def is_job(self) -> bool:
+        """Return whether the file holds settings of a job, not a bare block or something else."""
+        return not set(DECIDING).isdisjoint(self.whole)
+
+    @property
+    def accumulation(self) -> int | None:
+        """Micro-batches of a step; None where the file does not say."""
+        return _whole(self.job.get("gradient_accumulation_steps"))
+
+    @property
+    def replicas(self) -> int | None:
+        """Copies of the model; None where the batch sizes do not say."""
+        whole = _whole(self.job.get("train_batch_size"))
+        own = _whole(self.job.get("train_micro_batch_size_per_gpu"))
+        if whole is None or own is None:
+            return None
+        return max(1, whole // (own * (self.accumulation or 1)))
+
+    def dimensions(self, block: CompressionConfig) -> frozenset[Dimension]:
+        """Return the dimensions between ranks that the file shows, or that the block names itself.
+
+        A DeepSpeed file hardly shows pipelines, experts and split layers, which are part of the
+        model.
+        """
+        if self.whose == "block":
+            return frozenset(BETWEEN_RANKS)
+        job = self.job
+        facts = neox.facts(self.whole) if self.whose == "neox" else {}
+        there: dict[Dimension, bool] = {
+            "dp": True,
+            "zero": job.stage > 0,
+            "tp": bool(facts.get("tensor")) or job.tensor_parallel > 1,
+            "pp": bool(facts.get("pipeline")) and int(self.whole.get("pipe_parallel_size", 0)) > 1,
+            "ep": bool(facts.get("moe")),
+            "cp": (_whole(job.get("sequence_parallel_size")) or 1) > 1,
+        }
+        shown = {name for name, is_there in there.items() if is_there}
+        return frozenset(shown | block.explicit)
+
+
+def read_job_file(path: str | Path) -> JobFile:
+    """Read a file. Raises ConfigError in one line for settings that would have no effect.
+
+    Such are a block where its reader does not look for one, and a misspelt top-level key of
+    DeepSpeed.
+    """
+    source = read_source(Path(path))
+    keys = {str(key).replace("-", "_"): value for key, value in source.items()}
+    if neox.EXTRA in keys or neox.has_keys(keys) or _is_yaml(path):
+        source = keys
+    if _is_bare(source):
+        return JobFile("block", source, {BLOCK: source})
+    _refuse_misspelt(source)
+    if neox.has_keys(source) or _is_yaml(path):
+        _refuse_at_the_top(source)
+    if BLOCK not in source and neox.EXTRA in source:
+        extra = source[neox.EXTRA]
+        if not isinstance(extra, Mapping):
+            raise ConfigError(neox.EXTRA, show(extra), "expected an object")
+        return JobFile("neox", source, neox.ds_settings(source))
+    _refuse_elsewhere(source)
+    if BLOCK not in source and neox.has_keys(source):
+        return JobFile("neox", source, neox.ds_settings(source))
+    return JobFile("deepspeed", source, source)
+
+
+def _refuse_at_the_top(source: Mapping[str, Any]) -> None:
+    if BLOCK in source:
+        raise ConfigError(
+            BLOCK, Shown("a block at the top of a GPT-NeoX or YAML file"),
+            f'GPT-NeoX hands on to DeepSpeed what stands in "{neox.EXTRA}", and DeepSpeed reads no '
+            f'YAML; move it to {neox.EXTRA}.{BLOCK}',
+        )  # fmt: skip
+
+
+def _refuse_misspelt(source: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a misspelt key, which DeepSpeed would ignore."""
+    unknown = [key for key in source if key not in (*DECIDING, *OTHERS)]
+    for wanted in DECIDING:
+        near = near_key(unknown, wanted) if wanted not in source else None
+        if near is not None:
+            todo = f"DeepSpeed ignores a key that it does not know; did you mean {wanted!r}?"
+            raise ConfigError(near, show(source[near]), todo)
+
+
+def _refuse_elsewhere(source: Mapping[str, Any], path: str = "") -> None:
+    """Raise ConfigError for a block inside a key where it is not read."""
+    for key, value in source.items():
+        if not isinstance(value, Mapping):
+            continue
+        if key == BLOCK and path:
+            raise ConfigError(
+                f"{path}{key}", "a block where nothing reads it",
+                f"expected it at the top level of the file (GPT-NeoX: in {neox.EXTRA!r}); move it "
+                "there",
+            )  # fmt: skip
+        _refuse_elsewhere(value, f"{path}{key}.")
+
+
+def _is_bare(source: Mapping[str, Any]) -> bool:
+    """Return whether a file holds a block and no ds_config; DeepSpeed has none of these keys."""
+    return BLOCK not in source and not CompressionConfig.model_fields.keys().isdisjoint(source)
+
+
+def _is_yaml(path: str | Path) -> bool:
+    return Path(path).suffix in (".yml", ".yaml")
+
+
+def _whole(found: object) -> int | None:
+    """Return an integer of 1 or more; None for everything else, "auto" included."""
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        return None
+    return found

@@ -1,0 +1,23 @@
+"""Compare finished runs with a baseline: ``hybridcomp compare``.
+
+runs        data types: trainings, grouped into runs
+json_lines  trainings from logs in JSON lines and hybridcomp's ledger
+trainer_state  trainings from the state that Hugging Face's Trainer saves
+wandb_files trainings from W&B's offline folders
+reading     finds the files of runs, and checks that they may be compared
+statistics  a common axis, gaps and their intervals
+report      tables, Markdown, JSON
+draw        the picture (extra ``plot``)
+chart       the run in W&B (extra ``wandb``)
+launch      trains the runs to compare
+command     the command line
+
+Needs no torch. matplotlib and W&B are imported only to draw a picture, and to read or log runs.
+"""
+
+from __future__ import annotations
+
+from hybridcomp.tools.compare.command import Wishes, compare_runs, compared
+from hybridcomp.tools.compare.runs import CompareError
+
+__all__ = ["CompareError", "Wishes", "compare_runs", "compared"]

@@ -1,0 +1,59 @@
+"""Collect a run's ledger from figures that a log has among others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from hybridcomp.metric_names import PREFIX, split_event
+from hybridcomp.tools.compare.runs import Curve, Rows
+
+
+def ledger_of(
+    records: Iterable[Mapping[str, Any]], codecs: Mapping[str, str], prefix: str = PREFIX
+) -> Rows:
+    """Return totals over all reports; the error is the root mean square of theirs.
+
+    ``records``: names and values, each a row of the log; ``codecs``: by dimension and direction
+    ("dp/forward"), as far as they are known; ``prefix``: of the names of the ledger's figures.
+    """
+    sums: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for values in records:
+        for name, value in values.items():
+            place = split_event(name, prefix)
+            if place is not None:
+                figures = sums.setdefault(place[:2], {})
+                figures.setdefault(place[2], []).append(float(value))
+    rows: Rows = {}
+    for (dimension, way), figures in sums.items():
+        if "wire_MB" not in figures:
+            continue
+        total = {name: sum(figures.get(name, [])) for name in ("raw_MB", "wire_MB", "codec_ms")}
+        errors = figures.get("error")
+        rows.setdefault(dimension, {})[way] = {
+            "codec": codecs.get(f"{dimension}/{way}", "?"),
+            **total,
+            "ratio": total["raw_MB"] / total["wire_MB"] if total["wire_MB"] else None,
+            "error": float(np.sqrt(np.mean(np.square(errors)))) if errors else None,
+        }
+    return rows
+
+
+def wire_of(values: Mapping[str, Any], prefix: str = PREFIX) -> float:
+    """Return the MB that one report of the ledger says were sent, over all dimensions."""
+    places = ((split_event(name, prefix), value) for name, value in values.items())
+    return sum(float(value) for place, value in places if place and place[2] == "wire_MB")
+
+
+def sent_until(reports: Iterable[tuple[float, float]], at: Curve) -> Curve | None:
+    """Return what was sent until each place of ``at``, in MB; None where nothing was reported.
+
+    ``reports``: a place and the MB since the report before; between two they were sent evenly.
+    """
+    found = sorted(reports)
+    if not sum(sent for _, sent in found):
+        return None
+    places = np.array([0.0, *(place for place, _ in found)])
+    return np.asarray(np.interp(at, places, np.cumsum([0.0, *(sent for _, sent in found)])))

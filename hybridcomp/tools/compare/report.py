@@ -1,0 +1,166 @@
+"""Format a comparison as text, as Markdown and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from hybridcomp import foreign
+from hybridcomp.tools.compare.runs import Run, short
+from hybridcomp.tools.compare.statistics import Aligned, Comparison
+
+
+@dataclass(frozen=True)
+class Result:
+    """A comparison: its runs, common axis, statistics and notes."""
+
+    runs: Sequence[Run]
+    aligned: Aligned
+    comparisons: Sequence[Comparison]
+    last: int  # points that the final loss averages
+    notes: Sequence[str]
+
+
+def table(result: Result) -> str:
+    """Format losses and speeds, bytes, and notes for a terminal."""
+    parts = [_aligned(losses(result))]
+    moved = bytes_of(result.runs)
+    if len(moved) > 1:
+        parts.append(_aligned(moved))
+    parts += [f"note: {foreign.one_line(note, foreign.SENTENCE)}" for note in result.notes]
+    return "\n\n".join(parts)
+
+
+def markdown(result: Result, title: str, picture: str | None, command: str) -> str:
+    """Format the report in Markdown."""
+    seeds = [str(seed) for seed in result.runs[0].seeds if seed is not None]
+    end = f"{result.aligned.axis[-1]:,.0f} {result.aligned.unit}"
+    those = f", seeds {', '.join(seeds)}" if seeds else ""
+    lines = [
+        f"# {foreign.markdown(title)}",
+        "",
+        f"Loss after {end}{those}; the final loss is the mean of the last {result.last} points. "
+        f"Gaps are to {foreign.markdown(result.runs[0].label)}, paired by seed, with "
+        'the 95% interval of their mean. "Gap, same time" compares the losses when the faster of '
+        'the two runs has finished, "gap, same bytes" when both have sent what the one sends that '
+        "sends less.",
+        "",
+        *markdown_rows(losses(result)),
+    ]
+    if picture:
+        lines += ["", f"![loss curves]({picture})"]
+    moved = bytes_of(result.runs)
+    if len(moved) > 1:
+        lines += [
+            "",
+            "Bytes of all ranks over the whole run of one seed:",
+            "",
+            *markdown_rows(moved),
+        ]
+    if result.notes:
+        lines += ["", *(f"* {foreign.markdown(note)}" for note in result.notes)]
+    lines += ["", *foreign.fenced(command)]
+    return "\n".join(lines) + "\n"
+
+
+def as_json(result: Result) -> str:
+    """Format the figures of the report as JSON, for other programs."""
+    rows = [
+        {
+            **asdict(comparison),
+            "seeds": run.seeds,
+            "end": float(result.aligned.axis[-1]),
+            "unit": result.aligned.unit,
+            "points": len(result.aligned.axis),
+            "steps": int(run.trainings[0].steps[-1]),
+            "tokens_per_second": run.speed(),
+            "ledger": run.ledger(),
+        }
+        for run, comparison in zip(result.runs, result.comparisons, strict=True)
+    ]
+    return json.dumps({"runs": rows, "last": result.last, "notes": list(result.notes)}, indent=1)
+
+
+def losses(result: Result) -> list[list[str]]:
+    """Return head and one row for each run, without columns that no run has."""
+    head = [
+        "run", "seeds", f"loss (last {result.last})", "gap %", "gap %, same time",
+        "gap %, same bytes", "valid loss", "valid gap %", "k tokens/s",
+    ]  # fmt: skip
+    rows = [head]
+    for number, (run, found) in enumerate(zip(result.runs, result.comparisons, strict=True)):
+        speed = run.speed()
+        rows.append(
+            [
+                run.label,
+                str(len(run.trainings)),
+                f"{found.final_loss:.4f}",
+                with_interval(found.gap, found.gap_interval) if number else "",
+                with_interval(found.clock_gap, found.clock_gap_interval) if number else "",
+                with_interval(found.byte_gap, found.byte_gap_interval) if number else "",
+                _optional(found.valid_loss, ".4f"),
+                _optional(found.valid_gap, "+.2f") if number else "",
+                "-" if speed is None else f"{speed / 1e3:.2f}",
+            ]
+        )
+    kept = [i for i in range(len(head)) if any(row[i] not in ("", "-") for row in rows[1:])]
+    return [[row[i] for i in kept] for row in rows]
+
+
+def bytes_of(runs: Sequence[Run]) -> list[list[str]]:
+    """Return head and one row for each run, dimension and direction."""
+    rows = [["run", "dimension", "codec", "native MB", "sent MB", "ratio", "error", "codec s"]]
+    for run in runs:
+        for dimension, ways in run.ledger().items():
+            for way, row in ways.items():
+                codec_ms = row.get("codec_ms")
+                rows.append(
+                    [
+                        run.label,
+                        dimension if len(ways) == 1 else f"{dimension} {way}",
+                        short(row["codec"]),
+                        f"{row['raw_MB']:.1f}",
+                        f"{row['wire_MB']:.1f}",
+                        _optional(row["ratio"], ".2f"),
+                        _optional(row.get("error"), ".1e"),
+                        _optional(None if codec_ms is None else codec_ms / 1e3, ".1f"),
+                    ]
+                )
+    return rows
+
+
+def with_interval(mean: float | None, interval: float | None) -> str:
+    """Format ``+0.07 ± 0.15``; without the interval of one seed; ``-`` for no mean."""
+    if mean is None:
+        return "-"
+    return f"{mean:+.2f}" if interval is None else f"{mean:+.2f} ± {interval:.2f}"
+
+
+def _optional(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def markdown_rows(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Format a Markdown table; the first row is its head. Marks in cells are escaped."""
+    head, *body = (f"| {' | '.join(map(foreign.markdown, row))} |" for row in rows)
+    return [head, f"|{'---|' * len(rows[0])}", *body]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Align columns, text to the left and numbers to the right, with a rule below the head."""
+    rows = [[foreign.one_line(cell) for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    left = [all(not _number(row[column]) for row in rows[1:]) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if to_left else cell.rjust(width)
+            for cell, width, to_left in zip(row, widths, left, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def _number(text: str) -> bool:
+    return text[:1] in "+-0123456789" and text != ""

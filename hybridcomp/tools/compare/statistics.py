@@ -1,0 +1,250 @@
+"""Align runs by tokens and by wall clock, and compute their gaps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybridcomp.tools.compare.reading import pair
+from hybridcomp.tools.compare.runs import CompareError, Curve, LoggedTraining, Run
+
+#: two-sided 95% quantiles of Student's t, by degrees of freedom; 1.96 beyond
+STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+#: times the points of the final loss that a run has to have before a gap is read from it
+ENOUGH = 2
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """Runs on one axis."""
+
+    unit: str  # of the axis: "tokens" or "steps"
+    axis: Curve  # (points,)
+    losses: list[Curve]  # of each run: (seeds, points)
+    seconds: list[Curve] | None  # of each run: (seeds, points); None where one is unknown
+    sent: list[Curve | None]  # MB of each run: (seeds, points); None without its ledger
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One run against the baseline; gaps in percent, means over the seeds."""
+
+    label: str
+    final_loss: float  # mean over seeds and the last points
+    gap: float
+    gap_interval: float | None  # half-width at 95% over paired seeds, None with one seed
+    gaps: list[float]  # of each seed, in the run's order
+    valid_loss: float | None
+    valid_gap: float | None
+    seconds: float | None  # of training, to the end of the axis
+    #: the gap to the baseline after the time that the faster of the two took, None without clocks
+    clock_gap: float | None
+    clock_gap_interval: float | None
+    #: the gap to the baseline after the bytes that the thriftier of the two sent, None without both
+    byte_gap: float | None
+    byte_gap_interval: float | None
+
+
+def align(runs: Sequence[Run], last: int) -> Aligned:
+    """Put runs on one axis: tokens where all know them, else optimizer steps.
+
+    The axis is that of the training with the fewest points, up to where the shortest one ends;
+    other losses are interpolated, and a note says so. Raises CompareError for too few such points.
+    """
+    trainings = [training for run in runs for training in run.trainings]
+    unit = "tokens" if all(t.tokens is not None for t in trainings) else "steps"
+    axes = [_axis(training, unit) for training in trainings]
+    notes = []
+    begin, end = max(axis[0] for axis in axes), min(axis[-1] for axis in axes)
+    axis = min(axes, key=len)
+    axis = axis[(axis >= begin) & (axis <= end)]
+    if len(axis) < min(last, min(map(len, axes))) or not len(axis):
+        raise CompareError(
+            f"the runs have {len(axis)} points in common, from {begin:g} to {end:g} {unit}, fewer "
+            f"than the {last} last ones that the final loss is the mean of; compare longer runs"
+        )
+    longest = max(axes, key=lambda found: float(found[-1]))
+    if longest[-1] > end:
+        notes.append(
+            f"compared up to {end:g} {unit}, where the shortest run ends, of {longest[-1]:g}"
+        )
+    if any(not np.array_equal(other[: len(axis)], axis) for other in axes):
+        notes.append(f"runs logged at different {unit}: interpolated")
+    clocks = all(training.seconds is not None for training in trainings)
+    return Aligned(
+        unit=unit,
+        axis=axis,
+        losses=[
+            np.stack([np.interp(axis, _axis(t, unit), t.losses) for t in run.trainings])
+            for run in runs
+        ],
+        seconds=[
+            np.stack([np.interp(axis, _axis(t, unit), _clock(t)) for t in run.trainings])
+            for run in runs
+        ]
+        if clocks
+        else None,
+        sent=[_sent(run, axis, unit) for run in runs],
+        notes=notes,
+    )
+
+
+def _axis(training: LoggedTraining, unit: str) -> Curve:
+    found = training.tokens if unit == "tokens" else training.steps
+    assert found is not None
+    return found
+
+
+def _sent(run: Run, axis: Curve, unit: str) -> Curve | None:
+    """Return the MB of a run's seeds along the axis; None where a ledger is missing."""
+    found = [np.interp(axis, _axis(t, unit), t.sent) for t in run.trainings if t.sent is not None]
+    return np.stack(found) if len(found) == len(run.trainings) else None
+
+
+def _clock(training: LoggedTraining) -> Curve:
+    assert training.seconds is not None
+    return training.seconds
+
+
+def compare(runs: Sequence[Run], aligned: Aligned, last: int) -> list[Comparison]:
+    """Compare every run with the first, by seed. Raises CompareError for unpaired seeds."""
+    return [_compare(runs, aligned, number, last) for number in range(len(runs))]
+
+
+def _compare(runs: Sequence[Run], aligned: Aligned, number: int, last: int) -> Comparison:
+    baseline, run = runs[0], runs[number]
+    order = pair(baseline, run)
+    final = aligned.losses[number][:, -last:].mean(axis=1)
+    base = aligned.losses[0][order, -last:].mean(axis=1)
+    if not base.all():
+        raise CompareError(f"{baseline.label}: its final loss is 0, of which nothing is a share")
+    gaps = 100 * (final / base - 1)
+    pairs = [
+        (run.trainings[i].valid_loss, baseline.trainings[j].valid_loss) for i, j in enumerate(order)
+    ]
+    known = [(own, other) for own, other in pairs if own is not None and other is not None]
+    valid = valid_gap = None
+    if len(known) == len(pairs):
+        valid = float(np.mean([own for own, _ in known]))
+        valid_gap = float(np.mean([100 * (own / other - 1) for own, other in known]))
+    clocks = None if aligned.seconds is None else (aligned.seconds[number], aligned.seconds[0])
+    clock = gaps_along(clocks, aligned, number, order, last)
+    moved = gaps_along((aligned.sent[number], aligned.sent[0]), aligned, number, order, last)
+    seconds = None if aligned.seconds is None else float(aligned.seconds[number][:, -1].mean())
+    return Comparison(
+        label=run.label,
+        final_loss=float(final.mean()),
+        gap=float(gaps.mean()),
+        gap_interval=half_width(gaps),
+        gaps=gaps.tolist(),
+        valid_loss=valid,
+        valid_gap=valid_gap,
+        seconds=seconds,
+        clock_gap=None if clock is None else float(clock.mean()),
+        clock_gap_interval=None if clock is None else half_width(clock),
+        byte_gap=None if moved is None else float(moved.mean()),
+        byte_gap_interval=None if moved is None else half_width(moved),
+    )
+
+
+def noise(aligned: Aligned, number: int, order: Sequence[int], last: int) -> float | None:
+    """Return half of the 95% interval of a gap, in percent, from differences of neighbours.
+
+    The final gap is the mean of the gaps of the ``last`` points. Differences of neighbouring gaps
+    give the random error of that mean, without a trend that both runs share. None with fewer than
+    three points.
+    """
+    ends = aligned.losses[number][:, -last:], aligned.losses[0][order, -last:]
+    if ends[0].shape[1] < 3 or not ends[1].all():
+        return None
+    steps = np.diff(100 * (ends[0] / ends[1] - 1), axis=1)
+    spread = math.sqrt(float((steps**2).mean()) / 2)  # each step is the difference of two points
+    return 1.96 * spread / math.sqrt(ends[0].size)
+
+
+def caveats(
+    runs: Sequence[Run], aligned: Aligned, comparisons: Sequence[Comparison], last: int
+) -> list[str]:
+    """Return notes on the gaps: too few steps, and a gap of one seed against the noise."""
+    found = []
+    points = len(aligned.axis)
+    if points < ENOUGH * last:
+        found.append(
+            f"{points} points are few: the final loss is the mean of the last {min(last, points)}, "
+            f"over which the loss still changes; read no gap from fewer than {ENOUGH * last}"
+        )
+    for number, one in enumerate(comparisons[1:], 1):
+        if one.gap_interval is not None:
+            continue
+        chance = noise(aligned, number, pair(runs[0], runs[number]), last)
+        if chance is not None:
+            side = "beyond" if abs(one.gap) > chance else "within"
+            found.append(
+                f"{one.label}: its gap of {one.gap:+.2f} % is {side} the noise between "
+                f"neighbouring steps (± {chance:.2f} %); one seed does not show how seeds differ"
+            )
+    return found
+
+
+def gaps_along(
+    spent: tuple[Curve | None, Curve | None] | None,
+    aligned: Aligned,
+    number: int,
+    order: Sequence[int],
+    last: int,
+) -> Curve | None:
+    """Return gaps in percent at equal wall clock or equal bytes, of each seed: (seeds,).
+
+    Losses are taken where the run of a pair that spends less reaches the end of the axis; both are
+    means of the ``last`` points before that. ``spent``: what the run and the baseline have spent
+    until each point, (seeds, points); None where that is not known.
+    """
+    if spent is None or spent[0] is None or spent[1] is None:
+        return None
+    gaps = []
+    for own, other in enumerate(order):
+        clocks = spent[0][own], spent[1][other]
+        stop = min(float(clock[-1]) for clock in clocks)
+        smooth = (
+            running_mean(aligned.losses[number][own : own + 1], last)[0],
+            running_mean(aligned.losses[0][other : other + 1], last)[0],
+        )
+        at = [
+            float(np.interp(stop, clock, curve))
+            for clock, curve in zip(clocks, smooth, strict=True)
+        ]
+        gaps.append(100 * (at[0] / at[1] - 1))
+    return np.array(gaps)
+
+
+def running_mean(curves: Curve, window: int) -> Curve:
+    """Average the last ``window`` points of each row, at its start as many as there are."""
+    sums = np.cumsum(curves, axis=1)
+    sums[:, window:] = sums[:, window:] - sums[:, :-window]
+    counts = np.minimum(np.arange(1, curves.shape[1] + 1), window)
+    return np.asarray(sums / counts)
+
+
+def gap_curves(runs: Sequence[Run], aligned: Aligned, number: int, window: int) -> Curve:
+    """Return gaps in percent of smoothed losses to the baseline's of the seed: (seeds, points)."""
+    own = running_mean(aligned.losses[number], window)
+    other = running_mean(aligned.losses[0][pair(runs[0], runs[number])], window)
+    return np.asarray(100 * (own / other - 1))
+
+
+def half_width(values: Curve) -> float | None:
+    """Return half of the 95% interval of the mean, by Student's t; None for one value."""
+    count = len(values)
+    if count < 2:
+        return None
+    return float(student(count) * values.std(ddof=1) / math.sqrt(count))
+
+
+def student(count: int) -> float:
+    """Return Student's two-sided 95% quantile for the mean of ``count`` values, two or more."""
+    return STUDENT[count - 2] if count - 2 < len(STUDENT) else 1.96

@@ -1,0 +1,300 @@
+"""Time messages of tp, pp, ep and cp through the channels of their dimensions.
+
+Small trainings measure data parallel messages in an engine (``trainings``). The other dimensions
+need layers and stages that a measurement does not build; but their messages go through the same
+wrappers and channels here, with the choice of the codec, records, headers and waits. Each is sent
+by torch.distributed alone, through a channel that leaves it native, and through channels with
+codecs, in turns: alone, and in all groups of the shape at once, as in a training.
+
+tp  the all-reduce behind a layer, and with sequence parallelism a gather and a reduce-scatter
+pp  an activation to the next stage and the gradient back, blocking, as in DeepSpeed's pipeline
+ep  the all-to-all of experts; sequence parallelism of Ulysses (cp) uses the same code
+cp  a hop of ring attention: both ranks of a pair send and receive
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import product as every
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.channels import Channels, Message, Receive, Send
+from hybridcomp.channels.rings import record_ring, ring_of
+from hybridcomp.codecs import make_codec
+from hybridcomp.codecs.words import DTYPES
+from hybridcomp.collectives.wire.transport import all_gather_single
+from hybridcomp.config import CompressionConfig
+from hybridcomp.config.policy import Direction
+from hybridcomp.patches.common.collective_wrappers import (
+    make_all_gather_into_tensor,
+    make_all_reduce,
+    make_all_to_all_single,
+    make_reduce_scatter_tensor,
+)
+from hybridcomp.patches.common.routes import Layers
+from hybridcomp.tools.measure.clock import (
+    MOST,
+    MOST_INNER,
+    SHORT_S,
+    CallClock,
+    Run,
+    is_long,
+    least_calls,
+    least_timings,
+)
+from hybridcomp.tools.measure.links import Key, reduce_scatter_single
+from hybridcomp.tools.measure.messages import CODECS, payload_nbytes
+from hybridcomp.tools.measure.team import GroupShape, MeasuredPart, Team
+from hybridcomp.tools.plan.machines.estimates import Estimate, summary
+from hybridcomp.tools.plan.machines.rows import NATIVE, Carried, LeftOut, Operation
+
+Name = Literal["tp", "pp", "ep", "cp"]
+#: messages of each dimension; sends only in groups of two ranks
+MESSAGES: tuple[tuple[Name, Operation], ...] = (
+    ("tp", "all_reduce"), ("tp", "all_gather"), ("tp", "reduce_scatter"), ("pp", "send"),
+    ("ep", "all_to_all"), ("cp", "send"),
+)  # fmt: skip
+#: values of the two messages: as many as activations of a small model have, and of a large one
+NUMELS = {"cpu": (1 << 15, 1 << 20), "cuda": (1 << 15, 1 << 22)}
+#: the longer one is left out if all of its turns may take this many times the allowance
+PATIENCE = 6.0
+#: name of the run by torch.distributed, without a channel
+DIRECT = ""
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A message of ``numel`` values, in one group or in all of a shape."""
+
+    name: Name
+    numel: int
+    key: Key
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        shape = self.key.shape
+        return self.name, self.key.operation, shape.ranks, shape.nodes, self.key.beside
+
+
+def channel_rows(
+    team: Team, clock: CallClock, part: MeasuredPart, shapes: list[GroupShape], dtype: str
+) -> tuple[list[Carried], list[LeftOut]]:
+    """Time all messages; return equal rows on all ranks, and messages not timed; a collective."""
+    codecs = {make_codec(name, **more).spec: (name, more) for name, more in CODECS}
+    blocks: dict[str, tuple[str, Mapping[str, Any]]] = {NATIVE: (NATIVE, {}), **codecs}
+    channels = {setting: channels_of(*block) for setting, block in blocks.items()}
+    cases, rows = list(_cases(shapes, NUMELS[team.device.type])), []
+    left_out: list[LeftOut] = []
+    timed: dict[tuple[object, ...], int] = {}  # values of the message that was timed
+    rates: dict[tuple[object, ...], float] = {}  # seconds a value of all turns
+    for case, allowance in zip(cases, part.allowances(len(cases)), strict=True):
+        expected = rates.get(case.kind, 0.0) * case.numel  # of all turns
+        calls = least_calls(expected / len(blocks))
+        if expected * calls > PATIENCE * allowance:
+            left_out.append(_left_out(case, dtype, timed[case.kind]))
+            continue
+        runs = {}
+        if case.key.active(team):
+            values = _values(case, DTYPES[dtype], team)
+            runs = {name: runner(case.name, case.key, values, found, team)
+                    for name, found in {DIRECT: None, **channels}.items()}  # fmt: skip
+        taken = in_turns(team, clock, [DIRECT, *channels], runs, allowance)
+        rates[case.kind] = sum(one.value for one in taken.values()) / case.numel
+        timed[case.kind] = case.numel
+        half = 0.5 if case.name == "pp" else 1.0  # there and back
+        width = DTYPES[dtype].itemsize
+        for setting in channels:
+            nbytes = width * case.numel
+            if setting != NATIVE:
+                name, more = codecs[setting]
+                nbytes = payload_nbytes(make_codec(name, **more), case.numel, DTYPES[dtype])
+            shape = case.key.shape
+            rows.append(Carried(
+                case.key.operation, setting, dtype, shape.ranks, shape.nodes, case.numel, nbytes,
+                taken[setting].times(half), dimension=case.name, direct=taken[DIRECT].times(half),
+                beside="alone" if case.key.beside == "alone" else "groups",
+            ))  # fmt: skip
+    for one in channels.values():
+        one.close_step(False, team.device)  # checks headers that are still pending
+    return rows, left_out
+
+
+def _cases(shapes: list[GroupShape], numels: tuple[int, int]) -> Iterator[_Case]:
+    """Yield shorter messages first, since their seconds predict those of longer ones."""
+    for numel, (name, operation), shape in every(numels, MESSAGES, shapes):
+        if operation == "send" and shape.ranks > 2:
+            continue
+        yield _Case(name, _divisible(numel, shape.ranks), Key(operation, shape, "alone"))
+        if len(shape.groups) > 1:
+            yield _Case(name, _divisible(numel, shape.ranks), Key(operation, shape, "groups"))
+
+
+def _left_out(case: _Case, dtype: str, timed: int) -> LeftOut:
+    shape = case.key.shape
+    return LeftOut(
+        case.key.operation, dtype, shape.ranks, shape.nodes, case.numel, timed, case.name,
+        beside="alone" if case.key.beside == "alone" else "groups",
+    )  # fmt: skip
+
+
+def _divisible(numel: int, ranks: int) -> int:
+    return -(-numel // ranks) * ranks
+
+
+def channels_of(codec: str, settings: Mapping[str, Any]) -> Channels:
+    """Build the channels of a block that gives all of these dimensions one codec."""
+    block: dict[str, Any] = {"min_bytes": 0, "ledger": {"sample_every": 0}}
+    for name, _ in MESSAGES:
+        block[name] = {"codec": codec, **settings}
+    return Channels(CompressionConfig.parse(block))
+
+
+def _values(case: _Case, dtype: torch.dtype, team: Team) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(case.numel, generator=generator).to(team.device, dtype)
+
+
+def in_turns(
+    team: Team, clock: CallClock, names: list[str], runs: Mapping[str, Run], allowance_s: float
+) -> dict[str, Estimate]:
+    """Time every run in turns, round by round; a collective over the job.
+
+    ``runs``: of this rank, by name; empty where it only waits for others. Returns the slowest
+    rank's seconds of one call, by name.
+    """
+    slowest, mean = dict.fromkeys(names, 0.0), 0.0
+    for _ in range(2):
+        once = []
+        for name in names:
+            team.barrier()
+            once.append(clock.seconds(runs[name]) if runs else 0.0)
+        slowest = dict(zip(names, team.most(once), strict=True))
+        mean = sum(slowest.values()) / len(names)
+        if is_long(mean):
+            break
+    inner = {name: min(MOST_INNER, max(1, round(SHORT_S / max(one, 1e-9))))
+             for name, one in slowest.items()}  # fmt: skip
+    whole = max(1e-9, sum(slowest[name] * inner[name] for name in names))
+    count = max(least_timings(mean), min(MOST, int(allowance_s / whole) - 2))
+    seconds: dict[str, list[float]] = {name: [0.0] * count for name in names}
+    for index in range(count):
+        for name in names if index % 2 == 0 else reversed(names):
+            team.barrier()
+            if runs:
+                seconds[name][index] = clock.seconds(runs[name], inner[name])
+    return {name: summary(team.most(own)) for name, own in seconds.items()}
+
+
+def runner(name: Name, key: Key, values: Tensor, channels: Channels | None, team: Team) -> Run:
+    """Build a call that sends a message through ``channels``; None: by torch.distributed."""
+    if name == "pp":
+        return _there_and_back(key.shape, values, channels, team)
+    if name == "cp":
+        return _hop(key.shape, values, channels, team)
+    return _collective(name, key, values, channels)
+
+
+def _collective(name: Name, key: Key, values: Tensor, channels: Channels | None) -> Run:
+    """Build the call of a layer's collective: upstream's function, or the seam's wrapper of it."""
+    group, out = key.shape.group, torch.zeros_like(values)
+    part = values[: values.numel() // key.shape.ranks]
+    own = torch.zeros_like(part)
+    layers = Layers(lambda group: name, lambda: "forward", lambda: channels)
+
+    def wrapped(make: Callable[[Layers], Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        found: Callable[..., Any] = original if channels is None else make(layers)(original)
+        return found
+
+    if key.operation == "all_reduce":
+        reduce = wrapped(make_all_reduce, dist.all_reduce)
+
+        def all_reduce() -> None:
+            out.copy_(values)  # sums of sums would overflow
+            reduce(out, group=group)
+
+        return all_reduce
+    if key.operation == "all_gather":
+        gather = wrapped(make_all_gather_into_tensor, all_gather_single)
+        return lambda: gather(out, part, group=group)
+    if key.operation == "reduce_scatter":
+        scatter = wrapped(make_reduce_scatter_tensor, reduce_scatter_single)
+        return lambda: scatter(own, values, group=group)
+    exchange = wrapped(make_all_to_all_single, dist.all_to_all_single)
+    return lambda: exchange(out, values, group=group)
+
+
+def _there_and_back(
+    shape: GroupShape, values: Tensor, channels: Channels | None, team: Team
+) -> Run:
+    """Build a call that sends an activation to the other rank of a pair, and a gradient back."""
+    one, two = shape.own
+    first, other = team.rank == one, two if team.rank == one else one
+    out, group = torch.zeros_like(values), shape.group
+    channel = None if channels is None else channels["pp"]
+
+    def move(direction: Direction, sends: bool) -> None:
+        native: Callable[[], Any] = partial(dist.recv, out, other, group=group)
+        if sends:
+            native = partial(dist.send, values, other, group=group)
+        if channel is None:
+            native()
+            return
+        ends = (team.rank, other) if sends else (other, team.rank)
+        message = _move(values, out, group, direction, ends, sends)
+        channel.run(message, native=native, encoded=lambda _: None)
+
+    def run() -> None:
+        move("forward", first)
+        move("backward", not first)
+
+    return run
+
+
+def _move(
+    values: Tensor, out: Tensor, group: Any, direction: Direction, ends: tuple[int, int],
+    sends: bool,
+) -> Message[None]:  # fmt: skip
+    fields: Any = {
+        "numel": values.numel(), "dtype": values.dtype, "group": group, "direction": direction,
+        "between": ends,
+    }  # fmt: skip
+    return Send(values=values, **fields) if sends else Receive(out=out, **fields)
+
+
+def _hop(shape: GroupShape, values: Tensor, channels: Channels | None, team: Team) -> Run:
+    """Build a hop of a ring of two: both ranks send keys and values and receive the other's."""
+    out, group = torch.zeros_like(values), shape.group
+    one, two = shape.own
+    other = two if team.rank == one else one
+
+    def direct() -> None:
+        work = dist.batch_isend_irecv([
+            dist.P2POp(dist.isend, values, other, group),
+            dist.P2POp(dist.irecv, out, other, group),
+        ])  # fmt: skip
+        for each in work:
+            each.wait()
+
+    if channels is None:
+        return direct
+    channel = channels["cp"]
+
+    def hop() -> None:
+        codec = channel.codec(values.numel(), values.dtype, group, "forward")
+        if codec is not None:
+            (codec,) = codec.split_error_budget(1, 1, result=values.dtype)
+        ring = ring_of(channel, codec, group, values.device)
+        parcel = ring.pack([values])
+        came = ring.shift(parcel, 1, parcel.contents).wait()
+        assert came is not None
+        ring.open(came, 0, out)
+        came.release()
+        record_ring(channel, ring, values.nbytes, "forward")
+
+    return hop

@@ -1,0 +1,104 @@
+"""Choose the layers to recompute in backward, so that a chain fits into memory in the least time.
+
+A chain is cut into segments. A segment either keeps all that its layers' backward needs, or only
+the input of its first layer, and then runs forward once more when backward reaches it (Chen et al.
+2016, with segments of any length; Megatron's "uniform" and "block" recomputation are special
+cases). The dynamic program goes along the chain and keeps the Pareto frontier of (bytes kept, extra
+seconds), so its result is the best of all cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hybridcomp.tools.plan.algorithms.frontier import Linked, Point, frontier, link
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One layer: seconds of its forward, bytes that its backward needs, bytes of its input alone.
+
+    work_nbytes: workspace of its backward, allocated while that runs.
+    """
+
+    forward_seconds: float
+    nbytes: float
+    input_nbytes: float
+    work_nbytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """Segments ``[start, stop)`` that are recomputed, the extra seconds, and the highest memory."""
+
+    segments: tuple[tuple[int, int], ...]
+    seconds: float
+    peak_nbytes: float
+
+
+def cheapest_recomputation(layers: Sequence[Stored], nbytes: float) -> Recomputation | None:
+    """Find the recomputation of ``layers`` with the fewest extra seconds within ``nbytes``.
+
+    Returns None where none fits.
+    """
+    # choices: 2 * stop + recomputed, for every segment in order; kept ones have one layer
+    states: list[list[Point[Linked | None]]] = [[Point(0.0, 0.0, None)]]
+    for stop in range(1, len(layers) + 1):
+        points: list[Point[Linked | None]] = []
+        for start in range(stop):
+            recomputed = _segment_nbytes(layers, start, stop)
+            extra = sum(layer.forward_seconds for layer in layers[start:stop])
+            for point in states[start]:
+                if point.first + recomputed <= nbytes:
+                    kept = point.first + layers[start].input_nbytes
+                    choice = Linked(2 * stop + 1, point.choices)
+                    points.append(Point(kept, point.second + extra, choice))
+        layer = layers[stop - 1]
+        points += [
+            Point(point.first + layer.nbytes, point.second, Linked(2 * stop, point.choices))
+            for point in states[stop - 1]
+            if point.first + layer.nbytes + layer.work_nbytes <= nbytes
+        ]
+        states.append(frontier(points))
+    if not states[-1]:
+        return None
+    best = min(states[-1], key=lambda point: (point.second, point.first))
+    segments, start = [], 0
+    for marked in link(best.choices):
+        stop = marked // 2
+        if marked % 2:
+            segments.append((start, stop))
+        start = stop
+    return Recomputation(tuple(segments), best.second, peak_nbytes(layers, segments))
+
+
+def peak_nbytes(layers: Sequence[Stored], segments: Sequence[tuple[int, int]]) -> float:
+    """Return the peak bytes of forward and backward where ``segments`` are recomputed."""
+    starts = dict(segments)
+    kept, peak, position = 0.0, 0.0, 0
+    while position < len(layers):
+        if position in starts:
+            stop = starts[position]
+            peak = max(peak, kept + _segment_nbytes(layers, position, stop))
+            kept += layers[position].input_nbytes
+            position = stop
+        else:
+            layer = layers[position]
+            peak = max(peak, kept + layer.nbytes + layer.work_nbytes)
+            kept += layer.nbytes
+            position += 1
+    return max(peak, kept)
+
+
+def _segment_nbytes(layers: Sequence[Stored], start: int, stop: int) -> float:
+    """Return the peak bytes of a recomputed segment in backward: its layers, one at work.
+
+    Backward frees a layer before it goes on, so the peak is at some layer: those before it are
+    still kept.
+    """
+    kept, peak = 0.0, 0.0
+    for layer in layers[start:stop]:
+        kept += layer.nbytes
+        peak = max(peak, kept + layer.work_nbytes)
+    return peak

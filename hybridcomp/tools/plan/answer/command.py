@@ -1,0 +1,243 @@
+"""Run ``hybridcomp plan``: search, print, write files, try and draw; or check a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from hybridcomp.codecs.words import DTYPES
+from hybridcomp.config.memory import size
+from hybridcomp.errors import ConfigError, HybridcompError
+from hybridcomp.foreign import parsed_json, printable
+from hybridcomp.tools.plan.answer import files, start_command
+from hybridcomp.tools.plan.answer.base import Base, base_of
+from hybridcomp.tools.plan.answer.report import answer, duration
+from hybridcomp.tools.plan.machines import cluster_file
+from hybridcomp.tools.plan.machines.cluster import Cluster
+from hybridcomp.tools.plan.machines.missing import missing
+from hybridcomp.tools.plan.meetings import proposal
+from hybridcomp.tools.plan.models.model import Model
+from hybridcomp.tools.plan.models.reading import read_model
+from hybridcomp.tools.plan.plan import Plan
+from hybridcomp.tools.plan.request import Batch, Found, Nearest, SearchLimits
+from hybridcomp.tools.plan.search.budget import AllowedChoices
+from hybridcomp.tools.plan.search.search import search
+
+#: plans in the table and the picture
+SHOWN = 10
+PICTURE, FOUND = "plan.png", "plans.json"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan, or check; returns the exit status: 1 where a check missed. Raises HybridcompError."""
+    try:
+        return _run(options)
+    except OSError as error:  # of files that are read or written anywhere below
+        where = error.filename or "a file"
+        raise HybridcompError(f"{where}: {error.strerror or error}; name another one") from error
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.check is not None:
+        return _check(options)
+    for name in ("model", "samples", "length"):
+        if getattr(options, name) is None:
+            shown = "MODEL" if name == "model" else f"--{name}"
+            raise ConfigError(shown, None, "needed; see hybridcomp plan --help")
+    _look(options)
+    base = base_of(options.base, options.engine)
+    model = read_model(options.model)
+    cluster = cluster_file.read(options.cluster)
+    options.dtype = dtype_of(options.dtype, cluster)
+    found = _search(options, model, cluster)
+    if not found.plans:
+        raise HybridcompError(infeasible(found))
+    for line in answer(found, cluster):
+        print(printable(line))
+    best = found.plans[0]
+    if options.tries:
+        best = _tried(options, found, cluster, base)
+    written = files.write(best, cluster, options.out, base, options.command)
+    every = options.out / FOUND
+    every.write_text(json.dumps([plan.to_json() for plan in found.plans], indent=1) + "\n")
+    print(f"start it with {options.out / files.START_FILE}; written: "
+          f"{', '.join(str(path.name) for path in [*written, every])}")  # fmt: skip
+    offload = options.offload or any(plan.layout.offload for plan in found.plans)
+    if found.unpriced:
+        print(f"note: {unpriced(found, options)}")
+    for line in missing(cluster, offload, options.engine):
+        print(f"note: {options.cluster} says {line}")
+    for note in (*without_effect(options, cluster),
+                 islands(found.plans[0], cluster, model),
+                 start_command.left_to_script(best, options.command),
+                 start_command.unknown_places(best, options.command, cluster)):  # fmt: skip
+        if note:
+            print(f"note: {printable(note)}")
+    _draw(options, found, cluster)
+    return 0
+
+
+def islands(best: Plan, cluster: Cluster, model: Model) -> str | None:
+    """Return what islands would make of the ``best`` plan, or why nobody can say."""
+    try:
+        return proposal(best, cluster, model)
+    except HybridcompError as error:
+        return f"whether islands that meet now and then would be faster is not known: {error}"
+
+
+def unpriced(found: Found, options: argparse.Namespace) -> str:
+    """Name the codecs that no plan uses, because the cluster's file has no figures for them."""
+    return (
+        f"{options.cluster} says nothing about {', '.join(found.unpriced)}: no plan has these "
+        'codecs; run `hybridcomp measure` again, or write them into its "codecs"'
+    )
+
+
+def without_effect(options: argparse.Namespace, cluster: Cluster) -> Iterator[str]:
+    """Yield a sentence for each option that changes nothing about these plans."""
+    if options.offload and options.engine != "deepspeed":
+        yield f"--offload has no effect: plans of {options.engine} have no optimizer on the host"
+    elif options.offload and cluster.on_cpu:
+        yield "--offload has no effect: a CPU is its own host, and --fix offload=true insists"
+    if options.own_cuts and options.engine != "deepspeed":
+        yield f"--own-cuts has no effect: {options.engine} builds none of them"
+
+
+def _look(options: argparse.Namespace) -> None:
+    """Refuse wrong options before the search, which takes long. Raises ConfigError."""
+    from hybridcomp.tools.plan.answer.trial import NO_COMMAND
+
+    if options.tries < 0:
+        raise ConfigError("--try", options.tries, "expected 1 or more, or leave it out")
+    if options.tries and not options.command:
+        raise ConfigError("--try", "no command", NO_COMMAND)
+    if options.plan is not None:
+        raise ConfigError("--plan", str(options.plan), "goes with --check RUN")
+    if options.out.exists() and not options.out.is_dir():
+        raise ConfigError("--out", str(options.out), "expected a folder, and it is a file")
+
+
+def dtype_of(wanted: str | None, cluster: Cluster) -> str:
+    """Return the dtype to plan in: ``wanted``, else the first that ``cluster`` has figures for.
+
+    Raises ConfigError where it has none.
+    """
+    known = [name for name in DTYPES if name in cluster.dtypes]
+    if wanted in known or (wanted is None and known):
+        return wanted or known[0]
+    listed = ", ".join(known) or "none"
+    raise ConfigError(
+        "--dtype", wanted,
+        f"the cluster's file says how fast matrix products are in: {listed}; choose one of these, "
+        "measure again, or describe it (tflops)",
+    )  # fmt: skip
+
+
+def _search(options: argparse.Namespace, model: Model, cluster: Cluster) -> Found:
+    limits = SearchLimits(
+        engine=options.engine,
+        dtype=options.dtype,
+        fixed=fixed_of(options.fix),
+        memory_share=options.memory,
+        ranks=options.ranks,
+        most_micro_batch=options.most_micro_batch,
+        recompute=not options.no_recompute,
+        offload=options.offload,
+        own=own_cuts(options.own_cuts, options.command),
+        keep=max(SHOWN, options.tries),
+    )
+    batch = Batch(options.samples, options.length)
+    return search(model, cluster, budget_of(options.budget), batch, limits)
+
+
+def _tried(options: argparse.Namespace, found: Found, cluster: Cluster, base: Base) -> Plan:
+    """Run the best plans on the machines and return the fastest."""
+    from hybridcomp.tools.plan.answer.trial import tried
+
+    plans = found.plans[: options.tries]
+    done = tried(plans, cluster, options.command, options.out, base)
+    best = done[0]
+    number = plans.index(best.plan) + 1
+    print(f"plan {number} is the fastest of those that ran: {duration(best.seconds)} a step")
+    return best.plan
+
+
+def _check(options: argparse.Namespace) -> int:
+    from hybridcomp.tools.plan.answer.check import check, describe
+
+    plan = Plan.read(options.plan or options.out / files.PLAN_FILE)
+    found = check(plan, options.check)
+    for line in describe(found):
+        print(line)
+    return 0 if all(one.held for one in found) else 1
+
+
+def _draw(options: argparse.Namespace, found: Found, cluster: Cluster) -> None:
+    """Draw the picture; without matplotlib print a line instead, since the plan is complete."""
+    from hybridcomp.tools.plan.answer.picture import draw
+
+    known = [rank.nbytes for rank in cluster.ranks if rank.nbytes]
+    limit = options.memory * min(known, default=0)
+    title = f"{found.plans[0].model} on {cluster.world_size} ranks, budget {found.plans[0].budget}"
+    try:
+        draw(found.plans[:SHOWN], limit, options.out / PICTURE, title)
+    except HybridcompError as error:
+        print(f"no picture: {error}")
+    else:
+        print(f"picture: {options.out / PICTURE}")
+
+
+def infeasible(found: Found) -> str:
+    """Say in one sentence why there is no plan, and what the nearest one would need."""
+    if found.nearest is None:
+        return f"no plan: {found.reason}"
+    return f"no plan: {found.reason}; {_nearest(found.nearest)}"
+
+
+def _nearest(nearest: Nearest) -> str:
+    if nearest.what == "memory":
+        needed, available = size(nearest.needed), size(nearest.available)
+    else:
+        needed, available = f"{nearest.needed:g}", f"{nearest.available:g}"
+    return (
+        f"the nearest, {nearest.layout}, would need {needed} of {nearest.what} where there is "
+        f"{available}"
+    )
+
+
+def own_cuts(names: str, command: Sequence[str]) -> tuple[str, ...]:
+    """Return cuts of hybridcomp.nn that the script builds: named, or in its command's places."""
+    text = " ".join(command)
+    asked = {"tp2d": "{mesh}", "slices": "{slices}"}
+    named = [name.strip() for name in names.split(",") if name.strip()]
+    return tuple(dict.fromkeys([*named, *(n for n, place in asked.items() if place in text)]))
+
+
+def budget_of(text: str) -> AllowedChoices:
+    """Read a budget from a name, or from JSON. Raises ConfigError."""
+    if not text.lstrip().startswith("{"):
+        return AllowedChoices.parse(text)
+    try:
+        written: Mapping[str, Any] = parsed_json(text)
+    except ValueError as error:
+        raise ConfigError("--budget", text, f"expected JSON ({error})") from None
+    return AllowedChoices.parse(written)
+
+
+def fixed_of(texts: list[str]) -> dict[str, Any]:
+    """Parse ``NAME=VALUE`` words into fields of a layout. Raises ConfigError."""
+    fixed: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        try:
+            found = parsed_json(value)
+        except ValueError:
+            found = None
+        if not equals or found is None:
+            raise ConfigError("--fix", text, "expected NAME=VALUE, such as tensor=2")
+        if isinstance(found, list):
+            found = tuple(tuple(one) if isinstance(one, list) else one for one in found)
+        fixed[name] = found
+    return fixed

@@ -1,0 +1,123 @@
+"""Draw the answer: speed against bytes, memory against the limit, the best plan's step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridcomp import foreign
+from hybridcomp.errors import HybridcompError, install_hint
+from hybridcomp.tools.plan.answer.report import codecs
+from hybridcomp.tools.plan.plan import MEMORY_KINDS, Plan, Span
+
+#: distinct for colour-blind readers too (Okabe and Ito)
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#000000",
+           "#F0E442")  # fmt: skip
+#: most rows of the timeline; more could not be read
+ROWS = 24
+#: inches
+WIDTH, HEIGHT = 12.0, 9.0
+
+
+def draw(plans: Sequence[Plan], limit: float, path: Path, title: str) -> None:
+    """Draw ``plans`` into the PNG ``path``. ``limit``: bytes of a device to fill, 0 if unknown.
+
+    Raises HybridcompError when matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise HybridcompError(f"the picture needs matplotlib: {install_hint('plot')}") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure = pyplot.figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+    grid = figure.add_gridspec(2, 2, height_ratios=(1.0, 1.0))
+    _speed(figure.add_subplot(grid[0, 0]), plans)
+    _memory(figure.add_subplot(grid[0, 1]), plans, limit)
+    _timeline(figure.add_subplot(grid[1, :]), plans[0])
+    figure.suptitle(foreign.picture(title))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # the font lacks it: a box stands there
+        figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def share(plan: Plan) -> float:
+    """Return the bytes that a plan sends over those that the same layout sends natively."""
+    native = sum(plan.prediction.native_nbytes.values())
+    return sum(plan.prediction.nbytes.values()) / native if native else 1.0
+
+
+def _speed(axes: Any, plans: Sequence[Plan]) -> None:
+    """Plot tokens a second, with their interval, against the share of native bytes sent."""
+    layouts = list(dict.fromkeys(str(plan.layout) for plan in plans))
+    for number, plan in enumerate(plans):
+        told, x = plan.prediction, 100 * share(plan)
+        colour = COLOURS[layouts.index(str(plan.layout)) % len(COLOURS)]
+        tokens = told.tokens_per_second * told.seconds
+        axes.plot([x, x], [tokens / told.high, tokens / told.low], color=colour, lw=1.5, alpha=0.6)
+        axes.plot([x], [told.tokens_per_second], "o", color=colour)
+        above = {"textcoords": "offset points", "xytext": (5, 4), "fontsize": 8}
+        axes.annotate(str(number + 1), (x, told.tokens_per_second), **above)
+    for number, name in enumerate(layouts[: len(COLOURS)]):
+        axes.plot([], [], "o", color=COLOURS[number], label=foreign.picture(name))
+    axes.set_xlabel("bytes sent, % of the same layout without compression")
+    axes.set_ylabel("tokens a second, predicted")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=7, loc="lower left")
+    axes.grid(alpha=0.25)
+    axes.set_title(f"1: {plans[0].layout}\n{codecs(plans[0])}", fontsize=8)
+
+
+def _memory(axes: Any, plans: Sequence[Plan], limit: float) -> None:
+    """Plot device memory of the fullest rank by kind, and the limit."""
+    below = [0.0] * len(plans)
+    numbers = list(range(1, len(plans) + 1))
+    kinds = [kind for kind in MEMORY_KINDS if kind != "host"]
+    for kind, colour in zip(kinds, COLOURS, strict=False):
+        values = [plan.prediction.memory.get(kind, 0.0) / 1e9 for plan in plans]
+        if any(values):
+            axes.bar(numbers, values, bottom=below, color=colour, label=kind)
+            below = [a + b for a, b in zip(below, values, strict=True)]
+    if limit:
+        axes.axhline(limit / 1e9, color="black", lw=1.2, ls="--", label="limit")
+    axes.set_xticks(numbers)
+    axes.set_xlabel("plan")
+    axes.set_ylabel("GB of the fullest rank")
+    axes.set_ylim(top=1.3 * max([*below, limit / 1e9]))  # the legend hides nothing
+    axes.legend(fontsize=7, ncols=4, loc="upper center")
+    axes.grid(alpha=0.25, axis="y")
+
+
+def _timeline(axes: Any, plan: Plan) -> None:
+    """Plot the predicted step of the best plan: a row a resource, a colour a kind of task."""
+    spans = plan.prediction.spans
+    if not spans:
+        axes.text(0.5, 0.5, "no timeline", ha="center")
+        return
+    rows = list(dict.fromkeys(span.resource for span in spans))[:ROWS]
+    kinds = list(dict.fromkeys(_kind(span) for span in spans))
+    for span in spans:
+        if span.resource in rows and span.end > span.start:
+            axes.barh(
+                rows.index(span.resource), 1e3 * (span.end - span.start), left=1e3 * span.start,
+                height=0.8, color=COLOURS[kinds.index(_kind(span)) % len(COLOURS)],
+                edgecolor="white", linewidth=0.3,
+            )  # fmt: skip
+    for number, kind in enumerate(kinds):
+        axes.barh([0], [0], color=COLOURS[number % len(COLOURS)], label=kind)
+    axes.set_yticks(range(len(rows)), rows, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms of one optimizer step, plan 1")
+    axes.legend(
+        fontsize=7, ncols=min(8, len(kinds)), loc="upper center", bbox_to_anchor=(0.5, 1.12)
+    )
+
+
+def _kind(span: Span) -> str:
+    """Return a task's name without its number: ``forward`` of ``forward 3``, ``F`` of ``F3``."""
+    return span.name.split(" ")[0].rstrip("0123456789") or span.name

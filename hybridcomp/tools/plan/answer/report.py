@@ -1,0 +1,187 @@
+"""Print the ranked table of plans, and sentences that say why the first beats the second."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from hybridcomp.config.memory import size
+from hybridcomp.dimensions import DIMENSIONS, ROWS
+from hybridcomp.tools.plan.machines.cluster import Cluster
+from hybridcomp.tools.plan.plan import MEMORY_KINDS, Plan, Prediction
+from hybridcomp.tools.plan.request import Found
+
+#: two plans whose steps are nearer than this share are called equally fast
+SAME = 0.005
+#: smallest share of a step that a part of it has to differ by to be named as a reason
+TOLD = 0.01
+
+
+def duration(seconds: float) -> str:
+    """Format seconds for people."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-6 else "0 ms"
+
+
+def codecs(plan: Plan) -> str:
+    """Name the encoded dimensions and their codecs: ``dp blockint(bits=4) feedback; pp ...``."""
+    parts = []
+    for name in DIMENSIONS:
+        ways = {way: plan.choices[name, way] for way in ROWS[name].directions}
+        if all(choice.native for choice in ways.values()):
+            continue
+        same = len(set(ways.values())) == 1
+        shown = [f"{way} {choice}" for way, choice in ways.items()]
+        parts.append(f"{name} {next(iter(ways.values())) if same else ', '.join(shown)}")
+    return "; ".join(parts) or "nothing"
+
+
+HEAD = ("", "step", "interval", "tokens/s", "memory a rank", "sent a step", "behind compute",
+        "layout", "encoded")  # fmt: skip
+
+
+def table(plans: Sequence[Plan]) -> list[str]:
+    """Format a Markdown table, one row a plan, the fastest first.
+
+    Memory and bytes are those of the rank with the most; "behind compute" is the share of the
+    seconds of messages that does not lengthen the step.
+    """
+    lines = [f"| {' | '.join(HEAD)} |", "|" + "---|" * len(HEAD)]
+    for number, plan in enumerate(plans, 1):
+        told = plan.prediction
+        cells = [
+            f"{number}",
+            duration(told.seconds),
+            f"{duration(told.low)} to {duration(told.high)}",
+            f"{told.tokens_per_second:,.0f}",
+            size(told.device_nbytes),
+            _sent(told.nbytes),
+            _hidden(plan),
+            str(plan.layout),
+            codecs(plan),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _sent(nbytes: Mapping[str, float]) -> str:
+    return (
+        ", ".join(f"{name} {size(value)}" for name, value in nbytes.items() if value) or "nothing"
+    )
+
+
+def _hidden(plan: Plan) -> str:
+    hidden = sum(plan.prediction.hidden.values())
+    whole = hidden + sum(plan.prediction.exposed.values())
+    return f"{hidden / whole:.0%}" if whole else "-"
+
+
+def reasons(first: Plan, second: Plan) -> list[str]:
+    """Say why ``first`` beats ``second``, a sentence for each part of the step that differs.
+
+    The largest difference comes first, also where it is the second plan's gain.
+    """
+    mine, theirs = first.prediction, second.prediction
+    gain = theirs.seconds / mine.seconds - 1
+    if gain < SAME:
+        needs = f"{size(mine.device_nbytes)} a rank, the second {size(theirs.device_nbytes)}"
+        found = [f"Steps are equally long within {SAME:.1%}; the first plan needs {needs}."]
+    else:
+        found = [f"Its step is {duration(theirs.seconds - mine.seconds)} ({gain:.1%}) shorter."]
+    if mine.low < theirs.high and gain >= SAME and mine.high > theirs.low:
+        found.append(
+            "The intervals of the two overlap: `--try 2` tells which is faster on the machines."
+        )
+    parts = sorted(_parts(first, second), key=lambda part: -abs(part[0]))
+    found += [text for won, text in parts if abs(won) >= TOLD * mine.seconds]
+    return found
+
+
+def _parts(first: Plan, second: Plan) -> Iterator[tuple[float, str]]:
+    """Yield the seconds that ``first`` wins (negative: loses) by a part of the step, in words."""
+    mine, theirs = first.prediction, second.prediction
+    for name in DIMENSIONS:
+        own, other = mine.exposed.get(name, 0.0), theirs.exposed.get(name, 0.0)
+        sent, their_sent = mine.nbytes.get(name, 0.0), theirs.nbytes.get(name, 0.0)
+        if own or other:
+            yield (
+                other - own,
+                (
+                    f"Messages of {name} lengthen its step by {duration(own)} ({size(sent)} sent), "
+                    f"the second's by {duration(other)} ({size(their_sent)})."
+                ),
+            )
+    for what, own, other in (
+        ("compute", mine.compute_seconds, theirs.compute_seconds),
+        ("wait for the pipeline", mine.bubble_seconds, theirs.bubble_seconds),
+        ("encode and decode", mine.codec_seconds, theirs.codec_seconds),
+    ):
+        yield (
+            other - own,
+            (
+                f"Its busiest rank's device has to {what} for {duration(own)}, the second's for "
+                f"{duration(other)}."
+            ),
+        )
+
+
+def details(plan: Plan, cluster: Cluster) -> Iterator[str]:
+    """Yield lines with a plan's memory by kind, and its bytes by dimension, encoded and native."""
+    told = plan.prediction
+    kinds = [f"{kind} {size(told.memory[kind])}" for kind in MEMORY_KINDS if told.memory.get(kind)]
+    known = [rank.nbytes for rank in cluster.ranks if rank.nbytes]
+    has = f"its device has {size(min(known))}" if known else "nobody knows what its device has"
+    yield f"memory of the fullest rank: {', '.join(kinds)} ({has})"
+    for name, sent in told.nbytes.items():
+        native = told.native_nbytes.get(name, sent)
+        if sent:
+            shown = told.exposed.get(name, 0.0), told.hidden.get(name, 0.0)
+            yield (
+                f"{name}: {size(sent)} a step instead of {size(native)}{_between(told, name)}; "
+                f"{duration(shown[0])} seen, {duration(shown[1])} behind compute"
+            )
+    crossing = sum(told.between_nbytes.values()), sum(told.between_native_nbytes.values())
+    if crossing[1]:
+        yield (
+            f"between nodes in all: {size(crossing[0])} a step of a rank instead of "
+            f"{size(crossing[1])}"
+        )
+
+
+def _between(told: Prediction, name: str) -> str:
+    """Format the bytes of a dimension that go between nodes; "" where none do."""
+    native = told.between_native_nbytes.get(name, 0.0)
+    if not native:
+        return ""
+    sent = told.between_nbytes.get(name, 0.0)
+    return f", between nodes {size(sent)} instead of {size(native)}"
+
+
+def answer(found: Found, cluster: Cluster) -> Iterator[str]:
+    """Yield all lines to print: table, reasons, details of the best plan, counts of the search."""
+    yield from table(found.plans)
+    yield ""
+    if len(found.plans) > 1:
+        yield "Why the first beats the second:"
+        yield from (f"  {text}" for text in reasons(*found.plans[:2]))
+    yield "The first plan:"
+    yield from (f"  {text}" for text in details(found.plans[0], cluster))
+    yield f"{found.considered} looked at, {found.simulated} simulated"
+    if found.refused:
+        yield "Ruled out:"
+        yield from (f"  {text}" for text in ruled_out(found.refused))
+
+
+def ruled_out(refused: Mapping[str, int]) -> Iterator[str]:
+    """Yield a line for each reason, most layouts first; reasons that differ in a number are one."""
+    counts: dict[tuple[str, str], int] = {}
+    numbers: dict[tuple[str, str], list[str]] = {}
+    for why, count in refused.items():
+        before, number, after = (re.split(r"(\d+)", why, maxsplit=1) + ["", ""])[:3]
+        counts[before, after] = counts.get((before, after), 0) + count
+        numbers.setdefault((before, after), []).append(number)
+    for (before, after), count in sorted(counts.items(), key=lambda entry: -entry[1]):
+        *others, last = sorted(numbers[before, after], key=lambda number: int(number or 0))
+        listed = f"{', '.join(others)} or {last}" if others else last
+        yield f"{count}: {before}{listed}{after}"

@@ -1,0 +1,111 @@
+"""Write the command that starts a plan: the launcher's, or the user's with its places filled in."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybridcomp import foreign
+from hybridcomp.tools.compare.launch import fill
+from hybridcomp.tools.plan.engines import block_chunks
+from hybridcomp.tools.plan.machines.cluster import Cluster
+from hybridcomp.tools.plan.plan import Plan
+
+CONFIGS = {"deepspeed": "ds_config.json", "megatron": "megatron_args.txt", "neox": "neox.yml"}
+BLOCK_FILE = "compression.json"
+#: port of a launcher where no free one is searched for: torch's default
+PORT = "29500"
+#: placeholder where the user has not named the script to start
+SCRIPT = "SCRIPT"
+
+
+def blocks(plan: Plan) -> tuple[int, ...]:
+    """Return the number of blocks of each chunk, without embedding and head of a decoder."""
+    return tuple(map(len, block_chunks(plan.layout, plan.repeated))) if plan.layout.cuts else ()
+
+
+def recomputed_blocks(plan: Plan) -> list[str]:
+    """Return the recomputed blocks, counted from 0: ``3``, or ``3-5`` for one segment."""
+    first, found = plan.repeated.start, []
+    for start, stop in sorted(plan.layout.recompute):
+        inside = [layer - first for layer in range(start, stop) if layer in plan.repeated]
+        if inside:
+            found.append("-".join(map(str, dict.fromkeys((inside[0], inside[-1])))))
+    return found
+
+
+def general(plan: Plan, cluster: Cluster, folder: Path) -> str:
+    """Return the command that starts ``plan``, with a place for the user's script."""
+    config = shlex.quote(str((folder / CONFIGS[plan.engine]).resolve()))
+    nodes, per_node = cluster.nodes, min(cluster.ranks_per_node, plan.layout.ranks)
+    if plan.engine == "neox":
+        return f'"${{PYTHON:-python}}" -m hybridcomp.patches.neox {config}'
+    if plan.engine == "megatron":
+        block = shlex.quote(str((folder / BLOCK_FILE).resolve()))
+        launcher = f"torchrun --nnodes {nodes} --nproc-per-node {per_node}"
+        run = f"-m hybridcomp.run {SCRIPT} $(cat {config})"
+        return f'env HYBRIDCOMP_CONFIG={block} {launcher} {run} "$@"'
+    hosts = f"--num_nodes {nodes} " if nodes > 1 else ""
+    launcher = f"deepspeed {hosts}--num_gpus {per_node} --module hybridcomp.run"
+    return f'{launcher} {SCRIPT} --deepspeed_config {config} "$@"'
+
+
+def left_to_script(plan: Plan, command: Sequence[str]) -> str:
+    """Name settings that neither the engine's file nor ``command`` holds; "" for none.
+
+    DeepSpeed's file holds no parallel degree and no layer to recompute: the script sets these.
+    """
+    if plan.engine != "deepspeed":
+        return ""
+    layout, text = plan.layout, " ".join(command)
+    wanted = {
+        "tensor": layout.tensor > 1, "stages": layout.stages > 1, "context": layout.context > 1,
+        "expert": layout.expert > 1, "recompute": bool(layout.recompute),
+        "mesh": layout.mesh > 1, "slices": bool(layout.slices),
+        "cuts": len(set(blocks(plan))) > 1,
+    }  # fmt: skip
+    left = [name for name, on in wanted.items() if on and f"{{{name}}}" not in text]
+    if "{layers}" in text and "cuts" in left:
+        left.remove("cuts")
+    if not left:
+        return ""
+    shown = ", ".join(left)
+    return f"ds_config.json does not say {shown} ({layout}): the script has to, see plan.json"
+
+
+def places(plan: Plan, cluster: Cluster, folder: Path) -> dict[str, str]:
+    """Map each place of a user's command, a name in braces, to the plan's value."""
+    layout = plan.layout
+    names = ("tensor", "stages", "virtual", "data", "context", "expert", "zero_stage",
+             "micro_batch", "accumulation", "mesh", "context_way")  # fmt: skip
+    return {
+        **{f"{{{name}}}": str(getattr(layout, name)) for name in names},
+        "{cuts}": ",".join(map(str, blocks(plan))) if layout.stages > 1 else "none",
+        "{slices}": ",".join(map(str, layout.slices)) or "none",
+        "{layers}": ",".join(map(str, layout.cuts)),
+        "{recompute}": ",".join(recomputed_blocks(plan)) or "none",
+        "{ranks}": str(layout.ranks),
+        "{nodes}": str(cluster.nodes),
+        "{samples}": str(layout.samples),
+        "{length}": str(plan.length),
+        "{config}": str((folder / CONFIGS[plan.engine]).resolve()),
+        "{block}": str((folder / BLOCK_FILE).resolve()),
+    }
+
+
+def filled(command: Sequence[str], plan: Plan, cluster: Cluster, folder: Path) -> str:
+    """Fill ``{tensor}``, ``{config}`` and the other ``places`` of ``command`` in for ``plan``."""
+    values = {**places(plan, cluster, folder), "{folder}": str(folder.resolve()), "{port}": PORT}
+    return foreign.shell_words(fill(command, values))
+
+
+def unknown_places(plan: Plan, command: Sequence[str], cluster: Cluster) -> str:
+    """Name words in braces in ``command`` that are no place, in a sentence; "" for none."""
+    known = [*places(plan, cluster, Path()), "{folder}", "{port}"]
+    found = dict.fromkeys(re.findall(r"\{[a-z_]+\}", " ".join(command)))
+    left = [place for place in found if place not in known]
+    if not left:
+        return ""
+    return f"{', '.join(left)} in the command is left as it is; filled in are {', '.join(known)}"

@@ -1,0 +1,130 @@
+"""Price copies between device and host where optimizer states are on the host (ZeRO-Offload).
+
+Gradients go to the host (``backward``), updated parameters come back (``forward``). The bytes are
+those that the ledger counts (``patches.ds.offload12``, ``offload3``). Natively DeepSpeed waits for
+each copy; encoded gradients are decoded behind the last backward pass, unless the device is a CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from hybridcomp.tools.plan.layout import Layout
+
+#: bytes of a value of the master weights' gradients, which lie on the host
+FP32 = 4.0
+#: values of one payload; longer gradients and parameters cross as several (``host_landing``)
+MOST_NUMEL = 16 * 960 * 1024
+
+
+@dataclass(frozen=True)
+class Copying:
+    """Values that cross the bus of one rank: a message whose two ends are a device and its host.
+
+    numel: values. nbytes, back_nbytes: bytes that upstream moves for them natively, in this
+    direction and in the other, on average over the ranks. busiest: both of the rank that moves
+    most, for which the others wait; None: the same. ranks: the two ends, as ``policy`` counts them.
+    """
+
+    direction: Literal["to_host", "to_device"]
+    numel: float
+    nbytes: float
+    back_nbytes: float = 0.0
+    busiest: tuple[float, float] | None = None
+    ranks: int = 2
+
+
+class Whole(NamedTuple):
+    """Values of the parameters that a rank owns any part of, over the values that it owns.
+
+    mean: over the ranks. most: of the rank with the most.
+    """
+
+    mean: float = 1.0
+    most: float = 1.0
+
+
+def copyings(
+    layout: Layout, values: float, width: int, messages: float, whole: Whole
+) -> tuple[Copying, Copying]:
+    """Return one of ``messages`` copies of gradients to the host and one of parameters back.
+
+    Args:
+        values: that this rank's optimizer updates.
+        width: bytes of a value on the device.
+        whole: sizes of the parameters that the rank owns a part of (``whole_of``).
+    """
+    one = values / messages
+    mean, most = (
+        tuple(each * one for each in gradient_nbytes(layout.zero_stage, width, layout.accumulation,
+                                                     share))
+        for share in whole
+    )  # fmt: skip
+    return (
+        Copying("to_host", one, mean[0], mean[1], (most[0], most[1])),
+        Copying("to_device", one, width * one),
+    )
+
+
+def gradient_nbytes(
+    zero_stage: int, width: int, micro_batches: int, whole: float = 1.0
+) -> tuple[float, float]:
+    """Return bytes a gradient value that DeepSpeed copies in a step, to the host and back.
+
+    It keeps sums of micro-batches on the host: each fetches the sum so far and sends the new one,
+    at stage 3 the first one, too. At the end comes the sum in fp32. Stage 1 reduces once a step,
+    and copies only that sum. At stage 2 sums are those of all parameters that a rank owns a part of
+    (``async_accumulate_grad_in_cpu_via_gpu``), and ``whole`` is the number of their values for each
+    value that the rank owns (``whole_of``).
+
+    A value of tests/training's model in bf16, whose largest parameter two ranks share (``whole``
+    1.51), both ways together; the ledger of real trainings has the same to the digits shown::
+
+        micro-batches     1      2      3
+        ZeRO 1         4.00   4.00   4.00
+        ZeRO 2         4.00  13.04  19.07
+        ZeRO 3         8.00  12.00  16.00
+    """
+    if zero_stage == 3:
+        return width * micro_batches + FP32, float(width * micro_batches)
+    if zero_stage == 1 or micro_batches == 1:
+        return FP32, 0.0
+    return width * micro_batches * whole + FP32, width * (micro_batches - 1) * whole
+
+
+def whole_of(groups: Iterable[tuple[tuple[float, ...], int]]) -> Whole:
+    """Return the ratio of parameters to the parts of them that a rank owns at ZeRO 1 and 2.
+
+    DeepSpeed concatenates the parameters of an optimizer's group and cuts the flat tensor into
+    equal parts; a parameter on a cut belongs to the ranks on both sides.
+
+    Args:
+        groups: values of every parameter of a group, in their order, and the ranks that cut it.
+    """
+    owned = mean = most = 0.0
+    for sizes, ranks in groups:
+        if not sum(sizes):
+            continue
+        held = _held(sizes, ranks)
+        owned += sum(sizes) / ranks
+        mean += sum(held) / ranks
+        most += max(held)
+    return Whole(mean / owned, most / owned) if owned else Whole()
+
+
+@lru_cache(maxsize=256)
+def _held(sizes: tuple[float, ...], ranks: int) -> tuple[float, ...]:
+    """Return, for each rank, the values of all parameters that it owns a part of."""
+    part, found, start = sum(sizes) / ranks, [0.0] * ranks, 0.0
+    for size in sizes:
+        # sums are not exact: a parameter that crosses a cut by their last digits only does not
+        first = min(ranks - 1, int(start / part + 1e-9))
+        start += size
+        last = max(first, min(ranks, math.ceil(start / part - 1e-9)) - 1)
+        for rank in range(first, last + 1):
+            found[rank] += size
+    return tuple(found)

@@ -1,0 +1,195 @@
+"""Estimate an engine's overhead beside layers and messages, from its small trainings.
+
+``hybridcomp measure`` had the engine train a few blocks. The same step is priced here by the same
+model as a plan, and the difference is the engine's overhead: its hooks and copies for every value,
+its Python for every micro-batch and step, and the cost of codecs in the engine beyond the codecs
+themselves. Native trainings of two sizes show which part grows with the parameters; of the others,
+whose difference to native is work on values, one size is enough. Where a training was faster than
+its price, messages were hidden behind compute, and ``overlap`` is the hidden share of compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from hybridcomp.tools.plan.choices import Choices
+from hybridcomp.tools.plan.machines.estimates import Estimate
+from hybridcomp.tools.plan.machines.rows import TrainedSmall
+from hybridcomp.tools.plan.models.model import BatchShape, ModelLayer
+
+#: gradients: native, encoded, encoded with error feedback
+Style = Literal["native", "plain", "feedback"]
+
+
+class Line(NamedTuple):
+    """Seconds of an event: a constant, and an addition for each parameter value."""
+
+    each: float = 0.0
+    per_value: float = 0.0
+
+    def at(self, values: float) -> float:
+        """Return the seconds for ``values`` parameter values."""
+        return self.each + self.per_value * values
+
+    def times(self, factor: float) -> Line:
+        """Return both multiplied by ``factor``."""
+        return Line(factor * self.each, factor * self.per_value)
+
+
+class Host(NamedTuple):
+    """Overhead of each micro-batch and of each step; the share of compute that hides messages."""
+
+    micro: Line = Line()
+    step: Line = Line()
+    overlap: float = 0.0
+
+    def times(self, factor: float) -> Host:
+        """Return the seconds multiplied by ``factor``; the overlap stays the same share."""
+        return Host(self.micro.times(factor), self.step.times(factor), self.overlap)
+
+
+#: the ZeRO stage from which on gradients are reduced behind every micro-batch
+FIRST_IN_PARTS = 2
+#: by ZeRO stage and style
+Hosts = Mapping[tuple[int, Style], Host]
+
+
+@dataclass(frozen=True)
+class SmallModel:
+    """The model of a small training, as a ``Model``."""
+
+    row: TrainedSmall
+
+    name = "blocks"
+    is_chain = True
+
+    @property
+    def depth(self) -> int:
+        """Number of blocks of the chain."""
+        return self.row.blocks
+
+    @property
+    def parameters(self) -> float:
+        """Parameters of all blocks."""
+        return float(self.row.blocks * self.row.parameters)
+
+    @property
+    def repeated(self) -> range:
+        """The layers that are blocks: all of them."""
+        return range(self.row.blocks)
+
+    def layers(self, shape: BatchShape) -> tuple[ModelLayer, ...]:
+        """Return equal blocks without bytes: the memory of a small training is never estimated."""
+        row, one = self.row, float(self.row.parameters)
+        block = ModelLayer(
+            "block", "block", row.flops, 2 * row.flops, 0.0, one, 0.0, 0.0, 0.0, 0.0, 0.0
+        )
+        return (block,) * row.blocks
+
+    def shared(self, shape: BatchShape) -> float:
+        """Return 0.0: no stage shares weights with another one."""
+        return 0.0
+
+    def refuses(self, shape: BatchShape) -> str | None:
+        """Return None: every shape can be built."""
+        return None
+
+
+class Taken(NamedTuple):
+    """A training and its predicted seconds: of a micro-batch, of the last one, of its compute."""
+
+    row: TrainedSmall
+    micro: float
+    last: float
+    compute: float
+
+
+def style_of(choices: Choices) -> Style:
+    """Return the style of the gradients that the replicas reduce."""
+    choice = choices["dp", "forward"]
+    if choice.native:
+        return "native"
+    return "feedback" if choice.error_feedback else "plain"
+
+
+def choices_of(row: TrainedSmall) -> Choices:
+    """Return the choices of a training's block; native ones where it has none."""
+    return Choices.of_block(dict(row.block)) if row.block else Choices()
+
+
+def hosts_of(taken: Iterable[Taken]) -> dict[tuple[int, Style], Host]:
+    """Fit the overhead of each ZeRO stage and style to its trainings."""
+    groups: dict[tuple[int, Style], list[Taken]] = {}
+    for one in _evened(taken):
+        style = style_of(choices_of(one.row))
+        groups.setdefault((one.row.zero_stage, style), []).append(one)
+    found: dict[tuple[int, Style], Host] = {}
+    for key in sorted(groups, key=lambda key: key[1] != "native"):
+        found[key] = _host(groups[key], found.get((key[0], "native"), Host()))
+    return found
+
+
+def _evened(taken: Iterable[Taken]) -> list[Taken]:
+    """Average the seconds of micro-batches without messages over all styles below ZeRO 2.
+
+    Below ZeRO 2 nothing is sent before the last micro-batch: all styles time the same work there,
+    and their mean has a smaller error than each.
+    """
+    every = list(taken)
+    groups: dict[tuple[int, int], list[Estimate]] = {}
+    for one in every:
+        groups.setdefault((one.row.zero_stage, one.row.blocks), []).append(one.row.micro)
+    means = {key: Estimate.total(own).times(1 / len(own)) for key, own in groups.items()}
+    return [
+        one._replace(row=replace(one.row, micro=means[one.row.zero_stage, one.row.blocks]))
+        if one.row.zero_stage < FIRST_IN_PARTS else one
+        for one in every
+    ]  # fmt: skip
+
+
+def least(hosts: Iterable[Host]) -> Host:
+    """Return a lower bound of the overhead of all ``hosts`` (at least one)."""
+    known = list(hosts)
+    micro, step = ([getattr(one, name) for one in known] for name in ("micro", "step"))
+    return Host(
+        Line(min(one.each for one in micro), min(one.per_value for one in micro)),
+        Line(min(one.each for one in step), min(one.per_value for one in step)),
+        max(one.overlap for one in known),
+    )
+
+
+def nearest(hosts: Hosts, zero_stage: int, style: Style) -> Host:
+    """Return the overhead of a ZeRO stage and style, or of the nearest stage of that style.
+
+    Another style stands in only where the style has no training. Without hosts it is zero.
+    """
+    if not hosts:
+        return Host()
+    return hosts[min(hosts, key=lambda key: (key[1] != style, abs(key[0] - zero_stage), key[0]))]
+
+
+def _host(taken: Sequence[Taken], native: Host) -> Host:
+    values = [float(one.row.blocks * one.row.parameters) for one in taken]
+    micro = [one.row.micro.value - one.micro for one in taken]
+    last = [one.row.last.value - one.last for one in taken]
+    line = _line(values, micro, native.micro.each)
+    # the last micro-batch is one like the others, and then come the reduction and the optimizer
+    beyond = [late - line.at(size) for late, size in zip(last, values, strict=True)]
+    most = max(range(len(taken)), key=lambda index: values[index])
+    hidden = -(micro[most] + last[most]) / (2 * taken[most].compute) if taken[most].compute else 0.0
+    return Host(line, _line(values, beyond, native.step.each), min(1.0, max(0.0, hidden)))
+
+
+def _line(values: Sequence[float], seconds: Sequence[float], each: float) -> Line:
+    """Fit a line >= 0 to the smallest and the largest size; one size: with constant ``each``."""
+    low, high = (pick(range(len(values)), key=lambda i: values[i]) for pick in (min, max))
+    if values[low] < values[high]:
+        slope = (seconds[high] - seconds[low]) / (values[high] - values[low])
+        slope = max(0.0, slope)
+        middle = sum(seconds) / len(seconds) - slope * sum(values) / len(values)
+        if middle < 0.0 < slope:  # no constant: all seconds grow with the values
+            return Line(0.0, max(0.0, seconds[high] / values[high]))
+        return Line(max(0.0, middle), slope)
+    return Line(each, max(0.0, seconds[high] - each) / values[high])

@@ -1,0 +1,215 @@
+"""Estimate a rank's memory: weights, gradients, optimizer, activations, and codec buffers.
+
+All bytes are those at the rank's peak: some layer's backward pass, or the optimizer's step. Where
+gradients are allocated as backward makes them (one micro-batch, no buckets), those of layers that
+come later in backward are not allocated yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hybridcomp.config.rank_messages import RankMessages, Way, reference_nbytes, residual_nbytes
+from hybridcomp.tools.plan.choices import Choices
+from hybridcomp.tools.plan.cost.copies import MOST_NUMEL, Copying
+from hybridcomp.tools.plan.cost.job import PlannedJob
+from hybridcomp.tools.plan.cost.prices import MIN_BYTES
+from hybridcomp.tools.plan.cost.schedule import in_flight
+from hybridcomp.tools.plan.cost.work import LIVE, StageWork, Work
+from hybridcomp.tools.plan.layout import Layout
+from hybridcomp.tools.plan.models.model import ModelLayer
+
+#: bytes of a value of an error feedback residual, of a main gradient, of a moment
+FP32 = 4.0
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The peak of backward: bytes of activations, and of gradients allocated by then."""
+
+    activations: float
+    gradients: float
+
+
+def memory_of(job: PlannedJob, work: Work, stage: int, choices: Choices) -> dict[str, float]:
+    """Return the bytes of a rank of ``stage`` by kind (``plan.MEMORY_KINDS``)."""
+    layout, own = work.layout, work.stages[stage]
+    found = states(job, layout, own)
+    kept = _kept(job, layout, own)
+    made = _moment(job, layout, stage, own)
+    found["activations"] = made.activations
+    if _grows(job, layout):
+        found["gradients"] = made.gradients
+        # at the optimizer step no activation is left, but all gradients; on a GPU torch's Adam
+        # takes all parameters at once, and a copy of one moment
+        values = own.dense + own.experts
+        copied = 0.0 if job.on_cpu else FP32 * values
+        if job.dtype.itemsize * values + copied > made.activations + made.gradients:
+            found["gradients"], found["activations"] = job.dtype.itemsize * values, copied
+    return {**found, **kept_by_codecs(job, layout, own, choices), **kept}
+
+
+def states(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float]:
+    """Return the bytes of weights, gradients and optimizer states, and those on the host."""
+    width, values = job.dtype.itemsize, stage.dense + stage.experts
+    # experts are sharded only over the replicas of these experts
+    replicas = layout.size("replicas")
+    share = (stage.dense + stage.experts * layout.expert) / replicas
+    own = share if job.sharded(layout) else values
+    optimizer = job.limits.states_nbytes * own
+    weights = width * (share if layout.zero_stage == 3 else values)
+    main = job.gradient_dtype.itemsize
+    gradients = main * (share if layout.zero_stage >= 2 else values)
+    if layout.zero_stage == 0 and job.sharded(layout):
+        gradients += FP32 * values  # BF16_Optimizer adds up in fp32
+    host = 0.0
+    if layout.offload:
+        host, optimizer = optimizer, 0.0
+    return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "host": host}
+
+
+def _kept(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float]:
+    """Return the bytes of the gathered parameters that DeepSpeed keeps at ZeRO 3."""
+    if layout.zero_stage == 3:
+        return {"gathered": job.dtype.itemsize * min(stage.dense + stage.experts, LIVE)}
+    return {}
+
+
+def kept_by_codecs(
+    job: PlannedJob, layout: Layout, stage: StageWork, choices: Choices
+) -> dict[str, float]:
+    """Return the bytes of residuals, references of deltas, payload buffers and keys of a ring."""
+    values = stage.dense + stage.experts
+    found = {"residuals": 0.0, "references": 0.0, "keys": _sealed(job, layout, stage, choices)}
+    gradients, parameters = choices["dp", "forward"], choices["zero", "forward"]
+    codec = gradients.codec
+    if codec is not None and gradients.error_feedback and stage.reduce + stage.micro:
+        reduced = _reduced(job, layout, values)
+        found["residuals"] = float(sum(residual_nbytes(reduced, codec, gradients.residual_bits)))
+    if parameters.delta and stage.gather:
+        gathered = RankMessages((round(values),), "gather", job.dtype, layout.size("replicas"))
+        found["references"] = float(reference_nbytes(gathered))
+    largest = 0.0
+    passes = (one.items + one.sent for one in (*stage.forward, *stage.backward))
+    for items in (stage.reduce, stage.gather, stage.micro, stage.copies, *passes):
+        for item in items:
+            choice = choices[item.key]
+            if not choice.native and not item.fixed:
+                numel = item.call.numel
+                if isinstance(item.call, Copying):
+                    numel = min(numel, MOST_NUMEL)
+                largest = max(largest, 2 * numel * choice.bits(item.dtype) / 8)
+    found["payloads"] = largest
+    return found
+
+
+def _reduced(job: PlannedJob, layout: Layout, values: float) -> RankMessages:
+    """Return the messages that reduce ``values``: a bucket, and what it cannot hold as another."""
+    ranks = layout.size("replicas")
+    call = replace(job.groups.call("all_reduce", 0.0, layout, "replicas", 0), levels=layout.levels)
+    width = math.prod(call.inside)
+    bucket = min(round(values), round(job.limits.bucket_numel))
+    numels = tuple(filter(None, (bucket, round(values) - bucket)))
+    how: Way = "own" if layout.zero_stage in (1, 2) else "sum"
+    if layout.zero_stage == 3 or (layout.zero_stage and job.limits.engine == "megatron"):
+        how = "scatter"
+    return RankMessages(numels, how, job.dtype, ranks, width, on_gpu=not job.on_cpu)
+
+
+def _sealed(job: PlannedJob, layout: Layout, stage: StageWork, choices: Choices) -> float:
+    """Return the bytes of encoded keys and values that their owner keeps for a ring's backward.
+
+    Native ones count as activations; layers that run forward twice encode theirs again.
+    """
+    choice = choices["cp", "forward"]
+    if choice.native or layout.context == 1 or layout.context_way != "ring":
+        return 0.0
+    held = [
+        sum(layer.forward.ring) for number, layer in stage.layers
+        if number not in layout.recomputed
+    ]  # fmt: skip
+    values = sum(numel for numel in held if numel * job.dtype.itemsize >= MIN_BYTES)
+    index = stage.rank // layout.ranks_per_stage
+    flying = in_flight(
+        index, layout.stages, layout.virtual, layout.accumulation, layout.slice_count
+    )
+    return values * choice.bits(job.dtype) / 8 * flying / layout.virtual
+
+
+def _grows(job: PlannedJob, layout: Layout) -> bool:
+    """Return whether gradients are allocated one by one as backward makes them."""
+    return (
+        job.limits.engine != "megatron" and layout.accumulation == 1 and layout.stages == 1
+        and layout.zero_stage == 0
+    )  # fmt: skip
+
+
+def _moment(job: PlannedJob, layout: Layout, stage: int, own: StageWork) -> Moment:
+    """Return the peak of the backward pass while all other micro-batches are in flight."""
+    flying = in_flight(
+        stage, layout.stages, layout.virtual, layout.accumulation, layout.slice_count
+    )
+    layers = [layer for _, layer in own.layers]
+    segments = local_segments(layout, own)
+    one = _kept_nbytes(layers, segments)
+    # chunks in flight are one virtual stage each
+    before = (flying / layout.virtual - 1) * one if flying else 0.0
+    made = worst_moment(layers, segments, job.dtype.itemsize, grows=_grows(job, layout))
+    return Moment(max(0.0, before) + made.activations, made.gradients)
+
+
+def local_segments(layout: Layout, stage: StageWork) -> list[tuple[int, int]]:
+    """Return the recomputed segments, as indices into the stage's layers."""
+    place = {number: index for index, (number, _) in enumerate(stage.layers)}
+    found = []
+    for start, stop in layout.recompute:
+        inside = [place[number] for number in range(start, stop) if number in place]
+        runs: list[list[int]] = []
+        for index in inside:
+            if runs and runs[-1][-1] == index - 1:
+                runs[-1].append(index)
+            else:
+                runs.append([index])
+        found += [(run[0], run[-1] + 1) for run in runs]
+    return sorted(found)
+
+
+def _kept_nbytes(layers: Sequence[ModelLayer], segments: Sequence[tuple[int, int]]) -> float:
+    """Return the bytes that one micro-batch keeps between forward and backward."""
+    starts, kept, position = dict(segments), 0.0, 0
+    while position < len(layers):
+        kept += layers[position].input_nbytes if position in starts else (
+            layers[position].kept_nbytes)  # fmt: skip
+        position = starts.get(position, position + 1)
+    return kept
+
+
+def worst_moment(
+    layers: Sequence[ModelLayer], segments: Sequence[tuple[int, int]], width: int, *, grows: bool
+) -> Moment:
+    """Return the peak of one backward pass. grows: gradients are allocated as it goes."""
+    total = width * sum(layer.parameters + layer.expert_parameters for layer in layers)
+    starts, kept, done, position = dict(segments), 0.0, 0.0, 0
+    worst = Moment(0.0, 0.0)
+    while position < len(layers):
+        stop = starts.get(position, position + 1)
+        inside = list(layers[position:stop])
+        alive = 0.0
+        for layer in inside:
+            alive += layer.kept_nbytes
+            made = width * (layer.parameters + layer.expert_parameters)
+            gradients = (total - done - made) if grows else 0.0
+            now = Moment(kept + alive + layer.work_nbytes, gradients)
+            if now.activations + now.gradients > worst.activations + worst.gradients:
+                worst = now
+            done += made
+        kept += inside[0].input_nbytes if position in starts else alive
+        position = stop
+    return worst
+
+
+def device_nbytes(memory: Mapping[str, float]) -> float:
+    """Return the bytes of all kinds that are on the device."""
+    return sum(value for kind, value in memory.items() if kind != "host")

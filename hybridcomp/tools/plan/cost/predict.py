@@ -1,0 +1,111 @@
+"""Predict a step of a placed layout with its choices, for people and for ``plan.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybridcomp.dimensions import DIMENSIONS, Dimension
+from hybridcomp.tools.plan.choices import Choices
+from hybridcomp.tools.plan.cost.calls import FREE, Price
+from hybridcomp.tools.plan.cost.job import PlannedJob
+from hybridcomp.tools.plan.cost.memory import device_nbytes, memory_of
+from hybridcomp.tools.plan.cost.step import Step, simulated, step_of
+from hybridcomp.tools.plan.cost.times import HIGH, LOW, View
+from hybridcomp.tools.plan.cost.work import StageWork, Work, by_dimension
+from hybridcomp.tools.plan.plan import MEMORY_KINDS, Plan, Prediction, Span
+
+
+def plan_of(job: PlannedJob, work: Work, choices: Choices, budget: str) -> Plan:
+    """Build the plan of a layout and its choices, with its prediction."""
+    return Plan(
+        work.layout, choices, predicted(job, work, choices), job.model.name,
+        job.cluster_name, budget, job.batch.length, job.limits.dtype, job.limits.engine,
+        (job.model.repeated.start, job.model.repeated.stop),
+        job.cluster.machines[: work.layout.ranks],
+    )  # fmt: skip
+
+
+def predicted(job: PlannedJob, work: Work, choices: Choices) -> Prediction:
+    """Predict seconds, memory and bytes of a step."""
+    step = simulated(job, work, choices)
+    sent = [_messages(job, work, stage, choices) for stage in work.stages]
+    names = [name for name in DIMENSIONS if any(name in one for one in sent)]
+    alone = step_of(job, work, choices, View(without=frozenset(DIMENSIONS)))
+    busiest = max(_compute(work, stage) for stage in work.stages)
+    exposed: dict[str, float] = {
+        name: step.seconds - step_of(job, work, choices, View(without=frozenset([name])))
+        for name in names
+    }
+    ranks = work.layout.ranks_per_stage
+    table = [memory_of(job, work, stage, choices) for stage in range(len(work.stages))]
+    fullest = max(table, key=device_nbytes)
+
+    def most(name: Dimension, what: str) -> float:
+        return max(float(getattr(one.get(name, FREE), what)) for one in sent)
+
+    def job_wide(name: Dimension, what: str) -> float:
+        return ranks * sum(float(getattr(one.get(name, FREE), what)) for one in sent)
+
+    low, high = (step_of(job, work, choices, View(pick)) for pick in (LOW, HIGH))
+    return Prediction(
+        seconds=step.seconds, low=min(low, step.seconds), high=max(high, step.seconds),
+        tokens_per_second=job.batch.samples * job.batch.length / step.seconds,
+        compute_seconds=busiest, bubble_seconds=max(0.0, alone - busiest),
+        codec_seconds=max(sum(one.coding.value for one in own.values()) for own in sent),
+        memory={kind: fullest.get(kind, 0.0) for kind in MEMORY_KINDS},
+        memory_by_stage=tuple(map(device_nbytes, table)),
+        nbytes={name: most(name, "nbytes") for name in names},
+        native_nbytes={name: most(name, "native_nbytes") for name in names},
+        exposed=exposed,
+        hidden={
+            name: max(0.0, max(one.get(name, FREE).seconds.value for one in sent) - exposed[name])
+            for name in names
+        },
+        job_nbytes={name: job_wide(name, "nbytes") for name in names},
+        job_native_nbytes={name: job_wide(name, "native_nbytes") for name in names},
+        job_codec_seconds={
+            name: ranks * sum(one.get(name, FREE).coding.value for one in sent) for name in names
+        },
+        between_nbytes={name: most(name, "between_nbytes") for name in names},
+        between_native_nbytes={name: most(name, "between_native_nbytes") for name in names},
+        spans=tuple(_spans(work, step)),
+    )  # fmt: skip
+
+
+def _compute(work: Work, stage: StageWork) -> float:
+    return work.layout.passes * stage.compute + stage.adam.value
+
+
+def _messages(
+    job: PlannedJob, work: Work, stage: StageWork, choices: Choices
+) -> dict[Dimension, Price]:
+    """Price the messages that a rank of ``stage`` sends in a step, by dimension."""
+    found: dict[Dimension, Price] = {}
+    count = work.layout.passes
+    passes = [items for one in (*stage.forward, *stage.backward)
+              for items in (one.items, one.sent)]  # fmt: skip
+    for items, times in (
+        *((items, count) for items in (*passes, stage.micro)),
+        (stage.reduce, 1), (stage.gather, 1), (stage.copies, 1),
+    ):  # fmt: skip
+        for name, price in by_dimension(job, items, choices, times).items():
+            found[name] = found.get(name, FREE).plus(price)
+    return {name: price for name, price in found.items() if price.native_nbytes}
+
+
+def _spans(work: Work, step: Step) -> Iterator[Span]:
+    """Yield the tasks for a picture: of a pass the compute first, then what it waits for."""
+    for task in step.tasks:
+        if task.end <= task.start:
+            continue
+        if task.what not in ("forward", "backward"):
+            numbered = task.what in ("send", "reduce")
+            label = f"{task.what} {task.micro_batch}" if numbered else task.what
+            yield Span(label, task.resource, task.start, task.end)
+            continue
+        stage = work.stages[task.stage]
+        passes = stage.backward if task.what == "backward" else stage.forward
+        computed = min(task.end, task.start + passes[task.chunk].compute.value)
+        yield Span(f"{task.what} {task.micro_batch}", task.resource, task.start, computed)
+        if computed < task.end:
+            yield Span(f"messages {task.micro_batch}", task.resource, computed, task.end)

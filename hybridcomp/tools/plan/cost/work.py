@@ -1,0 +1,257 @@
+"""List the compute and the messages of every stage of a layout in one step.
+
+Nothing here depends on the choices: a search prices the same messages with one choice after the
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Protocol
+
+from hybridcomp.dimensions import Dimension
+from hybridcomp.tools.plan.choices import NATIVE, Choices
+from hybridcomp.tools.plan.cost.calls import FREE, NOTHING, EngineCall, Price
+from hybridcomp.tools.plan.cost.copies import Whole, whole_of
+from hybridcomp.tools.plan.cost.job import Item, PlannedJob
+from hybridcomp.tools.plan.layout import Layout
+from hybridcomp.tools.plan.machines.estimates import Estimate
+from hybridcomp.tools.plan.models.model import ModelLayer
+
+Items = tuple[Item, ...]
+#: values that ZeRO 3 keeps gathered at most (``stage3_max_live_parameters``, DeepSpeed's default)
+LIVE = 1e9
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward or backward pass of one chunk over one micro-batch.
+
+    compute: seconds. items: messages that compute waits for. sent: messages to the next stage.
+    """
+
+    compute: Estimate
+    items: Items
+    sent: Items
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """Compute and messages of the slowest rank of a stage.
+
+    forward, backward: by virtual stage. micro: reductions and gathers of every micro-batch (ZeRO 2
+    and 3). reduce, gather: once a step. adam: seconds. dense, experts: parameters of this rank.
+    layers: of the stage, by virtual stage, with their numbers in the model. copies: between device
+    and host, once a step.
+    """
+
+    rank: int
+    forward: tuple[Pass, ...]
+    backward: tuple[Pass, ...]
+    micro: Items
+    reduce: Items
+    gather: Items
+    adam: Estimate
+    dense: float
+    experts: float
+    layers: tuple[tuple[int, ModelLayer], ...]
+    copies: Items = ()
+
+    @property
+    def compute(self) -> float:
+        """Seconds of compute of one micro-batch."""
+        return sum(one.compute.value for one in (*self.forward, *self.backward))
+
+
+@dataclass(frozen=True)
+class Work:
+    """All stages of a layout."""
+
+    layout: Layout
+    stages: tuple[StageWork, ...]
+
+
+def work_of(job: PlannedJob, layout: Layout) -> Work:
+    """Build the stages of ``layout``, whose cuts must be known."""
+    layers = job.layers(layout)
+    return Work(layout, tuple(_stage(job, layout, index, layers) for index in range(layout.stages)))
+
+
+def _stage(job: PlannedJob, layout: Layout, index: int, layers: Sequence[ModelLayer]) -> StageWork:
+    rank = job.slowest_rank(layout, index)
+    own = layout.chunks(index)
+    forward, backward = [], []
+    for place, chunk in enumerate(own):
+        number = index + place * layout.stages  # of the chunk, in the order of the model
+        forward.append(_ahead(job, layout, index, rank, layers, chunk, number))
+        backward.append(_behind(job, layout, index, rank, layers, chunk, number))
+    held = tuple((number, layers[number]) for chunk in own for number in chunk)
+    dense = sum(layer.parameters for _, layer in held)
+    experts = sum(layer.expert_parameters for _, layer in held)
+    if layout.stages == 1:
+        dense -= job.model.shared(job.shape(layout))
+    return _with_step(job, layout, index, StageWork(
+        rank, tuple(forward), tuple(backward), (), (), (), NOTHING, dense, experts, held,
+    ))  # fmt: skip
+
+
+def _ahead(
+    job: PlannedJob, layout: Layout, stage: int, rank: int, layers: Sequence[ModelLayer],
+    chunk: Sequence[int], number: int,
+) -> Pass:  # fmt: skip
+    """Build the forward pass of one chunk."""
+    items: list[Item] = []
+    for one in chunk:
+        items += job.layer_items(layout, stage, layers[one].forward, "forward")
+    sent: list[Item] = []
+    if number + 1 < layout.stages * layout.virtual:
+        sent = job.sends(layout, stage, crossing(layout, layers, number), "forward")
+    compute = Estimate.total(job.compute(layers[one], rank)[0] for one in chunk)
+    return Pass(compute, merged(items), merged(sent))
+
+
+def _behind(
+    job: PlannedJob, layout: Layout, stage: int, rank: int, layers: Sequence[ModelLayer],
+    chunk: Sequence[int], number: int,
+) -> Pass:  # fmt: skip
+    """Build the backward pass of one chunk; recomputed layers add forward and its messages."""
+    items: list[Item] = []
+    compute = Estimate.total(job.compute(layers[one], rank)[1] for one in chunk)
+    for one in chunk:
+        items += job.layer_items(layout, stage, layers[one].backward, "backward")
+        if one in layout.recomputed:
+            items += job.layer_items(layout, stage, layers[one].forward, "forward")
+            compute = compute.plus(job.compute(layers[one], rank)[0])
+    sent: list[Item] = []
+    if number:
+        sent = job.sends(layout, stage, crossing(layout, layers, number - 1), "backward")
+    return Pass(compute, merged(items), merged(sent))
+
+
+def crossing(layout: Layout, layers: Sequence[ModelLayer], number: int) -> float:
+    """Return the values that chunk ``number`` sends to the chunk behind it.
+
+    Of a chain it is the last output; of a graph every output that a later stage reads, since stages
+    send to their neighbours only.
+    """
+    if not layout.nodes:
+        return layers[sum(layout.cuts[: number + 1]) - 1].output
+    early = {node for stage in layout.nodes[: number + 1] for node in stage}
+    late = {node for stage in layout.nodes[number + 1 :] for node in stage}
+    read = {source for node in late for source in layers[node].inputs}
+    return sum(layers[node].output for node in early & read)
+
+
+def _with_step(job: PlannedJob, layout: Layout, index: int, stage: StageWork) -> StageWork:
+    """Return ``stage`` with the reductions, gathers, optimizer and copies of a step."""
+    dense, experts = stage.dense, stage.experts
+    reduce = job.gradient_items(layout, index, dense, "replicas")
+    gather = job.gather_items(layout, index, dense, "replicas")
+    if experts:
+        # the experts of a rank have replicas on every ``expert``-th data rank only
+        outer = layout.replace(data=layout.data // layout.expert, expert=1)
+        reduce += job.gradient_items(outer, 0, experts, "replicas")
+        gather += job.gather_items(outer, 0, experts, "replicas")
+    reduce = [item for item in reduce if item.call.ranks > 1]
+    gather = [item for item in gather if item.call.ranks > 1 and job.sharded(layout)]
+    if (
+        job.model.shared(job.shape(layout))
+        and layout.stages > 1
+        and (index in (0, layout.stages - 1))
+    ):  # both ends hold the weight and sum its gradient
+        nodes, sites = (min(2, count) for count in job.groups.of(layout, "pipeline"))
+        numel = job.model.shared(job.shape(layout))
+        call = EngineCall("all_reduce", numel, 2, nodes, sites=sites)
+        reduce.append(Item(("dp", "forward"), call, job.gradient_dtype, fixed=True))
+    micro: list[Item] = []
+    if layout.zero_stage == 3:
+        per_layer = max(1.0, len(stage.layers) / max(1, len(gather)))
+        # parameters that fit into the live ones are not gathered again for backward
+        times = 1 if dense + experts <= LIVE else 2
+        micro = reduce + [_in_parts(item, per_layer) for item in gather for _ in range(times)]
+        reduce, gather = [], []
+    elif layout.zero_stage == 2 and job.limits.engine != "megatron":
+        micro, reduce = reduce, []
+    shards = layout.size("replicas") if job.sharded(layout) else 1
+    own = (dense + experts) / shards
+    copies: list[Item] = []
+    if layout.offload:
+        copies = job.copy_items(layout, own, len(stage.layers), _whole(job, layout, stage))
+    return replace(
+        stage, micro=merged(micro), reduce=merged(reduce), gather=merged(gather),
+        adam=job.adam(own, stage.rank, layout.offload), copies=merged(copies),
+    )  # fmt: skip
+
+
+def _whole(job: PlannedJob, layout: Layout, stage: StageWork) -> Whole:
+    """Return sizes of parameters a rank owns parts of, all in one group of the optimizer."""
+    if layout.zero_stage != 2 or layout.accumulation == 1:
+        return Whole()
+    layers = [layer for _, layer in stage.layers]
+    tensors = [layer.tensors or (layer.parameters,) for layer in layers]
+    if layout.stages == 1 and job.model.shared(job.shape(layout)):
+        tensors[-1] = tuple(sorted(tensors[-1])[:-1])  # the head's weight is the embedding's
+    experts = (layer.expert_tensors or (layer.expert_parameters,) for layer in layers)
+    replicas = layout.size("replicas")
+    return whole_of((
+        (tuple(chain.from_iterable(tensors)), replicas),
+        (tuple(chain.from_iterable(experts)), max(1, replicas // layout.expert)),
+    ))  # fmt: skip
+
+
+def _in_parts(item: Item, parts: float) -> Item:
+    """Split a gather into ``parts`` equal messages, as ZeRO 3 gathers layer by layer."""
+    call = replace(item.call, numel=item.call.numel * item.count / parts)
+    return replace(item, call=call, count=parts)
+
+
+def merged(items: Iterable[Item]) -> Items:
+    """Merge equal messages into one item with their count."""
+    counts: dict[Item, float] = {}
+    for item in items:
+        one = replace(item, count=1.0)
+        counts[one] = counts.get(one, 0.0) + item.count
+    return tuple(replace(item, count=count) for item, count in counts.items())
+
+
+def priced(job: PlannedJob, items: Items, choices: Choices) -> Price:
+    """Add up the prices of ``items`` with these choices."""
+    found = FREE
+    for item in items:
+        found = found.plus(price(job, item, choices))
+    return found
+
+
+class Wish(Protocol):
+    """Prices from which lower bounds are made, such as the cheapest of a budget's choices."""
+
+    def price(self, job: PlannedJob, item: Item) -> Price:
+        """Price all messages of one item."""
+
+
+def price(job: PlannedJob, item: Item, choices: Choices | Wish) -> Price:
+    """Price all messages of one item."""
+    if not isinstance(choices, Choices):
+        return choices.price(job, item)
+    choice = NATIVE if item.fixed else choices[item.key]
+    found = job.prices.of(item.call, choice, item.dtype, item.key[0])
+    return found.times(item.count)
+
+
+def lands_behind(job: PlannedJob, item: Item, choices: Choices | Wish) -> bool:
+    """Return whether a copy overlaps with the last pass: encoded gradients, but not on a CPU."""
+    encoded = not isinstance(choices, Choices) or not choices[item.key].native
+    return encoded and item.key == ("offload", "backward") and not job.on_cpu
+
+
+def by_dimension(
+    job: PlannedJob, items: Items, choices: Choices, count: float = 1.0
+) -> dict[Dimension, Price]:
+    """Price ``items``, times ``count``, by dimension."""
+    found: dict[Dimension, Price] = {}
+    for item in items:
+        name = item.key[0]
+        found[name] = found.get(name, FREE).plus(price(job, item, choices).times(count))
+    return found

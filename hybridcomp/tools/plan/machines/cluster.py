@@ -1,0 +1,275 @@
+"""A cluster as a planner sees it: ranks, links, codecs and kernels, each figure with its spread.
+
+``hybridcomp measure`` writes one on the real machines, or somebody describes one by hand
+(``cluster_file``). Sizes that were not measured are interpolated linearly; groups that were not
+measured follow the ring model of ``rings``, corrected by the groups that were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from hybridcomp.errors import HybridcompError
+from hybridcomp.tools.plan.machines import rings
+from hybridcomp.tools.plan.machines.codings import coded, coding_of
+from hybridcomp.tools.plan.machines.estimates import Curve, Estimate, curves
+from hybridcomp.tools.plan.machines.links import NOTHING, Links
+from hybridcomp.tools.plan.machines.overheads import MessageCosts, Overhead
+from hybridcomp.tools.plan.machines.rows import (
+    STRICT,
+    Beside,
+    Carried,
+    Coding,
+    Copy,
+    Count,
+    Direction,
+    Encoded,
+    Kernel,
+    Kind,
+    LeftOut,
+    MessageHost,
+    Operation,
+    Rank,
+    Timing,
+    TrainedSmall,
+)
+from hybridcomp.tools.plan.machines.speeds import dtypes_of, speeds_of
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks of a cluster with the seconds of their links, codecs, copies, kernels and trainings.
+
+    encoded, channels: messages of collectives alone, and through the channels of their dimensions.
+    host_codecs: codecs on the hosts of GPUs, with the cores that copies between device and host
+    use; on CPUs ``codecs`` stands for them. left_out: messages of both kinds that were not timed.
+    message: what the host does for an encoded message, where none was timed: of a description.
+    made: versions and back end that it was measured with. nodes_per_site: consecutive nodes that
+    share a switch or a site (0: there are no sites), uplinks: sends between two sites.
+    """
+
+    __pydantic_config__ = STRICT
+
+    ranks: tuple[Rank, ...]
+    links: tuple[Timing, ...] = ()
+    encoded: tuple[Encoded, ...] = ()
+    codecs: tuple[Coding, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+    trainings: tuple[TrainedSmall, ...] = ()
+    channels: tuple[Carried, ...] = ()
+    host_codecs: tuple[Coding, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+    by_hand: bool = False
+    message: MessageHost | None = None
+    made: Mapping[str, str] = field(default_factory=dict)
+    nodes_per_site: Count = 0
+    uplinks: tuple[Timing, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the cluster."""
+        return len(self.ranks)
+
+    @cached_property
+    def nodes(self) -> int:
+        """Number of nodes of the cluster."""
+        return len({rank.node for rank in self.ranks})
+
+    @cached_property
+    def ranks_per_node(self) -> int:
+        """Number of ranks of the largest node."""
+        of_node = [rank.node for rank in self.ranks]
+        return max(map(of_node.count, set(of_node)))
+
+    @cached_property
+    def on_cpu(self) -> bool:
+        """True where the devices are CPUs, whose memory is that of their host."""
+        name, _, threads = self.ranks[0].device.lower().rpartition(",")
+        return "cpu" in name + threads or "thread" in threads
+
+    @cached_property
+    def dtypes(self) -> frozenset[str]:
+        """Dtypes in which the speed of matrix products is known of every rank."""
+        return dtypes_of(self.ranks, self.kernels)
+
+    @property
+    def codes_on_host(self) -> bool:
+        """True where the speed of encoding and decoding on hosts is known."""
+        return self.on_cpu or bool(self.host_codecs)
+
+    def nodes_of(self, ranks: Iterable[int]) -> int:
+        """Return the number of nodes that a group of these ranks spans."""
+        return len({self.ranks[rank].node for rank in ranks})
+
+    def sites_of(self, ranks: Iterable[int]) -> int:
+        """Return the number of sites that a group of these ranks spans; 1 without sites."""
+        if not self.nodes_per_site:
+            return 1
+        return len({self.ranks[rank].node // self.nodes_per_site for rank in ranks})
+
+    def seconds(
+        self, operation: Operation, nbytes: float, ranks: int, nodes: int,
+        busy: bool = False, computing: bool = False, sites: int = 1,
+    ) -> Estimate:  # fmt: skip
+        """Return the seconds of one native collective (``Links.seconds``)."""
+        return self._links.seconds(operation, nbytes, ranks, nodes, busy, computing, sites)
+
+    def compute_left(self, operation: Operation, nbytes: float, ranks: int, nodes: int) -> float:
+        """Return a rank's compute speed during a message, as a share (``Links.compute_left``)."""
+        return self._links.compute_left(operation, nbytes, ranks, nodes)
+
+    def returned(self, nbytes: float, nodes: int) -> float:
+        """Return the share of a send's seconds until the call returns (``Links.returned``)."""
+        return self._links.returned(nbytes, nodes)
+
+    def coding(
+        self, setting: str, dtype: str, numel: float, direction: Direction, busy: bool = False,
+        on_host: bool = False,
+    ) -> Estimate:  # fmt: skip
+        """Return the seconds in which a device codes ``numel`` values of ``dtype`` in one call.
+
+        Args:
+            setting: a codec's ``spec``, such as ``blockint(bits=4)``; where only other settings of
+                the same codec were measured, the slowest of them stands for it.
+            busy: a matrix product runs at the same time.
+            on_host: the device's host runs the codec, not the device.
+
+        Raises HybridcompError where the codec was not measured at all.
+        """
+        if not numel:
+            return NOTHING
+        host = on_host and not self.on_cpu
+        table = self._host_codings if host else self._codings
+        known = coding_of(table, setting, dtype, direction)
+        beside: Beside = "compute" if busy else "alone"
+        chosen = [curve for (_, how), curve in known.items() if how == beside]
+        found = [curve.at(numel) for curve in chosen or known.values()]
+        return max(found, key=lambda figure: figure.value)
+
+    def encoded_parts(
+        self, operation: Operation, setting: str, dtype: str, numel: float, nbytes: float,
+        ranks: int, nodes: int, busy: bool = False, computing: bool = False,
+    ) -> tuple[Estimate, Estimate]:  # fmt: skip
+        """Return seconds of coding and of wire of one encoded collective, without overhead."""
+        shape = rings.encoded_shape(operation, ranks)
+        coding = Estimate.total(
+            self.coding(setting, dtype, share * numel, direction, computing)
+            for direction, share in shape.coded
+        )
+        wire = Estimate.total(
+            self.seconds(part, share * nbytes, ranks, nodes, busy, computing)
+            for part, share in shape.sent
+        )
+        return coding, wire
+
+    def overhead(
+        self, operation: Operation, ranks: int, nodes: int, setting: str = "",
+        dimension: str = "", busy: bool = False,
+    ) -> Overhead:  # fmt: skip
+        """Return the overhead of an encoded message beside coding and wire, of the nearest group.
+
+        Args:
+            setting: of the codec; those whose payloads vary in size also exchange the sizes.
+            dimension: the one whose channel sends it, if timed; else the collective counts.
+            busy: all other groups of this shape send at the same time.
+
+        Where no such message was timed it is ``message``, and zero without that.
+        """
+        if self.message is not None:
+            return Overhead(self.message.seconds(ranks), 1.0)
+        return self._costs.of(operation, ranks, nodes, setting, dimension, busy)
+
+    def channel_seconds(
+        self, operation: Operation, ranks: int, nodes: int, dimension: str, busy: bool = False
+    ) -> Estimate:
+        """Return the seconds that a channel adds to a message that it leaves native."""
+        return self._costs.native(operation, ranks, nodes, dimension, busy)
+
+    def copy(self, direction: Literal["to_host", "to_device"], nbytes: float) -> Estimate:
+        """Return seconds of a copy between device and host. Raises HybridcompError if not known."""
+        rows = [(row.nbytes, row.seconds) for row in self.copies if row.direction == direction]
+        if not rows:
+            raise HybridcompError(
+                "the cluster has no figure for copies between device and host: measure it again, "
+                'or write "host" into its description'
+            )
+        return Curve.through(rows).at(nbytes)
+
+    def kernel(self, kind: Kind, dtype: str, size: float, rank: int = 0) -> Estimate:
+        """Return the seconds of a kernel of ``size`` on ``rank`` (see ``Kernel``).
+
+        Matrix products stand for blocks that were not measured, and the rank's FLOP/s for products
+        that were not. Raises HybridcompError where nothing is known.
+        """
+        if not size:
+            return NOTHING
+        by_flops = kind not in ("elementwise", "adam", "host_adam")
+        for one in (kind, "product") if by_flops else (kind,):
+            curve = self._kernels.get((rank, one, dtype))
+            if curve is not None:
+                return curve.at(size)
+        rate = self.ranks[rank].flops.get(dtype) if by_flops else None
+        if rate is None:
+            listed = ", ".join(sorted(self.ranks[rank].flops)) or "none"
+            raise HybridcompError(
+                f"the cluster has no figure for {kind} in {dtype} on rank {rank}: measure it "
+                f"again, or describe it; it has matrix products in: {listed}"
+            )
+        return rate.inverse(size)
+
+    @cached_property
+    def speeds(self) -> tuple[float, ...]:
+        """Compute speed of every rank relative to the fastest (1.0): by blocks, else FLOP/s."""
+        return speeds_of(self.ranks, self.kernels)
+
+    @property
+    def machines(self) -> tuple[tuple[int, str], ...]:
+        """Node and device of every rank, for a job to check that it runs on this cluster.
+
+        Empty for a described cluster; node -1 where the user's ``hierarchy`` set the nodes.
+        """
+        if self.by_hand:
+            return ()
+        known = self.made.get("nodes known by") != "compression.hierarchy"
+        return tuple((rank.node if known else -1, rank.device) for rank in self.ranks)
+
+    @cached_property
+    def _links(self) -> Links:
+        of_site = self.ranks_per_node * self.nodes_per_site
+        return Links(self.links, self.ranks_per_node, self.uplinks, of_site)
+
+    @cached_property
+    def _codings(self) -> dict[tuple[Any, ...], Curve]:
+        return coded(self.codecs)
+
+    @cached_property
+    def _host_codings(self) -> dict[tuple[Any, ...], Curve]:
+        return coded(self.host_codecs)
+
+    @cached_property
+    def _kernels(self) -> dict[tuple[Any, ...], Curve]:
+        return curves(
+            ((row.rank, row.kind, row.dtype), row.size, row.seconds) for row in self.kernels
+        )
+
+    @cached_property
+    def _costs(self) -> MessageCosts:
+        return MessageCosts(self.encoded, self.channels, self._parts_of, self._is_fixed)
+
+    def _is_fixed(self, setting: str) -> bool:
+        return self._fixed.get(setting.partition("(")[0], True)
+
+    @cached_property
+    def _fixed(self) -> dict[str, bool]:
+        return {row.setting.partition("(")[0]: row.fixed_size for row in self.codecs}
+
+    def _parts_of(self, row: Encoded | Carried) -> float:
+        parts = self.encoded_parts(
+            row.operation, row.setting, row.dtype, row.numel, row.nbytes, row.ranks, row.nodes,
+            row.beside != "alone", row.beside == "compute",
+        )  # fmt: skip
+        return Estimate.total(parts).value

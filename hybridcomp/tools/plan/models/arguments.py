@@ -1,0 +1,116 @@
+"""Read decoders from command lines: Megatron's arguments, and ``train_gpt.py``'s."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybridcomp.errors import ConfigError
+from hybridcomp.tools.plan.models.decoder import Decoder
+from hybridcomp.tools.plan.models.huggingface import given, head_width, key_heads, number
+from hybridcomp.tools.plan.models.sizes import padded
+
+#: Megatron's default of --make-vocab-size-divisible-by
+MULTIPLE = 128
+
+
+def parsed(arguments: str | Sequence[str]) -> dict[str, str | bool]:
+    """Parse options by name, ``_`` for ``-``; flags are True. Other words are left out."""
+    words = shlex.split(arguments) if isinstance(arguments, str) else list(arguments)
+    found: dict[str, str | bool] = {}
+    last: str | None = None
+    for word in words:
+        if word.startswith("--"):
+            name, has_value, value = word[2:].partition("=")
+            last = None if has_value else name.replace("-", "_")
+            found[name.replace("-", "_")] = value if has_value else True
+        elif last is not None:
+            found[last] = word
+            last = None
+    return found
+
+
+def numbers(options: dict[str, str | bool]) -> dict[str, int]:
+    """Return the options whose values are whole numbers."""
+    return {
+        name: int(value)
+        for name, value in options.items()
+        if isinstance(value, str) and value.lstrip("-").isdigit()
+    }
+
+
+def megatron(arguments: str | Sequence[str]) -> Decoder:
+    """Read a decoder from Megatron's arguments. Raises ConfigError."""
+    options = parsed(arguments)
+    sizes, name = numbers(options), "Megatron arguments"
+    hidden = number(sizes, name, "hidden_size")
+    heads = number(sizes, name, "num_attention_heads")
+    tensor = given(sizes, name, "tensor_model_parallel_size", 1)
+    multiple = given(sizes, name, "make_vocab_size_divisible_by", MULTIPLE) * tensor
+    vocabulary = number(sizes, name, "padded_vocab_size", "vocab_size")
+    if "padded_vocab_size" not in sizes:
+        vocabulary = padded(vocabulary, multiple)
+    gated, biased = "swiglu" in options, "disable_bias_linear" not in options
+    grouped = "group_query_attention" in options
+    width = sizes.get("ffn_hidden_size") or (int(8 * hidden / 3) if gated else 4 * hidden)
+    rotary = options.get("position_embedding_type") == "rope" or (
+        "use_rotary_position_embeddings" in options
+    )
+    experts = sizes.get("num_experts", 0)
+    return Decoder(
+        name, hidden, number(sizes, name, "num_layers"), heads,
+        key_heads(
+            number(sizes, name, "num_query_groups") if grouped else heads, heads,
+            f"{name}: num_query_groups",
+        ),
+        given(sizes, name, "kv_channels", 0)
+        or head_width(hidden, heads, f"{name}: num_attention_heads"),
+        width, vocabulary, gated=gated,
+        norm="rmsnorm" if options.get("normalization") == "RMSNorm" else "layernorm",
+        qkv_bias=biased or "add_qkv_bias" in options, out_bias=biased, mlp_bias=biased,
+        tied="untie_embeddings_and_output_weights" not in options,
+        positions=0 if rotary else number(sizes, name, "max_position_embeddings", "seq_length"),
+        experts=experts, per_token=sizes.get("moe_router_topk", 2) if experts else 0,
+        expert_intermediate=sizes.get("moe_ffn_hidden_size", width) if experts else 0,
+        shared_intermediate=sizes.get("moe_shared_expert_intermediate_size", 0),
+        rotary_copies=rotary,
+    )  # fmt: skip
+
+
+def train_gpt(arguments: str | Sequence[str]) -> Decoder:
+    """Read the model of ``train_gpt.py``; needs ``--vocabulary`` beside its options.
+
+    Raises ConfigError. The vocabulary of a run is the largest token of its data, plus one.
+    """
+    options = parsed(arguments)
+    sizes = {"layers": 4, "width": 128, "heads": 4, **numbers(options)}
+    name = "train_gpt arguments"
+    hidden, heads = number(sizes, name, "width"), number(sizes, name, "heads")
+    if "vocabulary" not in sizes:
+        raise ConfigError(
+            "train_gpt arguments: --vocabulary", None,
+            "the data says how many tokens there are; add --vocabulary N",
+        )  # fmt: skip
+    rms = options.get("norm", "rmsnorm") == "rmsnorm"
+    return Decoder(
+        "train_gpt", hidden, number(sizes, name, "layers"), heads, heads,
+        head_width(hidden, heads, f"{name}: heads"), 4 * hidden,
+        number(sizes, name, "vocabulary"), norm="rmsnorm" if rms else "layernorm",
+        tied="tie_embeddings" in options, rotary_copies=True, composed_norm=True,
+        attention_copies=2, held_logits=True,
+    )  # fmt: skip
+
+
+def of_line(arguments: str | Sequence[str]) -> Decoder:
+    """Read either of the two, told apart by options that only one has. Raises ConfigError."""
+    options = parsed(arguments)
+    if "num_layers" in options:
+        return megatron(arguments)
+    words = arguments.split() if isinstance(arguments, str) else list(arguments)
+    if "layers" in options or any(Path(word).stem == "train_gpt" for word in words):
+        return train_gpt(arguments)
+    raise ConfigError(
+        "model", " ".join(words)[:80],
+        "expected Megatron's arguments (--num-layers ...) or those of train_gpt.py",
+    )  # fmt: skip

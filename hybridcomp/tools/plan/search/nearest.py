@@ -1,0 +1,32 @@
+"""Answer a search where nothing is feasible: the reason, and the needs of the nearest plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hybridcomp.tools.plan.cost.job import PlannedJob
+from hybridcomp.tools.plan.layout import Layout
+from hybridcomp.tools.plan.request import Found, Nearest
+from hybridcomp.tools.plan.search.placing import Placer
+from hybridcomp.tools.plan.search.space import world
+
+#: reason of a layout that engine and model allow, and that has no plan
+NO_ROOM = "the memory of a rank is too small"
+
+
+def nothing(job: PlannedJob, placer: Placer, every: list[Layout], found: Found) -> Found:
+    """Return ``found`` without plans, with a reason in one sentence, and the nearest plan."""
+    if not every or NO_ROOM not in found.refused:  # the reason is not memory
+        reasons = Counter(found.refused).most_common(1)
+        decided = ", ".join(f"{name}={value}" for name, value in job.limits.fixed.items())
+        why = reasons[0][0] if reasons else f"none has {decided}, as was decided"
+        reason = f"no layout of {world(job)} ranks is possible: {why}"
+        return Found((), found.considered, found.simulated, found.refused, reason)
+    needs = [(placer.least_nbytes(layout), index) for index, layout in enumerate(every)]
+    needed, index = min(needs)
+    nearest = Nearest(every[index], "memory", needed, job.capacity)
+    reason = (
+        f"no plan fits: the leanest of {len(every)} layouts ({every[index]}) needs "
+        f"{needed / 1e9:.3g} GB on a rank, and {job.capacity / 1e9:.3g} GB may be used"
+    )
+    return Found((), found.considered, found.simulated, found.refused, reason, nearest)

@@ -1,0 +1,58 @@
+"""Choose the segments of a stage to recompute, where any of its layers may be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridcomp.tools.plan.algorithms.recompute import Stored, cheapest_recomputation
+from hybridcomp.tools.plan.cost.memory import worst_moment
+from hybridcomp.tools.plan.models.model import ModelLayer
+
+#: number of memory limits of one pass to try, where several passes are in flight
+LIMITS = 8
+
+
+def contiguous(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the runs ``[start, stop)`` of consecutive numbers (virtual stages have gaps)."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number:
+            runs[-1] = (runs[-1][0], number + 1)
+        else:
+            runs.append((number, number + 1))
+    return runs
+
+
+def need(
+    layers: Sequence[ModelLayer], segments: Sequence[tuple[int, int]], others: float, width: int
+) -> float:
+    """Return the peak bytes of activations with ``others`` more micro-batches in flight."""
+    starts, kept, position = dict(segments), 0.0, 0
+    while position < len(layers):
+        layer = layers[position]
+        kept += layer.input_nbytes if position in starts else layer.kept_nbytes
+        position = starts.get(position, position + 1)
+    return others * kept + worst_moment(layers, segments, width, grows=False).activations
+
+
+def cheapest(
+    stored: Sequence[Stored], layers: Sequence[ModelLayer], others: float, width: int, limit: float
+) -> tuple[tuple[int, int], ...] | None:
+    """Find the segments with the fewest extra seconds whose need is within ``limit``; or None.
+
+    The dynamic program knows one pass. The other passes in flight keep less under a smaller limit,
+    so several limits are tried, and the need of each result is computed with all passes. Single
+    layers from the front, as in Megatron's "block" recomputation, are candidates as well.
+    """
+    tried = [tuple((n, n + 1) for n in range(count)) for count in range(len(layers) + 1)]
+    for step in range(1, LIMITS + 1) if others else (LIMITS,):
+        found = cheapest_recomputation(stored, limit * step / LIMITS)
+        if found is not None:
+            tried.append(tuple(found.segments))
+    seconds = [layer.forward_seconds for layer in stored]
+    fitting = [
+        (sum(sum(seconds[start:stop]) for start, stop in segments), segments)
+        for segments in tried
+        if need(layers, segments, others, width) <= limit
+    ]
+    return min(fitting)[1] if fitting else None

@@ -1,0 +1,145 @@
+"""Search the layout, recomputation and codecs with the fastest step that fits.
+
+Layouts are in a heap, ordered by a lower bound of their steps: first the compute of balanced
+stages, then, cut and placed, the path through their stages with ideal messages, at last the
+simulated step with their best choices. A simulated layout that comes off the heap is next in the
+ranking, since no bound left in the heap is below its seconds (A*, Hart, Nilsson and Raphael 1968).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from hybridcomp.tools.plan.choices import Choices
+from hybridcomp.tools.plan.cost.calibrate import calibrated
+from hybridcomp.tools.plan.cost.job import PlannedJob
+from hybridcomp.tools.plan.cost.predict import plan_of
+from hybridcomp.tools.plan.cost.work import Work
+from hybridcomp.tools.plan.layout import Layout
+from hybridcomp.tools.plan.machines.cluster import Cluster
+from hybridcomp.tools.plan.models.model import Model
+from hybridcomp.tools.plan.request import Batch, Found, Nearest, SearchLimits
+from hybridcomp.tools.plan.search.budget import AllowedChoices
+from hybridcomp.tools.plan.search.evaluate import Evaluator
+from hybridcomp.tools.plan.search.nearest import NO_ROOM, nothing
+from hybridcomp.tools.plan.search.placing import Placer
+from hybridcomp.tools.plan.search.space import layouts, world
+
+DEFAULT = SearchLimits()
+#: what waits in the heap: not placed, placed, and judged with its best choices
+Waiting = Layout | Work | tuple[Work, Choices]
+
+
+def search(
+    model: Model,
+    cluster: Cluster,
+    budget: AllowedChoices,
+    batch: Batch,
+    limits: SearchLimits = DEFAULT,
+) -> Found:
+    """Find the fastest plans of ``model`` on ``cluster`` within ``budget``, the best first.
+
+    Returns a ``Found`` without plans, but with a reason and the nearest plan, where nothing is
+    feasible. Codecs that the cluster has no measurement of are not used, and named in ``unpriced``.
+    Raises HybridcompError where the cluster lacks another figure that is needed.
+    """
+    job = calibrated(PlannedJob(model, cluster, batch, limits))
+    budget, unpriced = budget.priced(job.can_price)
+    ranks = world(job)
+    if ranks > cluster.world_size:
+        reason = f"{ranks} ranks are wanted, and the cluster has {cluster.world_size}"
+        nearest = Nearest(Layout(data=ranks), "ranks", ranks, cluster.world_size)
+        return Found((), reason=reason, nearest=nearest)
+    return replace(_Search(job, budget).run(), unpriced=tuple(unpriced))
+
+
+@dataclass(eq=False)
+class _Search:
+    """State of one search."""
+
+    job: PlannedJob
+    budget: AllowedChoices
+    refused: Counter[str] = field(default_factory=Counter)
+    considered: int = 0
+    simulated: int = 0
+
+    def __post_init__(self) -> None:
+        self.placer = Placer(self.job)
+        self.evaluator = Evaluator(self.job, self.budget)
+        self._heap: list[tuple[float, int, Waiting]] = []
+        self._count = 0
+
+    def run(self) -> Found:
+        """Search, and return the answer."""
+        every = list(layouts(self.job, self.refused))
+        for layout in every:
+            self._push(balanced_seconds(self.job, self.evaluator, layout), layout)
+        ranked: dict[Layout, tuple[Work, Choices]] = {}
+        while self._heap and len(ranked) < self.job.limits.keep:
+            _, _, waiting = heapq.heappop(self._heap)
+            if isinstance(waiting, Layout):
+                self._place(waiting)
+            elif isinstance(waiting, Work):
+                self._judge(waiting)
+            else:
+                ranked.setdefault(_family(waiting[0].layout), waiting)
+        plans = tuple(
+            plan_of(self.job, work, choices, self.budget.name) for work, choices in ranked.values()
+        )
+        found = Found(plans, self.considered, self.simulated, dict(self.refused))
+        return found if plans else nothing(self.job, self.placer, every, found)
+
+    def _push(self, bound: float, what: Waiting) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (bound, self._count, what))
+
+    def _place(self, layout: Layout) -> None:
+        """Place ``layout`` with and without room for residuals, and push the results."""
+        self.considered += 1
+        feedback = any(choice.error_feedback for _, some in self.budget.allowed for choice in some)
+        works = list(self.placer.places(layout, feedback and layout.size("replicas") > 1))
+        if not works:
+            self.refused[self.placer.unable.get(layout, NO_ROOM)] += 1
+        for work in works:
+            self._push(self.evaluator.bound(work), work)
+
+    def _judge(self, work: Work) -> None:
+        best = self.evaluator.best(work)
+        if best is None:
+            self.refused[NO_ROOM] += 1
+            return
+        self.simulated += best.simulated
+        self._push(best.seconds, (work, best.choices))
+
+
+def _family(layout: Layout) -> Layout:
+    """Return the key of one entry of the ranking: no cuts, recomputation, levels, slice lengths."""
+    slices = (1, 1) if layout.slices else ()
+    return layout.replace(cuts=(), recompute=(), nodes=(), hierarchy=True, slices=slices)
+
+
+def balanced_seconds(job: PlannedJob, evaluator: Evaluator, layout: Layout) -> float:
+    """Bound a step from below over all cuts: perfectly balanced stages, ideal messages."""
+    speeds = job.cluster.speeds
+    fastest = max(range(layout.ranks), key=speeds.__getitem__)
+    ideal = evaluator.ideal(layout.zero_stage)
+    total = 0.0
+    counted: dict[int, float] = {}
+    for layer in job.layers(layout):
+        if id(layer) not in counted:
+            seconds = sum(figure.value for figure in job.compute(layer, fastest))
+            for messages, way in ((layer.forward, "forward"), (layer.backward, "backward")):
+                for item in job.layer_items(layout, 0, messages, way):  # type: ignore[arg-type]
+                    seconds += ideal.price(job, item).seconds.value
+            counted[id(layer)] = seconds
+        total += counted[id(layer)]
+    paces = [
+        speeds[job.slowest_rank(layout, stage)] / speeds[fastest] for stage in range(layout.stages)
+    ]
+    steady = total / sum(paces)
+    count = layout.passes
+    if layout.virtual > 1:
+        return count * steady
+    return total + (count - 1) * steady if layout.stages > 1 else count * steady

@@ -1,0 +1,254 @@
+"""Enumerate the layouts: all degrees over the ranks that the engine can run.
+
+Cuts and recomputation are not chosen here (``placing``): they depend on memory and on the devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+from hybridcomp.tools.plan.cost.job import PlannedJob
+from hybridcomp.tools.plan.layout import ContextWay, Layout
+from hybridcomp.tools.plan.search.slicing import sliced
+
+#: numbers of virtual stages to try
+VIRTUAL = (1, 2, 4)
+UNCUT = "the model cannot be cut so: "
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors of ``number``, ascending."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def world(job: PlannedJob) -> int:
+    """Return the number of ranks that a plan uses."""
+    return job.limits.ranks or job.cluster.world_size
+
+
+def layouts(job: PlannedJob, refused: Counter[str]) -> Iterator[Layout]:
+    """Yield every layout of the space, without cuts; count in ``refused`` refusals by reason.
+
+    Layouts that contradict the user's fixed fields are counted only where no other is left.
+    """
+    others: Counter[str] = Counter()
+    found = False
+    for layout in _every(job, refused, others):
+        found = True
+        yield layout
+    if not found:
+        refused.update(others)
+
+
+def _every(job: PlannedJob, refused: Counter[str], others: Counter[str]) -> Iterator[Layout]:
+    """Yield the layouts; count in ``others`` those that contradict the user's fixed fields."""
+    ranks = world(job)
+    mixture = any(layer.expert_parameters for layer in job.layers(Layout()))
+    for tensor in divisors(ranks):
+        for stages in divisors(ranks // tensor):
+            for context in divisors(ranks // tensor // stages):
+                data = ranks // tensor // stages // context
+                for expert in divisors(data) if mixture else [1]:
+                    for way in _ways(job, context):
+                        base = Layout(tensor=tensor, stages=stages, context=context, data=data,
+                                      expert=expert, context_way=way)  # fmt: skip
+                        yield from _decided(job, base, refused, others)
+    if job.limits.owns("tp2d"):
+        for mesh in range(2, math.isqrt(ranks) + 1):
+            if ranks % mesh**2 == 0:
+                base = Layout(mesh=mesh, data=ranks // mesh**2, context_way=_ways(job, 1)[0])
+                yield from _decided(job, base, refused, others)
+
+
+def _decided(
+    job: PlannedJob, base: Layout, refused: Counter[str], others: Counter[str]
+) -> Iterator[Layout]:
+    """Yield the layouts of ``base``, none where it contradicts the user's fixed fields."""
+    if _fixed(job, base, ("tensor", "stages", "context", "data", "expert", "mesh")):
+        yield from _refined(job, base, refused, others)
+
+
+def _ways(job: PlannedJob, context: int) -> tuple[ContextWay, ...]:
+    """Return the ways of context parallelism: Megatron has a ring, DeepSpeed may use ours."""
+    found: tuple[ContextWay, ...] = ("ulysses", "ring")
+    if job.limits.engine == "megatron":
+        found = ("ring",)
+    elif not job.limits.owns("ring"):
+        found = ("ulysses",)
+    if context == 1:
+        return found[:1]
+    return tuple(way for way in found if job.limits.fixed.get("context_way", way) == way)
+
+
+def _fixed(job: PlannedJob, layout: Layout, names: tuple[str, ...]) -> bool:
+    """Return whether these fields have the values that the user has fixed."""
+    fixed = job.limits.fixed
+    return all(getattr(layout, name) == fixed[name] for name in names if name in fixed)
+
+
+def _refined(
+    job: PlannedJob, base: Layout, refused: Counter[str], others: Counter[str]
+) -> Iterator[Layout]:
+    """Yield ``base`` with every value of the fields that leave its groups as they are."""
+    reason = _unfit(job, base)
+    if reason is not None:
+        refused[reason] += 1
+        return
+    samples, rest = divmod(job.batch.samples, base.data)
+    if rest or not samples:
+        refused["the samples of a step cannot be divided among the replicas"] += 1
+        return
+    names = ("sequence", "virtual", "zero_stage", "micro_batch", "accumulation", "offload",
+             "hierarchy", "slices")  # fmt: skip
+    for sequence in (False, True) if _sequences(job, base) else (False,):
+        for micro_batch in divisors(samples):
+            if micro_batch > job.limits.most_micro_batch:
+                continue
+            for virtual in _virtual(job, base, samples // micro_batch):
+                cut = base.replace(
+                    sequence=sequence, micro_batch=micro_batch, virtual=virtual,
+                    accumulation=samples // micro_batch,
+                )  # fmt: skip
+                if reason := job.model.refuses(job.shape(cut)):
+                    refused[UNCUT + reason] += 1
+                    continue
+                if reason := _undecided(job, cut):
+                    refused[reason] += 1
+                    continue
+                for found in _whole(job, cut):
+                    if _fixed(job, found, names):
+                        yield found
+                    else:
+                        others[_other(job, found, names)] += 1
+
+
+def _undecided(job: PlannedJob, layout: Layout) -> str | None:
+    """Say why ``layout`` cannot have the values that the user has fixed; None where it can."""
+    fixed, depth = job.limits.fixed, job.model.depth
+    last = max((stop for _, stop in fixed.get("recompute", ())), default=0)
+    if last > depth:
+        return f"recompute ends at layer {last}, and the model has {depth}"
+    tokens = sum(fixed.get("slices", ()))
+    if tokens and tokens != job.batch.length:
+        return f"slices hold {tokens} tokens, and a sample has {job.batch.length}"
+    if fixed.get("offload") and not job.cluster.copies:
+        return "offload was decided, and the cluster has no figure for copies to the host"
+    levels, has = fixed.get("hierarchy"), _units(job)
+    if isinstance(levels, tuple) and levels != has:
+        told = f"nodes of {has[0]} ranks and sites of {has[1]} nodes"
+        return f"hierarchy {list(levels)} was decided, and the cluster has {told}"
+    cuts, chunks = fixed.get("cuts", ()), layout.stages * layout.virtual
+    if cuts and sum(cuts) != depth:
+        return f"cuts {list(cuts)} hold {sum(cuts)} layers, and the model has {depth}"
+    if cuts and len(cuts) != chunks:
+        return f"cuts {list(cuts)} are {len(cuts)} chunks, and {chunks} are wanted"
+    stage = fixed.get("zero_stage", 0)
+    if stage > 1 and job.limits.engine == "megatron":
+        return f"Megatron's distributed optimizer is ZeRO 1, and {stage} was decided"
+    if stage > 1 and layout.stages > 1:
+        return f"DeepSpeed's pipelines have ZeRO 0 and 1, and {stage} was decided"
+    return None
+
+
+def _other(job: PlannedJob, layout: Layout, names: tuple[str, ...]) -> str:
+    """Name the fixed values that ``layout`` does not have, in a sentence."""
+    missed = [name for name in names if not _fixed(job, layout, (name,))]
+    shown = ", ".join(f"{name}={job.limits.fixed[name]}" for name in missed)
+    return f"none that is possible has {shown}, as was decided"
+
+
+def _whole(job: PlannedJob, cut: Layout) -> Iterator[Layout]:
+    """Yield ``cut`` with every ZeRO stage, offload and hierarchy, whole and in token slices."""
+    for zero_stage in _zero_stages(job, cut):
+        for offload in _offloads(job, cut, zero_stage):
+            for hierarchy in _levels(job, cut):
+                found = cut.replace(zero_stage=zero_stage, offload=offload, hierarchy=hierarchy)
+                yield found
+                yield from (found.replace(slices=slices) for slices in _slices(job, found))
+
+
+def _slices(job: PlannedJob, layout: Layout) -> Iterator[tuple[int, ...]]:
+    """Yield token slices of a pipeline, none where another degree cuts tokens."""
+    cuts_tokens = layout.context > 1 or layout.virtual > 1 or layout.expert > 1
+    if not job.limits.owns("slices") or layout.stages == 1 or cuts_tokens:
+        return
+    given = job.limits.fixed.get("slices")
+    for slices in (tuple(given),) if given else sliced(job, layout):
+        whole = sum(slices) == job.batch.length and len(slices) > 1
+        if whole and job.model.refuses(job.shape(layout.replace(slices=slices))) is None:
+            yield slices
+
+
+def _levels(job: PlannedJob, layout: Layout) -> tuple[bool | tuple[int, int], ...]:
+    """Return the values of ``hierarchy`` to try: those of which a group of replicas has levels."""
+    if "hierarchy" in job.limits.fixed:
+        given = job.limits.fixed["hierarchy"]
+        return (given if isinstance(given, tuple) else bool(given),)
+    nodes, sites = job.groups.of(layout, "replicas")
+    found: list[bool | tuple[int, int]] = [True]
+    if 1 < nodes < layout.size("replicas"):
+        found.append(False)
+    if 1 < sites < nodes:
+        found.append(_units(job))
+    return tuple(found)
+
+
+def _units(job: PlannedJob) -> tuple[int, int]:
+    """Return ranks of a node and nodes of a site (0: there are none), as a block's hierarchy."""
+    return job.cluster.ranks_per_node, job.cluster.nodes_per_site
+
+
+def _unfit(job: PlannedJob, layout: Layout) -> str | None:
+    """Say why the engine or the model cannot be cut into ``layout``; None where they can."""
+    engine = job.limits.engine
+    if layout.stages > job.model.depth:
+        return "more stages than layers"
+    ulysses = layout.context > 1 and layout.context_way == "ulysses"
+    if layout.stages > 1 and ulysses and engine == "deepspeed":
+        return "DeepSpeed's Ulysses has no pipeline"
+    if layout.context > 1 and engine == "neox":
+        return "GPT-NeoX has no context parallelism"
+    if layout.expert > 1 and (layout.stages > 1 and engine != "megatron"):
+        return "DeepSpeed's experts have no pipeline"
+    if layout.mesh > 1:
+        return None  # micro-batches are not known yet
+    reason = job.model.refuses(job.shape(layout))
+    return None if reason is None else UNCUT + reason
+
+
+def _sequences(job: PlannedJob, layout: Layout) -> bool:
+    """Return whether sequence parallelism is possible beside tensor parallelism."""
+    if job.limits.engine != "megatron" or layout.tensor == 1:
+        return False
+    return job.model.refuses(job.shape(layout.replace(sequence=True))) is None
+
+
+def _virtual(job: PlannedJob, layout: Layout, accumulation: int) -> tuple[int, ...]:
+    """Return chunks a stage to try: only Megatron interleaves, in whole rounds of micro-batches."""
+    if job.limits.engine != "megatron" or layout.stages == 1 or accumulation % layout.stages:
+        return (1,)
+    blocks = job.model.depth - 2
+    return tuple(count for count in VIRTUAL if count == 1 or not blocks % (layout.stages * count))
+
+
+def _zero_stages(job: PlannedJob, layout: Layout) -> tuple[int, ...]:
+    """Return the stages of ZeRO that the engine has beside the other degrees."""
+    if "zero_stage" in job.limits.fixed:
+        return (int(job.limits.fixed["zero_stage"]),)
+    if layout.size("replicas") == 1:
+        return (0,)
+    if job.limits.engine == "megatron" or layout.stages > 1:
+        return (0, 1)
+    return (0, 1, 2) if layout.innermost > 1 else (0, 1, 2, 3)
+
+
+def _offloads(job: PlannedJob, layout: Layout, zero_stage: int) -> tuple[bool, ...]:
+    """Return the values of ``offload`` to try: ZeRO-Offload, without a pipeline.
+
+    A CPU's memory is its host's: the search does not propose offload there, as it saves nothing.
+    """
+    possible = job.limits.engine == "deepspeed" and zero_stage >= 1 and layout.stages == 1
+    asked = job.limits.fixed.get("offload", job.limits.offload and not job.on_cpu)
+    return (False, True) if asked and possible and job.cluster.copies else (False,)

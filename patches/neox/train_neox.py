@@ -1,0 +1,116 @@
+"""Train GPT-NeoX with hybridcomp; nothing of the GPT-NeoX checkout is changed.
+
+From anywhere; the configurations are read before anything starts:
+
+    GPT_NEOX_HOME=/path/to/gpt-neox python -m hybridcomp.patches.neox CONFIG.yml [CONFIG.yml ...]
+
+or in the checkout with GPT-NeoX's own launcher, this file standing for its train.py:
+
+    ./deepy.py $(python -m hybridcomp.patches.neox --path) CONFIG.yml [CONFIG.yml ...]
+
+The block stands in the configuration under "deepspeed_extra_args": {"compression": {...}}, or in
+the file that HYBRIDCOMP_CONFIG names. The checkout is GPT_NEOX_HOME, else the current folder.
+HYBRIDCOMP_NEOX_CPU=1 runs on CPUs, for trying out (configs/neox/tiny_cpu.yml).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+FILE = Path(__file__).resolve()
+NAME = FILE.name
+#: environment variables that the launcher also exports to other machines
+HANDED_ON = ("GPT_NEOX_HOME", "HYBRIDCOMP_CONFIG", "HYBRIDCOMP_NEOX_CPU")
+
+
+def fail(message: str) -> NoReturn:
+    """Print one line to stderr and exit with code 2."""
+    print(f"{NAME}: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def find_checkout() -> Path:
+    """Return the GPT-NeoX checkout: GPT_NEOX_HOME, else the current folder."""
+    named = os.environ.get("GPT_NEOX_HOME")
+    folder = Path(named) if named else Path.cwd()
+    for needed in ("train.py", "deepy.py", "megatron/neox_arguments"):
+        if not (folder / needed).exists():
+            where = "GPT_NEOX_HOME" if named else "the current folder"
+            fail(
+                f"{where} is {folder}, which is no GPT-NeoX checkout (no {needed}); start in the "
+                "checkout or set GPT_NEOX_HOME to it"
+            )
+    return folder.resolve()
+
+
+def prepare(checkout: Path) -> None:
+    """Make the checkout importable; on a CPU install stand-ins for CUDA."""
+    sys.path.insert(0, str(checkout))
+    try:
+        importlib.import_module("hybridcomp")
+    except ImportError as error:
+        fail(f"{error}; install hybridcomp for {sys.executable}")
+    if on_cpu():
+        from hybridcomp.patches.neox import cpu_shim
+
+        cpu_shim.install()
+
+
+def on_cpu() -> bool:
+    """Return whether this is a trial on CPUs."""
+    return os.environ.get("HYBRIDCOMP_NEOX_CPU") == "1"
+
+
+def work(checkout: Path) -> None:
+    """Run one rank: GPT-NeoX's train.py, with the arguments of the launcher."""
+    import hybridcomp
+
+    hybridcomp.install()  # before anything of the checkout is imported
+    if on_cpu():
+        from hybridcomp.patches.neox import cpu_shim
+
+        cpu_shim.patch()
+    runpy.run_path(str(checkout / "train.py"), run_name="__main__")
+
+
+def launch(checkout: Path, arguments: Sequence[str]) -> None:
+    """Run GPT-NeoX's deepy.py, with this file as the script that it launches."""
+    from deepspeed.launcher import runner
+
+    from hybridcomp.patches.neox.configuration import Problem, check, find_files
+
+    try:
+        check(find_files(arguments))
+    except Problem as problem:
+        fail(str(problem))
+    runner.EXPORT_ENVS.extend(name for name in HANDED_ON if name in os.environ)
+    sys.argv = [str(checkout / "deepy.py"), str(FILE), *arguments]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run as worker or launcher: only the launcher passes ``--megatron_config``."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__, end="")
+        raise SystemExit(0 if arguments else 2)
+    if arguments[0] == "--path":
+        print(FILE)
+        return
+    checkout = find_checkout()
+    prepare(checkout)
+    if any(argument.startswith("--megatron_config") for argument in arguments):
+        work(checkout)
+    else:
+        launch(checkout, arguments)
+
+
+if __name__ == "__main__":
+    # started as a file, Python would import the modules beside it first
+    sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != FILE.parent]
+    main(sys.argv[1:])

@@ -1,0 +1,237 @@
+"""Rules for DeepSpeed's traffic of each dimension: a table over the keys of a ds_config.
+
+From the sources of DeepSpeed 0.19.0 and 0.19.8. What only the model shows (DualPipeV, Domino,
+embeddings with sparse gradients, FPDT) is not decided here; ``ds_offload`` has ``offload``.
+"""
+
+from __future__ import annotations
+
+from hybridcomp.dimensions import BETWEEN_RANKS
+from hybridcomp.patches.rules.ds_job import DeepSpeedJob
+from hybridcomp.patches.rules.engine import Rule
+
+RULES: tuple[Rule[DeepSpeedJob], ...] = (
+    Rule(
+        "refuse", ("pp", "dp", "zero"), "a PipelineModule with ZeRO stage 2 or 3",
+        "DeepSpeed itself refuses the two together", "use stage 0 or 1",
+        lambda job: job.pipeline is True and job.stage >= 2,
+    ),
+    Rule(
+        "refuse", ("zero",), '"zero_optimization.zero_quantized_weights": true',
+        "DeepSpeed quantizes the same gathers, and its scales must arrive exactly",
+        "remove zero_quantized_weights",
+        lambda job: job.stage == 3 and job.zero("zero_quantized_weights", False),
+    ),
+    Rule(
+        "refuse", ("zero",), '"zero_optimization.zero_quantized_nontrainable_weights": true',
+        "DeepSpeed quantizes these parameters, and their scales must arrive exactly",
+        "remove zero_quantized_nontrainable_weights",
+        lambda job: job.stage == 3 and job.zero("zero_quantized_nontrainable_weights", False),
+    ),
+    Rule(
+        "refuse", ("zero", "dp"), '"zero_optimization.zenflow"',
+        "ZenFlow copies gathered parameters back into the fp32 master weights and broadcasts "
+        "selected gradients on paths of its own", "remove zenflow",
+        lambda job: job.stage > 0 and job.zero("zenflow") is not None,
+    ),
+    Rule(
+        "refuse", ("zero", "dp"), '"zero_optimization.mics_shard_size"',
+        "MiCS gathers parameters and reduces gradients in subgroups on paths of its own",
+        "remove mics_shard_size",
+        lambda job: job.stage == 3 and job.zero("mics_shard_size", -1) > 0,
+    ),
+    Rule(
+        "refuse", ("zero",), '"delta": true with ZeRO stage 3',
+        "parameters are released after use, and keeping what deltas are added to would take the "
+        "memory that stage 3 saves", "use stage 1 or 2, or remove delta",
+        lambda job: job.stage == 3,
+        settings=lambda block: block.zero.delta and not block.zero.steps,
+    ),
+    Rule(
+        "refuse", ("zero",), "stepcode with ZeRO stage 3",
+        "parameters are released after use, and keeping what steps are taken from would take the "
+        "memory that stage 3 saves", "use stage 1 or 2, or expcode",
+        lambda job: job.stage == 3, settings=lambda block: block.zero.steps,
+    ),
+    Rule(
+        "refuse", ("zero",), "stepcode with fp32 parameters",
+        "it encodes bf16 and fp16",
+        'train in bf16 or fp16, or use {"codec": "mpc", "delta": true}',
+        lambda job: job.fp32, settings=lambda block: block.zero.steps,
+    ),
+    Rule(
+        "refuse", ("dp",), "powersgd with ZeRO stage 3",
+        "gradients are cut for their owners before they are reduced, and a piece of a matrix has "
+        "no rows and columns", "use stage 0, 1 or 2, or another codec",
+        lambda job: job.stage == 3, settings=lambda block: "dp" in block.policy().low_rank,
+    ),
+    Rule(
+        "bypass", ("dp",), '"compile.deepcompile": true',
+        "compiled code reduces gradients in C++, where no seam reaches",
+        "set compile.deepcompile to false", lambda job: job.compiled,
+    ),
+    Rule(
+        "bypass", ("zero",), '"compile.deepcompile": true with ZeRO stage 3',
+        "compiled code gathers parameters in C++, where no seam reaches",
+        "set compile.deepcompile to false", lambda job: job.compiled and job.stage == 3,
+    ),
+    Rule(
+        "bypass", ("dp",), '"zero_optimization.reduce_scatter": false',
+        "DeepSpeed then all-reduces whole buckets on a path without parameter owners",
+        "remove reduce_scatter (true is the default)",
+        lambda job: not job.zero("reduce_scatter", True)
+        and (job.buckets or (job.stage == 3 and job.zero("contiguous_gradients", True))),
+    ),
+    Rule(
+        "bypass", ("dp",), '"zero_optimization.use_multi_rank_bucket_allreduce": false',
+        "DeepSpeed then reduces to one rank after the other",
+        "remove use_multi_rank_bucket_allreduce (true is the default)",
+        lambda job: job.buckets and not job.zero("use_multi_rank_bucket_allreduce", True),
+    ),
+    Rule(
+        "bypass", ("dp",), '"zero_optimization.contiguous_gradients": false',
+        "DeepSpeed stage 1 and 2 then all-reduce gradients without buckets",
+        "remove contiguous_gradients (true is the default)",
+        lambda job: job.buckets
+        and not job.cpu_offload
+        and not job.zero("contiguous_gradients", True),
+    ),
+    Rule(
+        "bypass", ("dp",), '"zero_optimization.zero_quantized_gradients": true',
+        "on several nodes DeepSpeed quantizes the same gradients itself",
+        "remove zero_quantized_gradients",
+        lambda job: job.stage == 3 and job.zero("zero_quantized_gradients", False),
+    ),
+    Rule(
+        "bypass", ("dp",), "a 1-bit optimizer",
+        "it exchanges gradients itself after its warm-up", "use adam, adamw or lamb",
+        lambda job: job.optimizer in ("onebitadam", "zerooneadam", "onebitlamb"),
+    ),
+    Rule(
+        "bypass", ("zero",), '"zero_optimization.stage3_use_all_reduce_for_fetch_params": true',
+        "parameters then arrive by all-reduce and not by all-gather",
+        "remove stage3_use_all_reduce_for_fetch_params",
+        lambda job: job.stage == 3
+        and job.zero("stage3_use_all_reduce_for_fetch_params", False)
+        and not job.zero("stage3_allgather_sequential", False),
+    ),
+    Rule(
+        "bypass", ("ep",), '"expert_parallel.comm_backend": "deepep"',
+        "DeepEP moves tokens itself", 'set expert_parallel.comm_backend to "comm"',
+        lambda job: bool(job.get("expert_parallel.enabled", False))
+        and job.get("expert_parallel.comm_backend") == "deepep",
+    ),
+    Rule(
+        "refuse", ("sync",), "a PipelineModule",
+        "its stages are no replicas, and its groups are its own", "use a model without stages",
+        lambda job: job.pipeline is True or bool(job.slices),
+    ),
+    Rule(
+        "refuse", ("sync",), "a model whose layers or sequence are cut over ranks",
+        "an island is a data-parallel group alone", "use ZeRO stages without tensor, sequence or "
+        "expert parallelism",
+        lambda job: job.tensor is True
+        or job.tensor_parallel > 1
+        or job.sequence is True
+        or job.get("sequence_parallel_size", 1) > 1
+        or job.moe is True
+        or bool(job.get("expert_parallel.enabled", False))
+        or bool(job.mesh),
+    ),
+    Rule(
+        "refuse", ("sync",), "a 1-bit optimizer",
+        "it exchanges gradients over all ranks after its warm-up", "use adam, adamw or lamb",
+        lambda job: job.optimizer in ("onebitadam", "zerooneadam", "onebitlamb"),
+    ),
+    Rule(
+        "refuse", ("sync",), "weights or optimizer states on a disk, MiCS or hpZ",
+        "DeepSpeed keeps fp32 weights there in a way of its own", "remove it, or leave sync out",
+        lambda job: job.zero("offload_optimizer.device") == "nvme"
+        or job.zero("offload_param.device") == "nvme"
+        or (job.stage == 3 and job.zero("mics_shard_size", -1) > 0)
+        or (job.stage == 3 and job.zero("zero_hpz_partition_size", 1) > 1),
+    ),
+    Rule(
+        "absent", ("zero",), "ZeRO stage 0",
+        "no parameters are gathered", "set zero_optimization.stage to 1, 2 or 3",
+        lambda job: job.stage == 0 and not (job.bf16 and job.pipeline is not False),
+    ),
+    Rule(
+        "absent", ("pp",), "a model that is no PipelineModule",
+        "there are no pipeline sends", "build the model as a PipelineModule",
+        lambda job: job.pipeline is False and not job.slices,
+    ),
+    Rule(
+        "absent", ("ep",), "a model without MoE layers",
+        "there is no expert all-to-all", "use deepspeed.moe.layer.MoE or AutoEP",
+        lambda job: job.moe is False and not job.get("expert_parallel.enabled", False),
+    ),
+    Rule(
+        "bypass", ("tp",), '"compile.passes": ["autotp"]',
+        "compiled code reduces activations in operators of its own, without a direction",
+        "remove autotp from compile.passes", lambda job: job.compile_pass("autotp"),
+    ),
+    Rule(
+        "bypass", ("cp",), '"compile.passes": ["autosp"]',
+        "compiled code exchanges heads in operators of its own, without a direction",
+        "remove autosp from compile.passes", lambda job: job.compile_pass("autosp"),
+    ),
+    Rule(
+        "absent", ("tp",), "a job without tensor parallelism",
+        "no layer of AutoTP, GPT-NeoX or megatron-core is split over ranks",
+        "set tensor_parallel.autotp_size",
+        lambda job: job.tensor is False and job.tensor_parallel == 1,
+    ),
+    Rule(
+        "absent", ("cp",), "a job without sequence parallelism",
+        "no sequence is split over ranks",
+        "use DeepSpeed Ulysses (sequence_parallel_size) or hybridcomp.nn.RingAttention",
+        lambda job: job.sequence is False and job.get("sequence_parallel_size", 1) == 1,
+    ),
+    Rule(
+        "absent", ("tp2d",), "a model without layers of hybridcomp.nn.tp2d",
+        "no layer is cut over a mesh", "build the model of them",
+        lambda job: job.mesh is False,
+    ),
+    Rule(
+        "absent", ("dp", "zero"), "all ranks in one tensor-parallel group",
+        "no two ranks share a parameter", "lower tensor_parallel.autotp_size",
+        lambda job: job.tensor_parallel > 1 and job.tensor_parallel == job.world_size,
+    ),
+    Rule(
+        # islands of one rank meet others, or are refused
+        "note", tuple(name for name in BETWEEN_RANKS if name != "sync"), "one rank",
+        "nothing is sent, so nothing is compressed", "", lambda job: job.world_size == 1,
+    ),
+    Rule(
+        "note", ("dp", "zero"), "one replica of the model",
+        "no two ranks have a parameter in common, so nothing is sent", "",
+        lambda job: job.replicas == 1 and job.world_size != 1,
+    ),
+    Rule(
+        "note", ("dp",), '"zero_optimization.zero_quantized_gradients": true',
+        "DeepSpeed ignores it below stage 3; only the block compresses gradients", "",
+        lambda job: job.stage < 3 and job.zero("zero_quantized_gradients", False),
+    ),
+    Rule(
+        "note", ("zero",), '"zero_optimization.zero_hpz_partition_size"',
+        "the backward pass gathers parameters that were decoded once, so they are encoded twice",
+        "", lambda job: job.stage == 3 and job.zero("zero_hpz_partition_size", 1) > 1,
+    ),
+    Rule(
+        "note", ("dp",), '"sparse_gradients": true',
+        "gradients of embeddings travel as indices and values, uncompressed", "",
+        lambda job: bool(job.get("sparse_gradients", False)) and not job.buckets,
+    ),
+    Rule(
+        "note", ("dp",), "the muon optimizer",
+        "its own exchange of momentum between ranks stays native, and it enlarges what few bits "
+        "leave out of a gradient: 4 bits cost its loss percents, 8 bits a tenth of one", "",
+        lambda job: job.optimizer == "muon",
+    ),
+    Rule(
+        "note", ("zero",), '"hybrid_engine.enabled": true',
+        "gathers for generation stay native", "",
+        lambda job: job.stage == 3 and bool(job.get("hybrid_engine.enabled", False)),
+    ),
+)  # fmt: skip

@@ -1,0 +1,63 @@
+"""Rules for DeepSpeed's optimizer offload, dimension ``offload``: a table like ``ds``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridcomp.config import CompressionConfig
+from hybridcomp.patches.rules.ds_job import DeepSpeedJob
+from hybridcomp.patches.rules.engine import Rule
+
+
+def _offload(job: DeepSpeedJob, key: str, default: Any = None) -> Any:
+    """Return a key of zero_optimization.offload_optimizer."""
+    return job.zero(f"offload_optimizer.{key}", default)
+
+
+def _to_device(block: CompressionConfig) -> bool:
+    return block.codecs()["offload", "forward"] is not None
+
+
+RULES: tuple[Rule[DeepSpeedJob], ...] = (
+    Rule(
+        "refuse", ("offload",), '"zero_optimization.zenflow"',
+        "ZenFlow copies selected gradients and parameters on paths of its own", "remove zenflow",
+        lambda job: job.stage > 0 and job.zero("zenflow") is not None,
+    ),
+    Rule(
+        "absent", ("offload",), "a job without optimizer offload",
+        "nothing is copied between device and host",
+        'set zero_optimization.offload_optimizer to {"device": "cpu"}',
+        lambda job: job.stage == 0 or not job.cpu_offload,
+    ),
+    Rule(
+        "bypass", ("offload",), '"zero_optimization.offload_optimizer.device": "nvme"',
+        "optimizer states and gradients go on to NVMe in buffers of DeepSpeed's swapper",
+        'set the device to "cpu"',
+        lambda job: job.stage > 0 and _offload(job, "device") == "nvme",
+    ),
+    Rule(
+        "bypass", ("offload",), '"zero_optimization.offload_optimizer.super_offload": true',
+        "SuperOffload copies gradients and parameters on paths of its own", "remove super_offload",
+        lambda job: job.stage == 3 and job.cpu_offload and bool(_offload(job, "super_offload")),
+    ),
+    Rule(
+        "bypass", ("offload",), '"zero_optimization.offload_optimizer.ratio" below 1',
+        "a part of the optimizer then stays on the device, and its gradients do, too",
+        "remove ratio (1 is the default)",
+        lambda job: job.stage == 3 and job.cpu_offload and _offload(job, "ratio", 1.0) < 1.0,
+    ),
+    Rule(
+        "bypass", ("offload",), '"zero_optimization.offload_param" beside offload_optimizer',
+        "updated parameters stay on the host, and are copied when a layer is fetched, on a path "
+        "that no seam covers", 'remove offload_param, set "offload": {"forward": "none", ...}',
+        lambda job: job.stage == 3 and job.cpu_offload
+        and job.zero("offload_param.device", "none") != "none",
+        settings=_to_device,
+    ),
+    Rule(
+        "bypass", ("offload",), '"compile.deepcompile": true',
+        "compiled code copies gradients in C++, where no seam reaches",
+        "set compile.deepcompile to false", lambda job: job.compiled and job.cpu_offload,
+    ),
+)  # fmt: skip

@@ -1,0 +1,108 @@
+"""Log figures and save state in Hugging Face's Trainer, and in TRL's trainers on top of it.
+
+The Trainer's ``log`` writes to ``log_history`` (saved as ``trainer_state.json``), to the console
+and to every reporter (TensorBoard, W&B, MLflow, ...), so the figures go there. A callback does not
+know which Trainer calls it, so this one gets the Trainer as an argument.
+
+Under DeepSpeed the Trainer's checkpoints hold hybridcomp's state already. Under FSDP2 and DDP they
+hold weights and optimizer states only; there this callback writes a folder ``hybridcomp`` into each
+of them, with the step that ``start_step`` and ``ramp`` count by, residuals, and the state of guard
+and islands, and reads it when a run is resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainerCallback
+
+import hybridcomp
+from hybridcomp.config import BLOCK
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError
+from hybridcomp.log import say
+from hybridcomp.metric_names import trainer_name
+from hybridcomp.patches.torch import steps
+from hybridcomp.patches.trainers.figures import reporters, take
+
+if TYPE_CHECKING:
+    from hybridcomp.config import CompressionConfig
+
+#: the folder inside a checkpoint of the Trainer
+FOLDER = "hybridcomp"
+
+
+class HybridcompCallback(TrainerCallback):  # type: ignore[misc]
+    """Callback that compresses, logs and saves: ``add_callback(HybridcompCallback(trainer))``."""
+
+    def __init__(
+        self,
+        trainer: Any,
+        block: Mapping[str, Any] | str | Path | CompressionConfig | None = None,
+        resume_from: str | Path | None = None,
+    ) -> None:
+        """Watch ``trainer``.
+
+        Args:
+            trainer: a ``transformers.Trainer``.
+            block: as for ``hybridcomp.attach``, under FSDP2 and DDP; None: that of
+                ``hybridcomp.install`` or HYBRIDCOMP_CONFIG. Under DeepSpeed it stands in the
+                DeepSpeed file.
+            resume_from: the checkpoint that a run is resumed from; None: ``checkpoint-<step>`` in
+                the output folder, which ``resume_from_checkpoint=True`` also takes.
+        """
+        self._trainer = trainer
+        self._block = block
+        self._resume_from = resume_from
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Attach a model under FSDP2 or DDP, and load the state beside its checkpoint.
+
+        Raises ConfigError under DeepSpeed where the callback has a block.
+        """
+        if self._trainer.is_deepspeed_enabled:
+            if self._block is not None:
+                todo = 'under DeepSpeed it stands in the DeepSpeed file, as "compression"'
+                raise ConfigError(BLOCK, Shown("a block of the callback"), todo)
+            return
+        self._attach(args)
+        if state.global_step and steps.living():
+            folder = self._checkpoint(args, state, self._resume_from)
+            if not folder.is_dir():
+                say(f"{folder} is not there: steps are counted from 0, residuals start at zero")
+                return
+            hybridcomp.load_state(folder)
+
+    def _attach(self, args: Any) -> None:
+        wrapped = self._trainer.model_wrapped
+        model = getattr(wrapped, "_orig_mod", wrapped)  # torch.compile's wrapper sends nothing
+        if args.world_size == 1:
+            say("one process sends nothing: nothing is compressed")
+        elif any(reporters(model)):
+            return  # attached by an earlier ``train()`` of this Trainer
+        elif self._block is not None or isinstance(model, DistributedDataParallel | FSDPModule):
+            hybridcomp.attach(model, self._block)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Log the report of this step, if there is one, on all ranks, as the Trainer does."""
+        figures: dict[str, float] = take(self._trainer.model_wrapped)
+        if figures:
+            due = control.should_log  # logging unsets it, but the losses of this step must follow
+            # not a subclass's ``log``: TRL's averages other figures whenever it is called
+            named = {trainer_name(name): value for name, value in figures.items()}
+            Trainer.log(self._trainer, named)
+            control.should_log = due
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Write hybridcomp's state into the checkpoint that was just saved, on all ranks."""
+        if steps.living():
+            hybridcomp.save_state(self._checkpoint(args, state, None))
+
+    @staticmethod
+    def _checkpoint(args: Any, state: Any, named: str | Path | None) -> Path:
+        where = named or Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        return Path(where) / FOLDER

@@ -1,0 +1,24 @@
+"""Log figures in Lightning's loggers (CSV, TensorBoard, W&B, ...).
+
+Under DeepSpeed Lightning's checkpoints hold the residuals of error feedback. Those of its other
+strategies do not: call ``hybridcomp.save_state(folder)`` and ``load_state(folder)`` beside them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning
+
+from hybridcomp.patches.trainers.figures import take
+
+
+class LedgerCallback(lightning.Callback):  # type: ignore[misc]
+    """Log the ledger's figures: ``lightning.Trainer(callbacks=[LedgerCallback()], ...)``."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        """Log the report of this batch, if any, under its step, which Lightning counts from 0."""
+        figures = take(trainer.strategy.model)
+        if figures:
+            for logger in trainer.loggers:
+                logger.log_metrics(figures, step=trainer.global_step - 1)

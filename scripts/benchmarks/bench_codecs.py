@@ -1,0 +1,324 @@
+#!/usr/bin/env python3
+"""Measure every codec against Tensor.copy_ and named peers, in one run, on one core.
+
+    python bench_codecs.py                 # table
+    python bench_codecs.py --check         # exit 1 if a target is missed
+    python bench_codecs.py --json out.json
+    python bench_codecs.py --feedback      # encoding with error feedback, by residual
+
+Speeds are bytes of uncompressed values per second, whatever the direction. With one thread the
+clock is that thread's CPU time, which on an idle machine is the time and on a busy one leaves out
+the waits for a core. Each repeat times a copy and then every subject, so that what else the machine
+does hits all alike; `x copy` divides the best time of the copy by the best of the subject, and the
+median column does so with the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridcomp.codecs import Codec, make_codec
+from hybridcomp.codecs.quantized_residual import BITS, nbytes_of, zeros
+from hybridcomp.codecs.words import DTYPES
+from hybridcomp.collectives.wire.encoding import EncodeRequest, encode_job
+
+PHASES = ("encode", "decode", "decode_add")
+#: codecs of --feedback; the last has no kernel that also takes the residual
+FED_BACK = (
+    make_codec("blockint", bits=4), make_codec("blockint", bits=4, levels="gaussian"),
+    make_codec("blockint", bits=3, rotate=True), make_codec("radix", error_bound=0.02),
+)  # fmt: skip
+
+
+@dataclass
+class Subject:
+    """Something that encodes ``values`` and decodes them; phases map a name to what is timed."""
+
+    name: str
+    nbytes: int
+    relative_error: float
+    phases: dict[str, Callable[[], object]]
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+
+def relative_error(values: Tensor, decoded: Tensor) -> float:
+    """Return |decoded - values| / |values|, in the 2-norm."""
+    values = values.double()
+    return float((decoded.double() - values).norm() / values.norm())
+
+
+@dataclass
+class Row:
+    """One line of the table. Speeds in GB/s of values; ratios to Tensor.copy_."""
+
+    name: str
+    bits: float
+    relative_error: float
+    gbps: dict[str, float]
+    ratio: dict[str, float]
+    ratio_median: dict[str, float]
+
+
+def codec_subject(codec: Codec, values: Tensor) -> Subject:
+    """Return encode, decode and decode_add of one of our codecs."""
+    dtype = values.dtype
+    wire = torch.empty(codec.wire_nbytes(values.numel(), dtype), dtype=torch.uint8)
+    decoded = torch.empty_like(values)
+    total = torch.zeros(values.numel(), dtype=torch.float32)
+    used = codec.encode(values, wire)
+    payload = wire[:used]
+    codec.decode(payload, decoded)
+    phases: dict[str, Callable[[], object]] = {
+        "encode": lambda: codec.encode(values, wire),
+        "decode": lambda: codec.decode(payload, decoded),
+        "decode_add": lambda: codec.decode_add(payload, total, dtype),
+    }
+    return Subject(codec.spec, used, relative_error(values, decoded), phases)
+
+
+def eager_encode(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """blockint's quantization in eager torch, whole tensors at a time: (levels, tops)."""
+    blocks = values.float().view(-1, 32)
+    absmax = blocks.abs().amax(dim=1)
+    tops = (((absmax.view(torch.int32) + 0x7FFFF) >> 19) << 19).view(torch.float32)
+    inverse = ((2 ** (bits - 1) - 1) / tops).unsqueeze(1)
+    levels = (blocks * inverse).round_().add_(2 ** (bits - 1)).to(torch.uint8)
+    if bits == 4:
+        levels = levels[:, :16] | levels[:, 16:] << 4
+    return levels, tops
+
+
+def eager_decode(levels: Tensor, tops: Tensor, bits: int) -> Tensor:
+    """Decode ``eager_encode``'s levels to fp32."""
+    if bits == 4:
+        levels = torch.cat((levels & 15, levels >> 4), dim=1)
+    steps = (tops / (2 ** (bits - 1) - 1)).unsqueeze(1)
+    centered = levels.float().sub_(2 ** (bits - 1))
+    return centered.mul_(steps).view(-1)
+
+
+def eager_subject(bits: int, values: Tensor) -> Subject:
+    """Return blockint as a user would write it in eager torch, without kernels."""
+    levels, tops = eager_encode(values, bits)
+    decoded = torch.empty_like(values)
+    total = torch.zeros(values.numel(), dtype=torch.float32)
+    phases: dict[str, Callable[[], object]] = {
+        "encode": lambda: eager_encode(values, bits),
+        "decode": lambda: decoded.copy_(eager_decode(levels, tops, bits)),
+        "decode_add": lambda: total.add_(eager_decode(levels, tops, bits)),
+    }
+    error = relative_error(values, eager_decode(levels, tops, bits))
+    return Subject(f"eager torch int{bits}", levels.numel() + tops.numel(), error, phases)
+
+
+def zfpy_subject(rate: int, values: Tensor) -> Subject:
+    """Return the zfp library through its own Python module (fp32 only)."""
+    import zfpy
+
+    array = values.float().numpy()
+    stream = zfpy.compress_numpy(array, rate=rate)
+    phases: dict[str, Callable[[], object]] = {
+        "encode": lambda: zfpy.compress_numpy(array, rate=rate, write_header=False),
+        "decode": lambda: zfpy.decompress_numpy(stream),
+    }
+    error = relative_error(values, torch.from_numpy(zfpy.decompress_numpy(stream)))
+    return Subject(f"zfpy rate {rate}", len(stream), error, phases)
+
+
+def subjects_of(values: Tensor) -> list[Subject]:
+    """Return all codecs and peers, each warmed up by one encode and decode."""
+    codecs = [
+        make_codec("blockint", bits=8),
+        make_codec("blockint", bits=4),
+        make_codec("blockint", bits=4, rotate=True),
+        make_codec("blockint", bits=4, levels="gaussian"),
+        *(make_codec("blockint", bits=bits, rounding="random") for bits in (8, 4)),
+        make_codec("blockint", bits=4, rotate=True, levels="gaussian"),
+        *(make_codec("blockint", bits=bits) for bits in (2, 3, 5, 6, 7)),
+        make_codec("bf16"),
+        make_codec("fp16"),
+        make_codec("fp8", format="e4m3"),
+        make_codec("fp8", format="e5m2"),
+        *(make_codec("zfp", rate=rate) for rate in (4, 8, 16, 24)),
+        make_codec("mpc"),
+        make_codec("expcode"),
+        make_codec("topk"),
+        *(make_codec("radix", error_bound=bound) for bound in (3e-2, 1e-2, 1e-3)),
+    ]
+    peers = [eager_subject(8, values), eager_subject(4, values), zfpy_subject(8, values)]
+    return [codec_subject(codec, values) for codec in codecs] + peers
+
+
+def timed(function: Callable[[], object]) -> float:
+    """Return seconds of one call."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    start = clock()
+    function()
+    return clock() - start
+
+
+def measure(values: Tensor, repeats: int) -> tuple[list[float], list[Subject]]:
+    """Return seconds of every copy, and the subjects with their seconds filled in."""
+    subjects = subjects_of(values)
+    target = torch.empty_like(values)
+    target.copy_(values)
+    copies = []
+    for _ in range(repeats):
+        for subject in subjects:
+            copies.append(timed(lambda: target.copy_(values)))
+            for phase, function in subject.phases.items():
+                subject.seconds.setdefault(phase, []).append(timed(function))
+    return copies, subjects
+
+
+def rows_of(values: Tensor, copies: list[float], subjects: list[Subject]) -> list[Row]:
+    """Return the table, the copy first."""
+    nbytes = values.numel() * values.itemsize
+    copy_best, copy_median = min(copies), statistics.median(copies)
+    phases = dict.fromkeys(PHASES, nbytes / copy_best / 1e9)
+    ones = dict.fromkeys(PHASES, 1.0)
+    rows = [Row("Tensor.copy_", 8.0 * values.itemsize, 0.0, phases, ones, ones)]
+    for subject in subjects:
+        best = {phase: min(seconds) for phase, seconds in subject.seconds.items()}
+        median = {phase: statistics.median(s) for phase, s in subject.seconds.items()}
+        rows.append(
+            Row(
+                subject.name,
+                subject.nbytes * 8 / values.numel(),
+                subject.relative_error,
+                {phase: nbytes / seconds / 1e9 for phase, seconds in best.items()},
+                {phase: copy_best / seconds for phase, seconds in best.items()},
+                {phase: copy_median / seconds for phase, seconds in median.items()},
+            )
+        )
+    return rows
+
+
+def missed_targets(rows: list[Row]) -> list[str]:
+    """Return a line for each speed or ratio promised on fp32 values that this run missed."""
+    table = {row.name: row for row in rows}
+    missed = []
+
+    def expect(name: str, phase: str, target: float, peer: str = "Tensor.copy_") -> None:
+        ratio = table[name].gbps[phase] / table[peer].gbps[phase]
+        if ratio < target:
+            missed.append(f"{name} {phase}: {ratio:.2f}x of {peer}, expected {target}x")
+
+    for bits in (8, 4):
+        for phase in ("encode", "decode_add"):
+            expect(f"blockint(bits={bits})", phase, 0.8)
+            expect(f"blockint(bits={bits})", phase, 3.0, f"eager torch int{bits}")
+            expect("blockint(bits=4, rotate=True)", phase, 0.4)
+            expect("blockint(bits=4, levels=gaussian)", phase, 0.7)
+    for phase in ("encode", "decode"):
+        expect("zfp(rate=8)", phase, 4.0, "zfpy rate 8")
+        expect("mpc(dim=1)", phase, 0.08)
+        expect("expcode()", phase, 0.25)
+        for name in (name for name in table if name.startswith("radix")):
+            expect(name, phase, 0.12 if phase == "encode" else 0.2)
+    return missed
+
+
+def print_table(rows: list[Row]) -> None:
+    """Print speed in GB/s, then best and median ratio to the copy, for every phase."""
+    head = "".join(f"{phase:>12}{'x copy':>8}{'median':>8}" for phase in PHASES)
+    width = max(len(row.name) for row in rows) + 1
+    print(f"{'':{width}}{'bits':>7}{'relL2':>10}{head}")
+    for row in rows:
+        cells = ""
+        for phase in PHASES:
+            if phase in row.gbps:
+                ratios = f"{row.ratio[phase]:>8.2f}{row.ratio_median[phase]:>8.2f}"
+                cells += f"{row.gbps[phase]:>12.2f}{ratios}"
+            else:
+                cells += f"{'-':>12}{'-':>8}{'-':>8}"
+        print(f"{row.name:{width}}{row.bits:>7.2f}{row.relative_error:>10.1e}{cells}")
+
+
+def feedback_rows(values: Tensor, repeats: int) -> list[dict[str, float | str]]:
+    """Time encodings with error feedback, by codec and bits of the residual, side by side.
+
+    What a message costs on a rank that sends it: values and residual in, payload and residual out.
+    """
+    rows: list[dict[str, float | str]] = []
+    for codec in FED_BACK:
+        wire = torch.empty(codec.wire_nbytes(values.numel(), torch.float32), dtype=torch.uint8)
+        held = {bits: zeros(bits, values.numel(), values.device) for bits in reversed(BITS)}
+        seconds: dict[int, list[float]] = {bits: [] for bits in held}
+        for repeat in range(repeats + 1):  # the first fills the residuals
+            for bits, residual in held.items():
+                job = EncodeRequest(values, residual)
+                one = timed(partial(encode_job, codec, job, wire, torch.float32))
+                seconds[bits] += [one] if repeat else []
+        for bits, found in seconds.items():
+            faster = [whole / few for whole, few in zip(seconds[32], found, strict=True)]
+            best, middle = min(seconds[32]) / min(found), statistics.median(faster)
+            rows.append(
+                {
+                    "codec": codec.spec, "bits": bits,
+                    "ns a value": min(found) / values.numel() * 1e9,
+                    "bytes a value": nbytes_of(bits, values.numel()) / values.numel(),
+                    "x fp32": best, "x fp32 median": middle,
+                }
+            )  # fmt: skip
+    return rows
+
+
+def print_feedback(rows: list[dict[str, float | str]]) -> None:
+    """Print how long an encoding takes by the bits of its residual, and the ratio to fp32 ones."""
+    print(f"{'':48}{'bits':>6}{'B/value':>9}{'ns/value':>10}{'x fp32':>8}{'median':>8}")
+    for row in rows:
+        print(
+            f"{row['codec']:48}{row['bits']:>6}{row['bytes a value']:>9.3f}"
+            f"{row['ns a value']:>10.2f}{row['x fp32']:>8.2f}{row['x fp32 median']:>8.2f}"
+        )
+
+
+def main() -> int:
+    """Parse arguments, measure, print; the exit status is 1 if --check found a missed target."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mbytes", type=int, default=64, help="size of the values (default 64)")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--check", action="store_true", help="fail if a target is missed")
+    parser.add_argument(
+        "--feedback", action="store_true", help="time encodings with residuals of 32 to 4 bits"
+    )
+    arguments = parser.parse_args()
+    if arguments.check and (arguments.dtype != "fp32" or arguments.threads != 1):
+        parser.error("--check needs --dtype fp32 and --threads 1: the targets are stated for those")
+    torch.set_num_threads(arguments.threads)
+    dtype = DTYPES[arguments.dtype]
+    torch.manual_seed(0)
+    values = torch.randn(arguments.mbytes * 2**20 // dtype.itemsize).to(dtype)
+    if arguments.feedback:
+        timings = feedback_rows(values, arguments.repeats)
+        print_feedback(timings)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(timings, indent=1) + "\n")
+        return 0
+    rows = rows_of(values, *measure(values, arguments.repeats))
+    print_table(rows)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    missed = missed_targets(rows) if arguments.check else []
+    for line in missed:
+        print(f"MISSED {line}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

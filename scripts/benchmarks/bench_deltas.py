@@ -1,0 +1,201 @@
+#!/usr/bin/env python3
+"""Measure exact steps of bf16 weights (stepcode) on traces of training, beside what others send.
+
+    python scripts/benchmarks/bench_deltas.py                        # tables: bits and speeds
+    python scripts/benchmarks/bench_deltas.py --width 128 --layers 2 # a small model, in seconds
+    python scripts/benchmarks/bench_deltas.py --check                # exit 1 if a target is missed
+    python scripts/benchmarks/bench_deltas.py --models               # other models of the step
+    python scripts/benchmarks/bench_deltas.py --tuned llama gpt2     # fine-tuning, and GRPO
+    python scripts/benchmarks/bench_deltas.py --json out.json
+
+A byte-level GPT learns the text of this checkout in fp32 with AdamW at 1e-3; then, from there, the
+last of a few steps at each learning rate is the trace: all weights cast to bf16 before and after.
+With `--tuned` models of transformers (`deltas_bench/tuned.py`) are pretrained in its place, and the
+traces are of fine-tuning on another text and of GRPO, after `--settle` steps of a new AdamW each.
+`static model` is Laplace steps whose scale is the message's only parameter, `short codes` an ideal
+prefix code for each exponent without its table. Speeds are bytes of weights per second on one core,
+for a trace repeated to `--mbytes`, by the clock of bench_codecs.py; `x copy` divides the best time
+of `Tensor.copy_` of as many bytes by the best time. What others send is timed on `--others-mbytes`
+of the trace, in both directions (`deltas_bench/others.py`). zstd is that of the package zstandard
+(`pip install zstandard`; hybridcomp does not need it) or of Python 3.14; without both, zlib's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
+
+from benchmarks.bench_codecs import timed
+from benchmarks.deltas_bench.bits import compressors, sent
+from benchmarks.deltas_bench.models import models
+from benchmarks.deltas_bench.others import speeds_of_others
+from benchmarks.deltas_bench.traces import Size, Trace, traces
+from benchmarks.deltas_bench.tuned import NAMES, tuned
+from hybridcomp.codecs import StepCode
+
+RATES = [1e-3, 3e-4, 1e-4, 1e-6]
+OTHER = "int32 + bf16"
+#: bits a value by label, while pretraining; GB/s of weights on one core where at most MOST_SPARSE
+#: have changed
+MOST_BITS = {"0.001": 4.4, "0.0003": 2.8, "0.0001": 1.9, "1e-06": 0.3}
+MOST_OF_ENTROPY, MOST_SPARSE, LEAST_SPEED = 1.1, 0.05, 1.0
+#: where 1 to 5 % have changed: bits a changed value, shares of positions and of gaps through zstd
+MOST_CHANGED_BITS, MOST_OF_POSITIONS, MOST_OF_GAPS = 7.0, 1 / 6, 0.4
+
+Row = dict[str, float]
+
+
+def speeds(trace: Trace, mbytes: int, repeats: int) -> Row:
+    """Return GB/s of encode, decode, decode in place and copy, and the ratios to the copy."""
+    copies = -(-mbytes * 2**20 // (2 * trace.values.numel()))
+    values, reference = trace.values.repeat(copies), trace.reference.repeat(copies)
+    codec, target = StepCode(), torch.empty_like(values)
+    room = torch.empty(codec.wire_nbytes(values.numel(), values.dtype), dtype=torch.uint8)
+    payload = room[: codec.encode(values, reference, room)].clone()
+    codec.decode(payload, reference, target)
+    if not torch.equal(target.view(torch.int16), values.view(torch.int16)):
+        raise AssertionError("decoded other values")
+    calls: dict[str, Callable[[], object]] = {
+        "encode": lambda: codec.encode(values, reference, room),
+        "decode": lambda: codec.decode(payload, reference, target),
+        "copy": lambda: target.copy_(values),
+    }
+    seconds = {name: min(timed(call) for _ in range(repeats)) for name, call in calls.items()}
+    in_place = min(_in_place(codec, payload, reference, target) for _ in range(repeats))
+    seconds["in place"] = in_place
+    nbytes = 2 * values.numel() / 1e9
+    found = {f"{name} GB/s": nbytes / best for name, best in seconds.items()}
+    for name in ("encode", "decode", "in place"):
+        found[f"{name} x copy"] = seconds["copy"] / seconds[name]
+    return found
+
+
+def _in_place(codec: StepCode, payload: Tensor, reference: Tensor, held: Tensor) -> float:
+    held.copy_(reference)
+    return timed(lambda: codec.decode(payload, held, held))
+
+
+def table(rows: Mapping[float, Row] | Mapping[str, Row], names: list[str], digits: int) -> str:
+    """Return a line for each name, a column for each rate or trace, in Markdown."""
+    heads = [one if isinstance(one, str) else f"{one:g}" for one in rows]
+    lines = [
+        "| | " + " | ".join(heads) + " |",
+        "|---" * (len(rows) + 1) + "|",
+    ]
+    for name in names:
+        cells = " | ".join(f"{row[name]:.{digits}f}" for row in rows.values())
+        lines.append(f"| {name} | {cells} |")
+    return "\n".join(lines)
+
+
+def missed_targets(rows: Mapping[str, Row]) -> list[str]:
+    """Return a line for each target that this run missed; ``rows`` by the traces' labels."""
+    missed = []
+    for label, row in rows.items():
+        share, most = row["stepcode"] / row["entropy"], MOST_BITS.get(label, 16.0)
+        if share > MOST_OF_ENTROPY:
+            missed.append(f"{label}: {share:.3f} times the entropy, expected {MOST_OF_ENTROPY}")
+        if row["stepcode"] > most:
+            missed.append(f"{label}: {row['stepcode']:.2f} bits, expected {most}")
+        if row["changed"] > MOST_SPARSE:
+            continue
+        for name in ("encode GB/s", "decode GB/s"):
+            if row[name] < LEAST_SPEED:
+                missed.append(f"{label}: {name} {row[name]:.2f}, expected {LEAST_SPEED}")
+        if row["changed"] >= 0.01:
+            missed += [f"{label}: {line}" for line in _missed_by_few(row)]
+    return missed
+
+
+def _missed_by_few(row: Row) -> list[str]:
+    """Return the missed targets of a row where 1 to 5 % have changed."""
+    gaps = min(
+        (bits for name, bits in row.items() if name.startswith("gaps, ") and "GB/s" not in name),
+        default=None,
+    )
+    found = [(row["stepcode"] / row["changed"], MOST_CHANGED_BITS, "bits a changed value")]
+    if OTHER in row:
+        found.append((row["stepcode"] / row[OTHER], MOST_OF_POSITIONS, f"of {OTHER}"))
+    if gaps is not None:
+        found.append((row["stepcode"] / gaps, MOST_OF_GAPS, "of gaps"))
+    return [f"{is_:.2f} {what}, expected {most:.2g}" for is_, most, what in found if is_ > most]
+
+
+def parser_of(doc: str, mbytes: int, what: str, repeats: int) -> argparse.ArgumentParser:
+    """Return a parser for benches on traces; ``mbytes``, ``repeats``: defaults, ``what``: help."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--width", type=int, default=384, help="a multiple of 64 (default 384)")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--warmup", type=int, default=60, help="steps at 1e-3 before all traces")
+    parser.add_argument("--settle", type=int, default=4, help="steps at a rate before its trace")
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES)
+    parser.add_argument("--mbytes", type=int, default=mbytes, help=what)
+    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    return parser
+
+
+def all_traces(arguments: argparse.Namespace) -> Iterator[Trace]:
+    """Yield the traces that were asked for."""
+    if not arguments.tuned:
+        size = Size(arguments.width, arguments.layers)
+        yield from traces(size, arguments.rates, arguments.warmup, arguments.settle)
+    for name in arguments.tuned:
+        yield from tuned(name, arguments.warmup, arguments.settle)
+
+
+def main() -> int:
+    """Parse arguments, train, measure, print; the exit status is 1 if --check missed a target."""
+    parser = parser_of(__doc__, 64, "size of the weights for speeds", 9)
+    parser.add_argument("--others-mbytes", type=int, default=16, help="to time others on")
+    parser.add_argument("--models", action="store_true", help="bits of other models instead")
+    parser.add_argument(
+        "--tuned", nargs="+", choices=NAMES, default=[], help="traces of these architectures"
+    )
+    parser.add_argument("--check", action="store_true", help="fail if a target is missed")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if not any(name.startswith("zstd") for name in compressors()):
+        print("zlib stands in for zstd: pip install zstandard")
+    rows: dict[str, Row] = {}
+    for trace in all_traces(arguments):
+        if arguments.models:
+            rows[trace.label] = models(trace)
+            continue
+        row = sent(trace.reference, trace.values)
+        row["of the entropy"] = row["stepcode"] / row["entropy"] if row["entropy"] else 1.0
+        row["bits a changed value"] = row["stepcode"] / row["changed"] if row["changed"] else 0.0
+        fast_row = speeds(trace, arguments.mbytes, arguments.repeats)
+        head = arguments.others_mbytes * 2**19
+        pair = trace.reference[:head], trace.values[:head]
+        other_row = speeds_of_others(*pair, max(1, arguments.repeats // 3), timed)
+        rows[trace.label] = row | fast_row | other_row
+        print(
+            f"{trace.label}: {row['stepcode']:.3f} bits a value, {row['entropy']:.3f} needed",
+            flush=True,
+        )
+    names = list(next(iter(rows.values())))
+    if arguments.models:
+        print("\nBits a value with a model that knows:\n" + table(rows, names, 3))
+        return 0
+    fast = [name for name in names if "GB/s" in name or "x copy" in name]
+    print("\nBits a value:\n" + table(rows, [name for name in names if name not in fast], 3))
+    print("\nSpeed on one core:\n" + table(rows, fast, 2))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    missed = missed_targets(rows) if arguments.check else []
+    for line in missed:
+        print(f"MISSED {line}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+#!/usr/bin/env python3
+"""Measure every codec on a GPU against a device copy and named peers, in one run.
+
+    python bench_gpu.py                    # tables, bench_gpu.md, .json and .png
+    python bench_gpu.py --check            # exit 1 if a target or a test is missed
+    python bench_gpu.py --sizes 256M --only blockint Triton --no-tests
+
+With its own sizes it takes about four minutes on an H100, the tests apart; each message's rows are
+printed when they are measured.
+
+Speeds are bytes read and written per second; `x copy` is that over what `Tensor.copy_` reaches
+when it reads and writes as many bytes, in the same run and with cold caches. `us` is the device's
+time, `host us` what the host needs to submit the work, without waiting for it. Targets hold at
+256 MB, for small messages at 1 MB (gpu_bench/targets.py); the last column says which were met.
+`sum_encode` decodes the payloads of 7 ranks, adds the own values and encodes the sum, all in one
+launch; `all_reduce` is the three launches of one, `path` the collective around them, in a group
+that moves nothing.
+
+It also measures what it costs that sizes of radix payloads travel first, and says from how many
+values of a message on radix is worth that, beside the threshold that `codec: "auto"` has.
+
+Before it measures it runs `pytest -m gpu tests/kernels/cuda`: the same bytes as on the CPU, the
+same result from a replayed CUDA graph, three launches an all_reduce. `--no-tests` leaves that out.
+Peers that are not installed, or do not build, are left out by name. Exit status 2: no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
+
+from benchmarks.gpu_bench import (
+    feedback,
+    machine,
+    markdown,
+    ours,
+    peers,
+    prebuild,
+    report,
+    size_exchange,
+    targets,
+)
+from benchmarks.gpu_bench.measure import Bench, DeviceStopwatch, HostStopwatch, Point, Work, cuda
+from hybridcomp.codecs.words import DTYPES
+from hybridcomp.errors import install_hint
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SIZES = (256 << 20, 1 << 20, 64 << 20, 64 << 10, 16 << 20)  # those of the targets first
+SIZES_ON_CPU = (64 << 10, 16 << 10)
+#: why a message was left out that another call may measure, and the exit status that says so
+NO_TIME, TIME_IS_UP = "no time was left", 75
+SLOW_S = 2.0  # a subject that takes longer is named: it compiles
+UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+
+Source = Callable[[Tensor], Iterator[Work]]
+
+
+@dataclass
+class Found:
+    """Points that a run has measured so far, and reasons for those it left out."""
+
+    points: list[Point] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+def sources(only: Sequence[str] = ()) -> dict[str, Source]:
+    """Return all subjects by name; with ``only``, those with one of these in their name."""
+    mine: dict[str, Source] = {
+        name: partial(ours.works, name=name, codec=codec) for name, codec in ours.codecs().items()
+    }
+    found = {**mine, ours.STEPS: ours.steps, feedback.NAME: feedback.works, **peers.PEERS}
+    return {
+        name: source
+        for name, source in found.items()
+        if not only or any(part.lower() in name.lower() for part in only)
+    }
+
+
+def measure(
+    bench: Bench,
+    messages: Sequence[tuple[int, str]],
+    device: torch.device,
+    found: Found,
+    subjects: dict[str, Source],
+    until: float = math.inf,
+) -> None:
+    """Fill ``found``: ``messages`` are sizes in bytes and dtypes. Prints what it has measured.
+
+    ``until``: when (``time.perf_counter``) no other message is begun.
+    """
+    for number, (nbytes, dtype) in enumerate(messages, 1):
+        start = time.perf_counter()
+        if start > until:
+            found.left_out[f"{report.size_name(nbytes)} of {dtype}"] = NO_TIME
+            continue
+        before = len(found.points)
+        generator = torch.Generator(device).manual_seed(0)
+        numel = nbytes // DTYPES[dtype].itemsize
+        values = torch.randn(numel, generator=generator, device=device).to(DTYPES[dtype])
+        found.points.append(bench.copy_point(dtype, nbytes))
+        for name, source in subjects.items():
+            print(f"\r[{number}/{len(messages)}] {name:40}", end="", file=sys.stderr, flush=True)
+            began = time.perf_counter()
+            try:
+                for work in source(values):
+                    found.points.append(bench.measure(work, dtype, nbytes))
+            except Exception as error:  # a peer may fail in any way of its own
+                reason = " ".join(str(error).split())[:200]
+                where = f"{name}, {report.size_name(nbytes)} of {dtype}"
+                found.left_out[where] = f"{type(error).__name__}: {reason}"
+            if (took := time.perf_counter() - began) > SLOW_S:
+                print(f"\r{name} took {took:.1f} s{'':30}", file=sys.stderr, flush=True)
+        del values
+        print(
+            f"\r[{number}/{len(messages)}] {report.size_name(nbytes)} of {dtype}: "
+            f"{len(found.points) - before} measured in {time.perf_counter() - start:.1f} s",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        print(report.table(found.points[before:]), flush=True)
+
+
+def prepare(chosen: dict[str, Source], dtypes: Sequence[str]) -> None:
+    """Compile what our codecs among ``chosen`` need."""
+    names = (*ours.codecs(), ours.STEPS, feedback.NAME)
+    mine = [source for name, source in chosen.items() if name in names]
+    wanted = prebuild.needed(mine, [DTYPES[name] for name in dtypes], torch.device("cuda", 0))
+    if wanted:
+        major, minor = cuda.get_device_capability(0)
+        prebuild.compile_all(wanted, 10 * major + minor)
+
+
+def run_tests() -> bool:
+    """Run ``pytest -m gpu`` on the kernels' tests."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/kernels/cuda"]
+    return subprocess.run(command, cwd=REPOSITORY, check=False).returncode == 0
+
+
+def size_of(text: str) -> int:
+    """Parse ``64K``, ``256M`` or ``1G`` to bytes. Raises ValueError."""
+    unit = UNITS.get(text[-1:].upper())
+    return int(text[:-1]) * unit if unit else int(text)
+
+
+def without_files(words: Sequence[str]) -> list[str]:
+    """Return a command's words without the files of its results."""
+    files = ("--md", "--json", "--png")
+    return [
+        word
+        for before, word in pairwise(("", *words))
+        if word.partition("=")[0] not in files and before not in files
+    ]
+
+
+def main() -> int:
+    """Parse arguments, test, measure, print, write; see the docstring of the module."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--sizes", type=size_of, nargs="+", default=SIZES, help="64K 256M 1G")
+    parser.add_argument("--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES))
+    parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="parts of names")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no message later")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--md", type=Path, default=Path("bench_gpu.md"))
+    parser.add_argument("--json", type=Path, default=Path("bench_gpu.json"))
+    parser.add_argument("--png", type=Path, default=Path("bench_gpu.png"))
+    parser.add_argument("--no-tests", action="store_true", help="measure only")
+    parser.add_argument(
+        "--resume", action="store_true", help="no message that --json has; 75: more"
+    )
+    parser.add_argument("--cpu", action="store_true", help="small, to try the script itself")
+    parser.add_argument("--check", action="store_true", help="fail if a target is missed")
+    arguments = parser.parse_args()
+    if arguments.cpu:
+        arguments.sizes = SIZES_ON_CPU if arguments.sizes is SIZES else arguments.sizes
+    elif not cuda.is_available():
+        print(
+            "no CUDA device: nothing was measured. Run this on a machine with one GPU, after "
+            f"{install_hint('gpu')}; it takes no other preparation",
+            file=sys.stderr,
+        )
+        return 2
+    until = time.perf_counter() + arguments.seconds
+    chosen, tested, device = sources(arguments.only), None, torch.device("cuda")
+    if arguments.cpu:
+        device = torch.device("cpu")
+    else:
+        with peers.prepared(chosen):  # builds beside ours and the tests
+            prepare(chosen, arguments.dtypes)
+            tested = None if arguments.no_tests else run_tests()
+    watch = HostStopwatch if arguments.cpu else DeviceStopwatch
+    bench, found = Bench(watch(arguments.repeats), device), Found()
+    if arguments.resume:
+        found.points = earlier(arguments.json)
+    there = {(point.message_nbytes, point.dtype) for point in found.points}
+    messages = [(nbytes, dtype) for nbytes in arguments.sizes for dtype in arguments.dtypes]
+    measure(bench, [m for m in messages if m not in there], device, found, chosen, until)
+    sizes = None
+    try:
+        if not arguments.only and time.perf_counter() < until:
+            sizes = size_exchange.measured(bench)
+    except Exception as error:  # minutes of other figures must not be lost
+        found.left_out["exchange of sizes"] = f"{type(error).__name__}: {error}"
+    status = conclude(found, sizes, {**machine.facts(device), "tests_passed": tested}, arguments)
+    late = arguments.resume and NO_TIME in found.left_out.values()
+    return TIME_IS_UP if late else status
+
+
+def earlier(path: Path) -> list[Point]:
+    """Return the points of a call before this one, whose messages are not measured again."""
+    if not path.is_file():
+        return []
+    names = [one.name for one in fields(Point)]
+    rows = json.loads(path.read_text())["points"]
+    return [Point(**{name: row[name] for name in names}) for row in rows]
+
+
+def conclude(
+    found: Found,
+    sizes: size_exchange.Measured | None,
+    known: dict[str, Any],
+    arguments: argparse.Namespace,
+) -> int:
+    """Print and write what was found; the exit status."""
+    missed = (
+        []  # of a device copy nothing is known there
+        if arguments.cpu
+        else targets.missed(found.points, all_of_them=not arguments.only)
+    )
+    if known["tests_passed"] is False:
+        missed.append("pytest -m gpu tests/kernels/cuda failed")
+    known = {
+        **known, "left_out": found.left_out, "missed": missed,
+        "size_exchange": size_exchange.facts(*sizes) if sizes else None,
+    }  # fmt: skip
+    report.write_json(arguments.json, found.points, known)
+    command = " ".join(["python scripts/benchmarks/bench_gpu.py", *without_files(sys.argv[1:])])
+    arguments.md.write_text(markdown.document(found.points, known, command))
+    try:
+        if found.points:  # none where no time was left
+            report.draw(arguments.png, found.points, f"codecs on {known['device']}")
+    except ImportError as error:
+        print(f"no picture: {error}; {install_hint('plot')}", file=sys.stderr)
+    print("", *report.published(), sep="\n")
+    for name, reason in found.left_out.items():
+        print(f"left out: {name}: {reason}")
+    if sizes:
+        print(*size_exchange.lines(*sizes), sep="\n")
+    for line in missed:
+        print(f"MISSED {line}", file=sys.stderr)
+    return 1 if missed and arguments.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

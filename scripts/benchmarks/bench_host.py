@@ -1,0 +1,233 @@
+#!/usr/bin/env python3
+"""Time the host's work for a message on a GPU, without a GPU.
+
+    python scripts/benchmarks/bench_host.py
+    python scripts/benchmarks/bench_host.py --megabytes 1 --dtype bf16 --profile all_gather
+    python scripts/benchmarks/bench_host.py --ranks 8 64 256 1024 4096
+
+Messages of tensor parallelism are so short that a training waits for what the host does for each:
+choose the codec, check, plan, allocate, launch, post, write down. All of that runs here as on a
+GPU, in a group whose messages arrive at once, with kernels whose launches do nothing. So it leaves
+out what the driver takes for a launch, torch for memory of a GPU, and NCCL for a message; the first
+two are in the rows `path` of `bench_gpu.py`.
+
+Microseconds are of the processor's time, which other work on the machine hardly lengthens, and
+medians of rounds, each beside a round of `Tensor.copy_` of four values, whose
+time in the same run is printed: figures of two runs compare as multiples of it.
+
+`--when` compares a gradient's message and the end of a step with `"when": "auto"`, once that has
+decided or while it compares steps, with those of a block that measures nothing.
+
+With several `--ranks` it prints for every kind how the host's time and the number of launches grow
+with the group: gradient buckets with owners (ZeRO 1 and 2), unequal parts, parameters that are
+gathered together, messages in two levels, low rank and the guard's sums among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
+
+from benchmarks.gpu_bench import verdict_messages
+from benchmarks.gpu_bench.group_messages import GroupMessages
+from benchmarks.gpu_bench.messages import RANKS, Messages, group_without_wire
+from hybridcomp.channels import channel
+from hybridcomp.codecs import Codec, make_codec
+from hybridcomp.codecs.words import DTYPES
+from hybridcomp.collectives.wire.device_clock import SILENT
+from hybridcomp.kernels.cuda import CudaKernels
+from hybridcomp.kernels.cuda.launcher import Words
+
+ROUNDS, CALLS = 200, 20
+MOST_S = 1.5  # of one kind of message: slow ones are measured in fewer rounds, at least three
+#: of the tables of ranks, where none are asked for
+MEGABYTES, OF_MANY_RANKS = 0.5, 25.0
+#: values of those that are no buckets: parts that stay on a rank are copied by the CPU here
+SHORT = 1 << 19
+
+
+class Nowhere:
+    """A launcher of kernels that are not run, only counted."""
+
+    launches = 0
+
+    def launch(self, *_: object, **__: object) -> None:
+        """Launch nothing."""
+        Nowhere.launches += 1
+
+    def zeros(self, words: int) -> torch.Tensor:
+        """Return zeros in the host's memory."""
+        return torch.zeros(words, dtype=torch.int64)
+
+    def empty(self, words: int) -> torch.Tensor:
+        """Return words of the host's memory."""
+        return torch.empty(words, dtype=torch.int64)
+
+    def words(self, values: Words) -> torch.Tensor:
+        """Return a copy in the host's memory."""
+        return torch.from_numpy(values.copy())
+
+
+@contextmanager
+def as_on_a_gpu(ranks: int = RANKS) -> Iterator[None]:
+    """Have codecs launch, in a group of ``ranks``, and time no step by the host's clock."""
+    kernels = CudaKernels(Nowhere())
+    with (
+        mock.patch("hybridcomp.kernels.kernels_of", lambda device: kernels),
+        mock.patch.object(channel, "HOST", SILENT),
+        group_without_wire(ranks),
+    ):
+        yield
+
+
+def measure(run: Callable[[], object], reference: Callable[[], object]) -> tuple[float, float]:
+    """``(microseconds of a call, how many times the reference that is)``; both medians."""
+    run()
+    found, ratios = [], []
+    end = time.perf_counter() + MOST_S
+    for number in range(ROUNDS):
+        if number > 2 and time.perf_counter() > end:
+            break
+        times = []
+        for call in (reference, run):
+            start = time.thread_time()
+            for _ in range(CALLS):
+                call()
+            times.append((time.thread_time() - start) / CALLS)
+        found.append(times[1] * 1e6)
+        ratios.append(times[1] / times[0])
+    return statistics.median(found), statistics.median(ratios)
+
+
+def table(codec: Codec, numel: int, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
+    """Return microseconds and multiples of a copy, by kind of message."""
+    values = torch.randn(numel).to(dtype)
+    target, source = torch.empty(4), torch.empty(4)
+    with as_on_a_gpu():
+        return {
+            name: measure(run, lambda: target.copy_(source))
+            for name, run in Messages(codec, values).kinds().items()
+        }
+
+
+def kinds_of(codec: Codec, values: torch.Tensor, ranks: int) -> dict[str, Callable[[], None]]:
+    """Return every kind of message in a group of ``ranks``; only inside of ``as_on_a_gpu``."""
+    short, bucket = Messages(codec, values[:SHORT], ranks), Messages(codec, values, ranks)
+    others = GroupMessages(codec, values.dtype, ranks)
+    return {**short.kinds(), **others.kinds(), **bucket.buckets()}
+
+
+def growth(
+    codec: Codec, numel: int, dtype: torch.dtype, ranks: int
+) -> dict[str, tuple[float, float, int]]:
+    """Return microseconds, multiples of a copy and launches, by kind, in a group of ``ranks``.
+
+    ``numel``: values of the buckets with owners; other messages have at most SHORT.
+    """
+    values = torch.randn(numel).to(dtype)
+    target, source = torch.empty(4), torch.empty(4)
+    found = {}
+    with as_on_a_gpu(ranks):
+        for name, run in kinds_of(codec, values, ranks).items():
+            run()
+            before = Nowhere.launches
+            run()
+            launches = Nowhere.launches - before
+            found[name] = (*measure(run, lambda: target.copy_(source)), launches)
+    return found
+
+
+def print_growth(found: dict[int, dict[str, tuple[float, float, int]]]) -> None:
+    """Print a row for each kind: microseconds and launches, by number of ranks."""
+    print(f"{'us (launches)':22}" + "".join(f"{ranks:>16,}" for ranks in found))
+    for name in next(iter(found.values())):
+        cells = (found[ranks][name] for ranks in found)
+        print(f"{name:22}" + "".join(f"{us:10,.0f} ({count:3})" for us, _, count in cells))
+
+
+def print_when(codec: Codec, numel: int, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
+    """Print microseconds of a message and of a step's end, by what `auto` has decided."""
+    values = torch.randn(numel).to(dtype)
+    target, source = torch.empty(4), torch.empty(4)
+    found = {}
+    with as_on_a_gpu():
+        for name, run in verdict_messages.kinds(codec, values).items():
+            us, times = found[name] = measure(run, lambda: target.copy_(source))
+            print(f"{name:34} {us:6.1f} us {times:7.1f} times copy_ of four values")
+    return found
+
+
+def profile(codec: Codec, numel: int, dtype: torch.dtype, name: str, ranks: int) -> None:
+    """Print where the time of one kind of message goes."""
+    with as_on_a_gpu(ranks):
+        run = kinds_of(codec, torch.randn(numel).to(dtype), ranks)[name]
+        run()
+        end = time.perf_counter() + 5 * MOST_S
+        with cProfile.Profile() as found:
+            for _ in range(100 * CALLS):
+                run()
+                if time.perf_counter() > end:
+                    break
+    pstats.Stats(found).sort_stats("tottime").print_stats(30)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--megabytes",
+        type=float,
+        help=f"of a message ({MEGABYTES:g}; {OF_MANY_RANKS:g} with --ranks)",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--bits", type=int, default=4, help="of blockint (default 4)")
+    parser.add_argument("--json", type=Path, help="write the figures there as well")
+    parser.add_argument("--ranks", type=int, nargs="+", help="of the groups, at least 8 in each")
+    parser.add_argument("--when", action="store_true", help="what auto costs, instead")
+    parser.add_argument("--profile", metavar="KIND", help="profile one kind of message instead")
+    asked = parser.parse_args(argv)
+    if asked.ranks and min(asked.ranks) < RANKS:
+        parser.error(f"--ranks: expected {RANKS} or more, found {min(asked.ranks)}")
+    megabytes = asked.megabytes or (OF_MANY_RANKS if asked.ranks else MEGABYTES)
+    dtype, codec = DTYPES[asked.dtype], make_codec("blockint", bits=asked.bits)
+    numel = int(megabytes * (1 << 20)) // dtype.itemsize // 256 * 256
+    torch.set_num_threads(1)
+    if asked.profile:
+        profile(codec, numel, dtype, asked.profile, (asked.ranks or [RANKS])[0])
+        return 0
+    figures: object
+    if asked.when:
+        figures = print_when(codec, numel, dtype)
+    elif asked.ranks:
+        every = {ranks: growth(codec, numel, dtype, ranks) for ranks in asked.ranks}
+        print(f"{codec}, {megabytes:g} MB of {asked.dtype}, by number of ranks")
+        print_growth(every)
+        figures = {str(ranks): kinds for ranks, kinds in every.items()}
+    else:
+        found = table(codec, numel, dtype)
+        figures = found
+        print(f"{codec}, {megabytes:g} MB of {asked.dtype}, {RANKS} ranks")
+        for name, (microseconds, times) in found.items():
+            print(f"{name:22} {microseconds:6.1f} us {times:7.1f} times copy_ of four values")
+    if asked.json:
+        asked.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

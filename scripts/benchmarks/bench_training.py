@@ -1,0 +1,117 @@
+#!/usr/bin/env python3
+"""Speed of training over slow links: natively, compressed, and with the peers, in one table.
+
+bench_training.py --layouts dp2 zero1 --repetitions 3        as root: links are made
+bench_training.py --losses --steps 1000                      losses at equal bytes
+
+The network is chosen by r, the time that the bytes of native bf16 take over its compute: measured
+without limits first, then links are set so that r is 0.25, 1 and 4. All arms run side by side and
+take turns, one step each: every step is paired with native bf16's of the same turn, as this
+machine's speed changes by the minute. Every cell is kept in --out: started again, it goes on.
+Timing stops where the machine is busy with something else (--force goes on and says how busy).
+Tables, JSON and pictures hold everything that is kept: layouts and arms can be measured one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))  # gpt, train_gpt
+
+from benchmarks.training_bench import cells, losses, machine, picture, products, report
+from benchmarks.training_bench.measure import Bench, Options
+from benchmarks.training_bench.runners import CellError
+from hybridcomp.errors import install_hint
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    every = [name for name in cells.LAYOUTS if name != "3d"]
+    add("--layouts", nargs="+", choices=list(cells.LAYOUTS), default=every)
+    add("--arms", nargs="+", metavar="NAME", help="default: all that the layout has")
+    add("--r", nargs="*", type=float, default=[0.25, 1.0, 4.0], help="communication to compute")
+    add("--unshaped", action="store_true", help="the network without limits too")
+    add("--repetitions", type=int, default=1, help="of the whole; pairs are pooled")
+    add("--layers", type=int, default=4)
+    add("--width", type=int, default=256)
+    add("--length", type=int, default=128)
+    add("--divide-batch", type=int, default=4, metavar="N", help="of the committed batch sizes")
+    add("--warm", type=int, default=3, help="steps of a cell that are not timed")
+    add("--timed", type=int, default=16, help="steps of a cell that are")
+    add("--seed", type=int, default=0)
+    add("--data", type=Path, default=Path("data/text"), metavar="PREFIX")
+    add("--out", type=Path, default=Path("runs/training_bench"), metavar="FOLDER")
+    add("--busy", type=float, default=0.15, help="share of the cores that others may use")
+    add("--patience", type=float, default=60.0, metavar="S", help="to wait for quiet")
+    add("--force", action="store_true", help="time on a busy machine")
+    add("--timeout", type=float, default=600.0, metavar="S", help="of a start or a step")
+    add(
+        "--processes",
+        type=int,
+        default=machine.room(),
+        metavar="N",
+        help="ranks side by side; default: what the free memory holds, here %(default)s",
+    )
+    add("--loopback", action="store_true", help="no lab: loopback, unshaped, no root needed")
+    add("--losses", action="store_true", help="train for losses at equal bytes instead")
+    losses.add_arguments(parser)
+    found = parser.parse_args(arguments)
+    found.out, found.data = found.out.resolve(), found.data.resolve()
+    if not found.data.with_name(f"{found.data.name}_train.idx").is_file():
+        parser.error(f"--data: no dataset {found.data}; prepare_data.py writes one")
+    if found.loopback:
+        found.r, found.unshaped = [], True
+    if found.warm < 2 or found.timed < 1 or found.repetitions < 1:
+        parser.error("--warm: expected at least 2; --timed and --repetitions: at least 1")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    asked = parse(arguments)
+    if asked.losses:
+        return losses.main(asked)
+    sizes = cells.Sizes(
+        asked.layers, asked.width, asked.length, asked.divide_batch, asked.warm, asked.timed
+    )
+    options = Options(
+        asked.data, asked.out, sizes, asked.seed, asked.busy, asked.patience, asked.force,
+        asked.loopback, asked.timeout, asked.processes,
+    )  # fmt: skip
+    bench = Bench(options, lambda text: print(text, flush=True))
+    print(f"load {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores", flush=True)
+    if products.needed():
+        print("no bf16 instructions here: products of bf16 matrices run in fp32, for all arms")
+    drawing = find_spec("matplotlib") is not None
+    if not drawing:
+        print(f"no pictures: they need matplotlib: {install_hint('plot')}", flush=True)
+    ratios = [*([None] if asked.unshaped else []), *asked.r]
+    for layout in asked.layouts:
+        try:
+            arms = cells.arms_of(layout, asked.arms)
+            bench.run(layout, arms, ratios, asked.repetitions)
+        except (CellError, ValueError) as error:
+            print(f"bench_training: {error}", file=sys.stderr)
+            return 1
+        rows = report.rows_of(bench.kept.everything())  # with what earlier calls measured
+        print(f"\n{layout}\n\n{report.table(rows, layout)}\n", flush=True)
+        asked.out.mkdir(parents=True, exist_ok=True)
+        (asked.out / "bench_training.json").write_text(json.dumps(rows, indent=1) + "\n")
+        if drawing and picture.draw(rows, layout, asked.out / f"{layout}.png"):
+            print(f"picture: {asked.out / f'{layout}.png'}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

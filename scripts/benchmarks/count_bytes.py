@@ -1,0 +1,285 @@
+#!/usr/bin/env python3
+"""Count what trainings send at the interfaces of their hosts, beside what the ledger tells.
+
+scripts/benchmarks/count_bytes.py --data data/text            as root: hosts are network namespaces
+
+Each job of README's table that runs on CPUs trains some steps in a lab (scripts/netlab.py),
+natively without hybridcomp and with the preset `recommended`; the preset `none` tells what native
+sends.
+
+counted    bytes that left the hosts' interfaces, without headers: each packet has 66 bytes of them
+           (Ethernet 14, IPv4 20, TCP 32). Ranks of a node talk over its loopback, counted likewise.
+told       the ledger's bytes, of all ranks
+expected   by the bits a parameter of README's table (scripts/doc_pages/bits.py), on the link only
+
+Reduce-scatters of gloo are replaced by a ring, which sends what NCCL's does. With --check the exit
+status is 1 where counted and told differ by more than 1 %, or counted and expected by more than
+2 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))  # gpt, train_gpt
+
+from gpt.data import Samples
+from gpt.indexed import IndexedTokens
+from gpt.model import GPT
+from gpt.weights import ModelConfig
+
+from benchmarks.training_bench import cells
+from benchmarks.training_bench.cells import LAYOUTS, REFERENCE, Arm, Sizes
+from benchmarks.training_bench.runners import CellError, Steps, network
+from benchmarks.training_bench.session import Session
+from doc_pages import bits
+
+#: first cells of the table that are not the words of README's: these share one row there, or none
+WORDS = {
+    "zero1": "ZeRO 1, bf16", "zero2": "ZeRO 2, bf16", "tp2": "two tensor ranks",
+    "pp2": "two pipeline stages",
+}  # fmt: skip
+#: a ledger of what native sends
+COUNTED = Arm("none", block=(("preset", "none"),))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training."""
+
+    job: str  # of bits.JOBS; another name: nothing is expected
+    layout: str
+    arm: Arm
+    native: bool
+    micro_batches: int = 1
+
+
+def cases() -> Iterator[Case]:
+    """Yield what is trained, native runs first."""
+    pairs = (
+        ("zero0", "dp2"), ("zero1", "zero1"), ("zero1", "zero2"), ("zero3", "zero3"),
+        ("zero3_twice", "zero3_twice"), ("hpz", "hpz"), ("fsdp2", "fsdp2"), ("hsdp", "hsdp"),
+        ("ddp", "ddp"), ("tp", "tp2"), ("pp", "pp2"),
+    )  # fmt: skip
+    for job, layout in pairs:
+        arms = {arm.name: arm for arm in cells.arms_of(layout)}
+        yield Case(job, layout, arms[REFERENCE], True)
+        yield Case(job, layout, COUNTED, True)
+        yield Case(job, layout, arms["recommended"], False)
+        if layout in ("fsdp2", "hsdp", "ddp"):
+            yield Case(f"{job}_bf16", layout, arms["peer bf16"], True)
+    yield Case("ddp_x4", "ddp", arms_of_ddp()["peer bf16"], True, 4)
+    yield Case("ddp_x4", "ddp", arms_of_ddp()["recommended"], False, 4)
+
+
+def arms_of_ddp() -> dict[str, Arm]:
+    """Return the arms of DDP by name."""
+    return {arm.name: arm for arm in cells.arms_of("ddp")}
+
+
+def train(case: Case, sizes: Sizes, data: Path, timeout: float) -> tuple[list[Steps], list[Any]]:
+    """Train in a lab; return the steps of every rank, and the ledger's records.
+
+    Raises CellError where the training fails.
+    """
+    place = LAYOUTS[case.layout]
+    if case.layout == "pp2":  # else its messages are so short that what is not one would count
+        sizes = replace(sizes, divide_batch=1)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        network(place, loopback=False) as runner,
+        Session(runner, place, timeout) as session,
+    ):
+        ledger, config = Path(folder, "ledger.jsonl"), Path(folder, "ds.json")
+        settings = cells.settings_of(case.layout, case.arm, sizes, ledger)
+        settings["gradient_accumulation_steps"] = max(
+            case.micro_batches, settings.get("gradient_accumulation_steps", 1)
+        )
+        if case.arm.block is not None:  # a report at the last step, of all steps
+            settings["compression"]["ledger"]["every"] = sizes.warm + sizes.steps
+        config.write_text(json.dumps(settings))
+        job = session.start(cells.command_of(case.layout, case.arm, sizes, config, data, 0))
+        for _ in range(sizes.warm + sizes.steps):
+            job.step()
+        ranks = session.steps(job)
+        lines = ledger.read_text().splitlines() if ledger.is_file() else []
+        return ranks, [json.loads(line) for line in lines]
+
+
+def told_nbytes(records: Sequence[Any]) -> tuple[float, float]:
+    """Return the bytes that a ledger tells, of all ranks and steps: sent, and as native."""
+    rows = [
+        row for record in records if not record.get("summary")
+        for ways in record["dimensions"].values() for row in ways.values()
+    ]  # fmt: skip
+    return sum(1e6 * row["wire_MB"] for row in rows), sum(1e6 * row["raw_MB"] for row in rows)
+
+
+def parameters_of(data: Path, sizes: Sizes) -> tuple[int, float]:
+    """Return the parameters of the example, and the share that belongs to FSDP2's root."""
+    vocabulary = Samples(
+        IndexedTokens(data.parent / f"{data.name}_train"), sizes.length, 0
+    ).vocabulary
+    model: Any = GPT(ModelConfig(vocabulary=vocabulary, layers=sizes.layers, width=sizes.width))
+    whole = sum(p.numel() for p in model.parameters())
+    inner = sum(p.numel() for layer in model.layers[1:-1] for p in layer.parameters())
+    return whole, 1 - inner / whole
+
+
+def figures(
+    case: Case, ranks: list[Steps], records: list[Any], numel: int, root: float, warm: int
+) -> Any:
+    """Return the row of a case: megabytes a step of all hosts, and bits of one host and parameter.
+
+    The bits are those behind the first ``warm`` steps, in which DeepSpeed gathers more at ZeRO 3.
+    """
+    place = LAYOUTS[case.layout]
+    first, steps = ranks[:: place.per_node], len(ranks[0])
+    link = sum(step["payload"] for own in first for step in own) / steps
+    inside = sum(step["inside"] for own in first for step in own) / steps
+    later = sum(step["payload"] for own in first for step in own[warm:]) / (steps - warm)
+    row: dict[str, Any] = {
+        "job": case.job, "layout": case.layout, "arm": case.arm.name, "link_MB": link / 1e6,
+        "inside_MB": inside / 1e6, "parameters": numel,
+        "bits": 8 * later / place.nodes / numel / case.micro_batches,
+    }  # fmt: skip
+    if records:
+        told, raw = (nbytes / steps for nbytes in told_nbytes(records))
+        row |= {"told_MB": told / 1e6, "native_MB": raw / 1e6, "off": (link + inside) / told - 1}
+    if case.job in bits.JOBS:
+        job = bits.JOBS[case.job]
+        messages = job.today if case.native else job.recommended
+        kept = root if case.layout == "fsdp2" else 0.0
+        expected = bits.across(messages, place.nodes, place.per_node, not case.native, kept)
+        row["expected_bits"] = expected / job.accumulated
+        row["off_expected"] = row["bits"] / row["expected_bits"] - 1
+    return row
+
+
+HEAD = (
+    "job", "arm", "hosts", "counted MB", "inside a node", "told MB", "off", "bits a parameter",
+    "expected", "off",
+)  # fmt: skip
+
+
+def table(rows: Sequence[Any]) -> str:
+    """Return the table of all rows."""
+    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
+    places = {(case.job, case.layout, case.arm.name): n for n, case in enumerate(cases())}
+    for row in sorted(rows, key=lambda row: places[row["job"], row["layout"], row["arm"]]):
+        told, expected = "told_MB" in row, "expected_bits" in row
+        shown = [
+            WORDS.get(row["layout"]) or bits.JOBS[row["job"]].words, row["arm"],
+            LAYOUTS[row["layout"]].lab, f"{row['link_MB']:.3f}",
+            f"{max(0.0, row['inside_MB']):.3f}", f"{row['told_MB']:.3f}" if told else "-",
+            f"{row['off']:+.2%}" if told else "-", f"{row['bits']:.2f}",
+            f"{row['expected_bits']:.2f}" if expected else "-",
+            f"{row['off_expected']:+.2%}" if expected else "-",
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
+PAGE = """\
+What trainings of the example GPT ({numel:,} parameters, bf16) send, counted at the interfaces of
+their hosts, beside what hybridcomp's ledger tells and what the tables of this documentation say.
+The hosts are network namespaces of one machine, of one rank, or of two (2x2).
+
+{table}
+
+* **counted MB**: what left all hosts in a step, without headers. The kernel's counters have one
+  header of 66 bytes for each packet that a host handed to its link: Ethernet 14, IPv4 20, TCP 20
+  and its time stamps 12. What is left are the bytes that were given to the sockets: messages with
+  gloo's headers, the average of the loss, the norm for clipping, and the ledger's own reports.
+* **inside a node**: the same of the loopback, through which ranks of a host talk.
+* **told MB**: the bytes of all ranks in the ledger, to which those of the link and of the loopback
+  are held. The preset `none` compresses nothing and tells what native sends; `native bf16` runs
+  without hybridcomp. Torch's own ways (`peer`) have no ledger.
+* **bits a parameter**: what one host sends in a step and for each micro-batch, without the first
+  two steps.
+* **expected**: by the bits of the tables ([where they stand](../coming_from.md#zero)) on these
+  hosts: a ring of W ranks sends (W - 1) / W of them, a sum in nodes first (n - 1) / n. FSDP2's root
+  is gathered once.
+
+What native sends is what NCCL's algorithms send. gloo's send the same, but for one: its
+reduce-scatter sends as much as its all-reduce, of 32 MB a rank 32.0 MB on two ranks and 48.1 on
+four, where a ring sends 16 and 24. ZeRO 3, FSDP2 and Megatron's distributed optimizer use it, so a
+job on CPUs saves more than these tables say. Here a ring takes its place, natively and beside the
+preset (`scripts/benchmarks/training_bench/ring.py`). `hybridcomp measure` and `"when": "auto"` time
+the job's own backend, over gloo gloo's: a plan for GPUs needs a measurement over NCCL.
+
+ZeRO++'s kernels need a GPU, and Megatron's data parallelism is not part of the example: their
+figures are computed.
+
+## Commands
+
+```
+scripts/benchmarks/count_bytes.py --data data/text --out runs/bytes/bytes.json --check
+scripts/benchmarks/results.py --bytes runs/bytes
+```"""
+
+
+def chapter(source: Path, out: Path) -> str:
+    """Write the page of ``source``'s bytes.json. Raises FileNotFoundError without one."""
+    rows = json.loads((source / "bytes.json").read_text(encoding="utf-8"))
+    (out / "bytes.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return PAGE.format(numel=rows[0]["parameters"], table=table(rows))
+
+
+def missed(rows: Sequence[Any], told: float = 0.01, expected: float = 0.02) -> list[str]:
+    """Return the rows whose counted bytes are further off than these shares."""
+    return [
+        f"{row['job']} {row['arm']}" for row in rows
+        if abs(row.get("off", 0.0)) > told or abs(row.get("off_expected", 0.0)) > expected
+    ]  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--jobs", nargs="+", metavar="NAME", help="default: all")
+    add("--data", type=Path, default=Path("data/text"), metavar="PREFIX")
+    add("--out", type=Path, metavar="FILE", help="JSON; jobs that are there are not trained again")
+    add("--steps", type=int, default=8)
+    add("--timeout", type=float, default=600.0, metavar="S", help="of a start or a step")
+    add("--check", action="store_true")
+    asked = parser.parse_args(arguments)
+    data = asked.data.resolve()
+    sizes = Sizes(layers=4, width=256, length=128, divide_batch=4, warm=2, steps=asked.steps)
+    numel, root = parameters_of(data, sizes)
+    there = asked.out is not None and asked.out.is_file()
+    rows: list[Any] = json.loads(asked.out.read_text()) if there else []
+    for case in cases():
+        own = case.job, case.layout, case.arm.name
+        known = any((row["job"], row["layout"], row["arm"]) == own for row in rows)
+        if known or (asked.jobs and case.job not in asked.jobs):
+            continue
+        try:
+            trained = train(case, sizes, data, asked.timeout)
+            rows.append(figures(case, *trained, numel, root, sizes.warm))
+        except CellError as error:
+            print(f"count_bytes: {case.job} {case.arm.name}: {error}", file=sys.stderr)
+            return 1
+        print(table(rows[-1:]).splitlines()[-1], flush=True)
+        if asked.out is not None:
+            asked.out.write_text(json.dumps(rows, indent=1) + "\n")
+    print(f"\n{numel} parameters\n\n{table(rows)}")
+    far = missed(rows)
+    if far:
+        print(f"further off than 1 % (told) or 2 % (expected): {', '.join(far)}")
+    return int(asked.check and bool(far))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""The results as a document: shares of a copy, and what small messages cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from benchmarks.gpu_bench.measure import Point
+from benchmarks.gpu_bench.report import published, size_name
+from benchmarks.gpu_bench.targets import MB, below, target_of
+
+ABOUT_SHARES = (
+    "Shares are of a device copy (`Tensor.copy_`) of as many bytes, read and written, in the same "
+    "run, with cold caches, median. *Italic*: below its target. A dash: not measured. `sum_encode` "
+    "decodes the payloads of 7 ranks, adds the own values and encodes the sum, in one launch."
+)
+ABOUT_SMALL = (
+    "The host's: to submit the work, Python included, nothing waited for. `all_reduce`: the three "
+    "launches; `path`: the collective as channels call it, in a group of 8 that moves nothing; "
+    "`graph`: a replayed CUDA graph of the launches."
+)
+
+Cell = Callable[[Point], str]
+
+
+def document(points: Sequence[Point], facts: dict[str, Any], command: str) -> str:
+    """Return the page of a run."""
+    versions = ", ".join(f"{name} {found}" for name, found in facts["versions"].items())
+    lines = [
+        "# Codecs on a GPU", "", f"{facts['device']}, {versions}. Measured by `{command}`.", "",
+        ABOUT_SHARES,
+    ]  # fmt: skip
+    sizes = sorted({p.message_nbytes for p in points}, reverse=True)
+    for size in sizes:
+        short = size < 16 * MB
+        title = f"## {size_name(size)}: share of a copy"
+        lines += ["", title + ", microseconds of the device / of the host" * short, ""]
+        lines += [ABOUT_SMALL, ""] if short else []
+        lines += _table([p for p in points if p.message_nbytes == size], (_share, _small)[short])
+    lines += ["", "## Targets", ""]
+    missed = facts["missed"]
+    lines += [f"* missed: {line}" for line in missed] or ["All were met."]
+    lines += [f"* left out: {name}: {why}" for name, why in facts["left_out"].items()]
+    lines += ["", "## Others", ""] + [f"* {line}" for line in published()[1:]]
+    return "\n".join(lines) + "\n"
+
+
+def _share(point: Point) -> str:
+    text = f"{point.share:.2f}"
+    return f"*{text}*" if below(point) else text
+
+
+def _small(point: Point) -> str:
+    return f"{_share(point)}, {point.seconds * 1e6:.1f} / {point.host_us:.1f}"
+
+
+def _table(points: Sequence[Point], cell: Cell) -> Iterator[str]:
+    """Yield a row for each subject and phase, a column for each dtype."""
+    dtypes = list(dict.fromkeys(p.dtype for p in points))
+    found = {(p.subject, p.phase, p.dtype): p for p in points}
+    yield "| | | target | " + " | ".join(dtypes) + " |"
+    yield "|---|---|---|" + "---|" * len(dtypes)
+    for subject, phase in dict.fromkeys((p.subject, p.phase) for p in points):
+        row = [found.get((subject, phase, dtype)) for dtype in dtypes]
+        wanted = dict.fromkeys(
+            f"{share:.2f}" for p in row if p and (share := target_of(p)) is not None
+        )
+        cells = [cell(p) if p else "-" for p in row]
+        yield f"| {subject} | {phase} | {' / '.join(wanted)} | " + " | ".join(cells) + " |"

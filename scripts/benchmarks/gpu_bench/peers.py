@@ -1,0 +1,240 @@
+"""Other people's quantizers and compressors, in the same run. Each is left out where it is missing.
+
+A peer is a function of the values that yields its works; what it cannot do it raises, and the table
+then has a line that says why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import os
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_bench import blocks
+from benchmarks.gpu_bench.measure import Work, cuda
+
+Peer = Callable[[Tensor], Iterator[Work]]
+
+
+def fp8_cast(values: Tensor) -> Iterator[Work]:
+    """``Tensor.copy_`` to float8_e4m3fn and back, without a scale."""
+    payload, out = torch.empty_like(values, dtype=torch.float8_e4m3fn), torch.empty_like(values)
+    nbytes = values.nbytes + payload.nbytes
+    yield Work("torch fp8 cast", "encode", nbytes, lambda: payload.copy_(values), 8.0)
+    yield Work("torch fp8 cast", "decode", nbytes, lambda: out.copy_(payload), 8.0)
+
+
+@cache
+def _compiled() -> tuple[Any, Any]:
+    """blocks.py through ``torch.compile`` as it comes: the first size of a dtype is compiled for
+    itself, the next one for all others. Its limit would leave out what comes after eight."""
+    config: Any = importlib.import_module("torch._dynamo.config")
+    for name in ("recompile_limit", "cache_size_limit"):  # torch 2.6 renamed it
+        if hasattr(config, name):
+            setattr(config, name, 64)
+    encode: Any = torch.compile(blocks.encode, fullgraph=True)
+    return encode, torch.compile(blocks.decode, fullgraph=True)
+
+
+def compiled(bits: int, values: Tensor) -> Iterator[Work]:
+    """blocks.py through ``torch.compile``."""
+    name = f"torch.compile int{bits}"
+    encode, decode = _compiled()
+    levels, scales = encode(values, bits)
+    nbytes = values.nbytes + levels.nbytes + scales.nbytes
+    rate = 8 * (levels.nbytes + scales.nbytes) / values.numel()
+    yield Work(name, "encode", nbytes, lambda: encode(values, bits), rate)
+    yield Work(name, "decode", nbytes, lambda: decode(levels, scales, bits, values.dtype), rate)
+
+
+def triton(bits: int, values: Tensor) -> Iterator[Work]:
+    """triton_blocks.py."""
+    kernels: Any = importlib.import_module("benchmarks.gpu_bench.triton_blocks")
+    name, out = f"Triton int{bits}", torch.empty_like(values)
+    levels, scales = kernels.buffers(values, bits)
+    kernels.encode(values, levels, scales, bits)
+    nbytes = values.nbytes + levels.nbytes + scales.nbytes
+    rate = 8 * (levels.nbytes + scales.nbytes) / values.numel()
+    yield Work(name, "encode", nbytes, lambda: kernels.encode(values, levels, scales, bits), rate)
+    yield Work(name, "decode", nbytes, lambda: kernels.decode(levels, scales, out, bits), rate)
+
+
+def bitsandbytes_8bit(values: Tensor) -> Iterator[Work]:
+    """``quantize_blockwise``: 8-bit dynamic map, blocks of 256."""
+    functional: Any = importlib.import_module("bitsandbytes.functional")
+    levels, state = functional.quantize_blockwise(values, blocksize=256)
+    nbytes = values.nbytes + levels.nbytes + state.absmax.nbytes
+    rate = 8 * (levels.nbytes + state.absmax.nbytes) / values.numel()
+    yield Work(
+        "bitsandbytes 8 bit", "encode", nbytes,
+        lambda: functional.quantize_blockwise(values, blocksize=256), rate, "blocks of 256",
+    )  # fmt: skip
+    yield Work(
+        "bitsandbytes 8 bit", "decode", nbytes,
+        lambda: functional.dequantize_blockwise(levels, state), rate, "blocks of 256",
+    )  # fmt: skip
+
+
+def bitsandbytes_nf4(values: Tensor) -> Iterator[Work]:
+    """``quantize_4bit`` to NF4, blocks of 64."""
+    functional: Any = importlib.import_module("bitsandbytes.functional")
+    encode = partial(functional.quantize_4bit, values, blocksize=64, quant_type="nf4")
+    levels, state = encode()
+    nbytes = values.nbytes + levels.nbytes + state.absmax.nbytes
+    rate = 8 * (levels.nbytes + state.absmax.nbytes) / values.numel()
+    yield Work("bitsandbytes nf4", "encode", nbytes, encode, rate, "blocks of 64")
+    decode = partial(functional.dequantize_4bit, levels, state)
+    yield Work("bitsandbytes nf4", "decode", nbytes, decode, rate, "blocks of 64")
+
+
+#: values of a group of DeepSpeed's kernels, as qgZ and qwZ would take for large tensors
+DEEPSPEED_GROUP = 4096
+DEEPSPEED_RANKS = 8
+
+
+@cache
+def _deepspeed_built() -> Any:
+    """``deepspeed_kernels``, or why there are none: a build that failed would fail at every message
+    again, after a minute each."""
+    try:
+        return _build_deepspeed()
+    except Exception as error:  # a compiler, a header, a lock: each fails in its own way
+        return error
+
+
+def deepspeed_kernels() -> Any:
+    """DeepSpeed's extension, built for this GPU where it is not there yet (about a minute)."""
+    found = _deepspeed_built()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _build_deepspeed() -> Any:
+    builders: Any = importlib.import_module("deepspeed.ops.op_builder")
+    # its builder cannot read 9.0a, which images of NVIDIA have in their list
+    one = "{}.{}".format(*cuda.get_device_capability())
+    with mock.patch.dict(os.environ, TORCH_CUDA_ARCH_LIST=one):
+        return builders.QuantizerBuilder().load()
+
+
+def deepspeed(values: Tensor) -> Iterator[Work]:
+    """qwZ's 8-bit quantizer and qgZ's 4-bit one with its fused reduction.
+
+    The kernels take fp16 only: what is not fp16 is converted first, as DeepSpeed's own callers do,
+    and that counts.
+    """
+    kernels = deepspeed_kernels()
+    symmetric, half = kernels.Symmetric, torch.float16
+    groups = max(values.numel() // DEEPSPEED_GROUP, DEEPSPEED_RANKS)
+
+    def quantize() -> list[Tensor]:
+        found: list[Tensor] = kernels.quantize(values.to(half), groups, 8, symmetric)
+        return found
+
+    levels, scales = quantize()
+    payload = levels.nbytes + scales.nbytes
+    rate, note = 8 * payload / values.numel(), "by way of fp16"
+    yield Work("DeepSpeed qwZ 8 bit", "encode", values.nbytes + payload, quantize, rate, note)
+    yield Work(
+        "DeepSpeed qwZ 8 bit", "decode", 2 * values.numel() + payload,
+        lambda: kernels.dequantize(levels, scales, groups, 8, symmetric), rate, "to fp16",
+    )  # fmt: skip
+
+    def swizzle() -> list[Tensor]:
+        found: list[Tensor] = kernels.swizzle_quant(
+            values.to(half), groups, 4, symmetric, 1, 1, DEEPSPEED_RANKS
+        )
+        return found
+
+    small, small_scales = swizzle()
+    payload = small.nbytes + small_scales.nbytes
+    rate = 8 * payload / values.numel()
+    yield Work("DeepSpeed qgZ 4 bit", "encode", values.nbytes + payload, swizzle, rate, note)
+    yield Work(
+        "DeepSpeed qgZ 4 bit", "sum_encode", payload + payload // DEEPSPEED_RANKS,
+        lambda: kernels.quantized_reduction(
+            small, small_scales, groups, groups // DEEPSPEED_RANKS, 4, symmetric, DEEPSPEED_RANKS
+        ), rate, f"{DEEPSPEED_RANKS} ranks",
+    )  # fmt: skip
+
+
+@cache
+def nvcomp_library() -> Any:
+    """nvCOMP's module; some packages keep its library where no loader looks: beside the module."""
+    try:
+        return importlib.import_module("nvidia.nvcomp")
+    except ImportError:
+        spec = importlib.util.find_spec("nvidia")
+        places = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
+        found = [lib for place in places for lib in place.glob("*nvcomp/lib*/libnvcomp.so*")]
+        if not found:
+            raise
+        ctypes.CDLL(str(found[0]), mode=ctypes.RTLD_GLOBAL)
+        return importlib.import_module("nvidia.nvcomp")
+
+
+def nvcomp(algorithm: str, values: Tensor) -> Iterator[Work]:
+    """nvCOMP's Python codecs on the current stream, with the integer type of the values' width.
+
+    ANS takes bytes: its 16-bit type is fp16 and does not keep bf16. The array that is encoded lives
+    as long as the works do.
+    """
+    library = nvcomp_library()
+    word = "|u1" if algorithm == "ANS" else f"<u{values.itemsize}"
+    codec = library.Codec(
+        algorithm=algorithm, data_type=word, cuda_stream=cuda.current_stream().cuda_stream
+    )
+    array = library.as_array(values.view(torch.uint8))
+    payload = codec.encode(array)
+    used = int(payload.buffer_size)
+    back = codec.decode(payload, "|u1")
+    if int(back.buffer_size) != values.nbytes:
+        raise RuntimeError(f"decoded {back.buffer_size} bytes of {values.nbytes}")
+    nbytes, rate, name = values.nbytes + used, 8 * used / values.numel(), f"nvCOMP {algorithm}"
+    note = "lossless, allocates its result"
+    yield Work(name, "encode", nbytes, lambda: codec.encode(array), rate, note)
+    yield Work(name, "decode", nbytes, lambda: codec.decode(payload, "|u1"), rate, note)
+
+
+PEERS: dict[str, Peer] = {
+    "torch fp8 cast": fp8_cast,
+    "torch.compile int8": partial(compiled, 8),
+    "torch.compile int4": partial(compiled, 4),
+    "Triton int8": partial(triton, 8),
+    "Triton int4": partial(triton, 4),
+    "bitsandbytes 8 bit": bitsandbytes_8bit,
+    "bitsandbytes nf4": bitsandbytes_nf4,
+    "DeepSpeed": deepspeed,
+    "nvCOMP ANS": partial(nvcomp, "ANS"),
+    "nvCOMP Bitcomp": partial(nvcomp, "Bitcomp"),
+    "nvCOMP Cascaded": partial(nvcomp, "Cascaded"),
+}
+
+
+@contextmanager
+def prepared(chosen: Collection[str]) -> Iterator[None]:
+    """Build what takes long, beside the body of the ``with``; failures are told when it is used."""
+    thread = threading.Thread(target=_build, args=(chosen,))
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _build(chosen: Collection[str]) -> None:
+    if "DeepSpeed" in chosen:
+        with suppress(Exception):  # the row says why
+            deepspeed_kernels()

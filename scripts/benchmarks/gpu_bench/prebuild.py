@@ -1,0 +1,101 @@
+"""Compile all that a run needs at once, on all cores, instead of one image at its first use."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_bench.measure import Work
+from hybridcomp import kernels
+from hybridcomp.kernels.cuda import CudaKernels, images
+from hybridcomp.kernels.cuda.launcher import Words
+from hybridcomp.kernels.cuda.pieces import IMAGE
+
+Image = tuple[str, tuple[str, ...]]
+NUMEL = 1 << 15  # of the messages that find out what is launched
+
+
+class Recorder:
+    """A launcher that remembers which images it would need, and launches nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.needed: dict[Image, None] = {}
+        self._device = device
+
+    def launch(self, source: str, defines: tuple[str, ...], *_: object, **__: object) -> None:
+        """See ``launcher.Launcher``."""
+        self.needed[source, defines] = None
+
+    def zeros(self, words: int) -> Tensor:
+        """See ``launcher.Launcher``."""
+        return torch.zeros(words, dtype=torch.int64, device=self._device)
+
+    empty = zeros
+
+    def words(self, values: Words) -> Tensor:
+        """See ``launcher.Launcher``."""
+        return torch.from_numpy(values.copy()).to(self._device)
+
+
+def needed(
+    sources: Sequence[Callable[[Tensor], Iterator[Work]]],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+) -> list[Image]:
+    """Return the images of the works of ``sources`` on ``device``.
+
+    On a CPU's tensors they are the same: nothing is launched.
+    """
+    recorder = Recorder(device)
+    recording: Any = CudaKernels(recorder)
+    patched: Any = mock.patch.object(kernels, "_on_cuda", {device.index or 0: recording})
+    if device.type == "cpu":
+        patched = mock.patch.object(kernels, "kernels_of", lambda _: recording)
+    with patched:
+        for source in sources:
+            for dtype in dtypes:
+                # encoders that did not run return no size, of which nothing can be decoded
+                with suppress(Exception):
+                    for work in source(torch.zeros(NUMEL, dtype=dtype, device=device)):
+                        work.run()
+    return list(recorder.needed)
+
+
+def compile_here(architecture: int, version: str = "") -> None:
+    """Compile, without a GPU, what the benches launch on one of ``architecture``.
+
+    Kernels for all pieces of a message are there too, which no bench names before it has sizes.
+    Raises RuntimeError where NVRTC is not of ``version``.
+    """
+    loaded = ".".join(map(str, images.compiler()[0]))
+    if version and not f"{version}.".startswith(f"{loaded}."):
+        raise RuntimeError(f"expected NVRTC {version}, CuPy loads {loaded}")
+    from benchmarks.gpu_bench import feedback, ours
+    from hybridcomp.codecs.words import DTYPES
+
+    mine = [partial(ours.works, name=name, codec=codec) for name, codec in ours.codecs().items()]
+    found = needed([*mine, ours.steps, feedback.works], [*DTYPES.values()], torch.device("cpu"))
+    pieces = [(source, IMAGE) for source in ("expcode.cu", "mpc.cu", "radix.cu")]
+    compile_all(list(dict.fromkeys([*found, *pieces])), architecture)
+
+
+def compile_all(wanted: Sequence[Image], architecture: int) -> None:
+    """Compile into the folder where images are kept, and say how long it took."""
+    start = time.perf_counter()
+    context = multiprocessing.get_context("spawn")
+    cores = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(min(cores, max(len(wanted), 1)), context) as pool:
+        list(pool.map(images.image, *zip(*((*one, architecture) for one in wanted), strict=True)))
+    took = time.perf_counter() - start
+    print(f"{len(wanted)} images of our kernels in {took:.1f} s", file=sys.stderr, flush=True)

@@ -1,0 +1,64 @@
+"""Gather the ranks' new weights: as they are, as 8 bits, or as 4-bit differences."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.peers.blocks import Blocks
+from benchmarks.peers.wire import Wire
+
+
+class Gather(Protocol):
+    """All-gather of weights."""
+
+    def gather(self, share: Tensor) -> Tensor:
+        """This rank's new weights (c,) fp32 to everybody's (W * c,) fp32, equal on all ranks."""
+
+
+class Native:
+    """In the width of the parameters: fp32 or bf16."""
+
+    def __init__(self, wire: Wire, dtype: torch.dtype) -> None:
+        self.wire, self.dtype = wire, dtype
+
+    def gather(self, share: Tensor) -> Tensor:
+        """Gather exactly, apart from ``dtype``."""
+        rows = self.wire.all_gather(share.to(self.dtype).view(torch.uint8), None)
+        return rows.view(-1).view(self.dtype).float()
+
+
+class QwZ:
+    """8-bit blocks (ZeRO++, arXiv 2306.10209, section 3.1); the owner decodes its own too."""
+
+    def __init__(self, wire: Wire, group: int = 128) -> None:
+        self.wire, self.blocks = wire, Blocks(8, group)
+
+    def gather(self, share: Tensor) -> Tensor:
+        """Gather within half a level of 127 to the largest weight of each group."""
+        message = self.blocks.encode(share.unsqueeze(0))[0]
+        return self.blocks.decode(self.wire.all_gather(message, None), len(share)).reshape(-1)
+
+
+class Differences:
+    """SDP4Bit's quantization of weight differences (arXiv 2410.15526, section 3.1).
+
+    What is sent at 4 bits is this rank's new weights less the copy that all ranks have; everybody
+    adds it to the copy. What 4 bits leave out is part of the next difference, so it does not grow.
+    """
+
+    def __init__(self, wire: Wire, weights: Tensor, group: int = 128) -> None:
+        self.wire, self.blocks = wire, Blocks(4, group)
+        self.copy = weights.clone()
+
+    def gather(self, share: Tensor) -> Tensor:
+        """Update the copies and return them."""
+        count = len(share)
+        rank = dist.get_rank()
+        difference = share - self.copy[rank * count : (rank + 1) * count]
+        message = self.blocks.encode(difference.unsqueeze(0))[0]
+        self.copy += self.blocks.decode(self.wire.all_gather(message, None), count).reshape(-1)
+        return self.copy

@@ -1,0 +1,98 @@
+"""A peer behind the protocol of the example's training loop, and its bytes as a ledger file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpt.data import Batch, Share
+from torch import Tensor, nn
+
+from benchmarks.peers.methods import Method
+from benchmarks.peers.wire import Wire
+
+
+class Engine:
+    """The few things of a DeepSpeed engine that the loop touches."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self.device = device
+        self.monitor = type("Monitor", (), {"enabled": False})()
+        self._optimizer = optimizer
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of every parameter group."""
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+
+class PeerTrainer:
+    """Forward, backward, the method's step, the schedule's step: the order that DeepSpeed keeps."""
+
+    def __init__(
+        self, method: Method, wire: Wire, share: Share, loss: Callable[[Tensor, Tensor], Tensor],
+        scheduler: Any, device: torch.device | None = None,
+    ) -> None:  # fmt: skip
+        self.engine: Any = Engine(method.optimizer, device or torch.device("cpu"))
+        self.share = share
+        self._method, self._wire, self._loss, self._scheduler = method, wire, loss, scheduler
+        self.raw_nbytes = 0.0
+        native = sum(p.nbytes for p in method.model.parameters())
+        self._native = 2 * native * (share.world_size - 1) / share.world_size
+
+    def step(self, batches: Iterator[Batch]) -> float:
+        """Make one optimizer step; return the loss, averaged over micro-batches and ranks."""
+        losses, model = [], self._method.model
+        count = self.share.micro_batches
+        self._wire.counting = True
+        with self._wire.watching():
+            for number, (tokens, labels) in enumerate(batches, 1):
+                last = number == count
+                context = contextlib.nullcontext() if last else self._method.accumulate()
+                with context:
+                    loss = self._loss(model(tokens), labels)
+                    (loss / count).backward()  # type: ignore[no-untyped-call]
+                losses.append(loss.detach())
+        self._method.step()
+        self._wire.counting = False
+        self.raw_nbytes += self._native
+        if self._scheduler is not None:
+            self._scheduler.step()
+        return self._mean(losses)
+
+    def evaluate(self, batches: Iterator[Batch]) -> float:
+        """Return the loss of a forward pass."""
+        model: nn.Module = self._method.model
+        model.eval()
+        with torch.no_grad():
+            losses = [self._loss(model(tokens), labels) for tokens, labels in batches]
+        model.train()
+        return self._mean(losses)
+
+    def write_ledger(self, path: Path, name: str) -> None:
+        """Write the totals of all ranks in the form of hybridcomp's ledger; collective.
+
+        Everything stands under ``dp``; native is an all-reduce in the width of the parameters.
+        """
+        write_ledger(path, name, self.raw_nbytes, self._wire.sent, self.engine.device)
+
+    def _mean(self, losses: list[Tensor]) -> float:
+        total = torch.stack(losses).float().mean()
+        dist.all_reduce(total)
+        return float(total) / dist.get_world_size()
+
+
+def write_ledger(path: Path, name: str, raw: float, sent: float, device: torch.device) -> None:
+    """Write the sums over all ranks of native bytes and of those that were sent, as ``dp``."""
+    totals = torch.tensor([raw, sent], dtype=torch.float64, device=device)
+    dist.all_reduce(totals)
+    if dist.get_rank() != 0:
+        return
+    raw, sent = totals.tolist()
+    ratio = raw / sent if sent else None
+    row = {"codec": name, "raw_MB": raw / 1e6, "wire_MB": sent / 1e6, "ratio": ratio}
+    path.write_text(json.dumps({"summary": True, "dimensions": {"dp": {"forward": row}}}) + "\n")

@@ -1,0 +1,186 @@
+#!/usr/bin/env python3
+"""Prepare, without a GPU, what a machine with one needs that is lent bare and for minutes.
+
+    prepare_gpu.py --out carry --python python3.12 --architecture 90 --nvrtc 13.0.88
+    prepare_gpu.py --out carry --only kernels --architecture 90
+
+Writes four folders, which ``prove_on_gpu.py --prepared`` takes:
+
+wheels/   packages that such a machine lacks (--wheels), for its Python
+native/   the extensions of this checkout, built for its Python, and the package's metadata
+kernels/  the CUDA kernels that the benches and the trainings launch, compiled for its GPU by NVRTC
+          of its version: an image is looked up by the compiler's version too
+data/     the data of the speed and of the losses, compressed
+
+A folder that is there is made anew. --python is an interpreter of that machine's version here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
+
+from benchmarks.gpu_proof.steps import loss_data
+
+ROOT = Path(__file__).resolve().parents[2]
+#: beside torch, CuPy, pytest and its plugins, which a machine with a GPU has
+WHEELS = (
+    "deepspeed==0.19.*", "hjson", "megatron-core==0.16.*", "pydantic", "annotated-types",
+    "typing-inspection",
+)  # fmt: skip
+#: needs of the wheel above, of the version that it names
+OF_A_VERSION = {"pydantic": "pydantic_core"}
+
+
+class PrepareError(RuntimeError):
+    """A part could not be prepared; the message says which and why."""
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("carry"), metavar="FOLDER")
+    add("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    add("--python", default=sys.executable, metavar="FILE", help="of that machine's version")
+    add("--architecture", type=int, default=90, metavar="SM", help="of its GPU: 90 for an H100")
+    add("--nvrtc", default="", metavar="VERSION", help="of its CUDA; default: the one here")
+    add("--wheels", nargs="*", default=list(WHEELS), metavar="REQUIREMENT")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prepare the parts; 1 where one could not be."""
+    asked = parse(arguments)
+    asked.out = asked.out.resolve()
+    for name in asked.only:
+        try:
+            with tempfile.TemporaryDirectory(dir=_made(asked.out)) as temporary:
+                made = Path(temporary) / name
+                made.mkdir()
+                PARTS[name](asked, made)
+                shutil.rmtree(asked.out / name, ignore_errors=True)
+                made.rename(asked.out / name)
+        except PrepareError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            return 1
+        files = [path for path in (asked.out / name).rglob("*") if path.is_file()]
+        size = sum(path.stat().st_size for path in files)
+        print(f"{name}: {len(files)} files, {size / 1e6:.1f} MB", flush=True)
+    return 0
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def wheels(asked: argparse.Namespace, out: Path) -> None:
+    """Fetch or build the packages, without what they need."""
+    for requirement in asked.wheels:
+        _wheel(asked.python, requirement, out)
+        core = OF_A_VERSION.get(requirement)
+        if core is not None:
+            (place,) = out.glob(f"{requirement}-*.whl")
+            _wheel(asked.python, _needed(place, core), out)
+
+
+def _wheel(python: str, requirement: str, out: Path) -> None:
+    # DeepSpeed compiles nothing at its installation; without torch it only says so
+    _call(
+        python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--disable-pip-version-check",
+        "--wheel-dir", str(out), requirement, env={"DS_BUILD_OPS": "0"},
+    )  # fmt: skip
+
+
+def _needed(wheel: Path, name: str) -> str:
+    """Return the requirement of ``wheel`` for the package ``name``."""
+    with zipfile.ZipFile(wheel) as file:
+        (metadata,) = (n for n in file.namelist() if n.endswith(".dist-info/METADATA"))
+        lines = file.read(metadata).decode().splitlines()
+    for line in lines:
+        _, _, requirement = line.partition("Requires-Dist: ")
+        if requirement.replace("-", "_").startswith(name):
+            return requirement.partition(";")[0].strip()
+    raise PrepareError(f"{wheel.name} does not say which {name} it needs")
+
+
+def native(asked: argparse.Namespace, out: Path) -> None:
+    """Build the extensions of this checkout; without metadata the package is not installed."""
+    with tempfile.TemporaryDirectory() as built:
+        _wheel(asked.python, str(ROOT), Path(built))
+        (wheel,) = Path(built).glob("hybridcomp-*.whl")
+        with zipfile.ZipFile(wheel) as file:
+            for name in file.namelist():
+                if name.endswith(".so") or ".dist-info/" in name:
+                    file.extract(name, out)
+
+
+def kernels(asked: argparse.Namespace, out: Path) -> None:
+    """Compile the kernels, in processes that load the NVRTC of that version."""
+    paths = [str(ROOT / "scripts"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    env = {"CUPY_CACHE_DIR": str(out), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    code = "from benchmarks.gpu_bench import prebuild; prebuild.compile_here({}, {!r})"
+    with tempfile.TemporaryDirectory() as other:
+        if asked.nvrtc:
+            env |= _nvrtc(asked.nvrtc, Path(other))
+        _call(sys.executable, "-c", code.format(asked.architecture, asked.nvrtc), env=env)
+
+
+def _nvrtc(version: str, folder: Path) -> dict[str, str]:
+    """Fetch that NVRTC into ``folder``; returns the environment in which CuPy finds it first."""
+    package = "nvidia-cuda-nvrtc" + ("-cu12" if version.startswith("12.") else "")
+    _call(
+        sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder),
+        "--disable-pip-version-check", f"{package}=={version}",
+    )  # fmt: skip
+    found = sorted(folder.rglob("libnvrtc.so*"))
+    if not found:
+        raise PrepareError(f"{package}=={version} has no libnvrtc.so")
+    # CuPy takes one that is loaded already, which looks for its second part as a loader does
+    return {"LD_PRELOAD": str(found[0]), "LD_LIBRARY_PATH": str(found[0].parent)}
+
+
+def data(asked: argparse.Namespace, out: Path) -> None:
+    """Make the data, with this Python's sources, and compress it."""
+    with tempfile.TemporaryDirectory() as made:
+        for name, words in (("text", ()), ("gpt2", loss_data())):
+            place = str(Path(made) / name)
+            script = str(ROOT / "scripts/examples/prepare_data.py")
+            _call(sys.executable, script, *words, "--output", place)
+        for path in sorted(Path(made).iterdir()):
+            with path.open("rb") as read, gzip.open(out / f"{path.name}.gz", "wb") as write:
+                shutil.copyfileobj(read, write)
+
+
+def _call(*words: str, env: dict[str, str] | None = None) -> None:
+    """Run a command. Raises PrepareError with the last line that it said."""
+    done = subprocess.run(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        stdin=subprocess.DEVNULL, env={**os.environ, **(env or {})}, cwd=ROOT,
+    )  # fmt: skip
+    if done.returncode:
+        said = [line for line in done.stdout.splitlines() if line.strip()]
+        raise PrepareError(f"{Path(words[0]).name} {words[2]}: {said[-1] if said else 'failed'}")
+
+
+#: by name of a folder, what makes it
+PARTS: dict[str, Callable[[argparse.Namespace, Path], None]] = {
+    "wheels": wheels, "native": native, "kernels": kernels, "data": data,
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""Measure everything that only a GPU can tell, in one command that goes on where it was cut off.
+
+    prove_on_gpu.py --out runs/gpu                # all, about six hours on an H100
+    prove_on_gpu.py --out runs/gpu --list         # the steps, and which are done
+    prove_on_gpu.py --out runs/gpu --only tests codecs
+    prove_on_gpu.py --out runs/gpu --minutes 9    # as much as fits; call it again
+    prove_on_gpu.py --out runs/gpu --dry-run      # the commands
+    prove_on_gpu.py --out runs/cpu --cpu          # all of it small, without a GPU
+
+Needs one GPU with 80 GB and hybridcomp[cuda13,deepspeed,dev,megatron,plot], or cuda12. Every step
+is a command of its own whose output is kept in OUT/NAME.log; the tests are several, which run at
+the same time. What tells most comes first. A step that succeeded is not repeated (--again does);
+one that failed is told and the next one begins. With --minutes a step that would take longer than
+what is left is put off, those that can stop do so in time and go on in the next call, and whatever
+still runs at the end is ended. What the figures should be stands in docs/results/gpu_proof.md,
+which says of each whether it was ever measured. The last step writes the chapter to OUT/pages.
+
+On a machine that is lent bare and for minutes, without a network:
+
+    prepare_gpu.py --out carry --python python3.12 --architecture 90    # before, here
+    prove_on_gpu.py --out /tmp/gpu --prepared carry --minutes 9 --pack one.tar.gz
+    prove_on_gpu.py --out /tmp/gpu --prepared carry --minutes 4 --pack two.tar.gz \\
+        --unpack one.tar.gz                          # goes on, on another machine
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
+
+from benchmarks.gpu_proof import carried
+from benchmarks.gpu_proof.running import RECORD, ROOT, Record, Running, deadline_of
+from benchmarks.gpu_proof.steps import Lister, Step
+
+#: most bytes of the file of --pack
+MOST_PACKED = 15_000_000
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("runs/gpu"), metavar="FOLDER")
+    add("--only", nargs="+", metavar="NAME", help="steps that begin with one")
+    add("--again", action="store_true", help="also what is done")
+    add("--minutes", type=float, default=math.inf, metavar="M", help="of this call")
+    add("--cpu", action="store_true", help="small, over gloo, to try all of it without a GPU")
+    add("--prepared", type=Path, metavar="FOLDER", help="what prepare_gpu.py has written")
+    add("--unpack", type=Path, metavar="FILE", help="of --pack: go on with its results")
+    add("--pack", type=Path, metavar="FILE", help="write the results there too, .tar.gz")
+    add("--list", action="store_true", help="run nothing, show the steps")
+    add("--dry-run", action="store_true", help="run nothing, show the commands")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is not done yet; 1 where something failed, or is left for another call."""
+    asked = parse(arguments)
+    out, deadline = asked.out.resolve(), deadline_of(asked.minutes)
+    try:
+        if asked.unpack is not None:
+            carried.unpack(asked.unpack, out)
+        if asked.prepared is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            os.environ.update(carried.install(asked.prepared.resolve(), out, ROOT))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    record = Record(out / RECORD)
+    every = list(Lister(out, asked.cpu).steps())
+    chosen = [step for step in every if not asked.only or step.name.startswith(tuple(asked.only))]
+    todo = [step for step in chosen if asked.again or not record.is_done(step)]
+    if todo:
+        todo = [step for step in chosen if step in todo or step.renewed]
+    if asked.list or asked.dry_run:
+        _show(chosen if asked.list else todo, record, asked.dry_run)
+        return 0
+    out.mkdir(parents=True, exist_ok=True)
+    # a step is ended with the call, whoever ends it
+    before = signal.signal(signal.SIGTERM, _terminated)
+    running = Running(out, record, deadline)
+    try:
+        running.run(todo)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if asked.pack is not None:
+            for line in carried.pack(out, asked.pack.resolve(), MOST_PACKED):
+                print(line, file=sys.stderr)
+    return _told(running)
+
+
+def _show(steps: Sequence[Step], record: Record, commands: bool) -> None:
+    for step in steps:
+        mark = "done" if record.is_done(step) else f"~{step.minutes:g} min"
+        print(shlex.join(step.command) if commands else f"{step.name:22} {mark:8} {step.shows}")
+
+
+def _told(running: Running) -> int:
+    """Say what failed and what is left; the exit status."""
+    for names, what in (
+        (running.failed, "failed, and tried again by the same command"),
+        (running.later, "for the next call, by the same command"),
+    ):
+        if names:
+            print(f"{what}: {', '.join(names)}", file=sys.stderr)
+    return int(bool(running.failed or running.later))
+
+
+def _terminated(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""Cells side by side: what is missing is measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.training_bench import cells, machine
+from benchmarks.training_bench.cells import LAYOUTS, REFERENCE, Arm, Sizes
+from benchmarks.training_bench.kept import Kept, name_of
+from benchmarks.training_bench.runners import CellError, Steps, network
+from benchmarks.training_bench.session import Session
+from benchmarks.training_bench.turns import Job
+from lab.layout import BURST_S
+
+#: steps of native bf16 without limit that the rate of the links is taken from
+LOOKS = 6
+#: seconds after which a session that goes on says how far it is
+QUIET_S = 20.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command line."""
+
+    data: Path
+    out: Path
+    sizes: Sizes
+    seed: int
+    busy: float
+    patience: float
+    force: bool
+    loopback: bool
+    timeout: float
+    processes: int  # ranks side by side
+
+
+def by_step(ranks: Sequence[Steps]) -> list[float]:
+    """Return the seconds of every step, which ends when its slowest rank does."""
+    return [max(step["seconds"] for step in each) for each in zip(*ranks, strict=False)]
+
+
+def summary(ranks: Sequence[Steps], per_node: int, length: int) -> dict[str, Any]:
+    """Sum up the steps of all ranks. ``length``: tokens of a sequence."""
+    seconds = by_step(ranks)
+    if not seconds:
+        raise CellError("expected more steps, found none that is timed")
+    # ranks of a node share its interface: the first one's counters are the node's
+    first = ranks[::per_node]
+    sent = [max(step["sent"] for step in each) for each in zip(*first, strict=False)]
+    return {
+        "seconds": statistics.median(seconds),  # of a step
+        "steps": seconds,
+        "sent": statistics.median(sent),  # bytes a step of the node that sends most
+        "tokens": int(ranks[0][0]["tokens"]) * length,  # a step
+        "loss": statistics.fmean(step["loss"] for step in ranks[0]),
+    }
+
+
+class Bench:
+    """Runs cells and remembers them under ``options.out``."""
+
+    def __init__(self, options: Options, say: Callable[[str], None]) -> None:
+        self.options, self.say = options, say
+        self.kept = Kept(options.out, options.sizes, options.loopback)
+        self._spoke = 0.0  # when the last word of a session was
+
+    def run(
+        self, layout: str, arms: list[Arm], ratios: list[float | None], repetitions: int
+    ) -> list[dict[str, Any]]:
+        """Measure all cells of a layout at every ratio (None: the network without limit).
+
+        Cells that are there already are taken as they are; the others are measured beside native
+        bf16, as many at once as the memory holds. Raises CellError where that itself fails.
+        """
+        found, begin = [], time.monotonic()
+        beside = max(1, self.options.processes // _ranks(layout) - 2)
+        todo = {
+            (ratio, repetition): self.kept.missing(layout, arms, ratio, repetition)
+            for ratio in ratios
+            for repetition in range(repetitions)
+        }
+        total, done = sum(map(len, todo.values())), 0
+        for (ratio, repetition), missing in todo.items():
+            others = [arm for arm in missing if arm.name != REFERENCE]
+            parts = [others[i : i + beside] for i in range(0, len(others), beside)]
+            for part in parts or [[]] * bool(missing):
+                for record in self._side_by_side(layout, part, ratio, repetition):
+                    done += 1
+                    left = (time.monotonic() - begin) / done * max(0, total - done)
+                    self.say(line(done, total, name_of(ratio), record, left))
+            found += self.kept.of(layout, arms, ratio, repetition)
+        return found
+
+    def _side_by_side(
+        self, layout: str, arms: list[Arm], ratio: float | None, repetition: int
+    ) -> list[dict[str, Any]]:
+        """Measure native bf16 and ``arms``; write and return the records, failures too."""
+        options, began = self.options, time.monotonic()
+        busy = machine.wait_until_quiet(options.busy, options.patience, options.force)
+        arms, load = [Arm(REFERENCE), *arms], os.getloadavg()[0]
+        self.say(f"{layout} {name_of(ratio)}: {len(arms)} trainings side by side")
+        self._spoke = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            rate, compute, ends = self._trained(folder, layout, arms, ratio)
+            if isinstance(ends[0], CellError):
+                raise CellError(f"{layout}: {REFERENCE} itself fails: {ends[0]}")
+            common = {
+                "layout": layout, "ratio": ratio, "repetition": repetition, "rate": rate,
+                "busy": busy, "load": load, "burst_ms": 1e3 * BURST_S, "compute": compute,
+                "native": by_step(ends[0]), "native_sent": self._summary(layout, ends[0])["sent"],
+                "wall": time.monotonic() - began,
+            }  # fmt: skip
+            found = []
+            for arm, ranks in zip(arms, ends, strict=True):
+                own: dict[str, Any] = {"failed": str(ranks)}
+                if not isinstance(ranks, CellError):
+                    own = self._summary(layout, ranks) | coded(_ledger(folder, arm), len(ranks))
+                found.append({"arm": arm.name, **common, **own})
+        for arm, record in zip(arms, found, strict=True):
+            if self.kept.missing(layout, [arm], ratio, repetition):
+                self.kept.add(layout, arm, ratio, repetition, record)
+        return found
+
+    def _trained(
+        self, folder: str, layout: str, arms: list[Arm], ratio: float | None
+    ) -> tuple[int | None, list[float], list[list[Steps] | CellError]]:
+        """Bits a second, seconds of native bf16 without limit, and each arm's timed steps by rank.
+
+        On a shaped network native bf16 runs twice: one of the two makes its steps while the links
+        have no limit. The first of these set the rate, the others, in the turns of the arms, say
+        what r really is.
+        """
+        options, place = self.options, LAYOUTS[layout]
+        warm, timed = options.sizes.warm, options.sizes.steps
+        with (
+            network(place, options.loopback) as runner,
+            Session(runner, place, options.timeout) as session,
+        ):
+            rate, free = None, None
+            if ratio is not None:
+                sizes = replace(options.sizes, steps=LOOKS + warm + timed)
+                free = session.start(self._command(folder, layout, arms[0], sizes))
+                for _ in range(warm + LOOKS):
+                    free.step()
+                rate = self._rate(layout, free.said, ratio)
+                runner.shape(rate)
+            jobs: list[Job] = []
+            for arm in arms:
+                jobs.append(session.start(self._command(folder, layout, arm)))
+                self._progress(f"{layout} {name_of(ratio)}: {len(jobs)} of {len(arms)} started")
+            for cycle in range(warm + timed):
+                if free is not None:
+                    runner.shape(None)
+                    free.step()
+                    runner.shape(rate)
+                for job in jobs[:: 1 if cycle % 2 == 0 else -1]:
+                    job.step()
+                self._progress(f"{layout} {name_of(ratio)}: {cycle + 1} of {warm + timed} steps")
+            compute = [] if free is None else by_step(_last(session, free, timed))
+            return rate, compute, [_outcome(session, job, timed) for job in jobs]
+
+    def _progress(self, text: str) -> None:
+        if time.monotonic() - self._spoke >= QUIET_S:
+            self.say(text)
+            self._spoke = time.monotonic()
+
+    def _summary(self, layout: str, ranks: Sequence[Steps]) -> dict[str, Any]:
+        return summary(ranks, LAYOUTS[layout].per_node, self.options.sizes.length)
+
+    def _rate(self, layout: str, said: Sequence[Steps], ratio: float) -> int:
+        """Bits a second at which the bytes of a step take ``ratio`` times the step itself."""
+        found = self._summary(layout, [steps[-LOOKS:] for steps in said])
+        seconds, nbytes = float(found["seconds"]), float(found["sent"])
+        return max(8000, round(8 * nbytes / (ratio * seconds)))
+
+    def _command(self, folder: str, layout: str, arm: Arm, sizes: Sizes | None = None) -> list[str]:
+        options, sizes = self.options, sizes or self.options.sizes
+        config = _ledger(folder, arm).with_suffix(f".{sizes.steps}.json")
+        settings = cells.settings_of(layout, arm, sizes, _ledger(folder, arm))
+        config.write_text(json.dumps(settings))
+        return cells.command_of(layout, arm, sizes, config, options.data, options.seed)
+
+
+def _last(session: Session, job: Job, count: int) -> list[Steps]:
+    """Return the last ``count`` steps of all ranks. Raises CellError."""
+    return [steps[-count:] for steps in session.steps(job)]
+
+
+def _outcome(session: Session, job: Job, count: int) -> list[Steps] | CellError:
+    try:
+        return _last(session, job, count)
+    except CellError as error:
+        return error
+
+
+def _ranks(layout: str) -> int:
+    return LAYOUTS[layout].nodes * LAYOUTS[layout].per_node
+
+
+def _ledger(folder: str, arm: Arm) -> Path:
+    return Path(folder, f"{arm.stem}.ledger.jsonl")
+
+
+def coded(ledger: Path, ranks: int) -> dict[str, float]:
+    """Read from a ledger a rank's seconds of coding and encoded messages, per reported step."""
+    found = {"codec_s": 0.0, "rounds": 0.0}
+    if ledger.is_file():
+        record = json.loads(ledger.read_text().splitlines()[-1])
+        rows, steps = record["dimensions"], max(1, ranks * record["step"])
+        for row in (row for ways in rows.values() for row in ways.values()):
+            found["codec_s"] += (row.get("codec_ms") or 0.0) / 1e3 / steps
+            found["rounds"] += (row["messages"] - row["native_messages"]) / steps
+    return found
+
+
+def line(number: int, total: int, where: str, record: dict[str, Any], left: float) -> str:
+    """Return the progress line of a cell."""
+    head = f"{number}/{total} {record['layout']} {where} {record['arm']}:"
+    if "failed" in record:
+        return f"{head} FAILED {record['failed']}"
+    return (
+        f"{head} {record['seconds'] * 1e3:.0f} ms, {record['sent'] / 1e6:.2f} MB a step  "
+        f"(busy {record['busy']:.0%}, load {record['load']:.1f}; about {left / 60:.0f} min left)"
+    )

@@ -1,0 +1,124 @@
+"""Cells as a table: speed-up over native bf16, what the wire allows, the share of it reached."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from math import comb
+from typing import Any
+
+from benchmarks.training_bench.cells import REFERENCE
+
+Record = dict[str, Any]
+
+
+def ideal(ratio: float, saving: float) -> float:
+    """Return the speed-up when nothing but bytes changes: (1 + r) / (1 + r / saving).
+
+    ``ratio``: communication to compute of native bf16; ``saving``: its bytes over the arm's.
+    """
+    return (1 + ratio) / (1 + ratio / saving) if saving else 1.0
+
+
+def rows_of(records: Sequence[Record]) -> list[Record]:
+    """Return one row for each layout, ratio and arm; steps of all repetitions, each beside the
+    reference's of the same turn."""
+    groups: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
+    for record in records:
+        groups[record["layout"], record["ratio"], record["arm"]].append(record)
+    rows = []
+    for (layout, ratio, arm), found in groups.items():
+        row: Record = {"layout": layout, "r": ratio, "arm": arm}
+        failed = [cell["failed"] for cell in found if "failed" in cell]
+        rows.append({**row, "failed": failed[0]} if failed else row | _figures(found))
+    return rows
+
+
+def _figures(own: Sequence[Record]) -> Record:
+    """Return the figures of a row from its cells."""
+    ups = sorted(n / s for cell in own for n, s in zip(cell["native"], cell["steps"], strict=True))
+    sent = statistics.median(cell["sent"] for cell in own)
+    native_sent = statistics.median(cell["native_sent"] for cell in own)
+    saving = native_sent / sent if sent else None  # a loopback: nobody counted
+    out = outside(len(ups))
+    row: Record = {
+        "rate": statistics.median(cell["rate"] for cell in own) if own[0]["rate"] else None,
+        "seconds": statistics.median(step for cell in own for step in cell["steps"]),
+        "sent_MB": sent / 1e6,
+        "saving": saving,
+        "speed_up": statistics.median(ups),
+        "low": ups[out],
+        "high": ups[-1 - out],
+        "loss": statistics.fmean(cell["loss"] for cell in own),
+        "codec_s": statistics.median(cell["codec_s"] for cell in own),
+        "rounds": statistics.median(cell["rounds"] for cell in own),
+        "pairs": len(ups),
+        "repetitions": len(own),
+        "burst_ms": own[0]["burst_ms"],
+        "busy": max(cell["busy"] for cell in own),
+    }
+    row["tokens_per_second"] = own[0]["tokens"] / row["seconds"]
+    if row["rate"] and saving:
+        # r and compute as they were in the turns of these cells
+        shares = [8 * cell["native_sent"] / cell["rate"] / statistics.median(cell["compute"])
+                  for cell in own]  # fmt: skip
+        row["r_measured"] = statistics.median(shares)
+        row["compute_s"] = statistics.median(step for cell in own for step in cell["compute"])
+        row["ideal"] = ideal(row["r_measured"], saving)
+        row["share"] = row["speed_up"] / row["ideal"]
+    return row
+
+
+def outside(count: int) -> int:
+    """Return how many of ``count`` sorted values to leave out at each end, so that the others span
+    the 95 % interval of the median.
+
+    Source: order statistics, binomial with p = 1/2; below 6 values all are in.
+    """
+    out, tail = 0, 0.5**count
+    while tail + comb(count, out + 1) * 0.5**count <= 0.025:
+        out += 1
+        tail += comb(count, out) * 0.5**count
+    return out if tail <= 0.025 else 0
+
+
+HEAD = (
+    "r",
+    "Mb/s",
+    "arm",
+    "MB/step",
+    "bytes",
+    "ms/step",
+    "tokens/s",
+    "speed-up",
+    "of ideal",
+    "loss",
+    "pairs",
+)
+
+
+def table(rows: Sequence[Record], layout: str) -> str:
+    """Return the table of one layout."""
+    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
+    for row in rows:
+        if row["layout"] == layout:
+            lines.append("| " + " | ".join(_cells(row)) + " |")
+    return "\n".join(lines)
+
+
+def _cells(row: Record) -> list[str]:
+    name = "none" if row["r"] is None else f"{row['r']:g}"
+    if "r_measured" in row:
+        name += f" ({row['r_measured']:.2f})"
+    if "failed" in row:
+        return [name, "", row["arm"], *[""] * 6, row["failed"].replace("|", "/"), ""]
+    rate = "-" if row["rate"] is None else f"{row['rate'] / 1e6:.1f}"
+    spread = f" ({row['low']:.2f} to {row['high']:.2f})" if row["arm"] != REFERENCE else ""
+    saved = f"{row['saving']:.2f}x fewer" if row["saving"] else "-"
+    allowed = f"{row['ideal']:.2f}: {row['share']:.0%}" if "ideal" in row else "-"
+    return [
+        name, rate, row["arm"], f"{row['sent_MB']:.3f}", saved,
+        f"{row['seconds'] * 1e3:.0f}", f"{row['tokens_per_second']:.0f}",
+        f"{row['speed_up']:.2f}x{spread}", allowed, f"{row['loss']:.3f}", str(row["pairs"]),
+    ]  # fmt: skip

@@ -1,0 +1,114 @@
+"""One rank: a training script as it is, with a stop watch and the NIC's counters around every step.
+
+worker.py train_gpt|benchmarks.train_peer ARGUMENT ...   prints one line ``BENCH {...}`` at its end.
+
+Where the bench gives turns (``turns``) every step waits for one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # scripts/, as all imports here
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))  # gpt, train_gpt
+
+from benchmarks.training_bench import turns
+
+PREFIX = "BENCH "
+
+
+#: bytes of the headers of a packet: Ethernet 14, IPv4 20, TCP 20 and its time stamps 12. Links of a
+#: lab count a packet that is cut later (by the NIC, if there were one) as one, with one header.
+HEADER_NBYTES = 66
+
+
+def sent_nbytes(interface: str) -> int:
+    """Return bytes that left through ``interface`` since it exists; 0 where it does not."""
+    return _sent(interface)[0]
+
+
+def payload_nbytes(interface: str) -> int:
+    """Return ``sent_nbytes`` without the headers of the packets."""
+    nbytes, packets = _sent(interface)
+    return nbytes - HEADER_NBYTES * packets
+
+
+def _sent(interface: str) -> tuple[int, int]:
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, figures = line.partition(":")
+        if name.strip() == interface:
+            nbytes, packets = map(int, figures.split()[8:10])
+            return nbytes, packets
+    return 0, 0
+
+
+def watched(step: Callable[..., float], steps: list[dict[str, float]]) -> Callable[..., float]:
+    """``step`` of a trainer, whose seconds, bytes and loss are added to ``steps``.
+
+    A turn begins and ends with a step, the last one too: a rank that ended before the others made
+    theirs would take the core from them.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+
+    def around(self: Any, batches: Any) -> float:
+        seat = turns.own_seat()
+        if seat is not None and not steps:
+            seat.wait({})
+        before = [sent_nbytes(interface), payload_nbytes(interface), payload_nbytes("lo")]
+        start = time.perf_counter()
+        loss = step(self, batches)
+        seconds = time.perf_counter() - start
+        steps.append(
+            {"seconds": seconds, "sent": sent_nbytes(interface) - before[0],
+             "payload": payload_nbytes(interface) - before[1],
+             "inside": payload_nbytes("lo") - before[2], "loss": float(loss),
+             "tokens": self.share.global_batch}
+        )  # fmt: skip
+        if seat is not None:
+            seat.wait(steps[-1])
+        return loss
+
+    return around
+
+
+def name_block(arguments: Sequence[str]) -> None:
+    """Tell hybridcomp where the block is: torch's own engines know no DeepSpeed file."""
+    if "--engine" in arguments:
+        config = arguments[arguments.index("--deepspeed_config") + 1]
+        if "compression" in json.loads(Path(config).read_text()):
+            os.environ["HYBRIDCOMP_CONFIG"] = config
+
+
+def main() -> int:
+    """Train, then print what was seen."""
+    products = importlib.import_module("benchmarks.training_bench.products")
+    if products.needed():
+        products.install()
+    if "--tp" not in sys.argv:  # megatron-core's layers all-reduce, and take no foreign function
+        importlib.import_module("benchmarks.training_bench.ring").install()
+    program, sys.argv = sys.argv[1], sys.argv[1:]
+    steps: list[dict[str, float]] = []
+    name_block(sys.argv)
+    script = importlib.import_module(program)
+    trainers: list[Any] = [importlib.import_module("gpt.torch_engines").TorchTrainer]
+    if program == "benchmarks.train_peer":
+        trainers.append(importlib.import_module("benchmarks.peers.trainer").PeerTrainer)
+    else:
+        loop = importlib.import_module("gpt.loop")
+        trainers += [loop.PlainTrainer, loop.PipeTrainer]
+    for trainer in trainers:
+        trainer.step = watched(trainer.step, steps)
+    status: int = script.main()
+    print(PREFIX + json.dumps(steps), flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

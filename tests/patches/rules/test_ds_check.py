@@ -1,0 +1,360 @@
+"""The block beside the rest of a ds_config: what cannot act errors or is explained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridcomp.config import PRESETS, CompressionConfig, load_config
+from hybridcomp.errors import ConfigError
+from hybridcomp.patches.rules.ds_check import TABLES, check
+from hybridcomp.patches.rules.ds_job import DeepSpeedJob
+from tests.paths import CONFIGS
+
+FILES = sorted(CONFIGS.glob("ds_*.json"))
+
+
+def zero(stage: int, **keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **keys}}
+
+
+def offload(stage: int = 2, **keys: Any) -> dict[str, Any]:
+    return zero(stage, offload_optimizer={"device": "cpu", **keys})
+
+
+def auto_ep(**keys: Any) -> dict[str, Any]:
+    return {"expert_parallel": {"enabled": True, "autoep_size": 2, **keys}}
+
+
+def compiled(name: str) -> dict[str, Any]:
+    return {"compile": {"deepcompile": True, "passes": [name]}}
+
+
+#: dimension, ds_config, facts about the job, fragment of the message; one row for every rule
+CANNOT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("dp", zero(2), {"pipeline": True}, "a PipelineModule with ZeRO stage 2 or 3"),
+    ("zero", zero(3, zero_quantized_weights=True), {}, "quantizes the same gathers"),
+    ("zero", zero(3, zero_quantized_nontrainable_weights=True), {}, "scales must arrive exactly"),
+    ("zero", zero(2, zenflow={"topk_ratio": 0.1}), {}, "fp32 master weights"),
+    ("dp", zero(3, zenflow={"topk_ratio": 0.1}), {}, "remove zenflow"),
+    ("zero", zero(3, mics_shard_size=2), {}, "MiCS"),
+    ("dp", {**zero(1), "compile": {"deepcompile": True}}, {}, "reduces gradients in C++"),
+    ("zero", {**zero(3), "compile": {"deepcompile": True}}, {}, "gathers parameters in C++"),
+    ("dp", zero(1, reduce_scatter=False), {}, "all-reduces whole buckets"),
+    ("dp", zero(2, reduce_scatter=False), {}, "remove reduce_scatter"),
+    ("dp", zero(3, reduce_scatter=False), {}, "remove reduce_scatter"),
+    ("dp", zero(2, use_multi_rank_bucket_allreduce=False), {}, "one rank after the other"),
+    ("dp", zero(1, contiguous_gradients=False), {}, "without buckets"),
+    ("dp", zero(3, zero_quantized_gradients=True), {}, "quantizes the same gradients"),
+    ("dp", {"optimizer": {"type": "OneBitAdam"}}, {}, "a 1-bit optimizer"),
+    ("zero", zero(3, stage3_use_all_reduce_for_fetch_params=True), {}, "by all-reduce"),
+    ("zero", zero(3, use_all_reduce_for_fetch_params=True), {}, "by all-reduce"),
+    ("ep", auto_ep(comm_backend="deepep"), {}, "DeepEP moves tokens itself"),
+    ("zero", {}, {}, "ZeRO stage 0"),
+    ("zero", {"bf16": {"enabled": True}}, {"pipeline": False}, "no parameters are gathered"),
+    ("pp", {}, {"pipeline": False}, "build the model as a PipelineModule"),
+    ("ep", {}, {"moe": False}, "a model without MoE layers"),
+    ("tp", compiled("autotp"), {}, "reduces activations in operators of its own"),
+    ("cp", compiled("autosp"), {}, "exchanges heads in operators of its own"),
+    ("tp", {}, {"tensor": False}, "set tensor_parallel.autotp_size"),
+    ("cp", {}, {"sequence": False}, "use DeepSpeed Ulysses"),
+    ("tp2d", {}, {"mesh": False}, "build the model of them"),
+    ("dp", {"tensor_parallel": {"autotp_size": 2}}, {"world_size": 2}, "one tensor-parallel group"),
+    ("offload", zero(2), {}, "a job without optimizer offload"),
+    ("offload", offload(0), {}, "nothing is copied between device and host"),
+    ("offload", offload(3, device="nvme"), {}, "go on to NVMe"),
+    ("offload", offload(3, super_offload=True), {}, "remove super_offload"),
+    ("offload", offload(3, ratio=0.5), {}, "below 1"),
+    (
+        "offload",
+        zero(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),
+        {},
+        "updated parameters stay on the host",
+    ),
+    ("offload", {**offload(2), "compile": {"deepcompile": True}}, {}, "copies gradients in C++"),
+    ("offload", zero(2, offload_optimizer={"device": "cpu"}, zenflow={}), {}, "remove zenflow"),
+]
+NOTES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("dp", {}, {"world_size": 1}, "one rank"),
+    ("dp", {}, {"world_size": 4, "replicas": 1}, "one replica of the model"),
+    ("dp", zero(2, zero_quantized_gradients=True), {}, "ignores it below stage 3"),
+    ("zero", zero(3, zero_hpz_partition_size=2), {}, "encoded twice"),
+    ("dp", {"sparse_gradients": True}, {}, "indices and values"),
+    ("dp", {**zero(2), "optimizer": {"type": "Muon"}}, {}, "muon"),
+    ("zero", {**zero(3), "hybrid_engine": {"enabled": True}}, {}, "for generation"),
+]
+
+
+def block(**settings: Any) -> CompressionConfig:
+    return CompressionConfig.parse(settings)
+
+
+@pytest.mark.parametrize(("dimension", "ds_json", "facts", "fragment"), CANNOT, ids=str)
+def test_key_that_cannot_act(
+    dimension: str, ds_json: Mapping[str, Any], facts: dict[str, Any], fragment: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(block(**{dimension: "blockint"}), ds_json, **facts)
+    message = str(caught.value)
+    assert caught.value.key == f"compression.{dimension}"
+    assert fragment in message
+    assert f'set "{dimension}": "none"' in message
+    assert "\n" not in message
+    assert check(block(**{dimension: "none"}), ds_json, **facts) == []
+
+
+@pytest.mark.parametrize(("dimension", "ds_json", "facts", "fragment"), CANNOT, ids=str)
+def test_on_unsupported_native_says_so_instead(
+    dimension: str, ds_json: Mapping[str, Any], facts: dict[str, Any], fragment: str
+) -> None:
+    lenient = block(**{dimension: "blockint"}, on_unsupported="native")
+    try:
+        sentences = check(lenient, ds_json, **facts)
+    except ConfigError as error:
+        assert "on_unsupported" not in str(error), "what does not help must not be offered"
+        job = DeepSpeedJob(ds_json, **facts)
+        rules = [rule for rule in TABLES if rule.settings(lenient) and rule.applies(job)]
+        assert any(rule.verdict == "refuse" for rule in rules)
+    else:
+        assert any(text.startswith(f"{dimension} native: ") for text in sentences)
+
+
+@pytest.mark.parametrize("policy", ["error", "native"])
+def test_deltas_need_parameters_that_stay(policy: str) -> None:
+    deltas = block(zero={"codec": "blockint", "delta": True}, on_unsupported=policy)
+    with pytest.raises(ConfigError, match=r"parameters are released after use.*remove delta"):
+        check(deltas, zero(3))
+    assert check(deltas, zero(1)) == check(deltas, zero(2)) == []
+    assert check(block(zero="blockint"), zero(3)) == []
+
+
+@pytest.mark.parametrize("policy", ["error", "native"])
+def test_steps_need_parameters_that_stay_and_have_16_bits(policy: str) -> None:
+    steps = block(zero="stepcode", on_unsupported=policy)
+    bf16, fp16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}
+    with pytest.raises(ConfigError, match=r"stepcode with ZeRO stage 3.*released.*or expcode"):
+        check(steps, {**zero(3), **bf16})
+    for stage in (1, 2):
+        for narrow in (bf16, fp16, {"bf16": {"enabled": "auto"}}):
+            assert check(steps, {**zero(stage), **narrow}) == []
+        for wide in ({}, {"fp16": {"enabled": False}}):
+            with pytest.raises(ConfigError, match=r"fp32 parameters.*bf16 or fp16.*mpc"):
+                check(steps, {**zero(stage), **wide})
+
+
+@pytest.mark.parametrize("policy", ["error", "native"])
+def test_low_rank_needs_whole_matrices(policy: str) -> None:
+    low_rank = block(dp={"codec": "powersgd", "rank": 4}, on_unsupported=policy)
+    with pytest.raises(ConfigError, match=r"a piece of a matrix.*stage 0, 1 or 2"):
+        check(low_rank, zero(3))
+    assert all(check(low_rank, zero(stage)) == [] for stage in (0, 1, 2))
+    assert check(block(dp="blockint"), zero(3)) == []
+
+
+@pytest.mark.parametrize(("dimension", "ds_json", "facts", "fragment"), NOTES, ids=str)
+def test_note(
+    dimension: str, ds_json: Mapping[str, Any], facts: dict[str, Any], fragment: str
+) -> None:
+    (sentence,) = check(block(**{dimension: "blockint"}), ds_json, **facts)
+    assert sentence.startswith(f"{dimension}: ")
+    assert fragment in sentence
+    assert check(block(**{dimension: "none"}), ds_json, **facts) == []
+
+
+def test_every_rule_is_met_by_a_row() -> None:
+    jobs = [DeepSpeedJob(ds_json, **facts) for _, ds_json, facts, _ in CANNOT + NOTES]
+    assert [rule.reason for rule in TABLES if not any(rule.applies(job) for job in jobs)] == []
+    assert [rule.reason for rule in TABLES if all(map(rule.applies, jobs))] == []
+
+
+#: settings that look as if they could bypass a seam and do not, with the reason
+FINE: tuple[tuple[Mapping[str, Any], str], ...] = (
+    (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        "gradients are offloaded after average_tensor, parameters gathered on the device",
+    ),
+    (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+        "partitions are fetched to the device before _dist_allgather_fn",
+    ),
+    (
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu", "super_offload": True},
+            }
+        },
+        "SuperOffload replaces partition_grads, which comes after the reduction",
+    ),
+    (
+        {"zero_optimization": {"stage": 3, "contiguous_gradients": False}},
+        "stage 3 reduces through reduce_scatter_coalesced all the same",
+    ),
+    (
+        {"zero_optimization": {"stage": 3, "stage3_allgather_sequential": True}},
+        "one _dist_allgather_fn for each parameter",
+    ),
+    (
+        {"zero_optimization": {"stage": 1, "reduce_scatter": False}, "bf16": {"enabled": True},
+         "data_types": {"grad_accum_dtype": "fp32"}},
+        "BF16_Optimizer reduces through the engine, as stage 0 does",
+    ),
+    (
+        {"zero_optimization": {"stage": 2, "round_robin_gradients": True, "overlap_comm": True}},
+        "owners and streams differ, the path is the same",
+    ),
+    ({"prescale_gradients": True}, "stage 0 scales around the sum; other stages refuse it"),
+    ({"communication_data_type": "fp32"}, "the cast comes before the seam"),
+    (
+        {"zero_optimization": {"stage": 2},
+         "torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        "one bucket for each communication dtype, all of them values",
+    ),
+    (
+        {"zero_optimization": {"stage": 0}, "compile": {"deepcompile": True}},
+        "DeepCompile falls back to the torch compiler at stage 0",
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("ds_json", "reason"), FINE, ids=lambda v: str(v)[:60])
+def test_what_is_fine_passes(ds_json: Mapping[str, Any], reason: str) -> None:
+    staged = bool(ds_json.get("zero_optimization", {}).get("stage"))
+    dimensions = {"dp": "blockint", **({"zero": "blockint"} if staged else {})}
+    assert check(block(**dimensions), ds_json, pipeline=False, moe=False, world_size=8) == []
+    assert reason
+
+
+@pytest.mark.parametrize(
+    ("key", "settings", "fragment"),
+    [
+        (
+            "pp.scatter_gather",
+            {"pp": {"codec": "none", "scatter_gather": True}},
+            "pipe_partitioned",
+        ),
+    ],
+)
+def test_keys_that_deepspeed_has_itself(key: str, settings: dict[str, Any], fragment: str) -> None:
+    with pytest.raises(ConfigError, match=fragment) as caught:
+        check(block(**settings), {})
+    assert caught.value.key == f"compression.{key}"
+    (said,) = check(block(**settings, on_unsupported="native"), {})
+    assert said.startswith(f"compression.{key} does nothing here") and fragment in said
+
+
+def test_preset_is_silent_about_what_the_job_does_not_have() -> None:
+    preset = block(preset="recommended")
+    facts: dict[str, Any] = {"pipeline": False, "moe": False, "tensor": False, "sequence": False}
+    assert check(preset, {}, **facts, world_size=2) == []
+
+
+def test_split_layers_and_sequences_have_traffic() -> None:
+    both = block(tp="blockint", cp="blockint")
+    sizes = {"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2}
+    assert check(both, sizes, tensor=False, sequence=False, world_size=8) == []
+    assert check(both, {}, tensor=True, sequence=True, world_size=8) == []
+    assert check(both, {}) == []  # nothing is known
+
+
+def test_preset_does_not_hide_a_bypass() -> None:
+    with pytest.raises(ConfigError, match=r"compression\.dp"):
+        check(block(preset="recommended"), zero(2, reduce_scatter=False))
+
+
+def test_explicit_key_in_a_preset_is_explicit() -> None:
+    with pytest.raises(ConfigError, match=r"compression\.pp: found a model that is no Pipeline"):
+        check(block(preset="recommended", pp={"backward": {"bits": 4}}), {}, pipeline=False)
+
+
+def test_unknown_facts_and_auto_values_raise_nothing() -> None:
+    config = block(dp="blockint", zero="blockint", pp="blockint", ep="blockint")
+    auto = zero(2, reduce_scatter="auto", offload_optimizer={"device": "auto"})
+    assert check(config, {**auto, "bf16": {"enabled": "auto"}}) == []
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_offload_acts_with_an_optimizer_on_the_host(stage: int) -> None:
+    for world_size in (1, 2):  # one rank has a device and a host, too
+        assert check(block(offload="blockint"), offload(stage), world_size=world_size) == []
+    old = {"zero_optimization": {"stage": 2, "cpu_offload": True}}
+    assert check(block(offload="blockint"), old) == []
+
+
+def test_gradients_are_encoded_beside_parameters_on_the_host() -> None:
+    both = zero(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"})
+    config = block(offload={"codec": "blockint", "forward": "none"})
+    assert check(config, both, world_size=2) == []
+
+
+@pytest.mark.parametrize(("key", "value"), [("error_feedback", True), ("delta", True), ("rank", 2)])
+def test_offload_keeps_nothing_on_the_device(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"only [\w, ]+ can have {key}; remove it here"):
+        block(offload={"codec": "blockint", key: value})
+
+
+def test_presets_leave_the_host_alone() -> None:
+    for name in PRESETS:
+        assert check(block(preset=name), offload(2), pipeline=False) == []
+        assert not block(preset=name).active("offload")
+
+
+def test_zero_acts_at_stage_0_where_bf16_optimizer_partitions() -> None:
+    ds_json = {**zero(0), "bf16": {"enabled": True}}
+    assert check(block(zero="blockint"), ds_json, pipeline=True) == []
+
+
+def test_old_spellings_of_zero() -> None:
+    assert DeepSpeedJob({"zero_optimization": True}).stage == 1
+    assert DeepSpeedJob({"zero_optimization": {"stage": 2, "cpu_offload": True}}).cpu_offload
+    with pytest.raises(ConfigError, match=r"zero_optimization\.stage: found 'two'"):
+        check(block(zero="blockint"), zero("two"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_committed_configuration(path: Path) -> None:
+    ds_json = json.loads(path.read_text())
+    config = load_config(path)
+    pipeline = "pipe" in path.stem
+    if path.stem.endswith("_baseline"):
+        assert config is None
+        return
+    assert config is not None
+    assert check(config, ds_json, pipeline=pipeline, moe=False, world_size=2) == []
+    recipe = path.stem.split("_")[1]
+    baseline = json.loads((CONFIGS / f"ds_{recipe}_baseline.json").read_text())
+    assert {**ds_json, "compression": None} == {**baseline, "compression": None}
+
+
+def test_every_file_is_described() -> None:
+    described = (CONFIGS / "README.md").read_text()
+    present = {path.name for path in CONFIGS.glob("*.json")}
+    assert len(present) >= 15
+    assert [name for name in sorted(present) if f"`{name}`" not in described] == []
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "ds_config", "facts", "text"),
+    [
+        ({"versions": 2}, {"fp16": {"enabled": True}}, {}, "versions: found fp16"),
+        ({"versions": "stash"}, {}, {"pipeline": False}, "versions: found 'stash'; only a Pipe"),
+        ({"versions": 1, "correction": "pipemare"}, zero(1), {}, "correction: found 'pipemare'"),
+        (
+            {"versions": 1, "correction": "spike"}, {"bf16": {"enabled": True}}, {"pipeline": True},
+            "correction: found 'spike'",
+        ),
+    ],
+)  # fmt: skip
+def test_a_pipeline_without_a_flush_that_the_file_forbids(
+    pipeline: dict[str, Any], ds_config: dict[str, Any], facts: dict[str, Any], text: str
+) -> None:
+    block = CompressionConfig.parse({"pipeline": pipeline})
+    with pytest.raises(ConfigError) as caught:
+        check(block, ds_config, **facts)
+    assert f"compression.pipeline.{text}" in str(caught.value)
+    assert check(block, {}, pipeline=True) == []
+    assert check(CompressionConfig.parse({"pp": "bf16"}), {"fp16": {"enabled": True}}) == []

@@ -1,0 +1,58 @@
+"""One engine for the rules of every upstream: what follows where a rule applies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import ConfigError
+from hybridcomp.patches.rules.engine import Rule, Verdict, absent, hold
+
+BITS = {"codec": "blockint", "bits": 8}
+
+
+def rule(verdict: Verdict, **more: Any) -> Rule[bool]:
+    """A rule about tp that applies to the job ``True``."""
+    return Rule(
+        verdict, ("tp",), "a switch", "it passes by", "turn it off", lambda job: job, **more
+    )
+
+
+def held(verdict: Verdict, block: dict[str, Any], job: bool = True, **more: Any) -> list[str]:
+    return list(hold(CompressionConfig.parse(block), [(rule(verdict, **more), job)]))
+
+
+@pytest.mark.parametrize("verdict", ["refuse", "bypass", "absent"])
+def test_what_cannot_act_is_an_error(verdict: Verdict) -> None:
+    with pytest.raises(ConfigError, match=r"compression\.tp.*a switch.*turn it off") as caught:
+        held(verdict, {"tp": BITS})
+    assert ('"on_unsupported": "native"' in str(caught.value)) == (verdict != "refuse")
+
+
+@pytest.mark.parametrize("verdict", ["bypass", "absent"])
+def test_it_may_stay_native(verdict: Verdict) -> None:
+    block = {"tp": BITS, "on_unsupported": "native"}
+    assert held(verdict, block) == ["tp native: a switch: it passes by"]
+    with pytest.raises(ConfigError):
+        held("refuse", block)
+
+
+def test_notes_are_said_and_nothing_else_happens() -> None:
+    assert held("note", {"tp": BITS}) == ["tp: a switch: it passes by"]
+
+
+@pytest.mark.parametrize("verdict", ["refuse", "bypass", "absent", "note"])
+def test_rules_that_are_not_about_the_block_are_silent(verdict: Verdict) -> None:
+    assert held(verdict, {"dp": BITS}) == []
+    assert held(verdict, {"tp": BITS}, job=False) == []
+    assert held(verdict, {"tp": BITS}, settings=lambda block: False) == []
+
+
+def test_presets_may_name_what_a_job_lacks() -> None:
+    assert held("absent", {"preset": "recommended"}) == []
+    with pytest.raises(ConfigError):
+        held("absent", {"preset": "recommended", "tp": BITS})
+    assert absent([(rule("absent"), True)]) == {"tp"}
+    assert absent([(rule("absent"), False), (rule("bypass"), True)]) == frozenset()

@@ -1,0 +1,155 @@
+"""What ``bench_deltas.py`` counts, on steps whose bits are known, and on a training of seconds."""
+
+from __future__ import annotations
+
+import math
+import sys
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import bench_deltas
+from benchmarks.deltas_bench import bits, models, others, traces, tuned
+
+
+def test_bits_of_known_steps() -> None:
+    """Of 1024 values of one exponent a quarter moves by one up, a quarter by one down."""
+    reference = torch.full((1024,), 1.5, dtype=torch.bfloat16)
+    moves = torch.tensor([0, 0, 1, -1], dtype=torch.int16).repeat(256)
+    values = (reference.view(torch.int16) + moves).view(torch.bfloat16)
+    exponents, moved = bits.steps(reference, values)
+    assert set(exponents.tolist()) == {127} and moved.tolist() == moves.tolist()
+    assert bits.entropy_bits(exponents, moved) == pytest.approx(1.5 * 1024)
+    assert bits.short_code_bits(exponents, moved) == 1.5 * 1024
+    assert 1.5 * 1024 <= bits.static_bits(exponents, moved) < 1.7 * 1024
+    found = bits.sent(reference, values)
+    assert found["changed"] == 0.5 and found["int32 + bf16"] == 24.0 and found["raw"] == 16.0
+    assert found["stepcode"] < 4.0
+
+
+def test_a_step_across_zero_counts_both_sides() -> None:
+    both = [torch.tensor([one], dtype=torch.bfloat16) for one in (2.0**-133, -(2.0**-133))]
+    assert [int(one) for one in bits.steps(*both)[1]] == [-2]
+
+
+def test_one_symbol_takes_no_entropy_and_a_bit() -> None:
+    zeros = np.zeros(100, np.int64)
+    assert bits.entropy_bits(zeros, zeros) == 0.0 and bits.short_code_bits(zeros, zeros) == 100
+
+
+def test_gaps_are_bytes_where_they_fit() -> None:
+    reference = torch.zeros(1000, dtype=torch.bfloat16)
+    values = reference.clone()
+    values[[0, 255, 800]] = 1.0
+    one = np.array([0x3F80], np.uint16).tobytes()
+    gaps = bytes([0, 254, 255]) + np.array([544], np.uint32).tobytes()
+    assert bits.gaps_and_values(reference, values) == gaps + 3 * one
+
+
+def test_zlib_stands_in_where_zstandard_is_missing() -> None:
+    with mock.patch.object(bits, "find_spec", return_value=None):
+        assert list(bits.compressors()) == ["zlib-1", "zlib-6"]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.002, 0.3])
+def test_others_bring_back_every_bit(share: float) -> None:
+    generator = torch.Generator().manual_seed(2)
+    reference = torch.randn(5000, generator=generator).bfloat16()
+    moved = torch.rand(5000, generator=generator) < share
+    values = (reference.view(torch.int16) + moved.to(torch.int16)).view(torch.bfloat16)
+    found = others.others()
+    assert len(found) == 5
+    for name, way in found.items():
+        back = way.decode(way.encode(reference, values), reference)
+        assert torch.equal(back.view(torch.int16), values.view(torch.int16)), name
+    assert len(found["int32 + bf16"].encode(reference, values)) == 6 * int(moved.sum())
+
+
+def test_a_run_of_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench_deltas.py", "--width", "64", "--layers", "1", "--warmup", "2", "--settle"]
+    command += ["1", "--rates", "1e-3", "--mbytes", "1", "--repeats", "1"]
+    threads = torch.get_num_threads()
+    try:
+        with mock.patch.object(sys, "argv", command):
+            assert bench_deltas.main() == 0
+    finally:
+        torch.set_num_threads(threads)
+    shown = capsys.readouterr().out
+    assert "| stepcode |" in shown and "| encode x copy |" in shown
+    assert "| int32 + bf16: decode GB/s |" in shown
+
+
+def test_missed_targets_are_named() -> None:
+    row = {"stepcode": 4.5, "entropy": 4.0, "changed": 0.8}
+    sparse = {
+        "stepcode": 0.2, "entropy": 0.19, "changed": 0.02, "encode GB/s": 0.5, "decode GB/s": 2.0,
+    }  # fmt: skip
+    missed = bench_deltas.missed_targets({"0.001": row, "1e-06": sparse})
+    assert len(missed) == 4 and "1.125 times the entropy" in missed[0]
+    assert "10.00 bits a changed value" in missed[3]
+    few = {"stepcode": 0.2, "changed": 0.04, "int32 + bf16": 1.1, "gaps, zstd-1": 0.45}
+    few["gaps, zstd-1: encode GB/s"] = 0.1
+    assert bench_deltas._missed_by_few(few | {"gaps, zstd-3": 0.6}) == [
+        "0.18 of int32 + bf16, expected 0.17", "0.44 of gaps, expected 0.4",
+    ]  # fmt: skip
+    assert bench_deltas._missed_by_few({"stepcode": 0.2, "changed": 0.04}) == []
+
+
+def test_a_trace_is_one_step() -> None:
+    (trace,) = traces.traces(traces.Size(64, 1, batch=1), [1e-6], warmup=1, settle=1)
+    assert trace.values.dtype == torch.bfloat16
+    assert 0 < int((trace.values != trace.reference).sum()) < 0.2 * trace.values.numel()
+    assert math.isfinite(float(trace.values.float().abs().max()))
+
+
+def test_models_know_what_their_context_says() -> None:
+    """Steps that repeat the last one take no bits where it is known, and one each where it is not.
+
+    Symbols and extra bits are those of the codec: together they name the step.
+    """
+    generator = torch.Generator().manual_seed(3)
+    moves = torch.randint(0, 2, (1 << 16,), generator=generator, dtype=torch.int16) * 2 - 1
+    start = torch.full((1 << 16,), 1.5, dtype=torch.bfloat16)
+    now, then = ((start.view(torch.int16) + n * moves).view(torch.bfloat16) for n in (1, 2))
+    trace = traces.Trace(1e-3, now, then, start, torch.zeros(1 << 16, dtype=torch.uint8))
+    found = models.models(trace)
+    assert found["the exponent (stepcode)"] == pytest.approx(1.0, abs=0.01)
+    assert found["where it went in the last step"] < 0.01
+    assert found["the kind of the tensor"] == pytest.approx(1.0, abs=0.01)
+    moved = np.array([0, 1, -1, 15, 16, -16, 100, -3000])
+    symbols, extra = models.symbols_of(moved)
+    assert symbols.tolist() == [0, 2, 1, 30, 32, 31, 42, 61] and extra.tolist()[:4] == [0] * 4
+    assert extra.tolist()[4:] == [3, 0, 5, 10]
+
+
+def test_kinds_are_those_of_a_layer() -> None:
+    model = traces.SmallGpt(traces.Size(64, 2))
+    kinds = traces.kinds_of(model)
+    assert len(kinds) == len(traces.flat(model)) and int(kinds.max()) + 1 < len(
+        list(model.parameters())
+    )
+
+
+def test_rewards_are_of_the_answer() -> None:
+    """An answer earns its share of small letters; models are of the size that is claimed."""
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    texts = tuned.Texts()
+    small = torch.tensor(texts._tokenizer.encode("some words").ids)
+    assert texts.rewards(small[None]).tolist() == [1.0]
+    assert texts.rewards(torch.tensor([texts._tokenizer.encode("A7").ids])).tolist() == [0.0]
+    for name in tuned.NAMES:
+        assert sum(weight.numel() for weight in tuned.made(name).parameters()) > 10e6
+
+
+def test_traces_of_tuning_have_a_name_and_a_step() -> None:
+    """The step is that of the new optimizer after ``settle`` others."""
+    model = torch.nn.Linear(64, 64)
+    found = tuned._step("m tuning", model, lambda: model(torch.ones(64)).square().sum(), 1e-6, 1)
+    assert found.label == "m tuning 1e-06" and found.rate == 1e-6
+    moved = (found.values != found.reference).float().mean()
+    assert 0 < moved < 0.2 and (found.reference != found.before).any()
+    made = traces.Trace(1e-3, found.values, found.values, found.values, found.kinds)
+    assert made.label == "0.001"

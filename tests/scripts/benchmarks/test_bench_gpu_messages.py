@@ -1,0 +1,46 @@
+"""Rows of bench_gpu.py that go through channels, on a GPU that keeps account; time on a device."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from tests.paths import SCRIPTS
+from tests.stand_ins.gpu.common import QUIET
+from tests.stand_ins.gpu.machine import DEVICE
+from tests.stand_ins.gpu.pretended import pretended
+
+sys.path.insert(0, str(SCRIPTS))
+
+from benchmarks.gpu_bench import measure, messages, ours
+
+
+@QUIET
+@pytest.mark.parametrize("name", ["blockint 8", "blockint 4, rotate"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_messages_wait_for_nothing(name: str, dtype: torch.dtype) -> None:
+    """So what the host needs for them is the time to submit them."""
+    with torch.no_grad(), pretended(messages.RANKS, messages.ME) as gpu:
+        values = torch.zeros(1 << 16, dtype=dtype, device=DEVICE)
+        with messages.group_without_wire():
+            kinds = messages.Messages(ours.codecs()[name], values).kinds()
+            for run in kinds.values():
+                run()
+                run()
+        assert len(kinds) == 6 and not gpu.waits
+
+
+def test_groups_without_a_wire_leave_nothing_behind() -> None:
+    """A run makes 120 of them, and an error of it would have as many prefixes in every line."""
+    before = sys.excepthook
+    for _ in range(2):
+        with messages.group_without_wire():
+            assert torch.distributed.get_world_size() == messages.RANKS
+    assert sys.excepthook is before and not torch.distributed.is_initialized()
+
+
+def test_the_device_is_busy_until_the_host_has_queued_what_is_timed() -> None:
+    """A collective takes a host longer than a flush takes a GPU; some peers wait for the GPU."""
+    assert [measure.flushes(host * 1e-6, 90e-6) for host in (5, 50, 130, 10**6)] == [1, 1, 3, 16]

@@ -1,0 +1,116 @@
+"""What memory messages are told to take is what their buffers take, on CPUs and as on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridcomp.codecs import Codec, make_codec
+from hybridcomp.collectives import Meter
+from hybridcomp.collectives.wire import POOL, transport
+from hybridcomp.config.rank_messages import RankMessages, Way, buffer_nbytes, staged_nbytes
+from tests.collectives.calls import all_reduce
+from tests.collectives.common import values_of
+from tests.paths import SCRIPTS
+from tests.ranks import RunRanks
+from tests.stand_ins.counted_staging import CountedStaging
+from tests.stand_ins.held import Held
+
+N = 1 << 18
+CODEC = make_codec("blockint", bits=4)
+WAYS: dict[str, Way] = {
+    "all_reduce": "sum", "all_reduce feedback": "sum", "reduce_scatter": "scatter",
+    "all_gather": "gather", "all_to_all": "exchange", "all_to_all uneven": "exchange",
+    "to all as owners": "own",
+}  # fmt: skip
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("benchmarks.bench_host")
+
+
+@contextlib.contextmanager
+def group(bench: Any, fused: bool, ranks: int) -> Iterator[None]:
+    """A group without a wire, with kernels of this CPU or as a GPU launches them."""
+    with bench.as_on_a_gpu(ranks) if fused else bench.group_without_wire(ranks):
+        yield
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("ranks", [4, 8, 64])
+def test_buffers_in_one_level(bench: Any, fused: bool, ranks: int) -> None:
+    with group(bench, fused, ranks):
+        made = bench.Messages(CODEC, torch.randn(N).bfloat16(), ranks)
+        runs = {**made.kinds(), **made.buckets()}
+        for name, way in WAYS.items():
+            sent = RankMessages((N,), way, torch.bfloat16, ranks, on_gpu=fused, copied=False)
+            with Held() as held:
+                runs[name]()
+            told = buffer_nbytes(sent, CODEC)
+            assert told == pytest.approx(held.most, rel=0.03), (name, ranks)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_buffers_in_two_levels(bench: Any, fused: bool) -> None:
+    ranks, kinds = 8, importlib.import_module("benchmarks.gpu_bench.group_messages")
+    with group(bench, fused, ranks):
+        made = kinds.GroupMessages(CODEC, torch.bfloat16, ranks)
+        made.whole = made.stretch = torch.zeros(N, dtype=torch.bfloat16)
+        made.shards = kinds.Shards(made.whole, N // ranks)
+        made.shard = made.shards[kinds.ME]
+        column = 2 * N // kinds.WIDTH  # what a gather brings between nodes is a new tensor
+        ways: tuple[tuple[Callable[[], object], Way, int], ...] = (
+            (made.deep_all_reduce, "sum", 0), (made.deep_scatter, "scatter", 0),
+            (made.deep_gather, "gather", column),
+        )  # fmt: skip
+        for run, way, others in ways:
+            with Held() as held:
+                run()
+            sent = RankMessages((N,), way, torch.bfloat16, ranks, kinds.WIDTH, fused)
+            assert buffer_nbytes(sent, CODEC) == pytest.approx(held.most + others, rel=0.03), way
+
+
+def _of_a_sum(codec: Codec) -> int:
+    """The bytes that this rank's buffers take in an all-reduce over gloo."""
+    values = values_of(dist.get_rank(), N, torch.bfloat16)
+    with Held() as held:
+        all_reduce(values, codec, None, meter=Meter()).wait()
+    return held.most
+
+
+@pytest.mark.parametrize("name", ["radix", "expcode"])
+def test_buffers_of_payloads_that_vary(on_ranks: RunRanks, name: str) -> None:
+    """Room for the longest: a lossy codec sends sums in fp32, which may take twice that of bf16."""
+    codec = make_codec(name)
+    told = buffer_nbytes(RankMessages((N,), "sum", torch.bfloat16, 3, on_gpu=False), codec)
+    for most in on_ranks(3, _of_a_sum, codec):
+        assert 0.8 * told < most < 1.03 * told  # what of them this rank fills is shorter
+
+
+@pytest.mark.parametrize("ranks", [4, 64])
+def test_copies_on_the_host(bench: Any, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with group(bench, True, ranks):
+        made = bench.Messages(CODEC, torch.randn(N).bfloat16(), ranks)
+        runs = {**made.kinds(), **made.buckets()}
+        for name, way in WAYS.items():
+            staging = CountedStaging()
+            monkeypatch.setattr(transport, "STAGING", staging)
+            runs[name]()
+            sent = RankMessages((N,), way, torch.bfloat16, ranks, staged=True)
+            assert staging.most == pytest.approx(staged_nbytes(sent, CODEC), rel=0.03), name
+            assert not staged_nbytes(RankMessages((N,), way, torch.bfloat16, ranks), CODEC)
+
+
+def test_nothing_is_counted_outside() -> None:
+    with Held() as held:
+        POOL.give(POOL.take(1 << 10, torch.device("cpu")))
+    POOL.give(POOL.take(1 << 12, torch.device("cpu")))
+    assert held.most == 1 << 10 and held.now == 0

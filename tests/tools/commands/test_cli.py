@@ -1,0 +1,387 @@
+"""The command line, in process and once as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridcomp.channels import checkpoint_note
+from hybridcomp.config import CompressionConfig
+from hybridcomp.tools.commands import cli
+from tests.paths import ROOT
+
+CONFIGS = ROOT / "configs"
+
+
+def write(folder: Path, content: Any) -> str:
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def test_validate_prints_the_resolved_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = CONFIGS / "ds_zero2_recommended.json"
+    assert cli.main(["validate", str(path), "--world-size", "2", "--no-pipeline"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{path}: valid, digest ")
+    assert "dp            blockint(bits=4)" in out and "error feedback" not in out
+    feedback = write(tmp_path, {"preset": "recommended", "dp": {"error_feedback": True}})
+    assert cli.main(["validate", feedback]) == 0
+    assert "less than bf16, error feedback" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("ds_*.json")), ids=lambda p: p.stem)
+def test_validate_accepts_every_committed_file(path: Path) -> None:
+    flags = ["--pipeline"] if "pipe" in path.stem else ["--no-pipeline"]
+    assert cli.main(["validate", str(path), "--no-moe", *flags]) == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "fragment"),
+    [
+        ({"compression": {"dp": "rdx"}}, [], "hybridcomp: compression.dp.codec: found"),
+        ({"compression": {"pp": "mpc"}}, ["--no-pipeline"], "compression.pp: found a model that"),
+        ({"compression": {"ep": "mpc"}}, ["--no-moe"], "compression.ep: found a model without"),
+        ({"dp": "bf16", "min_bytes": -1}, [], "compression.min_bytes: found -1"),
+        (
+            {
+                "compression": {"dp": "bf16"},
+                "zero_optimization": {"stage": 1, "reduce_scatter": False},
+            },
+            [],
+            'compression.dp: found "zero_optimization.reduce_scatter": false',
+        ),
+    ],
+)
+def test_validate_refuses_in_one_line(
+    content: Any,
+    flags: list[str],
+    fragment: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["validate", write(tmp_path, content), *flags]) == cli.BAD_INPUT
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert fragment in captured.err
+
+
+def test_validate_says_that_a_ledger_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, {"dp": "bf16", "ledger": {"jsonl": f"{tmp_path}/none/ledger.jsonl"}})
+    assert cli.main(["validate", file]) == 0
+    assert "cannot be written" not in capsys.readouterr().out  # the folder would be made
+    file = write(tmp_path, {"dp": "bf16", "ledger": {"jsonl": str(tmp_path)}})
+    assert cli.main(["validate", file]) == 0
+    said = capsys.readouterr().out
+    assert f"compression.ledger.jsonl: {tmp_path} cannot be written here (Is a directory)" in said
+
+
+def test_validate_bare_block_and_no_block(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["validate", write(tmp_path, {"preset": "recommended", "tp": "none"})]) == 0
+    assert "valid (a bare block)" in capsys.readouterr().out
+    assert cli.main(["validate", write(tmp_path, {"train_batch_size": 8})]) == 0
+    assert 'there is no "compression" block' in capsys.readouterr().out
+    off = {"compression": {"preset": "recommended", "enabled": False}}
+    assert cli.main(["validate", write(tmp_path, off)]) == 0
+    assert "the block is not enabled" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("neox/*.yml")), ids=lambda p: p.stem)
+def test_validate_reads_the_block_of_a_gpt_neox_file(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["validate", str(path)]) == 0
+    assert f"{path}: valid, digest " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "fragment"),
+    [
+        (
+            {"zero_optimization": {"stage": 1, "compression": {"dp": "bf16"}}},
+            "zero_optimization.compression: found 'a block where nothing reads it'",
+        ),
+        ({"deepspeed_extra_args": {"compression": {"dp": "rdx"}}}, "compression.dp.codec: found"),
+        (
+            {
+                "deepspeed_extra_args": {"compression": {"tp": "bf16"}},
+                "model_parallel_size": 2, "te_mha": True,
+            },
+            "compression.tp: found layers of Transformer Engine",
+        ),
+    ],
+)  # fmt: skip
+def test_validate_finds_blocks_that_are_elsewhere(
+    content: Any, fragment: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["validate", write(tmp_path, content)]) == cli.BAD_INPUT
+    assert fragment in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "start"),
+    [
+        ({"compression": {"dp": "bf16"}}, "deepspeed --module hybridcomp.run SCRIPT"),
+        ({"deepspeed_extra_args": {"compression": {"dp": "bf16"}}}, "-m hybridcomp.patches.neox"),
+        ({"dp": "bf16"}, "HYBRIDCOMP_CONFIG="),
+    ],
+)
+def test_validate_ends_with_the_command_that_starts_the_job(
+    content: Any, start: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, content)
+    assert cli.main(["validate", path]) == 0
+    _, _, end = capsys.readouterr().out.partition("start with  ")
+    assert start in end and path in end
+    assert end.endswith("started in another way, the job compresses nothing\n")
+
+
+def test_validate_tells_files_that_only_deepspeed_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"compression": {"dp": "bf16"} // gradients\n}')
+    assert cli.main(["validate", str(path)]) == 0
+    assert "Hugging Face's Trainer and Accelerate read JSON only" in capsys.readouterr().out
+
+
+def test_validate_says_what_a_resumed_job_takes_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    feedback = {"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}}
+    folder, other = tmp_path / "run" / "global_step5", tmp_path / "plain"
+    other.mkdir()
+    config = CompressionConfig.parse(feedback)
+    checkpoint_note.write(folder, config, 5, 1, [checkpoint_note.RESIDUALS])
+    (tmp_path / "run" / "latest").write_text("global_step5")
+    words = ["--checkpoint", str(tmp_path / "run")]
+    path = write(tmp_path, {"compression": {**feedback, "min_bytes": 7}})
+    assert cli.main(["validate", path, *words]) == cli.BAD_INPUT
+    assert "no hybridcomp_residuals_rank_00000.pt" in capsys.readouterr().err
+    (folder / "hybridcomp_residuals_rank_00000.pt").touch()
+    assert cli.main(["validate", path, *words]) == 0
+    out = capsys.readouterr().out
+    assert f"checkpoint {folder}: step 5 of 1 ranks" in out
+    assert "note: compression.min_bytes is 7, and was 65536 in that run" in out
+    assert "takes over: what error feedback has left out so far" in out and "WARNING" not in out
+    for content in ({"train_batch_size": 8}, {"compression": {"dp": "bf16"}}):
+        assert cli.main(["validate", write(tmp_path, content), *words]) == 0
+        assert "WARNING" in capsys.readouterr().out
+    assert cli.main(["validate", path, "--checkpoint", str(other)]) == 0
+    assert "residuals start at zero" in capsys.readouterr().out
+    assert cli.main(["validate", path, "--checkpoint", str(tmp_path / "no")]) == cli.BAD_INPUT
+    assert "expected the folder of a checkpoint" in capsys.readouterr().err
+
+
+def test_seams_are_listed_without_deepspeed() -> None:
+    """As on a machine that has it not."""
+    code = (
+        "import sys\n"
+        "class Without:\n"
+        "    def __init__(self, finder): self.finder = finder\n"
+        "    def __getattr__(self, name): return getattr(self.finder, name)\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] != 'deepspeed':\n"
+        "            return self.finder.find_spec(name, path, target)\n"
+        "sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]\n"
+        "from hybridcomp.tools.commands.cli import main\n"
+        "raise SystemExit(main(['seams']))\n"
+    )
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    assert "| `offload` |" in found.stdout and "| `tp` |" in found.stdout
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = f"{sys.executable} -m hybridcomp.tools.commands.cli schema | head -n 1"
+    found = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (found.returncode, found.stdout, found.stderr) == (0, "{\n", "")
+
+
+def test_validate_shows_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = {"bf16": {"enabled": True}, "compression": {"preset": "zhybrid"}}
+    assert cli.main(["validate", write(tmp_path, content), "--world-size", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "note: zero, tp, pp: zfp(rate=16) takes 16 bits a value and saves nothing" in out
+    assert "note: dp, zero, tp, pp: one rank" in out
+
+
+def test_validate_holds_levels_to_the_number_of_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, {"dp": "blockint", "hierarchy": [8, 4]})
+    assert cli.main(["validate", path, "--world-size", "64"]) == 0
+    assert "nodes of 8 ranks, units of 4 nodes" in capsys.readouterr().out
+    assert cli.main(["validate", path, "--world-size", "48"]) != 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "compression.hierarchy: found [8, 4]; the job has 6 nodes, no multiple of 4" in line
+
+
+def test_schema_is_what_is_committed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["schema"]) == 0
+    committed = (CONFIGS / "compression.schema.json").read_text()
+    assert json.loads(capsys.readouterr().out) == json.loads(committed)
+
+
+def test_missing_file_and_missing_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["validate", str(tmp_path / "no.json")]) == cli.BAD_INPUT
+    assert "no such file" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        cli.main([])
+    assert caught.value.code == 2
+
+
+def test_process_validates_without_deepspeed() -> None:
+    code = (
+        "import sys; from hybridcomp.tools.commands.cli import main\n"
+        "status = main(['validate', sys.argv[1]])\n"
+        "assert 'deepspeed' not in sys.modules\n"
+        "raise SystemExit(status)\n"
+    )
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(CONFIGS / "ds_zero3_recommended.json")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert result.returncode == 0, result.stderr
+    assert "valid" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.yml", "compression:\n  dp: rdx\n", "compression: found a block at the top of a"),
+        (
+            "a.yml",
+            "pipe_parallel_size: 2\nnum-layers: 4\ncompression:\n  dp: bf16\n",
+            "move it to deepspeed_extra_args.compression",
+        ),
+        (
+            "a.json",
+            '{"pipe_parallel_size": 2, "compression": {"dp": "bf16"}}',
+            "move it to deepspeed_extra_args.compression",
+        ),
+        (
+            "a.yml",
+            "num_layers: 4\ndeepspeed_extra_args:\n  compression:\n"
+            "    dp: {codec: blockint, bits: 40}\n",
+            "compression.dp.bits: found 40",
+        ),
+        ("a.yml", "dp:\n  - 4\n", "compression.dp: found [4]"),
+        ("a.yml", "dp:\n  codec: blokint\n", "did you mean 'blockint'"),
+        ("a.yml", "a: [1\n", "expected valid YAML"),
+        ("a.yml", "- 1\n- 2\n", "found 'list'"),
+        (
+            "a.json",
+            '{"zero_optimisation": {"stage": 3}, "compression": {"dp": "bf16"}}',
+            'zero_optimisation: found {"stage": 3}; DeepSpeed ignores a key that it does not know; '
+            "did you mean 'zero_optimization'?",
+        ),
+        ("a.json", '{"zero_optimisation": {}, "train_batch_size": 8}', "'zero_optimization'?"),
+        (
+            "a.json",
+            '{"gradient_acumulation_steps": 8, "compression": {"dp": "bf16"}}',
+            "did you mean 'gradient_accumulation_steps'?",
+        ),
+        (
+            "a.yml",
+            "num_layers: 2\ndeepspeed_extra_arg:\n  compression: {dp: bf16}\n",
+            "did you mean 'deepspeed_extra_args'?",
+        ),
+        ("a.yml", "deepspeed_extra_args: 3\n", "deepspeed_extra_args: found 3; expected an object"),
+        (
+            "a.yml",
+            "deepspeed_extra_args: {compression: {dp: bf16}}\npipe_parallel_size: two\n",
+            "pipe_parallel_size: found 'two'; expected a whole number",
+        ),
+    ],
+)
+def test_validate_finds_the_right_line(
+    name: str, text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """YAML in blocks was read as Hjson, and keys that DeepSpeed ignores were valid."""
+    pytest.importorskip("yaml")
+    (tmp_path / name).write_text(text)
+    assert cli.main(["validate", str(tmp_path / name)]) == cli.BAD_INPUT
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_validate_reads_yaml_in_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("yaml")
+    path = tmp_path / "neox.yml"
+    path.write_text(
+        "num-layers: 4\npipe-parallel-size: 2\ndeepspeed-extra-args:\n  compression:\n"
+        "    dp:\n      codec: blockint\n      bits: 4  # as planned\n"
+    )
+    assert cli.main(["validate", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "valid, digest" in said and "blockint(bits=4)" in said
+    assert "python -m hybridcomp.patches.neox" in said
+    block = tmp_path / "block.yaml"
+    block.write_text("preset: recommended\ntp: none\n")
+    assert cli.main(["validate", str(block)]) == 0
+    assert "valid (a bare block)" in capsys.readouterr().out
+
+
+def test_keys_of_deepspeed_are_not_taken_for_misspelt_ones(tmp_path: Path) -> None:
+    keys = ["gradient_accumulation_dtype", "bfloat16", "zero_allow_untested_optimizer", "amp",
+            "gradient_clipping", "gradient_predivide_factor", "zero_force_ds_cpu_optimizer",
+            "train_micro_batch_size", "steps_per_print", "data_types", "communication_data_type",
+            "sparse_gradients", "prescale_gradients", "checkpoint", "compile", "pipeline",
+            "activation_checkpointing", "wall_clock_breakdown"]  # fmt: skip
+    path = write(tmp_path, {"compression": {"dp": "bf16"}, **dict.fromkeys(keys, None)})
+    assert cli.main(["validate", path]) == 0
+
+
+def test_help_says_what_hybridcomp_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "compresses the network traffic of distributed training" in said and "`" not in said
+
+
+def test_the_page_of_commands_has_those_of_the_command_line() -> None:
+    import re
+
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    on_page = set(
+        re.findall(
+            r"^\| `(?:hybridcomp |python -m hybridcomp\.(?:tools\.|patches\.)?)(\w+)", page, re.M
+        )
+    )
+    choices = next(one.choices for one in cli._parser()._actions if one.dest == "==SUPPRESS==")
+    assert choices is not None and on_page - {"run", "neox"} == set(choices)
+
+
+def test_a_ledger_of_a_name_is_told_how_to_write_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, {"compression": {"dp": "bf16", "ledger": "ledger.jsonl"}})
+    assert cli.main(["validate", path]) == cli.BAD_INPUT
+    said = capsys.readouterr().err
+    assert 'expected an object; write {"jsonl": "ledger.jsonl"}' in said

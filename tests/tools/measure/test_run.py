@@ -1,0 +1,296 @@
+"""A whole measurement on real ranks, with little of everything."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from hybridcomp.codecs import make_codec
+from hybridcomp.collectives.topology import Nodes
+from hybridcomp.errors import ConfigError
+from hybridcomp.tools.commands import cli, doctor
+from hybridcomp.tools.measure import (
+    channels,
+    coders,
+    command,
+    kernels,
+    links,
+    messages,
+    options,
+    report,
+    trainings,
+)
+from hybridcomp.tools.measure.block import BlockSize, TransformerBlock
+from hybridcomp.tools.measure.clock import HostCallClock, Run
+from hybridcomp.tools.measure.run import measure
+from hybridcomp.tools.measure.team import Team, TimeBudget, sites_of
+from hybridcomp.tools.plan.machines import cluster_file
+from hybridcomp.tools.plan.machines.cluster import Cluster
+from hybridcomp.tools.plan.machines.rows import Coding, Rank
+from tests.ranks import RunRanks
+
+SMALL = kernels.TimedSizes((32,), (BlockSize(1, 32, 64),), (1 << 12,), (1 << 12,))
+
+
+@contextlib.contextmanager
+def little(stages: tuple[int, ...] = ()) -> Iterator[None]:
+    """Few and small cases, so that a measurement takes a second."""
+    codecs = [make_codec("blockint", bits=4), make_codec("blockint"), make_codec("expcode")]
+    with (
+        mock.patch.object(kernels, "CPU", SMALL),
+        mock.patch.object(coders, "settings", lambda: codecs),
+        mock.patch.dict(coders.NUMELS, {"cpu": (1 << 10, 1 << 12, 1 << 14)}),
+        mock.patch.dict(coders.COPIES, {"cpu": (1 << 12,)}),
+        mock.patch.dict(coders.SIDE, {"cpu": 64}),
+        mock.patch.object(links, "SIZES", (1 << 12, 1 << 14, 1 << 16)),
+        mock.patch.object(links, "BUSY_SIZES", (1 << 14,)),
+        mock.patch.object(messages, "NUMELS", (1 << 10, 1 << 13)),
+        mock.patch.dict(channels.NUMELS, {"cpu": (1 << 10, 1 << 13)}),
+        mock.patch.object(trainings, "ZERO_STAGES", stages),
+        mock.patch.object(trainings, "LEAST", 1),
+    ):
+        yield
+
+
+def measured(ranks_per_node: int, stages: tuple[int, ...] = ()) -> Cluster:
+    with little(stages):
+        return measure(torch.device("cpu"), 1.0, hierarchy=ranks_per_node)
+
+
+def test_two_ranks(on_ranks: RunRanks, tmp_path: Path) -> None:
+    cluster, other = on_ranks(2, measured, 2, (2,))
+    assert cluster == other
+    assert (cluster.world_size, cluster.nodes) == (2, 1)
+    operations = {row.operation for row in cluster.links}
+    assert operations == {"send", *links.COLLECTIVES} == {row.operation for row in cluster.encoded}
+    assert {row.beside for row in cluster.links} == {"alone", "compute"}  # no other group
+    assert {(row.dimension, row.operation) for row in cluster.channels} == set(channels.MESSAGES)
+    assert {row.setting for row in cluster.channels} == {"none", "blockint(bits=8)", "expcode()"}
+    assert all(row.seconds.value > 0 < row.direct.value for row in cluster.channels)
+    assert {row.setting for row in cluster.codecs} == {
+        "blockint(bits=4)", "blockint(bits=8)", "expcode()",
+    }  # fmt: skip
+    assert {row.rank for row in cluster.kernels} == {0, 1}
+    assert all(row.seconds.value > 0 for row in (*cluster.links, *cluster.encoded))
+    assert all(rank.flops["fp32"].value > 0 for rank in cluster.ranks)
+    assert cluster.made["backend"] == "gloo"
+    kept = [row.kept_nbytes for row in cluster.kernels if row.kind == "block_forward"]
+    assert min(kept) > 14 * 32 * 64 * 2
+    assert [(row.zero_stage, row.blocks, bool(row.block)) for row in cluster.trainings] == [
+        (2, trainings.FEW, False), (2, trainings.MANY, False),
+        *[(2, trainings.MANY, True)] * len(trainings.STYLES),
+    ]  # fmt: skip
+    assert all(row.micro.value > 0 and row.last.value > 0 for row in cluster.trainings)
+    path = tmp_path / "cluster.json"
+    cluster_file.write(cluster, path)
+    again = cluster_file.read(path)
+    assert cluster_file.to_json(again) == cluster_file.to_json(cluster)
+    assert not again.overhead("all_reduce", 2, 1, "expcode()").host.assumed
+    parts = again.encoded_parts("all_reduce", "expcode()", "bf16", 5000, 4000, 2, 1)
+    assert min(part.value for part in parts) > 0
+    extra = again.overhead("send", 2, 1, "expcode()", "pp")
+    assert extra != again.overhead("send", 2, 1, "expcode()")  # its own rows, not collectives'
+
+
+def test_four_ranks_on_two_nodes(on_ranks: RunRanks) -> None:
+    cluster = on_ranks(4, measured, 2)[0]
+    assert [rank.node for rank in cluster.ranks] == [0, 0, 1, 1]
+    assert {(row.ranks, row.nodes) for row in cluster.links} == {(2, 1), (2, 2), (4, 2)}
+    busy = {(row.ranks, row.nodes) for row in cluster.links if row.beside == "groups"}
+    assert busy == {(2, 1), (2, 2)}  # the whole job is one group
+    of_channels = {(row.ranks, row.nodes, row.beside) for row in cluster.channels}
+    assert of_channels == {
+        (2, 1, "alone"), (2, 1, "groups"), (2, 2, "alone"), (2, 2, "groups"), (4, 2, "alone")
+    }  # fmt: skip
+    left = [row.compute_left for row in cluster.links if row.beside == "compute"]
+    assert all(one is not None and 0 <= one.low <= one.value <= one.high <= 1 for one in left)
+    text = "\n".join(report.lines(cluster))
+    assert "4 ranks on 2 nodes" in text
+    assert "2 ranks inside a node" in text
+
+
+def of_hosts() -> list[Coding]:
+    """What a rank of a GPU adds; here the host is all there is."""
+    team = Team(torch.device("cpu"), Nodes([0, 0], "the test"))
+    with little(), mock.patch.object(coders, "HOST_NUMELS", (1 << 10, 1 << 12)):
+        return coders.host_rows(team, TimeBudget(0.2, team).part(1.0, "hosts"))
+
+
+def test_hosts_of_gpus_code_and_step(on_ranks: RunRanks) -> None:
+    rows = on_ranks(2, of_hosts)[0]
+    assert {(row.direction, row.dtype) for row in rows} == {
+        (direction, dtype) for direction in ("encode", "decode") for dtype in ("fp32", "bf16")
+    }
+    assert all(row.seconds.value > 0 and row.beside == "alone" for row in rows)
+    cluster = Cluster((Rank(0, "a GPU"),), host_codecs=tuple(rows))
+    assert cluster.coding("expcode()", "bf16", 1 << 11, "decode", on_host=True).value > 0
+    kinds = [{case.kind for case in kernels._cases(torch.device(kind), ())}
+             for kind in ("cpu", "cuda")]  # fmt: skip
+    assert kinds[1] - kinds[0] == {"host_adam"}
+
+
+class Worked(HostCallClock):
+    """Counts what this thread worked, which other programs on the machine do not change."""
+
+    def seconds(self, run: Run, times: int = 1) -> float:
+        start = time.thread_time()
+        for _ in range(times):
+            run()
+        return (time.thread_time() - start) / times
+
+
+def slow_last() -> tuple[float, ...]:
+    """Speeds where the block of the last rank does everything five times."""
+    team = Team(torch.device("cpu"), Nodes([0, 0], "the test"))
+    forward = TransformerBlock.forward
+    times = 5 if team.rank == 1 else 1
+
+    def repeated(self: TransformerBlock, hidden: torch.Tensor) -> torch.Tensor:
+        for _ in range(times):
+            out = forward(self, hidden)
+        return out
+
+    sizes = kernels.TimedSizes((), (BlockSize(2, 64, 128),), (), ())
+    with (
+        mock.patch.object(TransformerBlock, "forward", repeated),
+        mock.patch.object(kernels, "CPU", sizes),
+    ):
+        part = TimeBudget(2.0, team).part(1.0, "blocks")
+        own = kernels.kernel_rows(team, Worked(), part)
+    rows = [row for rows in team.gather(own) for row in rows if row.kind == "block_forward"]
+    return Cluster(cluster_ranks(2), kernels=tuple(rows)).speeds
+
+
+def cluster_ranks(count: int) -> tuple[Any, ...]:
+    return (Rank(0, "CPU"),) * count
+
+
+def test_a_slow_rank_is_seen(on_ranks: RunRanks) -> None:
+    speeds = on_ranks(2, slow_last)[0]
+    assert speeds[0] == 1.0
+    assert speeds[1] < 0.6
+
+
+def started(path: str) -> int:
+    """As DeepSpeed's launcher starts it, with the rank among the arguments."""
+    with little():
+        local = f"--local_rank={os.environ['LOCAL_RANK']}"
+        return command.main([local, "--out", path, "--seconds", "1", "--ranks-per-node", "1"])
+
+
+def test_the_command_writes_a_file_that_doctor_shows(
+    on_ranks: RunRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.json"
+    assert on_ranks(2, started, str(path)) == [0, 0]
+    assert cluster_file.read(path).nodes == 2
+    told = list(doctor._cluster(path))
+    # messages that this machine was too slow for, and trainings, which this measurement has none of
+    lacks = ("it says nothing about messages of 8192", "it says nothing about small trainings")
+    assert all(mark == doctor.OK or text.startswith(lacks) for mark, text in told)
+    assert told[0][1].startswith("cluster measured: 2 ranks on 2 nodes: 2 x ")
+
+
+def test_doctor_on_missing_bad_and_foreign_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ((mark, text),) = doctor._cluster(None)
+    assert mark == doctor.INFO
+    assert "hybridcomp measure" in text
+    ((mark, text),) = doctor._cluster(tmp_path / "none.json")
+    assert mark == doctor.FAIL
+    foreign = Cluster(cluster_ranks(2))
+    cluster_file.write(foreign, "cluster.json")
+    *_, (mark, text) = doctor._cluster(None)
+    assert (mark, "not of machines like this one" in text) == (doctor.INFO, True)
+    lacks = [line for mark, line in doctor._cluster(None) if line.startswith("it says no")]
+    assert "channels" in lacks[0]  # as one of an earlier version
+
+
+def test_alone_it_says_how_it_is_started(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert cli.main(["measure"]) == command.NOT_STARTED
+    assert capsys.readouterr().out == options.HOW
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--seconds", "0"], "--seconds: found 0.0; expected a number above 0"),
+        (["--seconds", "inf"], "--seconds: found inf"),
+        (["--seconds", "nan"], "--seconds: found nan"),
+        (["--nodes-per-site", "1"], "--nodes-per-site: found '1'; expected 2 or more, or"),
+        (["--ranks-per-node", "0"], "--ranks-per-node: found 0; expected 1 or more"),
+        (["--block", "8x128"], "--block: found '8x128'"),
+        (["--out", "."], "--out: found '.'; expected a file, and it is a folder"),
+        (["--out", "none/cluster.json"], "none is no folder to write into"),
+        ([], "the ranks cannot meet: "),
+    ],
+)
+def test_what_it_cannot_do_is_said_before_it_measures(
+    more: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("DS_ACCELERATOR", "cpu")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert cli.main(["measure", *more]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def too_large() -> str:
+    with pytest.raises(ConfigError) as caught:
+        measure(torch.device("cpu"), 1.0, blocks=[BlockSize(1, 8, 1 << 24)])
+    return str(caught.value)
+
+
+def test_a_block_that_no_rank_has_room_for_is_refused(on_ranks: RunRanks) -> None:
+    assert all("take 2.7e+07 GB, more than a rank has" in said for said in on_ranks(2, too_large))
+
+
+def measured_sites() -> Cluster:
+    with little():
+        return measure(torch.device("cpu"), 2.0, hierarchy=[1, 2])
+
+
+def test_uplinks_of_sites_are_timed_and_planned_with(on_ranks: RunRanks, tmp_path: Path) -> None:
+    """Four nodes of one rank on two sites: both ranks of a site send at once."""
+    cluster, *others = on_ranks(4, measured_sites)
+    assert all(other == cluster for other in others) and cluster.nodes_per_site == 2
+    assert {(row.operation, row.beside) for row in cluster.uplinks} == {("send", "groups")}
+    assert {row.nbytes for row in cluster.uplinks} <= {2 << 12, 2 << 14, 2 << 16}
+    assert (2 << 12) in {row.nbytes for row in cluster.uplinks}
+    assert any(line.startswith("uplink of a site of 2 nodes: ") for line in report.lines(cluster))
+    file = tmp_path / "cluster.json"
+    cluster_file.write(cluster, file)
+    found = cluster_file.read(file)
+    for read, row in zip(found.uplinks, cluster.uplinks, strict=True):
+        assert (read.operation, read.nbytes) == (row.operation, row.nbytes)
+        assert read.seconds.value == pytest.approx(row.seconds.value, rel=1e-3)
+    assert found.sites_of(range(4)) == 2
+    slow = replace(found, uplinks=tuple(
+        replace(row, seconds=row.seconds.times(1e6)) for row in found.uplinks))  # fmt: skip
+    near, far = (slow.seconds("all_reduce", 1 << 14, 2, 2, sites=sites).value for sites in (1, 2))
+    assert far > 100 * near
+
+
+def test_nodes_of_sites_that_do_not_follow_each_other_are_refused() -> None:
+    assert sites_of(Nodes([0, 1, 2, 3], "test", [0, 0, 1, 1])) == (0, 0, 1, 1)
+    assert sites_of(Nodes([0, 1, 2, 3], "test")) == ()
+    for sites in ([0, 1, 0, 1], [0, 0, 0, 1]):
+        with pytest.raises(ConfigError, match="numbered one after the other"):
+            sites_of(Nodes([0, 1, 2, 3], "test", sites))

@@ -1,0 +1,313 @@
+"""``hybridcomp plan`` from the command line: a described cluster, a small model, all files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from hybridcomp.codecs.words import DTYPES
+from hybridcomp.config import load_config
+from hybridcomp.tools.commands import cli
+from hybridcomp.tools.plan.answer import arguments
+from hybridcomp.tools.plan.answer.command import fixed_of
+from hybridcomp.tools.plan.machines import cluster_file
+from hybridcomp.tools.plan.plan import Plan
+from hybridcomp.tools.plan.request import Engine
+from hybridcomp.tools.plan.search import budget
+from tests.paths import CONFIGS, ROOT
+
+CLUSTER: dict[str, Any] = {
+    "version": 1, "kind": "described", "nodes": 2, "ranks_per_node": 2, "device": "made",
+    "memory_gb": 4, "tflops": {"bf16": 50}, "memory_gbytes_per_second": 500,
+    "inside": {"gbytes_per_second": 20}, "between": {"gbytes_per_second": 0.2},
+    "codecs": {"blockint": {"gbytes_per_second": 100}, "expcode": {"gbytes_per_second": 50},
+               "mpc": {"gbytes_per_second": 50}}, "host": {"gbytes_per_second": 10},
+}  # fmt: skip
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024,
+    "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,
+    "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    (tmp_path / "cluster.json").write_text(json.dumps(CLUSTER))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return [
+        "plan", str(tmp_path / "config.json"), "--cluster", str(tmp_path / "cluster.json"),
+        "--samples", "16", "--length", "512", "--out", str(tmp_path / "plans"),
+    ]  # fmt: skip
+
+
+def test_islands_are_noted_beside_the_plans(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A note, as islands change a training; not where dp and zero hardly lengthen a step."""
+    alone = ["--fix", "tensor=1", "--fix", "stages=1", "--fix", "context=1", "--budget", "native"]
+    assert cli.main([*words, *alone]) == 0
+    assert "note: messages of dp and zero lengthen" in (said := capsys.readouterr().out)
+    block = json.loads(said.partition('"sync": ')[2].splitlines()[0])
+    assert block["islands"] == "node" and block["every"] >= 10
+    fast = {**CLUSTER, "between": {"gbytes_per_second": 1000}}
+    (tmp_path / "cluster.json").write_text(json.dumps(fast))
+    assert cli.main([*words, *alone]) == 0
+    assert "note: messages of dp" not in capsys.readouterr().out
+
+
+def test_a_plan_from_the_command_line(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*words, "--fix", "tensor=1", "--", "echo", "{stages}", "{config}"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("|  | step | interval |")
+    assert "Why the first beats the second:" in said and "start it with" in said
+    out = tmp_path / "plans"
+    plan = Plan.read(out / "plan.json")
+    assert plan.layout.tensor == 1 and plan.layout.ranks == 4
+    assert plan.choices.items, "the link between the nodes is slow: native would be strange"
+    block = load_config(out / "ds_config.json")
+    assert block is not None and block.planned is not None
+    assert [key for key, codec in block.codecs().items() if codec] == [
+        key for key in block.codecs() if not plan.choices[key].native
+    ]
+    assert f"exec echo {plan.layout.stages} " in (out / "start.sh").read_text()
+    every = [Plan.from_json(one) for one in json.loads((out / "plans.json").read_text())]
+    steps = [one.prediction.seconds for one in every]
+    assert every[0] == plan and steps == sorted(steps)
+    native = [*words, "--budget", "native"]
+    assert cli.main(native) == 0
+    slower = Plan.read(out / "plan.json")
+    assert not slower.choices.items
+    assert slower.prediction.seconds > plan.prediction.seconds
+
+
+@pytest.mark.nightly
+def test_what_the_cluster_lacks_is_said(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    (lacked,) = (note for note in notes if not note.startswith("note: ds_config.json"))
+    assert "says nothing about stepcode: no plan has these codecs" in lacked
+    assert cli.main([*words, "--offload"]) == 0
+    said = capsys.readouterr().out
+    assert "cluster.json says nothing about codecs on the hosts" in said
+    assert 'write "host_codecs" into it' in said
+    assert "steps there are planned as fast as on the devices" in said
+    assert 'write "host_memory_gbytes_per_second" into it' in said
+    # decided by the user, offload needs no --offload
+    fixed = ["--fix", "offload=true", "--fix", "zero_stage=2", "--fix", "stages=1"]
+    assert cli.main([*words, *fixed]) == 0
+    assert "nothing about the optimizer on the hosts" in capsys.readouterr().out
+    known = {**CLUSTER, "host_memory_gbytes_per_second": 50}
+    (tmp_path / "cluster.json").write_text(json.dumps(known))
+    assert cli.main([*words, "--offload"]) == 0
+    assert "optimizer on the hosts" not in capsys.readouterr().out
+    for field, said in (
+        ("memory_gbytes_per_second", "no matrix product, and the optimizer's step, is planned as"),
+        ("host", "no plan has its optimizer on the host"),
+    ):
+        few = {name: value for name, value in CLUSTER.items() if name != field}
+        (tmp_path / "cluster.json").write_text(json.dumps(few))
+        assert cli.main([*words, "--offload"]) == 0
+        shown = capsys.readouterr().out
+        assert said in shown and f'write "{field}" into it' in shown
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--budget", "medium"], "budget"),
+        (["--budget", '{"dp": '], "expected JSON"),
+        (["--fix", "tensors=2"], "fixed.tensors"),
+        (["--fix", "nodes=[[1]]"], "fixed.nodes: found"),
+        (["--fix", "tensor=0"], "fixed.tensor: found 0; expected a whole number of 1 or more"),
+        (["--fix", 'tensor="2"'], "fixed.tensor: found '2'"),
+        (["--fix", "tensor=true"], "fixed.tensor: found True"),
+        (["--fix", "tensor=3"], "none has tensor=3, as was decided"),
+        (["--fix", "zero_stage=4"], "expected 0, 1, 2 or 3"),
+        (["--fix", "zero_stage=2", "--fix", "stages=2"], "pipelines have ZeRO 0 and 1"),
+        (["--fix", "zero_stage=2", "--engine", "megatron"], "optimizer is ZeRO 1"),
+        (["--fix", "offload=2"], "expected true or false"),
+        (["--fix", "offload=true", "--fix", "stages=2"], "none that is possible has offload=True"),
+        (["--fix", "recompute=true"], "expected segments of layers"),
+        (["--fix", "recompute=[[1, 99]]"], "ends at layer 99, and the model has 10"),
+        (["--fix", "recompute=[[3, 1]]"], "expected segments of layers"),
+        (["--fix", "cuts=10"], "expected numbers of 0 or more"),
+        (["--fix", "cuts=[1, 2]"], "cuts [1, 2] hold 3 layers, and the model has 10"),
+        (["--fix", "cuts=[5, 5]", "--fix", "stages=4"], "are 2 chunks, and 4 are wanted"),
+        (["--fix", "slices=5"], "expected numbers of 1 or more"),
+        (["--fix", "slices=[3, 4]"], "slices hold 7 tokens, and a sample has 512"),
+        (["--fix", 'context_way="star"'], 'expected "ulysses" or "ring"'),
+        (
+            ["--fix", 'context_way="ulysses"', "--fix", "context=2", "--engine", "megatron"],
+            "as was decided",
+        ),
+        (["--fix", "micro_batch=5"], "none that is possible has micro_batch=5, as was decided"),
+        (["--ranks", "0"], "ranks: found 0; expected 1 or more"),
+        (["--most-micro-batch", "0"], "most_micro_batch: found 0"),
+        (["--fix", "tensor"], "expected NAME=VALUE"),
+        (["--ranks", "64"], "64 ranks are wanted, and the cluster has 4"),
+        (["--memory", "0.001"], "no plan: "),
+        (["--try", "2"], "expected -- and the command of a training"),
+        (["--try", "-1", "--", "train"], "--try: found -1"),
+        (
+            ["--try", "1", "--", "/no/such/train", "{config}{tensor}{stages}{cuts}"],
+            "/no/such/train",
+        ),
+        (["--plan", "plan.json"], "goes with --check RUN"),
+        (["--base", "nowhere.json"], "nowhere.json"),
+        (["--out", "/proc/none/plans"], "/proc/none"),
+        (["--budget", '{"dp": null}'], "budget.dp: found None; expected recommended"),
+        (["--budget", '{"dp": [1]}'], "budget.dp: found [1]"),
+        (["--budget", '{"dp": true}'], "budget.dp: found True"),
+        (
+            ["--dtype", "fp16"],
+            "--dtype: found 'fp16'; the cluster's file says how fast matrix products are in: bf16",
+        ),
+        (["--budget", '{"dp": {"codec": "zfp", "rate": 8}}'], "leave that codec out of the budget"),
+        (["--budget", '{"dp": {"codec": "zfp", "rate": 8}}'], "budget.dp: found 'zfp(rate=8)'"),
+        (["--cluster", "nowhere.json"], "nowhere.json: found 'no such file'; write it with"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    words: list[str], more: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*words, *more]) == cli.BAD_INPUT
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_codecs_without_a_price_are_named_once(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words += ["--fix", "stages=1", "--fix", "tensor=1", "--fix", "context=1"]
+    few = {**CLUSTER, "codecs": {"blockint": {"gbytes_per_second": 100}}}
+    (tmp_path / "cluster.json").write_text(json.dumps(few))
+    assert cli.main(words) == 0
+    said = capsys.readouterr().out
+    notes = [line for line in said.splitlines() if "says nothing about expcode, mpc" in line]
+    assert len(notes) == 1 and said.count("expcode") == 1
+    chosen = Plan.read(tmp_path / "plans" / "plan.json").choices
+    assert {choice.codec.name for _, choice in chosen if choice.codec} == {"blockint"}
+    # a bound is kept by the codec that is left; settings that nobody can price are an error
+    assert cli.main([*words, "--budget", '{"dp": 0.02}']) == 0
+    assert "says nothing about expcode, radix" in capsys.readouterr().out
+    (tmp_path / "cluster.json").write_text(json.dumps({**CLUSTER, "codecs": {}}))
+    assert cli.main(words) == 0
+    assert "says nothing about blockint, expcode, mpc" in capsys.readouterr().out
+    assert not Plan.read(tmp_path / "plans" / "plan.json").choices.items
+
+
+def test_the_bytes_between_nodes_are_said(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two levels most bytes stay inside of a node, where nothing is encoded."""
+    fixed = ["--fix", "stages=1", "--fix", "tensor=1", "--fix", "zero_stage=0"]
+    assert cli.main([*words, *fixed]) == 0
+    told = Plan.read(tmp_path / "plans" / "plan.json").prediction
+    # a ring of four leaves each of the two nodes over one link, for its two ranks
+    assert told.between_native_nbytes["dp"] == pytest.approx(told.native_nbytes["dp"] / 2, rel=1e-3)
+    assert told.between_nbytes["dp"] < told.between_native_nbytes["dp"] / 3
+    said = capsys.readouterr().out
+    assert "dp: " in said and ", between nodes " in said and "between nodes in all: " in said
+
+
+def test_the_dtype_is_one_that_the_cluster_knows(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cluster.json").write_text(json.dumps({**CLUSTER, "tflops": {"fp16": 50}}))
+    assert cli.main(words) == 0
+    assert Plan.read(tmp_path / "plans" / "plan.json").dtype == "fp16"
+    assert cli.main([*words, "--dtype", "bf16"]) == cli.BAD_INPUT
+    assert "fast matrix products are in: fp16" in capsys.readouterr().err
+
+
+def test_the_models_file_is_looked_for_first(capsys: pytest.CaptureFixture[str]) -> None:
+    batch = ["--samples", "8", "--length", "128", "--cluster", "none.json"]
+    assert cli.main(["plan", "nope.json", *batch]) == cli.BAD_INPUT
+    error = capsys.readouterr().err
+    assert "nope.json" in error and "none.json" not in error and error.count("\n") == 1
+
+
+@pytest.mark.nightly
+def test_the_pages_example_plans_models_of_7_and_of_20_billion(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The cluster of docs/planning.md, as it stands there, and one with room for 20B."""
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    described = page.split("```json")[1].split("```")[0]
+    (tmp_path / "cluster.json").write_text(described)
+    llama = {**CONFIG, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+             "num_attention_heads": 32}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(llama))
+    # of the search a part, which has all of its steps: tensor and micro_batch are decided
+    fixed = ["--fix", "micro_batch=1", "--fix", "tensor=2", "--no-recompute"]
+    assert cli.main([*words[:-5], "256", *words[-4:], *fixed]) == 0
+    assert "| 1 |" in capsys.readouterr().out
+    pytest.importorskip("yaml")
+    large = {**json.loads(described), "memory_gb": 80, "tflops": {"bf16": 300}}
+    (tmp_path / "cluster.json").write_text(json.dumps(large))
+    neox = [words[0], str(CONFIGS / "neox" / "20B.yml"), *words[2:], "--engine", "neox"]
+    assert cli.main([*neox, *fixed]) == 0
+    assert "| 1 |" in capsys.readouterr().out
+
+
+def test_options_without_effect_are_said(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*words, "--engine", "megatron", "--offload", "--own-cuts", "ring"]) == 0
+    said = capsys.readouterr().out
+    assert "note: --offload has no effect: plans of megatron have no optimizer" in said
+    assert "note: --own-cuts has no effect: megatron builds none of them" in said
+    assert cli.main([*words, "--offload"]) == 0
+    assert "no effect" not in capsys.readouterr().out
+    (tmp_path / "cluster.json").write_text(json.dumps({**CLUSTER, "device": "a CPU"}))
+    assert cli.main([*words, "--offload"]) == 0
+    assert "note: --offload has no effect: a CPU is its own host" in capsys.readouterr().out
+
+
+def test_a_plan_that_is_nowhere_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--check", ".", "--plan", str(tmp_path / "none.json")]) == 2
+    assert "none.json: No such file or directory" in capsys.readouterr().err
+
+
+def test_files_in_the_way_are_seen_before_the_search(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plans").write_text("")
+    assert cli.main(words) == cli.BAD_INPUT
+    shown = capsys.readouterr()
+    assert "--out: found" in shown.err and "it is a file" in shown.err and not shown.out
+
+
+def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan"]) == cli.BAD_INPUT
+    assert "MODEL" in capsys.readouterr().err
+    assert cli.main(["plan", "config.json"]) == cli.BAD_INPUT
+    assert "--samples" in capsys.readouterr().err
+
+
+def test_the_command_line_knows_what_the_planner_knows() -> None:
+    assert get_args(Engine) == arguments.ENGINES
+    assert tuple(DTYPES) == arguments.DTYPES
+    assert budget.NAMES == arguments.NAMES
+    assert cluster_file.DEFAULT == arguments.CLUSTER
+
+
+def test_fixed_values() -> None:
+    assert fixed_of(["tensor=2", "cuts=[1, 3]", "recompute=[[0, 2]]", "offload=true"]) == {
+        "tensor": 2, "cuts": (1, 3), "recompute": ((0, 2),), "offload": True,
+    }  # fmt: skip
+
+
+def test_options_of_the_users_command_are_not_ours() -> None:
+    own, command = arguments.split(
+        ["plan", "m", "--try", "2", "--", "torchrun", "--", "--try", "x"]
+    )
+    assert own == ["plan", "m", "--try", "2"]
+    assert command == ["torchrun", "--", "--try", "x"]

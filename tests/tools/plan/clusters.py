@@ -1,0 +1,37 @@
+"""Clusters and models that the planner's tests share, described by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hybridcomp.tools.plan.machines.cluster import Cluster
+from hybridcomp.tools.plan.machines.cluster_file import parse
+from hybridcomp.tools.plan.models.decoder import Decoder
+
+
+def cluster(
+    nodes: int = 1, ranks_per_node: int = 4, gbits: float = 1.0, memory_gb: float = 1.0,
+    speeds: Mapping[int, float] | None = None, **more: Any,
+) -> Cluster:  # fmt: skip
+    """CPUs of 50 GFLOP/s with a link of ``gbits`` between nodes, 10 times that inside."""
+    return parse({
+        "version": 1, "kind": "described", "nodes": nodes, "ranks_per_node": ranks_per_node,
+        "device": "a CPU", "memory_gb": memory_gb, "tflops": {"fp32": 0.05, "bf16": 0.05},
+        "inside": {"gbytes_per_second": 1.25 * gbits},
+        "between": {"gbytes_per_second": 0.125 * gbits},
+        "memory_gbytes_per_second": 10.0, "speeds": speeds or {},
+        "codecs": {
+            "blockint": {"gbytes_per_second": 1.1}, "expcode": {"gbytes_per_second": 0.8},
+            "mpc": {"gbytes_per_second": 0.36}, "radix": {"gbytes_per_second": 0.41},
+        },
+        "host": {"gbytes_per_second": 5.0}, **more,
+    })  # fmt: skip
+
+
+def small(blocks: int = 4, hidden: int = 256, vocabulary: int = 270) -> Decoder:
+    """The example model of the bench of trainings."""
+    return Decoder(
+        "small", hidden, blocks, 4, 4, hidden // 4, 4 * hidden, vocabulary, norm="rmsnorm",
+        rotary_copies=True, composed_norm=True, attention_copies=2, held_logits=True,
+    )  # fmt: skip
