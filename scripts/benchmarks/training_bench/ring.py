@@ -46,10 +46,11 @@ def reduce_scatter(
     after, before = _member(group, rank + 1), _member(group, rank - 1)
     for step in range(1, ranks):
         arrived = torch.empty_like(carried)
-        sending = dist.isend(carried, after, group=group)
-        dist.recv(arrived, before, group=group)
-        if sending is not None:
-            sending.wait()
+        # receive first: gloo tells a sender so behind what is being sent, which would then wait
+        moving = dist.irecv(arrived, before, group=group), dist.isend(carried, after, group=group)
+        for one in moving:
+            if one is not None:
+                one.wait()
         carried = arrived.add_(parts[(rank - 1 - step) % ranks])
     output.view(-1).copy_(carried.div_(ranks) if average else carried)
     return Done() if async_op else None

@@ -1,6 +1,6 @@
 """One rank: a training script as it is, with a stop watch and the NIC's counters around every step.
 
-worker.py train_gpt|bench.train_peer ARGUMENT ...   prints one line ``BENCH {...}`` at its end.
+worker.py train_gpt|benchmarks.train_peer ARGUMENT ...   prints one line ``BENCH {...}`` at its end.
 
 Where the bench gives turns (``turns``) every step waits for one.
 """

@@ -184,8 +184,8 @@ def test_counted_bytes_are_held_to_what_is_told_and_expected() -> None:
     assert count_bytes.missed([row]) == ["hpz recommended"]
     assert count_bytes.missed([{**row, "off": 0.009}]) == []
     assert count_bytes.missed([{**row, "off": 0.0, "off_expected": -0.021}]) == ["hpz recommended"]
-    told = "| ZeRO 3 with hpZ | recommended | 2x2 | 3.500 | 1.000 | 4.250 |"
-    assert told in count_bytes.table([row])
+    shown = "| ZeRO 3 with hpZ | recommended | 2x2 | 3.500 | 1.000 | 4.250 |"
+    assert shown in count_bytes.table([row])
 
 
 def test_what_is_counted_are_jobs_of_the_table_native_and_compressed() -> None:
