@@ -30,14 +30,12 @@ from typing import Any
 
 from hybridcomp.errors import AgreementError, PeerError
 from hybridcomp.sync.roster import Reached, Roster
-from hybridcomp.sync.store_line import KEY, StoreLine, awaited
+from hybridcomp.sync.store_line import KEY, WORD_S, StoreLine, awaited
 
 #: what an island says of a meeting: it stands, or it has left for good
 HERE, BYE = b"here", b"bye"
 #: seconds that ranks of an island wait for its first rank longer than that waits for others
 SLACK_S = 60.0
-#: seconds between two words on what an island waits for before it may join
-WORD_S = 60.0
 
 
 class Rendezvous:
@@ -93,8 +91,12 @@ class Rendezvous:
         return str(theirs["run"])
 
     def named(self, name: str | None) -> str:
-        """Return ``name``, or one that nobody has in this run."""
-        return name or str(self.line.add("names", 1) - 1)
+        """Return ``name``, or a number that nobody has, or has had, in this run."""
+        while not name:
+            found = str(self.line.add("names", 1) - 1)
+            taken = self.line.get(f"holders/{found}") or self.line.get(f"starts/{found}")
+            name = None if taken else found
+        return name
 
     def announce(self, name: str, reached: Reached) -> str:
         """Say that an island wants to join; return what it is called: the name, how often it came.

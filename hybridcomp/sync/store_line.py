@@ -29,6 +29,8 @@ T = TypeVar("T")
 KEY = "compression.sync.islands.rendezvous"
 #: seconds that one request may take, a piece of PIECE_NBYTES over a slow link among them
 REQUEST_S = 60.0
+#: seconds between two words on what is waited for before the island may join
+WORD_S = 60.0
 #: seconds between two looks at a key that is waited for: at first, and at most
 LOOK_S, SELDOM_S = 0.01, 0.2
 #: of a piece: what it belongs to, its index, how many there are
@@ -42,20 +44,28 @@ class StoreLine:
     Args:
         connect_s: seconds in which the rendezvous has to answer for the first time.
         request_s: seconds that a request may take.
+        say: is told every ``WORD_S`` that nobody listens there yet.
 
     All methods raise PeerError, one line that names the rendezvous, where it does not answer.
     """
 
     def __init__(
-        self, host: str, port: int, connect_s: float = 60.0, request_s: float = REQUEST_S
+        self,
+        host: str,
+        port: int,
+        connect_s: float = REQUEST_S,
+        request_s: float = REQUEST_S,
+        say: Callable[[str], object] = str,
     ) -> None:
         self.address, self._request_s = f"tcp://{host}:{port}", request_s
-        self._made_with = (host, port, connect_s, request_s)
+        self._made_with = (host, port, min(connect_s, REQUEST_S), request_s)
         self._requests: SimpleQueue[Callable[[], None] | None] | None = None  # of the thread
-        self._await_listener(host, port, connect_s)
-        limit = timedelta(seconds=connect_s)
+        began = time.monotonic()
+        self._await_listener(host, port, connect_s, say)
+        left_s = max(1.0, connect_s - time.monotonic() + began)
+        limit = timedelta(seconds=left_s)
         self._store: Any = self._within(
-            connect_s,
+            left_s,
             lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit),
         )
         self._store.set_timeout(timedelta(seconds=request_s / 2))
@@ -184,7 +194,7 @@ class StoreLine:
             return result[0]
         if problem:
             words = (str(problem[0]).strip() or type(problem[0]).__name__).splitlines()[0][:200]
-            raise self._gone(f"does not answer ({words})") from problem[0]
+            raise self._gone(f"does not answer ({words})") from None  # torch's text is pages long
         self._end()  # once the request has ended, if ever
         self._requests = None
         raise self._gone(f"has not answered for {seconds:g} s")
@@ -204,16 +214,25 @@ class StoreLine:
             self._end.atexit = False
         return self._requests
 
-    def _await_listener(self, host: str, port: int, seconds: float) -> None:
+    def _await_listener(
+        self, host: str, port: int, seconds: float, say: Callable[[str], object]
+    ) -> None:
         """Return once somebody listens there: torch fills the screen where nobody does."""
-        deadline = time.monotonic() + seconds
+        told = time.monotonic()
+        deadline = told + seconds
         while True:
             try:
-                socket.create_connection((host, port), timeout=max(0.1, seconds)).close()
+                socket.create_connection(
+                    (host, port), timeout=min(max(0.1, seconds), WORD_S)
+                ).close()
                 return
             except OSError as error:
-                if time.monotonic() >= deadline:
+                now = time.monotonic()
+                if now >= deadline:
                     raise self._gone(f"was not there for {seconds:g} s ({error})") from error
+                if now - told > WORD_S:
+                    told = now
+                    say(f"sync: nobody listens at {self.address} ({error}); waits for it")
             time.sleep(SELDOM_S)
 
     def _gone(self, words: str) -> PeerError:
