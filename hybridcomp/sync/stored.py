@@ -137,7 +137,7 @@ def _is_meeting(value: Any, entry: Mapping[str, Any]) -> bool:
     if rows.dtype == torch.uint8:  # the message of an island that is a job
         return True
     start = entry["parts"][index]["start"]
-    return rows.dtype == start.dtype and rows.numel() == entry["islands"] * start.numel()
+    return bool(rows.dtype == start.dtype and rows.numel() == entry["islands"] * start.numel())
 
 
 def path_of(folder: Path, rank: int) -> Path:
