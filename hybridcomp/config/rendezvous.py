@@ -39,8 +39,8 @@ class RendezvousConfig(Strict):
         3600.0,
         gt=0,
         allow_inf_nan=False,
-        description="Seconds for which an island that comes waits for a meeting: more than the "
-        "others take from one to the next.",
+        description="Seconds for which an island that comes waits for the rendezvous, and for a "
+        "meeting: more than the others take from one to the next.",
     )
 
     @classmethod

@@ -26,6 +26,8 @@ T = TypeVar("T")
 FORMAT = 1
 #: flags that create a file which did not exist, and follow no link
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+#: flags of records that torch writes: sizes behind the data, names in UTF-8
+_FLAGS = 0x808
 #: most ranks whose problems a message shows
 SHOWN = 4
 
@@ -119,15 +121,31 @@ def unpack(packed: object, name: str) -> dict[str, Any]:
 def _checked(file: Any, name: Path | str) -> object:
     try:
         with zipfile.ZipFile(file) as archive:  # torch.load does not look at the checksums
-            bad = archive.testzip()
+            bad = _odd_header(archive) or archive.testzip()
         if isinstance(file, io.BytesIO):
             file.seek(0)
         stored = {} if bad else torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file makes zipfile and pickle raise anything
         raise damaged(name, f"it cannot be read ({_first_line(error)})") from error
     if bad:
-        raise damaged(name, f"the checksum of {bad} is wrong")
+        raise damaged(name, f"the header or the checksum of {bad} is wrong")
     return stored
+
+
+def _odd_header(archive: zipfile.ZipFile) -> str | None:
+    """Return the first record whose header torch does not write; None where all are right.
+
+    Python and torch each have a reader of their own. Where a header may mean two things, one of
+    them checks what the other does not use: torch leaves the memory of a "folder" as it was.
+    """
+    seen: set[str] = set()
+    for one in archive.infolist():
+        written = (one.external_attr, one.internal_attr, one.compress_type, one.volume) == (0,) * 4
+        plain = not (one.flag_bits & ~_FLAGS or one.comment or one.is_dir())
+        if not written or not plain or one.compress_size != one.file_size or one.filename in seen:
+            return one.filename
+        seen.add(one.filename)
+    return None
 
 
 def read_json(path: Path) -> dict[str, Any]:

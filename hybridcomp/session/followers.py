@@ -44,17 +44,23 @@ class StatefulFollower(Protocol):
     def state(self) -> dict[str, Any] | None:
         """Return this rank's state, of plain types and CPU tensors; None: nothing has begun."""
 
-    def resume(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Continue with the next step from states of ``state``: this rank's, or its share of all.
-
-        None of them on any rank: begin anew. Raises CheckpointError where one is damaged.
-        """
-
     def save(self, folder: Path) -> None:
         """Write the state of every rank beside a checkpoint."""
 
-    def read(self, folder: Path) -> None:
-        """Continue from what ``save`` wrote; where it wrote nothing, begin anew."""
+    def read(self, folder: Path) -> Sequence[Mapping[str, Any]]:
+        """Return what ``save`` wrote, checked, for ``resume``; changes nothing. A collective.
+
+        Raises CheckpointError, on every rank, where the file of any is damaged.
+        """
+
+    def check(self, entry: Mapping[str, Any]) -> None:
+        """Raise CheckpointError unless ``entry`` is what ``state`` returns. No collective."""
+
+    def resume(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Continue with the next step from checked states: this rank's, or its share of all.
+
+        None of them on any rank: begin anew. Raises nothing. No collective.
+        """
 
 
 @runtime_checkable

@@ -6,10 +6,10 @@ All ranks make all calls together. ``read`` checks the files of every rank befor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -43,12 +43,14 @@ class Saved:
         state: state of the job; None: the folder holds none.
         kept: residuals of the ranks; None: the job has other groups.
         lost: what this run begins anew, as the folder lacks files; on rank 0 alone.
+        followed: what each follower with a state has to continue from, in their order.
     """
 
     folder: Path
     state: checkpoint.State | None
     kept: checkpoint.StoredState | None
     lost: list[str]
+    followed: Sequence[Sequence[Mapping[str, Any]]]
 
 
 #: what brings files that a folder lacks
@@ -77,16 +79,14 @@ def save(
 def read(session: SavedParts, folder: Path) -> Saved:
     """Read and check the files of ``save``, of this version or the one before, for ``take_over``.
 
-    Followers take theirs over at once, behind the rest. Raises CheckpointError, on every rank,
-    where a file of any rank is damaged; nothing has changed then.
+    Changes nothing. Raises CheckpointError, on every rank, where a file of any rank is damaged.
     """
     state = checkpoint.read_state(folder)
     known = state is None or state.groups == dict(session.layout())
     step = None if state is None else state.step
     kept = checkpoint.read(folder, session.channels, step) if known else None
-    for follower in session.followers.stateful:
-        follower.read(folder)
-    return Saved(folder, state, kept, _lost(session, folder, kept))
+    followed = [follower.read(folder) for follower in session.followers.stateful]
+    return Saved(folder, state, kept, _lost(session, folder, kept), followed)
 
 
 def _lost(session: SavedParts, folder: Path, kept: checkpoint.StoredState | None) -> list[str]:
@@ -115,6 +115,8 @@ def take_over(
     of ranks the sum of the residuals is kept.
     """
     channels, state, folder = session.channels, found.state, found.folder
+    for follower, entries in zip(session.followers.stateful, found.followed, strict=True):
+        follower.resume(entries)
     session.loaded = True
     channels.residuals.drop()
     stored = 1.0 if state is None else state.loss_scale

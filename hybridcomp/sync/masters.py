@@ -24,7 +24,7 @@ class Masters:
 
     Attributes:
         pieces: names and elements of what the vector consists of, in order.
-        tensors: returns the tensors that hold them, one for each piece, contiguous.
+        tensors: returns the tensors that hold them, one for each piece, whose flat order counts.
         written: to be called once some of them were changed: an engine with 16-bit copies makes
             these from them. A collective of the island where they are cut over its ranks.
         replicated: whether ranks of the island hold the same vector, so that each sends a part.
@@ -93,13 +93,16 @@ class Masters:
         size = high - low if numel is None else numel
         found = torch.zeros(size, dtype=self.dtype, device=first.device)
         for tensor, start, stop, at in self._overlaps(low, high):
-            found[at : at + stop - start].copy_(tensor[start:stop])
+            found[at : at + stop - start].copy_(tensor.reshape(-1)[start:stop])
         return found
 
     def write(self, low: int, high: int, values: Tensor) -> None:
         """Copy the first ``high - low`` of ``values`` into elements ``low`` to ``high``."""
         for tensor, start, stop, at in self._overlaps(low, high):
-            tensor[start:stop].copy_(values[at : at + stop - start])
+            flat = tensor.reshape(-1)  # a copy, where it is a slice of a larger tensor
+            flat[start:stop].copy_(values[at : at + stop - start])
+            if not _is_view(flat, tensor):
+                tensor.copy_(flat.view(tensor.shape))
 
     def write_part(
         self, part: Part, values: Tensor, whole: tuple[int, int], inside: dist.ProcessGroup | None
@@ -119,16 +122,20 @@ class Masters:
         self.write(*whole, gathered)
 
     def _overlaps(self, low: int, high: int) -> list[tuple[Tensor, int, int, int]]:
-        """Return flat tensors with the stretch of each in the range, and its place in that."""
+        """Return the tensors in the range, with the stretch of each and its place in the range."""
         found = []
         ends = list(accumulate(numel for _, numel in self.pieces))
         for tensor, (_, numel), end in zip(self.tensors(), self.pieces, ends, strict=True):
             begin = end - numel
             start, stop = max(low, begin), min(high, end)
             if start < stop:
-                flat = tensor.detach().view(-1)
-                found.append((flat, start - begin, stop - begin, start - low))
+                found.append((tensor.detach(), start - begin, stop - begin, start - low))
         return found
+
+
+def _is_view(flat: Tensor, tensor: Tensor) -> bool:
+    """Return whether ``flat``, made of ``tensor``, has its memory."""
+    return flat.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 def in_memory(tensor: Tensor) -> Tensor:

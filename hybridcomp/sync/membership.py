@@ -58,7 +58,7 @@ class Membership:
         Raises AgreementError, PeerError.
         """
         self._say, self._limit_s = say, jobs.timeout_s
-        line = StoreLine(*jobs.address, jobs.timeout_s, say=say)
+        line = StoreLine(*jobs.address, jobs.join_timeout_s, say=say)
         self.meet = Rendezvous(
             line, dist.get_rank(), jobs.at_start, jobs.timeout_s, jobs.join_timeout_s, under_way,
             say,

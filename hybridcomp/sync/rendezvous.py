@@ -94,8 +94,12 @@ class Rendezvous:
         return str(theirs["run"])
 
     def named(self, name: str | None) -> str:
-        """Return ``name``, or one that nobody has in this run."""
-        return name or str(self.line.add("names", 1) - 1)
+        """Return ``name``, or a number that nobody has, or has had, in this run."""
+        while not name:
+            found = str(self.line.add("names", 1) - 1)
+            taken = self.line.get(f"holders/{found}") or self.line.get(f"starts/{found}")
+            name = None if taken else found
+        return name
 
     def announce(self, name: str, reached: Reached) -> str:
         """Say that an island wants to join; return what it is called: the name, how often it came.

@@ -12,6 +12,7 @@ import functools
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,7 +25,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError, HybridcompError, PeerError
 from hybridcomp.job.statements import PIECE_NBYTES
-from hybridcomp.job.waits import awaited, unsaid
+from hybridcomp.job.waits import NOTICE_S, awaited, unsaid
 
 T = TypeVar("T")
 KEY = "compression.sync.islands.rendezvous"
@@ -58,13 +59,18 @@ class StoreLine:
         known: bool = False,
     ) -> None:
         self.address, self._request_s = f"tcp://{host}:{port}", request_s
-        self._made_with, self._known = (host, port, connect_s, request_s, say), known
+        self._made_with, self._known = (
+            (host, port, min(connect_s, request_s), request_s, say),
+            known,
+        )
         self._start = f"start `hybridcomp rendezvous --port {port}` on that host first"
         self._requests: SimpleQueue[Callable[[], None] | None] | None = None  # of the thread
+        began = time.monotonic()
         self._await_listener(host, port, connect_s, say)
-        limit = timedelta(seconds=connect_s)
+        left_s = max(1.0, connect_s - time.monotonic() + began)
+        limit = timedelta(seconds=left_s)
         self._store: Any = self._within(
-            connect_s,
+            left_s,
             lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit),
         )
         self._store.set_timeout(timedelta(seconds=request_s / 2))
@@ -194,7 +200,7 @@ class StoreLine:
             return result[0]
         if problem:
             words = (str(problem[0]).strip() or type(problem[0]).__name__).splitlines()[0][:200]
-            raise self._gone(f"does not answer ({words})") from problem[0]
+            raise self._gone(f"does not answer ({words})") from None  # torch's text is pages long
         self._end()  # once the request has ended, if ever
         self._requests = None
         raise self._gone(f"has not answered for {seconds:g} s")
@@ -223,7 +229,8 @@ class StoreLine:
         def look() -> bool | None:
             nonlocal problem
             try:
-                socket.create_connection((host, port), timeout=max(0.1, seconds)).close()
+                limit = min(max(0.1, seconds), NOTICE_S)
+                socket.create_connection((host, port), timeout=limit).close()
             except OSError as error:
                 problem = error
                 return None

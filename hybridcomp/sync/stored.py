@@ -10,7 +10,7 @@ is sent again. Islands of another width begin anew.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,20 @@ from hybridcomp.sync.recurrence import UnderWay
 
 FILES = "hybridcomp_sync_rank_*.pt"
 WHAT = "the state of islands"
-_KEYS = ("world_size", "rank", "islands", "index", "clock", "weights", "parts", "meetings")
+#: keys of an entry, and what each has to be
+_KEYS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("world_size", "rank", "islands", "index", "clock"), saved.is_count),
+    "weights": lambda value: isinstance(value, str),
+    **dict.fromkeys(("parts", "meetings"), lambda value: isinstance(value, list)),
+}
+_TENSORS = ("start", "momentum", "residual", "base")
+_PART = (*_TENSORS, "under_way", "cut")
+#: tensors of a part that have to be finite, in words
+_FINITE = {
+    "start": "a start copy of the weights",
+    "momentum": "outer momentum",
+    "residual": "what error feedback kept",
+}
 
 
 def state_of(progress: Progress, weights: str, islands: int, index: int) -> dict[str, Any]:
@@ -62,13 +75,69 @@ def _cpu(tensor: Tensor | None) -> Tensor | None:
 
 def checked(name: Path | str, entry: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return ``entry``. Raises CheckpointError where it is not what ``state_of`` makes."""
-    for key in _KEYS:
-        saved.expect(name, entry, key, lambda value: value is not None)
+    for key, right in _KEYS.items():
+        saved.expect(name, entry, key, right)
     for part in entry["parts"]:
-        start = part.get("start") if isinstance(part, dict) else None
-        if not isinstance(start, Tensor) or not bool(start.isfinite().all()):
-            raise saved.damaged(name, "a start copy of the weights is missing or not finite")
+        if problem := _odd_part(part):
+            raise saved.damaged(name, problem)
+    parts, meetings = entry["parts"], entry["meetings"]
+    if not all(_is_meeting(one, entry) for one in meetings):
+        raise saved.damaged(name, "what it holds of meetings under way is none")
+    for index, part in enumerate(parts):
+        count = sum(one[0] == index for one in meetings)
+        if count != len(part["under_way"]):
+            what = f"{len(part['under_way'])} messages of fragment {index} belong to {count}"
+            raise saved.damaged(name, f"{what} meetings under way")
     return entry
+
+
+def _odd_part(part: Any) -> str | None:
+    """Return what is wrong with a state of ``_part_state``, None where nothing is.
+
+    Messages may be of a diverged island, which all others skip; what goes into the next meeting of
+    all has to be finite.
+    """
+    if not isinstance(part, dict) or not set(_PART) <= set(part):
+        return f"a part has not all of {', '.join(_PART)}"
+    cut, start, under_way = part["cut"], part["start"], part["under_way"]
+    if not (isinstance(cut, (list, tuple)) and len(cut) == 3 and all(map(saved.is_count, cut))):
+        return f"a part is cut by {cut!r}"
+    if not isinstance(start, Tensor) or not _is_like(start, start) or start.numel() != cut[2]:
+        return "a start copy of the weights is missing or of another length"
+    if not isinstance(under_way, (list, tuple)) or not all(map(_is_sent, under_way)):
+        return "what it holds of messages under way is none"
+    sent = [one for row in under_way for one in row]
+    for what, tensors in {**{key: [part[key]] for key in _TENSORS}, "under_way": sent}.items():
+        for tensor in filter(lambda one: one is not None, tensors):
+            if not _is_like(tensor, start):
+                return f"{what} is not of the length and dtype of the start copy"
+            if what in _FINITE and not bool(tensor.isfinite().all()):
+                return f"{_FINITE[what]} is not finite"
+    return None
+
+
+def _is_sent(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 3
+
+
+def _is_like(tensor: Any, start: Tensor) -> bool:
+    """Return whether ``tensor`` is a vector like a start copy."""
+    if not isinstance(tensor, Tensor) or tensor.dim() != 1 or not tensor.is_floating_point():
+        return False
+    return bool(tensor.shape == start.shape and tensor.dtype is start.dtype)
+
+
+def _is_meeting(value: Any, entry: Mapping[str, Any]) -> bool:
+    """Return whether ``value`` is ``[fragment, step, rows]`` of a meeting under way."""
+    if not _is_sent(value) or not all(map(saved.is_count, value[:2])):
+        return False
+    index, _, rows = value
+    if index >= len(entry["parts"]) or not isinstance(rows, Tensor) or rows.dim() != 1:
+        return False
+    if rows.dtype == torch.uint8:  # the message of an island that is a job
+        return True
+    start = entry["parts"][index]["start"]
+    return bool(rows.dtype == start.dtype and rows.numel() == entry["islands"] * start.numel())
 
 
 def path_of(folder: Path, rank: int) -> Path:
@@ -109,6 +178,8 @@ def _read(folder: Path) -> list[Mapping[str, Any]]:
     for rank in range(dist.get_rank(), size, dist.get_world_size()):
         path = path_of(folder, rank)
         entry = checked(path, saved.read(path))
+        if entry["rank"] != rank:
+            raise saved.damaged(path, f"it is of rank {entry['rank']}")
         if entry["world_size"] != size:
             raise saved.damaged(path, f"{entry['world_size']} ranks wrote files, {size} are there")
         found.append(entry)

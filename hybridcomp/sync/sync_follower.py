@@ -231,15 +231,15 @@ class SyncFollower(ABC):
         """Write this rank's state into ``folder``."""
         write(folder, self.state())
 
-    def read(self, folder: Path) -> None:
-        """Read the state in ``folder``, to continue from it with the next step."""
-        self.resume(read(folder))
+    def read(self, folder: Path) -> Sequence[Mapping[str, Any]]:
+        """Return this rank's share of the states in ``folder``, checked (``stored.read``)."""
+        return read(folder)
+
+    def check(self, entry: Mapping[str, Any]) -> None:
+        """Raise CheckpointError where ``entry`` is not what ``state`` returns."""
+        checked("the state of sync", entry)
 
     def resume(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Continue with the next step from ``entries`` that this rank has read.
-
-        Raises CheckpointError where one is damaged; nothing has changed then.
-        """
-        found = [checked("the state of sync", entry) for entry in entries]
+        """Continue with the next step from ``entries``, which were checked."""
         self.close()
-        self._loaded = found
+        self._loaded = list(entries)

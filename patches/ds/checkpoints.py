@@ -112,14 +112,23 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             folder = universal.folder_of_state(self, folder)
             found = saved_session.read(session, folder)
             exact_weights.check(folder, session.channels)
-        exact_weights.forget(self)
-        if tag is not None and load_dir:
-            bound.arguments["load_dir"] = island_unit.saved_folder(self, load_dir, str(tag))
-            bound.arguments["tag"] = str(tag)
-        result = original(*bound.args, **bound.kwargs)
+        put_back = exact_weights.forget(self)
+        result: Any = (None, None)
+        has_returned = False
+        try:
+            if tag is not None and load_dir:
+                bound.arguments["load_dir"] = island_unit.saved_folder(self, load_dir, str(tag))
+                bound.arguments["tag"] = str(tag)
+            result = original(*bound.args, **bound.kwargs)
+            has_returned = True
+        finally:
+            if result[0] is None and (has_returned or not folder.is_dir()):
+                put_back()  # upstream has found nothing
+        if result[0] is None:
+            return result
         session.channels.step = self.global_steps
         session.channels.residuals.drop()
-        if result[0] is not None and found is not None:
+        if found is not None:
             step = self.global_steps
             saved_session.take_over(session, found, loss_scale(self), step, bring)
             exact_weights.resume(folder, self, session.channels)

@@ -11,7 +11,7 @@ their way to the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -85,10 +85,22 @@ def check(folder: Path, channels: Channels) -> None:
         saved.all_well(problem, WHAT, TODO)
 
 
-def forget(engine: Any) -> None:
-    """Drop the references of deltas, which a load makes useless: the next gather is exact."""
-    for flat, _, _ in flat_groups(engine.optimizer):
+def forget(engine: Any) -> Callable[[], None]:
+    """Drop the references of deltas, which a load makes useless: the next gather is exact.
+
+    Returns what puts them back, where nothing was loaded.
+    """
+    flats = [flat for flat, _, _ in flat_groups(engine.optimizer)]
+    kept = [(flat, delta_references.reference_of(flat)) for flat in flats]
+    for flat in flats:
         delta_references.forget(flat)
+
+    def put_back() -> None:
+        for flat, reference in kept:
+            if reference is not None:
+                setattr(flat, delta_references.ATTRIBUTE, reference)
+
+    return put_back
 
 
 def save(folder: Path, engine: Any, channels: Channels) -> bool:

@@ -61,7 +61,10 @@ def load_files(folder: Path, every: Iterable[WithState], loss_scale: float | Non
     models = list(every)
     names = names_of(models)
     _, problem = saved.attempt(functools.partial(_check_models, folder, names))
-    found = [saved.attempt(functools.partial(_read, folder, name)) for name in names]
+    found = [
+        saved.attempt(functools.partial(_read, folder, name, attached))
+        for name, attached in zip(names, models, strict=True)
+    ]
     problem = problem or next((text for _, text in found if text is not None), None)
     saved.all_well(problem, WHAT)
     for attached, (states, _) in zip(models, found, strict=True):
@@ -100,14 +103,19 @@ def _files(folder: Path, name: str) -> list[Path]:
     return sorted(folder.glob(FILE.format(model=name, rank=0).replace("rank_00000", "rank_*")))
 
 
-def _read(folder: Path, name: str) -> dict[str, dict[str, Any]]:
+def _read(folder: Path, name: str, attached: WithState) -> dict[str, dict[str, Any]]:
     """Read the states that this rank loads, by entry; raises CheckpointError."""
     paths = _files(folder, name)
     if not paths:
         return {}
-    old = checked(paths[0], saved.read(paths[0]))["world_size"]
+    first = saved.read(paths[0])
+    saved.expect(paths[0], first, "world_size", lambda size: saved.is_count(size) and size > 0)
+    old = first["world_size"]
     wanted = {rank: folder / FILE.format(model=name, rank=rank) for rank in share(old)}
     missing = [path.name for path in wanted.values() if not path.is_file()]
     if missing:
         raise CheckpointError(f"{folder}: expected files of {old} ranks, found no {missing[0]}")
-    return {entry(rank): checked(path, saved.read(path)) for rank, path in wanted.items()}
+    return {
+        entry(rank): checked(path, saved.read(path), attached, entry(rank))
+        for rank, path in wanted.items()
+    }

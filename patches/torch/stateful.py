@@ -12,10 +12,9 @@ folder: ``hybridcomp.stateful(model, checkpoint=folder)``.
 
 from __future__ import annotations
 
-import functools
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,6 +32,7 @@ from hybridcomp.job.agreement import tell
 from hybridcomp.patches.torch.loss_scale import LossScale
 from hybridcomp.patches.torch.session import say
 from hybridcomp.session.engine_session import EngineSession
+from hybridcomp.session.followers import StatefulFollower
 
 CALL = "hybridcomp.stateful"
 WHAT = "loading the state of hybridcomp"
@@ -119,6 +119,7 @@ def state_dict_of(attached: WithState, loss_scale: float | None = None) -> dict[
     channels, scale = attached.channels, attached.loss_scale
     return saved_state.state_of(
         channels,
+        rank=dist.get_rank(),
         kind=attached.kind,
         model=attached.identity,
         layout={**attached.layout, "nodes": channels.layout},
@@ -138,23 +139,36 @@ def load(attached: WithState, entries: Mapping[str, Any], loss_scale: float | No
     are of another number of ranks and some are missing, CheckpointError where one is damaged.
     """
     states, problem = saved.attempt(
-        lambda: {name: checked(name, saved.unpack(found, name)) for name, found in entries.items()}
+        lambda: {
+            name: checked(name, saved.unpack(found, name), attached, name)
+            for name, found in entries.items()
+        }
     )
     saved.all_well(problem, WHAT)
     take_over(attached, states or {}, loss_scale)
 
 
-def checked(name: Path | str, state: dict[str, Any]) -> dict[str, Any]:
-    """Check a rank's ``state``, read from ``name``, and return it. Raises CheckpointError."""
+def checked(
+    name: Path | str, state: dict[str, Any], attached: WithState, key: str
+) -> dict[str, Any]:
+    """Check a rank's ``state``, read from ``name``, and return it. Raises CheckpointError.
+
+    ``key``: the ``entry`` that it has to be; states of earlier versions do not say whose they are.
+    """
     saved_state.check(name, state)
+    if "rank" in state:
+        saved.expect(name, state, "rank", lambda rank: saved.is_count(rank) and entry(rank) == key)
     saved.expect(name, state, "kind", lambda value: isinstance(value, str))
     if "loss_scale" in state:  # states of earlier versions lack it
         saved.expect(name, state, "loss_scale", saved.is_scale)
-    for key in ("layout", "divisors"):
-        saved.expect(name, state, key, lambda value: isinstance(value, dict))
+    for part in ("layout", "divisors"):
+        saved.expect(name, state, part, lambda value: isinstance(value, dict))
     for named, _ in held_in(state["residuals"]):
         if not saved.is_scale(state["divisors"].get(named)):
             raise saved.damaged(name, f"it does not say what residuals of {named!r} are units of")
+    for follower, kept in _followed(attached, [state]):
+        for one in kept:
+            follower.check(one)
     return state
 
 
@@ -219,12 +233,18 @@ def take_over(
 
 
 def _resume_followers(attached: WithState, states: Sequence[Mapping[str, Any]]) -> None:
-    """Hand followers their states. Raises CheckpointError on all ranks where one is damaged."""
+    """Hand followers their states, which were checked."""
+    for follower, kept in _followed(attached, states):
+        follower.resume(kept)
+
+
+def _followed(
+    attached: WithState, states: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[StatefulFollower, list[Mapping[str, Any]]]]:
+    """Yield each follower that has a state, with what ``states`` hold for it."""
     for follower in attached.session.followers.stateful:
-        kept = [state.get("followers", {}).get(follower.name) for state in states]
-        found = [one for one in kept if one is not None]
-        _, problem = saved.attempt(functools.partial(follower.resume, found))
-        saved.all_well(problem, WHAT)
+        kept = (state.get("followers", {}).get(follower.name) for state in states)
+        yield follower, [one for one in kept if one is not None]
 
 
 def _of(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
+import struct
+import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from hybridcomp.errors import CheckpointError
 from hybridcomp.job import saved
+from tests.selection import by_day
 
 
 def test_a_link_in_the_place_of_the_unfinished_file_is_not_followed(tmp_path: Path) -> None:
@@ -58,3 +63,35 @@ def test_whatever_one_rank_raises_is_told(error: Exception) -> None:
 
     _, problem = saved.attempt(work)
     assert problem and ("it is cut" in problem or type(error).__name__ in problem)
+
+
+def headers_of(data: bytes) -> list[int]:
+    """Places of bytes that belong to no record."""
+    inside: set[int] = set()
+    for one in zipfile.ZipFile(io.BytesIO(data)).infolist():
+        lengths = struct.unpack_from("<HH", data, one.header_offset + 26)
+        start = one.header_offset + 30 + sum(lengths)
+        inside.update(range(start, start + one.file_size))
+    return [place for place in range(len(data)) if place not in inside]
+
+
+@pytest.mark.parametrize("every", by_day([5, 1], [5]))
+def test_no_flipped_bit_of_a_header_gives_other_values(every: int) -> None:
+    file, values = io.BytesIO(), torch.arange(40) + 0.42
+    torch.save({"format": 1, "values": values}, file)
+    data = file.getvalue()
+    directory = data.index(b"PK\x01\x02")
+    places = headers_of(data)
+    refused = 0
+    for place in (one for one in places if one >= directory or one % every == 0):
+        for bit in range(8) if place % every == 0 or every == 1 else (4,):
+            damaged = bytearray(data)
+            damaged[place] ^= 1 << bit
+            try:
+                found = saved.unpack(bytes(damaged), "state")
+            except CheckpointError as error:
+                refused += 1
+                assert "\n" not in str(error)
+            else:
+                assert torch.equal(found["values"], values), (place, bit)
+    assert refused > 100

@@ -153,21 +153,21 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path) -> None:
 
 
 def damaged(folder: str) -> tuple[int, int]:
-    """How often a follower was to read a sound checkpoint, and one with a damaged file."""
+    """How often a follower was to go on from a sound checkpoint, and from a damaged one."""
     toy, follower = Toy(FEEDBACK), mock.Mock()
     toy.train(0, 1)
     assert toy.session is not None
     toy.session.save(folder)
     toy.session.follow(follower)
     toy.session.load(folder)
-    sound = follower.read.call_count
+    sound = follower.resume.call_count
     dist.barrier()
     if dist.get_rank() == 1:
         (Path(folder) / "hybridcomp_residuals_rank_00001.pt").write_bytes(b"")
     dist.barrier()
     with pytest.raises(CheckpointError, match="rank 1"):
         toy.session.load(folder)
-    return sound, follower.read.call_count - sound
+    return sound, follower.resume.call_count - sound
 
 
 def test_followers_keep_theirs_where_a_file_is_damaged(tmp_path: Path) -> None:

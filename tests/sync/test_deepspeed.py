@@ -292,3 +292,36 @@ def test_other_numbers_of_islands_take_over(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("global_step7/hybridcomp_sync_rank_00001.pt")
     path.write_bytes(path.read_bytes()[:-100])
     run_ranks(2, damaged, tmp_path, timeout=600.0)
+
+
+def finds_nothing(folder: Path) -> None:
+    """A load that finds no checkpoint changes nothing."""
+    from hybridcomp.sync import IslandMeetings
+
+    job = Job(
+        stage=1, block={**LOCAL, "dp": {"codec": "blockint", "bits": 2, "error_feedback": True}}
+    )
+    engine = make_engine(job)
+    for step in range(3):
+        train_step(engine, job, step)
+    session = session_of(engine)
+    assert session is not None
+    (meetings,) = session.followers.stateful
+    assert isinstance(meetings, IslandMeetings)
+
+    def held() -> tuple[Any, ...]:
+        channels = session.channels
+        return channels.residuals.norm(), channels.step, meetings.clock, flat(engine)
+
+    norm, *rest, weights = held()
+    assert norm > 0 and rest == [3, 3]
+    engine.load_checkpoint(str(folder / "empty"))
+    with pytest.raises(AssertionError):
+        engine.load_checkpoint(str(folder), "none")
+    after = held()
+    assert after[:3] == (norm, *rest) and torch.equal(after[3], weights)
+    engine.destroy()
+
+
+def test_a_load_that_finds_no_checkpoint_changes_nothing(tmp_path: Path) -> None:
+    run_ranks(4, finds_nothing, tmp_path)

@@ -304,3 +304,29 @@ def test_a_rendezvous_that_is_away_or_stopped_is_an_error() -> None:
     finally:
         server.kill()
         server.join()
+
+
+def test_a_number_that_somebody_has_for_a_name_is_left_out(port: int) -> None:
+    line = StoreLine("127.0.0.1", port)
+    meet = Rendezvous(line, 0, 1, 10.0, 10.0)
+    line.set("holders/0", "a living island")
+    meet.announce("2", None)
+    assert [meet.named(None), meet.named("0"), meet.named(None)] == ["1", "0", "3"]
+
+
+def test_a_rendezvous_that_comes_late_is_waited_for_with_a_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(waits, "NOTICE_S", 0.1)
+    port, said = free_port(), threading.Event()
+    held: list[TCPStore] = []
+
+    def listen() -> None:
+        said.wait(30.0)
+        held.append(TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
+
+    late = threading.Thread(target=listen)
+    late.start()
+    line = StoreLine("127.0.0.1", port, 60.0, say=lambda *_, **__: said.set())
+    late.join()
+    assert said.is_set() and line.add("one", 1) == 1

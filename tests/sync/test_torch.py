@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
-from hybridcomp.errors import AgreementError, ConfigError
+from hybridcomp.errors import AgreementError, CheckpointError, ConfigError
 from hybridcomp.job.devices import default_device
 from hybridcomp.patches.torch import island_masters
 from hybridcomp.sync.outliers import far_off as far_off_of
@@ -78,16 +79,17 @@ def test_every_step_is_the_native_job(engine: str) -> None:
 
 
 class Odd(nn.Module):
-    """Weights that are contiguous in no order of their dimensions but one, and complex ones."""
+    """Weights that lie in memory in another order or with gaps, and complex ones."""
 
     def __init__(self) -> None:
         super().__init__()
         image: Any = nn.Conv2d(3, 3, 3)
         self.image = image.to(memory_format=torch.channels_last)
         self.phases = nn.Parameter(torch.randn(5, 3, dtype=torch.complex64).t())
+        self.part = nn.Parameter(torch.randn(4, 6)[:, 1:4])
 
     def forward(self, values: Tensor) -> Tensor:
-        total: Tensor = self.image(values).sum() + self.phases.abs().sum()
+        total: Tensor = self.image(values).sum() + self.phases.abs().sum() + self.part.sum()
         return total
 
 
@@ -95,7 +97,8 @@ def odd_weights() -> None:
     """Islands take the weights of the first, and then the mean of what each has moved."""
     told = block(**LOCAL, islands=1)
     torch.manual_seed(0)
-    first = {name: value.clone() for name, value in Odd().state_dict().items()}
+    one = Odd().state_dict()
+    first = {name: value.clone() for name, value in one.items()}
     torch.manual_seed(dist.get_rank())
     model: Any = DistributedDataParallel(Odd(), process_group=hybridcomp.island_group(told))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -110,10 +113,11 @@ def odd_weights() -> None:
         for name, value in model.module.state_dict().items():
             mean = 1.5 * step * move[value.is_complex()]
             torch.testing.assert_close(value, first[name] - mean, rtol=0, atol=1e-5)
-            assert value.stride() == first[name].stride()
+            assert value.stride() == one[name].stride()
     named = island_masters.masters_of(model).pieces
     assert [name for name, _ in named] == [
-        "phases by dimensions [1, 0, 2]", "image.weight by dimensions [0, 2, 3, 1]", "image.bias",
+        "phases by dimensions [1, 0, 2]", "part",
+        "image.weight by dimensions [0, 2, 3, 1]", "image.bias",
     ]  # fmt: skip
     hybridcomp.detach(model)
 
@@ -306,6 +310,62 @@ def test_a_resumed_run_is_the_uninterrupted_one() -> None:
     run_ranks(4, resumed, "ddp", RESUMED)
     sparse = {"preset": "sparseloco", "every": 2, "fragments": 2, "delay": 1}
     run_ranks(4, resumed, "fsdp2", sparse)
+
+
+def of_part(key: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], None]:
+    """A change of ``key`` of the first part of a state of meetings."""
+
+    def changed(state: dict[str, Any]) -> None:
+        state["parts"][0][key] = change(state["parts"][0][key])
+
+    return changed
+
+
+def with_nan(values: Tensor) -> Tensor:
+    return values.index_fill(0, torch.tensor([3]), float("nan"))
+
+
+#: damages of what a rank has saved of its islands
+DAMAGES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "a start copy of the weights is not finite": of_part("start", with_nan),
+    "outer momentum is not finite": of_part("momentum", with_nan),
+    "what error feedback kept is not finite": of_part("residual", with_nan),
+    "momentum is not of the length": of_part("momentum", lambda values: values[:-1]),
+    "base is not of the length": of_part("base", lambda _: torch.zeros(2)),
+    "a part is cut by": of_part("cut", lambda _: [0, -1, 3]),
+    "what it holds of messages": of_part("under_way", lambda _: [[None]]),
+    "of fragment 0 belong to 0": of_part("under_way", lambda _: [[None, None, None]]),
+    "what it holds of meetings": lambda state: state["meetings"].append([7, 1, torch.zeros(1)]),
+    "'clock' cannot be": lambda state: state.update(clock=-1),
+}
+
+
+def damaged() -> None:
+    """What one rank cannot take over changes nothing on any."""
+    job = Job(block(**FED_BACK, islands=1), "ddp").build().train(3)
+    assert job.attached is not None
+    state = job.attached.state_dict()
+    for told, damage in DAMAGES.items():
+        mine = dict(state)
+        if dist.get_rank() == 1:
+            (name,) = state
+            held = torch.load(io.BytesIO(state[name]), weights_only=True)
+            damage(held["followers"]["sync"])
+            file = io.BytesIO()
+            torch.save(held, file)
+            mine[name] = file.getvalue()
+        with pytest.raises(CheckpointError) as caught:
+            job.attached.load_state_dict(mine)
+        assert "rank 1: " in str(caught.value) and told in str(caught.value), caught.value
+        assert (job.meetings.clock, len(job.meetings.parts)) == (3, 1)
+    job.train(2)
+
+
+FED_BACK = {"preset": "diloco", "every": 2, "codec": "blockint", "bits": 4, "error_feedback": True}
+
+
+def test_state_that_one_rank_cannot_take_over_changes_no_rank() -> None:
+    run_ranks(2, damaged)
 
 
 def changing(is_frozen_first: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -163,16 +164,20 @@ def test_what_does_not_belong_together_is_told_on_all(on_ranks: RunRanks) -> Non
         assert "ranks 0 and 1" in other
 
 
+def _update(values: dict[str, Any], found: dict[str, Any]) -> None:
+    found.update(values)
+
+
 def of_two_saves() -> str:
     """Rank 0 of two takes over entries of four ranks, one of which is of an earlier save."""
     _, attached = trained()
     (mine,) = attached.state_dict().values()
     names = [f"rank_{rank:05d}" for rank in range(dist.get_rank(), 4, 2)]
     steps = (3, 2 if dist.get_rank() == 0 else 3)
-    state = {
-        name: changed(mine, lambda found, step=step: found.update(world_size=4, step=step))  # type: ignore[misc]
-        for name, step in zip(names, steps, strict=True)
-    }
+    state = {}
+    for name, step in zip(names, steps, strict=True):
+        of = {"world_size": 4, "step": step, "rank": int(name[-5:])}
+        state[name] = changed(mine, functools.partial(_update, of))
     with pytest.raises(ConfigError) as caught:
         attached.load_state_dict(state)
     return str(caught.value)

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
 from hybridcomp.errors import CheckpointError, ConfigError
+from hybridcomp.job import saved
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.identity import identity_of
 from tests.patches.torch.trainer import Job, build, optimizer_of, train
@@ -149,6 +151,39 @@ def test_state_of_other_models_is_refused(tmp_path: Path) -> None:
         assert "this one is" in found["part"] and "the state of" in found["part"]
         assert found["empty"] == (0, 0.0)
         assert all("\n" not in found[name] for name in ("one of two", "another", "part"))
+
+
+def swapped(folder: Path) -> list[str]:
+    """What a load says of files of two ranks that were swapped; older ones do not say whose."""
+    found = []
+    model = linear(8)
+    state = attached(model)
+    for case in ("said", "not said"):
+        step(model, 8)
+        hybridcomp.save_state(folder)
+        dist.barrier()
+        if not dist.get_rank():
+            first, second = sorted(folder.glob("*.pt"))
+            held = [saved.read(second), saved.read(first)]
+            for path, one in zip((first, second), held, strict=True):
+                if case == "not said":
+                    del one["rank"]
+                saved.write(path, one)
+        dist.barrier()
+        before = state.channels.residuals.norm()
+        try:
+            hybridcomp.load_state(folder)
+            found.append("")
+        except CheckpointError as error:
+            found.append(str(error))
+            assert state.channels.residuals.norm() == before
+    return found
+
+
+def test_files_of_two_ranks_that_were_swapped_are_refused(tmp_path: Path) -> None:
+    for said, not_said in run_ranks(2, swapped, tmp_path):
+        assert "rank 0: " in said and "rank 1: " in said and "'rank' cannot be 1" in said
+        assert not_said == ""
 
 
 def test_identity_is_that_of_names_and_shapes() -> None:
