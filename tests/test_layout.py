@@ -61,7 +61,7 @@ ALLOWED: dict[str, set[str]] = {
         "",  # callbacks and the start of GPT-NeoX call the public functions, as a script does
     },
     # adapters to inference engines; each module imports its own
-    "inference": {"errors", "foreign", "log", "publishing", "seams"},
+    "inference": {"errors", "foreign", "job", "log", "publishing", "seams"},
     "run": {"", "job", "log"},
     "missing_run": {"config", "errors", "job", "log"},
     # hybridcomp/__init__.py: the public names, imported late

@@ -47,7 +47,7 @@ def source(module: str) -> str | None:
     top, _, rest = module.partition(".")
     found = importlib.util.find_spec(top)
     homes = [] if found is None else list(found.submodule_search_locations or ())
-    for home in [*([Path(NEWEST, top)] if NEWEST else []), *homes]:
+    for home in [*([str(Path(NEWEST, top))] if NEWEST else []), *homes]:
         path = Path(home, *rest.split(".")).with_suffix(".py")
         if path.is_file():
             return path.read_text(encoding="utf-8")
