@@ -30,6 +30,8 @@ _MANIFEST = re.compile(r"v(\d{10})\.json")
 #: files by which receivers ask for a full version
 ASKS = "ask_full.*.json"
 TO = "publish.to"
+#: seconds after which the claim of a version's name is a killed job's
+CLAIM_S = 60.0
 
 
 class Destination(ABC):
@@ -337,12 +339,27 @@ def _rename_new(unfinished: Path, target: Path) -> None:
 
 
 def _replace_new(unfinished: Path, target: Path) -> None:
-    """Rename as ``_rename_new``, where there are no links: look, then replace."""
-    own = unfinished.stat()
-    if target.exists():
-        raise FileExistsError(17, "another job has written this version") from None
+    """Rename as ``_rename_new``, where there are no links: claim, look, then replace.
+
+    Of two jobs that come at once one gets the claim. A claim that a killed job has left is taken
+    over once the file system's clock says that it is older than ``CLAIM_S``.
+    """
+    own, claim = unfinished.stat(), target.with_suffix(".claim")
+    with contextlib.suppress(FileNotFoundError):
+        if own.st_mtime - claim.stat().st_mtime > CLAIM_S:
+            claim.unlink()
     try:
-        os.replace(unfinished, target)
-    except OSError:
-        if not _is_at(target, own):
-            raise
+        os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        raise FileExistsError(17, "another job writes this version at this moment") from None
+    try:
+        if target.exists():
+            raise FileExistsError(17, "another job has written this version")
+        try:
+            os.replace(unfinished, target)
+        except OSError:
+            if not _is_at(target, own):
+                raise
+    finally:
+        with contextlib.suppress(OSError):  # one that stays is taken over
+            claim.unlink()

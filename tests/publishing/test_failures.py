@@ -462,3 +462,34 @@ def first_refuses() -> str:
 def test_a_destination_that_one_rank_refuses(on_ranks: RunRanks) -> None:
     for told in on_ranks(2, first_refuses):
         assert told.startswith("publish.to: found int; expected a folder")
+
+
+def test_of_two_jobs_one_writes_a_version_where_there_are_no_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second looks between the first one's look and its rename."""
+
+    def no_link(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_link)
+    first, second, target = tmp_path / "first", tmp_path / "second", tmp_path / "v1.json"
+    first.write_text("first")
+    second.write_text("second")
+    replace = os.replace
+
+    def late(source: Path, name: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        with pytest.raises(FileExistsError, match="another job writes this version"):
+            destinations._rename_new(second, target)
+        replace(source, name)
+
+    monkeypatch.setattr(os, "replace", late)
+    destinations._rename_new(first, target)
+    assert target.read_text() == "first" and sorted(tmp_path.iterdir()) == [second, target]
+    target.unlink()
+    claim = tmp_path / "v1.claim"
+    claim.touch()
+    os.utime(claim, (0, 0))  # of a job that was killed
+    destinations._rename_new(second, target)
+    assert target.read_text() == "second" and not claim.exists()
