@@ -17,7 +17,7 @@ import torch
 
 from hybridcomp.tools.commands import validate
 from tests.ranks import run_ranks
-from tests.training.test_checkpoint import add, make_engine, sums, train
+from tests.training.test_checkpoint import WIDTH, add, make_engine, sums, train
 
 pytest.importorskip("deepspeed")
 
@@ -140,6 +140,64 @@ def test_state_is_taken_from_the_checkpoint_that_was_converted(
         assert f"they are taken from {source}, of which it was made" in said
         assert "lacks files" not in said
         assert references == (stage == 1 and ranks == 2)
+
+
+def pipeline(folder: str, stages: int, is_loaded: bool) -> tuple[Sums, int, str]:
+    """Two stages on four ranks save after three steps; other numbers of ranks and stages load."""
+    import deepspeed
+    import deepspeed.ops
+    import torch.distributed as dist
+    from deepspeed.pipe import PipelineModule
+
+    import hybridcomp
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist.get_backend(), verbose=False)
+    hybridcomp.install()
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    model = PipelineModule(layers, num_stages=stages, loss_fn=torch.nn.functional.mse_loss)
+    block = {"dp": {"codec": "blockint", "bits": 4, "error_feedback": True}, "min_bytes": 0}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+        "steps_per_print": 1000,
+        "compression": block,
+        **(UNIVERSAL if is_loaded else {}),
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    values = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    said = StringIO()
+    if is_loaded:
+        with redirect_stdout(said):
+            engine.load_checkpoint(folder)
+        found = state_of(engine, folder)[0]
+        engine.train_batch(iter([(values, values)] * 2))
+    else:
+        for _ in range(3):
+            engine.train_batch(iter([(values, values)] * 2))
+        engine.save_checkpoint(folder)
+        found = state_of(engine, folder)[0]
+    return found, engine.global_steps, said.getvalue()
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (4, 1)])
+def test_residuals_of_a_pipeline_go_to_other_ranks_and_stages(
+    tmp_path_factory: pytest.TempPathFactory, ranks: int, stages: int
+) -> None:
+    folder = tmp_path_factory.mktemp("pipeline")
+    before = total(found for found, _, _ in run_ranks(4, pipeline, str(folder), 2, False))
+    convert(folder / "global_step3")
+    loaded = run_ranks(ranks, pipeline, str(folder), stages, True)
+    after = total(found for found, _, _ in loaded)
+    assert after.keys() == before.keys() and after
+    for name, values in before.items():
+        numel = min(values.numel(), after[name].numel())
+        torch.testing.assert_close(after[name][:numel], values[:numel])
+    assert {step for _, step, _ in loaded} == {4}
+    assert "they are taken from" in loaded[0][2] and "their sum is kept" in loaded[0][2]
 
 
 def test_without_the_source_one_line_says_what_is_lost_and_what_brings_it(
