@@ -22,6 +22,7 @@ CHECKOUT = tuple(
     PREFIX + name
     for name in (
         "EMULATED_WAVE", "FUZZ_CASES", "NCCL_DEVICE", "NIGHTLY", "SEED", "TEST_INSTALL",
+        "UPSTREAM_NEWEST",
         "TEST_WORKERS", "TORCH_VENVS", "UPSTREAM_ARCHIVES",
     )
 )  # fmt: skip

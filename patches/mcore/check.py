@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hybridcomp.channels import Channels
+from hybridcomp.dimensions import DIMENSIONS
 from hybridcomp.log import say_once
 from hybridcomp.patches.common import early_engines
 from hybridcomp.patches.mcore.groups import sizes
@@ -52,9 +53,11 @@ def check(
     rules = list(mcore.RULES)
     if (reason := missing("transformer_engine.pytorch")) is not None:
         rules.insert(0, mcore.out_of_reach(reason))
+    active = [name for name in DIMENSIONS if block.active(name)]
     for sentence in hold(block, ((rule, job) for rule in rules)):
         say_once(sentence)
-    channels.policy = block.policy()
+    if [name for name in DIMENSIONS if block.active(name)] != active:
+        channels.policy = block.policy()
 
 
 def _homes(model: Any) -> Iterator[str]:

@@ -99,14 +99,12 @@ class Job:
 
     @property
     def meetings(self) -> IslandMeetings:
-        (found,) = self._followers()
-        assert isinstance(found, IslandMeetings)
+        (found,) = (one for one in self._followers() if isinstance(one, IslandMeetings))
         return found
 
     @property
     def job_meetings(self) -> JobMeetings:
-        (found,) = self._followers()
-        assert isinstance(found, JobMeetings)
+        (found,) = (one for one in self._followers() if isinstance(one, JobMeetings))
         return found
 
     def _followers(self) -> list[StepFollower]:

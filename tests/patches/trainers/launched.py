@@ -29,7 +29,8 @@ NEEDS = {
 
 def page_commands() -> list[str]:
     """Every command of a page that starts one of the examples, once."""
-    return list(dict.fromkeys(line for _, line in commands() if "scripts/examples/train_" in line))
+    started = (line for _, line in commands() if "scripts/examples/train_" in line)
+    return list(dict.fromkeys(line for line in started if script_of(line) in NEEDS))
 
 
 def script_of(command: str) -> str:
