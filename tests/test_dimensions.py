@@ -47,12 +47,15 @@ ENGINES = {
 OWN_WORDS = {
     "channels/channel.py": "the settings that zero alone has",
     "channels/engine_channels.py": "the residuals of gradients",
+    "channels/engine_state.py": "whose messages are those of a micro-batch",
     "channels/payoff.py": "what comparing steps takes, and the group of trials",
     "channels/host_pace.py": "the settings that offload alone has",
     "tools/commands/job_files.py": "what a DeepSpeed file shows of a job",
     "tools/commands/memory.py": "which messages a job of such a file sends",
     "config/codec_settings.py": "which codecs one dimension alone may name",
+    "config/other_names.py": "what other tools call a dimension",
     "config/presets.py": "what the paper calls model parallel",
+    "tools/commands/validate.py": "what a file cannot show of a job",
     "tools/measure/channels.py": "what is timed, and how",
     "tools/measure/trainings.py": "what is timed, and how",
     "tools/plan/cost/job.py": "Megatron's dtype of gradients",
@@ -62,6 +65,7 @@ OWN_WORDS = {
     "tools/plan/machines/rows.py": "what a cluster's file may hold",
     "tools/plan/meetings.py": "what stays inside of an island",
     "tools/plan/pays.py": "what DeepSpeed's stages send of gradients",
+    "session/closing.py": "what is told of meetings apart from messages",
     "session/process.py": "what stands in the names of Megatron's parameters",
 }
 

@@ -37,7 +37,7 @@ class AppliedVersion:
 
 
 @dataclass
-class Taken:
+class AppliedChanges:
     """Changes of the mirror after version ``since``, and the seconds that they took.
 
     Attributes:

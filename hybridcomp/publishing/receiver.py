@@ -17,7 +17,7 @@ from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.foreign import one_line, quoted_path
 from hybridcomp.job.waits import Notices
 from hybridcomp.log import say
-from hybridcomp.publishing.applied import AppliedVersion, Taken
+from hybridcomp.publishing.applied import AppliedChanges, AppliedVersion
 from hybridcomp.publishing.destinations import folder_of
 from hybridcomp.publishing.groups import GroupSource
 from hybridcomp.publishing.mirror import CheckedVersion, Mirror, stage
@@ -57,7 +57,7 @@ class WeightReceiver:
         self._device = torch.device(device)
         self._mirror: Mirror | None = None
         self._held: Manifest | None = None
-        self._last = Taken(is_told=True)  # what changed_values says
+        self._last = AppliedChanges(is_told=True)  # what changed_values says
         self._notices: Notices | None = None
 
     @property
@@ -146,7 +146,7 @@ class WeightReceiver:
         mirror = staged.fresh or self._mirror
         assert mirror is not None
         if self._last.is_told or staged.fresh is not None:
-            self._last = Taken(self.version)
+            self._last = AppliedChanges(self.version)
         self._last.note(staged)
         self._mirror = self._held = None
         for change in staged.changes:

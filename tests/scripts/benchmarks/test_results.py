@@ -47,7 +47,7 @@ def test_gpu_chapter_of_an_earlier_version(tmp_path: Path) -> None:
     assert results.main(["--gpu", str(source), "--out", str(out)]) == 0
     text = (out / "gpu.md").read_text()
     assert "| `recommended` | 200.0 |" in text and "| recommended | 2 | 2.0" in text
-    assert "| +0.20 ± 0.00 |" in text and "loss.jsonl.gz: damaged" in text
+    assert "| +0.20 (+0.20 to +0.20) |" in text and "loss.jsonl.gz: damaged" in text
     assert "not held against NCCL's" in text and "--steps 60 --samples 1" in text
     assert "--seeds 0 1 --out" in text and "undecided" not in text
     figures = json.loads((out / "gpu.json").read_text())
