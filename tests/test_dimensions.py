@@ -47,7 +47,6 @@ ENGINES = {
 OWN_WORDS = {
     "channels/channel.py": "the settings that zero alone has",
     "channels/engine_channels.py": "the residuals of gradients",
-    "channels/engine_state.py": "whose messages are those of a micro-batch",
     "channels/payoff.py": "what comparing steps takes, and the group of trials",
     "channels/host_pace.py": "the settings that offload alone has",
     "tools/commands/job_files.py": "what a DeepSpeed file shows of a job",

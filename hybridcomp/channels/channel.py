@@ -148,13 +148,20 @@ class Channel:
         Returns what ``native`` or ``encoded`` returns.
         """
         if self.dimension == "dp" or message.direction == "backward":
-            self.state.hear_of_gradients(self.dimension)
+            # here, as every message passes: a backward pass, or a micro-batch's gradients by pp
+            running, state = torch._C._current_graph_task_id(), self.state
+            if running not in (-1, state.running) or (running == -1 and self.dimension == "pp"):
+                state.running = running
+                state.passes += 1
+                if state.on_pass is not None:
+                    state.on_pass(state.passes)
         codec = self.codec(
             message.numel, message.dtype, message.group, message.direction, message.between
         )
         if codec is None or message.stays_native(self, codec):
             return self.run_native(message, native)
-        self._count_spared(message)
+        if self.state.islands > 1:
+            self._count_spared(message)
         if profiler._is_profiler_enabled:
             fields = message.direction, message.numel, message.dtype
             with marks.sending(self.dimension, *fields, codec.spec):
@@ -168,14 +175,15 @@ class Channel:
     def run_native(self, message: Message[Any], native: Callable[[], T]) -> T:
         """Count a message that no codec may change, and have upstream send it."""
         size = self.group(message.group).size
-        self._count_spared(message)
+        if self.state.islands > 1:
+            self._count_spared(message)
         self.count_native(message.native_nbytes(size), message.direction)
         return native()
 
     def _count_spared(self, message: Message[Any]) -> None:
         """Count, as native bytes of ``sync``, what the message would send beyond this island."""
         islands = self.state.islands
-        if islands > 1 and self.dimension in MEASURED_EARLY:
+        if self.dimension in MEASURED_EARLY:
             size = self.group(message.group).size
             spared = message.nbytes_among(size, size * islands) - message.native_nbytes(size)
             self.state.ledger.interval["sync", "forward"].raw_nbytes += spared
@@ -322,4 +330,6 @@ class Channel:
         self, handle: H, meter: Meter, raw_nbytes: int, direction: Direction, inter: float
     ) -> H:
         """``record`` an encoded message once ``handle`` is complete; return ``handle``."""
-        return handle.then(partial(self.record, meter, raw_nbytes, direction, inter))
+        raw_nbytes = 0 if self.dimension == "sync" else raw_nbytes
+        key = (self.dimension, direction)
+        return handle.then(partial(self.state.ledger.record, key, raw_nbytes, meter, inter))

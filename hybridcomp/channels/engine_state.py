@@ -89,14 +89,7 @@ class EngineState:
     generation: int = 0
     islands: int = 1
     on_pass: Callable[[int], None] | None = None
-    _running: int = -1  # the backward pass that has sent gradients last
-
-    def hear_of_gradients(self, dimension: Dimension) -> None:
-        """Note that gradients are sent: by a backward pass, or those of a micro-batch by ``pp``."""
-        running = torch._C._current_graph_task_id()
-        if running not in (-1, self._running) or (running == -1 and dimension == "pp"):
-            self._running = running
-            self.note_pass()
+    running: int = -1  # the backward pass that has sent gradients last
 
     def note_pass(self) -> None:
         """Count a pass with gradients."""

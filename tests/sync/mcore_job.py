@@ -55,13 +55,13 @@ class MegatronIslandJob:
 
     @property
     def meetings(self) -> IslandMeetings:
-        (found,) = self.session.followers
+        (found,) = self.session.followers.stateful
         assert isinstance(found, IslandMeetings)
         return found
 
     @property
     def job_meetings(self) -> JobMeetings:
-        (found,) = self.session.followers
+        (found,) = self.session.followers.stateful
         assert isinstance(found, JobMeetings)
         return found
 

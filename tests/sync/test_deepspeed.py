@@ -156,7 +156,7 @@ def overflowing(stage: int) -> tuple[int, float, dict[str, float], str, torch.Te
             engine.step()
     session = session_of(engine)
     assert session is not None
-    (follower,) = session.followers
+    (follower,) = session.followers.stateful
     row = follower.row()
     assert isinstance(row, dict)
     scale = float(engine.optimizer.loss_scale)
@@ -251,7 +251,7 @@ def taken_over(folder: Path) -> None:
     engine.load_checkpoint(str(folder))
     session = session_of(engine)
     assert session is not None
-    (meetings,) = session.followers
+    (meetings,) = session.followers.stateful
     assert isinstance(meetings, IslandMeetings)
     session.before_step()
     stored = [

@@ -39,7 +39,7 @@ def steps(engine: Any, job: Job, first: int, numbers: range) -> None:
 def meetings_of(engine: Any) -> JobMeetings:
     session = session_of(engine)
     assert session is not None
-    (found,) = session.followers
+    (found,) = session.followers.stateful
     assert isinstance(found, JobMeetings)
     return found
 

@@ -19,7 +19,7 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.patches.ds import settings as by_deepspeed
 from hybridcomp.patches.rules import neox
 from hybridcomp.patches.rules.ds_job import DeepSpeedJob
-from hybridcomp.patches.rules.ds_settings import KNOWN, parsed, removed
+from hybridcomp.patches.rules.ds_settings import AUTO, KNOWN, parsed, removed
 
 Whose = Literal["block", "deepspeed", "neox"]
 #: DeepSpeed's top-level keys that decide what is compressed; it ignores unknown keys
@@ -53,7 +53,9 @@ class JobFile:
     @property
     def dtype(self) -> str | None:
         """The dtype of messages: "bf16", "fp16", "fp32", or None where "auto" leaves it."""
-        return self.job.dtype
+        sections = [self.whole.get(name) for name in ("bf16", "fp16")]
+        filled_in = any(isinstance(one, dict) and one.get("enabled") == AUTO for one in sections)
+        return None if filled_in and self.job.dtype == "fp32" else self.job.dtype
 
     @property
     def is_job(self) -> bool:
