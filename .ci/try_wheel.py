@@ -26,7 +26,8 @@ def main() -> None:
     package = Path(hybridcomp.__file__).parent
     assert package.is_relative_to(sys.prefix), f"{package} is not of the wheel"
     for file in ("py.typed", "kernels/cuda/blockint.cu", "kernels/formats/blockint.h",
-                 "patches/mcore/ddp.py", "patches/neox/train_neox.py", "configs/neox/20B.yml"):  # fmt: skip
+                 "patches/mcore/ddp.py", "patches/neox/train_neox.py",
+                 "configs/neox/20B.yml"):  # fmt: skip
         assert (package / file).is_file(), f"the wheel lacks {file}"
     for listed in metadata.files("hybridcomp") or ():
         assert listed.parts[0].startswith(("hybridcomp", "..")), f"the wheel brings {listed}"
