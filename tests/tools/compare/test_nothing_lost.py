@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hybridcomp.tools import pages
 from hybridcomp.tools.commands import cli
 from hybridcomp.tools.compare import chart, children, command, launch
 from hybridcomp.tools.compare.json_lines import LOG
@@ -43,7 +44,10 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """As if these were not installed."""
     there = find_spec
-    monkeypatch.setattr(command, "find_spec", lambda name: None if name in names else there(name))
+    for module in (command, pages):
+        monkeypatch.setattr(
+            module, "find_spec", lambda name: None if name in names else there(name)
+        )
     real = builtins.__import__
 
     def refuse(name: str, *rest: Any, **more: Any) -> Any:
@@ -57,12 +61,13 @@ def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def test_the_report_is_written_without_matplotlib(
     trainer: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hide(monkeypatch, "matplotlib", "wandb")
+    hide(monkeypatch, "matplotlib", "wandb", "plotly")
     assert cli.main(trainer) == 0
     shown = capsys.readouterr()
     lines = shown.err.splitlines()
-    said = [line for line in lines if line.startswith("no picture: it needs matplotlib")]
-    assert lines.index(said[0]) < lines.index("2/2 recommended seed 0: training")
+    for said in ("no picture: it needs matplotlib", "no report.html: it needs plotly: pip install"):
+        first = next(place for place, line in enumerate(lines) if line.startswith(said))
+        assert first < lines.index("2/2 recommended seed 0: training")
     assert Path("started.txt").read_text() == "xx"
     assert "![" not in Path("out/report.md").read_text()
     rows = json.loads(Path("out/comparison.json").read_text())["runs"]
@@ -74,17 +79,21 @@ def test_a_picture_or_a_chart_that_fails_takes_nothing_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    from hybridcomp.tools.compare import draw
+    from hybridcomp.tools.compare import draw, page
 
     def broken(*_: object) -> None:
         raise RuntimeError("no\nfont")
 
     monkeypatch.setattr(draw, "draw", broken)
+    monkeypatch.setattr(pages, "missing", str)
+    monkeypatch.setattr(page, "page", broken)
     monkeypatch.setattr(chart, "log", broken)
     runs = [str(write_run(tmp_path / name, 0, 1.0)) for name in ("a", "b")]
     out = tmp_path / "out"
     assert cli.main(["compare", *runs, "--out", str(out)]) == 0
-    assert "no picture: RuntimeError: no font" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no picture: RuntimeError: no font" in said
+    assert "no report.html: RuntimeError: no font" in said
     assert "![" not in (out / "report.md").read_text()
     assert (out / "comparison.json").is_file()
 
