@@ -144,7 +144,7 @@ def test_top_level_is_as_agreed() -> None:
     allowed = {
         "pyproject.toml", "hybridcomp", "patches", "configs", "scripts", "tests", "README.md",
         "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in",
-        "docs",  # scripts/benchmarks/results.py
+        "docs",
     }  # fmt: skip
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False

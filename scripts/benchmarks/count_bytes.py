@@ -20,6 +20,7 @@ status is 1 where counted and told differ by more than 1 %, or counted and expec
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import sys
 import tempfile
@@ -47,6 +48,12 @@ WORDS = {
     "zero1": "ZeRO 1, bf16", "zero2": "ZeRO 2, bf16", "tp2": "two tensor ranks",
     "pp2": "two pipeline stages",
 }  # fmt: skip
+#: columns of the file: words, then figures
+NAMES = ("job", "layout", "arm")
+FIGURES = (
+    "link_MB", "inside_MB", "bits", "told_MB", "native_MB", "off", "expected_bits", "off_expected",
+    "parameters",
+)  # fmt: skip
 #: a ledger of what native sends
 COUNTED = Arm("none", block=(("preset", "none"),))
 
@@ -188,50 +195,23 @@ def table(rows: Sequence[Any]) -> str:
     return "\n".join(lines)
 
 
-PAGE = """\
-What trainings of the example GPT ({numel:,} parameters, bf16) send, counted at the interfaces of
-their hosts, beside what hybridcomp's ledger tells and what the tables of this documentation say.
-The hosts are network namespaces of one machine, of one rank, or of two (2x2).
-
-{table}
-
-* **counted MB**: what left all hosts in a step, without headers. The kernel's counters have one
-  header of 66 bytes for each packet that a host handed to its link: Ethernet 14, IPv4 20, TCP 20
-  and its time stamps 12. What is left are the bytes that were given to the sockets: messages with
-  gloo's headers, the average of the loss, the norm for clipping, and the ledger's own reports.
-* **inside a node**: the same of the loopback, through which ranks of a host talk.
-* **told MB**: the bytes of all ranks in the ledger, to which those of the link and of the loopback
-  are held. The preset `none` compresses nothing and tells what native sends; `native bf16` runs
-  without hybridcomp. Torch's own ways (`peer`) have no ledger.
-* **bits a parameter**: what one host sends in a step and for each micro-batch, without the first
-  two steps.
-* **expected**: by the bits of the tables ([where they stand](../coming_from.md#zero)) on these
-  hosts: a ring of W ranks sends (W - 1) / W of them, a sum in nodes first (n - 1) / n. FSDP2's root
-  is gathered once.
-
-What native sends is what NCCL's algorithms send. gloo's send the same, but for one: its
-reduce-scatter sends as much as its all-reduce, of 32 MB a rank 32.0 MB on two ranks and 48.1 on
-four, where a ring sends 16 and 24. ZeRO 3, FSDP2 and Megatron's distributed optimizer use it, so a
-job on CPUs saves more than these tables say. Here a ring takes its place, natively and beside the
-preset (`scripts/benchmarks/training_bench/ring.py`). `hybridcomp measure` and `"when": "auto"` time
-the job's own backend, over gloo gloo's: a plan for GPUs needs a measurement over NCCL.
-
-ZeRO++'s kernels need a GPU, and Megatron's data parallelism is not part of the example: their
-figures are computed.
-
-## Commands
-
-```
-scripts/benchmarks/count_bytes.py --data data/text --out runs/bytes/bytes.json --check
-scripts/benchmarks/results.py --bytes runs/bytes
-```"""
+def read(file: Path) -> list[dict[str, Any]]:
+    """Return the rows that ``--out`` has written, of which docs/results/bytes.csv are some."""
+    with file.open(newline="", encoding="utf-8") as lines:
+        return [
+            {name: text if name in NAMES else float(text) for name, text in row.items() if text}
+            for row in csv.DictReader(lines)
+        ]
 
 
-def chapter(source: Path, out: Path) -> str:
-    """Write the page of ``source``'s bytes.json. Raises FileNotFoundError without one."""
-    rows = json.loads((source / "bytes.json").read_text(encoding="utf-8"))
-    (out / "bytes.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    return PAGE.format(numel=rows[0]["parameters"], table=table(rows))
+def write(file: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write ``rows``; a figure that a row lacks is an empty cell."""
+    with file.open("w", newline="", encoding="utf-8") as lines:
+        table = csv.DictWriter(lines, [*NAMES, *FIGURES], lineterminator="\n")
+        table.writeheader()
+        table.writerows(
+            {k: v if k in NAMES else f"{v:.7g}" for k, v in row.items()} for row in rows
+        )
 
 
 def missed(rows: Sequence[Any], told: float = 0.01, expected: float = 0.02) -> list[str]:
@@ -250,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--jobs", nargs="+", metavar="NAME", help="default: all")
     add("--data", type=Path, default=Path("data/text"), metavar="PREFIX")
-    add("--out", type=Path, metavar="FILE", help="JSON; jobs that are there are not trained again")
+    add("--out", type=Path, metavar="FILE", help="CSV; jobs that are there are not trained again")
     add("--steps", type=int, default=8)
     add("--timeout", type=float, default=600.0, metavar="S", help="of a start or a step")
     add("--check", action="store_true")
@@ -259,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = Sizes(layers=4, width=256, length=128, divide_batch=4, warm=2, steps=asked.steps)
     numel, root = parameters_of(data, sizes)
     there = asked.out is not None and asked.out.is_file()
-    rows: list[Any] = json.loads(asked.out.read_text()) if there else []
+    rows: list[Any] = read(asked.out) if there else []
     for case in cases():
         own = case.job, case.layout, case.arm.name
         known = any((row["job"], row["layout"], row["arm"]) == own for row in rows)
@@ -273,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
         print(table(rows[-1:]).splitlines()[-1], flush=True)
         if asked.out is not None:
-            asked.out.write_text(json.dumps(rows, indent=1) + "\n")
+            write(asked.out, rows)
     print(f"\n{numel} parameters\n\n{table(rows)}")
     far = missed(rows)
     if far:
