@@ -31,6 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # hybridcomp, from this checkout
 
 from hybridcomp.inference import sglang_seams, verl_seams, vllm_plugin, vllm_seams
+from hybridcomp.inference.upstream import OTHERS
 from hybridcomp.patches.registry import patches_of
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
@@ -114,6 +115,7 @@ def identify(path: Path) -> tuple[str, str] | None:
     if match is None:
         return None
     name = match[1].replace("_", "-").lower()
+    name = next((one for one, others in OTHERS.items() if name in others), name)
     return (name, match[2]) if name in PACKAGES or name in ENGINES else None
 
 
