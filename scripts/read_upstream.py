@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # hybridcomp, from
 
 from doc_pages import json_rows
 from hybridcomp.inference import sglang_seams, verl_seams, vllm_plugin, vllm_seams
+from hybridcomp.inference.upstream import OTHERS
 from hybridcomp.patches.registry import patches_of
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
@@ -119,6 +120,7 @@ def identify(path: Path) -> tuple[str, str] | None:
     if match is None:
         return None
     name = match[1].replace("_", "-").lower()
+    name = next((one for one, others in OTHERS.items() if name in others), name)
     return (name, match[2]) if name in PACKAGES or name in ENGINES else None
 
 

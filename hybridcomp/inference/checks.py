@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybridcomp.errors import PublishError
 from hybridcomp.foreign import one_line
+from hybridcomp.inference.layout import Layout
 
 #: dtypes that hold weights as they were trained
 PLAIN = (torch.bfloat16, torch.float16, torch.float32)
@@ -37,17 +38,6 @@ def refuse_quantized(asked: object, tensors: Iterable[tuple[str, Tensor]]) -> No
             raise PublishError(
                 f"{one_line(name)}: expected a weight of 16 bits in the engine, found "
                 f"{tensor.dtype}: quantized weights take no exact values; {TODO}"
-            )
-
-
-def refuse_empty(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise PublishError where an engine has emptied a weight, of which it keeps a packed copy."""
-    for name, tensor in tensors:
-        if not tensor.numel():
-            raise PublishError(
-                f"{one_line(name)}: the engine has emptied this weight, and computes with a packed "
-                "copy of it that nothing can be written into; serve on a GPU, or start the engine "
-                "without packed weights"
             )
 
 
@@ -82,6 +72,21 @@ def refuse_configuration(config: Any, shapes: Mapping[str, Any], aliases: Iterab
         if not fits:
             raise PublishError(
                 f"{key}: the engine has {wanted}, the trained model {max(sizes)}; {todo}"
+            )
+
+
+def refuse_unknown(layout: Layout, is_packed: bool) -> None:
+    """Raise PublishError where an engine's loader, which has written nothing yet, takes no weight.
+
+    ``is_packed``: whether the engine has emptied weights, of which nothing but names can be tried.
+    """
+    names = ("ValueError", "KeyError")  # what loaders say to an unknown name
+    for name, why in layout.unknown.items():
+        raised = why.partition(":")[0]
+        if raised in names or (raised.endswith("Error") and not is_packed):
+            raise PublishError(
+                f"{one_line(name)}: the engine's loader does not take it ({one_line(why)}): "
+                "publish the names and shapes of its checkpoints"
             )
 
 

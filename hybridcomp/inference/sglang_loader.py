@@ -8,7 +8,7 @@ receiver of its own and loads the parameters that changed as SGLang loads a chec
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from hybridcomp.errors import PublishError
 from hybridcomp.foreign import one_line, parsed_json
 from hybridcomp.inference.checks import refuse_quantized
 from hybridcomp.inference.follower import Follower, Patched, is_wait
+from hybridcomp.inference.layout import Layout, learn
 from hybridcomp.inference.sglang_seams import SEAMS, WORKER_SEAMS
 from hybridcomp.inference.upstream import check
 from hybridcomp.publishing import WeightReceiver
@@ -113,6 +114,7 @@ class _ModelWeights:
 
     def __init__(self, model: Any) -> None:
         self._named, self._load = model.named_parameters, model.load_weights
+        self._layout = Layout()
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """Return the parameters of this worker, by SGLang's own names."""
@@ -131,9 +133,23 @@ class _ModelWeights:
             )
 
     def load_whole(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load tensors as from a checkpoint: copies, as a loader may write to what it is given."""
-        self._load((name, tensor.clone()) for name, tensor in weights)
+        """Load tensors as from a checkpoint, and compare a few values of each.
 
-    def load_changes(self, patches: list[Patched]) -> None:
-        """Load the parameters of which a value changed, as a whole."""
-        self.load_whole((one.name, one.whole) for one in patches)
+        They are copies, as a loader may write to what it is given.
+        """
+        given = dict(weights)
+        self._load((name, tensor.clone()) for name, tensor in given.items())
+        mine, known = dict(self._named()), self._layout
+        new = {n: one for n, one in given.items() if n not in {**known.blocks, **known.unknown}}
+        found = learn(self._load, mine, new.items())
+        known.blocks.update(found.blocks)
+        known.unknown.update(found.unknown)
+        if odd := known.differing(mine, given.items()):
+            raise PublishError(
+                f"{one_line(odd)} has other values behind the load than were published: SGLang "
+                "rearranges this weight in a way that hybridcomp does not know"
+            )
+
+    def prepare_changes(self, patches: list[Patched]) -> Callable[[], object]:
+        """Return what loads the parameters of which a value changed, as a whole."""
+        return lambda: self.load_whole((one.name, one.whole) for one in patches)
