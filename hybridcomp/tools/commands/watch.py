@@ -19,7 +19,7 @@ from hybridcomp.tools.commands.ledger_reader import AGE_S, LedgerReader
 from hybridcomp.tools.compare import report
 
 #: seconds between two looks at the file
-LOOK_S = 1.0
+LOOK_S = 2.0
 #: columns that are folded in a narrow terminal
 WRAPPED = ("codec", "messages")
 
