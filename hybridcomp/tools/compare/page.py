@@ -18,8 +18,9 @@ from hybridcomp.tools.compare.draw import FALL, SETTLED, style_of
 from hybridcomp.tools.compare.figures import named
 from hybridcomp.tools.compare.reading import APART
 from hybridcomp.tools.compare.report import Result
-from hybridcomp.tools.compare.runs import Curve
+from hybridcomp.tools.compare.runs import Curve, Run
 from hybridcomp.tools.compare.statistics import gap_curves, running_mean, thin
+from hybridcomp.tools.pages import links
 
 #: dashes of a line in matplotlib -> in Plotly, and of a border in CSS
 DASHES = {"-": ("solid", "solid"), "--": ("dash", "dashed"), ":": ("dot", "dotted"),
@@ -47,6 +48,11 @@ def page(result: Result, title: str, smooth: int, command: str) -> str:
         about=report.about(result),
         losses=_table(report.losses(result)),
         bytes=_table(report.bytes_of(result.runs)),
+        links=[
+            {"label": foreign.one_line(run.label), "picture": svg}
+            for run in result.runs
+            if (svg := _links(run)) is not None
+        ],
         runs=[_run(result, number) for number in range(len(result.runs))],
         charts=list(charts(result, smooth or max(1, len(result.aligned.axis) // 20))),
         notes=[foreign.one_line(note, foreign.SENTENCE) for note in result.notes],
@@ -79,6 +85,24 @@ def _run(result: Result, number: int) -> dict[str, Any]:
         "sources": [foreign.one_line(training.source) for training in run.trainings],
         "settings": settings and foreign.printable(json.dumps(settings, indent=1, default=str)),
     }
+
+
+def _links(run: Run) -> str | None:
+    """Draw what the run's ledger says of the links; None where no encoded message left a node."""
+    rows = [row for ways in run.ledger().values() for row in ways.values()]
+    native, sent = (
+        sum(row.get(name) or 0.0 for row in rows) for name in ("inter_raw_MB", "inter_MB")
+    )
+    if not native:
+        return None
+    steps = float(run.trainings[0].steps[-1])
+    inside = [sum(row[name] for row in rows) - out
+              for name, out in (("raw_MB", native), ("wire_MB", sent))]  # fmt: skip
+    return links.draw(
+        f"{run.label}: MB of all ranks in a step",
+        [links.LinkMB("Inside the nodes, such as NVLink", *(mb / steps for mb in inside)),
+         links.LinkMB("Between nodes, such as Ethernet", native / steps, sent / steps)],
+    )  # fmt: skip
 
 
 def differences(result: Result) -> list[list[str]]:

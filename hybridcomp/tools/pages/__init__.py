@@ -7,13 +7,13 @@ from typing import Any
 
 from hybridcomp.errors import HybridcompError, install_hint
 
-#: what the extra ``report`` brings
+#: packages of a page with charts
 NEEDS = ("jinja2", "plotly")
 
 
-def missing() -> str:
-    """Say what pages need and how to install it; "" where everything is there."""
-    lacking = [name for name in NEEDS if find_spec(name) is None]
+def missing(*needed: str) -> str:
+    """Say which of the packages is missing and how to install it; "" where all are there."""
+    lacking = [name for name in needed or NEEDS if find_spec(name) is None]
     return f"it needs {' and '.join(lacking)}: {install_hint('report')}" if lacking else ""
 
 
@@ -25,7 +25,7 @@ def render(template: str, **values: Any) -> str:
     try:
         import jinja2
     except ImportError:
-        raise HybridcompError(f"{template}: {missing()}") from None
+        raise HybridcompError(f"{template}: {missing('jinja2')}") from None
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader(__name__, "."), autoescape=True, trim_blocks=True,
         lstrip_blocks=True, undefined=jinja2.StrictUndefined,

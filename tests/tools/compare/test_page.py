@@ -16,7 +16,7 @@ from hybridcomp.tools import pages
 from hybridcomp.tools.commands import cli
 from hybridcomp.tools.compare import Wishes, command, compared, report
 from hybridcomp.tools.compare.statistics import running_mean
-from tests.tools.compare.made import write_run
+from tests.tools.compare.made import ROW, write_run
 
 HOSTILE = "</script><script>alert(1)</script><b>"
 #: bytes of a page that may still be mailed
@@ -135,6 +135,21 @@ def test_names_of_runs_stay_texts_and_nothing_is_fetched(tmp_path: Path) -> None
     assert not any({"src", "href"} & attributes.keys() for _, attributes in page.tags)
     for chart in drawn(page).values():  # Plotly reads tags in the names of lines
         assert not any("<" in trace["name"] for trace in chart["data"])
+
+
+def test_what_crosses_which_link_is_drawn_where_the_ledger_knows(tmp_path: Path) -> None:
+    """MB a step of all ranks: 60 steps, of whose bytes a part went to other nodes."""
+    pytest.importorskip("plotly")
+    words = runs_of(tmp_path / "runs", ["base", HOSTILE], seeds=1)
+    text, _, _ = made(tmp_path / "out", *words)
+    assert "<svg" not in text  # one node
+    row = {**ROW, "inter_raw_MB": 90.0, "inter_MB": 12.0}
+    record = {"summary": True, "step": 60, "dimensions": {"dp": {"forward": row}}}
+    (tmp_path / "runs" / "1" / "seed0" / "ledger.jsonl").write_text(json.dumps(record) + "\n")
+    text, _, page = made(tmp_path / "out", *words)
+    assert text.count("<svg") == 1 and [tag for tag, _ in page.tags].count("script") == 4
+    for told in ("1 MB", "0.133 MB", "1.5 MB", "0.2 MB"):
+        assert f">{told}</text>" in text
 
 
 def test_without_its_packages_one_line_says_so(
