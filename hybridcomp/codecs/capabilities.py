@@ -77,9 +77,10 @@ class Capabilities:
         return ()
 
     def diverges(self) -> str | None:
-        """Return why residuals and deltas grow without end with it, as words after "diverges".
+        """Return why error feedback diverges with this codec, phrased to follow "diverges".
 
-        None where the error of an encoding is smaller than the encoded values."""
+        None where the error of an encoding is smaller than the encoded values.
+        """
         return None
 
     def beyond(self, values: Tensor, decoded: Tensor) -> int | Tensor:

@@ -20,7 +20,7 @@ from hybridcomp.errors import CodecError
 
 LENGTHS = (0, 1, 2, 31, 33, 1000, 4097, 9001)
 CPU = torch.device("cpu")
-#: bytes in memory before a codec writes
+#: fills output buffers before a codec writes, so that unwritten bytes show
 DIRT = 0xA5
 
 
