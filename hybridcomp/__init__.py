@@ -274,8 +274,8 @@ def publish(
     return publish(engine, to, names, still_s, **given, dtype=dtype, codec=codec)
 
 
-#: public names that are imported once somebody asks for them -> where they are: the config needs
-#: pydantic and torch, and `import hybridcomp` alone stays quick
+#: lazily imported public names -> their module, so that `import hybridcomp` loads neither
+#: pydantic nor torch
 _LATE = {
     "AppliedVersion": "publishing",
     "Attached": "patches.torch.attached",

@@ -99,7 +99,7 @@ class BlockInt(FixedCodec):
     name: ClassVar[str] = "blockint"
     about: ClassVar[str] = "integers of `bits` bits with a scale for every 32 values, fixed size"
     settings: ClassVar[tuple[Setting, ...]] = SETTINGS
-    span: ClassVar[int] = TILE
+    block_size: int = TILE
     fuses: ClassVar[bool] = True
     kernels = KernelSet[FixedKernels](name)
 

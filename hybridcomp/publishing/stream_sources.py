@@ -21,7 +21,7 @@ from hybridcomp.publishing.streams import ABORT, DATA, VERSION, Readable, cut, f
 CHUNK = 1 << 26
 #: bytes of a version for each weight, at most, beside ``IN_MEMORY``
 MOST_OF_A_WEIGHT = 4
-#: bytes for which a frame counts beside its own: what keeping one takes, be it empty
+#: fixed memory charged for each buffered frame, even an empty one; bytes
 FRAME_COSTS = 1024
 #: times the bytes that a version can have, after which nobody reads to its end
 TOO_LONG = 2

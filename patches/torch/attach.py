@@ -173,7 +173,7 @@ def channels_of_model(model: object) -> Channels | None:
 
 
 def look_again() -> None:
-    """Let models that had no block be attached: there is one now."""
+    """Retry models that were skipped for lack of a block."""
     for model in list(without_block):
         vars(model).pop(ATTRIBUTE, None)
     without_block.clear()

@@ -95,7 +95,7 @@ def try_codec(values: Tensor, choose: random.Random) -> Turn:
     codec, values = make_codec(name, **settings), values[: NUMEL // numel * numel]
     own = codec.lossless or (name == "radix" and choose.random() < 0.5)
     decoded = through(codec, values, values.dtype if own else torch.float32, numel)
-    block = codec.segment if name == "radix" else codec.span
+    block = codec.segment if name == "radix" else codec.block_size
     if codec.lossless:
         limit = torch.zeros(len(values), dtype=torch.float64)
     else:

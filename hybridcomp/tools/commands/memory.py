@@ -121,7 +121,7 @@ def lines(block: CompressionConfig, file: JobFile, job: JobSize) -> Iterator[str
     whole = replicas
     if block.sync.acts:  # the island takes the place of all replicas
         of_island = block.sync.islands
-        if isinstance(of_island, str | int):  # else it is the whole job
+        if isinstance(of_island, str | int):  # else the island is the whole job
             replicas = max(
                 1, (of_island if isinstance(of_island, int) else job.ranks_per_node) // split
             )

@@ -77,7 +77,7 @@ def end(process: subprocess.Popen[bytes], farewell: float = FAREWELL_S) -> None:
 
 
 def _lives(process: subprocess.Popen[bytes]) -> bool:
-    """Return whether a process of the group is left; a launcher may end before its ranks do."""
+    """Return whether any process of the group still runs; a launcher may exit before its ranks."""
     process.poll()  # else it stays as a zombie
     try:
         os.killpg(process.pid, 0)

@@ -18,7 +18,7 @@ STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 #: gap in percent that says nothing about one seed: seeds alone differ by more
 SMALL = 0.1
-#: times the points of the final loss that a run has to have before a gap is read from it
+#: a run needs this many times the points of the final average before its gap is reported
 ENOUGH = 2
 #: points of a line of a chart; W&B draws at most 10,000 rows of a table
 POINTS = 400

@@ -197,7 +197,7 @@ class TimeBudget:
 
 
 class MeasuredPart:
-    """A part of a measurement, whose cases share its remaining time."""
+    """One section of the measurement; its cases share the section's time budget."""
 
     def __init__(self, budget: TimeBudget, stop: float, name: str) -> None:
         self._budget, self._stop, self._name = budget, stop, name
