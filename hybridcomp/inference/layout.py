@@ -74,7 +74,7 @@ class Block:
 
 
 @dataclass
-class Layout:
+class LoaderLayout:
     """What a loader does with each tensor of a checkpoint.
 
     Attributes:
@@ -143,7 +143,7 @@ def learn(
     load: Callable[[Iterable[tuple[str, Tensor]]], object],
     parameters: Mapping[str, Tensor],
     weights: Iterable[tuple[str, Tensor]],
-) -> Layout:
+) -> LoaderLayout:
     """Run the loader ``load`` on each of ``weights``, and note what it copies; nothing is written.
 
     Args:
@@ -151,7 +151,7 @@ def learn(
         parameters: what it writes, by the engine's names.
         weights: contiguous tensors, with a storage of their own each.
     """
-    found = Layout()
+    found = LoaderLayout()
     homes = _homes(parameters)
     for name, weight in weights:
         noted = _Noted(homes, weight)
