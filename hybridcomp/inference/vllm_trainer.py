@@ -120,7 +120,7 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
 
     def _ask(self, message: dict[str, Any]) -> None:
         assert self._where is not None
-        self.client.init_weight_transfer_engine(asdict(self._where))
+        self.client.init_weight_transfer_engine({**asdict(self._where), "fresh": False})
         self.client.start_weight_update()
         try:
             self.client.update_weights(message)

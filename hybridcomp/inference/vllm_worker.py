@@ -46,11 +46,15 @@ from hybridcomp.publishing import WeightReceiver
 
 @dataclass
 class VersionSource(WeightTransferInitInfo):  # type: ignore[misc]
-    """First message to a worker: where versions are, as ``ModuleFollower`` takes it."""
+    """Message to a worker: where versions are, as ``ModuleFollower`` takes it.
+
+    ``fresh``: read them anew; otherwise only where the worker has no source, or another one.
+    """
 
     source: str
     wait_s: float = 60.0
     verify: bool = True
+    fresh: bool = True
 
 
 @dataclass
@@ -86,7 +90,8 @@ class HybridcompWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc
     def init_transfer_engine(self, init_info: VersionSource) -> None:
         """Open the source; nothing is read before the first update.
 
-        Another source frees the mirror of the one before; of the same one nothing is read again.
+        Frees an earlier mirror, unless the message says that the same source goes on.
+
         Raises PublishError on the last worker, where one of them cannot do it.
         """
         if self._workers is None:
@@ -96,11 +101,11 @@ class HybridcompWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc
 
     def _open(self, said: VersionSource) -> None:
         if not (isinstance(said.source, str) and is_wait(said.wait_s)
-                and isinstance(said.verify, bool)):  # fmt: skip
+                and isinstance(said.verify, bool) and isinstance(said.fresh, bool)):  # fmt: skip
             found = one_line(vars(said))
             raise PublishError(f"expected source, wait_s in seconds and verify, found {found}")
         self._beside.end()
-        if self._follower is not None and said.source == self._source:
+        if self._follower is not None and not said.fresh and said.source == self._source:
             self._follower.wait_s, self._follower.verify = said.wait_s, said.verify
             return
         self._follower, self._source = None, said.source

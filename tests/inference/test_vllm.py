@@ -152,6 +152,19 @@ def test_a_version_is_prepared_beside_requests_and_then_switched_to(
     assert all(model.holds(VERSIONS) for model in workers.models)
 
 
+def test_a_source_that_is_told_again(workers: Any, chain: Path) -> None:
+    said = {"source": str(chain), "wait_s": 0.0}
+    workers.init_weight_transfer_engine(said)
+    workers.load(2)
+    first = [engine._follower for engine in workers.engines]
+    workers.init_weight_transfer_engine({**said, "wait_s": 1.5, "fresh": False})
+    assert [engine._follower for engine in workers.engines] == first and first[0].wait_s == 1.5
+    workers.init_weight_transfer_engine(said)  # by another trainer, whose chain may be another
+    assert all(engine._follower.version is None for engine in workers.engines)
+    workers.load(3)
+    assert all(model.holds(3) for model in workers.models)
+
+
 def test_a_weight_that_is_elsewhere_behind_the_load_is_found(workers: Any, chain: Path) -> None:
     workers.init_weight_transfer_engine({"source": str(chain)})
     workers.load(1)

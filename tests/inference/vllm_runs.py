@@ -43,6 +43,12 @@ class Probe:
         """Wait until what goes on beside requests has ended."""
         self.weight_transfer_engine._beside.end()  # type: ignore[attr-defined]
 
+    def unknown(self) -> dict[str, str]:
+        """Weights that are not written in place, and why."""
+        engine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        found: dict[str, str] = engine._follower._engine._layout.unknown
+        return found
+
     def held(self) -> dict[str, str]:
         """Checksums of the weights that this worker computes with, without experts."""
         found: dict[str, str] = {}
@@ -52,7 +58,8 @@ class Probe:
                 continue
             found |= {f"{name}.{key}": digest(one) for key, one in weights.items() if one.numel()}
             if hasattr(module, "cpu_linear"):
-                size = getattr(module, "input_size_per_partition", 0) or module.embedding_dim
+                keys = ("input_size_per_partition", "input_size", "embedding_dim")
+                size = next(getattr(module, key) for key in keys if hasattr(module, key))
                 columns = module.quant_method.apply(module, torch.eye(size, dtype=torch.bfloat16))
                 found[f"{name}.weight"] = digest(columns.t())
         return found
@@ -244,18 +251,20 @@ def offline(family: str, workers: int, versions: int, folder: Path) -> dict[str,
         found["moved"].append(abs(trained.answer() - before))
         before = trained.answer()
         trained.step()
+    found["unknown"] = llm.collective_rpc("unknown")
     return found
 
 
 class Server:
-    """``vllm serve`` in a process of its own, and requests to it."""
+    """A server of vLLM in a process of its own, and requests to it."""
 
     def __init__(self, folder: Path, workers: int, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.log = (folder / "server.log").open("w")
         command = [
-            sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder / "model"),
-            "--skip-tokenizer-init", "--dtype", "bfloat16", "--enforce-eager", "--port", str(port),
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+            "--model", str(folder / "model"), "--skip-tokenizer-init", "--dtype", "bfloat16",
+            "--enforce-eager", "--port", str(port),
             "--host", "127.0.0.1", "--max-model-len", "512", "--max-num-seqs", "8",
             "--tensor-parallel-size", str(workers),
             "--weight-transfer-config", '{"backend": "hybridcomp"}',
