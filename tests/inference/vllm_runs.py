@@ -7,6 +7,7 @@ exact. ``paused`` loads versions of 1.1 billion weights, and says how long vLLM 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -227,6 +228,8 @@ def offline(family: str, workers: int, versions: int, folder: Path) -> dict[str,
             llm.update_weights({"update_info": message})
             llm.finish_weight_update()
         except Exception as error:
+            with contextlib.suppress(Exception):  # the workers that were not told are in it still
+                llm.finish_weight_update()
             return str(error)
         llm.reset_prefix_cache()
         return ""
