@@ -266,7 +266,7 @@ class Server:
         self.log = (folder / "server.log").open("w")
         command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server",
-            "--model", str(folder / "model"), "--skip-tokenizer-init", "--dtype", "bfloat16",
+            "--model", str(folder / "model"), "--tokens-only", "--dtype", "bfloat16",
             "--enforce-eager", "--port", str(port),
             "--host", "127.0.0.1", "--max-model-len", "512", "--max-num-seqs", "8",
             "--tensor-parallel-size", str(workers),
