@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridcomp.errors import PublishError
 from hybridcomp.foreign import one_line
-from hybridcomp.inference.layout import Layout
+from hybridcomp.inference.layout import LoaderLayout
 
 #: dtypes that hold weights as they were trained
 PLAIN = (torch.bfloat16, torch.float16, torch.float32)
@@ -53,8 +53,8 @@ def refuse_configuration(config: Any, shapes: Mapping[str, Any], aliases: Iterab
     adapter = next((name for name in shapes if name.startswith("base_model.")), None)
     if adapter is not None:
         raise PublishError(
-            f"{one_line(adapter)} is a name of PEFT's, with adapters beside their base model: "
-            "publish a model without adapters, such as the one of merge_and_unload"
+            f"{one_line(adapter)} is a name of PEFT's: publish what the model computes with "
+            "(publish.lora: merged), or load adapters alone with AdapterFolder"
         )
     is_tied, own = getattr(config, "tie_word_embeddings", None), HEAD in shapes
     if is_tied and own or (is_tied is False and HEAD in aliases):
@@ -75,7 +75,21 @@ def refuse_configuration(config: Any, shapes: Mapping[str, Any], aliases: Iterab
             )
 
 
-def refuse_unknown(layout: Layout, is_packed: bool) -> None:
+def has_eight_bits(weights: Mapping[str, Tensor]) -> bool:
+    """Return whether weights were published as an engine holds them in 8 bits (``publish.as``)."""
+    return any(tensor.dtype == torch.float8_e4m3fn for tensor in weights.values())
+
+
+def refuse_sixteen(asked: object) -> None:
+    """Raise PublishError where weights come in 8 bits and the engine computes in 16."""
+    if not asked:
+        raise PublishError(
+            "weights are published in 8 bits, with scales (publish.as), and the engine computes in "
+            "16: start it from a checkpoint that is quantized in the same way, or leave out as"
+        )
+
+
+def refuse_unknown(layout: LoaderLayout, is_packed: bool) -> None:
     """Raise PublishError where an engine's loader, which has written nothing yet, takes no weight.
 
     ``is_packed``: whether the engine has emptied weights, of which nothing but names can be tried.
@@ -91,9 +105,9 @@ def refuse_unknown(layout: Layout, is_packed: bool) -> None:
 
 
 def refuse_dtype(wanted: torch.dtype, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise PublishError where published weights have another dtype than the engine's model."""
+    """Raise PublishError where published 16-bit weights have another dtype than the engine's."""
     for name, tensor in weights:
-        if tensor.dtype != wanted:
+        if tensor.dtype in PLAIN[:2] and tensor.dtype != wanted:
             raise PublishError(
                 f"{one_line(name)}: it is published in {tensor.dtype}, the engine computes in "
                 f"{wanted}: values would be rounded; start the engine with dtype "

@@ -16,6 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+#: what writes the same values whichever are loaded
+CONSTANT = (
+    torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default,
+)  # fmt: skip
 #: values of a block that are compared after a load
 SAMPLES = 16
 
@@ -74,7 +78,7 @@ class Block:
 
 
 @dataclass
-class Layout:
+class LoaderLayout:
     """What a loader does with each tensor of a checkpoint.
 
     Attributes:
@@ -143,7 +147,7 @@ def learn(
     load: Callable[[Iterable[tuple[str, Tensor]]], object],
     parameters: Mapping[str, Tensor],
     weights: Iterable[tuple[str, Tensor]],
-) -> Layout:
+) -> LoaderLayout:
     """Run the loader ``load`` on each of ``weights``, and note what it copies; nothing is written.
 
     Args:
@@ -151,7 +155,7 @@ def learn(
         parameters: what it writes, by the engine's names.
         weights: contiguous tensors, with a storage of their own each.
     """
-    found = Layout()
+    found = LoaderLayout()
     homes = _homes(parameters)
     for name, weight in weights:
         noted = _Noted(homes, weight)
@@ -205,6 +209,8 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.odd = self.odd or why
 
     def _note(self, func: Any, name: str, target: Tensor, args: Any) -> None:
+        if func in CONSTANT:
+            return  # rows that fill up a vocabulary: they stay as the engine's own load left them
         source = args[1] if func is torch.ops.aten.copy_.default else None
         if not isinstance(source, Tensor) or source.untyped_storage().data_ptr() != self._from:
             self._odd(f"{func} writes other values than those of the checkpoint")

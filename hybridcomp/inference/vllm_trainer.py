@@ -18,7 +18,6 @@ from hybridcomp.inference.vllm_plugin import BACKEND
 from hybridcomp.inference.vllm_seams import TRAINER_SEAMS
 from hybridcomp.job.agreement import tell
 from hybridcomp.job.saved import attempt
-from hybridcomp.log import say
 from hybridcomp.publishing import Publisher, VersionSummary
 
 
@@ -94,8 +93,8 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
     def send_weights(self) -> VersionSummary:
         """Publish a version, and have the workers load it; called on every rank, a collective.
 
-        Where the workers cannot load it, they are told the source once more, as a server that was
-        started again needs, and asked again. Then the prefix cache is reset, where the client has
+        The workers are told the source before, as a server that was started again needs; it acts
+        on these alone. Then the prefix cache is reset, where the client has
         ``reset_prefix_cache``, as ``ServerClient`` does: its keys and values are of the version
         before.
 
@@ -113,9 +112,6 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
     def _load(self, version: int) -> str | None:
         """Have the workers load a version; returns what went wrong."""
         _, problem = attempt(lambda: self._ask({"version": version}))
-        if problem is not None:
-            say(f"vLLM has not loaded version {version} ({problem}); it is asked once more")
-            _, problem = attempt(lambda: self._begin_again(version))
         if problem is None:
             reset = getattr(self.client, "reset_prefix_cache", None)
             _, problem = attempt(reset) if callable(reset) else (None, None)
@@ -123,6 +119,8 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
         return f"{one_line(problem)}; the log of the server says what its workers refused"
 
     def _ask(self, message: dict[str, Any]) -> None:
+        assert self._where is not None
+        self.client.init_weight_transfer_engine({**asdict(self._where), "fresh": False})
         self.client.start_weight_update()
         try:
             self.client.update_weights(message)
@@ -135,11 +133,6 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
             raise
         done = None if message.get("prepare") else str(message["version"])
         self.client.finish_weight_update(weight_version=done)
-
-    def _begin_again(self, version: int) -> None:
-        assert self._where is not None
-        self.client.init_weight_transfer_engine(asdict(self._where))
-        self._ask({"version": version})
 
 
 class ServerClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]

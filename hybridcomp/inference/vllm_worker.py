@@ -29,13 +29,15 @@ from vllm.model_executor.model_loader.reload import (
 from hybridcomp.errors import PublishError
 from hybridcomp.foreign import one_line
 from hybridcomp.inference.checks import (
+    has_eight_bits,
     refuse_configuration,
     refuse_dtype,
     refuse_quantized,
+    refuse_sixteen,
     refuse_unknown,
 )
 from hybridcomp.inference.follower import Follower, Patched, is_wait
-from hybridcomp.inference.layout import Layout, learn
+from hybridcomp.inference.layout import LoaderLayout, learn
 from hybridcomp.inference.together import Beside, Workers
 from hybridcomp.inference.upstream import check
 from hybridcomp.inference.vllm_seams import WORKER_SEAMS
@@ -44,11 +46,15 @@ from hybridcomp.publishing import WeightReceiver
 
 @dataclass
 class VersionSource(WeightTransferInitInfo):  # type: ignore[misc]
-    """First message to a worker: where versions are, as ``ModuleFollower`` takes it."""
+    """Message to a worker: where versions are, as ``ModuleFollower`` takes it.
+
+    ``fresh``: read them anew; otherwise only where the worker has no source, or another one.
+    """
 
     source: str
     wait_s: float = 60.0
     verify: bool = True
+    fresh: bool = True
 
 
 @dataclass
@@ -74,13 +80,17 @@ class HybridcompWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc
         """Check vLLM and the model. Raises SeamError, and PublishError on quantized weights."""
         check(WORKER_SEAMS)
         super().__init__(config, vllm_config, device, model)
-        refuse_quantized(self.model_config.quantization, ())
+        if self.model_config.quantization not in EIGHT_BITS:
+            refuse_quantized(self.model_config.quantization, ())
         self._follower: Follower | None = None
+        self._source = ""
         self._beside = Beside()
         self._workers: Workers | None = None
 
     def init_transfer_engine(self, init_info: VersionSource) -> None:
-        """Open the source; nothing is read before the first update. Frees an earlier mirror.
+        """Open the source; nothing is read before the first update.
+
+        Frees an earlier mirror, unless the message says that the same source goes on.
 
         Raises PublishError on the last worker, where one of them cannot do it.
         """
@@ -90,12 +100,15 @@ class HybridcompWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc
         self._workers.tell(self._workers.problem(functools.partial(self._open, init_info)))
 
     def _open(self, said: VersionSource) -> None:
-        self._beside.end()
-        self._follower = None
         if not (isinstance(said.source, str) and is_wait(said.wait_s)
-                and isinstance(said.verify, bool)):  # fmt: skip
+                and isinstance(said.verify, bool) and isinstance(said.fresh, bool)):  # fmt: skip
             found = one_line(vars(said))
             raise PublishError(f"expected source, wait_s in seconds and verify, found {found}")
+        self._beside.end()
+        if self._follower is not None and not said.fresh and said.source == self._source:
+            self._follower.wait_s, self._follower.verify = said.wait_s, said.verify
+            return
+        self._follower, self._source = None, said.source
         receiver = WeightReceiver(said.source)
         weights = _WorkerWeights(self.model, self.model_config, torch.device(self.device), receiver)
         self._follower = Follower(receiver, weights, wait_s=said.wait_s, verify=said.verify)
@@ -147,6 +160,8 @@ class HybridcompWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc
         return self._follower
 
 
+#: quantizations of vLLM whose checkpoints have what ``publish.as`` publishes
+EIGHT_BITS = ("fp8", "mxfp8", "modelopt_mxfp8")
 #: what vLLM names the way in which a layer computes with weights that are as they were loaded
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 
@@ -188,7 +203,9 @@ class _WorkerWeights:
     ) -> None:
         self._model, self._config, self._device = model, model_config, device
         self._receiver = receiver
-        self._layout: Layout | None = None  # what vLLM's loader does, from the first version on
+        self._layout: LoaderLayout | None = (
+            None  # what vLLM's loader does, from the first version on
+        )
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """Return the parameters of this worker, by vLLM's own names."""
@@ -198,7 +215,11 @@ class _WorkerWeights:
     def check(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Raise PublishError where these weights are another model's, or values would change."""
         published = dict(weights)
-        refuse_quantized(None, self.weights())
+        is_eight = has_eight_bits(published)
+        if is_eight:
+            refuse_sixteen(self._config.quantization)
+        else:
+            refuse_quantized(self._config.quantization, self.weights())
         refuse_dtype(self._config.dtype, published.items())
         config = getattr(self._config, "hf_text_config", None)
         shapes = {name: tuple(tensor.shape) for name, tensor in published.items()}
@@ -207,7 +228,8 @@ class _WorkerWeights:
             with disable_mtp_completeness_check():
                 load, mine = self._model.load_weights, dict(self.weights())
                 found = learn(load, mine, published.items())
-            refuse_unknown(found, is_packed=not all(one.numel() for one in mine.values()))
+            is_packed = is_eight or not all(one.numel() for one in mine.values())
+            refuse_unknown(found, is_packed)
             self._layout = found
 
     def load_whole(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -71,7 +71,9 @@ def _collected(
         if not layers.has(alias)  # AutoEP's further name of its router
     }  # fmt: skip
     unchanged = KnownParameters(engine.module)
-    return EngineWeights(shapes, dtypes, held, ranks, tied, unchanged=unchanged)
+    return EngineWeights(
+        shapes, dtypes, held, ranks, tied, unchanged=unchanged, module=weakref.ref(engine.module)
+    )
 
 
 def _check(engine: Any) -> None:

@@ -49,6 +49,7 @@ def _replicated(module: nn.Module, ranks: tuple[int, ...]) -> EngineWeights:
         ranks,
         aliases,
         unchanged=KnownParameters(module),
+        module=weakref.ref(module),
     )
 
 

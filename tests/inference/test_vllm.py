@@ -16,9 +16,13 @@ import torch.distributed as dist
 from hybridcomp.errors import ConfigError, PublishError, SeamError
 from hybridcomp.inference import upstream
 from hybridcomp.inference.checks import refuse_configuration
-from hybridcomp.inference.layout import Layout
+from hybridcomp.inference.layout import LoaderLayout
+from hybridcomp.publishing import Publisher
+from hybridcomp.publishing.destinations import Folder
+from hybridcomp.publishing.quantized import quantized
 from tests.inference.made import SHAPES, VERSIONS, Packed, bits, step
 from tests.publishing.made import Weights
+from tests.publishing.test_quantized import block_fp8
 from tests.ranks import run_ranks
 from tests.stand_ins import vllm as stand_in_for_vllm
 
@@ -148,10 +152,23 @@ def test_a_version_is_prepared_beside_requests_and_then_switched_to(
     assert all(model.holds(VERSIONS) for model in workers.models)
 
 
+def test_a_source_that_is_told_again(workers: Any, chain: Path) -> None:
+    said = {"source": str(chain), "wait_s": 0.0}
+    workers.init_weight_transfer_engine(said)
+    workers.load(2)
+    first = [engine._follower for engine in workers.engines]
+    workers.init_weight_transfer_engine({**said, "wait_s": 1.5, "fresh": False})
+    assert [engine._follower for engine in workers.engines] == first and first[0].wait_s == 1.5
+    workers.init_weight_transfer_engine(said)  # by another trainer, whose chain may be another
+    assert all(engine._follower.version is None for engine in workers.engines)
+    workers.load(3)
+    assert all(model.holds(3) for model in workers.models)
+
+
 def test_a_weight_that_is_elsewhere_behind_the_load_is_found(workers: Any, chain: Path) -> None:
     workers.init_weight_transfer_engine({"source": str(chain)})
     workers.load(1)
-    model, write = workers.models[0], Layout.writer
+    model, write = workers.models[0], LoaderLayout.writer
 
     def turned(*args: Any) -> Callable[[], None]:
         ready = write(*args)
@@ -163,7 +180,7 @@ def test_a_weight_that_is_elsewhere_behind_the_load_is_found(workers: Any, chain
         return both
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Layout, "writer", turned)
+        patched.setattr(LoaderLayout, "writer", turned)
         with pytest.raises(PublishError, match="qkv has other values behind the load"):
             workers.load(2)
     assert workers.engines[0]._follower.version is None
@@ -217,8 +234,8 @@ def test_what_workers_refuse(workers: Any, factory: Any, chain: Path) -> None:
         workers.load(VERSIONS)
     workers.load(VERSIONS)
     assert all(model.holds(VERSIONS) for model in workers.models)
-    with pytest.raises(PublishError, match="the engine's weights are quantized .fp8."):
-        Workers(factory, [Packed()], quantization="fp8")
+    with pytest.raises(PublishError, match="the engine's weights are quantized .awq."):
+        Workers(factory, [Packed()], quantization="awq")
     halves = Workers(factory, [Packed(dtype=torch.float16)], dtype=torch.float16)
     halves.init_weight_transfer_engine({"source": str(chain)})
     with pytest.raises(PublishError, match=r"published in torch.bfloat16, the engine computes in"):
@@ -354,6 +371,61 @@ def test_layers_that_vllm_rearranges_are_loaded_whole(workers: Any, chain: Path)
     assert worker._is_rearranged(empty)  # vLLM computes with a packed copy of it
 
 
+class EightBits(torch.nn.Module):
+    """An engine's layer in blocks of FP8, as a checkpoint has it, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {"weight": (256, 200), "weight_scale_inv": (2, 2), "norm": (200,)}
+        kinds = {"weight": torch.float8_e4m3fn, "weight_scale_inv": torch.float32}
+        for name, shape in shapes.items():
+            kind = kinds.get(name, torch.bfloat16)
+            values = torch.zeros(shape).to(kind)
+            setattr(self, name, torch.nn.Parameter(values, requires_grad=False))
+        self.quant_method = type("Fp8LinearMethod", (), {})()
+
+    @torch.no_grad()
+    def load_weights(self, weights: Any) -> set[str]:
+        mine, found = dict(self.named_parameters()), set()
+        for name, value in weights:
+            short = name.rpartition("up_proj.")[2].replace("model.norm.weight", "norm")
+            mine[short].copy_(value)
+            found.add(short)
+        return found
+
+
+def test_an_engine_in_eight_bits_gets_its_own_quantization(
+    workers: Any, factory: Any, chain: Path, tmp_path: Path
+) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        shapes = {"model.layers.0.mlp.up_proj.weight": (256, 200), "model.norm.weight": (200,)}
+        weights = Weights(shapes=shapes)
+        to = Folder(tmp_path / "to")
+        publisher = Publisher(quantized(weights.held(), "fp8", None), to)
+        model, plain = EightBits(), Packed()
+        engine = Workers(factory, [model], quantization="fp8")
+        engine.init_weight_transfer_engine({"source": str(tmp_path / "to")})
+        for version in (1, 2, 3):
+            publisher.publish()
+            engine.load(version)
+            values, scales = block_fp8(weights.values["model.layers.0.mlp.up_proj.weight"])
+            assert torch.equal(model.weight.view(torch.uint8), values.view(torch.uint8))
+            assert torch.equal(model.weight_scale_inv, scales)
+            assert torch.equal(model.norm, weights.values["model.norm.weight"])
+            weights.step(version)
+        publisher.close()
+    finally:
+        dist.destroy_process_group()
+    sixteen = Workers(factory, [plain])
+    sixteen.init_weight_transfer_engine({"source": str(tmp_path / "to")})
+    with pytest.raises(PublishError, match="published in 8 bits, with scales .publish.as."):
+        sixteen.load(1)
+    engine.init_weight_transfer_engine({"source": str(chain)})
+    with pytest.raises(PublishError, match="the engine's weights are quantized .fp8."):
+        engine.load(1)
+
+
 def test_a_weight_that_the_engine_has_and_nobody_publishes(factory: Any, chain: Path) -> None:
     model = Packed()
     model.more = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
@@ -393,8 +465,8 @@ def test_a_trainer_publishes_and_its_workers_load(
         assert all(model.holds(4) for model in workers.models)
         step(weights, 4)
         told = [one._follower for one in workers.engines]
-        for one in workers.engines:  # all of it fails, also what is asked for once more
-            one._open = lambda _: None
+        for one in workers.engines:
+            one._open = lambda _: None  # all of it fails
             one._follower = SimpleNamespace(prepare=raising)
         with pytest.raises(PublishError, match="version 5 is published and was not loaded: .*memo"):
             engine.send_weights()
