@@ -18,7 +18,9 @@ from hybridcomp import channels
 from hybridcomp.channels import Channel, parameter_deltas
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle
+from hybridcomp.collectives.wire import given
 from hybridcomp.patches.torch.attached import Attached
+from hybridcomp.patches.torch.fsdp2_copies import NodeCopyGather
 from hybridcomp.patches.torch.fsdp2_kept import KeptGather
 from hybridcomp.patches.torch.fsdp2_members import Members
 from hybridcomp.patches.torch.fsdp2_slot import EncodedSlot, HandleWork
@@ -33,15 +35,22 @@ class _ParameterGather(channels.AllGather):
         stays_exact: returns whether it must not be lossy.
         kept: gathers steps, where torch keeps what was gathered.
         held: what this rank held after the last gather, where all ranks have steps to send.
+        copies: gathers from the copies of nodes, where the block asks for them.
     """
 
     members: Members
     stays_exact: Callable[[], bool]
     kept: KeptGather
     held: Tensor | None = None
+    copies: NodeCopyGather | None = None
 
     def stays_native(self, channel: Channel, codec: Codec) -> bool:
         """Return whether the gather must be exact and the codec is not, or has no reference."""
+        if self.copies is not None:
+            assert self.group is not None, "FSDP2 names its groups"
+            if self.copies.serves(self.group, self.dtype):
+                return False
+            return codec.lossless or self.stays_exact()
         if codec.references:
             self.held = self.kept.prepare(self.out, self.group)
             return self.held is None
@@ -49,6 +58,9 @@ class _ParameterGather(channels.AllGather):
 
     def send(self, channel: Channel, codec: Codec) -> Handle:
         """Gather encoded shards, or steps from what was gathered last."""
+        if self.copies is not None:
+            self.copies.gather(self.out, self.shard)
+            return Handle(given(None), channel.meter(self.shard.device), False)
         if self.held is None:
             return super().send(channel, codec)
         rows = self.out.view(-1, self.shard.numel())
@@ -62,10 +74,17 @@ class _ParameterGather(channels.AllGather):
 class EncodedAllGather(EncodedSlot[AllGather], AllGather):
     """All-gather of the parameters of one group, encoded where the policy says so."""
 
-    def __init__(self, members: Members, attached: Attached, native: AllGather) -> None:
+    def __init__(
+        self,
+        members: Members,
+        attached: Attached,
+        native: AllGather,
+        copies: NodeCopyGather | None = None,
+    ) -> None:
         self._members, self._attached, self.native = members, attached, native
         self._channel: Channel = attached.channels["zero"]
         self._kept = KeptGather(members, self._channel)
+        self._copies = copies
 
     def __call__(
         self,
@@ -79,7 +98,7 @@ class EncodedAllGather(EncodedSlot[AllGather], AllGather):
             numel=output_tensor.numel(), dtype=output_tensor.dtype, group=group,
             shard=input_tensor.detach(), out=output_tensor.detach(), async_op=async_op,
             single_post=True, members=self._members, stays_exact=self._stays_exact,
-            kept=self._kept,
+            kept=self._kept, copies=self._copies,
         )  # fmt: skip
         return self._channel.run(
             message,
