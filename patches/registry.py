@@ -31,6 +31,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "ds.zero3",
         "ds.parameter_gathers",
         "ds.secondary",
+        "ds.frozen",
         "ds.offload12",
         "ds.offload3",
         "ds.pipeline",

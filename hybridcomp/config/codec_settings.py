@@ -31,8 +31,8 @@ NONE = "none"
 DIMENSION_KEYS = frozenset(
     {
         "codec", "error_bound", "error_bound_mode", "segment", "guard", "ramp", "when",
-        "error_feedback", "delta", "resync_every", "secondary", "scatter_gather", "sums", "every",
-        "islands", "decay", "outer", "fragments", "delay", "mix", "staleness", "preset",
+        "error_feedback", "delta", "resync_every", "secondary", "frozen", "scatter_gather", "sums",
+        "every", "islands", "decay", "outer", "fragments", "delay", "mix", "staleness", "preset",
         *DIRECTIONS, *KINDS,
     }
 )  # fmt: skip
@@ -52,6 +52,7 @@ ATTRIBUTES = frozenset(
         "agreed",
         "acts",
         "keeps_copy",
+        "keeps_frozen",
     }
 )
 

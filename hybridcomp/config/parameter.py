@@ -21,6 +21,8 @@ from hybridcomp.dimensions import Direction
 #: codec by which the whole of a secondary copy is sent, and what the copy of 8 bits consists of
 COPIED: dict[str, Any] = {"codec": "expcode"}
 ENCODED: dict[str, Any] = {"codec": "blockint", "bits": 8}
+#: where frozen weights are kept; None: not written
+_PLACES = ("device", "host", None)
 _REFERRING = " ".join(
     f"{name} always does so." for name, codec in CODECS.items() if codec.references
 )
@@ -31,6 +33,17 @@ class CopyConfig(Strict):
 
     bits: Literal[8] = Field(
         description="Bits a value, by blockint. The passes compute with the decoded copy."
+    )
+
+
+class FrozenConfig(Strict):
+    """Weights without gradients that every rank keeps encoded after they were gathered once."""
+
+    on: Literal["device", "host"] = Field("device", description="Where they are kept.")
+    bits: Literal[4, 8] | None = Field(
+        None,
+        description="Bits a value of matrices, by blockint, which passes then compute with. "
+        "Default: exact, by expcode.",
     )
 
 
@@ -66,6 +79,39 @@ class ParameterConfig(MeasuredConfig):
         "none, or DeepSpeed's own. Takes the place of `codec`.",
     )
 
+    frozen: Literal["gathered"] | FrozenConfig = Field(
+        "gathered",
+        description="ZeRO 3 and FSDP2: weights that do not require gradients, as those under "
+        'adapters. device, host or {"on": "host", "bits": 4}: gathered once, then kept encoded on '
+        "every rank; those that change all the same are noticed and gathered anew. gathered "
+        "(default): before each use, as others.",
+    )
+
+    @field_validator("frozen", mode="before")
+    @classmethod
+    def _kept_where(cls, found: Any) -> Any:
+        if found in ("device", "host"):
+            return {"on": found}
+        known = isinstance(found, Mapping) and set(found) <= {"on", "bits"}
+        known = known and found.get("bits") in (None, 4, 8) and found.get("on") in _PLACES
+        if found != "gathered" and not known and not isinstance(found, FrozenConfig):
+            todo = (
+                'expected "gathered", "device", "host" or an object of "on", "device" or "host", '
+                'and "bits", 4 or 8'
+            )
+            raise problem("", found, todo)
+        return found
+
+    @property
+    def keeps_frozen(self) -> FrozenConfig | None:
+        """Return how frozen weights are kept, None where they are gathered before each use."""
+        return self.frozen if isinstance(self.frozen, FrozenConfig) else None
+
+    @property
+    def acts(self) -> bool:
+        """Return whether frozen weights are kept, for which no codec of messages is needed."""
+        return self.keeps_frozen is not None
+
     @field_validator("secondary", mode="before")
     @classmethod
     def _one_of_three(cls, found: Any) -> Any:
@@ -75,7 +121,11 @@ class ParameterConfig(MeasuredConfig):
 
     @property
     def remark(self) -> str:
-        """Say that changes are sent, and how often exact or whole parameters."""
+        """Say what is sent of parameters, how often exact or whole ones, and what is kept."""
+        return self._sent + ("" if self.keeps_frozen is None else ", frozen ones once")
+
+    @property
+    def _sent(self) -> str:
         every = self.resync_every
         if self.keeps_copy:
             whole = f", whole every {every} steps" if every else ""
@@ -95,6 +145,8 @@ class ParameterConfig(MeasuredConfig):
         if self.keeps_copy:
             exact = self.secondary == "exact"
             found["secondary"] = self.secondary if exact else {"bits": 8}
+        if self.keeps_frozen is not None:
+            found["frozen"] = self.keeps_frozen.model_dump()
         return found
 
     @model_validator(mode="before")
@@ -110,7 +162,7 @@ class ParameterConfig(MeasuredConfig):
         if secondary == "exact" or isinstance(secondary, (Mapping, CopyConfig)):
             sent = COPIED if secondary == "exact" else ENCODED
             return {"when": "always", **data, **sent}
-        return data
+        return {**data, "codec": "none"} if data.get("frozen", "gathered") != "gathered" else data
 
     @model_validator(mode="before")
     @classmethod

@@ -18,7 +18,8 @@ refresh of persistent parameters (they call other functions); the first fetch of
 parameters, so that a resumed run computes with the same values as an uninterrupted one; and saved
 weights of stages 1 and 2 (``exact_weights``).
 
-Where a node keeps a secondary copy, upstream gathers natively inside of it (``secondary``).
+Where a node keeps a secondary copy, upstream gathers natively inside of it (``secondary``); kept
+frozen weights are not gathered at all (``frozen``).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from hybridcomp.channels import ATTRIBUTE, AllGather, Channel, Channels, channel
 from hybridcomp.channels.parameter_deltas import GatherParameters
 from hybridcomp.codecs.base import Codec
 from hybridcomp.patches.common.scope import Scope
-from hybridcomp.patches.ds import secondary
+from hybridcomp.patches.ds import frozen, secondary
 from hybridcomp.patches.ds.partitions import filled
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.seams.patching import Seam
@@ -157,6 +158,9 @@ def make_all_gather_params(original: Callable[..., None]) -> Callable[..., None]
             original(self, params, forward, quantize)
             return
         channel = channels["zero"]
+        kept = frozen.weights_of(params)
+        if kept is not None:
+            params = kept.serve(self, params, lambda: _fetch(_Fetch(channel), suspended=True))
         copies = secondary.copies_of(params)
         if copies is not None:
             stream = self._PartitionedParameterCoordinator__allgather_stream

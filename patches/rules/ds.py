@@ -100,6 +100,12 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         settings=_keeps_copy,
     ),
     Rule(
+        "refuse", ("zero",), '"frozen" below ZeRO stage 3',
+        "parameters are whole on every rank there, and frozen ones are never gathered",
+        "remove frozen", lambda job: job.stage < 3,
+        settings=lambda block: block.zero.keeps_frozen is not None,
+    ),
+    Rule(
         "refuse", ("dp",), "powersgd with ZeRO stage 3",
         "gradients are cut for their owners before they are reduced, and a piece of a matrix has "
         "no rows and columns", "use stage 0, 1 or 2, or another codec",

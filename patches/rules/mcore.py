@@ -201,6 +201,11 @@ _KNOWN: tuple[Rule[MegatronJob], ...] = (
         lambda job: True, settings=lambda block: block.zero.keeps_copy,
     ),
     Rule(
+        "refuse", ("zero",), '"frozen" under megatron-core',
+        "weights that are not trained are never gathered", "remove it",
+        lambda job: True, settings=lambda block: block.zero.keeps_frozen is not None,
+    ),
+    Rule(
         "refuse", ("zero",), "stepcode with reuse_grad_buf_for_mxfp8_param_ag",
         "gradients overwrite the gathered parameters, so that ranks keep nothing to take steps "
         "from", "use expcode",

@@ -8,6 +8,7 @@ from typing import Any
 from hybridcomp.channels.node_copies import CopyGroups
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.fsdp2_copies import NodeCopyGather
+from hybridcomp.patches.torch.fsdp2_frozen import FrozenGather
 from hybridcomp.patches.torch.fsdp2_gathers import EncodedAllGather
 from hybridcomp.patches.torch.fsdp2_members import Members
 from hybridcomp.patches.torch.fsdp2_sums import EncodedReduceScatter, EncodedReplicas
@@ -29,7 +30,10 @@ def fill(
     group, replicas = members.group, members.replicas
     channel = attached.channels["zero"]
     kept = None if copies is None else NodeCopyGather(members, channel, copies)
-    group._all_gather_comm = EncodedAllGather(members, attached, group._all_gather_comm, kept)
+    settings = attached.channels.config.zero.keeps_frozen
+    frozen = None if settings is None else FrozenGather(members, channel, settings)
+    gather = EncodedAllGather(members, attached, group._all_gather_comm, kept, frozen)
+    group._all_gather_comm = gather
     native_inside = native_inside and replicas is not None
     scatter = EncodedReduceScatter(members, attached, group._reduce_scatter_comm, native_inside)
     group._reduce_scatter_comm = scatter

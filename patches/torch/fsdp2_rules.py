@@ -184,6 +184,11 @@ _FSDP2: tuple[Rule[ShardedJob], ...] = (
         lambda job: job.dtypes == {torch.float32}, _keeps_copy,
     ),
     Rule(
+        "refuse", ("zero",), '"frozen" beside "secondary" under fully_shard',
+        "weights that do not change send no steps to a node's copy", "remove frozen",
+        lambda job: True, lambda block: _keeps_copy(block) and block.zero.keeps_frozen is not None,
+    ),
+    Rule(
         "refuse", ("dp",), "powersgd under fully_shard",
         "gradients are cut for their owners before they are reduced, and each cut would have "
         "factors of its own", "use DistributedDataParallel, or another codec",

@@ -61,6 +61,11 @@ class Case:
     native: bool
     micro_batches: int = 1
     most: float | None = None  # bits a parameter that a host may send in a step
+    warm: int = 2  # steps before those whose bits count
+
+
+#: steps after which Adam's steps, whose bits count, are those of most of a training
+SETTLED = 150
 
 
 #: most bits with exact secondary copies between two nodes, by learning rate: 2.13 of gradients, and
@@ -72,7 +77,8 @@ def cases() -> Iterator[Case]:
     """Yield what is trained, native runs first."""
     pairs = (
         ("zero0", "dp2"), ("zero1", "zero1"), ("zero1", "zero2"), ("zero3", "zero3"),
-        ("zero3_twice", "zero3_twice"), ("hpz", "hpz"), ("fsdp2", "fsdp2"), ("hsdp", "hsdp"),
+        ("zero3_twice", "zero3_twice"), ("hpz", "hpz"), ("hpz", "hpz_2x4"), ("fsdp2", "fsdp2"),
+        ("hsdp", "hsdp"),
         ("ddp", "ddp"), ("tp", "tp2"), ("pp", "pp2"),
     )  # fmt: skip
     for job, layout in pairs:
@@ -85,9 +91,9 @@ def cases() -> Iterator[Case]:
     for layout in ("hpz", "hpz_2x4"):
         arms = {arm.name: arm for arm in cells.arms_of(layout)}
         for rate, most in MOST.items():
-            for name in ("secondary", "secondary 8 bits"):
+            for name in ("secondary", "secondary 8 bits")[: 2 if layout == "hpz" else 1]:
                 arm = replace(arms[name], name=f"{name}, {rate:g}", rate=rate)
-                yield Case("secondary", layout, arm, False, most=most)
+                yield Case("secondary", layout, arm, False, most=most, warm=SETTLED)
     yield Case("ddp_x4", "ddp", arms_of_ddp()["peer bf16"], True, 4)
     yield Case("ddp_x4", "ddp", arms_of_ddp()["recommended"], False, 4)
 
@@ -103,6 +109,7 @@ def train(case: Case, sizes: Sizes, data: Path, timeout: float) -> tuple[list[St
     Raises CellError where the training fails.
     """
     place = LAYOUTS[case.layout]
+    sizes = replace(sizes, warm=case.warm)
     if case.layout == "pp2":  # else its messages are so short that what is not one would count
         sizes = replace(sizes, divide_batch=1)
     with (
@@ -146,18 +153,16 @@ def parameters_of(data: Path, sizes: Sizes) -> tuple[int, float]:
     return whole, 1 - inner / whole
 
 
-def figures(
-    case: Case, ranks: list[Steps], records: list[Any], numel: int, root: float, warm: int
-) -> Any:
+def figures(case: Case, ranks: list[Steps], records: list[Any], numel: int, root: float) -> Any:
     """Return the row of a case: megabytes a step of all hosts, and bits of one host and parameter.
 
-    The bits are those behind the first ``warm`` steps, in which DeepSpeed gathers more at ZeRO 3.
+    The bits are those behind the case's first steps, in which DeepSpeed gathers more at ZeRO 3.
     """
     place = LAYOUTS[case.layout]
     first, steps = ranks[:: place.per_node], len(ranks[0])
     link = sum(step["payload"] for own in first for step in own) / steps
     inside = sum(step["inside"] for own in first for step in own) / steps
-    later = sum(step["payload"] for own in first for step in own[warm:]) / (steps - warm)
+    later = sum(step["payload"] for own in first for step in own[case.warm :]) / (steps - case.warm)
     row: dict[str, Any] = {
         "job": case.job, "layout": case.layout, "arm": case.arm.name, "link_MB": link / 1e6,
         "inside_MB": inside / 1e6, "parameters": numel,
@@ -223,7 +228,8 @@ The hosts are network namespaces of one machine, of one rank, or of two (2x2).
   are held. The preset `none` compresses nothing and tells what native sends; `native bf16` runs
   without hybridcomp. Torch's own ways (`peer`) have no ledger.
 * **bits a parameter**: what one host sends in a step and for each micro-batch, without the first
-  two steps.
+  two steps; with secondary copies, whose steps shrink in the beginning of a training, without the
+  first 150.
 * **expected**: by the bits of the tables ([where they stand](../coming_from.md#zero)) on these
   hosts: a ring of W ranks sends (W - 1) / W of them, a sum in nodes first (n - 1) / n. FSDP2's root
   is gathered once.
@@ -288,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         try:
             trained = train(case, sizes, data, asked.timeout)
-            rows.append(figures(case, *trained, numel, root, sizes.warm))
+            rows.append(figures(case, *trained, numel, root))
         except CellError as error:
             print(f"count_bytes: {case.job} {case.arm.name}: {error}", file=sys.stderr)
             return 1

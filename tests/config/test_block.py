@@ -209,6 +209,8 @@ BROKEN: list[tuple[Any, str, tuple[str, ...]]] = [
         ("not measured", "remove it"),
     ),
     ({"dp": {"codec": "blockint", "secondary": "exact"}}, "compression.dp.secondary", ()),
+    ({"zero": {"frozen": "disk"}}, "compression.zero.frozen", ('"device", "host" or an object',)),
+    ({"zero": {"frozen": {"bits": 5}}}, "compression.zero.frozen", ("4 or 8",)),
     (
         {"tp": {"codec": "expcode", "backward": {"codec": "stepcode"}}},
         "compression.tp.backward.codec",
@@ -499,6 +501,21 @@ def test_ranks_agree_on_deltas() -> None:
         for line in describe(deltas)
     )
     assert not any("what changed" in line for line in describe(plain))
+
+
+def test_frozen_weights_need_no_codec() -> None:
+    for written, kept in (
+        ("host", {"on": "host", "bits": None}),
+        ({"bits": 4}, {"on": "device", "bits": 4}),
+    ):
+        config = parse({"zero": {"frozen": written}})
+        assert config.active("zero") and config.codecs()["zero", "forward"] is None
+        assert config.flat()["compression.zero.frozen"] == kept
+        assert config.zero.remark == ", frozen ones once"
+    both = parse({"preset": "recommended", "zero": {"frozen": "device"}})
+    assert str(both.codecs()["zero", "forward"]) == "blockint(bits=8)"
+    gathered = parse({"zero": {"codec": "expcode", "frozen": "gathered"}})
+    assert gathered.digest() == parse({"zero": "expcode"}).digest()
 
 
 def test_secondary_copies_have_codecs_of_their_own() -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import RankPool
+from tests.selection import by_day
 
 if find_spec("deepspeed") is None:  # importing it here would take longer than the tests
     pytest.skip("needs deepspeed", allow_module_level=True)
@@ -53,6 +54,7 @@ JOBS = {
     ),
     "small learning rate": replace(HPZ, lr=1e-5),
 }  # fmt: skip
+DAY = ("twice", "prefetched", "overflows", "sequential", "offload")
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +81,7 @@ def run(jobs: list[Job]) -> list[Outcome]:
     return found
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", by_day(JOBS, DAY))
 def test_trains_as_natively(four: RankPool, name: str) -> None:
     job = JOBS[name]
     results = four.run(run, [job, replace(job, block=EXACT)], timeout=280)

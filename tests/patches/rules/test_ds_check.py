@@ -172,6 +172,16 @@ def test_secondary_copies_that_cannot_be(
     assert caught.value.key == "compression.zero" and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("policy", ["error", "native"])
+def test_frozen_weights_are_gathered_at_stage_3_only(policy: str) -> None:
+    kept = block(zero={"frozen": "device"}, on_unsupported=policy)
+    for stage in (0, 1, 2):
+        with pytest.raises(ConfigError, match="below ZeRO stage 3.*never gathered; remove frozen"):
+            check(kept, zero(stage))
+    assert check(kept, zero(3)) == []
+    assert check(block(zero={"frozen": "gathered", "codec": "blockint"}), zero(1)) == []
+
+
 def test_secondary_copies_of_stage_3() -> None:
     bf16 = {"bf16": {"enabled": True}}
     for size in ({}, {"zero_hpz_partition_size": 2}):  # else the launcher tells it
