@@ -65,7 +65,7 @@ class Case:
 
 
 #: steps after which Adam's steps, whose bits count, are those of most of a training
-SETTLED = 150
+SETTLED = 200
 
 
 #: most bits with exact secondary copies between two nodes, by learning rate: 2.13 of gradients, and
@@ -229,7 +229,7 @@ The hosts are network namespaces of one machine, of one rank, or of two (2x2).
   without hybridcomp. Torch's own ways (`peer`) have no ledger.
 * **bits a parameter**: what one host sends in a step and for each micro-batch, without the first
   two steps; with secondary copies, whose steps shrink in the beginning of a training, without the
-  first 150.
+  first 200.
 * **expected**: by the bits of the tables ([where they stand](../coming_from.md#zero)) on these
   hosts: a ring of W ranks sends (W - 1) / W of them, a sum in nodes first (n - 1) / n. FSDP2's root
   is gathered once.
