@@ -94,6 +94,8 @@ def overridden(preset: Any, written: Any) -> Any:
         return written
     if "codec" in written or "error_bound" in written:
         return written
+    if written.get("secondary", "native") != "native":
+        return written  # which has codecs of its own
     ways = [written.get(way) for way in DIRECTIONS]
     if all(isinstance(way, str) or (isinstance(way, Mapping) and "codec" in way) for way in ways):
         return written

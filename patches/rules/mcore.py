@@ -195,6 +195,17 @@ _KNOWN: tuple[Rule[MegatronJob], ...] = (
         and bool(job.get("reuse_grad_buf_for_mxfp8_param_ag", False)),
     ),
     Rule(
+        "refuse", ("zero",), '"secondary" under megatron-core',
+        "every rank keeps all that it gathers, so nodes need no copy",
+        'remove it, or use {"codec": "stepcode"}, which sends steps',
+        lambda job: True, settings=lambda block: block.zero.keeps_copy,
+    ),
+    Rule(
+        "refuse", ("zero",), '"frozen" under megatron-core',
+        "weights that are not trained are never gathered", "remove it",
+        lambda job: True, settings=lambda block: block.zero.keeps_frozen is not None,
+    ),
+    Rule(
         "refuse", ("zero",), "stepcode with reuse_grad_buf_for_mxfp8_param_ag",
         "gradients overwrite the gathered parameters, so that ranks keep nothing to take steps "
         "from", "use expcode",
