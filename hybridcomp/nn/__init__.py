@@ -6,6 +6,7 @@ through the channels themselves, and natively where the process has no block.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,12 @@ def __getattr__(name: str) -> Any:
     if name in _NAMES:
         return getattr(import_module(_NAMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def has_tables() -> bool:
+    """Return whether this process has a ``CachedEmbedding``; imports nothing."""
+    module = sys.modules.get("hybridcomp.nn.tables.embedding")
+    return module is not None and bool(module.TABLES)
 
 
 def rows(torch: str) -> Iterator[tuple[str, str, str]]:

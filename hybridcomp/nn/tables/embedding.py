@@ -218,7 +218,9 @@ class CachedEmbedding(nn.Module):
             return F.embedding(places, rows, padding)
         if offsets is not None:
             offsets = offsets.to(rows.device, torch.int64)
-        if not len(rows):  # bags without ids need a table
+        lacks_padding = self.padding_idx is not None and padding is None
+        if lacks_padding or not len(rows):  # torch takes another way without padding, bit for bit
+            padding = len(rows) if lacks_padding else None
             rows = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)])
         return F.embedding_bag(
             places, rows, offsets, mode=self.mode, per_sample_weights=per_sample_weights,
@@ -262,10 +264,15 @@ class CachedEmbedding(nn.Module):
         """Return the rows of ``asked.unique`` (n, width) as ``dtype`` from their owners."""
         slots = self.slots.hold(asked.wanted, ahead)[asked.answer].to(self.anchor.device)
         mine = self.slots.values["weight"].index_select(0, slots).to(dtype)
-        return self.owners.exchange(mine, asked.takes, asked.gives, "forward")
+        got = self.owners.exchange(mine, asked.takes, asked.gives, "forward")
+        if asked.order is None:
+            return got
+        return torch.empty_like(got).index_copy_(0, asked.order.to(got.device), got)
 
     def give(self, asked: Asked, gradients: Tensor) -> None:
         """Send the gradients of ``asked.unique`` (n, width) to their owners, who add them up."""
+        if asked.order is not None:
+            gradients = gradients.index_select(0, asked.order.to(gradients.device))
         got = self.owners.exchange(gradients, asked.gives, asked.takes, "backward")
         rows = asked.wanted
         total = torch.zeros((len(rows), self.embedding_dim), device=got.device)
@@ -370,7 +377,7 @@ class CachedEmbedding(nn.Module):
         return lambda rows, ids: rows.normal_(generator=generator)
 
     def _apply(self, fn: Any, recurse: bool = True) -> CachedEmbedding:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if not self.anchor.is_meta:
             self.slots.to(self.anchor.device)
         return self

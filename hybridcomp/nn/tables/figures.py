@@ -5,15 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import astuple
-from typing import TYPE_CHECKING
 
 import torch
 
+from hybridcomp.nn.tables.slots import Table
 from hybridcomp.session import process
-
-if TYPE_CHECKING:
-    from hybridcomp.nn.tables.embedding import CachedEmbedding
-    from hybridcomp.session.engine_session import EngineSession
+from hybridcomp.session.engine_session import EngineSession
 
 
 class TableFigures:
@@ -22,9 +19,9 @@ class TableFigures:
     name = "embed"
 
     def __init__(self) -> None:
-        self._told: weakref.WeakKeyDictionary[CachedEmbedding, torch.Tensor]
+        self._told: weakref.WeakKeyDictionary[Table, torch.Tensor]
         self._told = weakref.WeakKeyDictionary()
-        self.tables: weakref.WeakSet[CachedEmbedding] = weakref.WeakSet()
+        self.tables: weakref.WeakSet[Table] = weakref.WeakSet()
 
     def before_step(self) -> None:
         """Do nothing."""
@@ -52,7 +49,7 @@ class TableFigures:
         return {"hits": hits / asked, "asked": asked, "rows_in": rows_in, "rows_out": rows_out}
 
 
-def follow(table: CachedEmbedding) -> None:
+def follow(table: Table) -> None:
     """Have the session of this process, where it has one, report ``table``."""
     found = None if process.known() is None else process.session()
     if found is None or (table in (known := _of(found)).tables):

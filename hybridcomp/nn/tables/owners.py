@@ -56,8 +56,10 @@ class Asked:
     """What a batch asks for, and what other ranks ask this one for. All tensors on the host.
 
     Attributes:
-        unique: the batch's rows, each once, by owner and then ascending.
+        unique: the batch's rows, each once, ascending: torch adds up gradients of a bag in an order
+            that depends on that of the rows.
         places: (ids,), where each id of the batch is in ``unique``.
+        order: these rows by owner, as they travel: places in ``unique``; None: as they are.
         gives, takes: rows that each rank answers this one, and that it answers each rank.
         wanted: what all ranks ask this one for: places at this owner, ascending, each once.
         answer: (sum of ``takes``,), where each asked row is in ``wanted``, by asking rank.
@@ -65,6 +67,7 @@ class Asked:
 
     unique: Tensor
     places: Tensor
+    order: Tensor | None
     gives: Sequence[int]
     takes: Sequence[int]
     wanted: Tensor
@@ -133,7 +136,11 @@ class Owners:
             if problem is not None:
                 raise self._error(0, problem)
             return self._alone(ids) if asks and ids is not None else None
-        unique, places, gives, payloads = self._by_owner(ids if asks and ids is not None else None)
+        unique, places = torch.unique(
+            torch.empty(0, dtype=torch.int64) if not asks or ids is None else ids,
+            return_inverse=True,
+        )
+        order, gives, payloads = self._by_owner(unique)
         sizes = [len(payload) for payload in payloads]
         header = [self.number << 8 | call, *(problem or Problem(FINE))]
         header += [count << 32 | size for count, size in zip(gives, sizes, strict=True)]
@@ -152,27 +159,23 @@ class Owners:
         wanted, answer = torch.unique(torch.cat(wants), return_inverse=True)
         self._check_slots(every, len(wanted), meter)
         self._record(meter, 8 * (sum(gives) - gives[self.rank]))
-        return Asked(unique, places, gives, takes, wanted, answer)
+        return Asked(unique, places, order, gives, takes, wanted, answer)
 
     def _alone(self, ids: Tensor) -> Asked:
         unique, places = torch.unique(ids, return_inverse=True)
         count = [len(unique)]
-        asked = Asked(unique, places, count, count, unique, torch.arange(len(unique)))
+        every = torch.arange(len(unique))
+        asked = Asked(unique, places, None, count, count, unique, every)
         self._refuse_slots([len(unique)])
         return asked
 
-    def _by_owner(self, ids: Tensor | None) -> tuple[Tensor, Tensor, list[int], list[Tensor]]:
-        """Return rows by owner, the place of each id, and counts and encoded places by owner."""
-        found = torch.empty(0, dtype=torch.int64) if ids is None else ids
-        unique, inverse = torch.unique(found, return_inverse=True)
+    def _by_owner(self, unique: Tensor) -> tuple[Tensor, list[int], list[Tensor]]:
+        """Return the order of rows by owner, and counts and encoded places of each owner."""
         owner = unique % self.ranks
         order = torch.argsort(owner, stable=True)
         gives = torch.bincount(owner, minlength=self.ranks).tolist()
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order))
-        unique = unique[order]
-        at_owner = torch.split(torch.div(unique, self.ranks, rounding_mode="floor"), gives)
-        return unique, place[inverse], gives, [encode_ids(one) for one in at_owner]
+        places = torch.div(unique[order], self.ranks, rounding_mode="floor")
+        return order, gives, [encode_ids(one) for one in torch.split(places, gives)]
 
     def exchange_exactly(self, rows: Tensor, to: Sequence[int], back: Sequence[int]) -> Tensor:
         """``exchange`` rows of the host as they are."""

@@ -18,8 +18,10 @@ import weakref
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
@@ -28,9 +30,7 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.foreign import quoted_path
 from hybridcomp.nn.tables.host_rows import pieces
-
-if TYPE_CHECKING:
-    from hybridcomp.nn.tables.embedding import CachedEmbedding
+from hybridcomp.nn.tables.slots import Table
 
 MANIFEST = "rows.json"
 #: a file of some save
@@ -39,7 +39,7 @@ FILE = re.compile(r"rows\.[0-9a-f]{8}\.[a-z_]+\.\d+-of-\d+\.bin")
 _folders: weakref.WeakValueDictionary[Path, Any] = weakref.WeakValueDictionary()
 
 
-class Saved(BaseModel):
+class SavedRows(BaseModel):
     """What ``rows.json`` says.
 
     Attributes:
@@ -68,7 +68,7 @@ class Saved(BaseModel):
         return (self.rows - rank + self.ranks - 1) // self.ranks
 
 
-def save(table: CachedEmbedding, folder: Path) -> None:
+def save(table: Table, folder: Path) -> None:
     """Write the rows of the host; see ``CachedEmbedding.save``."""
     owners, where = table.owners, folder.resolve()
     if _folders.setdefault(where, table) is not table:
@@ -77,7 +77,7 @@ def save(table: CachedEmbedding, folder: Path) -> None:
     (token, *_) = owners.agree({"token": secrets.token_hex(4)}, None)
     states = {name: _kind(values) for name, values in table.host.states.items()}
     shape = {"rows": table.num_embeddings, "width": table.embedding_dim, "ranks": owners.ranks}
-    saved = Saved(**shape, token=token["token"], states=states, sums={})
+    saved = SavedRows(**shape, token=token["token"], states=states, sums={})
     mine: dict[str, list[int]] = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ def save(table: CachedEmbedding, folder: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
-def load(table: CachedEmbedding, folder: Path, states: bool) -> None:
+def load(table: Table, folder: Path, states: bool) -> None:
     """Check all files that this rank needs, on all ranks, and then read them."""
     problem, saved, names = None, None, []
     try:
@@ -128,7 +128,7 @@ def load(table: CachedEmbedding, folder: Path, states: bool) -> None:
     table.reload()
 
 
-def full_weight(table: CachedEmbedding) -> Tensor | None:
+def full_weight(table: Table) -> Tensor | None:
     """Gather the weight on the first rank, in pieces, as it is."""
     owners, weight = table.owners, table.host.states["weight"]
     is_first, out = owners.rank == 0, None
@@ -163,11 +163,11 @@ def _write(path: Path, values: Tensor) -> list[int]:
     return sums
 
 
-def _bytes(values: Tensor) -> memoryview:
-    return memoryview(values.contiguous().view(-1).view(torch.uint8).numpy())
+def _bytes(values: Tensor) -> npt.NDArray[np.uint8]:
+    return values.contiguous().view(-1).view(torch.uint8).numpy()
 
 
-def _replace(folder: Path, saved: Saved) -> CheckpointError | None:
+def _replace(folder: Path, saved: SavedRows) -> CheckpointError | None:
     new = folder / f"{MANIFEST}.new"
     try:
         with new.open("w") as file:
@@ -180,10 +180,10 @@ def _replace(folder: Path, saved: Saved) -> CheckpointError | None:
     return None
 
 
-def _read_manifest(folder: Path) -> Saved:
+def _read_manifest(folder: Path) -> SavedRows:
     path = folder / MANIFEST
     try:
-        saved = Saved.model_validate_json(path.read_bytes())
+        saved = SavedRows.model_validate_json(path.read_bytes())
     except OSError as error:
         todo = "expected a folder of CachedEmbedding.save"
         raise CheckpointError(f"{quoted_path(path)}: {error.strerror}; {todo}") from None
@@ -196,7 +196,7 @@ def _read_manifest(folder: Path) -> Saved:
     return saved
 
 
-def _names(table: CachedEmbedding, saved: Saved, states: bool) -> list[str]:
+def _names(table: Table, saved: SavedRows, states: bool) -> list[str]:
     """Return the states to load. Raises CheckpointError where the files have others."""
     shape = (saved.rows, saved.width)
     if shape != (table.num_embeddings, table.embedding_dim):
@@ -219,13 +219,15 @@ def _names(table: CachedEmbedding, saved: Saved, states: bool) -> list[str]:
     return names
 
 
-def _files(table: CachedEmbedding, saved: Saved) -> Iterator[int]:
+def _files(table: Table, saved: SavedRows) -> Iterator[int]:
     """Yield the ranks whose files have rows of this one."""
     step = math.gcd(saved.ranks, table.owners.ranks)
     yield from (r for r in range(saved.ranks) if (r - table.owners.rank) % step == 0)
 
 
-def _pieces(folder: Path, saved: Saved, name: str, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _pieces(
+    folder: Path, saved: SavedRows, name: str, rank: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield ids and values of a file's pieces. Raises CheckpointError where it is damaged."""
     path = folder / saved.file(name, rank)
     dtype, *tail = saved.states[name]

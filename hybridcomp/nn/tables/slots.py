@@ -6,16 +6,35 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hybridcomp.nn.tables.host_rows import HostRows
+from hybridcomp.nn.tables.owners import Owners
 
 #: batches after which counts are halved, so that a table follows its data
 HALVED_AFTER = 1 << 16
 #: above any count: rows that a batch ahead asks for, or one whose step is to come
 SOON = 1e30
+
+
+class Table(Protocol):
+    """A table as its checkpoints and reports see it."""
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    owners: Owners
+    slots: Slots
+
+    @property
+    def host(self) -> HostRows:
+        """This rank's rows and states on the host."""
+
+    def reload(self) -> None:
+        """Forget all that is on the device: the rows on the host were replaced."""
 
 
 @dataclass(eq=False)
