@@ -3,7 +3,9 @@
 host_rows  rows and optimizer states in host memory or mapped files
 slots      the cache on the device: what stays, what is read ahead, what is written back
 owners     who has a row: ids to the owners, rows and gradients back
+making     what a table is made of, checked on all ranks
 embedding  the module
+row_gradients  gradients at the owners, until a step takes them
 optimizer  SGD, Adagrad and SparseAdam of the rows that were touched
 saved      checkpoints for any number of ranks
 figures    hits and moved rows in the session's reports

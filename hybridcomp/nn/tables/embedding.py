@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -21,15 +20,13 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.log import say_once
 from hybridcomp.nn.tables import figures, owners, saved
-from hybridcomp.nn.tables.host_rows import HostRows, room
+from hybridcomp.nn.tables.host_rows import HostRows
+from hybridcomp.nn.tables.making import NAME, Init, Mode, TableSettings, normal
 from hybridcomp.nn.tables.ngrams import mixed
 from hybridcomp.nn.tables.owners import Asked, Owners, Problem
+from hybridcomp.nn.tables.row_gradients import RowGradients
 from hybridcomp.nn.tables.slots import CacheFigures, ReadAhead, Slots
 
-NAME = "CachedEmbedding"
-Mode = Literal["sum", "mean", "max"]
-#: fills the rows (n, width) of ids (n,), both on the host
-Init = Callable[[Tensor, Tensor], object]
 #: the largest table that stands whole in ``state_dict``
 MOST_IN_STATE = 4 << 30
 #: all tables of this process
@@ -90,30 +87,33 @@ class CachedEmbedding(nn.Module):
         number = next(_numbers)
         self.name = f"{NAME} {number}"
         self.num_embeddings, self.embedding_dim, self.mode = num_embeddings, embedding_dim, mode
-        self.include_last_offset, self.hashed, self.average = include_last_offset, hashed, average
+        self.include_last_offset, self.hashed = include_last_offset, hashed
         self.padding_idx = None if padding_idx is None else padding_idx % max(1, num_embeddings)
         self.owners = Owners(self.name, num_embeddings, group, number)
         place = torch.empty(0, device=device).device
-        host = HostRows(self.owners.count(self.owners.rank), None if not folder else Path(folder))
-        self._agree(host, dtype, resident, padding_idx, frequency)
-        self.owners.slots = [self._slots_of(rank, resident) for rank in range(self.owners.ranks)]
-        host.add("weight", (embedding_dim,), dtype)
         rank, ranks = self.owners.rank, self.owners.ranks
+        host = HostRows(self.owners.count(rank), None if not folder else Path(folder))
+        settings = TableSettings(
+            num_embeddings, embedding_dim, dtype, resident, padding_idx, mode, hashed, average,
+            frequency is None,
+        )  # fmt: skip
+        settings.agree(self.owners, host, frequency)
+        counts = [self.owners.count(one) for one in range(ranks)]
+        self.owners.slots = [settings.slots_of(rows) for rows in counts]
+        host.add("weight", (embedding_dim,), dtype)
         if init != "zeros":
-            host.fill(self._normal() if init == "normal" else init, rank, ranks)
-        #: the place of the row of padding, where it is this rank's own
-        self._padding: int | None = None
-        if self.padding_idx is not None and self.padding_idx % ranks == rank:
-            self._padding = self.padding_idx // ranks
-            if init == "normal":
-                host.states["weight"][self._padding] = 0
+            host.fill(normal(rank) if init == "normal" else init, rank, ranks)
+        padding = None if self.padding_idx is None else self.padding_idx // ranks
+        if self.padding_idx is None or self.padding_idx % ranks != rank:
+            padding = None  # another rank's own
+        elif init == "normal":
+            host.states["weight"][padding] = 0
         own = None if frequency is None else frequency[rank::ranks]
         self.slots = Slots(host, self.owners.slots[rank], place, own)
         self.anchor = nn.Parameter(torch.zeros(1, dtype=dtype, device=place))
         self._told = CacheFigures()
         self._ahead: deque[tuple[Tensor, Asked, ReadAhead]] = deque()
-        #: rows at this owner with their gradients (n, width), fp32, of every lookup since the step
-        self.waiting: list[tuple[Tensor, Tensor]] = []
+        self.row_gradients = RowGradients(self.owners, embedding_dim, average, padding)
         #: what steps its rows
         self.optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         TABLES.add(self)
@@ -269,52 +269,13 @@ class CachedEmbedding(nn.Module):
             return got
         return torch.empty_like(got).index_copy_(0, asked.order.to(got.device), got)
 
-    def give(self, asked: Asked, gradients: Tensor) -> None:
-        """Send the gradients of ``asked.unique`` (n, width) to their owners, who add them up."""
-        if asked.order is not None:
-            gradients = gradients.index_select(0, asked.order.to(gradients.device))
-        got = self.owners.exchange(gradients, asked.gives, asked.takes, "backward")
-        rows = asked.wanted
-        total = torch.zeros((len(rows), self.embedding_dim), device=got.device)
-        places = asked.answer.to(got.device)
-        begin = 0
-        for taken in asked.takes:  # in rank order; a rank asks for a row once
-            some = slice(begin, begin + taken)
-            total.index_add_(0, places[some], got[some].to(torch.float32))
-            begin += taken
-        if self.average:
-            total /= self.owners.ranks
-        if (
-            self.padding_idx is not None
-            and self.padding_idx % self.owners.ranks == self.owners.rank
-        ):
-            is_row = rows != self.padding_idx // self.owners.ranks
-            rows, total = rows[is_row], total[is_row.to(total.device)]
-        self.waiting.append((rows, total))
-
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """Return the rows at this owner that wait for a step, ascending, and their gradients.
-
-        Those of several lookups are added up in the order of their backward passes.
-        """
-        if len(self.waiting) > 1:
-            every, places = torch.unique(
-                torch.cat([rows for rows, _ in self.waiting]), return_inverse=True
-            )
-            device = self.waiting[0][1].device
-            total = torch.zeros((len(every), self.embedding_dim), device=device)
-            parts = torch.split(places, [len(rows) for rows, _ in self.waiting])
-            for at, (_, found) in zip(parts, self.waiting, strict=True):
-                total.index_add_(0, at.to(device), found)
-            self.waiting[:] = [(every, total)]
-        if not self.waiting:
-            none = torch.zeros((0, self.embedding_dim), device=self.anchor.device)
-            self.waiting.append((torch.empty(0, dtype=torch.int64), none))
-        return self.waiting[0]
+        """Return the rows at this owner that wait for a step, and their gradients (n, width)."""
+        return self.row_gradients.take(self.anchor.device)
 
     def drop_gradients(self) -> None:
         """Drop the gradients that wait for a step."""
-        self.waiting.clear()
+        self.row_gradients.drop()
         self.slots.release()
 
     def reload(self) -> None:
@@ -322,59 +283,6 @@ class CachedEmbedding(nn.Module):
         self._ahead.clear()
         self.drop_gradients()
         self.slots.reload()
-
-    def _agree(
-        self,
-        host: HostRows,
-        dtype: torch.dtype,
-        resident: float,
-        padding_idx: int | None,
-        frequency: Tensor | None,
-    ) -> None:
-        """Compare the tables of all ranks, and check that there is room. Raises ConfigError."""
-        problem: ConfigError | None = None
-        size, width = self.num_embeddings, self.embedding_dim
-        try:
-            self._check(dtype, resident, padding_idx, frequency)
-        except ConfigError as error:
-            problem = error
-        shape = [size, width, str(dtype), resident, padding_idx, self.mode, self.hashed,
-                 self.average, frequency is None]  # fmt: skip
-        agree_on_room(self.owners, host, host.nbytes((width,), dtype), shape, problem)
-
-    def _check(
-        self,
-        dtype: torch.dtype,
-        resident: float,
-        padding_idx: int | None,
-        frequency: Tensor | None,
-    ) -> None:
-        size, width = self.num_embeddings, self.embedding_dim
-        if size < 1 or width < 1:
-            raise ConfigError(NAME, Shown(f"{size} rows of {width}"), "expected at least 1 of 1")
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise ConfigError(f"{NAME}.dtype", dtype, "rows have no loss scale; use fp32 or bf16")
-        share = isinstance(resident, float)
-        if not (0 < resident <= 1 if share else resident >= 1):
-            todo = "expected rows of this rank from 1 on, or a share of them up to 1.0"
-            raise ConfigError(f"{NAME}.resident", resident, todo)
-        if padding_idx is not None and (self.hashed or not -size <= padding_idx < size):
-            todo = f"expected {-size} to {size - 1}, and none with hashed"
-            raise ConfigError(f"{NAME}.padding_idx", padding_idx, todo)
-        if self.mode not in (None, "sum", "mean", "max"):
-            raise ConfigError(f"{NAME}.mode", self.mode, 'expected None, "sum", "mean" or "max"')
-        if frequency is not None and tuple(frequency.shape) != (size,):
-            todo = f"expected ({size},): a number for each row"
-            raise ConfigError(f"{NAME}.frequency", Shown(str(tuple(frequency.shape))), todo)
-
-    def _slots_of(self, rank: int, resident: float) -> int:
-        rows = self.owners.count(rank)
-        return min(rows, -int(-resident * rows // 1) if isinstance(resident, float) else resident)
-
-    def _normal(self) -> Init:
-        seed = torch.initial_seed() + 0x9E3779B9 * self.owners.rank
-        generator = torch.Generator().manual_seed(seed % (1 << 63))
-        return lambda rows, ids: rows.normal_(generator=generator)
 
     def _apply(self, fn: Any, recurse: bool = True) -> CachedEmbedding:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -445,33 +353,6 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, Tensor]:
-        ctx.table.give(ctx.asked, grad.contiguous())
+        ctx.table.row_gradients.give(ctx.asked, grad.contiguous())
         shape, dtype, device = ctx.like
         return None, None, None, torch.zeros(shape, dtype=dtype, device=device)
-
-
-def agree_on_room(
-    owners: Owners, host: HostRows, nbytes: int, statement: Any, problem: ConfigError | None
-) -> None:
-    """Check, over all ranks, that their settings are equal and what they need is free.
-
-    Raises ConfigError on all of them.
-    """
-    where, free = "", 0
-    try:
-        where, free = room(host.folder)
-    except OSError as error:
-        problem = problem or ConfigError(f"{NAME}.folder", str(host.folder), str(error.strerror))
-    mine = {"is": statement, "where": where, "free": free, "nbytes": nbytes}
-    said = owners.agree(mine, problem)
-    for rank, one in enumerate(said):
-        if one["is"] != said[0]["is"]:
-            found = Shown(f"{one['is']} on rank {rank}")
-            raise ConfigError(owners.name, found, f"expected {said[0]['is']}, as on rank 0")
-        needed = sum(other["nbytes"] for other in said if other["where"] == one["where"])
-        if needed > one["free"]:
-            todo = (
-                f"{needed / 1e9:.1f} GB are needed, {one['free'] / 1e9:.1f} GB are free; use fewer "
-                "rows, more ranks, or another folder for mapped files"
-            )
-            raise ConfigError(owners.name, Shown(one["where"]), todo)

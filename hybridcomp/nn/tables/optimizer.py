@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
-from hybridcomp.nn.tables.embedding import CachedEmbedding, agree_on_room
+from hybridcomp.nn.tables.embedding import CachedEmbedding
+from hybridcomp.nn.tables.making import agree_on_room
 
 NAME = "RowOptimizer"
 Method = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
@@ -94,7 +95,8 @@ class RowOptimizer(torch.optim.Optimizer):
             for name, each in STATES[self.method].items()
         }
         nbytes = sum(host.nbytes(*kind) for kind in kinds.values())
-        agree_on_room(table.owners, host, nbytes, [self.method, self._is_sparse], None)
+        mine = {"method": self.method, "sparse_formula": str(self._is_sparse)}
+        agree_on_room(table.owners, host, nbytes, mine, None)
         for name, (tail, dtype) in kinds.items():
             host.add(name, tail, dtype)
             table.slots.make(name)

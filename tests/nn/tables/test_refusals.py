@@ -14,7 +14,7 @@ from torch import nn
 
 from hybridcomp.errors import AgreementError, ConfigError, HybridcompError
 from hybridcomp.nn import CachedEmbedding, RowOptimizer
-from hybridcomp.nn.tables import embedding
+from hybridcomp.nn.tables import making
 from hybridcomp.nn.tables.host_rows import HostRows
 from tests.nn.tables.made import ranks, zipf
 from tests.ranks import RunRanks
@@ -101,8 +101,8 @@ def differing(settings: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("settings", "found"),
     [
-        ({"rows": 21}, "on rank 1; expected [20, 4"),
-        ({"mode": "sum"}, "on rank 1; expected [20, 4"),
+        ({"rows": 21}, ".rows: found 21 on rank 1; expected 20, as on rank 0"),
+        ({"mode": "sum"}, ".mode: found sum on rank 1; expected None, as on rank 0"),
         ({"folder": "/no/such"}, "CachedEmbedding.folder: found '/no/such'; No such file"),
         ({"dtype": torch.float16}, "rows have no loss scale; use fp32 or bf16"),
         ({"resident": 1.5}, "CachedEmbedding.resident: found 1.5; expected rows of this rank"),
@@ -173,13 +173,13 @@ def test_a_table_has_one_optimizer() -> None:
 def test_room_is_checked_before_anything_is_made(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    monkeypatch.setattr(embedding, "room", lambda folder: ("this host: memory", 10_000))
+    monkeypatch.setattr(making, "room", lambda folder: ("this host: memory", 10_000))
     monkeypatch.setattr(HostRows, "add", lambda *_: pytest.fail("made"))
     with pytest.raises(ConfigError, match=r"0.2 GB are needed, 0.0 GB are free; use fewer rows"):
         CachedEmbedding(1_000_000, 50, resident=10)
     monkeypatch.undo()
     table = CachedEmbedding(1_000, 50, resident=10, folder=tmp_path)
-    monkeypatch.setattr(embedding, "room", lambda folder: ("this host: disk", 10_000))
+    monkeypatch.setattr(making, "room", lambda folder: ("this host: disk", 10_000))
     with pytest.raises(ConfigError, match="this host: disk"):
         RowOptimizer([table], lr=0.1)
 
