@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hybridcomp.codecs.row_ids import WIDEST, decode_ids, encode_ids
 from hybridcomp.errors import CodecError
+from tests.nn.tables.made import zipf
 
 
 def back(ids: Tensor, rows: int) -> Tensor:
@@ -63,3 +64,16 @@ def test_damage_is_told() -> None:
         decode_ids(wide, 300, 900)
     with pytest.raises(CodecError, match="damaged widths"):
         decode_ids(payload[:0], 300, 900)
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(20_000, 2_048), (250_000, 8_192)])
+def test_numbers_of_a_batch_take_less_than_a_byte_and_a_third(rows: int, tokens: int) -> None:
+    """Ids by Zipf's law of 1.1, asked of one of two owners, with the header of both ranks."""
+    nbytes = count = 0
+    for seed in range(10):
+        asked = torch.unique(zipf(rows, tokens, seed))
+        places = asked[asked % 2 == 0] // 2
+        payload = encode_ids(places)
+        assert torch.equal(decode_ids(payload, len(places), rows // 2), places)
+        nbytes, count = nbytes + payload.numel() + 8 * (3 + 2), count + len(places)
+    assert nbytes < 1.3 * count
