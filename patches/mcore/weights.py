@@ -74,8 +74,8 @@ def _of_chunks(chunks: Sequence[Any]) -> EngineWeights:
         _check_all_there(chunk.module, found)
     renamed = functools.partial(_hugging_face, chunks, parts)
     later = functools.partial(unless_refused, renamed, _ranks())
-    found = _as_they_are(chunks, parts, {}, later)
-    return with_tables(found, *(chunk.module for chunk in chunks))
+    weights = _as_they_are(chunks, parts, {}, later)
+    return with_tables(weights, *(chunk.module for chunk in chunks))
 
 
 def _hugging_face(chunks: Sequence[Any], parts: Sequence[WeightPart]) -> EngineWeights:

@@ -43,7 +43,8 @@ class Model(nn.Module):
         if self.table is not None and self.ngrams is not None:
             hidden = hidden + self.ngrams(self.table(keys))
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], hidden.device)
-        return self.out(self.layer(hidden, src_mask=mask, is_causal=True))
+        logits: Tensor = self.out(self.layer(hidden, src_mask=mask, is_causal=True))
+        return logits
 
 
 def parsed() -> argparse.Namespace:
@@ -111,8 +112,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
 
     coming = [batch(text, arguments, step) for step in range(arguments.ahead)]
-    for _, keys in coming if model.table is not None else ():
-        model.table.prefetch(keys)
+    for _, keys in coming:
+        if model.table is not None:
+            model.table.prefetch(keys)
     losses = []
     for step in range(arguments.steps):
         coming.append(batch(text, arguments, step + arguments.ahead))
@@ -123,7 +125,7 @@ def main() -> None:
         logits = whole(tokens[:, :-1], keys)
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if rows is not None:
             rows.step()

@@ -20,8 +20,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
@@ -163,8 +161,9 @@ def _write(path: Path, values: Tensor) -> list[int]:
     return sums
 
 
-def _bytes(values: Tensor) -> npt.NDArray[np.uint8]:
-    return values.contiguous().view(-1).view(torch.uint8).numpy()
+def _bytes(values: Tensor) -> memoryview:
+    found: Any = values.contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(found)
 
 
 def _replace(folder: Path, saved: SavedRows) -> CheckpointError | None:

@@ -144,7 +144,7 @@ def killed(folder: str) -> int:
             raise OSError(28, "No space left on device")
         return found
 
-    saved._write = full  # type: ignore[assignment]
+    saved._write = full
     try:
         table.save(folder)
     except CheckpointError as error:

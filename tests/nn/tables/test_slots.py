@@ -64,9 +64,9 @@ def hits_of_ours(batches: list[Tensor], rows: int, count: int, uses: Tensor | No
     cache = made(rows, count, uses)
     ahead = [cache.read_ahead(batch) for batch in batches[:4]]
     for number, batch in enumerate(batches):
-        cache.hold(batch, ahead[number])
         if number + 4 < len(batches):
             ahead.append(cache.read_ahead(batches[number + 4]))
+        cache.hold(batch, ahead[number])
     return cache.figures.hit_rate
 
 
