@@ -51,8 +51,8 @@ ALLOWED: dict[str, set[str]] = {
     "publishing": {"codecs", "errors", "foreign", "job", "log"},
     # layers and pipelines whose own traffic goes through the channels of a session, or natively
     "nn": {
-        "channels", "codecs", "collectives", "config", "dimensions", "errors", "job", "log",
-        "session",
+        "channels", "codecs", "collectives", "config", "dimensions", "errors", "foreign", "job",
+        "log", "session",
     },
     # all that knows an upstream: seams, rules, checkpoints, callbacks of trainers
     "patches": {

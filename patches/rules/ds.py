@@ -9,7 +9,7 @@ from __future__ import annotations
 from hybridcomp.config import CompressionConfig
 from hybridcomp.dimensions import BETWEEN_RANKS
 from hybridcomp.patches.rules.ds_job import DeepSpeedJob
-from hybridcomp.patches.rules.engine import Rule
+from hybridcomp.patches.rules.engine import NO_ROWS, NO_TABLES, TABLES_TODO, Rule
 
 
 def _keeps_copy(block: CompressionConfig) -> bool:
@@ -238,6 +238,9 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         "absent", ("tp2d",), "a model without layers of hybridcomp.nn.tp2d",
         "no layer is cut over a mesh", "build the model of them",
         lambda job: job.mesh is False,
+    ),
+    Rule(
+        "absent", ("embed",), NO_TABLES, NO_ROWS, TABLES_TODO, lambda job: job.tables is False,
     ),
     Rule(
         "absent", ("dp", "zero"), "all ranks in one tensor-parallel group",

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hybridcomp import nn
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.error_messages import idle
 from hybridcomp.dimensions import MEGATRON, ROWS, Dimension, DimensionRow
@@ -155,6 +156,10 @@ _KNOWN: tuple[Rule[MegatronJob], ...] = (
     Rule(
         "absent", ("tp2d",), "a job on megatron-core",
         "its layers are cut in one dimension", "leave it out", lambda job: True,
+    ),
+    Rule(
+        "absent", ("embed",), engine.NO_TABLES, engine.NO_ROWS, engine.TABLES_TODO,
+        lambda job: not nn.has_tables(),
     ),
     Rule(
         "bypass", ("cp",), "context parallelism of attention",
