@@ -102,7 +102,8 @@ _LLOYD_GAINS = (
 
 def _lloyd_fine(block: Floats, half_top: np.float32) -> Floats:
     """Each value as a whole number of 127ths of its block's top."""
-    return np.rint(block * (F(63.5) / half_top))
+    fine: Floats = np.rint(block * (F(63.5) / half_top))
+    return fine
 
 
 def lloyd_code(block: Floats, code: int, base: int) -> int:

@@ -149,7 +149,7 @@ def test_lloyd_levels_have_the_same_bytes_with_all_instructions(instructions: st
 def test_lloyd_levels_keep_their_bound_at_every_magnitude(mantissa: int) -> None:
     """Blocks that are sent with either scale, of each of the 16 tops of an octave."""
     top = 1 + mantissa / 16
-    codec, either = BlockInt(4, levels="lloyd"), set()
+    codec, either = BlockInt(4, levels="lloyd"), set[int]()
     for filler in np.linspace(0.0, 1.0, 65, dtype=np.float32):
         block = torch.full((65, 32), float(filler) * top)
         block[:, 0] = top
@@ -197,7 +197,8 @@ def test_lloyd_takes_the_scale_with_less_error_nearly_always() -> None:
 def nearest_lloyd(block: reference.Floats, code: int, base: int) -> reference.Floats:
     """Each value's nearest level of a scale."""
     levels = reference.lloyd_values(code, base)
-    return levels[np.abs(block[:, None] - levels).argmin(axis=1)]
+    nearest: reference.Floats = levels[np.abs(block[:, None] - levels).argmin(axis=1)]
+    return nearest
 
 
 def relative_error(codec: BlockInt, values: Tensor) -> float:
