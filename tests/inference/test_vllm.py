@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,7 +55,7 @@ def factory(
 class Workers:
     """Workers of vLLM, each with its shard: a client for the trainer's engine."""
 
-    def __init__(self, factory: Any, models: list[Packed], **config: Any) -> None:
+    def __init__(self, factory: Any, models: Sequence[Any], **config: Any) -> None:
         model_config = SimpleNamespace(**{"quantization": None, "dtype": torch.bfloat16, **config})
         vllm_config = SimpleNamespace(model_config=model_config, parallel_config=None)
         self.models, self.weight_version = models, ""
@@ -403,7 +403,8 @@ def test_an_engine_in_eight_bits_gets_its_own_quantization(
         weights = Weights(shapes=shapes)
         to = Folder(tmp_path / "to")
         publisher = Publisher(quantized(weights.held(), "fp8", None), to)
-        model, plain = EightBits(), Packed()
+        model: Any = EightBits()
+        plain = Packed()
         engine = Workers(factory, [model], quantization="fp8")
         engine.init_weight_transfer_engine({"source": str(tmp_path / "to")})
         for version in (1, 2, 3):
