@@ -23,9 +23,9 @@ from hybridcomp.nn.tables import figures, owners, saved
 from hybridcomp.nn.tables.host_rows import HostRows
 from hybridcomp.nn.tables.making import NAME, Init, Mode, TableSettings, normal
 from hybridcomp.nn.tables.ngrams import mixed
-from hybridcomp.nn.tables.owners import Asked, Owners, Problem
+from hybridcomp.nn.tables.owners import Asked, CallProblem, Owners
 from hybridcomp.nn.tables.row_gradients import RowGradients
-from hybridcomp.nn.tables.slots import CacheFigures, ReadAhead, Slots
+from hybridcomp.nn.tables.slots import CacheFigures, RowsAhead, RowSlots
 
 #: the largest table that stands whole in ``state_dict``
 MOST_IN_STATE = 4 << 30
@@ -109,10 +109,10 @@ class CachedEmbedding(nn.Module):
         elif init == "normal":
             host.states["weight"][padding] = 0
         own = None if frequency is None else frequency[rank::ranks]
-        self.slots = Slots(host, self.owners.slots[rank], place, own)
+        self.slots = RowSlots(host, self.owners.slots[rank], place, own)
         self.anchor = nn.Parameter(torch.zeros(1, dtype=dtype, device=place))
         self._told = CacheFigures()
-        self._ahead: deque[tuple[Tensor, Asked, ReadAhead]] = deque()
+        self._ahead: deque[tuple[Tensor, Asked, RowsAhead]] = deque()
         self.row_gradients = RowGradients(self.owners, embedding_dim, average, padding)
         #: what steps its rows
         self.optimizer: weakref.ref[torch.optim.Optimizer] | None = None
@@ -227,12 +227,12 @@ class CachedEmbedding(nn.Module):
             include_last_offset=self.include_last_offset, padding_idx=padding,
         )  # fmt: skip
 
-    def _ask(self, ids: Tensor) -> tuple[Asked, ReadAhead | None]:
+    def _ask(self, ids: Tensor) -> tuple[Asked, RowsAhead | None]:
         found, problem = self._checked(ids)
         if self._ahead and not self._is_recomputing():
             known, asked, ahead = self._ahead[0]
             if problem is None and not torch.equal(found, known):
-                problem = Problem(owners.OTHER_IDS)
+                problem = CallProblem(owners.OTHER_IDS)
             self.owners.ask(None, owners.AS_READ, problem)
             self._ahead.popleft()
             return asked, ahead
@@ -244,23 +244,23 @@ class CachedEmbedding(nn.Module):
         """Return whether activation checkpointing runs the forward pass again."""
         return torch._C._current_graph_task_id() != -1
 
-    def _checked(self, ids: Tensor) -> tuple[Tensor, Problem | None]:
+    def _checked(self, ids: Tensor) -> tuple[Tensor, CallProblem | None]:
         """Return the rows of ``ids`` (n,) on the host, and what is wrong with the call."""
         if ids.dtype not in (torch.int32, torch.int64):
             kinds = owners.DTYPES
             kind = kinds.index(ids.dtype) if ids.dtype in kinds else -1
-            return torch.empty(0, dtype=torch.int64), Problem(owners.WRONG_DTYPE, kind)
+            return torch.empty(0, dtype=torch.int64), CallProblem(owners.WRONG_DTYPE, kind)
         found = ids.detach().reshape(-1).to("cpu", torch.int64)
         if self.hashed:
             found = mixed(found).remainder(self.num_embeddings)
         if self.anchor.dtype == torch.float16:
-            return found, Problem(owners.HALF)
+            return found, CallProblem(owners.HALF)
         trains = torch.is_grad_enabled() and self.anchor.requires_grad
         if trains and (self.optimizer is None or self.optimizer() is None):
-            return found, Problem(owners.UNTRAINED)
+            return found, CallProblem(owners.UNTRAINED)
         return found, None
 
-    def answer(self, asked: Asked, ahead: ReadAhead | None, dtype: torch.dtype) -> Tensor:
+    def answer(self, asked: Asked, ahead: RowsAhead | None, dtype: torch.dtype) -> Tensor:
         """Return the rows of ``asked.unique`` (n, width) as ``dtype`` from their owners."""
         slots = self.slots.hold(asked.wanted, ahead)[asked.answer].to(self.anchor.device)
         mine = self.slots.values["weight"].index_select(0, slots).to(dtype)
@@ -343,7 +343,7 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, table: CachedEmbedding, asked: Asked, ahead: ReadAhead | None, anchor: Tensor
+        ctx: Any, table: CachedEmbedding, asked: Asked, ahead: RowsAhead | None, anchor: Tensor
     ) -> Tensor:
         ctx.table, ctx.asked, ctx.like = table, asked, (anchor.shape, anchor.dtype, anchor.device)
         if ctx.needs_input_grad[3]:

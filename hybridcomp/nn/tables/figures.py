@@ -8,7 +8,7 @@ from dataclasses import astuple
 
 import torch
 
-from hybridcomp.nn.tables.slots import Table
+from hybridcomp.nn.tables.slots import RowTable
 from hybridcomp.session import process
 from hybridcomp.session.engine_session import EngineSession
 
@@ -19,9 +19,9 @@ class TableFigures:
     name = "embed"
 
     def __init__(self) -> None:
-        self._told: weakref.WeakKeyDictionary[Table, torch.Tensor]
+        self._told: weakref.WeakKeyDictionary[RowTable, torch.Tensor]
         self._told = weakref.WeakKeyDictionary()
-        self.tables: weakref.WeakSet[Table] = weakref.WeakSet()
+        self.tables: weakref.WeakSet[RowTable] = weakref.WeakSet()
 
     def before_step(self) -> None:
         """Do nothing."""
@@ -49,7 +49,7 @@ class TableFigures:
         return {"hits": hits / asked, "asked": asked, "rows_in": rows_in, "rows_out": rows_out}
 
 
-def follow(table: Table) -> None:
+def follow(table: RowTable) -> None:
     """Have the session of this process, where it has one, report ``table``."""
     found = None if process.known() is None else process.session()
     if found is None or (table in (known := _of(found)).tables):

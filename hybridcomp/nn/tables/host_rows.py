@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import shutil
 import tempfile
@@ -41,11 +42,13 @@ class HostRows:
         handle, path = tempfile.mkstemp(prefix=f"rows.{name}.", dir=self.folder)
         try:
             os.truncate(handle, self.nbytes(tail, dtype))
-            flat = torch.from_file(path, shared=True, size=math.prod(shape), dtype=dtype)
+            mapped = mmap.mmap(handle, self.nbytes(tail, dtype))
         finally:
             os.close(handle)
             os.unlink(path)
-        self.states[name] = flat.view(shape)
+        # rows are far apart: without this every fault reads 128 KiB around its page
+        mapped.madvise(mmap.MADV_RANDOM)
+        self.states[name] = torch.frombuffer(mapped, dtype=dtype).view(shape)
 
     def fill(self, init: Callable[[Tensor, Tensor], object], first: int, step: int) -> None:
         """Have ``init(rows, ids)`` fill the weights, in pieces; row i has id first + i * step."""

@@ -44,7 +44,7 @@ DTYPES = (
 )  # fmt: skip
 
 
-class Problem(NamedTuple):
+class CallProblem(NamedTuple):
     """What is wrong with this rank's call, and the value that shows it."""
 
     kind: int
@@ -116,7 +116,7 @@ class Owners:
             return values
         return small_messages.total(values.to(self._wire), self.group).to(values.device)
 
-    def ask(self, ids: Tensor | None, call: int, problem: Problem | None) -> Asked | None:
+    def ask(self, ids: Tensor | None, call: int, problem: CallProblem | None) -> Asked | None:
         """Exchange what the ranks ask for; a collective.
 
         Args:
@@ -129,7 +129,7 @@ class Owners:
         if problem is None and ids is not None and len(ids):
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= self.rows:
-                problem = Problem(OUT_OF_RANGE, low if low < 0 else high)
+                problem = CallProblem(OUT_OF_RANGE, low if low < 0 else high)
         asks = problem is None and call != AS_READ
         assert ids is not None or not asks, "ids to ask for"
         if self.ranks == 1:
@@ -142,7 +142,7 @@ class Owners:
         )
         order, gives, payloads = self._by_owner(unique)
         sizes = [len(payload) for payload in payloads]
-        header = [self.number << 8 | call, *(problem or Problem(FINE))]
+        header = [self.number << 8 | call, *(problem or CallProblem(FINE))]
         header += [count << 32 | size for count, size in zip(gives, sizes, strict=True)]
         meter = self._meter()
         every = self._gathered(torch.tensor(header), meter)
@@ -248,9 +248,9 @@ class Owners:
             raise AgreementError(f"{self.name}: {', '.join(said)}; {todo}")
         for rank, (kind, value) in enumerate(every[:, 1:WORDS].tolist()):
             if kind != FINE:
-                raise self._error(rank, Problem(kind, value))
+                raise self._error(rank, CallProblem(kind, value))
 
-    def _error(self, rank: int, problem: Problem) -> Exception:
+    def _error(self, rank: int, problem: CallProblem) -> Exception:
         """Return the error of ``rank``'s call."""
         if problem.kind == OUT_OF_RANGE:
             return IndexError(

@@ -28,7 +28,7 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.foreign import quoted_path
 from hybridcomp.nn.tables.host_rows import pieces
-from hybridcomp.nn.tables.slots import Table
+from hybridcomp.nn.tables.slots import RowTable
 
 MANIFEST = "rows.json"
 #: a file of some save
@@ -66,7 +66,7 @@ class SavedRows(BaseModel):
         return (self.rows - rank + self.ranks - 1) // self.ranks
 
 
-def save(table: Table, folder: Path) -> None:
+def save(table: RowTable, folder: Path) -> None:
     """Write the rows of the host; see ``CachedEmbedding.save``."""
     owners, where = table.owners, folder.resolve()
     if _folders.setdefault(where, table) is not table:
@@ -101,7 +101,7 @@ def save(table: Table, folder: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
-def load(table: Table, folder: Path, states: bool) -> None:
+def load(table: RowTable, folder: Path, states: bool) -> None:
     """Check all files that this rank needs, on all ranks, and then read them."""
     problem, saved, names = None, None, []
     try:
@@ -126,7 +126,7 @@ def load(table: Table, folder: Path, states: bool) -> None:
     table.reload()
 
 
-def full_weight(table: Table) -> Tensor | None:
+def full_weight(table: RowTable) -> Tensor | None:
     """Gather the weight on the first rank, in pieces, as it is."""
     owners, weight = table.owners, table.host.states["weight"]
     is_first, out = owners.rank == 0, None
@@ -195,7 +195,7 @@ def _read_manifest(folder: Path) -> SavedRows:
     return saved
 
 
-def _names(table: Table, saved: SavedRows, states: bool) -> list[str]:
+def _names(table: RowTable, saved: SavedRows, states: bool) -> list[str]:
     """Return the states to load. Raises CheckpointError where the files have others."""
     shape = (saved.rows, saved.width)
     if shape != (table.num_embeddings, table.embedding_dim):
@@ -218,7 +218,7 @@ def _names(table: Table, saved: SavedRows, states: bool) -> list[str]:
     return names
 
 
-def _files(table: Table, saved: SavedRows) -> Iterator[int]:
+def _files(table: RowTable, saved: SavedRows) -> Iterator[int]:
     """Yield the ranks whose files have rows of this one."""
     step = math.gcd(saved.ranks, table.owners.ranks)
     yield from (r for r in range(saved.ranks) if (r - table.owners.rank) % step == 0)

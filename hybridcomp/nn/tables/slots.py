@@ -20,14 +20,14 @@ HALVED_AFTER = 1 << 16
 SOON = 1e30
 
 
-class Table(Protocol):
+class RowTable(Protocol):
     """A table as its checkpoints and reports see it."""
 
     name: str
     num_embeddings: int
     embedding_dim: int
     owners: Owners
-    slots: Slots
+    slots: RowSlots
 
     @property
     def host(self) -> HostRows:
@@ -38,7 +38,7 @@ class Table(Protocol):
 
 
 @dataclass(eq=False)
-class ReadAhead:
+class RowsAhead:
     """Rows of a batch ahead that were not resident, as a thread reads them.
 
     ``written``: rows that were written to the host since; what was read of them is old.
@@ -70,7 +70,7 @@ class CacheFigures:
         return CacheFigures(*(now - then for now, then in pairs))
 
 
-class Slots:
+class RowSlots:
     """``count`` slots on ``device`` for rows of ``host``; a row that changed is written back.
 
     Evicted first are rows that are asked for least, by ``frequency`` or as counted; rows of batches
@@ -91,7 +91,7 @@ class Slots:
         self._counted, self._batches = frequency is None, 0
         uses = torch.zeros(host.rows) if frequency is None else frequency.to(torch.float32)
         self._uses = uses
-        self._ahead: deque[ReadAhead] = deque()
+        self._ahead: deque[RowsAhead] = deque()
         self._kept: list[Tensor] = []
         self._thread = ThreadPoolExecutor(1, "hybridcomp rows")
         self.figures = CacheFigures()
@@ -109,11 +109,11 @@ class Slots:
         self._device = device
         self.values = {name: values.to(device) for name, values in self.values.items()}
 
-    def read_ahead(self, rows: Tensor) -> ReadAhead:
+    def read_ahead(self, rows: Tensor) -> RowsAhead:
         """Begin to read what is missing of ``rows``, sorted and unique; the next ``hold`` of them
         takes it."""
         missing = rows[self._slot_of[rows] < 0]
-        made = ReadAhead(rows, missing, self._thread.submit(self.host.read, missing))
+        made = RowsAhead(rows, missing, self._thread.submit(self.host.read, missing))
         self._ahead.append(made)
         return made
 
@@ -130,7 +130,7 @@ class Slots:
         self._kept.clear()
 
     def hold(
-        self, rows: Tensor, ahead: ReadAhead | None = None, *, is_asked: bool = True
+        self, rows: Tensor, ahead: RowsAhead | None = None, *, is_asked: bool = True
     ) -> Tensor:
         """Bring in ``rows`` (sorted, unique, at most ``count``) and return their slots, int64.
 
@@ -180,7 +180,7 @@ class Slots:
             self._uses /= 2
         self._uses[rows] += 1
 
-    def _read(self, missing: Tensor, ahead: ReadAhead | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def _read(self, missing: Tensor, ahead: RowsAhead | None) -> tuple[Tensor, dict[str, Tensor]]:
         """Return ``missing`` in some order, with their values: read ahead, else now."""
         if ahead is None:
             return missing, self.host.read(missing)

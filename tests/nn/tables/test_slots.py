@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridcomp.nn.tables import slots as slots_module
 from hybridcomp.nn.tables.host_rows import HostRows
-from hybridcomp.nn.tables.slots import Slots
+from hybridcomp.nn.tables.slots import RowSlots
 from tests.nn.tables.made import zipf
 
 Counts = npt.NDArray[np.float64]
@@ -23,11 +23,11 @@ def host_of(rows: int) -> HostRows:
     return host
 
 
-def made(rows: int, count: int, frequency: Tensor | None = None) -> Slots:
-    return Slots(host_of(rows), count, torch.device("cpu"), frequency)
+def made(rows: int, count: int, frequency: Tensor | None = None) -> RowSlots:
+    return RowSlots(host_of(rows), count, torch.device("cpu"), frequency)
 
 
-def change(slots: Slots, rows: Tensor) -> None:
+def change(slots: RowSlots, rows: Tensor) -> None:
     """Add 100 to ``rows``."""
     at = slots.hold(rows, is_asked=False)
     slots.update(at, {"weight": slots.values["weight"][at] + 100})
