@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     seams = commands.add_parser("seams", help="print what is compressed where, for each engine")
     seams.set_defaults(run=_print_seams)
 
-    from hybridcomp.config import examples
+    from hybridcomp.tools.commands import examples
 
     examples.add_command(commands)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from hybridcomp.errors import ConfigError
 
 #: folder of the examples: beside the package's modules, in a checkout as in site-packages
-FOLDER = Path(__file__).resolve().parents[1] / "configs"
+FOLDER = Path(__file__).resolve().parents[2] / "configs"
 #: suffixes of configurations; the schema and the page about them are in that folder too
 SUFFIXES = (".json", ".yml")
 #: a row of the page's tables: a file of this folder, and its purpose

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridcomp.config import examples, load_config
+from hybridcomp.config import load_config
+from hybridcomp.tools.commands import examples
 from hybridcomp.tools.commands.cli import main
 from tests.paths import CONFIGS
 
