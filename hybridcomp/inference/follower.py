@@ -10,9 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hybridcomp import log
 from hybridcomp.errors import PublishError
 from hybridcomp.foreign import one_line
 from hybridcomp.inference.fingerprints import differing, fingerprints
+from hybridcomp.job.waits import Notices
 from hybridcomp.publishing import AppliedVersion
 
 #: seconds between two looks at a source that has not the version yet
@@ -23,6 +25,13 @@ AGAIN = "update again: the whole of a version is loaded then"
 def is_wait(seconds: object) -> bool:
     """Return whether ``seconds`` is a time that a message may ask to wait."""
     return type(seconds) in (int, float) and 0 <= seconds < float("inf")  # type: ignore[operator]
+
+
+def tell_of_wait(notices: Notices, version: int, wait_s: float) -> None:
+    """Say in this process that it waits for ``version``, where ``notices`` are due."""
+    if notices.due():
+        waited = f"waiting for version {version} for {notices.seconds:.0f} s now"
+        log.say(f"{waited}, for {wait_s:g} s at most (wait_s)", anywhere=True)
 
 
 class Receiver(Protocol):
@@ -221,15 +230,16 @@ class Follower:
 
     def _receive(self, wanted: int | None) -> None:
         """Update the mirror to ``wanted``, and note what the engine has not yet."""
-        end = time.monotonic() + self.wait_s
+        notices = Notices()
         while True:
             self._update(wanted)
             found = self._receiver.version
             if found and (wanted is None or found >= wanted):
                 break
-            if time.monotonic() >= end:
+            if notices.seconds >= self.wait_s:
                 break
-            time.sleep(min(PAUSE_S, max(0.0, end - time.monotonic())))
+            tell_of_wait(notices, wanted or 1, self.wait_s)
+            time.sleep(min(PAUSE_S, max(0.0, self.wait_s - notices.seconds)))
         if not found or wanted not in (None, found):
             waits = self._receiver.waits_for
             raise PublishError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
@@ -20,12 +19,13 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.foreign import quoted_path
-from hybridcomp.inference.follower import PAUSE_S
+from hybridcomp.inference.follower import PAUSE_S, tell_of_wait
 from hybridcomp.inference.shares import Shares
 from hybridcomp.inference.upstream import check
 from hybridcomp.inference.verl_seams import SEAMS
 from hybridcomp.job.agreement import tell
 from hybridcomp.job.saved import attempt
+from hybridcomp.job.waits import Notices
 from hybridcomp.publishing import Publisher, WeightReceiver
 from hybridcomp.publishing.destinations import Folder, folder_of
 from hybridcomp.publishing.summaries import check_all
@@ -146,16 +146,18 @@ class HybridcompCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         receiver = self._receiver
         if receiver is None:
             raise PublishError("receive_weights was called before init_process_group; report this")
-        end, wanted = time.monotonic() + self._wait_s, self._before + 1
+        wanted = self._before + 1
+        notices = Notices()
         while receiver.version <= self._before:
             receiver.update(wanted if self._before else None)
             if receiver.version > self._before:
                 break
-            if time.monotonic() > end:
+            if notices.seconds > self._wait_s:
                 raise PublishError(
                     f"version {wanted} was not in {quoted_path(self._to)} after "
                     f"{self._wait_s:g} s; look why the actors did not publish it, or raise "
                     f"{SETTINGS}.wait_s"
                 )
+            tell_of_wait(notices, wanted, self._wait_s)
             await asyncio.sleep(PAUSE_S)
         return receiver

@@ -9,13 +9,16 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from hybridcomp import log
 from hybridcomp.errors import ConfigError, PublishError, SeamError
 from hybridcomp.inference.shares import Shares
+from hybridcomp.job import waits
 from hybridcomp.seams import patching
 from tests.inference.made import VERSIONS, bits, sent, values_of
 from tests.ranks import RunRanks, run_ranks
@@ -92,6 +95,13 @@ def test_a_rollout_gets_the_version_of_each_sync(
             rollout._before = version  # as init_process_group, which saw the others already
     with pytest.raises(PublishError, match=f"version {VERSIONS + 1} was not in .*weights after 0"):
         received(rollout)
+    said: list[str] = []
+    waits_long = patch.object(waits, "NOTICE_S", 0.0)
+    with waits_long, patch.object(log, "say", lambda text, anywhere: said.append(text)):
+        rollout._wait_s = 0.3
+        with pytest.raises(PublishError, match="after 0.3 s"):
+            received(rollout)
+    assert said[0].startswith(f"waiting for version {VERSIONS + 1} for 0 s now, for 0.3 s at most")
 
 
 def another_export(to: str) -> str:

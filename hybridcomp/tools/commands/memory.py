@@ -211,7 +211,8 @@ class RanksOfReplica:
         bucket = found.zero("reduce_bucket_size") if stage else BUCKET
         summed = _cut(self.numel, bucket, "reduce_bucket_size")
         how: Way = "scatter" if stage == 3 else "own" if found.buckets else "sum"
-        dtype = torch.float32 if found.bf16_optimizer else self.dtype
+        sums = DTYPES.get(found.summed_dtype or "", self.dtype)
+        dtype = torch.float32 if found.bf16_optimizer else sums
         messages: StepMessages = {"dp": (RankMessages(summed, how, dtype, **rest),)}
         if stage:
             name = "prefetch_bucket_size" if stage == 3 else "allgather_bucket_size"

@@ -96,7 +96,7 @@ def lines(
     if not neox and file.suffix not in (".yml", ".yaml") and not _is_strict(file):
         notes.append(_NOT_STRICT)
     sizes = [] if job is None else list(memory.lines(block, found, job))
-    yield f"{file}: valid{' (a bare block)' if bare else ''}, digest {block.digest()[:16]}"
+    yield f"{file}: valid{' (a bare block)' if bare else ''}"
     yield from (f"  {line}" for line in describe(block, absent, unseen - block.explicit))
     yield from sizes
     yield from (f"  note: {note}" for note in notes)
