@@ -70,6 +70,8 @@ class Case:
     most: float | None = None  # bits a parameter that a host may send in a step
 
 
+#: steps before those whose bits count
+WARM = 2
 #: most bits with secondary copies between two nodes, by learning rate: 2.13 of gradients, and the
 #: steps of parameters, which are longest at a training's start
 MOST = {1e-3: 5.0, 1e-4: 3.6, 1e-6: 2.3}
@@ -163,7 +165,7 @@ def figures(case: Case, ranks: list[Steps], records: list[Any], numel: int, root
     first, steps = ranks[:: place.per_node], len(ranks[0])
     link = sum(step["payload"] for own in first for step in own) / steps
     inside = sum(step["inside"] for own in first for step in own) / steps
-    later = sum(step["payload"] for own in first for step in own[2:]) / (steps - 2)
+    later = sum(step["payload"] for own in first for step in own[WARM:]) / (steps - WARM)
     row: dict[str, Any] = {
         "job": case.job, "layout": case.layout, "arm": case.arm.name, "link_MB": link / 1e6,
         "inside_MB": inside / 1e6, "parameters": numel,
@@ -256,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--check", action="store_true")
     asked = parser.parse_args(arguments)
     data = asked.data.resolve()
-    sizes = Sizes(layers=4, width=256, length=128, divide_batch=4, warm=2, steps=asked.steps)
+    sizes = Sizes(layers=4, width=256, length=128, divide_batch=4, warm=WARM, steps=asked.steps)
     numel, root = parameters_of(data, sizes)
     there = asked.out is not None and asked.out.is_file()
     rows: list[Any] = read(asked.out) if there else []
