@@ -24,7 +24,7 @@ from hybridcomp.channels import Channels, delta_references
 from hybridcomp.channels.checkpoint_note import PARAMETERS
 from hybridcomp.job import saved, small_messages
 from hybridcomp.log import say
-from hybridcomp.patches.ds import offload_sums, secondary
+from hybridcomp.patches.ds import frozen, offload_sums, secondary
 
 WHAT = "parameter references beside the checkpoint"
 TODO = (
@@ -87,7 +87,7 @@ def check(folder: Path, channels: Channels) -> None:
 
 def forget(engine: Any) -> Callable[[], None]:
     """Drop the references of deltas, which a load makes useless: the next gather is exact, and
-    sends secondary copies whole.
+    sends secondary copies whole. Frozen weights are gathered anew.
 
     Returns what puts them back, where nothing was loaded.
     """
@@ -96,6 +96,9 @@ def forget(engine: Any) -> Callable[[], None]:
     for flat in flats:
         delta_references.forget(flat)
     keep_steps = secondary.forget(engine)
+    weights = frozen.weights_of(engine.module.parameters())
+    if weights is not None:
+        weights.forget()
 
     def put_back() -> None:
         keep_steps()

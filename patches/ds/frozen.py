@@ -78,8 +78,14 @@ class FrozenWeight:
 class FrozenWeights:
     """The frozen parameters of one engine."""
 
-    def __init__(self, channel: Channel, settings: FrozenConfig, params: Iterable[Any]) -> None:
+    def __init__(
+        self, channel: Channel, settings: FrozenConfig, params: Iterable[Any], module: Any
+    ) -> None:
         self.channel, self.settings = channel, settings
+        # before stage 3's own hook, which fetches parameters
+        self._before_passes = module.register_forward_pre_hook(
+            lambda *_: self.check(), prepend=True
+        )
         self.all = [FrozenWeight(p, self) for p in sorted(params, key=lambda p: p.ds_id)]
         for weight in self.all:
             setattr(weight.param, ATTRIBUTE, weight)
@@ -156,6 +162,18 @@ class FrozenWeights:
         for weight, flag in zip(kept, changed_anywhere(self.channel, flags, device), strict=True):
             if flag:
                 weight.kept = None
+                weight.param.ds_secondary_tensor = None  # hpZ's, which has the old values
+
+    def forget(self) -> None:
+        """Have all be gathered anew from their owners, as after a load; the same on all ranks."""
+        for weight in self.all:
+            weight.kept = weight.param.ds_secondary_tensor = None
+
+    def leave(self) -> None:
+        """Let go of the parameters, which another engine takes over."""
+        self._before_passes.remove()
+        for weight in self.all:
+            delattr(weight.param, ATTRIBUTE)
 
 
 def _of(param: Any) -> FrozenWeight | None:
@@ -190,6 +208,9 @@ def make_partition_param(original: Callable[..., None]) -> Callable[..., None]:
 def attached(engine: Any, channels: Channels) -> None:
     """Keep the frozen weights of an engine from their first gather on."""
     settings = channels.config.zero.keeps_frozen
+    before = weights_of(engine.module.parameters())
+    if before is not None:  # of an engine that had the model before
+        before.leave()
     if settings is None:
         return
     params = [
@@ -200,13 +221,7 @@ def attached(engine: Any, channels: Channels) -> None:
     if not params:
         say("zero: no parameter is frozen, so none is kept")
         return
-    weights = FrozenWeights(channels["zero"], settings, params)
-
-    def begins(module: Any, *_: Any) -> None:
-        weights.check()
-
-    # before stage 3's own hook, which fetches parameters
-    engine.module.register_forward_pre_hook(begins, prepend=True)
+    FrozenWeights(channels["zero"], settings, params, engine.module)
 
 
 COVERS = ("zero",)

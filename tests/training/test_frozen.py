@@ -59,7 +59,7 @@ class Zero3:
         hybridcomp.uninstall() if block is None else hybridcomp.install()
         torch.manual_seed(0)
         self.model: Any = nn.Sequential(Adapted(), Adapted(), Adapted())
-        settings: dict[str, Any] = {
+        self.settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 2,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
             "bf16": {"enabled": True},
@@ -72,10 +72,15 @@ class Zero3:
             "steps_per_print": 1000,
         }  # fmt: skip
         if block is not None:
-            settings["compression"] = {"min_bytes": 0, **block}
+            self.settings["compression"] = {"min_bytes": 0, **block}
+        self._initialize()
+
+    def _initialize(self) -> None:
+        import deepspeed
+
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.engine, *_ = deepspeed.initialize(
-            model=self.model, model_parameters=trained, config=settings
+            model=self.model, model_parameters=trained, config=self.settings
         )
 
     def step(self, values: Tensor) -> float:
@@ -100,12 +105,25 @@ class Zero3:
         if dist.get_rank() == 3:
             share.data[5] = 0.5
 
+    def train(self) -> None:
+        """Have another engine train a weight that was frozen, too."""
+        self.engine.destroy()
+        self.model[1].base.weight.requires_grad_(True)
+        self._initialize()
+
     def wire(self) -> int:
         from hybridcomp.channels import channels_of
 
         channels = channels_of(self.engine)
         assert channels is not None
         return int(channels.ledger.interval["zero", "forward"].wire_nbytes)
+
+    def whole(self, weight: Any) -> Tensor:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([weight]):
+            found: Tensor = weight.detach().float().clone()
+        return found
 
     def kept(self) -> int:
         from hybridcomp.patches.ds.frozen import weights_of
@@ -156,9 +174,17 @@ class Sharded:
         if dist.get_rank() == 3:
             self.model[1].base.weight.to_local().data.view(-1)[5] = 0.5
 
+    def train(self) -> None:
+        weight = self.model[1].base.weight.requires_grad_(True)
+        self.optimizer.add_param_group({"params": [weight]})
+
     def wire(self) -> int:
         assert self.attached is not None
         return int(self.attached.channels.ledger.interval["zero", "forward"].wire_nbytes)
+
+    def whole(self, weight: Any) -> Tensor:
+        found: Tensor = weight.full_tensor().detach().clone()
+        return found
 
     def kept(self) -> int:
         from hybridcomp.patches.torch.fsdp2 import groups_of
@@ -168,6 +194,11 @@ class Sharded:
 
 def made(engine: str, block: dict[str, Any] | None) -> Any:
     return Sharded(block) if engine == "fsdp2" else Zero3(block, 2 if engine == "hpz" else 1)
+
+
+def values_of(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step * 10 + dist.get_rank())
+    return torch.randn(2, WIDTH, generator=generator)
 
 
 def trained(
@@ -183,8 +214,7 @@ def trained(
             job.model[1].base.weight.requires_grad_(False)
         elif step == 3 and way:
             getattr(job, way)()
-        generator = torch.Generator().manual_seed(step * 10 + dist.get_rank())
-        losses.append(job.step(torch.randn(2, WIDTH, generator=generator)))
+        losses.append(job.step(values_of(step)))
         if block is not None:
             sent.append(job.wire() - sum(sent))
     return losses, sent, job.kept() if block is not None and "frozen" in str(block) else 0
@@ -206,14 +236,16 @@ def test_frozen_weights_are_gathered_once(pool: RankPool, engine: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["merge", "write", "thaw"])
-@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_changes_are_noticed_and_sent_anew(pool: RankPool, engine: str, way: str) -> None:
-    native, exact = (pool.run(trained, engine, block, way) for block in (None, EXACT))
+    plain = engine.replace("hpz", "zero3")  # hpZ's own copy misses what is written by hand
+    native, exact = pool.run(trained, plain, None, way), pool.run(trained, engine, EXACT, way)
     assert [found[0] for found in exact] == [found[0] for found in native]
     for _, sent, _ in exact:
         once = 2 * (WIDTH * WIDTH) * 3 // 4  # of one weight
         anew = way != "thaw"
-        assert (sent[3] - sent[2] > 0.9 * once) == anew and sent[4] == sent[2]
+        share = 0.6 if engine == "hpz" else 0.9  # inside a node: two thirds
+        assert (sent[3] - sent[2] > share * once) == anew and sent[4] == sent[2]
 
 
 @pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
@@ -224,3 +256,51 @@ def test_four_bits_on_the_host(pool: RankPool, engine: str) -> None:
     for plain, kept in zip(native, few, strict=True):
         assert kept[0] != plain[0] and kept[0] == pytest.approx(plain[0], rel=0.05)
         assert kept[2] < 0.32 * 2 * frozen
+
+
+def thawed(engine: str, block: dict[str, Any] | None, steps: int = 3) -> tuple[list[float], Any]:
+    """Losses of steps behind which a frozen weight is trained, and how far that then moved."""
+    job = made(engine, block)
+    losses = [job.step(values_of(step)) for step in range(2)]
+    before = job.whole(job.model[1].base.weight)
+    job.train()
+    losses += [job.step(values_of(2 + step)) for step in range(steps)]
+    return losses, (job.whole(job.model[1].base.weight) - before).abs().max().item()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_thawed_weight_trains(pool: RankPool, engine: str) -> None:
+    native, exact = (pool.run(thawed, engine, block) for block in (None, EXACT))
+    assert exact == native
+    assert all(moved > 1e-3 for _, moved in exact)
+
+
+def loaded(
+    engine: str, block: dict[str, Any] | None, folder: str, save: bool, steps: int = 0
+) -> list[float]:
+    """Losses behind a checkpoint of merged weights: of what saved it, or loaded it."""
+    job = made(engine, block)
+    if save:
+        job.step(values_of(0))
+        job.merge()
+        job.engine.save_checkpoint(folder, tag="merged")
+    else:
+        for step in range(steps):
+            job.step(values_of(7 + step))
+        job.engine.load_checkpoint(folder, tag="merged")
+    return [job.step(values_of(1 + step)) for step in range(3)]
+
+
+@pytest.mark.parametrize(
+    "zero", [{"frozen": "device"}, {"secondary": "exact"}, {**EXACT["zero"], "secondary": "exact"}],
+    ids=["frozen", "secondary", "both"],
+)  # fmt: skip
+def test_loaded_frozen_weights_are_used(
+    pool: RankPool, tmp_path: Any, zero: dict[str, Any]
+) -> None:
+    """Upstream's hpZ computes with the copies of frozen weights from before a load."""
+    folder, block = str(tmp_path), {"zero": zero}
+    native = pool.run(loaded, "zero3", None, str(tmp_path / "native"), True)
+    assert pool.run(loaded, "hpz", block, folder, True) == native
+    for steps in (0, 2):
+        assert pool.run(loaded, "hpz", block, folder, False, steps) == native

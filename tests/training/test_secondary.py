@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from tests.training.trainer import (
     train_step,
 )
 
-STEPS, SIZE = 6, "zero_hpz_partition_size"
+STEPS, NUMEL, SIZE = 6, 3000, "zero_hpz_partition_size"
 EXACT: dict[str, Any] = {"zero": {"secondary": "exact"}, "min_bytes": 0}
 BITS: dict[str, Any] = {"zero": {"secondary": {"bits": 8}}, "min_bytes": 0}
 #: nothing is persistent, and parameters are gathered twice a step, as in a large model
@@ -334,3 +335,37 @@ def test_copies_before_the_first_step_are_upstreams(four: RankPool) -> None:
         assert coded.between["zero"][1] > 0
         assert eight.losses[:3] == native.losses[:3] and eight.losses[4:] != native.losses[4:]
         assert eight.losses[-1] == pytest.approx(native.losses[-1], rel=0.03)
+
+
+def renewed(fails: str) -> tuple[bool, str, bool]:
+    """Whether a failure left rank 1's copy alone, what is sent next, and whether it is right."""
+    from hybridcomp.channels import Channels
+    from hybridcomp.channels.node_copies import CopyGroups, renew, state_of
+    from hybridcomp.config import CompressionConfig
+
+    channel = Channels(CompressionConfig.parse(EXACT))["zero"]
+    groups, native = CopyGroups.of(2, "test"), (NUMEL, torch.bfloat16)
+    failing = dist.get_rank() == 1
+    old, new, newer = (
+        torch.full((4, NUMEL), value, dtype=torch.bfloat16) for value in (1.0, 1.25, 1.5)
+    )
+    own = slice(groups.shares.start, groups.shares.stop)
+    held = renew(channel, groups, old[dist.get_rank()], None, native)
+    if failing and fails == "before":
+        stopped = patch.object(CopyGroups, "column_of", side_effect=MemoryError)
+        with stopped, pytest.raises(MemoryError):
+            renew(channel, groups, new[1], held, native)
+    table = renew(channel, groups, new[dist.get_rank()], held, native)
+    untouched = torch.equal(held, old[own])
+    if not failing or fails == "before":
+        held = table
+    sent = state_of(channel, groups, [held.view(-1)], held.device)
+    steps_from = None if sent == "whole" else held
+    table = renew(channel, groups, newer[dist.get_rank()], steps_from, native)
+    return untouched, sent, torch.equal(table, newer[own])
+
+
+@pytest.mark.parametrize(("fails", "sent"), [("before", "steps"), ("after", "whole")])
+def test_a_rank_that_fails_in_a_renewal(four: RankPool, fails: str, sent: str) -> None:
+    """One that fails before it sends tries again; where one lost what came, all is sent whole."""
+    assert four.run(renewed, fails) == [(True, sent, True)] * 4
