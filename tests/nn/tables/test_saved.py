@@ -71,6 +71,7 @@ def test_four_ranks_then_two_then_three(on_ranks: RunRanks, tmp_path: Path) -> N
 
 
 def damaged(folder: str, states: bool) -> str:
+    host_rows.PIECE_NBYTES = 256  # as the save that is read
     table, _ = fresh()
     before = table.full_weight()
     try:
