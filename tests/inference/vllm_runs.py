@@ -444,7 +444,11 @@ class Sending:
         self.ranks = (0,)
         self._mishaps = {DAMAGED, LATE}
 
-    def publish(self) -> Any:
+    def finish(self) -> Any:
+        """Take the version over that was begun beside the training."""
+        return self.trained.publisher.finish()
+
+    def publish(self, wait: bool = True) -> Any:
         """Publish; a damaged one is damaged once, a late one is there after a while."""
         publisher = self.trained.publisher
         assert publisher is not None
@@ -453,6 +457,9 @@ class Sending:
             self.trained.shares.take(exported(self.trained.model))
             threading.Timer(2.0, publisher.publish).start()
             return type("Told", (), {"version": publisher.version + 1})
+        if not wait:
+            self.trained.shares.take(exported(self.trained.model))
+            return publisher.publish(wait=False)
         self.trained.publish()
         if self.number == DAMAGED and DAMAGED in self._mishaps:
             self._mishaps.remove(DAMAGED)

@@ -59,7 +59,7 @@ def fails_once(folder: Path) -> list[Any]:
     for stage in (1, 2):
         job = Job(stage=stage, dtype="bf16", steps=4, lr=1e-3, accumulation=2)
         native = train(job)
-        block = {"publish": {"to": (folder / f"fails{stage}").as_uri()}}
+        block = {"publish": {"to": (folder / f"fails{stage}").as_uri(), "wait": True}}
         engine = make_engine(replace(job, block=block))
         losses, errors = [], 0
         for step in range(4):
@@ -92,7 +92,8 @@ def pipeline_fails_once(folder: Path) -> list[Any]:
     job = pipe_trainer.Job(steps=4, bf16=True)
     (native,) = pipe_trainer.run([job])
     hybridcomp.install()
-    config = pipe_trainer.ds_config(replace(job, block={"publish": {"to": str(folder)}}), 1)
+    block = {"publish": {"to": str(folder), "wait": True}}
+    config = pipe_trainer.ds_config(replace(job, block=block), 1)
     torch.manual_seed(0)
     engine, *_ = deepspeed.initialize(model=pipe_trainer.build(job, []), config=config)
     data, losses, told = pipe_trainer.batches(job, 0), [], []

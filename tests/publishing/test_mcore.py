@@ -43,7 +43,7 @@ def candidates(whole: Tensor, rank: int) -> set[str]:
 
 def test_versions_are_what_the_ranks_hold(tmp_path: Path) -> None:
     jobs = JOBS if NIGHTLY else JOBS[:2]
-    blocks = [{"publish": {"to": str(tmp_path / str(n))}} for n in range(len(jobs))]
+    blocks = [{"publish": {"to": str(tmp_path / str(n)), "wait": True}} for n in range(len(jobs))]
     published = [replace(job, block=block) for job, block in zip(jobs, blocks, strict=True)]
     outcomes = run_ranks(2, run, [*jobs, *published], timeout=600.0)
     for number, job in enumerate(jobs):
@@ -175,7 +175,7 @@ def _joined(first: dict[str, Tensor], second: dict[str, Tensor], name: str, dim:
 
 def test_the_block_asks_for_names(tmp_path: Path) -> None:
     """GPT-2's, from a job that trains."""
-    block = {"publish": {"to": str(tmp_path / "gpt"), "names": "hf"}}
+    block = {"publish": {"to": str(tmp_path / "gpt"), "names": "hf", "wait": True}}
     job = Job(bf16=True, steps=2, lr=1e-3, tp=2, block=block)
     for (outcome,) in run_ranks(2, run, [job], timeout=600.0):
         assert not isinstance(outcome, str), outcome
@@ -194,7 +194,7 @@ def fails_once(folder: Path) -> list[Any]:
     job = Job(bf16=True, steps=4, lr=1e-3, pp=2, distributed_optimizer=True)
     (native,) = run([job])
     assert not isinstance(native, str), native
-    job = replace(job, block={"publish": {"to": str(folder)}})
+    job = replace(job, block={"publish": {"to": str(folder), "wait": True}})
     told, losses = [], []
     with mcore_trainer.armed(job):
         mcore_trainer.initialize(job)
