@@ -38,8 +38,68 @@ PATIENCE = 0.9
 #: advice about ranks that are silent
 ALIKE = "start every rank with `--module hybridcomp.run`, or call hybridcomp.install() in every one"
 Ranks = tuple[int, ...]
-#: rounds so far among the ranks of a part of the job; None: all ranks
-_rounds_of: Counter[Ranks | None] = Counter()
+
+
+class Scope:
+    """What statements are part of: the job, or one operation of its ranks (``together``).
+
+    Attributes:
+        name: in the keys of the store; "" for the job.
+        rounds: rounds so far among the ranks of a part of the job; None: all ranks.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.rounds: Counter[Ranks | None] = Counter()
+
+    def takes_in(self, ranks: Sequence[int]) -> bool:
+        """Return whether all of these global ranks take part."""
+        return True
+
+    def check(self) -> None:
+        """Raise where a rank has failed that takes part."""
+
+    def gate(self, group: dist.ProcessGroup | None = None) -> None:
+        """Return once all ranks that take part in a collective over ``group`` can."""
+
+    def before_message(self) -> None:
+        """Pass a gate in front of a message of training, where that is cheap."""
+
+    def end(self) -> None:
+        """Return once all ranks have done their part."""
+
+    def fail(self, problem: BaseException) -> None:
+        """Tell the others of a failure of this rank."""
+
+
+#: the job, and the operation that this rank is in
+scopes = [Scope()]
+#: the last rounds of an operation that has ended well, which the next one forgets
+_ended: dict[Ranks | None, StatementRound] = {}
+
+
+@contextlib.contextmanager
+def entered(scope: Scope) -> Iterator[None]:
+    """Have statements belong to ``scope``."""
+    scopes.append(scope)
+    try:
+        yield
+    finally:
+        scopes.remove(scope)
+    store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    for part, number in scope.rounds.items():
+        last = StatementRound(store, _prefix(scope, part, number - 1), me, _speakers(part))
+        _ended[part] = last
+
+
+def gate(group: dist.ProcessGroup | None = None) -> None:
+    """Return once all ranks can take part in a collective that is part of an operation."""
+    scopes[-1].gate(group)
+
+
+def check_failed() -> None:
+    """Raise where a rank has failed in the operation that this one waits in."""
+    scopes[-1].check()
 
 
 def versions(*packages: str) -> dict[str, str | None]:
@@ -105,11 +165,14 @@ def _exchanged(
     statement: Mapping[str, Any], what: str, ranks: Sequence[int] | None, speakers: Sequence[int]
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """State, wait and read: ``(the different statements, which of them each speaker made)``."""
-    part = None if ranks is None else tuple(ranks)
-    number = _rounds_of[part]
-    _rounds_of[part] += 1
+    part, scope = None if ranks is None else tuple(ranks), scopes[-1]
+    if not scope.takes_in(speakers):
+        scope = scopes[0]
+    number = scope.rounds[part]
+    scope.rounds[part] += 1
+    scopes[0].rounds[None] += 0  # so that the job has compared
     store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    this = StatementRound(store, _prefix(part, number), me, speakers)
+    this = StatementRound(store, _prefix(scope, part, number), me, speakers)
     try:
         this.state(json.dumps(statement, sort_keys=True))
     except (RuntimeError, dist.DistError):  # the store may have gone with the rank that held it
@@ -118,19 +181,21 @@ def _exchanged(
     _await_all(this, what)
     found = this.read()
     if number:  # all have stated again, so all have read the round before
-        StatementRound(store, _prefix(part, number - 1), me, speakers).forget()
+        StatementRound(store, _prefix(scope, part, number - 1), me, speakers).forget()
+    elif part in _ended and _ended[part].store is store:
+        _ended.pop(part).forget()
     return found
 
 
 def has_compared() -> bool:
     """Return whether this rank has compared anything with others, as every engine does first."""
-    return bool(_rounds_of)
+    return bool(scopes[0].rounds)
 
 
-def _prefix(part: Ranks | None, number: int) -> str:
+def _prefix(scope: Scope, part: Ranks | None, number: int) -> str:
     """Return the prefix of the store's keys for a round of statements."""
     among = "" if part is None else f"{','.join(map(str, part))}/"
-    return f"hybridcomp/agree/{start()}/{among}{number}"
+    return f"hybridcomp/agree/{start()}/{scope.name}{among}{number}"
 
 
 def start() -> str:
@@ -151,6 +216,7 @@ def start_id() -> str:
 def _await_all(this: StatementRound, what: str) -> None:
     started, notice, patience = time.monotonic(), NOTICE_S, PATIENCE * _timeout_s()
     while not this.is_told(min(LOOK_S, NOTICE_S)):
+        check_failed()
         _check_peers(this, what)
         silent = time.monotonic() - started
         if silent > patience:

@@ -81,6 +81,11 @@ def islands_of(size: int | str) -> Islands:
     return _made[rows]
 
 
+def is_island(ranks: Ranks) -> bool:
+    """Return whether these global ranks are an island that was made in this job."""
+    return _made_in[0]() is dist.group.WORLD and any(ranks in rows for rows in _made)
+
+
 def _dividing(size: int) -> int:
     """Return ``size``. Raises ConfigError where it does not divide the number of ranks."""
     ranks = dist.get_world_size()

@@ -74,10 +74,10 @@ class Membership:
             self._held.take()
             return name, run
 
-        self.name, self.run = self._of_first(introduced)
         try:
+            self.name, self.run = self._of_first(introduced)
             self.courier = Courier(self.meet, dist.get_world_size())
-        except HybridcompError:
+        except BaseException:
             self._release()
             raise
 

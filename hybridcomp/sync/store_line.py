@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hybridcomp.errors import PeerError
+from hybridcomp.job.agreement import check_failed
 from hybridcomp.job.statements import PIECE_NBYTES
 
 T = TypeVar("T")
@@ -247,9 +248,13 @@ def _do(requests: SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 def awaited(look: Callable[[], T | None], seconds: float) -> T | None:
-    """Return what ``look`` finds, as soon as that is not None; None after ``seconds``."""
+    """Return what ``look`` finds, as soon as that is not None; None after ``seconds``.
+
+    Raises where another rank fails in the operation of which this is a part.
+    """
     deadline, pause = time.monotonic() + seconds, LOOK_S
     while True:
+        check_failed()
         found = look()
         if found is not None or time.monotonic() >= deadline:
             return found

@@ -164,7 +164,7 @@ def one_rank(store: Store, ranks: int) -> Iterator[None]:
             mock.patch.object(dist.distributed_c10d, "_get_default_store", lambda: store),
             mock.patch.object(topology, "_group", lambda members: whole),
             mock.patch.object(discovery, "_host", lambda: f"host {ME // PER_HOST}"),
-            mock.patch.object(agreement, "_rounds_of", type(agreement._rounds_of)()),
+            mock.patch.object(agreement, "scopes", [agreement.Scope()]),
         ):
             stack.enter_context(patch)
         yield
