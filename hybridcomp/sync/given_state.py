@@ -46,10 +46,3 @@ def take_state(state: Mapping[str, Any], progress: Progress, write: Callable[...
         progress.parts[index].fragment.listen()
         nothing = torch.empty(0, dtype=torch.uint8)
         progress.under_way.append(Meeting(index, due, nothing, arrived))
-
-
-def give_up_messages(progress: Progress) -> None:
-    """Give up all that is under way: what it carried goes into later messages once more."""
-    for meeting in progress.under_way:
-        progress.parts[meeting.index].fragment.skip()
-    progress.under_way = []

@@ -104,10 +104,12 @@ class Masters:
             if not _is_view(flat, tensor):
                 tensor.copy_(flat.view(tensor.shape))
 
-    def write_part(
+    def gathered(
         self, part: Part, values: Tensor, whole: tuple[int, int], inside: dist.ProcessGroup | None
-    ) -> None:
-        """Write this rank's ``part``; where others hold the same vector, also theirs.
+    ) -> tuple[int, int, Tensor]:
+        """Return what ``write`` takes for this rank's ``part``, and for that of the others.
+
+        Others have parts where they hold the same vector; then this is a collective of those.
 
         Args:
             whole: beginning and end of the fragment that the parts make up.
@@ -115,11 +117,10 @@ class Masters:
         """
         width, _ = self.shares(inside)
         if width == 1:
-            self.write(part.low, part.high, values)
-            return
-        gathered = values.new_empty(width * part.numel)
-        start_gather(gathered, values.contiguous(), self.replicas or inside).wait()
-        self.write(*whole, gathered)
+            return part.low, part.high, values
+        found = values.new_empty(width * part.numel)
+        start_gather(found, values.contiguous(), self.replicas or inside).wait()
+        return *whole, found
 
     def _overlaps(self, low: int, high: int) -> list[tuple[Tensor, int, int, int]]:
         """Return the tensors in the range, with the stretch of each and its place in the range."""

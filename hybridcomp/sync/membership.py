@@ -75,10 +75,10 @@ class Membership:
             self._held.take()
             return name, run
 
-        self.name, self.run = self._of_first(introduced)
         try:
+            self.name, self.run = self._of_first(introduced)
             self.courier = Courier(self.meet, dist.get_world_size())
-        except HybridcompError:
+        except BaseException:
             self._release()
             raise
 
@@ -179,6 +179,7 @@ class Membership:
                 found = work(), None
             except HybridcompError as error:
                 error.__cause__ = None  # torch's errors cannot be sent
+                error.names_rank = True  # all raise it alike
                 found = None, error
         result, problem = small_messages.from_first(found)
         if problem is not None:

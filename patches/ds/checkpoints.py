@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridcomp.channels import channels_of, checkpoint_note
+from hybridcomp.job.saved_together import files_together
 from hybridcomp.log import say
 from hybridcomp.patches.ds import exact_weights, island_unit, universal
 from hybridcomp.patches.ds.job_facts import loss_scale
@@ -66,8 +67,9 @@ def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             tag = bound.arguments["tag"]
             tag = f"global_step{self.global_steps}" if tag is None else tag
             folder = Path(bound.arguments["save_dir"]) / str(tag)
-            references = exact_weights.save(folder, self, session.channels)
-            session.save(folder, loss_scale(self), references)
+            with files_together(exact_weights.WHAT):
+                references = exact_weights.save(folder, self, session.channels)
+                session.save(folder, loss_scale(self), references)
             bound.arguments["save_dir"] = island_unit.folder_of(self, bound.arguments["save_dir"])
             bound.arguments["tag"] = tag
         with exact_weights.exact_parameters(self, channels_of(self)):
@@ -127,7 +129,7 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         if result[0] is None:
             return result
         session.channels.step = self.global_steps
-        session.channels.residuals.drop()
+        session.channels.residuals.clear()
         if found is not None:
             step = self.global_steps
             saved_session.take_over(session, found, loss_scale(self), step, bring)

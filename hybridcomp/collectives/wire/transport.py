@@ -30,6 +30,7 @@ from hybridcomp.collectives.wire.group import Group
 from hybridcomp.collectives.wire.handle import Meter
 from hybridcomp.collectives.wire.splits import Splits
 from hybridcomp.collectives.wire.staging import STAGING, Staged
+from hybridcomp.job.gates import here
 
 #: torch 2.13 renames it and warns about the old name
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -108,6 +109,8 @@ def all_to_all(
 
 def all_gather(out: Tensor, values: Tensor, group: Group, meter: Meter) -> Work:
     """Gather the ``values`` of all ranks, equally long, into ``out``."""
+    for operation in here.operations:
+        operation.before_message()
     _sent_around(values.nbytes, group, meter)
     if not STAGING.needed(out, group):
         return _gather(out, values, group)
@@ -131,6 +134,8 @@ def all_gather_uneven(
     ``rooms``: by rank, the elements of ``out`` for the values of that rank, at least as many as
     they have; exactly as many for this rank.
     """
+    for operation in here.operations:
+        operation.before_message()
     _sent_around(values.nbytes, group, meter)
     return between_pairs(torch.split(out, rooms), [values] * len(rooms), group)
 
