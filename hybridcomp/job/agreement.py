@@ -156,7 +156,7 @@ def start_id() -> str:
 def _await_all(this: StatementRound, what: str) -> None:
     notices, patience = Notices(), PATIENCE * _timeout_s()
     while not this.is_told(min(LOOK_S, NOTICE_S)):
-        gates.check_failed()
+        gates.check_failed(this.is_told)
         _check_peers(this, what)
         silent = notices.seconds
         if silent > patience:

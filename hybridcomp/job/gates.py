@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
@@ -34,8 +34,8 @@ class Operation(ABC):
         """Return whether all of these global ranks take part."""
 
     @abstractmethod
-    def check(self) -> None:
-        """Raise where a rank has failed that takes part."""
+    def check(self, is_there: Callable[[], object]) -> None:
+        """Raise where a rank has failed that takes part, unless ``is_there`` says true."""
 
     @abstractmethod
     def gate(self, group: dist.ProcessGroup | None = None) -> None:
@@ -65,7 +65,10 @@ def gate(group: dist.ProcessGroup | None = None) -> None:
         operation.gate(group)
 
 
-def check_failed() -> None:
-    """Raise where a rank has failed in the operation that this one waits in."""
+def check_failed(is_there: Callable[[], object] = bool) -> None:
+    """Raise where a rank has failed in the operation that this one waits in.
+
+    ``is_there``: says whether what is waited for is there; then the failure came after it.
+    """
     for operation in here.operations:
-        operation.check()
+        operation.check(is_there)

@@ -85,16 +85,15 @@ class NewFile:
 
     def __init__(self, part: Path | None, path: Path) -> None:
         self.part, self.path = part, path
-        self.had_old = self.is_named = False
+        self.is_named = False
 
     def rename(self) -> None:
         """Give the file its name. Raises OSError."""
-        self.had_old = self.path.exists()
+        self.is_named = True
         if self.part is None:
             self.path.unlink(missing_ok=True)
             return
         os.replace(self.part, self.path)
-        self.is_named = True
         sync_folder(self.path.parent)
 
 

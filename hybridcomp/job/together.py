@@ -52,7 +52,8 @@ def together(
 
     Args:
         what: the operation, for messages.
-        undo: puts back what this rank has changed; must not fail, no collective.
+        undo: puts back what this rank has changed; must not fail. No collective, but with ``votes``
+            for what all have done that passed a gate.
         ranks: global ranks that enter, this one among them; None: all.
         error: what other ranks raise.
         votes: gates are sums over the job, which take a large job less time than the store; all
@@ -71,12 +72,13 @@ def together(
     except BaseException as problem:
         if operation is not None:
             operation.fail(problem)
+            here.operations.remove(operation)  # no gates in front of what ``undo`` does
         undo()
         if operation is None and here.operations:
             raise  # the operation around this one says it
         named = _named(problem, what, error)
         raise named from named.__cause__
-    finally:
+    else:
         if operation is not None:
             here.operations.remove(operation)
 
@@ -119,9 +121,9 @@ class _Stated(Operation):
         """Return whether all of these global ranks take part."""
         return self.ranks is None or set(ranks) <= set(self.ranks)
 
-    def check(self) -> None:
-        """Raise where a rank has failed."""
-        if self._store.check([self._key]):
+    def check(self, is_there: Callable[[], object] = bool) -> None:
+        """Raise where a rank has failed, unless ``is_there`` says true."""
+        if self._store.check([self._key]) and not is_there():
             rank, words = json.loads(self._store.get(self._key))
             raise self.error.naming_rank(f"{self.what}: rank {rank}: {words}")
 

@@ -57,7 +57,7 @@ def awaited(
     """
     notices, pause = Notices(), first_s
     while True:
-        check_failed()
+        check_failed(lambda: look() is not None)
         found = look()
         if found is not None or notices.seconds >= seconds:
             return found

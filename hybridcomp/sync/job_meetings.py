@@ -37,7 +37,7 @@ from hybridcomp.sync.given_state import (
 )
 from hybridcomp.sync.island_facts import facts_of
 from hybridcomp.sync.masters import Masters
-from hybridcomp.sync.membership import Membership
+from hybridcomp.sync.membership import Membership, bytes_of
 from hybridcomp.sync.outliers import unfit
 from hybridcomp.sync.progress import Meeting
 from hybridcomp.sync.roster import Reached, Roster
@@ -56,7 +56,6 @@ class JobMeetings(SyncFollower):
         assert self.config.jobs is not None, "the block was asked"
         self.jobs = self.config.jobs
         self._membership: Membership | None = None
-        self._has_come_back = False
 
     @property
     def membership(self) -> Membership:
@@ -114,18 +113,18 @@ class JobMeetings(SyncFollower):
         self._membership = Membership(self.jobs, facts, at_once, self._say)
         reached = self._load()
         self._membership.join(reached, self._has_state)
+        self._post_under_way()
 
     def _count_islands(self) -> None:
         """Tell the ledger how many islands the job would be one data-parallel group of."""
         self._channel.state.islands = len(self.membership.last.members)
 
-    def _begun(self) -> None:
+    def _post_under_way(self) -> None:
         """Put the messages that are under way into the rendezvous, under the names there."""
         self._count_islands()
         first = self.membership.last.number + 1
         for number, meeting in enumerate(self.under_way, first):
-            self.membership.post(number, meeting.rows)
-        self._catch_up()
+            self.membership.post(number, bytes_of(meeting.rows))
 
     def _load(self) -> Reached:
         """Load this island's own state from a checkpoint; return how far it had got."""
@@ -162,12 +161,8 @@ class JobMeetings(SyncFollower):
         if not int(small_messages.least(there)) or data is None:
             return False
         self._to_write.clear()  # of an earlier giver
-        take_state(island_payloads.unpack_state(data), self.progress, self._write_gated)
+        take_state(island_payloads.unpack_state(data), self.progress, self._write)
         return True
-
-    def _write_gated(self, index: int, values: Tensor) -> None:
-        gate()
-        self._write(index, values)
 
     def _give(self, roster: Roster) -> None:
         state = island_payloads.pack_state(state_for_others(self.progress))
@@ -176,20 +171,18 @@ class JobMeetings(SyncFollower):
     # meetings
 
     def _send(self, index: int) -> None:
-        """Make the message of what this rank's part of a fragment has moved."""
-        self.membership.courier.check()
-        part, began = self.parts[index], time.perf_counter()
+        """Send what this rank's part of a fragment has moved to the rendezvous."""
+        of, part, began = self.membership, self.parts[index], time.perf_counter()
+        of.courier.check()
         now = self.masters.read(part.low, part.high, part.numel)
         data = island_payloads.pack(self._channel, part.fragment.send(now))
         message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self._figures.ahead = max(self._figures.ahead, len(part.fragment.under_way) - 1)
         self.under_way.append(Meeting(index, self.clock + self.config.late, message, arrived))
+        number, sent = of.last.number + len(self.under_way), bytes_of(message)
+        gate()
+        of.post(number, sent)  # once it is at the rendezvous it counts
         self._figures.wait_s += time.perf_counter() - began
-
-    def _sent(self) -> None:
-        """Post the message that was made last: once it is at the rendezvous it counts."""
-        of = self.membership
-        of.post(of.last.number + len(self.under_way), self.under_way[-1].rows)
 
     def _take(self) -> None:
         """End the first meeting under way; join again where it is held without this island.
@@ -207,7 +200,7 @@ class JobMeetings(SyncFollower):
         if rows is None:
             self.progress.give_up()
             of.come_back(self._has_state)
-            self._has_come_back = True
+            self._post_under_way()
             return
         self.under_way.pop(0)
         good = {island: row for island, row in rows.items() if isinstance(row, Tensor)}
@@ -225,15 +218,8 @@ class JobMeetings(SyncFollower):
 
         def put_back() -> None:
             of.last, of.own, of.left_out, of.joined = before
-            self._has_come_back = False
 
         return put_back
-
-    def _taken(self) -> None:
-        """Catch up where this island has joined again."""
-        if self._has_come_back:
-            self._has_come_back = False
-            self._begun()
 
     def _rows(self, roster: Roster, index: int) -> dict[str, Tensor | str] | None:
         """Return the messages by island, or why one does not count, the same in all islands.
@@ -282,7 +268,7 @@ class JobMeetings(SyncFollower):
             self._figures.drift += drift_of(torch.stack(list(rows.values())), fragment.start)
             place = list(rows).index(own) if own in rows else -1
             now = self.masters.read(part.low, part.high, part.numel)
-            self._write_gated(index, fragment.arrive(list(rows.values()), place, now))
+            self._write(index, fragment.arrive(list(rows.values()), place, now))
         else:
             self._figures.skipped += 1
             fragment.skip()

@@ -28,7 +28,7 @@ from torch import Tensor
 from hybridcomp.channels import AllGather, Channel
 from hybridcomp.job import small_messages
 from hybridcomp.job.agreement import agree
-from hybridcomp.job.gates import gate, here
+from hybridcomp.job.gates import here
 from hybridcomp.sync.exact_sends import broadcast, start_gather
 from hybridcomp.sync.islands import Islands
 from hybridcomp.sync.masters import Masters
@@ -86,7 +86,6 @@ class IslandMeetings(SyncFollower):
             broadcast(fragment.start, source, self.islands.peers)
             if fragment.rule.keeps_progress:
                 fragment.base = fragment.start.clone()
-            gate()
             self._write(index, fragment.start)
 
     def _agree(self) -> None:
@@ -149,7 +148,6 @@ class IslandMeetings(SyncFollower):
             self._figures.meetings += 1
             self._figures.drift += drift_of(rows, part.fragment.start)
             new = part.fragment.arrive(rows.unbind(), self.islands.index, now)
-            gate()
             self._write(meeting.index, new)
             return
         lost = self.islands.index in bad and part.fragment.under_way[0].message is not None

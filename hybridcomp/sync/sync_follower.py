@@ -17,7 +17,7 @@ from hybridcomp.channels import Channel
 from hybridcomp.config import IslandConfig
 from hybridcomp.job.gates import gate
 from hybridcomp.job.together import together
-from hybridcomp.sync.masters import Masters, bounds, cut
+from hybridcomp.sync.masters import Masters, bounds, cut, put_back
 from hybridcomp.sync.progress import Meeting, Part, Progress
 from hybridcomp.sync.recurrence import Fragment, OuterRule
 from hybridcomp.sync.stored import checked, read, write
@@ -85,6 +85,8 @@ class SyncFollower(ABC):
         self._figures = Figures()
         self._inside: dist.ProcessGroup | None = None
         self._to_write: list[tuple[int, int, Tensor]] = []  # what is to be put into the weights
+        self._before: list[tuple[Tensor, int, Tensor]] = []  # what it was put in the place of
+        self._engine_took = False
         self._told_kept = False
 
     @property
@@ -125,18 +127,17 @@ class SyncFollower(ABC):
         """Begin, before the first step; a collective of the job then, which may wait for others."""
         if self._masters is not None:
             return
-        loaded = self._loaded
-
-        def undo() -> None:
-            self._to_write.clear()
-            self.close()
-            self._loaded = loaded
-
-        with together("sync: the beginning", undo):
+        undo, loaded = contextlib.ExitStack(), self._loaded
+        with together("sync: the beginning", undo.close, votes=True):
+            undo.callback(setattr, self, "_loaded", loaded)
+            undo.callback(self.close)
             self._masters = self._make()
             self._begin()
-        self._write_out()
-        self._begun()
+            if self._to_write:
+                undo.callback(self._put_back)
+                self._write_out()
+        self._written()
+        self._catch_up()
 
     def after_step(self, step: int) -> None:
         """Hold the meetings that are due after a step; ``step`` is not used, see the clock."""
@@ -150,24 +151,22 @@ class SyncFollower(ABC):
         Each is done by all ranks or by none. Where one fails all go on: with the weights as they
         are, and what was to be sent goes into the next message.
         """
-        while self.under_way and self.under_way[0].due <= self.clock:
-            self._take_one()
-        index = self.config.fragment_at(self.clock) if self.progress.unsent else None
-        self.progress.unsent = False
-        if index is not None:
+        while True:
+            if self.under_way and self.under_way[0].due <= self.clock:
+                with self._as_one("the meeting"):
+                    self._take()
+                    if self.masters.kept is not None and not self._told_kept:
+                        tell = functools.partial(self._keeps_gradients, self.clock)
+                        self.masters.kept.watch(tell)
+                    self._write_out()
+                continue
+            index = self.config.fragment_at(self.clock) if self.progress.unsent else None
+            self.progress.unsent = False
+            if index is None:
+                return
             with self._as_one("what this step sends"):
                 self.masters.check()
                 self._send(index)
-            self._sent()
-            if not self.config.late:
-                self._take_one()
-
-    def _take_one(self) -> None:
-        with self._as_one("the meeting"):
-            self._take()
-        if self._write_out() and self.masters.kept is not None and not self._told_kept:
-            self.masters.kept.watch(functools.partial(self._keeps_gradients, self.clock))
-        self._taken()
 
     @contextlib.contextmanager
     def _as_one(self, what: str) -> Iterator[None]:
@@ -175,12 +174,10 @@ class SyncFollower(ABC):
         undo, said = contextlib.ExitStack(), f"sync: {what} after step {self.clock}"
         with together(said, undo.close, votes=True, alone=not self._gates):
             undo.callback(self._kept())
-            undo.callback(self._put_back, self.progress.copy())
+            undo.callback(setattr, self, "progress", self.progress.copy())
+            undo.callback(self._put_back)
             yield
-
-    def _put_back(self, before: Progress) -> None:
-        self._to_write.clear()
-        self.progress = before
+        self._written()
 
     @property
     def _gates(self) -> bool:
@@ -191,29 +188,35 @@ class SyncFollower(ABC):
         """Return what else puts things back after a failure, on all ranks; no collective."""
         return bool
 
-    def _write_out(self) -> bool:
-        """Put what was computed into the weights; return whether there was anything."""
-        if not self._to_write:
-            return False
+    def _write_out(self) -> None:
+        """Put what was computed into the weights, and have the engine take them.
+
+        Islands without anything to write come along: their gates are those of all.
+        """
         for low, high, values in self._to_write:
-            self.masters.write(low, high, values)
-        self._to_write.clear()
+            self.masters.exchange(low, high, values, self._before)
+        gate()
+        self._engine_took = True
+        self._engine_takes()
+
+    def _engine_takes(self) -> None:
         state = self._channel.state
-        before, state.islands = state.islands, 1  # no job without islands gathers them here
+        before, state.islands = state.islands, 1  # no job without islands gathers here
         try:
             self.masters.written()
         finally:
             state.islands = before
-        return True
 
-    def _begun(self) -> None:  # noqa: B027
-        """Go on once the beginning is done by all ranks."""
+    def _put_back(self) -> None:
+        """Give weights, and what the engine made of them, their values from before."""
+        put_back(self._before)
+        if self._engine_took:  # on all ranks: a gate stands in front of it
+            self._engine_takes()
+        self._written()
 
-    def _sent(self) -> None:  # noqa: B027
-        """Go on once all ranks have what they send."""
-
-    def _taken(self) -> None:  # noqa: B027
-        """Go on once the mean is in the weights of all ranks."""
+    def _written(self) -> None:
+        """Forget what was to be written."""
+        self._to_write, self._before, self._engine_took = [], [], False
 
     @abstractmethod
     def _begin(self) -> None:
@@ -263,9 +266,10 @@ class SyncFollower(ABC):
         whether this rank's island does; the others come by the same gates.
         """
         for index in range(len(self.parts)):
-            gate()
             if is_own:
                 self._write(index, self.parts[index].fragment.fall_back())
+            else:
+                gate()
 
     def overflowed(self, loss_scale: float | None) -> str | None:
         """Return whose step was skipped for an overflow, on the first rank of the island.

@@ -109,13 +109,13 @@ def all_to_all(
 
 def all_gather(out: Tensor, values: Tensor, group: Group, meter: Meter) -> Work:
     """Gather the ``values`` of all ranks, equally long, into ``out``."""
+    _sent_around(values.nbytes, group, meter)
+    staged = STAGING.needed(out, group)
+    room, source = (STAGING.room(out), STAGING.out(values)) if staged else (out, values)
     for operation in here.operations:
         operation.before_message()
-    _sent_around(values.nbytes, group, meter)
-    if not STAGING.needed(out, group):
-        return _gather(out, values, group)
-    room = STAGING.room(out)
-    return Staged(_gather(room, STAGING.out(values), group), room, out)
+    work = _gather(room, source, group)
+    return Staged(work, room, out) if staged else work
 
 
 def _gather(out: Tensor, values: Tensor, group: Group) -> Work:
@@ -134,10 +134,11 @@ def all_gather_uneven(
     ``rooms``: by rank, the elements of ``out`` for the values of that rank, at least as many as
     they have; exactly as many for this rank.
     """
+    _sent_around(values.nbytes, group, meter)
+    places = torch.split(out, rooms)
     for operation in here.operations:
         operation.before_message()
-    _sent_around(values.nbytes, group, meter)
-    return between_pairs(torch.split(out, rooms), [values] * len(rooms), group)
+    return between_pairs(places, [values] * len(rooms), group)
 
 
 def broadcast(values: Tensor, root: int, group: Group, meter: Meter) -> Work:
