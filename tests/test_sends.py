@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
 
+import torch
+import torch.distributed as dist
+
+from hybridcomp.collectives.wire import transport
 from tests.paths import ROOT
 
 #: functions of torch.distributed that send
@@ -43,6 +50,21 @@ def _sends(path: Path) -> bool:
         and isinstance(node.ctx, ast.Load)
         for node in ast.walk(tree)
     )
+
+
+def test_no_call_of_torch_is_bound_at_import() -> None:
+    """What replaces one later, to count, to delay or to encode messages, acts on ours as well."""
+    counted: list[str] = []
+    values = torch.zeros(4)
+    for name in (transport.GATHER, transport.SCATTER):
+        with patch.object(dist, name, lambda *_, name=name, **__: counted.append(name)):
+            if name == transport.SCATTER:
+                transport.reduce_scatter_single(values[:2], values)
+                continue
+            transport.all_gather_single(values, values[:2])
+            group = SimpleNamespace(size=2, process_group=None, backends={"cpu": "other"})
+            transport._gather(values, values[:2], cast(Any, group))
+    assert counted == [transport.GATHER, transport.GATHER, transport.SCATTER]
 
 
 def test_only_transport_and_small_messages_send() -> None:

@@ -13,9 +13,7 @@ from hybridcomp.autotune.trials import Run, StepTraffic, TrialGroup
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.quantized_residual import Residual, split, zeros
 from hybridcomp.collectives import Meter, OwnedRange, Reduction, chunk_ranges
-
-#: torch 2.13 renames it and warns about the old name
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from hybridcomp.collectives.wire.transport import reduce_scatter_single
 
 
 def reductions(
@@ -58,7 +56,7 @@ class _Reduce:
         share = values.numel() // group.size
         if self.sent.how == "scatter" and share:
             whole = values[: share * group.size]
-            _reduce_scatter(values.new_empty(share), whole, group=group.process_group)
+            reduce_scatter_single(values.new_empty(share), whole, group.process_group)
         else:
             dist.all_reduce(values, group=group.process_group)
 

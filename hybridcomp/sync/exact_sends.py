@@ -20,5 +20,6 @@ def start_gather(out: Tensor, values: Tensor, group: dist.ProcessGroup | None) -
 
     ``group``: None for all ranks of the job.
     """
-    work: dist.Work = all_gather_single(out, values, group=group, async_op=True)
+    work = all_gather_single(out, values, group=group, async_op=True)
+    assert work is not None
     return work

@@ -6,8 +6,7 @@ in the middle of a training depends on the engine, and none says anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -15,8 +14,6 @@ from hybridcomp import log
 
 #: names in a message
 SHOWN = 3
-
-_flag: Callable[[Tensor], bool] = attrgetter("requires_grad")
 
 
 class TrainedSet:
@@ -29,28 +26,40 @@ class TrainedSet:
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
         every = dict(named)
         self._names, self._parameters = list(every), list(every.values())
-        self._flags = self._now()
+        self._hold()
         self.first = frozenset(name for name, one in every.items() if one.requires_grad)
         self._told: set[str] = set()
 
-    def _now(self) -> bytes:
-        return bytes(map(_flag, self._parameters))
+    def _hold(self) -> None:
+        """Keep which parameters require gradients now, and which do not."""
+        self._held = [
+            (wanted, [one for one in self._parameters if one.requires_grad is wanted])
+            for wanted in (True, False)
+        ]
+
+    def _is_as_held(self) -> bool:
+        for wanted, parameters in self._held:
+            for one in parameters:
+                if one.requires_grad is not wanted:
+                    return False
+        return True
 
     def look(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
         """Return the parameters that have stopped requiring gradients since, and that have begun.
 
-        None where nothing has changed: 30 nanoseconds a parameter.
+        None where nothing has changed: about 50 nanoseconds a parameter, the price of asking it.
         """
-        flags = self._now()
-        if flags == self._flags:
+        if self._is_as_held():
             return None
-        before, self._flags = self._flags, flags
-        stopped: dict[str, Tensor] = {}
-        begun: dict[str, Tensor] = {}
-        for place, (was, now) in enumerate(zip(before, flags, strict=True)):
-            if was != now:
-                (begun if now else stopped)[self._names[place]] = self._parameters[place]
-        return stopped, begun
+        before = set(map(id, self._held[0][1]))
+        self._hold()
+        changed = [
+            (name, one)
+            for name, one in zip(self._names, self._parameters, strict=True)
+            if one.requires_grad != (id(one) in before)
+        ]
+        stopped = {name: one for name, one in changed if not one.requires_grad}
+        return stopped, {name: one for name, one in changed if one.requires_grad}
 
     def tell(self, names: Iterable[str], verb: str, rest: str) -> None:
         """Say on this rank that parameters ``verb`` requiring gradients; each name once."""

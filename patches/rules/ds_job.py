@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from hybridcomp.patches.rules.ds_settings import AUTO, ZERO, parsed
+from hybridcomp.patches.rules.ds_settings import (
+    AUTO,
+    SUMMED_IN,
+    SUMMED_IN_SEQUENCE,
+    ZERO,
+    parsed,
+)
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,8 @@ class DeepSpeedJob:
     replicas: int | None = None
     #: layers of hybridcomp.nn.tp2d
     mesh: bool | None = None
+    #: tables of hybridcomp.nn.CachedEmbedding
+    tables: bool | None = None
     #: stages of hybridcomp.nn.slices
     slices: bool | None = None
 
@@ -68,6 +76,18 @@ class DeepSpeedJob:
         written = (self.ds_json.get(name) for name in ("bf16", "bfloat16", "fp16"))
         later = any(isinstance(one, Mapping) and one.get("enabled") == AUTO for one in written)
         return None if later else "fp32"
+
+    @property
+    def summed_dtype(self) -> str | None:
+        """The dtype in which gradients are summed natively; None: that of the parameters."""
+        autocast = {"bfloat16": "bf16", "float16": "fp16"}.get(self.get("torch_autocast.dtype"))
+        if self.sequence_parallel > 1:
+            found: str | None = self.get(SUMMED_IN_SEQUENCE, "fp32")
+            return "fp32" if self.buckets else found
+        if self.stage and self.get("torch_autocast.enabled") and autocast:
+            return autocast  # of the layers that it casts, which are nearly all parameters
+        written: str | None = self.get(SUMMED_IN)
+        return written
 
     @property
     def cpu_offload(self) -> bool:

@@ -37,6 +37,11 @@ REMOVED = (
 )  # fmt: skip
 REMOVED_OF_ZERO = ("mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param")
 ZERO = "zero_optimization"
+#: key of the dtype in which gradients are summed, without and with sequence parallelism
+SUMMED_IN, SUMMED_IN_SEQUENCE = (
+    "communication_data_type", "seq_parallel_communication_data_type",
+)  # fmt: skip
+DTYPES = ("fp16", "bf16", "fp32")
 #: largest size of a batch and largest number of ranks; DeepSpeed has no limit
 MOST = 10**12
 
@@ -176,6 +181,9 @@ def parsed(ds_json: Mapping[str, Any]) -> dict[str, Any]:
     for name in COUNTS:
         if name in found and (count := _count(name, found[name])) is not None:
             found[name] = count
+    for name in (SUMMED_IN, SUMMED_IN_SEQUENCE):
+        if found.get(name) is not None:
+            found[name] = _dtype(name, found[name])
     kind = found["optimizer"].get("type", "")
     if not isinstance(kind, str):
         raise ConfigError("optimizer.type", show(kind), "expected the name of an optimizer")
@@ -215,6 +223,13 @@ def _mapping(name: str, found: Any) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
         raise ConfigError(name, show(found), "expected an object")
     return found
+
+
+def _dtype(name: str, found: Any) -> str:
+    """Return a dtype that DeepSpeed reads by its lower-case name."""
+    if not isinstance(found, str) or found.lower() not in DTYPES:
+        raise ConfigError(name, show(found), f"DeepSpeed expects one of {', '.join(DTYPES)}")
+    return found.lower()
 
 
 def _count(name: str, found: Any) -> int | None:

@@ -17,6 +17,7 @@ from hybridcomp.channels import Channels
 from hybridcomp.collectives.topology import Ranks, ranks_of
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import NOTHING, Shown
+from hybridcomp.dimensions import ROWS
 from hybridcomp.errors import ConfigError, SeamError
 from hybridcomp.job.together import together
 from hybridcomp.patches.common import island_steps, publishing_steps
@@ -90,7 +91,9 @@ def _ranks(model: Module) -> Ranks | None:
 def _start(model: Module, attached: Attached) -> None:
     """Start what the block asks for beside messages."""
     attached.on_detach(functools.partial(_forget, model))
-    if attached.channels["cp"].active:  # ring attention has no reference to an engine
+    in_layers = (name for name, row in ROWS.items() if row.in_layers)
+    if any(attached.channels[name].active for name in in_layers):
+        # layers of hybridcomp.nn have no reference to an engine
         process.share_session(model, attached.session)
     _follow_loads(model, attached)
     _say_native_axes(model)
@@ -191,7 +194,7 @@ def channels_of_model(model: object) -> Channels | None:
 
 
 def look_again() -> None:
-    """Let models that had no block be attached: there is one now."""
+    """Retry models that were skipped for lack of a block."""
     for model in list(without_block):
         vars(model).pop(ATTRIBUTE, None)
     without_block.clear()

@@ -29,6 +29,7 @@ from hybridcomp.config.policy import Dimension
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.torch import (
     fsdp2_comms,
+    fsdp2_copies,
     fsdp2_gradients,
     fsdp2_rules,
     rules,
@@ -99,9 +100,10 @@ def attach(model: nn.Module, source: Source | None, undo: ExitStack) -> Attached
         reduces=len(job.ranks) > 1,
     )  # fmt: skip
     undo.callback(attached.detach)
+    copies = fsdp2_copies.groups_of(session.channels)
     for one in members:
         attached.on_detach(functools.partial(fsdp2_comms.empty, one))
-        fsdp2_comms.fill(one, attached, native_inside=inside)
+        fsdp2_comms.fill(one, attached, native_inside=inside, copies=copies)
         # a compiled pass runs hooks without looking; messages are sent outside of what is compiled
         one.before_first = functools.partial(_check_whole, one.group.modules[0])
         for module in one.group.modules:

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from hybridcomp import log
 from hybridcomp.errors import PublishError
 from hybridcomp.inference.fingerprints import CHUNK, differing, fingerprints
 from hybridcomp.inference.module_follower import ModuleFollower
+from hybridcomp.job import waits
 from hybridcomp.publishing.destinations import Folder
 from tests.inference.made import SHAPES, VERSIONS, Plain, bits, values_of
 from tests.publishing.made import Weights
@@ -37,6 +39,22 @@ def test_every_version_is_exact(chain: Path) -> None:
     follower.update()
     assert holds(model, VERSIONS) and follower.version == VERSIONS
     assert follower.update() == ()
+
+
+def test_a_long_wait_is_said(chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(waits, "NOTICE_S", 0.0)
+    monkeypatch.setattr(log, "say", lambda *texts, anywhere: said.extend(texts))
+    follower = ModuleFollower(Plain(), chain, wait_s=0.3)
+    with pytest.raises(PublishError, match="^version 9 was not there after 0.3 s"):
+        follower.update(9)
+    assert said[0] == "waiting for version 9 for 0 s now, for 0.3 s at most (wait_s)"
+    before = len(said)
+    monkeypatch.undo()
+    monkeypatch.setattr(log, "say", lambda *texts, anywhere: said.extend(texts))
+    with pytest.raises(PublishError):
+        follower.update(9)
+    assert len(said) == before, "nothing within the first seconds"
 
 
 def test_a_parameter_may_lie_otherwise_in_memory(chain: Path) -> None:

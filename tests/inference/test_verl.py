@@ -9,13 +9,16 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from hybridcomp import log
 from hybridcomp.errors import ConfigError, PublishError, SeamError
 from hybridcomp.inference.shares import Shares
+from hybridcomp.job import waits
 from hybridcomp.seams import patching
 from tests.inference.made import VERSIONS, bits, sent, values_of
 from tests.ranks import RunRanks, run_ranks
@@ -92,6 +95,36 @@ def test_a_rollout_gets_the_version_of_each_sync(
             rollout._before = version  # as init_process_group, which saw the others already
     with pytest.raises(PublishError, match=f"version {VERSIONS + 1} was not in .*weights after 0"):
         received(rollout)
+    said: list[str] = []
+    waits_long = patch.object(waits, "NOTICE_S", 0.0)
+    with waits_long, patch.object(log, "say", lambda text, anywhere: said.append(text)):
+        rollout._wait_s = 0.3
+        with pytest.raises(PublishError, match="after 0.3 s"):
+            received(rollout)
+    assert said[0].startswith(f"waiting for version {VERSIONS + 1} for 0 s now, for 0.3 s at most")
+
+
+def another_export(to: str) -> str:
+    """A sync in which rank 1 exports another model; what this rank is told."""
+    with verl_on_this_rank():
+        engine = engine_of(to)
+        asyncio.run(engine.send_weights(sent(1)))
+        export = list(sent(2))
+        if dist.get_rank() == 1:
+            export.pop()
+        try:
+            asyncio.run(engine.send_weights(export))
+        except PublishError as error:
+            told = str(error)
+        assert asyncio.run(engine.send_weights(sent(3)))  # the next sync goes on
+        return told
+
+
+def test_an_export_that_differs_on_one_rank_is_told_on_all(
+    on_ranks: RunRanks, tmp_path: Path
+) -> None:
+    for told in on_ranks(2, another_export, f"file://{tmp_path}/weights"):
+        assert "was not published: rank 1: " in told and "names and shapes of the first" in told
 
 
 def test_what_the_engine_refuses(stand_in: Callable[[Any], None], tmp_path: Path) -> None:
@@ -134,7 +167,7 @@ def test_another_version_of_verl_is_refused(
 ) -> None:
     monkeypatch.setattr(stand_in_for_verl, "VERSION", "0.8.0")
     stand_in(stand_in_for_verl)
-    with pytest.raises(SeamError, match=r"needs verl >= 0.9.1, < 0.10, found verl 0.8.0"):
+    with pytest.raises(SeamError, match=r"needs verl >= 0.9.1, found verl 0.8.0"):
         importlib.import_module("hybridcomp.inference.verl_engine")
     assert BACKEND not in stand_in_for_verl.CheckpointEngineRegistry._registry
 

@@ -123,11 +123,11 @@ def _receive(out: Tensor, mail: queue.Queue[Tensor]) -> None:
 def in_process() -> Iterator[None]:
     """The collectives of this process talk to ``Member`` groups inside."""
     dist = SimpleNamespace(
-        all_reduce=_all_reduce, all_to_all_single=_all_to_all_single, isend=_isend, irecv=_irecv
-    )
+        all_reduce=_all_reduce, all_to_all_single=_all_to_all_single, isend=_isend, irecv=_irecv,
+        **{transport.GATHER: _all_gather_single},
+    )  # fmt: skip
     patches: list[Any] = [
         patch.object(transport, "dist", dist),
-        patch.object(transport, "all_gather_single", _all_gather_single),
         patch("torch.distributed.get_backend_config", lambda group: "cpu:threads"),
     ]
     for one in patches:

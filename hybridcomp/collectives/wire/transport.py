@@ -32,8 +32,13 @@ from hybridcomp.collectives.wire.splits import Splits
 from hybridcomp.collectives.wire.staging import STAGING, Staged
 from hybridcomp.job.gates import here
 
-#: torch 2.13 renames it and warns about the old name
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+#: names of torch's calls; 2.13 renames them and warns about the old ones. Each call looks them up:
+#: what replaces them, to count or to delay messages, may come after this import
+GATHER, SCATTER = (
+    ("all_gather_single", "reduce_scatter_single")
+    if hasattr(dist, "reduce_scatter_single")
+    else ("all_gather_into_tensor", "reduce_scatter_tensor")
+)
 #: of messages between pairs, so that none is taken for a message of the training program
 TAG = int.from_bytes(b"hc", "big")
 #: largest number of abandoned works; older ones are waited for
@@ -72,6 +77,21 @@ class Works(Work):
         while len(cls.forgotten) > MOST_FORGOTTEN:
             for work in cls.forgotten.popleft():
                 work.wait()
+
+
+def all_gather_single(
+    out: Tensor, values: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> Work | None:
+    """Gather ``values`` of all ranks into ``out`` natively; returns the work of an ``async_op``."""
+    work: Work | None = getattr(dist, GATHER)(out, values, group=group, async_op=async_op)
+    return work
+
+
+def reduce_scatter_single(
+    out: Tensor, values: Tensor, group: dist.ProcessGroup | None = None
+) -> None:
+    """Sum ``values`` of all ranks natively, and put this rank's part into ``out``."""
+    getattr(dist, SCATTER)(out, values, group=group)
 
 
 def all_to_all(
@@ -122,7 +142,7 @@ def _gather(out: Tensor, values: Tensor, group: Group) -> Work:
     if not out.is_cuda and group.backends.get("cpu") == "gloo":
         places = torch.tensor_split(out, group.size)
         return between_pairs(places, [values] * len(places), group)
-    work: Work = all_gather_single(out, values, group=group.process_group, async_op=True)
+    work: Work = getattr(dist, GATHER)(out, values, group=group.process_group, async_op=True)
     return work
 
 

@@ -1,7 +1,7 @@
 """Read the configuration file of a job: its block, its kind, and facts of the job.
 
 ``hybridcomp validate`` and ``hybridcomp pays`` read users' files here: a ds_config.json, a GPT-NeoX
-configuration (with the block in ``deepspeed_extra_args``), or a bare block.
+configuration (with the block in ``deepspeed_extra_args``), a file of Accelerate, or a bare block.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hybridcomp.config.error_messages import Shown, near_key, show
 from hybridcomp.dimensions import BETWEEN_RANKS, Dimension
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.ds import settings as by_deepspeed
-from hybridcomp.patches.rules import neox
+from hybridcomp.patches.rules import accelerate, neox
 from hybridcomp.patches.rules.ds_job import DeepSpeedJob
 from hybridcomp.patches.rules.ds_settings import AUTO, KNOWN, parsed, removed
 
@@ -115,6 +115,11 @@ def read_job_file(path: str | Path) -> JobFile:
     keys = {str(key).replace("-", "_"): value for key, value in source.items()}
     if neox.EXTRA in keys or neox.has_keys(keys) or _is_yaml(path):
         source = keys
+    if accelerate.has_keys(source):
+        accelerate.refuse_block(source, BLOCK)
+        settings = accelerate.ds_settings(source)
+        _refuse_elsewhere(settings)
+        return _of_owner("deepspeed", settings, settings)
     if _is_bare(source):
         return JobFile("block", source, {BLOCK: source})
     _refuse_misspelt(source)

@@ -108,12 +108,12 @@ def _job(options: argparse.Namespace, file: JobFile | None) -> tuple[MessageGrou
     if file is not None and file.whose != "block":
         ranks = file.replicas if file.replicas not in (None, 1) else RANKS
         accumulation = file.accumulation or 1
-        dtype = DTYPES[file.dtype or "bf16"]
-        said = MessageGroup(ranks or RANKS, file.job.stage, dtype), accumulation
+        dtype, summed = DTYPES[file.dtype or "bf16"], DTYPES.get(file.job.summed_dtype or "")
+        said = MessageGroup(ranks or RANKS, file.job.stage, dtype, summed), accumulation
     return MessageGroup(
         said[0].ranks if options.ranks is None else options.ranks,
         said[0].stage if options.stage is None else options.stage,
-        said[0].dtype if options.dtype is None else DTYPES[options.dtype],
+        *(said[0].dtype, said[0].summed) if options.dtype is None else (DTYPES[options.dtype],),
     ), said[1] if options.micro_batches is None else options.micro_batches
 
 
@@ -144,8 +144,10 @@ def table(
 
     ``there``: the dimensions of which the job has messages.
     """
+    summed = job.sent_as("dp")
+    gradients = "" if summed == job.dtype else f" (gradients {DTYPE_NAMES[summed]})"
     yield (
-        f"{DTYPE_NAMES[job.dtype]} messages among {job.ranks} ranks, ZeRO {job.stage}, "
+        f"{DTYPE_NAMES[job.dtype]} messages{gradients} among {job.ranks} ranks, ZeRO {job.stage}, "
         f"codecs on {device.what}: compression pays below"
     )
     sizes = "".join(f"{f'{nbytes / 1e6:g} MB':>12}" for nbytes in MESSAGES)
@@ -158,10 +160,10 @@ def table(
         told = name if same or ROWS[name].one_way else f"{name} {way}"
         cells = ""
         for nbytes in MESSAGES:
-            found = cost(name, codec, nbytes / job.dtype.itemsize, job, device)
+            found = cost(name, codec, nbytes / job.sent_as(name).itemsize, job, device)
             below = "native" if nbytes < config.min_bytes else f"{found.pays_below / 1e9:.3g}"
             cells += f"{below:>12}"
-        yield f"{told:13} {codec.spec[:26]:26} {bits(codec, job.dtype):5.1f} {cells}"
+        yield f"{told:13} {codec.spec[:26]:26} {bits(codec, job.sent_as(name)):5.1f} {cells}"
 
 
 def meeting_line(

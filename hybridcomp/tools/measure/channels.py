@@ -28,7 +28,7 @@ from hybridcomp.channels import Channels, Message, Receive, Send
 from hybridcomp.channels.rings import record_ring, ring_of
 from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.words import DTYPES
-from hybridcomp.collectives.wire.transport import all_gather_single
+from hybridcomp.collectives.wire.transport import all_gather_single, reduce_scatter_single
 from hybridcomp.config import CompressionConfig
 from hybridcomp.config.policy import Direction
 from hybridcomp.patches.common.collective_wrappers import (
@@ -48,7 +48,7 @@ from hybridcomp.tools.measure.clock import (
     least_calls,
     least_timings,
 )
-from hybridcomp.tools.measure.links import Key, reduce_scatter_single
+from hybridcomp.tools.measure.links import Key
 from hybridcomp.tools.measure.messages import CODECS, payload_nbytes
 from hybridcomp.tools.measure.team import GroupShape, MeasuredPart, Team
 from hybridcomp.tools.plan.machines.estimates import Estimate, summary

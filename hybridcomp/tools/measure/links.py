@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hybridcomp.autotune.memory_limits import NBYTES, room_for
-from hybridcomp.collectives.wire.transport import all_gather_single
+from hybridcomp.collectives.wire.transport import all_gather_single, reduce_scatter_single
 from hybridcomp.tools.measure.clock import (
     LEAST,
     MOST,
@@ -50,8 +50,6 @@ LONG: tuple[Operation, ...] = ("all_reduce", "all_gather")
 LONG_NBYTES, LONG_SHARE = 1 << 24, 0.1
 #: seconds until the receiver of a message is sure to wait for it
 WAIT_S = 2e-3
-#: torch 2.13 renames it and warns about the old name
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class Coder:
 
 
 DEVICES: Mapping[str, Coder] = {
-    # seconds of the ledger in the trainings of docs/results/speed.json, bf16; expcode, stepcode
+    # seconds of the ledger in the trainings of docs/results/speed.md, bf16; expcode, stepcode
     # and the casts beside mpc and blockint as bench_codecs.py and bench_deltas.py have them
     # (stepcode at a learning rate of 3e-4, with AVX-512; ``documented`` has others); overhead: fit
     "cpu": Coder(
@@ -122,6 +122,11 @@ class MessageGroup:
     ranks: int = 2
     stage: int = 1  # ZeRO stage
     dtype: torch.dtype = torch.bfloat16
+    summed: torch.dtype | None = None  # of gradients, where it is another one
+
+    def sent_as(self, dimension: Dimension) -> torch.dtype:
+        """Return the dtype of the messages of ``dimension``."""
+        return (self.summed if dimension == "dp" else None) or self.dtype
 
 
 @dataclass(frozen=True)
@@ -196,8 +201,9 @@ def cost(
     else:
         native, sent, encoded, decoded, hops = 2 * other, 2 * other, 1.0, 2 * other, 2
     # 2.
-    nbytes = numel * job.dtype.itemsize
-    ratio = bits(codec, job.dtype) / (8 * job.dtype.itemsize)
+    dtype = job.sent_as(dimension)
+    nbytes = numel * dtype.itemsize
+    ratio = bits(codec, dtype) / (8 * dtype.itemsize)
     # 3.
     passes = (encoded + decoded) * nbytes
     coding = CODING * passes / device.speed(codec) + hops * messages * device.message_s
@@ -249,5 +255,5 @@ def native_cost(dimension: Dimension, numel: float, job: MessageGroup) -> Cost:
     """Return the cost of a dimension that is not compressed."""
     other = (job.ranks - 1) / job.ranks
     twice = ROWS[dimension].summed and job.stage != 3
-    nbytes = (2 if twice else 1) * other * numel * job.dtype.itemsize
+    nbytes = (2 if twice else 1) * other * numel * job.sent_as(dimension).itemsize
     return Cost(nbytes, nbytes, 0.0)

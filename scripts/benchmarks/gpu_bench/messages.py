@@ -73,7 +73,7 @@ def group_without_wire(ranks: int = RANKS) -> Iterator[None]:
     try:
         with (
             mock.patch.object(dist, "all_to_all_single", done),
-            mock.patch.object(transport, "all_gather_single", done),
+            mock.patch.object(dist, transport.GATHER, done),
         ):
             yield
     finally:

@@ -9,6 +9,7 @@ import torch
 
 import hybridcomp
 from hybridcomp import log
+from hybridcomp.patches.common.trained_set import TrainedSet
 from hybridcomp.patches.torch.trained_set import MOVES, NOT_AVERAGED, NOT_HELD
 from tests.patches.torch.trainer import Job, build, tensors, train
 from tests.ranks import run_ranks
@@ -87,3 +88,17 @@ def test_what_is_frozen_or_unfrozen_behind_the_optimizer_is_named_once() -> None
             names = "extra.weight, extra.bias"
             lines = [] if told is None or rank else ["WARNING: 2 parameters " + told.format(names)]
             assert (moved, said) == (moves, lines), case
+
+
+def test_a_look_returns_what_has_changed_since_the_last_one() -> None:
+    layer = torch.nn.Linear(2, 2)
+    found = TrainedSet(layer.named_parameters())
+    assert found.look() is None and found.first == {"weight", "bias"}
+    layer.bias.requires_grad_(False)
+    stopped, begun = found.look() or ({}, {})
+    assert (list(stopped), begun) == (["bias"], {}) and stopped["bias"] is layer.bias
+    assert found.look() is None
+    layer.bias.requires_grad_(True)
+    layer.weight.requires_grad_(False)
+    stopped, begun = found.look() or ({}, {})
+    assert (list(stopped), list(begun)) == (["weight"], ["bias"])

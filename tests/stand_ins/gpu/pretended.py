@@ -219,7 +219,7 @@ def _messages(gpu: Gpu, ranks: int, rank: int) -> Iterator[tuple[Any, str, Any]]
     yield dist, "get_process_group_ranks", lambda group=None: list(range(ranks))
     yield dist, "get_backend_config", lambda group: "cuda:nccl"
     yield dist, "all_to_all_single", out_of
-    yield transport, "all_gather_single", out_of
+    yield dist, transport.GATHER, out_of
     yield dist, "all_reduce", in_place
     yield dist, "broadcast", in_place
     yield dist, "isend", lambda values, *_, **__: gpu.post([values], [])

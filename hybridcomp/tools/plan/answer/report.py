@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
 from hybridcomp.config.memory import size
@@ -14,7 +15,7 @@ from hybridcomp.tools.plan.request import Found
 
 #: two plans whose steps are nearer than this share are called equally fast
 SAME = 0.005
-#: smallest share of a step that a part of it has to differ by to be named as a reason
+#: differences below this share of a step are not named as a reason
 TOLD = 0.01
 
 
@@ -39,20 +40,30 @@ def codecs(plan: Plan) -> str:
 
 
 HEAD = ("plan", "step", "interval", "tokens/s", "memory", "sent", "between nodes", "hidden",
-        "layout", "encoded")  # fmt: skip
+        "layout")  # fmt: skip
+#: columns of a terminal that the answer fits
+WIDTH = 110
 
 
 def table(plans: Sequence[Plan], native: Plan | None = None) -> list[str]:
-    """Format a row for each plan, the fastest first, in aligned columns.
+    """Format a row for each plan, the fastest first, in aligned columns; below, what is encoded.
 
     Memory, and bytes sent in a step, are those of the rank with the most; "hidden" is the share of
     the seconds of messages that does not lengthen the step. ``native``: the first plan's layout
     without compression, for the last row.
     """
-    rows = [_cells(str(number), plan) for number, plan in enumerate(plans, 1)]
+    named = {str(number): plan for number, plan in enumerate(plans, 1)}
     if native is not None:
-        rows.append(_cells("1 native", native))
-    return aligned([HEAD, *rows]).split("\n")
+        named["1 native"] = native
+    rows = [_cells(name, plan) for name, plan in named.items()]
+    users: dict[str, list[str]] = {}
+    for name, plan in named.items():
+        users.setdefault(codecs(plan), []).append(name)
+    lines = aligned([HEAD, *rows]).split("\n")
+    for encoded, names in users.items():
+        text = f"encoded in {', '.join(names)}: {encoded}"
+        lines += textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    return lines
 
 
 def _cells(name: str, plan: Plan) -> list[str]:
@@ -68,7 +79,6 @@ def _cells(name: str, plan: Plan) -> list[str]:
         size(between) if sum(told.between_native_nbytes.values()) else "-",
         _hidden(plan),
         str(plan.layout),
-        codecs(plan),
     ]
 
 

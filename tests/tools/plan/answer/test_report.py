@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from hybridcomp.config.memory import size
+from hybridcomp.dimensions import KEYS
 from hybridcomp.tools.plan.answer import picture
 from hybridcomp.tools.plan.answer.report import answer, duration, reasons, ruled_out, table
-from hybridcomp.tools.plan.choices import Choices
+from hybridcomp.tools.plan.choices import Choice, Choices
 from hybridcomp.tools.plan.layout import Layout
 from hybridcomp.tools.plan.plan import MEMORY_KINDS
 from hybridcomp.tools.plan.request import Found
@@ -25,13 +26,16 @@ SLOW = plan(
 
 
 def test_a_row_for_each_plan_in_order() -> None:
-    head, line, first, second = table([plan(), SLOW])
+    head, line, first, second, encoded = table([plan(), SLOW])
     assert head.index("layout") == first.index("pp2 dp2 zero1 mb2x8") == second.index("dp4 zero1")
     assert set(line) == {"-"} and "|" not in head + first
     cells = re.split(r" {2,}", first.strip())
     assert cells[:7] == ["1", "500 ms", "475 ms to 550 ms", "8,192", "500 MB", "3 MB", "-"]
     assert cells[7] == "42%"
-    assert "dp blockint(bits=4) feedback; pp forward blockint(bits=8), backward expcode()" in first
+    assert encoded == (
+        "encoded in 1, 2: dp blockint(bits=4) feedback; "
+        "pp forward blockint(bits=8), backward expcode()"
+    )
     assert second.strip().startswith("2 ")
 
 
@@ -43,12 +47,23 @@ def test_the_first_layout_without_compression_has_a_row() -> None:
         told=prediction(1.0, between_nbytes={"dp": 8e6}, between_native_nbytes={"dp": 8e6})
     )
     native = replace(native, choices=Choices.of({}))
-    *_, first, last = table([plan(told=prediction(**crossing))], native)
-    assert last.startswith("1 native") and "8 MB" in last and last.endswith("nothing")
+    *_, first, last, encoded, nothing = table([plan(told=prediction(**crossing))], native)
+    assert last.startswith("1 native") and "8 MB" in last and encoded.startswith("encoded in 1: ")
+    assert nothing == "encoded in 1 native: nothing"
     assert "1 MB" in first
     text = "\n".join(answer(Found((plan(),), native=native), CLUSTER))
     assert "Natively the first plan's layout would take 1 s a step" in text
     assert "compression makes it 2.00 times as fast" in text
+
+
+def test_the_table_fits_a_terminal() -> None:
+    wide = Layout(stages=4, data=16, tensor=8, virtual=2, zero_stage=1, micro_batch=2,
+                  cuts=(4,) * 8, accumulation=64)  # fmt: skip
+    every = dict.fromkeys(KEYS, Choice.of({"codec": "blockint", "bits": 4}))
+    told = prediction(123.0, between_nbytes={"dp": 1e9}, between_native_nbytes={"dp": 8e9})
+    made = replace(plan(wide, told), choices=Choices.of(every))
+    lines = table([made, replace(made, layout=replace(wide, zero_stage=0))], made)
+    assert max(map(len, lines)) <= 120 and len(lines) > 6, lines
 
 
 def test_reasons_name_the_parts_that_differ_largest_first_and_the_price() -> None:
@@ -131,3 +146,16 @@ def test_reasons_that_differ_in_a_number_are_one_line_most_layouts_first() -> No
         "5: the model cannot be cut so: tensor 3 or 12 does not divide 64 heads",
         "4: more stages than layers",
     ]
+
+
+def test_the_links_are_drawn_with_the_bytes_of_a_node() -> None:
+    """Four ranks on two nodes: of all ranks' bytes half are a node's, of which some leave it."""
+    pytest.importorskip("jinja2")
+    told = prediction(
+        job_nbytes={"dp": 4e6, "offload": 9e9}, job_native_nbytes={"dp": 32e6, "offload": 9e9},
+        between_nbytes={"dp": 0.5e6}, between_native_nbytes={"dp": 3e6},
+    )  # fmt: skip
+    svg = picture.draw_links(plan(told=told), nodes=2, ranks=4)
+    shown = re.findall(r">([\d.,]+ [MG]B)</text>", svg)
+    assert shown == ["10 MB", "1 MB", "6 MB", "1 MB"]  # inside natively, encoded, then between
+    assert "2 ranks" in svg and "node 2 of 2" in svg
