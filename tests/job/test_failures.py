@@ -263,7 +263,8 @@ def one(subject: AnySubject, what: str, rank: int, step: int, found: Outcome) ->
     if any(row[1] for row in every):
         found.failed += 1
         found.where[every[rank][2].partition(":")[0]] += 1
-        if not all(f"rank {rank}" in row[1] for row in every):
+        own = every[rank][1].startswith(("ConfigError", "SeamError"))  # a mistake: as it is
+        if not all(f"rank {rank}" in row[1] for row in every if not (own and row is every[rank])):
             found.problems.append(f"{name}: not named: {[row[1] for row in every]}")
         if not all(row[3] for row in every):
             changed = [number for number, row in enumerate(every) if not row[3]]
