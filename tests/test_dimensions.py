@@ -50,6 +50,7 @@ OWN_WORDS = {
     "channels/payoff.py": "what comparing steps takes, and the group of trials",
     "channels/host_pace.py": "the settings that offload alone has",
     "tools/commands/job_files.py": "what a DeepSpeed file shows of a job",
+    "tools/commands/link_picture.py": "which dimensions the picture draws",
     "tools/commands/memory.py": "which messages a job of such a file sends",
     "config/codec_settings.py": "which codecs one dimension alone may name",
     "config/other_names.py": "what other tools call a dimension",

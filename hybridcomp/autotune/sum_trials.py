@@ -56,7 +56,7 @@ class _Reduce:
         share = values.numel() // group.size
         if self.sent.how == "scatter" and share:
             whole = values[: share * group.size]
-            reduce_scatter_single(values.new_empty(share), whole, group.process_group)
+            reduce_scatter_single(values.new_empty(share), whole, group=group.process_group)
         else:
             dist.all_reduce(values, group=group.process_group)
 

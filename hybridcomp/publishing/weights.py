@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,6 @@ from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.job import small_messages
 from hybridcomp.job.agreement import tell
 from hybridcomp.publishing.stretches import WeightRange, divide
-
-if TYPE_CHECKING:
-    from hybridcomp.publishing.quantized import Quantizer
 
 #: dtypes that are published, by their names in a block and in a manifest
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,6 +45,16 @@ class Held:
     stretch: WeightRange
     read: Callable[[], Tensor]
     part: Callable[[int, int], Tensor] | None = None
+
+
+class Quantizes(Protocol):
+    """Scales of what is published in 8 bits; both are called on all ranks."""
+
+    def bind(self, owned: Sequence[Owned]) -> None:
+        """Take what this rank publishes."""
+
+    def measure(self) -> None:
+        """Find the largest magnitudes before the values of a version are read."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,7 @@ class EngineWeights:
     hugging_face: Callable[[], EngineWeights] | None = None
     module: Callable[[], Any] = lambda: None
     kinds: Mapping[str, str] = field(default_factory=dict)
-    quantizer: Quantizer | None = None
+    quantizer: Quantizes | None = None
     refused: ConfigError | None = None
 
 

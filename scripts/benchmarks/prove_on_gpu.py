@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure everything that only a GPU can tell, in one command that goes on where it was cut off.
 
-    prove_on_gpu.py --out runs/gpu                # tests and codecs
+    prove_on_gpu.py --out runs/gpu                # all, about six hours on an H100
     prove_on_gpu.py --out runs/gpu --list         # the steps, and which are done
     prove_on_gpu.py --out runs/gpu --only tests codecs
     prove_on_gpu.py --out runs/gpu --minutes 9    # as much as fits; call it again

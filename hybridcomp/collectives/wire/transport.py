@@ -88,10 +88,15 @@ def all_gather_single(
 
 
 def reduce_scatter_single(
-    out: Tensor, values: Tensor, group: dist.ProcessGroup | None = None
-) -> None:
-    """Sum ``values`` of all ranks natively, and put this rank's part into ``out``."""
-    getattr(dist, SCATTER)(out, values, group=group)
+    out: Tensor,
+    values: Tensor,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Put this rank's part of all ranks' sum into ``out`` natively; returns an ``async_op``."""
+    work: Work | None = getattr(dist, SCATTER)(out, values, op, group=group, async_op=async_op)
+    return work
 
 
 def all_to_all(

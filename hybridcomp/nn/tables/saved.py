@@ -10,6 +10,7 @@ stays whole.
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import re
@@ -68,11 +69,8 @@ class SavedRows(BaseModel):
 
 def save(table: RowTable, folder: Path) -> None:
     """Write the rows of the host; see ``CachedEmbedding.save``."""
-    owners, where = table.owners, folder.resolve()
-    if _folders.setdefault(where, table) is not table:
-        todo = "give each table a folder of its own"
-        raise ConfigError("CachedEmbedding.save", Shown("the folder of another table"), todo)
-    (token, *_) = owners.agree({"token": secrets.token_hex(4)}, None)
+    owners = table.owners
+    (token, *_) = owners.agree({"token": secrets.token_hex(4)}, _claimed(table, folder.resolve()))
     states = {name: _kind(values) for name, values in table.host.states.items()}
     shape = {"rows": table.num_embeddings, "width": table.embedding_dim, "ranks": owners.ranks}
     saved = SavedRows(**shape, token=token["token"], states=states, sums={})
@@ -99,6 +97,16 @@ def save(table: RowTable, folder: Path) -> None:
         for path in folder.iterdir():
             if FILE.fullmatch(path.name) and f".{saved.token}." not in path.name:
                 path.unlink(missing_ok=True)
+
+
+def _claimed(table: RowTable, folder: Path) -> ConfigError | None:
+    """Note that ``folder`` is this table's; returns the problem where it is another's."""
+    if _folders.setdefault(folder, table) is not table:
+        gc.collect()  # a table that nothing uses any more may live on in a circle of references
+    if _folders.setdefault(folder, table) is table:
+        return None
+    todo = "give each table a folder of its own"
+    return ConfigError("CachedEmbedding.save", Shown("the folder of another table"), todo)
 
 
 def load(table: RowTable, folder: Path, states: bool) -> None:

@@ -71,6 +71,7 @@ def test_four_ranks_then_two_then_three(on_ranks: RunRanks, tmp_path: Path) -> N
 
 
 def damaged(folder: str, states: bool) -> str:
+    host_rows.PIECE_NBYTES = 256  # as the save that is read
     table, _ = fresh()
     before = table.full_weight()
     try:
@@ -129,6 +130,21 @@ def test_states_of_another_method(tmp_path: Path) -> None:
         assert torch.equal(other.full_weight(), weight)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="the folder of another table"):
         other.save(tmp_path)
+    table.circle = table  # what only a circle of references keeps alive is no other table
+    del table, optimizer
+    other.save(tmp_path)
+
+
+def taken_on_one(folder: str) -> None:
+    other, _ = fresh()
+    if ranks()[0] == 1:
+        saved._folders[Path(folder).resolve()] = other
+    with pytest.raises(ConfigError, match="the folder of another table"):
+        fresh()[0].save(folder)
+
+
+def test_a_folder_taken_on_one_rank_is_refused_on_all(on_ranks: RunRanks, tmp_path: Path) -> None:
+    on_ranks(2, taken_on_one, str(tmp_path))
 
 
 def killed(folder: str) -> int:

@@ -408,7 +408,8 @@ def test_a_command_is_told_without_its_files(modules: dict[str, Any]) -> None:
 def test_parts_of_names_choose_what_is_measured(modules: dict[str, Any]) -> None:
     sources = modules["script"].sources
     assert list(sources(("BLOCKINT 4", "triton"))) == [
-        "blockint 4", "blockint 4, gaussian", "blockint 4, rotate", "Triton int8", "Triton int4"
+        "blockint 4", "blockint 4, gaussian", "blockint 4, lloyd", "blockint 4, rotate",
+        "Triton int8", "Triton int4"
     ]  # fmt: skip
     ours, others = modules["ours"].codecs(), modules["peers"].PEERS
     assert list(sources()) == [*ours, "stepcode", "feedback", *others]

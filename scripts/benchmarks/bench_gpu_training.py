@@ -1,0 +1,199 @@
+#!/usr/bin/env python3
+"""Speed of training over NCCL with several ranks on one GPU: native, compressed and the peers.
+
+scripts/benchmarks/bench_gpu_training.py --size 85M --out runs/gpu/85M.jsonl
+
+Each rank is a host of its own for NCCL, so they talk over sockets, at about 14 Gb/s. All arms of a
+layout run side by side and take turns, a few steps each: every turn is held against native bf16's
+of the same round. "compute" is native training whose messages are cut to a few elements: what a
+step takes without a wire. Records are appended to --out as they come; several calls may share it.
+The tables of all records are printed at the end and written beside them, as .md: which share of
+what its bytes allow each arm reaches, with MISSED where that is too little.
+With --resume a call makes only the rounds that are missing there, and ends with status 75 where
+--budget was over before all of them were made: the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))  # gpt, train_gpt
+
+from benchmarks.training_bench import gpu_cells, gpu_report, gpu_session, machine
+from benchmarks.training_bench.cells import LAYOUTS, REFERENCE, Arm
+from benchmarks.training_bench.gpu_cells import COMPUTE
+from benchmarks.training_bench.gpu_session import Book, Part, Plan, Session
+
+#: exit status where --resume has more to do, sysexits.h's "try again later"
+TIME_IS_UP = 75
+#: seconds that a part takes to start, and to make its first round
+START_S = 100.0
+EVERY = list(gpu_cells.MEASURED)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--layouts", nargs="+", choices=EVERY, default=EVERY)
+    add("--arms", nargs="+", metavar="NAME", help="where a layout has them; default: all")
+    add("--size", choices=list(gpu_cells.SIZES), default="85M")
+    add("--rounds", type=int, default=6)
+    add("--timed", type=int, default=3, help="steps of a turn, after one that is not timed")
+    add("--warm", type=int, default=3, help="steps of an arm before its first turn")
+    add("--settling", type=int, default=14, help="the same of arms that measure in them")
+    add("--parts", nargs="+", metavar="LAYOUT=ARM,ARM", help="instead of --layouts and --arms")
+    add("--beside", type=int, metavar="N",
+        help="arms at once, two of them native; default: what 80 GB hold at 85M")  # fmt: skip
+    add("--together", type=int, default=1, metavar="N", help="layouts whose ranks start at once")
+    add("--budget", type=float, default=3600.0, metavar="S", help="no round begins after this")
+    add("--resume", action="store_true", help="only rounds that --out does not have")
+    add("--timeout", type=float, default=120.0, metavar="S", help="of a start or a turn")
+    add("--data", type=Path, default=Path("data/text"), metavar="PREFIX")
+    add("--out", type=Path, default=Path("runs/gpu/speed.jsonl"), metavar="FILE")
+    add("--logs", type=Path, metavar="FOLDER", help="keep the ranks' logs there")
+    add("--cpu", action="store_true", help="gloo instead of a GPU, to try the script itself")
+    found = parser.parse_args(arguments)
+    if not found.data.with_name(f"{found.data.name}_train.idx").is_file():
+        parser.error(f"--data: no dataset {found.data}; prepare_data.py writes one")
+    if found.beside is not None and found.beside < 3:
+        parser.error("--beside: expected at least 3")
+    if found.together < 1:
+        parser.error("--together: expected at least 1")
+    try:
+        found.plan = (
+            [part_of(text, number) for number, text in enumerate(found.parts)]
+            if found.parts
+            else ordered(found.layouts, found.arms, found.beside)
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    return found
+
+
+def part_of(text: str, number: int) -> Part:
+    """Parse one entry of ``--parts``, ``LAYOUT=ARM,ARM``. Raises ValueError."""
+    layout, _, names = text.partition("=")
+    if layout not in EVERY:
+        raise ValueError(f"--parts: no layout {layout!r}; expected some of {', '.join(EVERY)}")
+    arms = gpu_cells.arms_of(layout, [name.strip() for name in names.split(",")])
+    return Part(layout, number, tuple(arms))
+
+
+def parts_of(layout: str, chosen: list[str] | None, beside: int | None) -> list[list[Arm]]:
+    """Return arms that run at once: in each part the reference, the wireless one, and others."""
+    place = LAYOUTS[layout]
+    beside = beside or max(4, 10 - place.nodes * place.per_node)
+    known = {arm.name for arm in gpu_cells.arms_of(layout)}
+    arms = gpu_cells.arms_of(layout, None if chosen is None else [a for a in chosen if a in known])
+    always = [arm for arm in arms if arm.name in (REFERENCE, COMPUTE)]
+    others = [arm for arm in arms if arm not in always]
+    room = beside - len(always)
+    return [[*always, *others[i : i + room]] for i in range(0, max(1, len(others)), room)]
+
+
+def ordered(layouts: Sequence[str], chosen: list[str] | None, beside: int | None) -> list[Part]:
+    """List the parts in the order of measuring: the first parts of all layouts come first."""
+    found = [
+        Part(layout, number, tuple(arms))
+        for layout in layouts
+        for number, arms in enumerate(parts_of(layout, chosen, beside))
+    ]
+    return sorted(found, key=lambda part: part.number)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    asked = parse(arguments)
+    deadline = time.monotonic() + asked.budget
+    book = Book(asked.out.resolve())
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = asked.logs.resolve() if asked.logs else Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        layouts = [part.layout for part in asked.plan]
+        context = gpu_session.server_of(layouts, not asked.cpu, folder, asked.timeout, _say)
+        name = "a CPU" if asked.cpu else machine.gpu_name()
+        options = gpu_cells.Options(
+            asked.size, asked.data.resolve(), folder, not asked.cpu, device=name
+        )
+        plan = Plan(asked.warm, asked.settling, asked.timed, asked.rounds, asked.timeout)
+        built = _build([arm for part in asked.plan for arm in part.arms], asked.cpu, folder)
+        if built is not None:  # before anything is timed; an arm that misses it will say so
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                built.wait(asked.timeout)
+            built.kill()
+
+        def session(part: Part) -> Session:
+            return Session(context, options, plan, book, _say, deadline, part)
+
+        status = _measure(asked, session, book, deadline)
+    if asked.out.is_file():
+        text = gpu_report.page(asked.out)
+        asked.out.with_suffix(".md").write_text(text)
+        print(text, flush=True)
+    return status
+
+
+def _measure(
+    asked: argparse.Namespace, session: Callable[[Part], Session], book: Book, deadline: float
+) -> int:
+    """Measure all parts, one after the other; return the exit status."""
+    over = True
+    for parts in _in_turns(_missing(asked, book), asked.together):
+        if time.monotonic() + START_S * asked.resume > deadline:
+            _say(f"{', '.join(f'{p.layout}, part {p.number}' for p in parts)}: no time left")
+            over = False
+            continue
+        over = gpu_session.run([session(part) for part in parts]) and over
+    return 0 if over or not asked.resume else TIME_IS_UP
+
+
+def _missing(asked: argparse.Namespace, book: Book) -> list[Part]:
+    """Return the parts that are to be measured, from their first missing round on."""
+    if not asked.resume:
+        return list(asked.plan)
+    found = []
+    for part in asked.plan:
+        first = book.rounds(asked.size, part.layout, part.names)
+        if first >= asked.rounds:
+            _say(f"{part.layout}, part {part.number}: is there")
+        else:
+            found.append(replace(part, first=first))
+    return found
+
+
+def _in_turns(parts: Sequence[Part], together: int) -> list[Sequence[Part]]:
+    """Group the parts whose ranks start together."""
+    return [parts[i : i + together] for i in range(0, len(parts), together)]
+
+
+def _build(arms: list[Arm], cpu: bool, folder: Path) -> subprocess.Popen[bytes] | None:
+    """Compile DeepSpeed's quantizer, where an arm of ZeRO++ needs it."""
+    if cpu or not any(arm.zero for arm in arms):
+        return None
+    code = "from deepspeed.ops.op_builder import QuantizerBuilder as B; B().load()"
+    with (folder / "quantizer.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-c", code], stdout=log, stderr=log,
+            env={**os.environ, "MAX_JOBS": "8"},
+        )  # fmt: skip
+
+
+def _say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+#!/usr/bin/env python3
+"""ZeRO-Offload on one GPU: steps with native copies over the bus against encoded ones.
+
+One command: ``scripts/benchmarks/bench_offload.py``; it ends within two minutes. Native and encoded
+steps take turns on one engine, so that noise of the machine hits both: ``device`` adds up
+micro-batches on the device, ``host`` on the host (``compression.offload.sums``). Printed are the
+median of the paired ratios with a 95% bootstrap interval, the bytes, what the native bytes alone
+would take at the speed of a pinned copy in the same run (where that is a small part of the step,
+compression cannot help), and what ``"when": "auto"`` decides on an engine of its own. Few tokens
+and several micro-batches make a step bound by the bus; ``--tokens`` and ``--accumulation`` set
+them.
+
+The optimizer is DeepSpeed's CPUAdam where it builds within a minute, otherwise torch's AdamW.
+``--device cpu`` only shows that it runs: device and host are the same memory there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
+
+from benchmarks.offload_bench import VARIANTS, say, show, summary
+from benchmarks.offload_bench.engine import DEVICE, build, builds_cpu_adam
+
+#: what is not written, by device
+SIZES = {
+    "cuda": {"width": 4096, "layers": 2, "tokens": 256, "turns": 6},
+    "cpu": {"width": 128, "layers": 2, "tokens": 32, "turns": 2},
+}
+BUILD_S = 60.0
+
+
+def waiter(device: str) -> Callable[[], None]:
+    """Return a function that waits for the device."""
+    cuda: Any = torch.cuda
+    return cuda.synchronize if device == "cuda" else lambda: None
+
+
+def bus_gbps(device: str) -> tuple[float, float]:
+    """Return GB/s of pinned copies to the device and to the host, 256 MB, the best of five."""
+    if device == "cpu":
+        return float("inf"), float("inf")
+    there = torch.empty(1 << 28, dtype=torch.uint8, device=device)
+    here = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+    wait, best = waiter(device), []
+    for out, values in ((there, here), (here, there)):
+        seconds = []
+        for _ in range(5):
+            wait()
+            start = time.perf_counter()
+            out.copy_(values, non_blocking=True)
+            wait()
+            seconds.append(time.perf_counter() - start)
+        best.append(here.numel() / min(seconds) / 1e9)
+    return best[0], best[1]
+
+
+def train(engine: Any, values: Tensor, steps: int) -> None:
+    """Train whole optimizer steps."""
+    for _ in range(steps * engine.gradient_accumulation_steps()):
+        engine.backward(engine(values).float().square().mean())
+        engine.step()
+
+
+def inputs(engine: Any, arguments: argparse.Namespace) -> Tensor:
+    """Return one micro-batch."""
+    shape = arguments.tokens, arguments.width
+    return torch.randn(shape, device=engine.device, dtype=torch.bfloat16)
+
+
+def measure(engine: Any, arguments: argparse.Namespace, deadline: float) -> dict[str, Any]:
+    """Return seconds a step of every turn, by variant, and the bytes of the encoded ones."""
+    import hybridcomp
+    from hybridcomp.channels import channels_of
+    from hybridcomp.patches.ds.offload_accumulation import sums_of
+
+    channels = channels_of(engine)
+    assert channels is not None
+    wait, order, values = waiter(arguments.device), list(VARIANTS), inputs(engine, arguments)
+    seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    rows: dict[str, Any] = {}
+    shuffler = random.Random(0)
+    for turn in range(arguments.turns + 1):
+        shuffler.shuffle(order)
+        for name in order:
+            hybridcomp.uninstall()
+            if name != "native":
+                hybridcomp.install()
+                sums_of(engine.optimizer).on_device = name == "device"
+            channels.ledger.restart()
+            wait()
+            start = time.perf_counter()
+            train(engine, values, arguments.steps)
+            wait()
+            took = (time.perf_counter() - start) / arguments.steps
+            if turn:  # the first is the warm-up: kernels are compiled, memory is pinned
+                seconds[name].append(took)
+            say(f"ZeRO {arguments.stage}, turn {turn}, {name}: {took * 1e3:.1f} ms a step")
+            if name != "native":
+                rows[name] = channels.ledger.rows(channels.ledger.interval)["offload"]
+        if turn and time.perf_counter() > deadline:
+            say("no time for more turns")
+            break
+    return {"seconds": seconds, "rows": rows}
+
+
+def verdict(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Let an engine with ``"when": "auto"`` decide, and time a step after that."""
+    from hybridcomp.channels import channels_of
+
+    engine = build(arguments, when="auto")
+    channels = channels_of(engine)
+    assert channels is not None
+    values, pace = inputs(engine, arguments), channels.host.pace
+    train(engine, values, pace.length + 1)
+    wait = waiter(arguments.device)
+    wait()
+    start = time.perf_counter()
+    train(engine, values, 3)
+    wait()
+    found = {"said": pace.describe(), "auto_ms": (time.perf_counter() - start) / 3 * 1e3}
+    engine.destroy()
+    return found
+
+
+def parse() -> argparse.Namespace:
+    """Parse the command line and fill in defaults by device."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--stages", type=int, nargs="+", choices=(1, 2, 3), default=[2, 3])
+    parser.add_argument("--width", type=int, help="4096; on a CPU 128")
+    parser.add_argument("--layers", type=int, help="2, which are 268 million parameters; 2")
+    parser.add_argument("--tokens", type=int, help="of a micro-batch: 256; 32")
+    parser.add_argument("--turns", type=int, help="at most: 6; 2")
+    parser.add_argument("--accumulation", type=int, default=4, help="micro-batches of a step")
+    parser.add_argument("--steps", type=int, default=2, help="of a turn")
+    parser.add_argument(
+        "--optimizer", choices=("cpuadam", "adamw", "sgd"), help="cpuadam where it builds, or adamw"
+    )
+    parser.add_argument("--codec", default='{"codec": "blockint", "bits": 8}')
+    parser.add_argument("--overlap", action="store_true", help="overlap_comm")
+    parser.add_argument(
+        "--pin-memory", action=argparse.BooleanOptionalAction, default=True,
+        help="of offload_optimizer; native copies are slower without",
+    )  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=110, help="after which no turn begins")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error(
+            "no CUDA device: this measures copies over the bus of a GPU; run it where there is "
+            "one, or with --device cpu to see that it runs"
+        )
+    for name, value in (SIZES[arguments.device]).items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    return arguments
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    begin = time.perf_counter()
+    arguments = parse()
+    os.environ[DEVICE] = arguments.device
+    if arguments.optimizer is None:
+        limit = min(BUILD_S, arguments.seconds / 2)
+        arguments.optimizer = "cpuadam" if builds_cpu_adam(limit) else "adamw"
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
+        backend = "nccl" if arguments.device == "cuda" else "gloo"
+        dist.init_process_group(backend, f"file://{folder}/store", rank=0, world_size=1)
+        bus = bus_gbps(arguments.device)
+        for index, stage in enumerate(arguments.stages):
+            arguments.stage = stage
+            say(f"ZeRO {stage}: building the engine ...")
+            engine = build(arguments)
+            spent = time.perf_counter() - begin
+            share = (arguments.seconds - spent) / (len(arguments.stages) - index)
+            deadline = time.perf_counter() + share / 2  # the other half is auto's
+            rows.append(summary(measure(engine, arguments, deadline), engine, arguments, bus))
+            show(rows[-1])
+            engine.destroy()
+            del engine
+            gc.collect()
+        for row in rows:
+            arguments.stage = row["stage"]
+            if time.perf_counter() - begin > arguments.seconds:
+                say("no time for auto")
+                break
+            say(f"ZeRO {arguments.stage}: auto on an engine of its own ...")
+            row["auto"] = found = verdict(arguments)
+            print(f"ZeRO-{arguments.stage}, {found['said']}; {found['auto_ms']:.1f} ms then")
+            gc.collect()
+        dist.destroy_process_group()
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Two processes that swap bytes, through the memory of a GPU or of the host."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.multiprocessing import reductions
+
+#: of torch, without the types that it lacks
+CUDA: Any = torch.cuda
+SHARE: Any = reductions.reduce_tensor
+#: of a slot; longer messages go in pieces
+SLOT_NBYTES = 32 << 20
+PAGE = 4096
+#: seconds that a rank waits for the other: in a training, and while they make the pair
+PATIENCE_S, SETUP_S = 300.0, 30.0
+#: times that it looks at once whether the other has come; then after pauses, which leave the core
+#: to others, the other rank among them
+LOOKS, PAUSE_S = 200, 50e-6
+
+
+class Pair:
+    """Both ends of a group of two, whose turns are counted in memory that both map."""
+
+    def __init__(self, store: Any, rank: int, nbytes: int) -> None:
+        """``nbytes``: of memory that both processes map, beyond what this class needs."""
+        self._rank, self._turn, self._patience = rank, 0, PATIENCE_S
+        if rank == 0:
+            file, name = tempfile.mkstemp(prefix="hybridcomp.")  # a name that nobody foresees
+            os.truncate(file, PAGE + nbytes)
+            os.close(file)
+            store.set("path", name)
+        store.wait(["path"], timedelta(seconds=SETUP_S))
+        path = Path(store.get("path").decode())
+        with path.open("r+b") as mapped:
+            self._map = mmap.mmap(mapped.fileno(), PAGE + nbytes)
+        #: by rank, the turns that it has told; a cache line each
+        self._turns = np.frombuffer(self._map, dtype=np.int64, count=16)[::8]
+        store.set(f"mapped{rank}", b"1")
+        store.wait([f"mapped{1 - rank}"], timedelta(seconds=SETUP_S))
+        if rank == 0:
+            path.unlink()
+
+    def swap(self, give: Tensor | None, take: Tensor | None) -> None:
+        """Send the bytes of ``give``, fill ``take`` with those of the other; both contiguous."""
+        gives = torch.empty(0, dtype=torch.uint8) if give is None else octets(give)
+        takes = torch.empty(0, dtype=torch.uint8) if take is None else octets(take)
+        for start in range(0, max(len(gives), len(takes), 1), SLOT_NBYTES):
+            end = start + SLOT_NBYTES
+            self._piece(gives[start:end], takes[start:end])
+
+    def try_out(self) -> None:
+        """Raise RuntimeError where the bytes received are not those sent."""
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        sent = [torch.arange(100, device=device) * (rank + 3) for rank in range(2)]
+        self._patience = SETUP_S
+        for _ in range(5):  # every slot, and again
+            got = torch.zeros_like(sent[0])
+            self.swap(sent[self._rank], got)
+            if not got.equal(sent[1 - self._rank]):
+                raise RuntimeError(f"expected {sent[1 - self._rank][:4]}, found {got[:4]}")
+        self._patience = PATIENCE_S
+
+    def _piece(self, give: Tensor, take: Tensor) -> None:
+        raise NotImplementedError
+
+    def _tell(self) -> None:
+        """Say that this turn's bytes are there; returns when the other has said the same."""
+        self._turns[self._rank] = self._turn
+        deadline, looked = 0.0, 0
+        while self._turns[1 - self._rank] < self._turn:
+            looked += 1
+            time.sleep(0 if looked < LOOKS else PAUSE_S)
+            deadline = deadline or time.monotonic() + self._patience
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"turn {self._turn}: the other rank does not come")
+
+
+def told(arguments: Sequence[Any], handles: Sequence[bytes]) -> bytes:
+    """Write, for the other rank, the numbers and handles of what rebuilds a tensor, as JSON."""
+    return json.dumps([[_plain(a) for a in arguments], [_plain(h) for h in handles]]).encode()
+
+
+def heard(message: bytes, own: Sequence[Any]) -> tuple[list[Any], list[bytes]]:
+    """Read what ``told`` wrote: the ``own`` arguments with the other rank's numbers and handles.
+
+    Classes and dtypes are the own ones: nothing of the store is run. Raises RuntimeError on
+    anything else.
+    """
+    try:
+        theirs, handles = json.loads(message)
+        pairs = zip(own, theirs, strict=True)
+        return [_like(mine, other) for mine, other in pairs], [bytes.fromhex(h) for h in handles]
+    except (TypeError, ValueError) as error:
+        raise RuntimeError(f"expected the handles of the other rank ({error})") from None
+
+
+def _plain(value: Any) -> int | str | None:
+    """Return a number, or a handle in hexadecimal digits; None for what both ranks have alike."""
+    if isinstance(value, bytes):
+        return value.hex()
+    return value if type(value) is int else None
+
+
+def _like(mine: Any, other: Any) -> Any:
+    if isinstance(mine, bytes):
+        return bytes.fromhex(other)
+    if type(mine) is not int:
+        return mine
+    if type(other) is not int:
+        raise TypeError(f"expected a number, found {other!r}")
+    return other
+
+
+class DevicePair(Pair):
+    """Through slots in the GPU's memory that both processes have mapped (CUDA IPC).
+
+    1. Copy what is given into the own slot of this turn, record the own event, tell the other one.
+    2. Wait, on the host, until the other has told the same; then, on the device, for its event.
+    3. Copy its slot. The next turn but one writes the slot again, after an event after this.
+    """
+
+    def __init__(self, store: Any, rank: int) -> None:
+        super().__init__(store, rank, 0)
+        self._own = torch.empty(2, SLOT_NBYTES, dtype=torch.uint8, device="cuda")
+        self._told = [CUDA.Event(interprocess=True) for _ in range(2)]
+        self._stream = CUDA.Stream()
+        for event in self._told:
+            event.record(self._stream)
+        torch.cuda.synchronize()
+        rebuild, own = SHARE(self._own)
+        store.set(f"pair{rank}", told(own, [event.ipc_handle() for event in self._told]))
+        store.wait([f"pair{1 - rank}"], timedelta(seconds=SETUP_S))
+        arguments, handles = heard(store.get(f"pair{1 - rank}"), own)
+        self._theirs = rebuild(*arguments)
+        device = torch.device("cuda", torch.cuda.current_device())
+        self._tells = [CUDA.Event.from_ipc_handle(device, each) for each in handles]
+
+    def swap(self, give: Tensor | None, take: Tensor | None) -> None:
+        """Swap as the base class does, on another stream, for which the caller's stream waits."""
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            super().swap(give, take)
+        current.wait_stream(self._stream)
+
+    def _piece(self, give: Tensor, take: Tensor) -> None:
+        slot, self._turn = self._turn % 2, self._turn + 1
+        # 1.
+        self._own[slot, : len(give)].copy_(give, non_blocking=True)
+        self._told[slot].record(self._stream)
+        # 2.
+        self._tell()
+        self._stream.wait_event(self._tells[slot])
+        # 3.
+        take.copy_(self._theirs[slot, : len(take)], non_blocking=True)
+
+
+class HostPair(Pair):
+    """Through slots in the host's memory, where processes cannot map the GPU's, or there is none.
+
+    Every copy is waited for, so that a slot is read when its turn is over.
+    """
+
+    def __init__(self, store: Any, rank: int) -> None:
+        super().__init__(store, rank, 4 * SLOT_NBYTES)
+        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        if torch.cuda.is_available():  # pinned it is faster; it works without
+            CUDA.cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0)
+        self._slots = whole[PAGE:].view(2, 2, SLOT_NBYTES)
+
+    def _piece(self, give: Tensor, take: Tensor) -> None:
+        slot, self._turn = self._turn % 2, self._turn + 1
+        self._slots[self._rank, slot, : len(give)].copy_(give)
+        self._tell()
+        take.copy_(self._slots[1 - self._rank, slot, : len(take)])
+
+
+#: the fastest first
+KINDS: tuple[type[DevicePair] | type[HostPair], ...] = (DevicePair, HostPair)
+
+
+def pair_of(store: Any, rank: int) -> Pair:
+    """Return the fastest kind that works on both ranks. Raises RuntimeError where none does."""
+    for number, kind in enumerate(KINDS):
+        if kind is DevicePair and not torch.cuda.is_available():
+            continue
+        own = PrefixStore(f"{number}.", store)
+        found: Pair | None = None
+        for step in ("made", "tried"):
+            try:
+                if step == "made":
+                    found = kind(own, rank)
+                elif found is not None:
+                    found.try_out()
+            except (RuntimeError, OSError) as error:
+                print(f"pair: {kind.__name__} {step}: {error}", flush=True)
+                found = None
+            own.set(f"{step}{rank}", "no" if found is None else "yes")
+            if own.get(f"{step}{1 - rank}") != b"yes":
+                found = None
+        if found is not None:
+            return found
+    raise RuntimeError("pair: the ranks share no memory")
+
+
+def octets(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor as a vector."""
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,145 @@
+"""Keep one small file of a training of losses, written whole when the training is over.
+
+These files are the whole state of a study on disk. Only the process that runs it writes them, after
+the ranks have ended; a file that is there is a training that need not be repeated. One that cannot
+be read is said to be damaged, and its training made again.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import statistics
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.training_bench.gpu_losses import Case, Method, settings_of
+
+SUFFIX = ".json.gz"
+#: digits of what is only shown; losses keep all of theirs
+SHOWN = {"seconds": 4, "tokens_per_second": 0, "learning_rate": 9}
+#: digits of the losses of single batches of an evaluation
+BATCH_DIGITS = 6
+#: what reading a damaged file raises
+DAMAGED = (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError)
+Record = dict[str, Any]
+
+
+def file_of(out: Path, case: Case) -> Path:
+    """Return the file that is kept of a training."""
+    return out / f"{case.stem}{SUFFIX}"
+
+
+def write(out: Path, logs: Path, case: Case, method: Method, seconds: dict[str, float]) -> Record:
+    """Pack the log, ledger and settings of a training whose files are below ``logs``.
+
+    ``seconds``: of its start, its steps and evaluations. Returns what was written. Raises
+    ValueError for a log that is not one whole training's.
+    """
+    folder = case.folder(logs)
+    log = [shortened(each) for each in _lines(folder / "loss.jsonl")]
+    steps = [line["step"] for line in log if "step" in line]
+    if steps != list(range(1, len(steps) + 1)) or not (case.nccl or len(steps) == method.steps):
+        raise ValueError(f"{folder / 'loss.jsonl'}: expected {method.steps} steps, each once, "
+            f"found {len(steps)} lines of steps")  # fmt: skip
+    record = {
+        "case": asdict(case),
+        "method": asdict(method),
+        "settings": settings_of(case, method, Path("ledger.jsonl")),
+        "seconds": {name: round(value, 2) for name, value in seconds.items()},
+        "log": log,
+        "ledger": _lines(folder / "ledger.jsonl"),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    file = file_of(out, case)
+    partial = file.with_name(f"{file.name}.part")
+    partial.write_bytes(gzip.compress(json.dumps(record, separators=(",", ":")).encode(), mtime=0))
+    os.replace(partial, file)
+    return record
+
+
+def shortened(line: Record) -> Record:
+    """Return a line of a log with fewer digits where nobody compares them."""
+    short: Record = {
+        name: round(value, SHOWN[name])
+        if name in SHOWN
+        else [round(one, BATCH_DIGITS) for one in value]
+        if name == "valid_losses"
+        else value
+        for name, value in line.items()
+    }
+    if "run" in short:  # paths of the machine that trained
+        run = {key: value for key, value in short["run"].items() if key != "deepspeed_config"}
+        settings = dict(run.get("deepspeed", {}))
+        if "compression" in settings:
+            settings["compression"] = {**settings["compression"], "ledger": {}}
+        short["run"] = {**run, "deepspeed": settings}
+    return short
+
+
+def _lines(file: Path) -> list[Record]:
+    if not file.is_file():
+        return []
+    return [json.loads(text) for text in file.read_text(encoding="utf-8").splitlines()]
+
+
+def read(file: Path) -> tuple[Case, Record]:
+    """Return a training and what is kept of it. Raises ValueError for a damaged file."""
+    try:
+        record = json.loads(gzip.decompress(file.read_bytes()))
+        case = Case(**record["case"])
+        whole = bool(record["log"]) and bool(record["settings"]) and bool(record["method"])
+        if not whole or file.name != f"{case.stem}{SUFFIX}":
+            raise ValueError("it holds another training, or a part of one")
+    except DAMAGED as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{file.name}: damaged ({said})") from None
+    return case, record
+
+
+def kept(out: Path, say: Callable[[str], None]) -> dict[Case, Record]:
+    """Return all trainings that are kept in ``out``; damaged files are said and left out."""
+    found = {}
+    for file in sorted(out.glob(f"*{SUFFIX}")):
+        try:
+            case, record = read(file)
+        except ValueError as error:
+            say(f"{error}; this training counts as not made")
+        else:
+            found[case] = record
+    return found
+
+
+def by_arm(records: Mapping[Case, Record]) -> dict[str, dict[int, Record]]:
+    """Return the trainings through memory by arm and seed."""
+    runs: dict[str, dict[int, Record]] = {}
+    for case, record in records.items():
+        if not case.nccl:
+            runs.setdefault(case.name, {})[case.seed] = record
+    return runs
+
+
+def pair_seconds(records: Mapping[int, Record]) -> float:
+    """Return the median of what the pairs of these seeds took from their first step."""
+    found: float = statistics.median(one["seconds"]["pair"] for one in records.values())
+    return found
+
+
+def held_against_nccl(records: Mapping[Case, Record]) -> list[str]:
+    """Say of every training over NCCL in how many steps the one through memory has its loss."""
+    told = []
+    for case, record in records.items():
+        own = records.get(replace(case, nccl=False))
+        if case.nccl and own is not None:
+            theirs, ours = _curve(record), _curve(own)
+            equal = sum(a == b for a, b in zip(theirs, ours, strict=False))
+            told.append(f"{case}: the same loss through memory in {equal} of {len(theirs)} steps")
+    return told
+
+
+def _curve(record: Record) -> list[float]:
+    return [line["loss"] for line in record["log"] if "step" in line]

@@ -1,0 +1,121 @@
+"""Tables of what a training waits for, native and compressed beside each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.training_bench.cells import REFERENCE
+from benchmarks.training_bench.gpu_cells import COMPUTE
+from benchmarks.waits_bench.causes import CAUSES
+from benchmarks.waits_bench.lanes import CODEC, COPIES, WIRE
+
+Figures = dict[str, Any]
+#: of a step, below which a cause is not told in the table
+LEAST_MS = 0.005
+
+
+def page(found: Figures) -> str:
+    """Return the chapter of one layout: where a step goes, what is missing, the worst waits."""
+    arms, names = found["arms"], list(found["arms"])
+    kind = "kernels" if arms[names[0]]["kernels"] else "operations of the CPU"
+    lines = [
+        f"### {found['layout']}, {found['size']} parameters", "",
+        f"Means of {arms[names[0]]['steps']} recorded steps of all ranks, by their {kind}.", "",
+        *_untold(arms), *_causes(arms), "", *_lanes(arms), "",
+    ]  # fmt: skip
+    for name, missed in found["missing"].items():
+        lines += [*_missing(name, missed, found["turns"]), ""]
+    for name in names:
+        lines += [*_waits(name, arms[name]["waits"]), ""]
+    return "\n".join(lines)
+
+
+def _untold(arms: dict[str, Figures]) -> list[str]:
+    """Say which traces lack what waits are told by."""
+    found = {name: arm["untold"] for name, arm in arms.items() if arm["untold"]}
+    return [f"The traces of {_named(n)} do not tell {what}.\n" for n, what in found.items()]
+
+
+def _row(*cells: object) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _head(*cells: str) -> list[str]:
+    return [_row(*cells), "|" + "---|" * len(cells)]
+
+
+def _causes(arms: dict[str, Figures]) -> list[str]:
+    lines = _head("ms of a step", *map(_named, arms))
+    for cause in CAUSES:
+        values = [arms[name]["causes"][cause] for name in arms]
+        if max(values) >= LEAST_MS:
+            lines.append(_row(cause, *(f"{value:.2f}" for value in values)))
+    return [*lines, _row("**all**", *(f"**{arms[name]['ms']:.2f}**" for name in arms))]
+
+
+def _lanes(arms: dict[str, Figures]) -> list[str]:
+    """Return how long codec, messages and copies take, beside computation and exposed."""
+    lines = _head("busy, ms of a step: beside computation + exposed", *map(_named, arms))
+    for lane in (CODEC, WIRE, COPIES):
+        values = [arms[name]["lanes"][lane] for name in arms]
+        if max(value["ms"] for value in values) >= LEAST_MS:
+            cells = (f"{v['beside_ms']:.2f} + {v['exposed_ms']:.2f}" for v in values)
+            lines.append(_row(lane, *cells))
+    return lines
+
+
+def _missing(name: str, missed: Figures, turns: Figures) -> list[str]:
+    """Return what the bytes allow, what is reached and what the rest is spent on."""
+    slower = turns[name]["recorded_ms"] / turns[name]["ms"]
+    said = (
+        f"{_named(name)}: 1/{missed['saving']:.2f} of the bytes allows {missed['allowed']:.2f} "
+        f"times native (r {missed['r']:.2f}); recorded steps reach {missed['speed_up']:.2f}, "
+        f"{missed['reached']:.0%} of it, others {missed['reached_unrecorded']:.0%}. These take "
+        f"{turns[name]['ms']:.1f} ms, recorded ones {slower:.2f} times as long."
+    )
+    if missed["saving"] < 1.01:
+        said += " It sends as many bytes as native: no message of this model was compressed."
+    lines = [said, "", *_head("beyond what the bytes allow", "ms", "% of the step")]
+    parts = sorted(missed["causes_ms"].items(), key=lambda item: -item[1])
+    for cause, value in parts:
+        if abs(value) >= LEAST_MS:
+            lines.append(_row(cause, f"{value:+.2f}", f"{missed['causes_percent'][cause]:+.1f}"))
+    total = 100 * (1 - missed["reached"])
+    return [*lines, _row("**all**", f"**{missed['missing_ms']:+.2f}**", f"**{total:+.1f}**")]
+
+
+def _waits(name: str, waits: list[Figures]) -> list[str]:
+    """Return the longest waits, those first in which nothing computed."""
+    if not waits:
+        return [f"{_named(name)}: no wait in the recorded steps."]
+    lines = [f"{_named(name)}, the longest waits of single messages:", ""]
+    lines += _head("ms", "exposed", "rank", "who waits", "for", "message or operation")
+    for wait in waits:
+        lines.append(
+            _row(
+                f"{wait['ms']:.2f}", f"{wait['exposed_ms']:.2f}", wait["rank"], wait["who"],
+                wait["what"], wait["message"] or "none",
+            )
+        )  # fmt: skip
+    return lines
+
+
+def _named(name: str) -> str:
+    return name if name in (REFERENCE, COMPUTE) else f"`{name}`"
+
+
+def write(found: Figures, path: Path) -> None:
+    """Write the figures as JSON with three digits behind the point, and the page beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_rounded(found), indent=1) + "\n")
+    path.with_suffix(".md").write_text(page(found) + "\n")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 3)
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list) else value

@@ -1,0 +1,196 @@
+"""Read what torch's profiler (Kineto) wrote of one rank: a Chrome trace, plain or compressed.
+
+Times become nanoseconds since the epoch, so that traces of ranks of one machine have one clock.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridcomp.collectives.wire.marks import PREFIX
+
+Event = dict[str, Any]
+#: the mark around each step of the training
+STEP = f"{PREFIX}step "
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+CALLS = ("cuda_runtime", "cuda_driver")
+#: records of what was waited for, by a stream and by the host
+STREAM_WAITS, HOST_WAITS = "Stream Wait Event", "Event Sync"
+#: spans on the host that tell what it does
+HOST = ("cpu_op", "user_annotation", *CALLS)
+#: what Kineto tells of a message with its kernel: its group, and the two ranks of a pair's
+GROUP, PAIR = ("Process Group Name", "Process Group Ranks"), ("Src Rank", "Dst Rank")
+#: group of messages between pairs of ranks of which it is not told which two
+UNTOLD = "?"
+#: calls by which a stream waits for another; which event it is only newer profilers tell
+AWAITS = ("cudaStreamWaitEvent", "cuStreamWaitEvent")
+
+
+class TraceError(ValueError):
+    """A file is no trace of a recorded training; the message is one line."""
+
+
+@dataclass(frozen=True, eq=False)
+class HostSpan:
+    """A stretch of a thread's time: an operation, a mark, or a call of the GPU's driver."""
+
+    category: str
+    name: str
+    thread: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceSpan:
+    """A kernel or copy; ``launch``: the call that queued it; ``group``: NCCL's, where told."""
+
+    category: str
+    name: str
+    stream: int
+    start: int
+    stop: int
+    launch: HostSpan | None
+    group: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class EventWait:
+    """A wait of a stream, or of the host (None), for an event; with the two calls of the host."""
+
+    stream: int | None
+    awaited: int  # the stream that the event was recorded on
+    call: HostSpan
+    record: HostSpan
+
+
+@dataclass(eq=False)
+class RankTrace:
+    """Holds what one rank did in the steps of a trace."""
+
+    name: str
+    steps: list[tuple[int, int]]
+    host: list[HostSpan] = field(default_factory=list)
+    device: list[DeviceSpan] = field(default_factory=list)
+    waits: list[EventWait] = field(default_factory=list)
+    synced: dict[HostSpan, EventWait] = field(default_factory=dict)  # by the call that blocks
+
+    @property
+    def untold(self) -> str:
+        """Say what the profiler has left out, without which waits cannot be told; "": nothing."""
+        if not self.device:
+            return ""
+        alone = sum(span.launch is None for span in self.device)
+        awaits = sum(span.name in AWAITS for span in self.host)
+        parts = [f"the calls that launched {alone} of {len(self.device)} kernels"] * bool(alone)
+        parts += [f"the events of {awaits} waits of streams"] * (awaits > 0 and not self.waits)
+        return " and ".join(parts)
+
+    @property
+    def main(self) -> int:
+        """Return the thread that makes the steps."""
+        return next(span.thread for span in self.host if span.name.startswith(STEP))
+
+    def marks(self, kind: str) -> Iterator[HostSpan]:
+        """Yield the marks of hybridcomp of one kind, in the order in which they began."""
+        head = f"{PREFIX}{kind} "
+        return (span for span in self.host if span.name.startswith(head))
+
+
+def read(path: Path) -> RankTrace:
+    """Read a trace. Raises TraceError for a file that is damaged or of another program."""
+    found = _json(path)
+    events = found.get("traceEvents") if isinstance(found, dict) else None
+    if not isinstance(events, list):
+        raise TraceError(
+            f"{path}: expected a Chrome trace with 'traceEvents', found "
+            f"{sorted(found)[:5] if isinstance(found, dict) else type(found).__name__}; "
+            "record it with bench_gpu_waits.py"
+        )
+    trace, calls = RankTrace(path.name, []), dict[int, HostSpan]()
+    for number, event in enumerate(events):
+        try:
+            base = int(found.get("baseTimeNanoseconds", 0))
+            if event.get("ph") == "X" and event.get("cat") in HOST:
+                trace.host.append(_host(event, base))
+                if event["cat"] in CALLS:
+                    calls[int(event["args"]["correlation"])] = trace.host[-1]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _damaged(path, number, error) from None
+    trace.host.sort(key=lambda span: (span.start, -span.stop))
+    trace.steps = [(s.start, s.stop) for s in trace.host if s.name.startswith(STEP)]
+    if not trace.steps:
+        raise TraceError(
+            f"{path}: expected steps marked '{STEP}N', found {len(events)} events without one; "
+            "record it with bench_gpu_waits.py"
+        )
+    for number, event in enumerate(events):
+        try:
+            if event.get("ph") == "X":
+                _add(event, base, calls, trace)
+        except (KeyError, TypeError, ValueError) as error:
+            raise _damaged(path, number, error) from None
+    trace.device.sort(key=lambda span: span.start)
+    trace.waits.sort(key=lambda wait: wait.call.start)
+    return trace
+
+
+def _json(path: Path) -> Any:
+    try:
+        data = path.read_bytes()
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
+        return json.loads(data)
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise TraceError(f"{path}: cannot be read as a trace ({said}); record it again") from None
+
+
+def _damaged(path: Path, number: int, error: Exception) -> TraceError:
+    said = f"no {error}" if isinstance(error, KeyError) else str(error)
+    return TraceError(f"{path}: event {number} is damaged ({said}); record it again")
+
+
+def _times(event: Event, base: int) -> tuple[int, int]:
+    start = base + round(event["ts"] * 1000)
+    return start, start + round(event["dur"] * 1000)
+
+
+def _host(event: Event, base: int) -> HostSpan:
+    return HostSpan(event["cat"], event["name"], int(event["tid"]), *_times(event, base))
+
+
+def _add(event: Event, base: int, calls: dict[int, HostSpan], trace: RankTrace) -> None:
+    """Add a kernel or copy with the call that queued it, or a wait for an event with both calls."""
+    told, kind = event.get("args", {}), event.get("cat")
+    if kind in DEVICE:
+        call = calls.get(int(told["correlation"]))
+        where = kind, event["name"], int(told["stream"])
+        group = _group(event["name"], told)
+        trace.device.append(DeviceSpan(*where, *_times(event, base), call, group))
+    elif kind == "cuda_sync" and event["name"] in (STREAM_WAITS, HOST_WAITS):
+        call = calls.get(int(told["correlation"]))
+        record = calls.get(int(told["wait_on_cuda_event_record_corr_id"]))
+        if call is None or record is None:
+            return  # the event was recorded before the trace began
+        stream = int(told["stream"]) if event["name"] == STREAM_WAITS else None
+        wait = EventWait(stream, int(told["wait_on_stream"]), call, record)
+        if stream is None:
+            trace.synced[call] = wait
+        else:
+            trace.waits.append(wait)
+
+
+def _group(name: str, told: Event) -> str:
+    """Return the group of NCCL's message, for a message of a pair with its two ranks."""
+    group = "/".join(str(told[key]) for key in GROUP if key in told)
+    if told.get("Collective name") in ("send", "recv") or (not group and "SendRecv" in name):
+        pair = [str(told[key]) for key in PAIR if key in told]
+        return f"{group}/{'>'.join(pair)}" if len(pair) == 2 else UNTOLD
+    return group

@@ -1,0 +1,79 @@
+"""Chrome traces as torch's profiler writes them, put together by hand; times in microseconds."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from hybridcomp.collectives.wire.marks import PREFIX
+
+MAIN = 11
+BASE_NS = 1_700_000_000_000_000_000
+
+
+class MadeTrace:
+    """Events of one rank; names of marks without their prefix."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._numbers = count(1)
+
+    def host(self, category: str, name: str, start: float, stop: float, **args: Any) -> None:
+        """A span of the main thread."""
+        self.events.append(
+            {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": MAIN, "ts": start,
+             "dur": stop - start, "args": args}
+        )  # fmt: skip
+
+    def mark(self, name: str, start: float, stop: float) -> None:
+        self.host("user_annotation", PREFIX + name, start, stop)
+
+    def call(self, name: str, start: float, stop: float) -> int:
+        """A call of the driver; its number, by which others name it."""
+        number = next(self._numbers)
+        category = "cuda_driver" if name.startswith("cu") and name[2].isupper() else "cuda_runtime"
+        self.host(category, name, start, stop, correlation=number)
+        return number
+
+    def kernel(
+        self, name: str, stream: int, times: tuple[float, float], call: tuple[float, float],
+        category: str = "kernel", **args: Any,
+    ) -> None:  # fmt: skip
+        """A kernel or copy and the call that queued it."""
+        by = "cuLaunchKernel" if category == "kernel" else "cudaMemcpyAsync"
+        number = self.call(by, *call)
+        self._device(category, name, stream, *times, correlation=number, **args)
+
+    def wait(self, stream: int, on: int, record: float, call: float) -> None:
+        """An event is recorded on one stream, and another waits for it; each call takes 1."""
+        self.event(stream, on, record, self.call("cudaStreamWaitEvent", call, call + 1), call)
+
+    def sync(self, on: int, record: float, call: tuple[float, float]) -> None:
+        """The host waits for an event that is recorded on a stream."""
+        self.event(-1, on, record, self.call("cudaEventSynchronize", *call), call[0])
+
+    def event(self, stream: int, on: int, record: float, number: int, at: float) -> None:
+        """An event is recorded, for which the call ``number`` has a stream or the host wait."""
+        recorded = self.call("cudaEventRecord", record, record + 1)
+        name = "Event Sync" if stream < 0 else "Stream Wait Event"
+        self._device(
+            "cuda_sync", name, stream, at, at + 1, correlation=number,
+            wait_on_stream=on, wait_on_cuda_event_record_corr_id=recorded,
+        )  # fmt: skip
+
+    def _device(
+        self, category: str, name: str, stream: int, start: float, stop: float, **args: Any
+    ) -> None:
+        self.events.append(
+            {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": stream, "ts": start,
+             "dur": stop - start, "args": {"device": 0, "stream": stream, **args}}
+        )  # fmt: skip
+
+    def write(self, path: Path) -> Path:
+        """Write the trace, compressed where its name ends so."""
+        text = json.dumps({"baseTimeNanoseconds": BASE_NS, "traceEvents": self.events}).encode()
+        path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+        return path
