@@ -65,11 +65,13 @@ def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         session = session_of(self)
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
-        # without a save_dir nothing is written: upstream says what is wrong
-        drain(self, "for a checkpoint")
         with ExitStack() as exact:
-            if session is not None and bound.arguments["save_dir"]:
+            # without a save_dir nothing is written: upstream says what is wrong
+            if session is None or not bound.arguments["save_dir"]:
+                drain(self, "for a checkpoint")
+            else:
                 with files_together(exact_weights.WHAT):
+                    drain(self, "for a checkpoint")
                     tag, save_dir = bound.arguments["tag"], bound.arguments["save_dir"]
                     tag = f"global_step{self.global_steps}" if tag is None else tag
                     folder = Path(save_dir) / str(tag)
@@ -112,10 +114,10 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
                 folder = universal.beside(self, Path(load_dir) / str(tag))
                 say(*checkpoint_note.dropped(folder, None))
             return original(self, *args, **kwargs)
-        drain(self, "for the weights of a checkpoint")
         found, loads, undo = None, bound.arguments, ExitStack()
         # raises for damaged files before upstream changes weights
         with together(exact_weights.WHAT, undo.close, error=CheckpointError):
+            drain(self, "for the weights of a checkpoint")
             tag = universal.newest(self, load_dir) if tag is None else tag
             folder = Path(load_dir) / str(tag)
             if tag is not None and whole:

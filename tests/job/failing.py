@@ -2,8 +2,8 @@
 
 Steps are found by Python's profiler while the operation runs, not by a list: calls from a function
 of hybridcomp into torch, files, the network or another library. Left out are the few in front of
-an operation and behind its last gate (``KEPT``), and what carries the word of a failure
-(``SPARED``).
+an operation and behind its last gate (``KEPT``), what carries the word of a failure (``SPARED``),
+and what DeepSpeed does between our operations, with messages of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 import hybridcomp
+from hybridcomp.job.gates import here
 
 HERE = str(Path(hybridcomp.__file__).parent)
 PATCHES = str(Path(HERE).parent / "patches")
@@ -89,12 +90,23 @@ class Steps:
             called = frame.f_code.co_name
             if _is_own(frame) or str(frame.f_globals.get("__name__")).startswith(SYNTAX):
                 return
+        if not here.operations and _is_upstreams(frame):
+            return
         self.found += 1
         if self.found - 1 == self.fails_at:
             place = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
             self.where = f"{place} {caller.f_code.co_name}: {called}"
             sys.setprofile(None)
             raise Injected(self.where)
+
+
+def _is_upstreams(frame: FrameType | None) -> bool:
+    """Return whether DeepSpeed runs, or is called."""
+    while frame is not None:
+        if "/site-packages/deepspeed/" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_own(frame: FrameType) -> bool:
