@@ -335,6 +335,9 @@ var hybridcompBlocks = {
   "GPT-NeoX|up to 1 Gb/s|ZeRO 0": [
    "config.yml",
    {
+    "bf16": {
+     "enabled": true
+    },
     "zero_optimization": {
      "stage": 0
     },
@@ -348,6 +351,9 @@ var hybridcompBlocks = {
   "GPT-NeoX|up to 1 Gb/s|ZeRO 1": [
    "config.yml",
    {
+    "bf16": {
+     "enabled": true
+    },
     "zero_optimization": {
      "stage": 1
     },
@@ -362,6 +368,9 @@ var hybridcompBlocks = {
   "GPT-NeoX|1 to 25 Gb/s|ZeRO 0": [
    "config.yml",
    {
+    "bf16": {
+     "enabled": true
+    },
     "zero_optimization": {
      "stage": 0
     },
@@ -375,6 +384,9 @@ var hybridcompBlocks = {
   "GPT-NeoX|1 to 25 Gb/s|ZeRO 1": [
    "config.yml",
    {
+    "bf16": {
+     "enabled": true
+    },
     "zero_optimization": {
      "stage": 1
     },
@@ -388,6 +400,9 @@ var hybridcompBlocks = {
   "GPT-NeoX|faster, between nodes|ZeRO 0": [
    "config.yml",
    {
+    "bf16": {
+     "enabled": true
+    },
     "zero_optimization": {
      "stage": 0
     },
@@ -401,6 +416,9 @@ var hybridcompBlocks = {
   "GPT-NeoX|faster, between nodes|ZeRO 1": [
    "config.yml",
    {
+    "bf16": {
+     "enabled": true
+    },
     "zero_optimization": {
      "stage": 1
     },

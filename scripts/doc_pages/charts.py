@@ -71,7 +71,7 @@ def picture(title: str, axis: str, keys: Mapping[str, str], groups: Sequence[Gro
 
 def _step(span: float) -> float:
     """Return the distance of two marks of an axis: 1, 2 or 5 times a power of ten."""
-    power = 10 ** math.floor(math.log10(span / 3))
+    power = 10.0 ** math.floor(math.log10(span / 3))
     return next(power * times for times in (1, 2, 5, 10) if power * times >= span / 6)
 
 
@@ -200,8 +200,9 @@ def losses() -> str:
         rows = list(csv.DictReader(file))
     found = {(row["training"], row["layout"], row["run"]): row for row in rows}
     groups = []
-    for words, *place, kind in LOSS_ROWS:
-        gap, half = (float(found[tuple(place)][name]) for name in ("gap", "interval"))
+    for words, training, layout, run, kind in LOSS_ROWS:
+        row = found[training, layout, run]
+        gap, half = float(row["gap"]) + 0.0, float(row["interval"])
         groups.append((words, [Bar(gap, kind, f"{gap:+.2f}", gap - half, gap + half)]))
     keys = {"block": "hybridcomp", "other": "torch's PowerSGD hook, the paper's presets"}
     return picture(

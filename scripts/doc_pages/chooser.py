@@ -68,7 +68,9 @@ def file(engine: str, link: str, stage: str) -> tuple[str, dict[str, Any]] | Non
     if engine == "GPT-NeoX":
         zero = {"stage": int(stage.removeprefix("ZeRO "))}
         return "config.yml", {
-            "zero_optimization": zero, "deepspeed_extra_args": {"compression": found},
+            "bf16": {"enabled": True},
+            "zero_optimization": zero,
+            "deepspeed_extra_args": {"compression": found},
         }  # fmt: skip
     return "block.json", found
 
