@@ -14,7 +14,7 @@ import torch
 
 from hybridcomp.collectives import native_nbytes
 from hybridcomp.config import CompressionConfig
-from hybridcomp.tools.plan.crossing import QGZ, QWZ
+from hybridcomp.tools.plan.bits_between import QGZ, QWZ
 
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "send"]
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -21,7 +21,7 @@ from hybridcomp.patches.ds import settings as by_deepspeed
 from hybridcomp.patches.rules import accelerate, neox
 from hybridcomp.patches.rules.ds_job import DeepSpeedJob
 from hybridcomp.patches.rules.ds_settings import AUTO, KNOWN, parsed, removed
-from hybridcomp.tools.plan.crossing import Traffic
+from hybridcomp.tools.plan.bits_between import Traffic
 
 Whose = Literal["block", "deepspeed", "neox"]
 #: DeepSpeed's top-level keys that decide what is compressed; it ignores unknown keys

@@ -17,8 +17,8 @@ from hybridcomp.config.presets import PRESETS
 from hybridcomp.dimensions import BETWEEN_RANKS, ROWS, Dimension
 from hybridcomp.errors import ConfigError
 from hybridcomp.tools.commands.job_files import JobFile, read_job_file
-from hybridcomp.tools.plan import crossing, meetings
-from hybridcomp.tools.plan.crossing import Traffic
+from hybridcomp.tools.plan import bits_between, meetings
+from hybridcomp.tools.plan.bits_between import Traffic
 from hybridcomp.tools.plan.machines import cluster_file
 from hybridcomp.tools.plan.pays import (
     Coder,
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
             sent, stage=job.stage, dtype=job.dtype, summed=job.sent_as("dp"),
             micro_batches=micro_batches,
         )  # fmt: skip
-        for line in crossing.lines(config, sent):
+        for line in bits_between.lines(config, sent):
             print(line)
         print(step_line(config, job, device, options, micro_batches))
     return 0

@@ -12,8 +12,8 @@ import torch
 from doc_pages import bits
 from hybridcomp.config import CompressionConfig
 from hybridcomp.tools.commands import cli
-from hybridcomp.tools.plan import crossing
-from hybridcomp.tools.plan.crossing import Traffic
+from hybridcomp.tools.plan import bits_between
+from hybridcomp.tools.plan.bits_between import Traffic
 
 RECOMMENDED = CompressionConfig.parse({"preset": "recommended"})
 FP32 = torch.float32
@@ -52,7 +52,7 @@ def test_zero_plus_plus_is_that_of_the_table() -> None:
     ],
 )
 def test_what_sends_less_is_said_the_least_first(job: Traffic, words: list[str]) -> None:
-    first, *found = crossing.lines(RECOMMENDED, job)
+    first, *found = bits_between.lines(RECOMMENDED, job)
     assert ("ZeRO++" in first) == (job.stage == 3)
     assert len(found) == len(words)
     assert all(line.strip().startswith(word) for line, word in zip(found, words, strict=True)), (
@@ -61,9 +61,9 @@ def test_what_sends_less_is_said_the_least_first(job: Traffic, words: list[str])
 
 
 def test_nothing_is_said_of_what_is_native_or_depends_on_matrices() -> None:
-    assert not list(crossing.lines(CompressionConfig.parse({"tp": "bf16"}), Traffic(3)))
+    assert not list(bits_between.lines(CompressionConfig.parse({"tp": "bf16"}), Traffic(3)))
     low_rank = CompressionConfig.parse({"dp": {"codec": "powersgd", "rank": 4}})
-    assert not list(crossing.lines(low_rank, Traffic(0)))
+    assert not list(bits_between.lines(low_rank, Traffic(0)))
 
 
 @pytest.mark.parametrize(
