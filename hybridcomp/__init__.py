@@ -240,6 +240,8 @@ def publish(
     keep: int | None = None,
     names: str = "own",
     still_s: float = 60.0,
+    as_: str | None = None,
+    lora: str | None = None,
 ) -> Publisher:
     """Publish the weights of an engine, version by version, to inference engines.
 
@@ -265,17 +267,21 @@ def publish(
             of the families of Llama and GPT-2.
         still_s: seconds that the receiver at a socket may take nothing; then the version is given
             up, which raises PublishError, and each later one at once while it stands still.
+        as_: "fp8" (E4M3 in blocks of 128 x 128) or "mxfp8" (in blocks of 32) for matrices that
+            engines hold in 8 bits, with their scales; None: 16 bits. The block's key is ``as``.
+        lora: of a model of PEFT, "adapters": these alone, under the names of PEFT's checkpoints, or
+            "merged": what it computes with, under the names of its base; None: as they are.
 
     Raises ConfigError where the engine's weights or the destination do not fit.
     """
     from hybridcomp.patches.published import publish
 
     given = {"every": every, "anchor_every": anchor_every, "keep": keep}
-    return publish(engine, to, names, still_s, **given, dtype=dtype, codec=codec)
+    return publish(engine, to, names, still_s, as_, lora, **given, dtype=dtype, codec=codec)
 
 
-#: public names that are imported once somebody asks for them -> where they are: the config needs
-#: pydantic and torch, and `import hybridcomp` alone stays quick
+#: lazily imported public names -> their module, so that `import hybridcomp` loads neither
+#: pydantic nor torch
 _LATE = {
     "AppliedVersion": "publishing",
     "Attached": "patches.torch.attached",

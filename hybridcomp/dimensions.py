@@ -22,6 +22,7 @@ Dimension = Literal[
     "offload",
     "tp2d",
     "sync",
+    "embed",
 ]
 #: ``forward`` moves activations or parameters, ``backward`` gradients of activations. Reductions of
 #: gradients and gathers of parameters are ``forward``; in offload that moves parameters to the
@@ -192,6 +193,13 @@ ROWS: Mapping[Dimension, DimensionRow] = {
         directions=("forward",),
         engines=(DEEPSPEED, MEGATRON, FSDP2, DDP),
         by_request=True,
+    ),
+    "embed": DimensionRow(
+        "Rows of tables of hybridcomp.nn.CachedEmbedding: rows from their owners (forward), their "
+        "gradients back (backward).",
+        "all_to_all",
+        in_layers=True,
+        by_script=True,
     ),
 }
 

@@ -18,6 +18,7 @@ inter_ratio         as ratio, for bytes between nodes
 native_since        the step from which a guard or "when": "auto" made it native         step
 encoded_since       the step from which "when": "auto" encodes it after all              step
 residual_norm       L2 norm of the residuals of error feedback, all ranks                as values
+time                when the record was written, in JSON lines                           s of 1970
 total_raw_MB        since the run began: bytes that native would have sent, all ranks    1e6 bytes
 total_wire_MB       since the run began: bytes sent, all ranks                           1e6 bytes
 saved_s             since the run began: seconds saved as far as "when": "auto" has      s
@@ -46,7 +47,7 @@ left_out            islands that were left out of meetings, this one included; j
 
 The first four keep their names, one record a step. The others are of one dimension and direction,
 since the previous report: in JSON lines ``dimensions.<dimension>.<direction>.<figure>``
-(``residual_norm``, the totals and the rows ``publish``,
+(``time``, ``residual_norm``, the totals and the rows ``publish``,
 ``sync`` and ``pipeline`` beside ``dimensions``), elsewhere
 ``train/compression/<dimension>[/<direction>]/<figure>``, without the direction for dp and zero,
 which have one, ``train/compression/publish/<figure>``, and ``train/compression/<figure>``. Hugging
@@ -57,6 +58,8 @@ Imports nothing: programs that only read figures need no torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 LOSS, TOKENS, SPEED, VALID_LOSS = "loss", "tokens", "tokens_per_second", "valid_loss"
 #: figures of a dimension and direction
 FIGURES = (
@@ -66,6 +69,8 @@ FIGURES = (
 RESIDUAL_NORM = "residual_norm"
 #: figures of the whole job, since it began
 TOTALS, SAVED_S = ("total_raw_MB", "total_wire_MB"), "saved_s"
+#: of a record in JSON lines: seconds since 1970
+TIME = "time"
 PREFIX = "train/compression/"
 #: in the place of it where a trainer writes ``train/`` before every name
 TRAINER_PREFIX = "compression/"
@@ -73,6 +78,17 @@ TRAINER_PREFIX = "compression/"
 STEP = f"{PREFIX}step"
 #: keys of a W&B run's config: the block, other facts of the run, and the codecs
 CONFIG_BLOCK, CONFIG_RUN, CONFIG_CODECS = "compression", "run", "codecs"
+
+#: units that names of figures end in
+UNITS = {"ms": " ms", "MB": " MB", "gbps": " Gb/s"}
+#: figures whose names are no words
+WORDS = {
+    "meet_wait": "waited for others", "full_versions": "of them in full", "wire": "sent",
+    "raw_versions": "of them without a codec", "bits_per_weight": "bits a weight",
+    "compare": "comparing", "encode": "encoding", "apply": "applying", "coded": "estimated encoded",
+    "raw": "estimated without a codec", "staleness": "meetings or steps ahead",
+    "held": "versions held",
+}  # fmt: skip
 
 
 def event_name(dimension: str, direction: str, figure: str, one_way: bool) -> str:
@@ -91,3 +107,20 @@ def split_event(name: str, prefix: str = PREFIX) -> tuple[str, str, str] | None:
     if not name.startswith(prefix) or len(parts) not in (2, 3):
         return None
     return parts[0], "forward" if len(parts) == 2 else parts[1], parts[-1]
+
+
+def follower_line(named: tuple[str, Mapping[str, float]]) -> str:
+    """Format the row of a follower for the progress line; counts of 0 are left out."""
+    name, row = named
+    told = [_told(figure, value) for figure, value in row.items() if value or figure == "drift"]
+    return f"{name}: {', '.join(told)}"
+
+
+def _told(figure: str, value: float) -> str:
+    """Format one figure in words, with its unit: ``waited for others 31.5 ms``."""
+    name, _, last = figure.rpartition("_")
+    if last == "share":
+        return f"{name} {100 * value:.3g} %"
+    unit = UNITS.get(last, "")
+    name = WORDS.get(name if unit else figure, (name if unit else figure).replace("_", " "))
+    return f"{name} {value:.4g}{unit}"

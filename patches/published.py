@@ -6,9 +6,11 @@ from typing import Any
 
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
+from hybridcomp.patches.common.lora import adapted
 from hybridcomp.patches.common.publishing_steps import destination_of
 from hybridcomp.patches.torch.attach import ATTRIBUTE, unwrapped
 from hybridcomp.publishing import EngineWeights, Publisher
+from hybridcomp.publishing.quantized import quantized
 from hybridcomp.publishing.streams import Stream
 from hybridcomp.publishing.two_way import MOST_STILL_S
 from hybridcomp.publishing.weights import named
@@ -16,7 +18,15 @@ from hybridcomp.session import process
 from hybridcomp.session.engine_session import EngineSession, session_of
 
 
-def publish(engine: Any, to: Any, names: str, still_s: float, **options: Any) -> Publisher:
+def publish(
+    engine: Any,
+    to: Any,
+    names: str,
+    still_s: float,
+    as_: str | None,
+    lora: str | None,
+    **options: Any,
+) -> Publisher:
     """See ``hybridcomp.publish``, which names the ``options``.
 
     A destination that this rank alone refuses is told to all ranks, which raise its error.
@@ -25,7 +35,8 @@ def publish(engine: Any, to: Any, names: str, still_s: float, **options: Any) ->
         todo = f"expected seconds, above 0 and at most {MOST_STILL_S:g}"
         raise ConfigError("publish.still_s", still_s, todo)
     engine = unwrapped(engine)
-    weights = named(weights_of(engine), names)
+    weights = named(adapted(weights_of(engine), lora), names)
+    weights = quantized(weights, as_, options["dtype"])
     try:
         destination = destination_of(to, weights, _session_of(engine), still_s)
     except ConfigError as error:

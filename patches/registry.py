@@ -30,6 +30,8 @@ MODULES: dict[str, tuple[str, ...]] = {
         "ds.zero12_elsewhere",
         "ds.zero3",
         "ds.parameter_gathers",
+        "ds.secondary",
+        "ds.frozen",
         "ds.offload12",
         "ds.offload3",
         "ds.pipeline",

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """Read from upstream's own releases what the seams name, and write it for the tests.
 
-read_upstream.py FOLDER            write tests/patches/upstream.json from the archives in FOLDER
-read_upstream.py FOLDER --check    say what in the file is other than in the archives; status 1 then
+read_upstream.py FOLDER            add the archives in FOLDER to tests/patches/upstream.json
+read_upstream.py FOLDER --check    write nothing; the exit status is 1 where the file would change
 
-What archives of inference engines have is written to tests/inference/upstream.json. Arguments about
+Releases that are recorded and have no archive in FOLDER stay as they are. Each changed release is
+printed, with what it binds to other parameters than the release recorded before it.
+What archives of inference engines have is added to tests/inference/upstream.json. Arguments about
 communication (``ARGUMENTS``) are read from what is installed by tests/patches/test_arguments.py.
 
 FOLDER holds wheels and source distributions, as ``pip download --no-deps`` leaves them, and for
@@ -28,9 +30,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from packaging.version import InvalidVersion, Version
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # hybridcomp, from this checkout
 
+from doc_pages import json_rows
 from hybridcomp.inference import sglang_seams, verl_seams, vllm_plugin, vllm_seams
+from hybridcomp.inference.upstream import OTHERS
 from hybridcomp.patches.registry import patches_of
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
@@ -114,6 +120,7 @@ def identify(path: Path) -> tuple[str, str] | None:
     if match is None:
         return None
     name = match[1].replace("_", "-").lower()
+    name = next((one for one, others in OTHERS.items() if name in others), name)
     return (name, match[2]) if name in PACKAGES or name in ENGINES else None
 
 
@@ -210,7 +217,7 @@ def _plain(value: ast.expr) -> ast.expr:
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """Return the file's contents: archives, and by symbol each signature with its versions."""
+    """Return what the archives have, by upstream: archives, and by symbol bindings and versions."""
     found: dict[str, Any] = {}
     for path in sorted(folder.iterdir()):
         known = identify(path)
@@ -222,6 +229,72 @@ def facts(folder: Path) -> dict[str, Any]:
         mine["archives"][version] = {"file": path.name, "sha256": digest}
         for symbol, bound in read(path, symbols(name)).items():
             mine["symbols"].setdefault(symbol, {}).setdefault(bound, []).append(version)
+    return found
+
+
+def merged(written: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Return ``written`` with the releases of ``found`` added, or replaced where it has them.
+
+    Of the upstreams in ``found``, symbols that no seam names any more are left out.
+    """
+    result = dict(written)
+    for name, new in found.items():
+        old = written.get(name, {"archives": {}, "symbols": {}})
+        symbols: dict[str, dict[str, list[str]]] = {}
+        for symbol, ways in new["symbols"].items():
+            mine = symbols.setdefault(symbol, {})
+            for bound, versions in old["symbols"].get(symbol, {}).items():
+                if kept := [version for version in versions if version not in new["archives"]]:
+                    mine[bound] = kept
+            for bound, versions in ways.items():
+                mine[bound] = [*mine.get(bound, []), *versions]
+        archives = {**old["archives"], **new["archives"]}
+        order = sorted(archives, key=_order)
+        for ways in symbols.values():
+            for versions in ways.values():
+                versions.sort(key=_order)
+        result[name] = {"archives": {v: archives[v] for v in order}, "symbols": symbols}
+    return result
+
+
+def _order(version: str) -> tuple[Version, str]:
+    """Sort releases by number, and commits, which have none, by their names."""
+    try:
+        return Version(version), ""
+    except InvalidVersion:
+        return Version("0"), version
+
+
+def remarks(written: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each release that is new or changed, and one for each binding that differs.
+
+    Bindings are compared with those of the release before it in the file. A symbol that an older
+    release was never asked for is named too: its archive has to be read again.
+    """
+    for name, facts in now.items():
+        before = _by_version(written.get(name, {"archives": {}, "symbols": {}}))
+        after = _by_version(facts)
+        versions = list(facts["archives"])
+        for place, version in enumerate(versions):
+            if before.get(version) == after[version]:
+                continue
+            yield f"{name} {version}: {'changed' if version in before else 'added'}"
+            older = after[versions[place - 1]] if place else {}
+            for symbol, bound in after[version].items():
+                if older.get(symbol, bound) != bound:
+                    yield f"  {symbol}: {older[symbol]} -> {bound}, since {versions[place - 1]}"
+        for version, bindings in after.items():
+            if lacking := sorted(facts["symbols"].keys() - bindings.keys()):
+                yield f"{name} {version}: fetch its archive too; not read yet: {', '.join(lacking)}"
+
+
+def _by_version(facts: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """Return by version, then by symbol, what is bound."""
+    found: dict[str, dict[str, str]] = {version: {} for version in facts["archives"]}
+    for symbol, ways in facts["symbols"].items():
+        for bound, versions in ways.items():
+            for version in versions:
+                found[version][symbol] = bound
     return found
 
 
@@ -241,13 +314,15 @@ def main() -> int:
         mine = {name: facts for name, facts in found.items() if name in names}
         if not mine:
             continue
-        if not given.check:
-            file.write_text(json.dumps(mine, indent=1, sort_keys=True) + "\n")
-            continue
         written = json.loads(file.read_text())
-        for name in sorted(name for name in mine if mine[name] != written.get(name)):
-            print(f"{file.name}: {name} is other than in the archives of {given.folder}")
-            status = 1
+        now = merged(written, mine)
+        for line in remarks(written, now):
+            print(line)
+        if now != written:
+            print(f"{file}: {'differs from the archives' if given.check else 'written'}")
+            status = int(given.check)
+        if not given.check:
+            file.write_text(json_rows.dumps(now, depth=3), encoding="utf-8")
     return status
 
 

@@ -1,7 +1,7 @@
 """The public names and their signatures change only together with ``tests/public.json``.
 
-``python -m tests.test_public`` in the root of a checkout writes that file anew; what it changes
-belongs into CHANGELOG.md.
+``python -m tests.test_public`` in the root of a checkout, with scripts/ in PYTHONPATH, writes that
+file anew; what it changes belongs into CHANGELOG.md.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import inspect
 import json
 from pathlib import Path
 
-from doc_pages import inside
+from doc_pages import inside, json_rows
 
 LIST = Path(__file__).with_name("public.json")
 
@@ -56,4 +56,4 @@ def test_each_has_a_docstring_and_annotations() -> None:
 
 
 if __name__ == "__main__":
-    LIST.write_text(json.dumps(found(), indent=1, sort_keys=True) + "\n")
+    LIST.write_text(json_rows.dumps(dict(sorted(found().items())), depth=2), encoding="utf-8")

@@ -21,9 +21,8 @@ from hybridcomp.job import small_messages
 
 #: values of the messages of the trials, in order
 SIZES = (1 << 19, 1 << 21, 1 << 23)
-#: least and most timed rounds of either kind, after one that fills caches and allocates buffers;
-#: the shortest counts, as disturbances make a timing longer. Steps of the run decide a close trial
-#: (``recheck``), so more rounds would only take time
+#: fewest and most timed rounds of each variant, after one warm-up round; the shortest counts, as
+#: noise only lengthens. Close results are settled by timing real steps (``recheck``)
 REPEATS = 1, 4
 #: the same for messages of layers and stages, which are short; their median counts
 REPEATS_SEEN = 2, 8

@@ -183,7 +183,7 @@ class Verdicts:
     def restore(
         self, state: Mapping[str, Mapping[str, Any]], waiting: Sequence[Dimension] = ()
     ) -> list[str]:
-        """Take over the verdicts of the run that is resumed; returns sentences on what changes.
+        """Restore the decisions of the resumed run; return notes for the user on what changed.
 
         ``waiting``: dimensions that would be measured later; those in ``state`` will not be.
         """

@@ -321,8 +321,10 @@ class Channel:
         return kind(clock=clock, where=f"{self.dimension} at step {self.state.step}")
 
     def record(self, meter: Meter, raw_nbytes: int, direction: Direction, inter: float) -> None:
-        """Count an encoded message in whose place native would have sent ``raw_nbytes``, of which
-        the share ``inter`` crosses nodes."""
+        """Count an encoded message.
+
+        The native call would have sent ``raw_nbytes``; the share ``inter`` of it crosses nodes.
+        """
         raw_nbytes = 0 if self.dimension == "sync" else raw_nbytes
         self.state.ledger.record((self.dimension, direction), raw_nbytes, meter, inter)
 

@@ -288,7 +288,7 @@ class Residuals:
             ]
 
     def add(self, name: str, stretch: tuple[int, Tensor], index: int = 0, count: int = 1) -> None:
-        """Hold a stretch of a parameter, offset and fp32 CPU values, until a message asks for it.
+        """Keep the residual of a slice of a parameter (offset, fp32 CPU values) for a message.
 
         ``count`` ranks of this node hold the same one; this rank is number ``index`` among them.
         """

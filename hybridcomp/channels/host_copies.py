@@ -275,9 +275,10 @@ def _chunks(values: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _rounds(codec: Codec) -> bool:
-    """Return whether values are rounded to the device's dtype before encoding, not after decoding.
+    """Return whether values are cast to the device's dtype before encoding, not after decoding.
 
-    Not for lossy codecs of fixed size: that pass over host memory takes longer than encoding.
+    False for lossy codecs of fixed size: the extra pass over host memory would take longer than
+    encoding.
     """
     return codec.lossless or not codec.fixed_size
 

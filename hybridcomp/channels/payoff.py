@@ -214,7 +214,7 @@ class Payoff:
         return [f'nothing is compressed in this run: {ALL_NATIVE}; "when": "always" compresses']
 
     def resume(self, stored: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Take over the verdicts of a checkpoint; returns messages for the user."""
+        """Restore the decisions of a checkpoint; return notes for the user on what changed."""
         state = self._state
         told = state.verdicts.restore(stored, state.seen.waiting)
         for name in state.verdicts.by_dimension:

@@ -1,4 +1,4 @@
-"""Form of residuals in a checkpoint: what is written, what is read, and what is none."""
+"""Write, read and recognize residuals in a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keep residuals out of a message whose sum nobody takes, and give them back after it."""
+"""Hold residuals back from a reduction whose result is discarded, and restore them afterwards."""
 
 from __future__ import annotations
 

@@ -127,10 +127,10 @@ class Bounded(Codec):
                 f"error_bound_mode must be rel for {family}, whose error grows with the values; "
                 f"{ANY_BOUND.name} keeps absolute bounds, found 'abs'"
             )
-        if ladder and segment % ladder[0].span:
+        if ladder and segment % ladder[0].block_size:
             raise CodecError(
-                f"segment must be a multiple of {ladder[0].span} for {family}, which scales that "
-                f"many values together, found {segment!r}"
+                f"segment must be a multiple of {ladder[0].block_size} for {family}, which scales "
+                f"that many values together, found {segment!r}"
             )
         self.fixed_size = bool(ladder)
 

@@ -39,8 +39,9 @@ class Capabilities:
     lossless: bool
     #: ``encode`` always writes ``wire_nbytes`` bytes, so no size has to be exchanged
     fixed_size: bool
-    #: ``element_bound`` takes the absmax of aligned ranges of this many values
-    span: ClassVar[int] = 1
+    #: values that share a scale: ``element_bound`` takes the absmax of aligned ranges of this many.
+    #: A subclass sets its own, in its constructor where it is a setting
+    block_size: int = 1
     #: codecs of variable size: aligned ranges of this many values decode to the same wherever a
     #: message is cut between them
     segment: int = 1
@@ -70,15 +71,16 @@ class Capabilities:
     def ladder(cls) -> tuple[Self, ...]:
         """Return the settings from which a bound chooses, cheapest first; none: keeps no bound.
 
-        All have ``fixed_size`` and one ``span``, and ``element_bound`` is constant below some
+        All have ``fixed_size`` and one ``block_size``, and ``element_bound`` is constant below some
         absmax and grows linearly above it (``budget.worst_ratio``).
         """
         return ()
 
     def diverges(self) -> str | None:
-        """Return why residuals and deltas grow without end with it, as words after "diverges".
+        """Return why error feedback diverges with this codec, phrased to follow "diverges".
 
-        None where the error of an encoding is smaller than the encoded values."""
+        None where the error of an encoding is smaller than the encoded values.
+        """
         return None
 
     def beyond(self, values: Tensor, decoded: Tensor) -> int | Tensor:

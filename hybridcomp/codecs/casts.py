@@ -144,7 +144,7 @@ class Fp8(FixedCodec):
         ),
     )
     BLOCK: ClassVar[int] = 4096
-    span: ClassVar[int] = BLOCK
+    block_size: int = BLOCK
     kernels = KernelSet[FixedKernels](name)
 
     def __init__(self, format: Format = "e4m3") -> None:

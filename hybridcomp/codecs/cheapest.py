@@ -57,7 +57,7 @@ def cheapest_for_fp16(error_bound: float, segment: int) -> Codec | None:
     two_hops = shares(error_bound, "rel", 2, 64, 66, ROUNDING[torch.float16])[0]
     error = of_moved(two_hops, error_bound, torch.float16)
     for codec in ladder_of(SMALL.name):
-        fits = segment % codec.span == 0
+        fits = segment % codec.block_size == 0
         if fits and worst_ratio(codec, torch.float16, smallest) <= error:
             return codec
     return None

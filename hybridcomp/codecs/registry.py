@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import keyword
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property, lru_cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -209,3 +209,11 @@ def ladder_of(family: str) -> tuple[Codec, ...]:
 def families() -> tuple[str, ...]:
     """Return every name that may stand beside an error bound."""
     return (AUTO, ANY_BOUND.name, *(name for name in CODECS if ladder_of(name)))
+
+
+def without_misfits(settings: Mapping[str, Any], written: Collection[str]) -> dict[str, Any]:
+    """Leave out settings of a codec that need others beside them, unless they were ``written``."""
+    codec = CODECS.get(settings.get("codec", ""))
+    declared = () if codec is None else codec.settings
+    misfits = {one.name for one in declared if not one.fits(settings)}.difference(written)
+    return {name: value for name, value in settings.items() if name not in misfits}

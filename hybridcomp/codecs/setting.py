@@ -6,6 +6,7 @@ needs no line in ``config/``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
@@ -27,6 +28,8 @@ class Setting:
             moved. A ramp moves one setting of a codec.
         no_bound: why the codec keeps no bound with this setting, as the end of a sentence that
             begins with the value; "" if it keeps one.
+        beside: names and values of other settings that it needs where they are written: a ramp or
+            a preset that another value reaches goes without it.
     """
 
     name: str
@@ -36,6 +39,11 @@ class Setting:
     most: float | None = None
     ramp_step: float | None = None
     no_bound: str = ""
+    beside: tuple[tuple[str, Any], ...] = ()
+
+    def fits(self, settings: Mapping[str, Any]) -> bool:
+        """Return whether the written ``settings`` have what this one needs beside it."""
+        return all(settings.get(name, value) == value for name, value in self.beside)
 
     def check(self, codec: str, value: object) -> None:
         """Raise CodecError, naming ``codec``, unless ``value`` has the type and is in range."""

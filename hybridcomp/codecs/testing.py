@@ -20,7 +20,7 @@ from hybridcomp.errors import CodecError
 
 LENGTHS = (0, 1, 2, 31, 33, 1000, 4097, 9001)
 CPU = torch.device("cpu")
-#: bytes in memory before a codec writes
+#: fills output buffers before a codec writes, so that unwritten bytes show
 DIRT = 0xA5
 
 
@@ -91,10 +91,10 @@ def settings_of(codec: Codec) -> dict[str, object]:
 
 
 def check_ladder(codec: type[Codec]) -> None:
-    """Check a ladder: fixed sizes, one span, and smaller errors for more bits."""
+    """Check a ladder: fixed sizes, one block size, and smaller errors for more bits."""
     ladder = codec.ladder()
     _require(all(one.fixed_size for one in ladder), "a ladder takes codecs of fixed size")
-    _require(len({one.span for one in ladder}) < 2, "a ladder takes codecs of one span")
+    _require(len({one.block_size for one in ladder}) < 2, "a ladder takes codecs of one block_size")
     costs = [one.bits_per_value(torch.float32) for one in ladder]
     errors = [worst_ratio(one, torch.float32, FLOOR) for one in ladder]
     _require(costs == sorted(costs), "a ladder begins with the cheapest")
@@ -140,7 +140,7 @@ def _check_decoding(codec: Codec, values: Tensor, payload: Tensor) -> None:
         _require(same, "it is lossless, and decodes other bits")
         _require(codec.element_bound(1.0, values.dtype) == 0.0, "lossless with an element_bound")
         return
-    block = max(codec.span, codec.segment)
+    block = max(codec.block_size, codec.segment)
     wide = _decoded(codec, payload, values.numel(), torch.float32).double()
     for start in range(0, values.numel(), block):
         exact = values[start : start + block].double()
@@ -148,7 +148,11 @@ def _check_decoding(codec: Codec, values: Tensor, payload: Tensor) -> None:
             continue
         bound = codec.element_bound(float(exact.abs().max()), values.dtype)
         error = float((wide[start : start + block] - exact).abs().max())
-        _require(error <= bound, f"from value {start} on off by {error:g}, element_bound {bound:g}")
+        _require(
+            error <= bound,
+            f"from value {start} on off by {error:g}, element_bound {bound:g} of the largest of "
+            f"{len(exact)} values (block_size {codec.block_size})",
+        )
 
 
 def _check_tail(codec: Codec, values: Tensor, payload: Tensor) -> None:

@@ -82,7 +82,7 @@ class TopK(VariableCodec):
     sparse: ClassVar[bool] = True
     kernels = KernelSet[TopKKernels](name)
     lossless = False
-    span: ClassVar[int] = CHUNK
+    block_size: int = CHUNK
     segment = CHUNK
 
     def __init__(self, bits: int = 2, density: float = 1 / 64) -> None:

@@ -74,7 +74,7 @@ class Zfp(FixedCodec):
             ramp_step=0.25,  # whole bits for a block of 4 values
         ),
     )
-    span: ClassVar[int] = BLOCK
+    block_size: int = BLOCK
     kernels = KernelSet[FixedKernels](name)
 
     def __init__(self, rate: float = 16.0) -> None:

@@ -35,7 +35,7 @@ from hybridcomp.collectives.wire import (
 
 @dataclass(frozen=True, eq=False)
 class AllReducePlan:
-    """Plan by which a group sums messages that are alike, on one level: by one of four ways.
+    """Plan of a single-level all-reduce, cached for messages of one size and dtype.
 
     Attributes:
         codec: of the reduction, held for the key.

@@ -41,7 +41,7 @@ from hybridcomp.errors import CodecError
 
 @dataclass(frozen=True, eq=False)
 class BucketPlan:
-    """Plan by which a group sums buckets that are alike to their owners, on one level.
+    """Plan of a single-level reduction to owners, cached for buckets of one layout.
 
     Attributes:
         held: codec and ranges of the reduction, for the key.

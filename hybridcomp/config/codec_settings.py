@@ -31,8 +31,9 @@ NONE = "none"
 DIMENSION_KEYS = frozenset(
     {
         "codec", "error_bound", "error_bound_mode", "segment", "guard", "ramp", "when",
-        "error_feedback", "delta", "resync_every", "scatter_gather", "sums", "every", "islands",
-        "decay", "outer", "fragments", "delay", "mix", "staleness", "preset", *DIRECTIONS, *KINDS,
+        "error_feedback", "delta", "resync_every", "secondary", "frozen", "scatter_gather", "sums",
+        "every", "islands", "decay", "outer", "fragments", "delay", "mix", "staleness", "preset",
+        *DIRECTIONS, *KINDS,
     }
 )  # fmt: skip
 #: names of attributes of the models
@@ -50,6 +51,8 @@ ATTRIBUTES = frozenset(
         "remark",
         "agreed",
         "acts",
+        "keeps_copy",
+        "keeps_frozen",
     }
 )
 

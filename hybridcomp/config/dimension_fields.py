@@ -77,5 +77,6 @@ if TYPE_CHECKING:
         offload: OffloadConfig = OffloadConfig()
         tp2d: MeshConfig = MeshConfig()
         sync: IslandConfig = IslandConfig()
+        embed: ActivationConfig = ActivationConfig()
 else:
     DimensionFields = with_dimensions(Beginning)

@@ -66,7 +66,7 @@ class GradientConfig(_Declared):
     @field_validator("error_feedback", mode="before")
     @classmethod
     def _one_of_its_forms(cls, data: Any) -> Any:
-        """Refuse other forms here: pydantic would say what is wrong with each of the two."""
+        """Reject other types: pydantic's own error would describe both members of the union."""
         if isinstance(data, (bool, FeedbackConfig)):
             return data
         if isinstance(data, Mapping) and set(data) <= {"bits"}:

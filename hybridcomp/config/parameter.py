@@ -1,22 +1,50 @@
-"""``zero``: how parameters are gathered, whole or as what has changed since the last gather."""
+"""``zero``: how parameters are gathered, whole or as what has changed since the last gather.
+
+With a secondary copy every node holds all parameters once, cut over its ranks. What crosses between
+nodes is then what changed in that copy, and the ranks of a node gather it among themselves.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.registry import CODECS
-from hybridcomp.config.codec_settings import PARAMETER_CODEC, build_codec, codec_schema
+from hybridcomp.config.codec_settings import PARAMETER_CODEC, Strict, build_codec, codec_schema
 from hybridcomp.config.dimension import MeasuredConfig
 from hybridcomp.config.error_messages import problem
 from hybridcomp.dimensions import Direction
 
+#: codec by which the whole of a secondary copy is sent, and what the copy of 8 bits consists of
+COPIED: dict[str, Any] = {"codec": "expcode"}
+ENCODED: dict[str, Any] = {"codec": "blockint", "bits": 8}
+#: where frozen weights are kept; None: not written
+_PLACES = ("device", "host", None)
 _REFERRING = " ".join(
     f"{name} always does so." for name, codec in CODECS.items() if codec.references
 )
+
+
+class CopyConfig(Strict):
+    """A secondary copy that is kept encoded, in half the memory of a bf16 one."""
+
+    bits: Literal[8] = Field(
+        description="Bits a value, by blockint. The passes compute with the decoded copy."
+    )
+
+
+class FrozenConfig(Strict):
+    """Weights without gradients that every rank keeps encoded after they were gathered once."""
+
+    on: Literal["device", "host"] = Field("device", description="Where they are kept.")
+    bits: Literal[4, 8] | None = Field(
+        None,
+        description="Bits a value of matrices, by blockint, which passes then compute with. "
+        "Default: exact, by expcode.",
+    )
 
 
 class ParameterConfig(MeasuredConfig):
@@ -38,20 +66,103 @@ class ParameterConfig(MeasuredConfig):
         0,
         ge=0,
         description="With delta: optimizer steps between gathers of exact parameters. 0 (default): "
-        "only the first, after loading, on request, and where ranks differ.",
+        "only the first, after loading, on request, and where ranks differ. With a secondary copy: "
+        "optimizer steps between gathers that send it whole.",
     )
+    secondary: Literal["exact", "native"] | CopyConfig = Field(
+        "native",
+        description="ZeRO 3 and FSDP2 over several nodes: each node keeps a copy of the "
+        "parameters, cut over its ranks, and gets only what an optimizer step changed in it, once. "
+        "exact: a bf16 or fp16 copy, whose steps travel without loss (as by stepcode); at ZeRO 3 "
+        "the copy of zero_hpz_partition_size, which is the node's ranks where the file has none. "
+        '{"bits": 8}: a copy of half the memory, which the passes compute with. native (default): '
+        "none, or DeepSpeed's own. Takes the place of `codec`.",
+    )
+
+    frozen: Literal["gathered"] | FrozenConfig = Field(
+        "gathered",
+        description="ZeRO 3 and FSDP2: weights that do not require gradients, as those under "
+        'adapters. device, host or {"on": "host", "bits": 4}: gathered once, then kept encoded on '
+        "every rank; those that change all the same are noticed and gathered anew. gathered "
+        "(default): before each use, as others.",
+    )
+
+    @field_validator("frozen", mode="before")
+    @classmethod
+    def _kept_where(cls, found: Any) -> Any:
+        if found in ("device", "host"):
+            return {"on": found}
+        known = isinstance(found, Mapping) and set(found) <= {"on", "bits"}
+        known = known and found.get("bits") in (None, 4, 8) and found.get("on") in _PLACES
+        if found != "gathered" and not known and not isinstance(found, FrozenConfig):
+            todo = (
+                'expected "gathered", "device", "host" or an object of "on", "device" or "host", '
+                'and "bits", 4 or 8'
+            )
+            raise problem("", found, todo)
+        return found
+
+    @property
+    def keeps_frozen(self) -> FrozenConfig | None:
+        """Return how frozen weights are kept, None where they are gathered before each use."""
+        return self.frozen if isinstance(self.frozen, FrozenConfig) else None
+
+    @property
+    def acts(self) -> bool:
+        """Return whether frozen weights are kept, for which no codec of messages is needed."""
+        return self.keeps_frozen is not None
+
+    @field_validator("secondary", mode="before")
+    @classmethod
+    def _one_of_three(cls, found: Any) -> Any:
+        if found not in ("exact", "native", {"bits": 8}) and not isinstance(found, CopyConfig):
+            raise problem("", found, 'expected "exact", "native" or {"bits": 8}')
+        return found
 
     @property
     def remark(self) -> str:
-        """Say that deltas are sent, and how often exact parameters."""
+        """Say what is sent of parameters, how often exact or whole ones, and what is kept."""
+        return self._sent + ("" if self.keeps_frozen is None else ", frozen ones once")
+
+    @property
+    def _sent(self) -> str:
+        every = self.resync_every
+        if self.keeps_copy:
+            whole = f", whole every {every} steps" if every else ""
+            return f", once to each node, of what changed in its secondary copy{whole}"
         if not self.delta:
             return ""
-        every = self.resync_every
         return ", of what changed" + (f", exact every {every} steps" if every else "")
+
+    @property
+    def keeps_copy(self) -> bool:
+        """Return whether nodes keep a secondary copy that steps are sent against."""
+        return self.secondary != "native"
 
     def agreed(self) -> dict[str, Any]:
         """Return what gathers send, and in which steps it is exact."""
-        return {"delta": self.delta, "resync_every": self.resync_every}
+        found: dict[str, Any] = {"delta": self.delta, "resync_every": self.resync_every}
+        if self.keeps_copy:
+            exact = self.secondary == "exact"
+            found["secondary"] = self.secondary if exact else {"bits": 8}
+        if self.keeps_frozen is not None:
+            found["frozen"] = self.keeps_frozen.model_dump()
+        return found
+
+    @model_validator(mode="before")
+    @classmethod
+    def _implies_codec(cls, data: Any) -> Any:
+        """Write the codec that the whole of a secondary copy is sent by, unless the user wrote one.
+
+        ``_check_copy`` refuses another one.
+        """
+        if not isinstance(data, Mapping) or data.get("codec") is not None:
+            return data
+        secondary = data.get("secondary")
+        if secondary == "exact" or isinstance(secondary, (Mapping, CopyConfig)):
+            sent = COPIED if secondary == "exact" else ENCODED
+            return {"when": "always", **data, **sent}
+        return {**data, "codec": "none"} if data.get("frozen", "gathered") != "gathered" else data
 
     @model_validator(mode="before")
     @classmethod
@@ -84,6 +195,27 @@ class ParameterConfig(MeasuredConfig):
                 todo = "none sends exact parameters; name a codec or remove it"
                 raise problem("delta", True, todo)
             self._check_converges(codec, "delta")
-        if self.resync_every and not self.delta:
+        if self.keeps_copy:
+            self._check_copy()
+        if self.resync_every and not (self.delta or self.keeps_copy):
             todo = "only deltas are resynchronized; add delta or remove it"
             raise problem("resync_every", self.resync_every, todo)
+
+    def _check_copy(self) -> None:
+        """Refuse keys beside ``secondary`` that cannot act."""
+        if self.delta:
+            todo = "a secondary copy takes steps by itself, and keeps nothing else; remove it"
+            raise problem("delta", True, todo)
+        sent = COPIED if self.secondary == "exact" else ENCODED
+        if self.given() != sent:
+            todo = (
+                f"with secondary {'exact' if sent is COPIED else '{bits: 8}'} the copy is sent by "
+                f"{sent['codec']} and steps by stepcode; remove the codec and its settings"
+            )
+            raise problem("codec", self.codec or self.given(), todo)
+        if self.when == "auto":
+            todo = "what steps save is not measured beforehand; remove it"
+            raise problem("when", self.when, todo)
+        if self.ramp is not None:
+            todo = "a copy is encoded in one way in all steps; remove it"
+            raise problem("ramp", self.ramp.model_dump(by_alias=True), todo)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hybridcomp.codecs.registry import without_misfits
 from hybridcomp.config import other_names
 from hybridcomp.config.error_messages import near_key, problem
 from hybridcomp.config.planned import PLANNED, Planned
@@ -89,12 +90,18 @@ def _settings(preset: object, planned: Planned | None) -> dict[str, Any]:
 
 
 def overridden(preset: Any, written: Any) -> Any:
-    """Merge the user's settings into a preset's key; a bound alone replaces it by codec auto."""
+    """Merge the user's settings into a preset's key; a bound alone replaces it by codec auto.
+
+    A setting of the preset that does not go with what the user wrote, such as levels that need 4
+    bits beside ``"bits": 5``, is left out.
+    """
     if not isinstance(written, Mapping) or not isinstance(preset, Mapping):
         return written
     if "codec" in written or "error_bound" in written:
         return written
+    if written.get("secondary", "native") != "native":
+        return written  # which has codecs of its own
     ways = [written.get(way) for way in DIRECTIONS]
     if all(isinstance(way, str) or (isinstance(way, Mapping) and "codec" in way) for way in ways):
         return written
-    return {**preset, **written}
+    return without_misfits({**preset, **written}, written)

@@ -43,6 +43,19 @@ class PublishConfig(Strict):
         description="The 16 bits in which weights that have more are published. Default: what the "
         "model computes with, which has to be bf16 or fp16 then.",
     )
+    as_: Literal["fp8", "mxfp8"] | None = Field(
+        None,
+        alias="as",
+        description="8 bits in which engines hold matrices, with their scales: fp8 (E4M3, blocks "
+        "of 128 x 128) or mxfp8 (blocks of 32). Each rank quantizes its shard as vLLM does. "
+        "Default: 16 bits.",
+    )
+    lora: Literal["adapters", "merged"] | None = Field(
+        None,
+        description="Of a model of PEFT. adapters: these alone, under the names of PEFT's "
+        "checkpoints. merged: what it computes with, under the names of its base. Default: base "
+        "and adapters under PEFT's names, which the same model of PEFT alone takes.",
+    )
     names: Literal["own", "hf"] = Field(
         "own",
         description="Under whose names. own: those of the module, under megatron-core those of its "

@@ -9,7 +9,7 @@ from pydantic import Field
 from pydantic_core import PydanticCustomError
 
 from hybridcomp.codecs.base import Codec
-from hybridcomp.codecs.registry import CODECS
+from hybridcomp.codecs.registry import CODECS, without_misfits
 from hybridcomp.codecs.setting import Setting
 from hybridcomp.config.codec_settings import Strict
 from hybridcomp.config.error_messages import problem
@@ -103,7 +103,7 @@ def rungs(
     for index, value in enumerate(taken):
         one = int(value) if whole else value
         try:
-            codec = build({**settings, name: one})
+            codec = build(without_misfits({**settings, name: one}, ()))
         except PydanticCustomError as error:
             todo = (error.context or {}).get("todo", error.message())
             raise problem("ramp.from", start, f"{name} {one:g}: {todo}") from None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybridcomp.errors import PublishError
 from hybridcomp.foreign import one_line
+from hybridcomp.inference.layout import LoaderLayout
 
 #: dtypes that hold weights as they were trained
 PLAIN = (torch.bfloat16, torch.float16, torch.float32)
@@ -40,17 +41,6 @@ def refuse_quantized(asked: object, tensors: Iterable[tuple[str, Tensor]]) -> No
             )
 
 
-def refuse_empty(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise PublishError where an engine has emptied a weight, of which it keeps a packed copy."""
-    for name, tensor in tensors:
-        if not tensor.numel():
-            raise PublishError(
-                f"{one_line(name)}: the engine has emptied this weight, and computes with a packed "
-                "copy of it that nothing can be written into; serve on a GPU, or start the engine "
-                "without packed weights"
-            )
-
-
 def refuse_configuration(config: Any, shapes: Mapping[str, Any], aliases: Iterable[str]) -> None:
     """Raise PublishError where the published model is another one than an engine's.
 
@@ -63,8 +53,8 @@ def refuse_configuration(config: Any, shapes: Mapping[str, Any], aliases: Iterab
     adapter = next((name for name in shapes if name.startswith("base_model.")), None)
     if adapter is not None:
         raise PublishError(
-            f"{one_line(adapter)} is a name of PEFT's, with adapters beside their base model: "
-            "publish a model without adapters, such as the one of merge_and_unload"
+            f"{one_line(adapter)} is a name of PEFT's: publish what the model computes with "
+            "(publish.lora: merged), or load adapters alone with AdapterFolder"
         )
     is_tied, own = getattr(config, "tie_word_embeddings", None), HEAD in shapes
     if is_tied and own or (is_tied is False and HEAD in aliases):
@@ -85,10 +75,39 @@ def refuse_configuration(config: Any, shapes: Mapping[str, Any], aliases: Iterab
             )
 
 
+def has_eight_bits(weights: Mapping[str, Tensor]) -> bool:
+    """Return whether weights were published as an engine holds them in 8 bits (``publish.as``)."""
+    return any(tensor.dtype == torch.float8_e4m3fn for tensor in weights.values())
+
+
+def refuse_sixteen(asked: object) -> None:
+    """Raise PublishError where weights come in 8 bits and the engine computes in 16."""
+    if not asked:
+        raise PublishError(
+            "weights are published in 8 bits, with scales (publish.as), and the engine computes in "
+            "16: start it from a checkpoint that is quantized in the same way, or leave out as"
+        )
+
+
+def refuse_unknown(layout: LoaderLayout, is_packed: bool) -> None:
+    """Raise PublishError where an engine's loader, which has written nothing yet, takes no weight.
+
+    ``is_packed``: whether the engine has emptied weights, of which nothing but names can be tried.
+    """
+    names = ("ValueError", "KeyError")  # what loaders say to an unknown name
+    for name, why in layout.unknown.items():
+        raised = why.partition(":")[0]
+        if raised in names or (raised.endswith("Error") and not is_packed):
+            raise PublishError(
+                f"{one_line(name)}: the engine's loader does not take it ({one_line(why)}): "
+                "publish the names and shapes of its checkpoints"
+            )
+
+
 def refuse_dtype(wanted: torch.dtype, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise PublishError where published weights have another dtype than the engine's model."""
+    """Raise PublishError where published 16-bit weights have another dtype than the engine's."""
     for name, tensor in weights:
-        if tensor.dtype != wanted:
+        if tensor.dtype in PLAIN[:2] and tensor.dtype != wanted:
             raise PublishError(
                 f"{one_line(name)}: it is published in {tensor.dtype}, the engine computes in "
                 f"{wanted}: values would be rounded; start the engine with dtype "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -79,8 +79,8 @@ class Engine(Protocol):
     def load_whole(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Write all weights into the engine; ``weights`` are for reading."""
 
-    def load_changes(self, patches: list[Patched]) -> None:
-        """Write changed values into the engine, whose other weights are those of before."""
+    def prepare_changes(self, patches: list[Patched]) -> Callable[[], object]:
+        """Return what writes changed values into the engine, whose others are those of before."""
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """Return all tensors of the engine that loading writes, by the engine's own names."""
@@ -128,11 +128,14 @@ class Follower:
             verify: whether to look, before changed values are written, if the engine's tensors are
                 as the last call left them; one pass over its weights.
 
-        Both are attributes, which act from the next call on.
+        Both are attributes, which act from the next call on. ``pause_s`` is how long the last load
+        took, in seconds, without what went before.
         """
         self._receiver, self._engine = receiver, engine
         self.wait_s, self.verify = wait_s, verify
+        self.pause_s = 0.0
         self._loaded = Loaded()
+        self._ready: tuple[list[Patched], Callable[[], object]] | None = None
 
     @property
     def version(self) -> int | None:
@@ -144,19 +147,22 @@ class Follower:
 
         1 look whether the engine is as it was left
         2 receive and check versions, which changes the mirror alone
-        3 check whether the engine can take them
+        3 check whether the engine can take them, and where what changed belongs
         4 load what changed, or everything into an engine of which no version is known
         5 look how the engine's tensors are now
 
         Returns the names of the parameters that were written. Raises PublishError.
         """
-        return self.load() if self.prepare(wanted) else ()
+        names = self.load() if self.prepare(wanted) else ()
+        self.settle()
+        return names
 
     def prepare(self, wanted: int | None = None) -> bool:
         """Do 1 to 3 of ``follow``, after which the engine is as it was; whether there is 4 to do.
 
-        Raises PublishError.
+        The engine may answer requests meanwhile. Raises PublishError.
         """
+        self._ready = None
         # 1
         self._check_untouched()
         # 2
@@ -164,7 +170,11 @@ class Follower:
         if self._loaded.version == self._receiver.version:
             return False
         # 3
-        self._engine.check(self._receiver.tensors())
+        weights = dict(self._receiver.tensors())
+        self._engine.check(weights.items())
+        if self._loaded.version is not None:
+            patches = self._patches(weights)
+            self._ready = patches, self._engine.prepare_changes(patches)
         return True
 
     def forget(self) -> None:
@@ -172,33 +182,43 @@ class Follower:
         self._loaded = Loaded()
 
     def load(self) -> tuple[str, ...]:
-        """Do 4 and 5 of ``follow``. Raises PublishError; the engine holds no version then."""
-        version, weights = self._receiver.version, dict(self._receiver.tensors())
-        # 4
-        patches = self._patches(weights)
-        known, self._loaded = self._loaded.version, Loaded()
+        """Do 4 of ``follow``, behind ``prepare``, while the engine answers no request.
+
+        Returns the names of the parameters that were written. Raises PublishError; the engine holds
+        no version then.
+        """
+        begun = time.perf_counter()
+        version, ready = self._receiver.version, self._ready
+        self._loaded, self._ready = Loaded(), None
         try:
-            if known is None:
-                self._engine.load_whole(weights.items())
-            elif patches:
-                self._engine.load_changes(patches)
+            if ready is None:
+                self._engine.load_whole(self._receiver.tensors())
+            else:
+                ready[1]()
         except Exception as error:
             what = f"{type(error).__name__}: {one_line(error)}"
             raise PublishError(
                 f"version {version}: the engine's loader has failed ({what}): the engine holds no "
                 f"version, do not serve from it; {AGAIN}"
             ) from error
-        # 5
-        prints = fingerprints(self._engine.weights()) if self.verify else None
-        self._loaded = Loaded(version, prints, noted=version)
-        return tuple(weights) if known is None else tuple(one.name for one in patches)
+        self._loaded = Loaded(version, noted=version)
+        self.pause_s = time.perf_counter() - begun
+        if ready is None:
+            return tuple(name for name, _ in self._receiver.tensors())
+        return tuple(one.name for one in ready[0])
+
+    def settle(self) -> None:
+        """Do 5 of ``follow``; the engine may answer requests meanwhile."""
+        held = self._loaded
+        if held.version is not None and self.verify and held.prints is None:
+            held.prints = fingerprints(self._engine.weights())
 
     def _check_untouched(self) -> None:
         held = self._loaded
         if held.version is None or not self.verify:
             return
         if held.prints is None:  # ``verify`` was off when it was loaded: from now on
-            held.prints = fingerprints(self._engine.weights())
+            self.settle()
             return
         odd = differing(held.prints, fingerprints(self._engine.weights()))
         if odd:

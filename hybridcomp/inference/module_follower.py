@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -111,9 +112,12 @@ class _ModuleWeights:
         for name, value in weights:
             mine[name].copy_(value)
 
+    def prepare_changes(self, patches: list[Patched]) -> Callable[[], object]:
+        """Return what writes the changed values at their places."""
+        return functools.partial(self._write, patches)
+
     @torch.no_grad()
-    def load_changes(self, patches: list[Patched]) -> None:
-        """Write the changed values at their places."""
+    def _write(self, patches: list[Patched]) -> None:
         mine = self._by_name()
         for patch in patches:
             target = mine[patch.name]

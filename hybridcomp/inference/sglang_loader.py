@@ -8,7 +8,7 @@ receiver of its own and loads the parameters that changed as SGLang loads a chec
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from hybridcomp.errors import PublishError
 from hybridcomp.foreign import one_line, parsed_json
-from hybridcomp.inference.checks import refuse_quantized
+from hybridcomp.inference.checks import PLAIN, has_eight_bits, refuse_quantized, refuse_sixteen
 from hybridcomp.inference.follower import Follower, Patched, is_wait
+from hybridcomp.inference.layout import LoaderLayout, learn
 from hybridcomp.inference.sglang_seams import SEAMS, WORKER_SEAMS
 from hybridcomp.inference.upstream import check
 from hybridcomp.publishing import WeightReceiver
@@ -74,9 +75,9 @@ def load(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
     kept = vars(model).get(KEPT)
     if kept is None or kept[0] != said.source:
         check(WORKER_SEAMS)
-        refuse_quantized(_quantization(model), model.named_parameters())
         receiver = WeightReceiver(said.source)
-        follower = Follower(receiver, _ModelWeights(model), wait_s=said.wait_s, verify=said.verify)
+        weights = _ModelWeights(model, _quantization(model))
+        follower = Follower(receiver, weights, wait_s=said.wait_s, verify=said.verify)
         kept = vars(model)[KEPT] = (said.source, follower)
     kept[1].wait_s, kept[1].verify = said.wait_s, said.verify
     kept[1].follow(said.version)
@@ -111,8 +112,9 @@ def _quantization(model: Any) -> object:
 class _ModelWeights:
     """The model of one worker as a ``Follower`` writes it."""
 
-    def __init__(self, model: Any) -> None:
-        self._named, self._load = model.named_parameters, model.load_weights
+    def __init__(self, model: Any, asked: object) -> None:
+        self._named, self._load, self._asked = model.named_parameters, model.load_weights, asked
+        self._layout = LoaderLayout()
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """Return the parameters of this worker, by SGLang's own names."""
@@ -121,7 +123,12 @@ class _ModelWeights:
 
     def check(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Raise PublishError where the model has no parameter of the published dtype."""
-        wanted = {tensor.dtype for _, tensor in weights}
+        published = dict(weights)
+        if has_eight_bits(published):
+            refuse_sixteen(self._asked)
+        else:
+            refuse_quantized(self._asked, self._named())
+        wanted = {tensor.dtype for tensor in published.values() if tensor.dtype in PLAIN[:2]}
         mine = {tensor.dtype for _, tensor in self._named()}
         if not wanted <= mine:
             odd = sorted(str(dtype).removeprefix("torch.") for dtype in wanted - mine)
@@ -131,9 +138,23 @@ class _ModelWeights:
             )
 
     def load_whole(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load tensors as from a checkpoint: copies, as a loader may write to what it is given."""
-        self._load((name, tensor.clone()) for name, tensor in weights)
+        """Load tensors as from a checkpoint, and compare a few values of each.
 
-    def load_changes(self, patches: list[Patched]) -> None:
-        """Load the parameters of which a value changed, as a whole."""
-        self.load_whole((one.name, one.whole) for one in patches)
+        They are copies, as a loader may write to what it is given.
+        """
+        given = dict(weights)
+        self._load((name, tensor.clone()) for name, tensor in given.items())
+        mine, known = dict(self._named()), self._layout
+        new = {n: one for n, one in given.items() if n not in {**known.blocks, **known.unknown}}
+        found = learn(self._load, mine, new.items())
+        known.blocks.update(found.blocks)
+        known.unknown.update(found.unknown)
+        if odd := known.differing(mine, given.items()):
+            raise PublishError(
+                f"{one_line(odd)} has other values behind the load than were published: SGLang "
+                "rearranges this weight in a way that hybridcomp does not know"
+            )
+
+    def prepare_changes(self, patches: list[Patched]) -> Callable[[], object]:
+        """Return what loads the parameters of which a value changed, as a whole."""
+        return lambda: self.load_whole((one.name, one.whole) for one in patches)

@@ -8,6 +8,7 @@ raises, once all others have answered.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -54,3 +55,44 @@ class Workers:
         """Raise PublishError with ``problem``, on the last worker; the others return."""
         if problem is not None and self._speaks:
             raise PublishError(problem)
+
+
+class Beside:
+    """Work of a worker beside the requests that it answers, one piece at a time, in a thread."""
+
+    def __init__(self) -> None:
+        self._wanted: object = None
+        self._thread: threading.Thread | None = None
+        self._found: Any = None
+        self._error: Exception | None = None
+
+    def begin(self, wanted: object, work: Callable[[], object]) -> None:
+        """Begin ``work`` once what went before has ended; ``wanted`` is what it is for."""
+        before, self._wanted, self._found, self._error = self._thread, wanted, None, None
+
+        def run() -> None:
+            if before is not None:
+                before.join()
+            try:
+                self._found = work()
+            except Exception as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="hybridcomp-beside", daemon=True)
+        self._thread.start()
+
+    def result(self, wanted: object, work: Callable[[], Any]) -> Any:
+        """Return what was begun for ``wanted``, or else what ``work`` returns; raises its error."""
+        self.end()
+        if self._wanted != wanted or wanted is None:
+            return work()
+        self._wanted = None
+        if self._error is not None:
+            raise self._error
+        return self._found
+
+    def end(self) -> None:
+        """Wait until the thread has ended."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None

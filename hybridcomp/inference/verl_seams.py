@@ -1,4 +1,4 @@
-"""Name what the checkpoint engine for verl calls and overrides, with the signatures of ``VERL``."""
+"""List what the checkpoint engine calls or overrides of verl, as its release ``VERL`` has it."""
 
 from __future__ import annotations
 

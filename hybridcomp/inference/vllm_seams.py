@@ -6,6 +6,7 @@ from hybridcomp.inference.upstream import VLLM
 from hybridcomp.seams.patching import Seam
 
 BASE = "vllm.distributed.weight_transfer.base"
+CLIENTS = "vllm.distributed.weight_transfer.clients"
 LOADER = "vllm.model_executor.model_loader"
 
 WORKER_SEAMS = (
@@ -17,10 +18,6 @@ WORKER_SEAMS = (
     Seam(VLLM, BASE, "WeightTransferEngine.receive_weights", ("self", "update_info")),
     Seam(VLLM, BASE, "WeightTransferEngine.finish_weight_update", ("self",)),
     Seam(VLLM, BASE, "WeightTransferEngine.shutdown", ("self",)),
-    Seam(VLLM, f"{LOADER}.checkpoint_weight_patch", "CheckpointWeightPatch.__new__",
-         ("_cls", "name", "shape", "dtype", "values", "indices")),
-    Seam(VLLM, f"{LOADER}.checkpoint_weight_patch", "load_checkpoint_weight_patches",
-         ("model", "patches", "max_chunk_bytes", "validate_unique_indices")),
     Seam(VLLM, f"{LOADER}.reload", "initialize_layerwise_reload", ("model",)),
     Seam(VLLM, f"{LOADER}.reload.layerwise", "finalize_layerwise_processing",
          ("model", "model_config")),
@@ -29,11 +26,13 @@ WORKER_SEAMS = (
 
 TRAINER_SEAMS = (
     Seam(VLLM, BASE, "TrainerWeightTransferEngine.__init__",
-         ("self", "client", "source", "is_sender", "rank")),
+         (("self", "client", "source", "is_sender", "rank"),
+          ("self", "client", "source", "is_sender"))),  # before 0.33
     Seam(VLLM, BASE, "TrainerWeightTransferEngine.trainer_init",
          ("cls", "init_info", "client", "source")),
     Seam(VLLM, BASE, "TrainerWeightTransferEngine.send_weights", ("self",)),
     Seam(VLLM, BASE, "TrainerWeightTransferEngine.shutdown", ("self",)),
+    Seam(VLLM, CLIENTS, "HTTPVLLMWeightSyncClient.__init__", ("self", "base_url", "timeout")),
     Seam(VLLM, BASE, "VLLMWeightSyncClient.init_weight_transfer_engine", ("self", "init_info")),
     Seam(VLLM, BASE, "VLLMWeightSyncClient.start_weight_update", ("self",)),
     Seam(VLLM, BASE, "VLLMWeightSyncClient.update_weights", ("self", "update_info")),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
+import requests  # vLLM's client needs it too
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
 from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.foreign import one_line
@@ -15,7 +18,6 @@ from hybridcomp.inference.vllm_plugin import BACKEND
 from hybridcomp.inference.vllm_seams import TRAINER_SEAMS
 from hybridcomp.job.agreement import tell
 from hybridcomp.job.saved import attempt
-from hybridcomp.log import say
 from hybridcomp.publishing import Publisher, VersionSummary
 
 
@@ -53,8 +55,11 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
         self, *, client: Any, publisher: Publisher, rank: int, where: _Source | None = None
     ) -> None:
         """Hold the publisher, which the caller closes; ``where``: what workers are told once."""
-        super().__init__(client=client, source=None, is_sender=rank == 0, rank=rank)
+        takes_rank = "rank" in inspect.signature(TrainerWeightTransferEngine.__init__).parameters
+        more = {"rank": rank} if takes_rank else {}
+        super().__init__(client=client, source=None, is_sender=rank == 0, **more)
         self._publisher, self._where = publisher, where
+        self._prepared: VersionSummary | None = None  # what no worker has switched to yet
 
     @classmethod
     def trainer_init(
@@ -71,17 +76,32 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
             client.init_weight_transfer_engine(asdict(where))
         return engine
 
+    def prepare_weights(self) -> VersionSummary:
+        """Publish a version, and have the workers receive and check it beside their requests.
+
+        They go on with the version that they have until ``send_weights``, which then publishes
+        nothing and switches to this one. Called on every rank, a collective.
+
+        Raises PublishError, on every rank, where the version could not be published. What the
+        workers find is told by ``send_weights``.
+        """
+        told = self._prepared = self._publisher.publish()
+        if self.is_sender:
+            attempt(lambda: self._ask({"version": told.version, "prepare": True}))
+        return told
+
     def send_weights(self) -> VersionSummary:
         """Publish a version, and have the workers load it; called on every rank, a collective.
 
-        Where the workers cannot load it, they are told the source once more, as a server that was
-        started again needs, and asked again. Then the prefix cache is reset, where the client has
-        ``reset_prefix_cache``: its keys and values are of the version before.
+        The workers are told the source before, as a server that was started again needs; it acts
+        on these alone. Then the prefix cache is reset, where the client has
+        ``reset_prefix_cache``, as ``ServerClient`` does: its keys and values are of the version
+        before.
 
         Raises PublishError, on every rank, where the version could not be published, or no worker
         holds it; they keep the one that they had, or none, as the error says.
         """
-        told = self._publisher.publish()
+        told, self._prepared = self._prepared or self._publisher.publish(), None
         problem = self._load(told.version) if self.is_sender else None
         said = tell({"problem": problem}, what="loading weights", ranks=self._publisher.ranks)
         found = next((one["problem"] for one in said if one["problem"]), None)
@@ -91,20 +111,19 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
 
     def _load(self, version: int) -> str | None:
         """Have the workers load a version; returns what went wrong."""
-        _, problem = attempt(lambda: self._ask(version))
-        if problem is not None:
-            say(f"vLLM has not loaded version {version} ({problem}); it is asked once more")
-            _, problem = attempt(lambda: self._begin_again(version))
+        _, problem = attempt(lambda: self._ask({"version": version}))
         if problem is None:
             reset = getattr(self.client, "reset_prefix_cache", None)
             _, problem = attempt(reset) if callable(reset) else (None, None)
             return problem and f"the prefix cache was not reset: {problem}"
         return f"{one_line(problem)}; the log of the server says what its workers refused"
 
-    def _ask(self, version: int) -> None:
+    def _ask(self, message: dict[str, Any]) -> None:
+        assert self._where is not None
+        self.client.init_weight_transfer_engine({**asdict(self._where), "fresh": False})
         self.client.start_weight_update()
         try:
-            self.client.update_weights({"version": version})
+            self.client.update_weights(message)
         except Exception as error:
             with contextlib.suppress(Exception):  # ends the session of this update
                 self.client.finish_weight_update()
@@ -112,9 +131,23 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
             if answer:
                 raise PublishError(f"{one_line(error)}: {one_line(answer)}") from error
             raise
-        self.client.finish_weight_update(weight_version=str(version))
+        done = None if message.get("prepare") else str(message["version"])
+        self.client.finish_weight_update(weight_version=done)
 
-    def _begin_again(self, version: int) -> None:
-        assert self._where is not None
-        self.client.init_weight_transfer_engine(asdict(self._where))
-        self._ask(version)
+
+class ServerClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
+    """vLLM's client of a server, which resets the prefix cache of the server too."""
+
+    def reset_prefix_cache(self) -> None:
+        """Drop keys and values of the version before; requests that run compute theirs anew.
+
+        Raises PublishError where the server has not done it.
+        """
+        answer = requests.post(
+            f"{self.base_url}/reset_prefix_cache",
+            params={"reset_running_requests": "true"},
+            timeout=self.timeout,
+        )
+        answer.raise_for_status()
+        if not answer.json().get("success"):
+            raise PublishError(f"{self.base_url} answers {one_line(answer.text)}")

@@ -1,14 +1,15 @@
 """Load published weights in a vLLM worker: a weight-transfer engine.
 
-Each worker has a receiver of its own. Changed values go through vLLM's checkpoint patches, which
-find their way into packed and sharded parameters; the first version, and whatever a patch cannot
-express, goes through vLLM's layerwise reload.
+Each worker has a receiver of its own. The first version, and whatever is not known to be copied as
+it is, goes through vLLM's layerwise reload. Changed values are written where vLLM's own loader puts
+them in packed and sharded parameters. A version is prepared beside the running requests where the
+trainer asks for it, and then switched to in one short pause.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +20,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.model_loader.checkpoint_weight_patch import (
-    CheckpointWeightPatch,
-    load_checkpoint_weight_patches,
-)
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -32,13 +29,16 @@ from vllm.model_executor.model_loader.reload import (
 from hybridcomp.errors import PublishError
 from hybridcomp.foreign import one_line
 from hybridcomp.inference.checks import (
+    has_eight_bits,
     refuse_configuration,
     refuse_dtype,
-    refuse_empty,
     refuse_quantized,
+    refuse_sixteen,
+    refuse_unknown,
 )
 from hybridcomp.inference.follower import Follower, Patched, is_wait
-from hybridcomp.inference.together import Workers
+from hybridcomp.inference.layout import LoaderLayout, learn
+from hybridcomp.inference.together import Beside, Workers
 from hybridcomp.inference.upstream import check
 from hybridcomp.inference.vllm_seams import WORKER_SEAMS
 from hybridcomp.publishing import WeightReceiver
@@ -46,18 +46,27 @@ from hybridcomp.publishing import WeightReceiver
 
 @dataclass
 class VersionSource(WeightTransferInitInfo):  # type: ignore[misc]
-    """First message to a worker: where versions are, as ``ModuleFollower`` takes it."""
+    """Message to a worker: where versions are, as ``ModuleFollower`` takes it.
+
+    ``fresh``: read them anew; otherwise only where the worker has no source, or another one.
+    """
 
     source: str
     wait_s: float = 60.0
     verify: bool = True
+    fresh: bool = True
 
 
 @dataclass
 class VersionUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Message to a worker for each update: the version that all workers load."""
+    """Message to a worker for each update: the version that all workers load.
+
+    ``prepare``: begin to receive and check it, beside the requests, and return at once; the message
+    without it then switches to it.
+    """
 
     version: int
+    prepare: bool = False
 
 
 class HybridcompWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
@@ -71,13 +80,17 @@ class HybridcompWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc
         """Check vLLM and the model. Raises SeamError, and PublishError on quantized weights."""
         check(WORKER_SEAMS)
         super().__init__(config, vllm_config, device, model)
-        refuse_quantized(self.model_config.quantization, ())
-        refuse_empty(model.named_parameters())
+        if self.model_config.quantization not in EIGHT_BITS:
+            refuse_quantized(self.model_config.quantization, ())
         self._follower: Follower | None = None
+        self._source = ""
+        self._beside = Beside()
         self._workers: Workers | None = None
 
     def init_transfer_engine(self, init_info: VersionSource) -> None:
-        """Open the source; nothing is read before the first update. Frees an earlier mirror.
+        """Open the source; nothing is read before the first update.
+
+        Frees an earlier mirror, unless the message says that the same source goes on.
 
         Raises PublishError on the last worker, where one of them cannot do it.
         """
@@ -87,11 +100,15 @@ class HybridcompWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc
         self._workers.tell(self._workers.problem(functools.partial(self._open, init_info)))
 
     def _open(self, said: VersionSource) -> None:
-        self._follower = None
         if not (isinstance(said.source, str) and is_wait(said.wait_s)
-                and isinstance(said.verify, bool)):  # fmt: skip
+                and isinstance(said.verify, bool) and isinstance(said.fresh, bool)):  # fmt: skip
             found = one_line(vars(said))
             raise PublishError(f"expected source, wait_s in seconds and verify, found {found}")
+        self._beside.end()
+        if self._follower is not None and not said.fresh and said.source == self._source:
+            self._follower.wait_s, self._follower.verify = said.wait_s, said.verify
+            return
+        self._follower, self._source = None, said.source
         receiver = WeightReceiver(said.source)
         weights = _WorkerWeights(self.model, self.model_config, torch.device(self.device), receiver)
         self._follower = Follower(receiver, weights, wait_s=said.wait_s, verify=said.verify)
@@ -105,24 +122,25 @@ class HybridcompWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc
         After an error before anything was written all workers have the version that they had;
         after one in loading all hold none. Raises PublishError, on the last worker.
         """
-        workers = self._workers or Workers(1)
-        is_due: list[bool] = []
+        wanted = update_info.version
 
-        def prepare() -> None:
-            wanted = update_info.version
+        def prepare() -> bool:
             if type(wanted) is not int or wanted < 1:
                 raise PublishError(f"expected a version from 1 on, found {one_line(wanted)}")
-            is_due.append(self._followed().prepare(wanted))
+            return self._followed().prepare(wanted)
 
-        def load() -> None:
-            if is_due[0]:
-                self._followed().load()
-
-        problem = workers.problem(prepare)
+        if update_info.prepare:
+            self._beside.begin(wanted, prepare)
+            return
+        workers = self._workers or Workers(1)
+        is_due: list[bool] = []
+        problem = workers.problem(lambda: is_due.append(self._beside.result(wanted, prepare)))
         if problem is None:
-            problem = workers.problem(load)
+            problem = workers.problem(lambda: self._followed().load() if is_due[0] else None)
             if problem is not None:
                 self._followed().forget()
+            elif is_due[0]:
+                self._beside.begin(None, self._followed().settle)
         workers.tell(problem)
 
     def finish_weight_update(self) -> None:
@@ -130,6 +148,7 @@ class HybridcompWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc
 
     def shutdown(self) -> None:
         """Free the mirror."""
+        self._beside.end()
         self._follower = None
 
     def _followed(self) -> Follower:
@@ -141,21 +160,39 @@ class HybridcompWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc
         return self._follower
 
 
+#: quantizations of vLLM whose checkpoints have what ``publish.as`` publishes
+EIGHT_BITS = ("fp8", "mxfp8", "modelopt_mxfp8")
 #: what vLLM names the way in which a layer computes with weights that are as they were loaded
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 
 
-def _rearranged(model: Any) -> str:
-    """Return the name of a layer whose weights vLLM may have rearranged; "" where there is none.
+def _is_rearranged(model: Any) -> bool:
+    """Return whether vLLM may have rearranged weights of a layer.
 
-    Such are all with another ``quant_method`` than the plain ones, which experts of 16 bits have.
+    Such are all with another ``quant_method`` than the plain ones, which experts of 16 bits have,
+    and those whose weights vLLM has emptied, as it computes with packed copies of them.
     """
-    for name, module in model.named_modules():
+    for module in model.modules():
         method = getattr(module, "quant_method", None)
-        has_weights = any(True for _ in module.parameters(recurse=False))
-        if method is not None and has_weights and type(method).__name__ not in PLAIN_METHODS:
-            return str(name)
-    return ""
+        weights = list(module.parameters(recurse=False))
+        is_plain = method is None or type(method).__name__ in PLAIN_METHODS
+        if weights and (not is_plain or not all(one.numel() for one in weights)):
+            return True
+    return False
+
+
+def _pack_again(model: Any) -> None:
+    """Have vLLM pack the weights anew of which it computes with copies that its reload leaves.
+
+    On CPUs these are the rows of a tied embedding, as the head uses them, and experts.
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+        if experts is not None:
+            experts.process_weights_after_loading(module)
+        elif type(method).__name__ == "UnquantizedEmbeddingMethod":
+            method.process_weights_after_loading(module)
 
 
 class _WorkerWeights:
@@ -166,6 +203,9 @@ class _WorkerWeights:
     ) -> None:
         self._model, self._config, self._device = model, model_config, device
         self._receiver = receiver
+        self._layout: LoaderLayout | None = (
+            None  # what vLLM's loader does, from the first version on
+        )
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """Return the parameters of this worker, by vLLM's own names."""
@@ -175,25 +215,32 @@ class _WorkerWeights:
     def check(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Raise PublishError where these weights are another model's, or values would change."""
         published = dict(weights)
-        refuse_quantized(None, self.weights())
-        refuse_empty(self.weights())
+        is_eight = has_eight_bits(published)
+        if is_eight:
+            refuse_sixteen(self._config.quantization)
+        else:
+            refuse_quantized(self._config.quantization, self.weights())
         refuse_dtype(self._config.dtype, published.items())
         config = getattr(self._config, "hf_text_config", None)
         shapes = {name: tuple(tensor.shape) for name, tensor in published.items()}
         refuse_configuration(config, shapes, self._receiver.aliases)
-        if self._device.type == "cpu" and (odd := _rearranged(self._model)):
-            raise PublishError(
-                f"{one_line(odd)}: on CPUs vLLM packs the weights of this layer once, and computes "
-                "with the copy whatever is loaded later; serve this model on a GPU"
-            )
+        if self._layout is None:
+            with disable_mtp_completeness_check():
+                load, mine = self._model.load_weights, dict(self.weights())
+                found = learn(load, mine, published.items())
+            is_packed = is_eight or not all(one.numel() for one in mine.values())
+            refuse_unknown(found, is_packed)
+            self._layout = found
 
     def load_whole(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load all weights as from a checkpoint, through vLLM's layerwise reload."""
+        """Load all weights through vLLM's layerwise reload; then compare a few values of each."""
+        published = dict(weights)
         mine = {name for name, _ in self.weights()}
         initialize_layerwise_reload(self._model)
         with disable_mtp_completeness_check():
             # copies: a loader may write to what it is given
-            loaded = self._model.load_weights((name, self._copied(one)) for name, one in weights)
+            copies = ((name, self._copied(one)) for name, one in published.items())
+            loaded = self._model.load_weights(copies)
         finalize_layerwise_reload(self._model, self._config)
         left = sorted(mine - loaded) if isinstance(loaded, set) else []
         if left:
@@ -201,35 +248,42 @@ class _WorkerWeights:
                 f"{one_line(left[0])} (and {len(left) - 1} more) of the engine is not among the "
                 "published weights, and stays as it was started"
             )
+        if self._device.type == "cpu":
+            _pack_again(self._model)
+        if not _is_rearranged(self._model):
+            self._compare(published.items())
 
-    def load_changes(self, patches: list[Patched]) -> None:
-        """Patch the changed values in place.
+    def prepare_changes(self, patches: list[Patched]) -> Callable[[], object]:
+        """Return what writes the changed values in place, and compares a few.
 
-        vLLM marks unchanged values with NaN, so parameters that got a NaN are patched as a whole.
         Where vLLM rearranges weights of a layer after it has loaded them, such as those of experts,
-        values have other places: the whole model is loaded then, as from a checkpoint.
+        or its loader does more than to copy one that has changed, values have other places: the
+        whole model is loaded then, as from a checkpoint.
         """
-        if _rearranged(self._model):
-            self.load_whole(self._receiver.tensors())
-            return
-        odd = {one.name for one in patches if bool(torch.isnan(one.values).any())}
-        sparse = [self._patch(one) for one in patches if one.name not in odd]
-        whole = [(one.name, self._copied(one.whole)) for one in patches if one.name in odd]
-        if sparse:
-            # offsets are unique: they come from torch.unique or from a receiver's own pieces
-            load_checkpoint_weight_patches(self._model, sparse, validate_unique_indices=False)
-        if whole:
-            with disable_mtp_completeness_check():
-                self._model.load_weights(whole)
+        layout = self._layout
+        assert layout is not None, "``check`` has learned it"
+        if _is_rearranged(self._model) or any(one.name in layout.unknown for one in patches):
+            return lambda: self.load_whole(self._receiver.tensors())
+        changes = [(one.name, one.offsets, one.values) for one in patches]
+        write = layout.writer(dict(self.weights()), changes)
 
-    def _patch(self, one: Patched) -> Any:
-        return CheckpointWeightPatch(
-            one.name,
-            tuple(one.whole.shape),
-            one.whole.dtype,
-            one.values.to(self._device),
-            one.offsets.to(self._device),
-        )
+        def switch() -> None:
+            write()
+            if self._device.type == "cpu":
+                _pack_again(self._model)
+            self._compare(self._receiver.tensors())
+
+        return switch
+
+    def _compare(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise PublishError where one of a few values of a parameter is not the published one."""
+        assert self._layout is not None
+        odd = self._layout.differing(dict(self.weights()), weights)
+        if odd:
+            raise PublishError(
+                f"{one_line(odd)} has other values behind the load than were published: the engine "
+                "rearranges this weight in a way that hybridcomp does not know"
+            )
 
     def _copied(self, weight: Tensor) -> Tensor:
         return weight.to(self._device, copy=True)

@@ -6,6 +6,7 @@ through the channels themselves, and natively where the process has no block.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -20,13 +21,17 @@ if TYPE_CHECKING:
         shard,
         unshard,
     )
+    from hybridcomp.nn.tables import CachedEmbedding, RowOptimizer, ngram_keys
 
 #: public name -> the module that has it, imported when it is asked for
 _NAMES = {
+    "CachedEmbedding": "hybridcomp.nn.tables",
     "RingAttention": "hybridcomp.nn.context.attention",
+    "RowOptimizer": "hybridcomp.nn.tables",
     "documents_of": "hybridcomp.nn.context.layout",
     "documents_of_mask": "hybridcomp.nn.context.layout",
     "gather": "hybridcomp.nn.context.layout",
+    "ngram_keys": "hybridcomp.nn.tables",
     "positions": "hybridcomp.nn.context.layout",
     "ring_attention": "hybridcomp.nn.context.attention",
     "shard": "hybridcomp.nn.context.layout",
@@ -35,13 +40,16 @@ _NAMES = {
 
 #: modules that stand in the support matrix, with COVERS, first sentence, and REQUIREMENT where they
 #: need more than torch
-_ROWS = ("context.attention", "huggingface", "slices", "tp2d")
+_ROWS = ("context.attention", "huggingface", "slices", "tables", "tp2d")
 
 __all__ = [
+    "CachedEmbedding",
     "RingAttention",
+    "RowOptimizer",
     "documents_of",
     "documents_of_mask",
     "gather",
+    "ngram_keys",
     "positions",
     "ring_attention",
     "shard",
@@ -53,6 +61,12 @@ def __getattr__(name: str) -> Any:
     if name in _NAMES:
         return getattr(import_module(_NAMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def has_tables() -> bool:
+    """Return whether this process has a ``CachedEmbedding``; imports nothing."""
+    module = sys.modules.get("hybridcomp.nn.tables.embedding")
+    return module is not None and bool(module.TABLES)
 
 
 def rows(torch: str) -> Iterator[tuple[str, str, str]]:

@@ -15,6 +15,7 @@ from hybridcomp.errors import PublishError
 from hybridcomp.publishing.checksums import bytes_of, compare, digest_of
 from hybridcomp.publishing.parts import (
     ALONE,
+    BYTES,
     RAW,
     SAME,
     STEPS,
@@ -22,9 +23,10 @@ from hybridcomp.publishing.parts import (
     part_end,
     part_head,
 )
+from hybridcomp.publishing.quantized import EIGHT, unpacked
 from hybridcomp.publishing.spools import ALIGN
 from hybridcomp.publishing.stretches import WeightRange
-from hybridcomp.publishing.weights import DTYPES, NAMES, DividedWeights, Owned
+from hybridcomp.publishing.weights import NAMES, PATTERNS, DividedWeights, Owned
 
 #: values of a bucket: the most that are encoded at once
 BUCKET = 1 << 23
@@ -60,13 +62,14 @@ class Shard:
     """One owned part with the copy of it that was published last, by pieces."""
 
     owned: Owned
-    dtype: torch.dtype
+    kind: str
+    dtype: torch.dtype = field(init=False)
     stretch: WeightRange = field(init=False)
     reference: Tensor | None = None
     digests: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.stretch = self.owned.stretch
+        self.stretch, self.dtype = self.owned.stretch, PATTERNS[self.kind]
 
     def pieces(self, bucket: int) -> Iterator[tuple[int, int]]:
         """Yield the borders of its pieces."""
@@ -74,7 +77,9 @@ class Shard:
 
     def values(self, low: int, high: int) -> Tensor:
         """Return values ``low`` to ``high`` as they are now, on the host in the published dtype."""
-        held = self.owned.held
+        held, begin = self.owned.held, self.owned.low
+        if held.part is not None:
+            return held.part(begin + low, begin + high).to("cpu")
         found = held.read().detach()
         if found.numel() != held.stretch.numel:
             raise PublishError(
@@ -86,7 +91,6 @@ class Shard:
                 f"{self.stretch.name}: expected {NAMES[self.dtype]}, in which it is published, "
                 f"found {NAMES[found.dtype]}; start a new Publisher, to an empty folder"
             )
-        begin = self.owned.low
         some = found.reshape(-1)[begin + low : begin + high].to("cpu", self.dtype)
         # one value is contiguous to torch whatever its stride, and cannot be seen as bytes then
         return some.contiguous() if len(some) != 1 else some.clone().as_strided((1,), (1,))
@@ -103,8 +107,7 @@ class PartEncoder:
     def __init__(self, weights: DividedWeights, bucket: int = BUCKET) -> None:
         self.bucket = bucket
         self.raw = False
-        dtypes = {name: DTYPES[dtype] for name, (_, dtype) in weights.table.items()}
-        self.shards = [Shard(one, dtypes[one.stretch.name]) for one in weights.owned]
+        self.shards = [Shard(one, weights.table[one.stretch.name][1]) for one in weights.owned]
         self._room = torch.empty(0, dtype=torch.uint8)  # of the largest piece, once one is written
 
     @torch.no_grad()
@@ -162,9 +165,11 @@ class PartEncoder:
         # 2
         coding, nbytes, payload = SAME, 0, self._room[:0]
         if changed:
-            coding, nbytes, payload = self._encode(values, reference if before else None, told)
+            before_it = reference if before else None
+            coding, nbytes, payload = self._encode(values, before_it, shard.kind, told)
             reference.copy_(values)
-        told.raw_nbytes += values.nbytes if changed else 0
+        width = 1 if shard.kind in EIGHT else 2
+        told.raw_nbytes += width * values.numel() if changed else 0
         after = after or digest_of(values)
         digest = ""
         if len(payload):
@@ -180,24 +185,27 @@ class PartEncoder:
         return entry, bytes_of(payload)
 
     def _encode(
-        self, values: Tensor, reference: Tensor | None, told: PartSummary
+        self, values: Tensor, reference: Tensor | None, kind: str, told: PartSummary
     ) -> tuple[str, int, Tensor]:
         """Encode into the room, or take values as they are where that is no longer.
 
         Returns the coding, its bytes, and these bytes with the zeros behind them.
         """
         begun = time.perf_counter()
-        coding, nbytes = RAW, values.nbytes
+        coding, plain = RAW, values
+        if kind in EIGHT:
+            coding, plain = BYTES, unpacked(values, kind).view(torch.uint8)
+        nbytes = plain.nbytes
         if not self.raw and values.numel() >= LEAST:
             coded = CODEC.encode(values, reference, self._room)
             if coded < nbytes:
                 coding, nbytes = (ALONE if reference is None else STEPS), coded
         padded = -(-nbytes // ALIGN) * ALIGN
         told.codec_s += time.perf_counter() - begun
-        if coding == RAW and padded == nbytes:
-            return coding, nbytes, values.view(torch.uint8)
-        if coding == RAW:
-            self._room[:nbytes] = values.view(torch.uint8)
+        if coding in (RAW, BYTES):
+            if padded == nbytes:
+                return coding, nbytes, plain.view(torch.uint8)
+            self._room[:nbytes] = plain.view(torch.uint8)
         self._room[nbytes:padded] = 0
         return coding, nbytes, self._room[:padded]
 

@@ -24,7 +24,7 @@ from hybridcomp.publishing.checksums import bytes_of
 from hybridcomp.publishing.choosing import ReceiverTimes
 from hybridcomp.publishing.records import Manifest
 from hybridcomp.publishing.sources import Offer
-from hybridcomp.publishing.stream_sources import StreamSource
+from hybridcomp.publishing.stream_sources import CHUNK, StreamSource
 from hybridcomp.publishing.streams import FORMAT, Stream, other_formats, tensor_of
 
 #: bytes of a write that wait for the next one: heads of frames travel with what follows
@@ -107,8 +107,8 @@ class _Broadcasts:
 class _Heard:
     """Reads what ``_Broadcasts`` of ``sender`` wrote."""
 
-    def __init__(self, group: dist.ProcessGroup, sender: int) -> None:
-        self._group, self._device = group, device_of(group)
+    def __init__(self, group: dist.ProcessGroup, sender: int, spare: Tensor) -> None:
+        self._group, self._device, self._spare = group, device_of(group), spare
         self._source = dist.get_global_rank(group, sender)
         self._left = memoryview(b"")
         self._follows = 0  # bytes of the broadcast that comes next
@@ -120,7 +120,7 @@ class _Heard:
     def readinto(self, room: memoryview, /) -> int:
         """Fill ``room`` as far as one broadcast does; what is long is received right into it."""
         if not len(self._left) and not self._follows:
-            head = self._receive(torch.empty(ANNOUNCED.size, dtype=torch.uint8))
+            head = self._receive(self._spare[: ANNOUNCED.size])
             held, self._follows, data = ANNOUNCED.unpack(bytes_of(head))
             self._left = memoryview(data)[:held]
         if not len(self._left):
@@ -128,10 +128,16 @@ class _Heard:
             if follows <= len(room):
                 self._receive(torch.frombuffer(room[:follows], dtype=torch.uint8))
                 return follows
-            self._left = bytes_of(self._receive(torch.empty(follows, dtype=torch.uint8)))
+            self._left = bytes_of(self._receive(self._behind(follows)))
         found = min(len(room), len(self._left))
         room[:found], self._left = self._left[:found], self._left[found:]
         return found
+
+    def _behind(self, nbytes: int) -> Tensor:
+        """Return memory for a broadcast that nobody reads in one piece."""
+        if nbytes > len(self._spare):
+            return torch.empty(nbytes, dtype=torch.uint8)
+        return self._spare[:nbytes]
 
     def _receive(self, into: Tensor) -> Tensor:
         """Receive a broadcast into ``into``, on the host, and return it."""
@@ -174,13 +180,15 @@ class GroupSource(StreamSource):
         """Receive from ``group``; ``weights``: as for ``WeightReceiver``."""
         self._group, self._weights = group, weights
         self._next = Greeting(needs_full=True)
+        # from the begin on: a member without memory for a broadcast would keep all others waiting
+        self._spare, self._heard = (torch.empty(CHUNK, dtype=torch.uint8) for _ in range(2))
 
     def offers(self, held: Manifest | None, until: int | None = None) -> Iterator[Offer]:
         """Yield the sender's next version; nothing where the sender gave it up."""
         told = self._next.exchange(self._group)
         begun = time.perf_counter()
         self._next = Greeting(needs_full=True)  # until this version is applied
-        self._stream = _Heard(self._group, told.sender)
+        self._stream = _Heard(self._group, told.sender, self._heard)
         with ExitStack() as stack:
             offer = self._receive(stack, held, after_abort=False)
             self._next.receive_s = time.perf_counter() - begun

@@ -15,10 +15,11 @@ from hybridcomp.codecs.changes import change_kernels
 from hybridcomp.errors import CodecError, PublishError
 from hybridcomp.foreign import one_line
 from hybridcomp.publishing.checksums import XXH3, compare, digest_of, empty_mask
-from hybridcomp.publishing.parts import RAW, SAME, STEPS, PieceEntry, ReadPart
+from hybridcomp.publishing.parts import BYTES, RAW, SAME, STEPS, PieceEntry, ReadPart
+from hybridcomp.publishing.quantized import EIGHT, packed, unpacked
 from hybridcomp.publishing.records import DamagedVersion, Manifest, need
 from hybridcomp.publishing.stretches import WeightRange
-from hybridcomp.publishing.weights import DTYPES, Table, uncovered
+from hybridcomp.publishing.weights import PATTERNS, Table, uncovered
 
 CODEC = StepCode()
 #: a change of more than one value in so many is kept as the whole piece, which is copied faster
@@ -81,7 +82,7 @@ class Mirror:
         counts = {name: math.prod(shape) for name, (shape, _) in table.items()}
         try:
             flats = {
-                name: torch.full((count,), math.nan, dtype=DTYPES[table[name][1]])
+                name: torch.full((count,), math.nan, dtype=PATTERNS[table[name][1]])
                 for name, count in counts.items()
             }
         except (MemoryError, OverflowError, RuntimeError):  # as torch says it
@@ -89,8 +90,9 @@ class Mirror:
         return cls(table, aliases, flats)
 
     def shaped(self, name: str) -> Tensor:
-        """Return a view of a parameter in its shape."""
-        return self.flats[name].view(self.table[name][0])
+        """Return a parameter in its shape: a view, or what its patterns stand for."""
+        shape, kind = self.table[name]
+        return unpacked(self.flats[name].view(shape), kind)
 
 
 def stage(manifest: Manifest, parts: Sequence[ReadPart], mirror: Mirror | None) -> CheckedVersion:
@@ -121,7 +123,8 @@ def stage(manifest: Manifest, parts: Sequence[ReadPart], mirror: Mirror | None) 
             if room is None or room.numel() < held.numel() or room.dtype != held.dtype:
                 room = torch.empty_like(held)
             begun = time.perf_counter()
-            values = _decode(manifest, part, piece, held, room[: held.numel()])
+            kind = table[piece.stretch.name][1]
+            values = _decode(manifest, part, piece, kind, held, room[: held.numel()])
             staged.decode_s += time.perf_counter() - begun
             if mirror is None:
                 _check_after(manifest, piece, digest_of(values, manifest.checksum))
@@ -178,7 +181,7 @@ def _check_after(manifest: Manifest, piece: PieceEntry, found: str) -> None:
 
 
 def _decode(
-    manifest: Manifest, part: ReadPart, piece: PieceEntry, held: Tensor, room: Tensor
+    manifest: Manifest, part: ReadPart, piece: PieceEntry, kind: str, held: Tensor, room: Tensor
 ) -> Tensor:
     """Read a payload and decode it into ``room``; raw values are returned as they were read."""
     try:
@@ -186,6 +189,9 @@ def _decode(
         if piece.coding == RAW:
             need(payload.numel() == held.nbytes, "the size of raw values")
             return payload.view(held.dtype)
+        if piece.coding == BYTES:
+            need(payload.numel() == held.numel() and kind in EIGHT, "the size of values")
+            return packed(payload, kind)
         CODEC.decode(payload, held if piece.coding == STEPS else None, room)
         return room
     except (CodecError, OSError, RuntimeError, ValueError) as error:

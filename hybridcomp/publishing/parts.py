@@ -36,8 +36,9 @@ from hybridcomp.publishing.stretches import WeightRange
 
 PART, TAIL = b"hcpart\x01\x00", b"hcpend\x01\x00"
 HEAD_NBYTES, TAIL_NBYTES = 16, 32
-#: how a piece is encoded: steps from the version before, alone, as it is, not at all (no change)
-STEPS, ALONE, RAW, SAME = "stepcode", "alone", "raw", "same"
+#: how a piece is encoded: steps from the version before, alone, as it is, not at all (no change),
+#: values of 8 bits as they are
+STEPS, ALONE, RAW, SAME, BYTES = "stepcode", "alone", "raw", "same", "bytes"
 #: bytes of a file of format 1 that are read at once
 CHUNK = 1 << 22
 
@@ -48,7 +49,7 @@ class PieceEntry:
 
     Attributes:
         stretch: where its values are in the parameter.
-        coding: one of STEPS, ALONE, RAW, SAME.
+        coding: one of STEPS, ALONE, RAW, SAME, BYTES.
         offset, nbytes: where its payload is in the part.
         changed: number of values that differ from the version before.
         before, after: checksums of the values of the parent and of this version; "" without one.
@@ -174,7 +175,7 @@ def _piece(row: list[Any], end: int, manifest: Manifest) -> PieceEntry:
     numbers = (start, length, runs, stride, offset, nbytes, changed)
     need(isinstance(name, str) and all(map(is_count, numbers)) and runs > 0, "a piece")
     need(runs == 1 or stride >= length, "a piece's rows")
-    codings = (ALONE, RAW) if manifest.full else (STEPS, RAW, SAME)
+    codings = (ALONE, RAW, BYTES) if manifest.full else (STEPS, RAW, SAME, BYTES)
     padded = -(-nbytes // ALIGN) * ALIGN
     need(coding in codings and offset >= HEAD_NBYTES and offset + padded <= end, "a payload")
     need(is_hex(after) and (manifest.full or is_hex(before)), "a checksum")

@@ -76,6 +76,8 @@ class Publisher:
         self.summary: VersionSummary | None = None
         self._weights, self._destination = weights, destination
         self._divided: DividedWeights = agree_on_weights(weights, dtype)
+        if weights.quantizer is not None:
+            weights.quantizer.bind(self._divided.owned)
         self._choice = PublishedCodec(codec, destination.feels_link)
         self._encoder = PartEncoder(self._divided, bucket)
         self._table_digest = table_digest(self._divided.table, self._divided.aliases)
@@ -251,6 +253,9 @@ class Publisher:
         """Write this rank's part; returns what it took, its file, and what went wrong."""
         sink, problem = saved.attempt(lambda: self._destination.begin(version, self._rank))
         _, unready = saved.attempt(self._weights.ready)  # may be a collective: on all ranks
+        if self._weights.quantizer is not None:
+            _, unmeasured = saved.attempt(self._weights.quantizer.measure)  # so is this
+            unready = unready or unmeasured
         problem, part = problem or unready, None
         if sink is not None and problem is None:
             begun = sink

@@ -21,11 +21,12 @@ from hybridcomp.publishing.applied import AppliedChanges, AppliedVersion
 from hybridcomp.publishing.destinations import folder_of
 from hybridcomp.publishing.groups import GroupSource
 from hybridcomp.publishing.mirror import CheckedVersion, Mirror, stage
+from hybridcomp.publishing.quantized import unpacked
 from hybridcomp.publishing.records import DamagedVersion, Manifest, table_digest
 from hybridcomp.publishing.sources import FolderSource, Offer, Source
 from hybridcomp.publishing.stream_sources import StreamSource
 from hybridcomp.publishing.two_way import TwoWay
-from hybridcomp.publishing.weights import DTYPES, Table
+from hybridcomp.publishing.weights import FP32, PATTERNS, Table
 
 
 class WeightReceiver:
@@ -227,7 +228,13 @@ class WeightReceiver:
         else:
             rows = [one.offsets() for one in self._last.changes.get(name, ())]
             where = torch.unique(torch.cat(rows)) if rows else torch.empty(0, dtype=torch.int64)
-        return where.to(self._device), flat[where].to(self._device)
+        kind = self._mirror.table[name][1]
+        if kind == FP32:
+            where = torch.unique(where // 2)
+            values = unpacked(flat.view(-1, 2)[where], kind)
+        else:
+            values = unpacked(flat[where], kind)
+        return where.to(self._device), values.to(self._device)
 
     def check_engine(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Raise PublishError where an engine's tensors cannot take these weights as they are.
@@ -243,7 +250,7 @@ class WeightReceiver:
             if known is None:
                 raise PublishError(f"{at} is in the engine and not published; leave it out")
             shape, dtype = known
-            if tensor.dtype != DTYPES[dtype]:
+            if tensor.dtype != unpacked(torch.empty(0, 2, dtype=PATTERNS[dtype]), dtype).dtype:
                 raise PublishError(
                     f"{at}: expected {dtype}, found {tensor.dtype} in the engine; load the engine "
                     "with 16-bit weights, or quantize again what changed_values returns"

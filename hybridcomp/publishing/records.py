@@ -17,7 +17,7 @@ from typing import Any
 from hybridcomp.errors import PublishError
 from hybridcomp.foreign import one_line, parsed_json
 from hybridcomp.publishing.checksums import BLAKE2B, XXH3
-from hybridcomp.publishing.weights import DTYPES, Table
+from hybridcomp.publishing.weights import FP32, PATTERNS, Table
 
 FORMAT = "hybridcomp_weights"
 #: format versions that are read, by the checksum of their values; the last one is written
@@ -135,7 +135,8 @@ def _manifest(found: dict[str, Any]) -> Manifest:
 
 
 def _entry(shape: list[int], dtype: str) -> tuple[tuple[int, ...], str]:
-    need(all(map(is_count, shape)) and dtype in DTYPES, "the table")
+    need(all(map(is_count, shape)) and dtype in PATTERNS, "the table")
+    need(dtype != FP32 or shape[-1:] == [2], "a table of fp32 values")
     return tuple(shape), dtype
 
 

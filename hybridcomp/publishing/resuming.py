@@ -63,9 +63,12 @@ def resume(
         todo = "it holds the weights of another model or dtype; name an empty folder"
         raise ConfigError(TO, f"version {found.version}", todo)
     assert isinstance(destination, Folder), "only a folder can be read back"
+    unmeasured = None
+    if weights.quantizer is not None:
+        _, unmeasured = saved.attempt(weights.quantizer.measure)  # a collective: on all ranks
     found_pieces, problem = saved.attempt(lambda: _pieces(destination.path, found, rank))
-    why: str | None = problem
-    if problem is not None:
+    why: str | None = problem or unmeasured
+    if why is not None:
         pass
     elif found.checksum != XXH3:
         why = f"its checksums are of an older format, {found.checksum}"

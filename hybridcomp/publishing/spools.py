@@ -1,4 +1,4 @@
-"""The bytes of a part, for a receiver: in a file, or as the frames of a stream bring them.
+"""Buffer the bytes of one part for a receiver: from a file, or frame by frame from a stream.
 
 A frame is received into memory once, and payloads are decoded from there without another copy. What
 is beyond the memory that a version may take goes to a temporary file.

@@ -21,10 +21,11 @@ from hybridcomp.publishing.streams import ABORT, DATA, VERSION, Readable, cut, f
 CHUNK = 1 << 26
 #: bytes of a version for each weight, at most, beside ``IN_MEMORY``
 MOST_OF_A_WEIGHT = 4
-#: bytes for which a frame counts beside its own: what keeping one takes, be it empty
+#: fixed memory charged for each buffered frame, even an empty one; bytes
 FRAME_COSTS = 1024
 #: times the bytes that a version can have, after which nobody reads to its end
 TOO_LONG = 2
+NO_MEMORY = "was not kept: this host has no memory for it; give it more"
 
 
 def host_weights() -> int:
@@ -50,6 +51,8 @@ class StreamSource(Source):
         self._in_memory = self._nbytes = self._skipped = 0
         self._most, self._todo = 0, ""  # bytes that it can have, and what to do where it has more
         self._lost: str | None = None  # why that version is not kept
+        # where it is read to its end all the same; no memory is taken before it is written to
+        self._spare = torch.empty(CHUNK, dtype=torch.uint8)
         self._has_asked = False
         self._may_be_full = True  # whether the last version may have been a full one
         self._is_ours = False  # whether a whole frame has come: others are damaged ones then
@@ -125,7 +128,7 @@ class StreamSource(Source):
         """Receive the bytes of a frame into ``part``, unless the version is lost."""
         self._count(FRAME_COSTS)
         while nbytes:
-            chunk = torch.empty(min(nbytes, CHUNK), dtype=torch.uint8)
+            chunk = self._room(min(nbytes, CHUNK))
             if fill(self._stream, bytes_of(chunk)) < len(chunk):
                 raise cut()
             nbytes -= len(chunk)
@@ -134,6 +137,15 @@ class StreamSource(Source):
                 self._keep(chunk, part)
         if self.looks_on and self._nbytes > TOO_LONG * self._most:
             raise PublishError(f"a version {self._lost}; it has no end: connect again")
+
+    def _room(self, nbytes: int) -> Tensor:
+        """Return memory for bytes of a part; note where the host has no more of it."""
+        if self._lost is None:
+            try:
+                return torch.empty(nbytes, dtype=torch.uint8)
+            except (MemoryError, RuntimeError):  # as torch says it
+                self._lost = NO_MEMORY
+        return self._spare[:nbytes]
 
     def _count(self, nbytes: int) -> None:
         """Count bytes of the version, which is lost where it has too many."""
@@ -152,6 +164,8 @@ class StreamSource(Source):
                 f"was not kept: the temporary folder has no room for it ({one_line(error)}); make "
                 "room, or name another one with TMPDIR"
             )
+        except (MemoryError, RuntimeError):
+            self._lost = NO_MEMORY
 
     def _offer(self, nbytes: int, parts: dict[int, Spool]) -> Offer:
         text = bytearray(nbytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,17 @@ from hybridcomp.job import small_messages
 from hybridcomp.job.agreement import tell
 from hybridcomp.publishing.stretches import WeightRange, divide
 
+if TYPE_CHECKING:
+    from hybridcomp.publishing.quantized import Quantizer
+
 #: dtypes that are published, by their names in a block and in a manifest
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+#: further kinds of values, which are held as 16-bit patterns: of FP8 (E4M3), scales of E8M0, and
+#: fp32 scales, two patterns each
+FP8, E8M0, FP32 = "fp8", "e8m0", "fp32"
+#: the dtype of the patterns, by all names that a manifest may have
+PATTERNS: dict[str, torch.dtype] = {**DTYPES, **dict.fromkeys((FP8, E8M0, FP32), torch.bfloat16)}
 #: entries of a table: name of a parameter -> its shape and the name of its dtype
 Table = dict[str, tuple[tuple[int, ...], str]]
 KEY = "publish"
@@ -29,10 +37,17 @@ NAMINGS = (OWN, HUGGING_FACE)
 
 @dataclass(frozen=True)
 class Held:
-    """A stretch that this rank holds; ``read`` returns its values now, in any shape and dtype."""
+    """A stretch that this rank holds.
+
+    Attributes:
+        read: returns its values now, in any shape and dtype.
+        part: returns values ``low`` to ``high`` as they are published, 1-D; None: those of ``read``
+            in the published dtype.
+    """
 
     stretch: WeightRange
     read: Callable[[], Tensor]
+    part: Callable[[int, int], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +65,9 @@ class EngineWeights:
             with other parameters than these by now.
         hugging_face: returns the same weights under the names, shapes and cuts that Hugging Face
             has; None where the module's own names are those, or nobody knows them.
+        module: returns the model whose parameters these are, while it lives; None where unknown.
+        kinds: the kind of values of parameters that are no 16-bit weights, one of PATTERNS.
+        quantizer: measures, before the values of a version are read, where ``kinds`` has any.
         refused: why what this rank holds cannot be published; told to all ranks, which raise it.
     """
 
@@ -61,7 +79,15 @@ class EngineWeights:
     ready: Callable[[], object] = lambda: None
     unchanged: Callable[[], object] = lambda: None
     hugging_face: Callable[[], EngineWeights] | None = None
+    module: Callable[[], Any] = lambda: None
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    quantizer: Quantizer | None = None
     refused: ConfigError | None = None
+
+
+def is_sixteen(kind: str) -> bool:
+    """Return whether values of a kind are 16-bit weights themselves."""
+    return kind in DTYPES
 
 
 def unless_refused(make: Callable[[], EngineWeights], ranks: tuple[int, ...]) -> EngineWeights:
@@ -134,6 +160,9 @@ def published_dtype(weights: EngineWeights, asked: str | None) -> dict[str, str]
         raise ConfigError(f"{KEY}.dtype", asked, f"expected one of {', '.join(DTYPES)}, or nothing")
     found = {}
     for name, dtype in weights.dtypes.items():
+        if name in weights.kinds:
+            found[name] = weights.kinds[name]
+            continue
         if not dtype.is_floating_point:
             shown = _AsShown(f"{name} of {str(dtype).removeprefix('torch.')}")
             todo = "16-bit floating-point weights are published; make it a buffer"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,10 @@ from hybridcomp.metric_names import (
     PREFIX,
     RESIDUAL_NORM,
     SAVED_S,
+    TIME,
     TOTALS,
     event_name,
+    follower_line,
 )
 from hybridcomp.session.closing import Account, close_at_the_end, open_account
 from hybridcomp.session.followers import StepFollower, ToldFollower
@@ -99,7 +102,15 @@ class Reporter:
         say("; ".join([line(step, rows, dist.get_world_size()), *map(follower_line, more.items())]))
         totals = self._sums()
         if self._jsonl is not None:
-            record = {"step": step, RESIDUAL_NORM: norm, **totals, **more, "dimensions": rows}
+            now = round(time.time(), 3)
+            record = {
+                "step": step,
+                TIME: now,
+                RESIDUAL_NORM: norm,
+                **totals,
+                **more,
+                "dimensions": rows,
+            }
             self._jsonl.write(record)
         describe_run(self._channels.config)
         self._untaken = [*events_of(rows, norm), *((PREFIX + n, v) for n, v in totals.items())]
@@ -140,7 +151,10 @@ class Reporter:
         if self._jsonl is not None:
             ledger = self._channels.ledger
             rows = ledger.rows(self._totals, self._used)
-            record: dict[str, Any] = {"summary": True, "step": self._step, "dimensions": rows}
+            now = round(time.time(), 3)
+            record: dict[str, Any] = {
+                "summary": True, "step": self._step, TIME: now, "dimensions": rows
+            }  # fmt: skip
             missing = round(sum(entry.messages for entry in ledger.interval.values()))
             if missing:  # an evaluation at the end, or steps after the last report
                 record["unreported_messages"] = missing
@@ -168,18 +182,6 @@ def report_interval(ledger: LedgerConfig, steps_per_print: float | None) -> int:
     if ledger.every is not None or not steps_per_print or math.isinf(steps_per_print):
         return ledger.interval
     return int(steps_per_print)
-
-
-#: units that names of figures end in
-UNITS = {"ms": " ms", "MB": " MB", "gbps": " Gb/s"}
-#: figures whose names are no words
-WORDS = {
-    "meet_wait": "waited for others", "full_versions": "of them in full", "wire": "sent",
-    "raw_versions": "of them without a codec", "bits_per_weight": "bits a weight",
-    "compare": "comparing", "encode": "encoding", "apply": "applying", "coded": "estimated encoded",
-    "raw": "estimated without a codec", "staleness": "meetings or steps ahead",
-    "held": "versions held",
-}  # fmt: skip
 
 
 def line(
@@ -211,23 +213,6 @@ def line(
                 f"{_times(row, ranks)}{error}{native}{between})"
             )
     return f"step {step}: " + ("; ".join(parts) or "nothing was sent")
-
-
-def follower_line(named: tuple[str, Mapping[str, float]]) -> str:
-    """Format the row of a follower for the progress line; counts of 0 are left out."""
-    name, row = named
-    told = [_told(figure, value) for figure, value in row.items() if value or figure == "drift"]
-    return f"{name}: {', '.join(told)}"
-
-
-def _told(figure: str, value: float) -> str:
-    """Format one figure in words, with its unit: ``waited for others 31.5 ms``."""
-    name, _, last = figure.rpartition("_")
-    if last == "share":
-        return f"{name} {100 * value:.3g} %"
-    unit = UNITS.get(last, "")
-    name = WORDS.get(name if unit else figure, (name if unit else figure).replace("_", " "))
-    return f"{name} {value:.4g}{unit}"
 
 
 def _times(row: Mapping[str, Any], ranks: int | None) -> str:

@@ -17,10 +17,12 @@ from hybridcomp.config.error_messages import Shown, idle
 from hybridcomp.errors import ConfigError
 from hybridcomp.job.agreement import start_id
 from hybridcomp.patches.common import island_steps
+from hybridcomp.patches.common.lora import adapted
 from hybridcomp.publishing import EngineWeights, Publisher
 from hybridcomp.publishing.destinations import Destination, Folder, folder_of
 from hybridcomp.publishing.following import PublishedSteps
 from hybridcomp.publishing.groups import GroupDestination
+from hybridcomp.publishing.quantized import quantized
 from hybridcomp.publishing.streams import Stream
 from hybridcomp.publishing.two_way import STILL_S, TwoWay
 from hybridcomp.publishing.weights import named
@@ -51,9 +53,10 @@ def start(session: EngineSession, weights: Callable[[], EngineWeights]) -> None:
 
     def make() -> Publisher | None:
         try:
-            found = named(weights(), settings.names)
+            found = named(adapted(weights(), settings.lora), settings.names)
+            found = quantized(found, settings.as_, settings.dtype)
             to = destination_of(settings.to, found, session)
-            given = settings.model_dump(exclude={"to", "names"})
+            given = settings.model_dump(exclude={"to", "names", "as_", "lora"})
             return Publisher(found, to, **given)
         except ConfigError as error:
             key = f"{BLOCK}.{error.key}"

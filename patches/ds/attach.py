@@ -29,6 +29,7 @@ from hybridcomp.patches.ds import (
     job_facts,
     layer_scope,
     record,
+    secondary,
     settings,
     step_messages,
     trained_set,
@@ -95,6 +96,7 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
         absent: frozenset[Dimension] = frozenset()
         if block is not None:
             notes, absent = _plan(block, ds_json, bound.arguments)
+            secondary.give_size(bound.arguments["config_class"], block)
         early_engines.register(self, attached=block is not None)
         given = island_unit.give(bound.arguments, block)
         try:

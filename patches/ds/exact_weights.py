@@ -24,7 +24,7 @@ from hybridcomp.channels import Channels, delta_references
 from hybridcomp.channels.checkpoint_note import PARAMETERS
 from hybridcomp.job import saved, small_messages
 from hybridcomp.log import say
-from hybridcomp.patches.ds import offload_sums
+from hybridcomp.patches.ds import frozen, offload_sums, secondary
 
 WHAT = "parameter references beside the checkpoint"
 TODO = (
@@ -86,7 +86,8 @@ def check(folder: Path, channels: Channels) -> None:
 
 
 def forget(engine: Any) -> Callable[[], None]:
-    """Drop the references of deltas, which a load makes useless: the next gather is exact.
+    """Drop the references of deltas, which a load makes useless: the next gather is exact, and
+    sends secondary copies whole. Frozen weights are gathered anew.
 
     Returns what puts them back, where nothing was loaded.
     """
@@ -94,8 +95,13 @@ def forget(engine: Any) -> Callable[[], None]:
     kept = [(flat, delta_references.reference_of(flat)) for flat in flats]
     for flat in flats:
         delta_references.forget(flat)
+    keep_steps = secondary.forget(engine)
+    weights = frozen.weights_of(engine.module.parameters())
+    if weights is not None:
+        weights.forget()
 
     def put_back() -> None:
+        keep_steps()
         for flat, reference in kept:
             if reference is not None:
                 setattr(flat, delta_references.ATTRIBUTE, reference)

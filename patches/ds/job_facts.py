@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hybridcomp import nn
 from hybridcomp.channels import NAME
 from hybridcomp.patches.mcore.groups import sizes
 from hybridcomp.patches.neox.checkout import is_neox
@@ -44,6 +45,7 @@ def facts(model: Any, mpu: Any, mesh_device: Any) -> dict[str, Any]:
         "replicas": None if replicas is None else replicas(),
         "slices": SLICED_STAGE in names,
         "mesh": any(cls.__module__.startswith(MESH_LAYERS) for cls in kinds),
+        "tables": nn.has_tables(),
         "sequence": not names.isdisjoint(SEQUENCE_LAYERS) or sequence_size(mpu, mesh_device) > 1,
     }
 

@@ -17,6 +17,9 @@ Exact, because written back or saved: ``GatheredParameters``, checkpoint consoli
 refresh of persistent parameters (they call other functions); the first fetch of persistent
 parameters, so that a resumed run computes with the same values as an uninterrupted one; and saved
 weights of stages 1 and 2 (``exact_weights``).
+
+Where a node keeps a secondary copy, upstream gathers natively inside of it (``secondary``); kept
+frozen weights are not gathered at all (``frozen``).
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from hybridcomp.channels import ATTRIBUTE, AllGather, Channel, Channels, channel
 from hybridcomp.channels.parameter_deltas import GatherParameters
 from hybridcomp.codecs.base import Codec
 from hybridcomp.patches.common.scope import Scope
+from hybridcomp.patches.ds import frozen, secondary
 from hybridcomp.patches.ds.partitions import filled
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.seams.patching import Seam
@@ -154,6 +158,15 @@ def make_all_gather_params(original: Callable[..., None]) -> Callable[..., None]
             original(self, params, forward, quantize)
             return
         channel = channels["zero"]
+        kept = frozen.weights_of(params)
+        if kept is not None:
+            params = kept.serve(self, params, lambda: _fetch(_Fetch(channel), suspended=True))
+        copies = secondary.copies_of(params)
+        if copies is not None:
+            stream = self._PartitionedParameterCoordinator__allgather_stream
+            with copies.lent(params, stream), _fetch(_Fetch(channel), suspended=True):
+                original(self, params, forward, quantize)
+            return
         if not channel.active:
             batches: list[_Batch] = [(params, (), False)]
         else:

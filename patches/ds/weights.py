@@ -20,6 +20,7 @@ from torch import Tensor
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common.parameter_names import named_once, plain_name
+from hybridcomp.patches.common.table_weights import with_tables
 from hybridcomp.patches.common.unchanged import KnownParameters
 from hybridcomp.patches.ds import island_unit
 from hybridcomp.patches.ds.expert_weights import ExpertLayers
@@ -44,7 +45,8 @@ def _of_engine(engine: Any, ranks: tuple[int, ...]) -> EngineWeights:
     if layers.any_auto:
         renamed = functools.partial(_collected, engine, ranks, layers, layers.hugging_face)
         renamed = functools.partial(unless_refused, renamed, ranks)
-    return replace(_collected(engine, ranks, layers, str), hugging_face=renamed)
+    found = replace(_collected(engine, ranks, layers, str), hugging_face=renamed)
+    return with_tables(found, engine.module)
 
 
 def _collected(
@@ -71,7 +73,9 @@ def _collected(
         if not layers.has(alias)  # AutoEP's further name of its router
     }  # fmt: skip
     unchanged = KnownParameters(engine.module)
-    return EngineWeights(shapes, dtypes, held, ranks, tied, unchanged=unchanged)
+    return EngineWeights(
+        shapes, dtypes, held, ranks, tied, unchanged=unchanged, module=weakref.ref(engine.module)
+    )
 
 
 def _check(engine: Any) -> None:

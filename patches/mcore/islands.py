@@ -65,7 +65,7 @@ _jobs: weakref.WeakKeyDictionary[EngineSession, _Job] = weakref.WeakKeyDictionar
 
 
 def cuts(session: EngineSession) -> bool:
-    """Return whether the block cuts the job into islands, so that its groups are still to come."""
+    """Return whether the block splits the job into islands, whose groups do not exist yet."""
     sync = session.channels.config.sync
     return sync.acts and sync.jobs is None
 

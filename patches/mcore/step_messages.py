@@ -12,7 +12,7 @@ from hybridcomp.session.engine_session import EngineSession
 
 
 def tell(session: EngineSession, wrapped: Any) -> None:
-    """Note the messages of a chunk ``wrapped`` in DistributedDataParallel, and say what they take.
+    """Record the messages of one model chunk ``wrapped`` in DDP, and log the memory they take.
 
     Buckets are those of upstream's buffers. Chunks of one rank add up, so the last line holds for
     all of them.

@@ -125,7 +125,7 @@ make_grad_output_preprocess = _GRADIENT.marks(True)
 
 
 def plain(make: Maker, layers: Layers, nbytes: Callable[..., int]) -> Maker:
-    """Use ``make`` for calls from FUNCTIONS; count the others and leave them to upstream.
+    """Route calls from FUNCTIONS through ``make``; count all others and pass them to upstream.
 
     ``nbytes``: returns the native bytes of a message by the arguments of ``native_nbytes``.
     """

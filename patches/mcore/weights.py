@@ -22,6 +22,7 @@ from hybridcomp.collectives.topology import Ranks
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common import island_steps, publishing_steps
+from hybridcomp.patches.common.table_weights import with_tables
 from hybridcomp.patches.common.unchanged import KnownParameters, changed
 from hybridcomp.patches.mcore.hugging_face_names import EMBEDDING, HuggingFaceNames
 from hybridcomp.patches.mcore.weight_parts import WeightPart
@@ -72,7 +73,9 @@ def _of_chunks(chunks: Sequence[Any]) -> EngineWeights:
         parts += (found := list(_parts(chunk)))
         _check_all_there(chunk.module, found)
     renamed = functools.partial(_hugging_face, chunks, parts)
-    return _as_they_are(chunks, parts, {}, functools.partial(unless_refused, renamed, _ranks()))
+    later = functools.partial(unless_refused, renamed, _ranks())
+    weights = _as_they_are(chunks, parts, {}, later)
+    return with_tables(weights, *(chunk.module for chunk in chunks))
 
 
 def _hugging_face(chunks: Sequence[Any], parts: Sequence[WeightPart]) -> EngineWeights:

@@ -6,9 +6,15 @@ embeddings with sparse gradients, FPDT) is not decided here; ``ds_offload`` has 
 
 from __future__ import annotations
 
+from hybridcomp.config import CompressionConfig
 from hybridcomp.dimensions import BETWEEN_RANKS
 from hybridcomp.patches.rules.ds_job import DeepSpeedJob
-from hybridcomp.patches.rules.engine import Rule
+from hybridcomp.patches.rules.engine import NO_ROWS, NO_TABLES, TABLES_TODO, Rule
+
+
+def _keeps_copy(block: CompressionConfig) -> bool:
+    return block.zero.keeps_copy
+
 
 RULES: tuple[Rule[DeepSpeedJob], ...] = (
     Rule(
@@ -58,6 +64,46 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         "it encodes bf16 and fp16",
         'train in bf16 or fp16, or use {"codec": "mpc", "delta": true}',
         lambda job: job.dtype == "fp32", settings=lambda block: block.zero.steps,
+    ),
+    Rule(
+        "refuse", ("zero",), '"secondary" below ZeRO stage 3',
+        "parameters are whole on every rank there, so nodes need no copy",
+        'use stage 3, or {"codec": "stepcode"}, which sends steps at stage 1 and 2',
+        lambda job: job.stage < 3, settings=_keeps_copy,
+    ),
+    Rule(
+        "refuse", ("zero",), '"secondary" with one node of zero_hpz_partition_size ranks',
+        "nothing crosses between nodes", "remove secondary, or lower zero_hpz_partition_size",
+        lambda job: job.world_size is not None
+        and job.zero("zero_hpz_partition_size") >= job.world_size,
+        settings=_keeps_copy,
+    ),
+    Rule(
+        "refuse", ("zero",), '"secondary" with fp32 parameters',
+        "steps are those of bf16 and fp16", "train in bf16 or fp16, or remove secondary",
+        lambda job: job.dtype == "fp32", settings=_keeps_copy,
+    ),
+    Rule(
+        "refuse", ("zero",), '"secondary" with offload_param to nvme',
+        "DeepSpeed keeps no secondary copy of parameters on a disk",
+        "offload parameters to the cpu, or remove secondary",
+        lambda job: job.zero("offload_param.device") == "nvme", settings=_keeps_copy,
+    ),
+    Rule(
+        "refuse", ("zero",), '"secondary" with tensor or sequence parallelism or experts',
+        "DeepSpeed cuts the secondary copy over consecutive ranks of the job, whatever they hold",
+        "remove secondary",
+        lambda job: job.tensor_parallel > 1
+        or job.sequence_parallel > 1
+        or bool(job.get("expert_parallel.enabled", False))
+        or job.moe is True,
+        settings=_keeps_copy,
+    ),
+    Rule(
+        "refuse", ("zero",), '"frozen" below ZeRO stage 3',
+        "parameters are whole on every rank there, and frozen ones are never gathered",
+        "remove frozen", lambda job: job.stage < 3,
+        settings=lambda block: block.zero.keeps_frozen is not None,
     ),
     Rule(
         "refuse", ("dp",), "powersgd with ZeRO stage 3",
@@ -194,6 +240,9 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         lambda job: job.mesh is False,
     ),
     Rule(
+        "absent", ("embed",), NO_TABLES, NO_ROWS, TABLES_TODO, lambda job: job.tables is False,
+    ),
+    Rule(
         "absent", ("dp", "zero"), "all ranks in one tensor-parallel group",
         "no two ranks share a parameter", "lower tensor_parallel.autotp_size",
         lambda job: job.tensor_parallel > 1 and job.tensor_parallel == job.world_size,
@@ -217,6 +266,7 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         "note", ("zero",), '"zero_optimization.zero_hpz_partition_size"',
         "the backward pass gathers parameters that were decoded once, so they are encoded twice",
         "", lambda job: job.stage == 3 and job.zero("zero_hpz_partition_size") > 1,
+        settings=lambda block: not block.zero.keeps_copy,
     ),
     Rule(
         "note", ("dp",), '"sparse_gradients": true',

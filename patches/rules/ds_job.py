@@ -32,6 +32,8 @@ class DeepSpeedJob:
     replicas: int | None = None
     #: layers of hybridcomp.nn.tp2d
     mesh: bool | None = None
+    #: tables of hybridcomp.nn.CachedEmbedding
+    tables: bool | None = None
     #: stages of hybridcomp.nn.slices
     slices: bool | None = None
 

@@ -22,6 +22,10 @@ J = TypeVar("J")
 #: note     acts, with a remark for the user
 Verdict = Literal["refuse", "bypass", "absent", "note"]
 
+#: of every engine: the rows of a process without tables
+NO_TABLES = "a job without tables of hybridcomp.nn.CachedEmbedding"
+NO_ROWS, TABLES_TODO = "no rows go to their owners", "make the tables before the engine"
+
 
 def _any_block(block: CompressionConfig) -> bool:
     return True

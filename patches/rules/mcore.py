@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hybridcomp import nn
 from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.error_messages import idle
 from hybridcomp.dimensions import MEGATRON, ROWS, Dimension, DimensionRow
@@ -157,6 +158,10 @@ _KNOWN: tuple[Rule[MegatronJob], ...] = (
         "its layers are cut in one dimension", "leave it out", lambda job: True,
     ),
     Rule(
+        "absent", ("embed",), engine.NO_TABLES, engine.NO_ROWS, engine.TABLES_TODO,
+        lambda job: not nn.has_tables(),
+    ),
+    Rule(
         "bypass", ("cp",), "context parallelism of attention",
         "it is done inside Transformer Engine, where no seam reaches", "leave cp out",
         lambda job: job.size("cp") > 1 and job.transformer_engine,
@@ -193,6 +198,17 @@ _KNOWN: tuple[Rule[MegatronJob], ...] = (
         "remove delta",
         lambda job: job.delta and not job.steps
         and bool(job.get("reuse_grad_buf_for_mxfp8_param_ag", False)),
+    ),
+    Rule(
+        "refuse", ("zero",), '"secondary" under megatron-core',
+        "every rank keeps all that it gathers, so nodes need no copy",
+        'remove it, or use {"codec": "stepcode"}, which sends steps',
+        lambda job: True, settings=lambda block: block.zero.keeps_copy,
+    ),
+    Rule(
+        "refuse", ("zero",), '"frozen" under megatron-core',
+        "weights that are not trained are never gathered", "remove it",
+        lambda job: True, settings=lambda block: block.zero.keeps_frozen is not None,
     ),
     Rule(
         "refuse", ("zero",), "stepcode with reuse_grad_buf_for_mxfp8_param_ag",

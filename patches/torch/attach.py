@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hybridcomp.channels import Channels
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import NOTHING, Shown
+from hybridcomp.dimensions import ROWS
 from hybridcomp.errors import ConfigError, SeamError
 from hybridcomp.patches.common import island_steps, publishing_steps
 from hybridcomp.patches.torch import claimed_saves, island_masters, torch_versions, weights
@@ -59,10 +60,10 @@ def attach(model: Module, source: Source | None = None) -> Attached | None:
         todo = "torch.distributed is not up; call attach after init_process_group"
         raise ConfigError(BLOCK, NOTHING, todo)
     attached = _attach(model, source)
-    if attached is not None and attached.channels["cp"].active:
-        process.share_session(
-            model, attached.session
-        )  # ring attention has no reference to an engine
+    if attached is not None and any(
+        row.in_layers and attached.channels[name].active for name, row in ROWS.items()
+    ):  # layers of hybridcomp.nn have no reference to an engine
+        process.share_session(model, attached.session)
     object.__setattr__(model, ATTRIBUTE, attached)
     detached.discard(model)
     if attached is None:
@@ -173,7 +174,7 @@ def channels_of_model(model: object) -> Channels | None:
 
 
 def look_again() -> None:
-    """Let models that had no block be attached: there is one now."""
+    """Retry models that were skipped for lack of a block."""
     for model in list(without_block):
         vars(model).pop(ATTRIBUTE, None)
     without_block.clear()

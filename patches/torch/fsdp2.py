@@ -28,6 +28,7 @@ from hybridcomp.config.policy import Dimension
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.torch import (
     fsdp2_comms,
+    fsdp2_copies,
     fsdp2_gradients,
     fsdp2_rules,
     rules,
@@ -97,8 +98,9 @@ def attach(model: nn.Module, source: Source | None) -> Attached | None:
         lambda: fsdp2_gradients.divisors(members, inside), job.layout, lambda: sends,
         reduces=len(job.ranks) > 1,
     )  # fmt: skip
+    copies = fsdp2_copies.groups_of(session.channels)
     for one in members:
-        fsdp2_comms.fill(one, attached, native_inside=inside)
+        fsdp2_comms.fill(one, attached, native_inside=inside, copies=copies)
         attached.on_detach(functools.partial(fsdp2_comms.empty, one))
         # a compiled pass runs hooks without looking; messages are sent outside of what is compiled
         one.before_first = functools.partial(_check_whole, one.group.modules[0])

@@ -5,13 +5,18 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from hybridcomp.channels.node_copies import CopyGroups
 from hybridcomp.patches.torch.attached import Attached
+from hybridcomp.patches.torch.fsdp2_copies import NodeCopyGather
+from hybridcomp.patches.torch.fsdp2_frozen import FrozenGather
 from hybridcomp.patches.torch.fsdp2_gathers import EncodedAllGather
 from hybridcomp.patches.torch.fsdp2_members import Members
 from hybridcomp.patches.torch.fsdp2_sums import EncodedReduceScatter, EncodedReplicas
 
 
-def fill(members: Members, attached: Attached, native_inside: bool) -> None:
+def fill(
+    members: Members, attached: Attached, native_inside: bool, copies: CopyGroups | None = None
+) -> None:
     """Put encoded collectives into the slots of one group.
 
     Torch's two setters refuse a module with several groups, as the group would be ambiguous; here
@@ -20,9 +25,15 @@ def fill(members: Members, attached: Attached, native_inside: bool) -> None:
     Args:
         native_inside: with replicas, reduce-scatter gradients natively inside a shard group, as the
             all-reduce between replicas encodes.
+        copies: the ranks by node, where nodes keep copies that parameters are gathered from.
     """
     group, replicas = members.group, members.replicas
-    group._all_gather_comm = EncodedAllGather(members, attached, group._all_gather_comm)
+    channel = attached.channels["zero"]
+    kept = None if copies is None else NodeCopyGather(members, channel, copies)
+    settings = attached.channels.config.zero.keeps_frozen
+    frozen = None if settings is None else FrozenGather(members, channel, settings)
+    gather = EncodedAllGather(members, attached, group._all_gather_comm, kept, frozen)
+    group._all_gather_comm = gather
     native_inside = native_inside and replicas is not None
     scatter = EncodedReduceScatter(members, attached, group._reduce_scatter_comm, native_inside)
     group._reduce_scatter_comm = scatter

@@ -6,6 +6,7 @@ where FSDP calls it asynchronously.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,11 @@ from hybridcomp import channels
 from hybridcomp.channels import Channel, parameter_deltas
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle
+from hybridcomp.collectives.wire import given
+from hybridcomp.collectives.wire.transport import Works
 from hybridcomp.patches.torch.attached import Attached
+from hybridcomp.patches.torch.fsdp2_copies import NodeCopyGather
+from hybridcomp.patches.torch.fsdp2_frozen import FrozenGather
 from hybridcomp.patches.torch.fsdp2_kept import KeptGather
 from hybridcomp.patches.torch.fsdp2_members import Members
 from hybridcomp.patches.torch.fsdp2_slot import EncodedSlot, HandleWork
@@ -33,15 +38,24 @@ class _ParameterGather(channels.AllGather):
         stays_exact: returns whether it must not be lossy.
         kept: gathers steps, where torch keeps what was gathered.
         held: what this rank held after the last gather, where all ranks have steps to send.
+        copies: gathers from the copies of nodes, where the block asks for them.
+        places: of the group's parameters that are gathered; None: all.
     """
 
     members: Members
     stays_exact: Callable[[], bool]
     kept: KeptGather
     held: Tensor | None = None
+    copies: NodeCopyGather | None = None
+    places: Sequence[int] | None = None
 
     def stays_native(self, channel: Channel, codec: Codec) -> bool:
         """Return whether the gather must be exact and the codec is not, or has no reference."""
+        if self.copies is not None:
+            assert self.group is not None, "FSDP2 names its groups"
+            if self.copies.serves(self.group, self.dtype):
+                return False
+            return codec.lossless or self.stays_exact()
         if codec.references:
             self.held = self.kept.prepare(self.out, self.group)
             return self.held is None
@@ -49,6 +63,9 @@ class _ParameterGather(channels.AllGather):
 
     def send(self, channel: Channel, codec: Codec) -> Handle:
         """Gather encoded shards, or steps from what was gathered last."""
+        if self.copies is not None:
+            self.copies.gather(self.out, self.shard)
+            return Handle(given(None), channel.meter(self.shard.device), False)
         if self.held is None:
             return super().send(channel, codec)
         rows = self.out.view(-1, self.shard.numel())
@@ -56,16 +73,25 @@ class _ParameterGather(channels.AllGather):
 
     def cuts(self, codec: Codec) -> Sequence[int]:
         """Return the borders of parameters in the shard, which no lossy codec crosses."""
-        return () if codec.lossless else self.members.cuts(self.out.numel() // self.shard.numel())
+        ranks = self.out.numel() // self.shard.numel()
+        return () if codec.lossless else self.members.cuts(ranks, self.places)
 
 
 class EncodedAllGather(EncodedSlot[AllGather], AllGather):
     """All-gather of the parameters of one group, encoded where the policy says so."""
 
-    def __init__(self, members: Members, attached: Attached, native: AllGather) -> None:
+    def __init__(
+        self,
+        members: Members,
+        attached: Attached,
+        native: AllGather,
+        copies: NodeCopyGather | None = None,
+        frozen: FrozenGather | None = None,
+    ) -> None:
         self._members, self._attached, self.native = members, attached, native
         self._channel: Channel = attached.channels["zero"]
         self._kept = KeptGather(members, self._channel)
+        self._copies, self._frozen = copies, frozen
 
     def __call__(
         self,
@@ -75,11 +101,27 @@ class EncodedAllGather(EncodedSlot[AllGather], AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather all ranks' ``input_tensor``, here a view of ``output_tensor``, into the latter."""
+        if self._frozen is not None and self._frozen.serves(group):
+            trained = functools.partial(self._gather, group=group, async_op=False)
+            self._frozen.gather(output_tensor, input_tensor, group, trained, self.native)
+            return Works([], None) if async_op else None
+        return self._gather(output_tensor, input_tensor, None, group=group, async_op=async_op)
+
+    def _gather(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        places: Sequence[int] | None,
+        *,
+        group: dist.ProcessGroup,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """Gather the shards of the parameters ``places``, None for all, as the block says."""
         message = _ParameterGather(
             numel=output_tensor.numel(), dtype=output_tensor.dtype, group=group,
             shard=input_tensor.detach(), out=output_tensor.detach(), async_op=async_op,
             single_post=True, members=self._members, stays_exact=self._stays_exact,
-            kept=self._kept,
+            kept=self._kept, copies=self._copies, places=places,
         )  # fmt: skip
         return self._channel.run(
             message,

@@ -28,7 +28,7 @@ class KeptGather:
 
     def __init__(self, members: Members, channel: Channel) -> None:
         self._members, self._channel = members, channel
-        self._generation = -1  # of the channels at the last gather; ``resync`` makes it too old
+        self._generation = -1  # the channels' at the last gather; ``resync`` invalidates it
 
     @torch.no_grad()
     def prepare(self, output: Tensor, group: dist.ProcessGroup | None) -> Tensor | None:

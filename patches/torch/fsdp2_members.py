@@ -187,9 +187,10 @@ class Members:
                 row += more
         return tuple(map(tuple, rows))
 
-    def cuts(self, world_size: int) -> list[int]:
-        """Return the borders of parameters in a rank's shard of all of them."""
-        lengths = [member.chunk(world_size) for member in self.members]
+    def cuts(self, world_size: int, places: Sequence[int] | None = None) -> list[int]:
+        """Return the borders of parameters in a rank's shard of these, None for all of them."""
+        chosen = range(len(self.members)) if places is None else places
+        lengths = [self.members[place].chunk(world_size) for place in chosen]
         return [cut for cut in list(accumulate(lengths))[:-1] if cut]
 
 

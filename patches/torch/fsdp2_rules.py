@@ -111,6 +111,10 @@ def _foreign(job: ShardedJob) -> bool:
     return bool(job.comms - set(OWN_COMMS))
 
 
+def _keeps_copy(block: CompressionConfig) -> bool:
+    return block.zero.keeps_copy
+
+
 _FSDP2: tuple[Rule[ShardedJob], ...] = (
     *elsewhere("fully_shard", lambda job: job.ring),
     Rule(
@@ -161,6 +165,28 @@ _FSDP2: tuple[Rule[ShardedJob], ...] = (
         "refuse", ("zero",), "stepcode with fp32 parameters", "it encodes bf16 and fp16",
         "gather in bf16 or fp16 (MixedPrecisionPolicy), or use expcode",
         lambda job: job.dtypes == {torch.float32}, lambda block: block.zero.steps,
+    ),
+    Rule(
+        "refuse", ("zero",), '"secondary" with an HSDP mesh',
+        "it shards inside of a node, so that nothing is gathered between nodes",
+        "remove secondary", lambda job: job.replicas > 1, _keeps_copy,
+    ),
+    Rule(
+        "refuse", ("zero",), '"secondary" on a part of the ranks, or with tensor parallel layers',
+        "copies are cut over all ranks of the job, node by node", "remove secondary",
+        lambda job: job.replicas == 1 and (job.shards != dist.get_world_size()
+        or job.tensor_parallel or len(job.meshes) > 1), _keeps_copy,
+    ),
+    Rule(
+        "refuse", ("zero",), '"secondary" with fp32 parameters',
+        "steps are those of bf16 and fp16",
+        "gather in bf16 or fp16 (MixedPrecisionPolicy), or remove secondary",
+        lambda job: job.dtypes == {torch.float32}, _keeps_copy,
+    ),
+    Rule(
+        "refuse", ("zero",), '"frozen" beside "secondary" under fully_shard',
+        "weights that do not change send no steps to a node's copy", "remove frozen",
+        lambda job: True, lambda block: _keeps_copy(block) and block.zero.keeps_frozen is not None,
     ),
     Rule(
         "refuse", ("dp",), "powersgd under fully_shard",

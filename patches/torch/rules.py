@@ -10,7 +10,7 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch.distributed.tensor import DTensor
 
-from hybridcomp import dimensions
+from hybridcomp import dimensions, nn
 from hybridcomp.config import CompressionConfig
 from hybridcomp.dimensions import Dimension
 from hybridcomp.patches.rules import engine
@@ -37,6 +37,10 @@ def elsewhere(name: str, has_ring: Callable[[Any], bool]) -> tuple[Rule[Any], ..
             "absent", ("tp2d",), f"a model under {name}",
             "layers of hybridcomp.nn.tp2d send through the channels of their mesh",
             "give the mesh a session with tp2d in its block (docs/tp2d.md)", lambda job: True,
+        ),
+        Rule(
+            "absent", ("embed",), engine.NO_TABLES, engine.NO_ROWS, engine.TABLES_TODO,
+            lambda job: not nn.has_tables(),
         ),
     )  # fmt: skip
 

@@ -53,7 +53,9 @@ class UnseenSteps:
         self._versions = sum(map(_version, self._parameters()))
 
     def have_come(self, passes: int, is_heard: bool) -> bool:
-        """Return whether a step was taken since ``begin``; for a forward pass after a reduction.
+        """Return whether the optimizer has stepped since ``begin``.
+
+        The first forward pass after a reduction asks this.
 
         ``passes``: those with reduced gradients since the last step; ``is_heard``: whether steps of
         an optimizer of torch were heard of before.

@@ -21,6 +21,7 @@ from hybridcomp.collectives.topology import ranks_of
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common.parameter_names import named_once, plain_name
+from hybridcomp.patches.common.table_weights import with_tables
 from hybridcomp.patches.common.unchanged import KnownParameters, changed
 from hybridcomp.publishing import (
     EngineWeights,
@@ -36,7 +37,8 @@ KEY = "publish"
 def weights_of(model: nn.Module) -> EngineWeights:
     """Return the weights of ``model``; ``refused`` on a cut that has no even rows."""
     if isinstance(model, DistributedDataParallel):
-        return _replicated(model.module, ranks_of(model.process_group))
+        weights = _replicated(model.module, ranks_of(model.process_group))
+        return with_tables(weights, model.module)
     return unless_refused(functools.partial(_sharded, model), _ranks(model))
 
 
@@ -49,6 +51,7 @@ def _replicated(module: nn.Module, ranks: tuple[int, ...]) -> EngineWeights:
         ranks,
         aliases,
         unchanged=KnownParameters(module),
+        module=weakref.ref(module),
     )
 
 
@@ -77,9 +80,10 @@ def _sharded(model: nn.Module) -> EngineWeights:
         if id(parameter) not in managed and name not in shapes:  # fully_shard's ignored_params
             shapes[name], dtypes[name] = tuple(parameter.shape), parameter.dtype
             held.append(_whole(name, parameter))
-    return EngineWeights(
+    found = EngineWeights(
         shapes, dtypes, held, _ranks(model), aliases, unchanged=_KnownShards(model, shapes, dtypes)
     )
+    return with_tables(found, model)
 
 
 def _members(model: nn.Module) -> Iterator[tuple[Any, Any]]:

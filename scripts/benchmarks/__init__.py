@@ -1,1 +1,1 @@
-"""Measurements against peers that back a claim, and the chapters of docs/results."""
+"""Measurements against peers that back a claim."""

@@ -143,6 +143,7 @@ def subjects_of(values: Tensor) -> list[Subject]:
         make_codec("blockint", bits=4),
         make_codec("blockint", bits=4, rotate=True),
         make_codec("blockint", bits=4, levels="gaussian"),
+        make_codec("blockint", bits=4, levels="lloyd"),
         *(make_codec("blockint", bits=bits, rounding="random") for bits in (8, 4)),
         make_codec("blockint", bits=4, rotate=True, levels="gaussian"),
         *(make_codec("blockint", bits=bits) for bits in (2, 3, 5, 6, 7)),
@@ -221,6 +222,7 @@ def missed_targets(rows: list[Row]) -> list[str]:
             expect(f"blockint(bits={bits})", phase, 3.0, f"eager torch int{bits}")
             expect("blockint(bits=4, rotate=True)", phase, 0.4)
             expect("blockint(bits=4, levels=gaussian)", phase, 0.7)
+    expect("blockint(bits=4, levels=lloyd)", "encode", 0.8, "blockint(bits=4)")
     for phase in ("encode", "decode"):
         expect("zfp(rate=8)", phase, 4.0, "zfpy rate 8")
         expect("mpc(dim=1)", phase, 0.08)

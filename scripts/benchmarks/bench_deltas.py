@@ -5,6 +5,7 @@
     python scripts/benchmarks/bench_deltas.py --width 128 --layers 2 # a small model, in seconds
     python scripts/benchmarks/bench_deltas.py --check                # exit 1 if a target is missed
     python scripts/benchmarks/bench_deltas.py --models               # other models of the step
+    python scripts/benchmarks/bench_deltas.py --eight-bits           # matrices as FP8 and MXFP8
     python scripts/benchmarks/bench_deltas.py --tuned llama gpt2     # fine-tuning, and GRPO
     python scripts/benchmarks/bench_deltas.py --json out.json
 
@@ -35,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all
 
 from benchmarks.bench_codecs import timed
 from benchmarks.deltas_bench.bits import compressors, sent
+from benchmarks.deltas_bench.eight_bits import eight_bits
 from benchmarks.deltas_bench.models import models
 from benchmarks.deltas_bench.others import speeds_of_others
 from benchmarks.deltas_bench.traces import Size, Trace, traces
@@ -156,6 +158,7 @@ def main() -> int:
     """Parse arguments, train, measure, print; the exit status is 1 if --check missed a target."""
     parser = parser_of(__doc__, 64, "size of the weights for speeds", 9)
     parser.add_argument("--others-mbytes", type=int, default=16, help="to time others on")
+    parser.add_argument("--eight-bits", action="store_true", help="bits as FP8 and MXFP8 instead")
     parser.add_argument("--models", action="store_true", help="bits of other models instead")
     parser.add_argument(
         "--tuned", nargs="+", choices=NAMES, default=[], help="traces of these architectures"
@@ -167,8 +170,8 @@ def main() -> int:
         print("zlib stands in for zstd: pip install zstandard")
     rows: dict[str, Row] = {}
     for trace in all_traces(arguments):
-        if arguments.models:
-            rows[trace.label] = models(trace)
+        if arguments.models or arguments.eight_bits:
+            rows[trace.label] = models(trace) if arguments.models else eight_bits(trace)
             continue
         row = sent(trace.reference, trace.values)
         row["of the entropy"] = row["stepcode"] / row["entropy"] if row["entropy"] else 1.0
@@ -185,6 +188,9 @@ def main() -> int:
     names = list(next(iter(rows.values())))
     if arguments.models:
         print("\nBits a value with a model that knows:\n" + table(rows, names, 3))
+        return 0
+    if arguments.eight_bits:
+        print("\nBits a weight of the matrices:\n" + table(rows, names, 4))
         return 0
     fast = [name for name in names if "GB/s" in name or "x copy" in name]
     print("\nBits a value:\n" + table(rows, [name for name in names if name not in fast], 3))

@@ -2,7 +2,6 @@
 """Speed of training over slow links: natively, compressed, and with the peers, in one table.
 
 bench_training.py --layouts dp2 zero1 --repetitions 3        as root: links are made
-bench_training.py --losses --steps 1000                      losses at equal bytes
 
 The network is chosen by r, the time that the bytes of native bf16 take over its compute: measured
 without limits first, then links are set so that r is 0.25, 1 and 4. All arms run side by side and
@@ -25,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))  # gpt, train_gpt
 
-from benchmarks.training_bench import cells, losses, machine, picture, products, report
+from benchmarks.training_bench import cells, machine, picture, products, report
 from benchmarks.training_bench.measure import Bench, Options
 from benchmarks.training_bench.runners import CellError
 from hybridcomp.errors import install_hint
@@ -64,8 +63,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="ranks side by side; default: what the free memory holds, here %(default)s",
     )
     add("--loopback", action="store_true", help="no lab: loopback, unshaped, no root needed")
-    add("--losses", action="store_true", help="train for losses at equal bytes instead")
-    losses.add_arguments(parser)
     found = parser.parse_args(arguments)
     found.out, found.data = found.out.resolve(), found.data.resolve()
     if not found.data.with_name(f"{found.data.name}_train.idx").is_file():
@@ -80,8 +77,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     asked = parse(arguments)
-    if asked.losses:
-        return losses.main(asked)
     sizes = cells.Sizes(
         asked.layers, asked.width, asked.length, asked.divide_batch, asked.warm, asked.timed
     )

@@ -14,12 +14,13 @@ expected   by the bits a parameter of README's table (scripts/doc_pages/bits.py)
 
 Reduce-scatters of gloo are replaced by a ring, which sends what NCCL's does. With --check the exit
 status is 1 where counted and told differ by more than 1 %, or counted and expected by more than
-2 %.
+2 %, or where a host sends more than it may.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import sys
 import tempfile
@@ -45,8 +46,14 @@ from doc_pages import bits
 #: first cells of the table that are not the words of README's: these share one row there, or none
 WORDS = {
     "zero1": "ZeRO 1, bf16", "zero2": "ZeRO 2, bf16", "tp2": "two tensor ranks",
-    "pp2": "two pipeline stages",
+    "pp2": "two pipeline stages", "secondary": "ZeRO 3 with hpZ, `zero.secondary`",
 }  # fmt: skip
+#: columns of the file: words, then figures
+NAMES = ("job", "layout", "arm")
+FIGURES = (
+    "link_MB", "inside_MB", "bits", "told_MB", "native_MB", "off", "expected_bits", "off_expected",
+    "most_bits", "parameters",
+)  # fmt: skip
 #: a ledger of what native sends
 COUNTED = Arm("none", block=(("preset", "none"),))
 
@@ -60,13 +67,22 @@ class Case:
     arm: Arm
     native: bool
     micro_batches: int = 1
+    most: float | None = None  # bits a parameter that a host may send in a step
+
+
+#: steps before those whose bits count
+WARM = 2
+#: most bits with secondary copies between two nodes, by learning rate: 2.13 of gradients, and the
+#: steps of parameters, which are longest at a training's start
+MOST = {1e-3: 5.0, 1e-4: 3.6, 1e-6: 2.3}
 
 
 def cases() -> Iterator[Case]:
     """Yield what is trained, native runs first."""
     pairs = (
         ("zero0", "dp2"), ("zero1", "zero1"), ("zero1", "zero2"), ("zero3", "zero3"),
-        ("zero3_twice", "zero3_twice"), ("hpz", "hpz"), ("fsdp2", "fsdp2"), ("hsdp", "hsdp"),
+        ("zero3_twice", "zero3_twice"), ("hpz", "hpz"), ("hpz", "hpz_2x4"), ("fsdp2", "fsdp2"),
+        ("hsdp", "hsdp"),
         ("ddp", "ddp"), ("tp", "tp2"), ("pp", "pp2"),
     )  # fmt: skip
     for job, layout in pairs:
@@ -76,6 +92,12 @@ def cases() -> Iterator[Case]:
         yield Case(job, layout, arms["recommended"], False)
         if layout in ("fsdp2", "hsdp", "ddp"):
             yield Case(f"{job}_bf16", layout, arms["peer bf16"], True)
+    for layout in ("hpz", "hpz_2x4"):
+        arms = {arm.name: arm for arm in cells.arms_of(layout)}
+        for rate, most in MOST.items():
+            for name in ("secondary", "secondary 8 bits")[: 2 if layout == "hpz" else 1]:
+                arm = replace(arms[name], name=f"{name}, {rate:g}", rate=rate)
+                yield Case("secondary", layout, arm, False, most=most)
     yield Case("ddp_x4", "ddp", arms_of_ddp()["peer bf16"], True, 4)
     yield Case("ddp_x4", "ddp", arms_of_ddp()["recommended"], False, 4)
 
@@ -134,18 +156,16 @@ def parameters_of(data: Path, sizes: Sizes) -> tuple[int, float]:
     return whole, 1 - inner / whole
 
 
-def figures(
-    case: Case, ranks: list[Steps], records: list[Any], numel: int, root: float, warm: int
-) -> Any:
+def figures(case: Case, ranks: list[Steps], records: list[Any], numel: int, root: float) -> Any:
     """Return the row of a case: megabytes a step of all hosts, and bits of one host and parameter.
 
-    The bits are those behind the first ``warm`` steps, in which DeepSpeed gathers more at ZeRO 3.
+    The bits are those without the first two steps, in which DeepSpeed gathers more at ZeRO 3.
     """
     place = LAYOUTS[case.layout]
     first, steps = ranks[:: place.per_node], len(ranks[0])
     link = sum(step["payload"] for own in first for step in own) / steps
     inside = sum(step["inside"] for own in first for step in own) / steps
-    later = sum(step["payload"] for own in first for step in own[warm:]) / (steps - warm)
+    later = sum(step["payload"] for own in first for step in own[WARM:]) / (steps - WARM)
     row: dict[str, Any] = {
         "job": case.job, "layout": case.layout, "arm": case.arm.name, "link_MB": link / 1e6,
         "inside_MB": inside / 1e6, "parameters": numel,
@@ -154,6 +174,8 @@ def figures(
     if records:
         told, raw = (nbytes / steps for nbytes in told_nbytes(records))
         row |= {"told_MB": told / 1e6, "native_MB": raw / 1e6, "off": (link + inside) / told - 1}
+    if case.most is not None:
+        row["most_bits"] = case.most
     if case.job in bits.JOBS:
         job = bits.JOBS[case.job]
         messages = job.today if case.native else job.recommended
@@ -177,68 +199,48 @@ def table(rows: Sequence[Any]) -> str:
     for row in sorted(rows, key=lambda row: places[row["job"], row["layout"], row["arm"]]):
         told, expected = "told_MB" in row, "expected_bits" in row
         shown = [
-            WORDS.get(row["layout"]) or bits.JOBS[row["job"]].words, row["arm"],
+            WORDS.get(row["layout"]) or WORDS.get(row["job"]) or bits.JOBS[row["job"]].words,
+            row["arm"],
             LAYOUTS[row["layout"]].lab, f"{row['link_MB']:.3f}",
             f"{max(0.0, row['inside_MB']):.3f}", f"{row['told_MB']:.3f}" if told else "-",
             f"{row['off']:+.2%}" if told else "-", f"{row['bits']:.2f}",
-            f"{row['expected_bits']:.2f}" if expected else "-",
+            f"{row['expected_bits']:.2f}" if expected else _at_most(row),
             f"{row['off_expected']:+.2%}" if expected else "-",
         ]  # fmt: skip
         lines.append("| " + " | ".join(shown) + " |")
     return "\n".join(lines)
 
 
-PAGE = """\
-What trainings of the example GPT ({numel:,} parameters, bf16) send, counted at the interfaces of
-their hosts, beside what hybridcomp's ledger tells and what the tables of this documentation say.
-The hosts are network namespaces of one machine, of one rank, or of two (2x2).
-
-{table}
-
-* **counted MB**: what left all hosts in a step, without headers. The kernel's counters have one
-  header of 66 bytes for each packet that a host handed to its link: Ethernet 14, IPv4 20, TCP 20
-  and its time stamps 12. What is left are the bytes that were given to the sockets: messages with
-  gloo's headers, the average of the loss, the norm for clipping, and the ledger's own reports.
-* **inside a node**: the same of the loopback, through which ranks of a host talk.
-* **told MB**: the bytes of all ranks in the ledger, to which those of the link and of the loopback
-  are held. The preset `none` compresses nothing and tells what native sends; `native bf16` runs
-  without hybridcomp. Torch's own ways (`peer`) have no ledger.
-* **bits a parameter**: what one host sends in a step and for each micro-batch, without the first
-  two steps.
-* **expected**: by the bits of the tables ([where they stand](../coming_from.md#zero)) on these
-  hosts: a ring of W ranks sends (W - 1) / W of them, a sum in nodes first (n - 1) / n. FSDP2's root
-  is gathered once.
-
-What native sends is what NCCL's algorithms send. gloo's send the same, but for one: its
-reduce-scatter sends as much as its all-reduce, of 32 MB a rank 32.0 MB on two ranks and 48.1 on
-four, where a ring sends 16 and 24. ZeRO 3, FSDP2 and Megatron's distributed optimizer use it, so a
-job on CPUs saves more than these tables say. Here a ring takes its place, natively and beside the
-preset (`scripts/benchmarks/training_bench/ring.py`). `hybridcomp measure` and `"when": "auto"` time
-the job's own backend, over gloo gloo's: a plan for GPUs needs a measurement over NCCL.
-
-ZeRO++'s kernels need a GPU, and Megatron's data parallelism is not part of the example: their
-figures are computed.
-
-## Commands
-
-```
-scripts/benchmarks/count_bytes.py --data data/text --out runs/bytes/bytes.json --check
-scripts/benchmarks/results.py --bytes runs/bytes
-```"""
+def _at_most(row: Any) -> str:
+    return f"<= {row['most_bits']:g}" if "most_bits" in row else "-"
 
 
-def chapter(source: Path, out: Path) -> str:
-    """Write the page of ``source``'s bytes.json. Raises FileNotFoundError without one."""
-    rows = json.loads((source / "bytes.json").read_text(encoding="utf-8"))
-    (out / "bytes.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    return PAGE.format(numel=rows[0]["parameters"], table=table(rows))
+def read(file: Path) -> list[dict[str, Any]]:
+    """Return the rows that ``--out`` has written, of which docs/results/bytes.csv are some."""
+    with file.open(newline="", encoding="utf-8") as lines:
+        return [
+            {name: text if name in NAMES else float(text) for name, text in row.items() if text}
+            for row in csv.DictReader(lines)
+        ]
+
+
+def write(file: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write ``rows``; a figure that a row lacks is an empty cell."""
+    with file.open("w", newline="", encoding="utf-8") as lines:
+        table = csv.DictWriter(lines, [*NAMES, *FIGURES], lineterminator="\n")
+        table.writeheader()
+        table.writerows(
+            {k: v if k in NAMES else f"{v:.7g}" for k, v in row.items()} for row in rows
+        )
 
 
 def missed(rows: Sequence[Any], told: float = 0.01, expected: float = 0.02) -> list[str]:
     """Return the rows whose counted bytes are further off than these shares."""
     return [
         f"{row['job']} {row['arm']}" for row in rows
-        if abs(row.get("off", 0.0)) > told or abs(row.get("off_expected", 0.0)) > expected
+        if abs(row.get("off", 0.0)) > told
+        or abs(row.get("off_expected", 0.0)) > expected
+        or row["bits"] > row.get("most_bits", float("inf"))
     ]  # fmt: skip
 
 
@@ -250,16 +252,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--jobs", nargs="+", metavar="NAME", help="default: all")
     add("--data", type=Path, default=Path("data/text"), metavar="PREFIX")
-    add("--out", type=Path, metavar="FILE", help="JSON; jobs that are there are not trained again")
+    add("--out", type=Path, metavar="FILE", help="CSV; jobs that are there are not trained again")
     add("--steps", type=int, default=8)
     add("--timeout", type=float, default=600.0, metavar="S", help="of a start or a step")
     add("--check", action="store_true")
     asked = parser.parse_args(arguments)
     data = asked.data.resolve()
-    sizes = Sizes(layers=4, width=256, length=128, divide_batch=4, warm=2, steps=asked.steps)
+    sizes = Sizes(layers=4, width=256, length=128, divide_batch=4, warm=WARM, steps=asked.steps)
     numel, root = parameters_of(data, sizes)
     there = asked.out is not None and asked.out.is_file()
-    rows: list[Any] = json.loads(asked.out.read_text()) if there else []
+    rows: list[Any] = read(asked.out) if there else []
     for case in cases():
         own = case.job, case.layout, case.arm.name
         known = any((row["job"], row["layout"], row["arm"]) == own for row in rows)
@@ -267,13 +269,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         try:
             trained = train(case, sizes, data, asked.timeout)
-            rows.append(figures(case, *trained, numel, root, sizes.warm))
+            rows.append(figures(case, *trained, numel, root))
         except CellError as error:
             print(f"count_bytes: {case.job} {case.arm.name}: {error}", file=sys.stderr)
             return 1
         print(table(rows[-1:]).splitlines()[-1], flush=True)
         if asked.out is not None:
-            asked.out.write_text(json.dumps(rows, indent=1) + "\n")
+            write(asked.out, rows)
     print(f"\n{numel} parameters\n\n{table(rows)}")
     far = missed(rows)
     if far:

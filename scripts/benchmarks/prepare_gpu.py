@@ -4,13 +4,12 @@
     prepare_gpu.py --out carry --python python3.12 --architecture 90 --nvrtc 13.0.88
     prepare_gpu.py --out carry --only kernels --architecture 90
 
-Writes four folders, which ``prove_on_gpu.py --prepared`` takes:
+Writes three folders, which ``prove_on_gpu.py --prepared`` takes:
 
 wheels/   packages that such a machine lacks (--wheels), for its Python
 native/   the extensions of this checkout, built for its Python, and the package's metadata
-kernels/  the CUDA kernels that the benches and the trainings launch, compiled for its GPU by NVRTC
+kernels/  the CUDA kernels that the benches and the tests launch, compiled for its GPU by NVRTC
           of its version: an image is looked up by the compiler's version too
-data/     the data of the speed and of the losses, compressed
 
 A folder that is there is made anew. --python is an interpreter of that machine's version here.
 """
@@ -18,7 +17,6 @@ A folder that is there is made anew. --python is an interpreter of that machine'
 from __future__ import annotations
 
 import argparse
-import gzip
 import os
 import shutil
 import subprocess
@@ -29,8 +27,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/, as all imports here
-
-from benchmarks.gpu_proof.steps import loss_data
 
 ROOT = Path(__file__).resolve().parents[2]
 #: beside torch, CuPy, pytest and its plugins, which a machine with a GPU has
@@ -153,18 +149,6 @@ def _nvrtc(version: str, folder: Path) -> dict[str, str]:
     return {"LD_PRELOAD": str(found[0]), "LD_LIBRARY_PATH": str(found[0].parent)}
 
 
-def data(asked: argparse.Namespace, out: Path) -> None:
-    """Make the data, with this Python's sources, and compress it."""
-    with tempfile.TemporaryDirectory() as made:
-        for name, words in (("text", ()), ("gpt2", loss_data())):
-            place = str(Path(made) / name)
-            script = str(ROOT / "scripts/examples/prepare_data.py")
-            _call(sys.executable, script, *words, "--output", place)
-        for path in sorted(Path(made).iterdir()):
-            with path.open("rb") as read, gzip.open(out / f"{path.name}.gz", "wb") as write:
-                shutil.copyfileobj(read, write)
-
-
 def _call(*words: str, env: dict[str, str] | None = None) -> None:
     """Run a command. Raises PrepareError with the last line that it said."""
     done = subprocess.run(
@@ -178,7 +162,7 @@ def _call(*words: str, env: dict[str, str] | None = None) -> None:
 
 #: by name of a folder, what makes it
 PARTS: dict[str, Callable[[argparse.Namespace, Path], None]] = {
-    "wheels": wheels, "native": native, "kernels": kernels, "data": data,
+    "wheels": wheels, "native": native, "kernels": kernels,
 }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure everything that only a GPU can tell, in one command that goes on where it was cut off.
 
-    prove_on_gpu.py --out runs/gpu                # all, about six hours on an H100
+    prove_on_gpu.py --out runs/gpu                # tests and codecs
     prove_on_gpu.py --out runs/gpu --list         # the steps, and which are done
     prove_on_gpu.py --out runs/gpu --only tests codecs
     prove_on_gpu.py --out runs/gpu --minutes 9    # as much as fits; call it again
@@ -14,7 +14,7 @@ the same time. What tells most comes first. A step that succeeded is not repeate
 one that failed is told and the next one begins. With --minutes a step that would take longer than
 what is left is put off, those that can stop do so in time and go on in the next call, and whatever
 still runs at the end is ended. What the figures should be stands in docs/results/gpu_proof.md,
-which says of each whether it was ever measured. The last step writes the chapter to OUT/pages.
+which says of each whether it was ever measured.
 
 On a machine that is lent bare and for minutes, without a network:
 
@@ -81,8 +81,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     every = list(Lister(out, asked.cpu).steps())
     chosen = [step for step in every if not asked.only or step.name.startswith(tuple(asked.only))]
     todo = [step for step in chosen if asked.again or not record.is_done(step)]
-    if todo:
-        todo = [step for step in chosen if step in todo or step.renewed]
     if asked.list or asked.dry_run:
         _show(chosen if asked.list else todo, record, asked.dry_run)
         return 0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from doc_pages import json_rows
 from hybridcomp.config import schema
 from hybridcomp.config.block import BLOCK, CompressionConfig
 from hybridcomp.dimensions import DIMENSIONS, DIRECTIONS, KINDS
@@ -47,8 +47,8 @@ PARTS = (
 
 
 def editors() -> str:
-    """Return the JSON schema, as ``hybridcomp schema`` prints it."""
-    return json.dumps(schema(), indent=2) + "\n"
+    """Return the JSON schema, as ``hybridcomp schema`` prints it, a line for each key."""
+    return json_rows.dumps(schema(), depth=4)
 
 
 def page() -> str:

@@ -45,15 +45,17 @@ def _entry(name: str, found: object) -> Iterator[str]:
         yield "```"
         yield ""
     yield _markdown(inspect.getdoc(found) or "")
-    if inspect.isclass(found):
-        yield ""
-        yield "| method | |"
-        yield "|---|---|"
-        for key, value in vars(found).items():
-            function = getattr(value, "__func__", value)
-            if not key.startswith("_") and inspect.isfunction(function) and _ours(function):
-                first = (inspect.getdoc(function) or "").partition("\n\n")[0]
-                yield f"| `{key}` | {' '.join(first.replace('``', '`').split())} |"
+    if inspect.isclass(found) and (rows := list(_methods(found))):
+        yield from ("", "| method | |", "|---|---|", *rows)
+
+
+def _methods(found: type) -> Iterator[str]:
+    """Yield a row for each public method that hybridcomp defines, with its first sentence."""
+    for key, value in vars(found).items():
+        function = getattr(value, "__func__", value)
+        if not key.startswith("_") and inspect.isfunction(function) and _ours(function):
+            first = (inspect.getdoc(function) or "").partition("\n\n")[0]
+            yield f"| `{key}` | {' '.join(first.replace('``', '`').split())} |"
 
 
 def _ours(function: object) -> bool:

@@ -148,7 +148,7 @@ inline std::vector<Codec> codecs() {
                                 fixed<fp8::wire_nbytes, fp8::encode, fp8::decode>("fp8", {0, 1})};
 #ifdef WITH_BLOCKINT
     found.push_back(fixed<blockint::wire_nbytes, blockint::encode, blockint::decode>(
-        "blockint", {2, 3, 4, 5, 6, 7, 8, 18, 19, 20, 36, 52, 66, 68, 72, 83}));
+        "blockint", {2, 3, 4, 5, 6, 7, 8, 18, 19, 20, 36, 52, 66, 68, 72, 83, 132, 148}));
 #endif
 #ifdef WITH_ZFP
     found.push_back(fixed<zfp::wire_nbytes, zfp::encode, zfp::decode>(

@@ -29,7 +29,7 @@ CODECS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("bf16", {}), ("fp16", {}), ("fp8", {"format": "e4m3"}), ("fp8", {"format": "e5m2"}),
     *(("blockint", {"bits": bits}) for bits in range(2, 9)),
     *(("blockint", {"bits": bits, "rotate": True}) for bits in (2, 3, 4)),
-    ("blockint", {"bits": 4, "levels": "gaussian"}),
+    *(("blockint", {"bits": 4, "levels": levels}) for levels in ("gaussian", "lloyd")),
     *(("blockint", {"bits": bits, "rounding": "random"}) for bits in (2, 4, 8)),
     *(("zfp", {"rate": rate}) for rate in (2.5, 4, 8, 13.75, 16, 24)),
     *(("radix", {"error_bound": bound, "segment": segment})
@@ -95,7 +95,7 @@ def try_codec(values: Tensor, choose: random.Random) -> Turn:
     codec, values = make_codec(name, **settings), values[: NUMEL // numel * numel]
     own = codec.lossless or (name == "radix" and choose.random() < 0.5)
     decoded = through(codec, values, values.dtype if own else torch.float32, numel)
-    block = codec.segment if name == "radix" else codec.span
+    block = codec.segment if name == "radix" else codec.block_size
     if codec.lossless:
         limit = torch.zeros(len(values), dtype=torch.float64)
     else:

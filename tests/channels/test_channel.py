@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,6 +80,27 @@ def test_every_rank_gets_the_events_of_all() -> None:
     first, second = run_ranks(2, report)
     assert first == second
     assert dict(first)["train/compression/tp/backward/raw_MB"] == 0.003
+
+
+def times_of_records(folder: str) -> list[float]:
+    """Of two reports and the summary, between the clock's before and after."""
+    channels = Channels(CompressionConfig.parse({"tp": "blockint"}))
+    file, before = Path(folder, "ledger.jsonl"), time.time()
+    reporter = Reporter(channels, file, torch.device("cpu"))
+    reporter.report(1)
+    reporter.report(2)
+    reporter.close()
+    if dist.get_rank():
+        return []
+    written = [json.loads(text)["time"] for text in file.read_text().splitlines()]
+    return [before, *written, time.time()]
+
+
+def test_records_say_when_they_were_written(tmp_path: Path) -> None:
+    """Whoever reads the file later can tell the seconds between two reports, and so Mb/s."""
+    times, _ = run_ranks(2, times_of_records, str(tmp_path))
+    assert len(times) == 5
+    assert all(b > a - 0.01 for a, b in zip(times, times[1:], strict=False)), times
 
 
 def ended_early(folder: str) -> tuple[dict[str, Any], str]:

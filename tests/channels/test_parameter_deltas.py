@@ -311,6 +311,31 @@ def test_ledger(pool: RankPool) -> None:
         assert error is not None and 1e-4 < error < 2e-3
 
 
+def chunked(limit: int) -> tuple[float, float, Tensor]:
+    """Gather 10,000 values of each rank, of all ranks ``limit`` in a message; raw, wire, values."""
+    block = {"zero": {"codec": "blockint", "bits": 4}, "min_bytes": 0}
+    channels = Channels(CompressionConfig.parse(block))
+    channels.place([tuple(range(RANKS))])
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shard = torch.randn(10_000, generator=generator).bfloat16()
+    out = torch.zeros(RANKS * shard.numel(), dtype=shard.dtype)
+    message = parameter_deltas.GatherParameters(
+        numel=out.numel(), dtype=out.dtype, group=None, shard=shard, out=out, buffer=out,
+        limit=limit,
+    )  # fmt: skip
+    channels["zero"].run(message, native=lambda: None, encoded=lambda handle: handle.wait())
+    entry = channels.ledger.interval["zero", "forward"]
+    return entry.raw_nbytes, entry.wire_nbytes, out
+
+
+def test_a_gather_in_chunks_sends_every_value_once(pool: RankPool) -> None:
+    whole, cut = pool.run(chunked, 0), pool.run(chunked, RANKS * parameter_deltas.CHUNK_ALIGN)
+    for (raw, wire, values), (raw_cut, wire_cut, values_cut) in zip(whole, cut, strict=True):
+        assert raw == raw_cut == (RANKS - 1) * 10_000 * 2
+        assert wire <= wire_cut < 1.01 * wire, "of three chunks no more than their padding"
+        assert torch.equal(values, values_cut)
+
+
 def steps_written_down() -> tuple[float, float, int]:
     """Raw and wire bytes of a gather by stepcode, and the payload that this rank must have sent."""
     replica = Replica({"codec": "stepcode"}, torch.bfloat16)

@@ -44,7 +44,7 @@ def _blocks(values: Floats) -> Floats:
     return blocks.reshape(count, 32)
 
 
-def _half_top(code: int, base: int) -> np.float32:
+def half_top_of(code: int, base: int) -> np.float32:
     """T / 2 of a block, T = (1 + mantissa / 16) * 2^exponent."""
     exponent, mantissa = divmod(16 * base + 15 - code, 16)
     return F((1 + mantissa / 16) * 2.0 ** (exponent - 128))  # exponent is biased by 127
@@ -93,6 +93,46 @@ def _gaussian_value(level: int) -> np.float32:
     return F(j * (j * j * F(6.594e-5) + F(0.04768)))
 
 
+#: how much more squared error a value has under the first scale, by magnitude in 4 / 127 of its top
+_LLOYD_GAINS = (
+    0, 2, 6, -2, -6, 15, 1, -14, 14, 14, -9, -29, 36, 21, -12, -44,
+    17, 54, 11, -32, -72, 26, 89, 33, -22, -78, -102, 79, 127, 58, -22, -72,
+)  # fmt: skip
+
+
+def _lloyd_fine(block: Floats, half_top: np.float32) -> Floats:
+    """Each value as a whole number of 127ths of its block's top."""
+    fine: Floats = np.rint(block * (F(63.5) / half_top))
+    return fine
+
+
+def lloyd_code(block: Floats, code: int, base: int) -> int:
+    """The code that a block is sent with: that of its top or the next below."""
+    fine = _lloyd_fine(block, half_top_of(code, base))
+    gain = sum(_LLOYD_GAINS[int(abs(one)) // 4] for one in fine)
+    return code + (gain > 0 and code < 253)
+
+
+def lloyd_levels(block: Floats, half_top: np.float32, sent: np.float32) -> list[int]:
+    """Levels under the top that is sent, which may be the next below the block's own."""
+    share = half_top / sent * (F(1) / F(127)) if sent != half_top else F(1) / F(127)
+    x = np.clip(_lloyd_fine(block, half_top) * share, F(-1), F(1))
+    square = x * x
+    cell = x * ((square * F(2.44921) - F(4.88653)) * square + F(9.74921))
+    return [int(level) for level in np.rint(cell) + 8]
+
+
+def _lloyd_value(level: int) -> np.float32:
+    k = F(level - 8)
+    return F(k * (k * k * F(7.925e-4) + F(0.10026)))
+
+
+def lloyd_values(code: int, base: int) -> Floats:
+    """What the fifteen levels of a scale decode to."""
+    values = [_lloyd_value(level) * half_top_of(code, base) * F(2) for level in range(1, 16)]
+    return np.array(values, F)
+
+
 def _random_bits(value: np.float32, index: int, inverse: np.float32) -> int:
     """14 bits, see kernels/formats/dither.h."""
     seed = index * 0x9E3779B9 + int(inverse.view(np.uint32))
@@ -102,10 +142,10 @@ def _random_bits(value: np.float32, index: int, inverse: np.float32) -> int:
 
 
 def _levels(
-    block: Floats, first: int, half_top: np.float32, bits: int, gaussian: bool, random: bool
+    block: Floats, first: int, half_top: np.float32, bits: int, spacing: str, random: bool
 ) -> list[int]:
     """``first``: index of the block's first value in the message."""
-    if gaussian:
+    if spacing == "gaussian":
         return _gaussian_levels(block * (F(0.5) / half_top))
     inverse, offset = F((2 ** (bits - 1) - 1) / 2) / half_top, 2 ** (bits - 1)
     if not random:
@@ -116,7 +156,7 @@ def _levels(
 
 
 def blockint_encode(
-    values: Floats, bits: int, rotate: bool = False, gaussian: bool = False, random: bool = False
+    values: Floats, bits: int, rotate: bool = False, spacing: str = "uniform", random: bool = False
 ) -> bytes:
     """The payload of blockint."""
     blocks = _blocks(rotated(values) if rotate else values)
@@ -134,9 +174,14 @@ def blockint_encode(
             continue
         base = bases[number // 32]
         code = min(253, 16 * base + 15 - int(tops[number]))
-        codes.append(254 if gaussian and absmax[number] == 0 else code)
-        levels = _levels(block, 32 * number, _half_top(code, base), bits, gaussian, random)
-        assert min(levels) >= (0 if gaussian else 1) and max(levels) <= 2**bits - 1
+        half_top = half_top_of(code, base)
+        if spacing == "lloyd":
+            code = lloyd_code(block, code, base)
+            levels = lloyd_levels(block, half_top, half_top_of(code, base))
+        else:
+            levels = _levels(block, 32 * number, half_top, bits, spacing, random)
+        codes.append(254 if spacing == "gaussian" and absmax[number] == 0 else code)
+        assert min(levels) >= (spacing != "gaussian") and max(levels) <= 2**bits - 1
         for width, shift, first in _fields(bits):
             for index, level in enumerate(levels):
                 word, bit = _place(index, width)
@@ -145,8 +190,14 @@ def blockint_encode(
     return padded(words.tobytes() + bytes(codes) + bytes(bases))
 
 
+def _relative(level: int, bits: int, spacing: str) -> np.float32:
+    if spacing == "uniform":
+        return F(level - 2 ** (bits - 1))
+    return _gaussian_value(level) if spacing == "gaussian" else _lloyd_value(level)
+
+
 def blockint_decode(
-    payload: bytes, numel: int, bits: int, rotate: bool = False, gaussian: bool = False
+    payload: bytes, numel: int, bits: int, rotate: bool = False, spacing: str = "uniform"
 ) -> Floats:
     """The values of a payload of blockint."""
     blocks, tiles = -(-numel // 32), -(-numel // 1024)
@@ -156,17 +207,19 @@ def blockint_decode(
     out = np.zeros((blocks, 32), F)
     for number in range(blocks):
         code, base = codes[number], bases[number // 32]
-        if code == 255 or (gaussian and code == 254):
+        if code == 255 or (spacing == "gaussian" and code == 254):
             out[number] = np.nan if code == 255 else 0
             continue
-        half_step = _half_top(code, base) * (F(1) if gaussian else F(1) / F(2 ** (bits - 1) - 1))
+        half_step = half_top_of(code, base) * (
+            F(1) / F(2 ** (bits - 1) - 1) if spacing == "uniform" else F(1)
+        )
         for index in range(32):
             level = 0
             for width, shift, first in _fields(bits):
                 word, bit = _place(index, width)
                 field = (int(words[number, first + word]) >> bit) & (2**width - 1)
                 level |= field << shift
-            relative = _gaussian_value(level) if gaussian else F(level - 2 ** (bits - 1))
+            relative = _relative(level, bits, spacing)
             with np.errstate(over="ignore"):
                 value = relative * half_step * F(2)
             out[number, index] = np.clip(value, -np.finfo(F).max, np.finfo(F).max)

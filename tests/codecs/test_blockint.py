@@ -14,21 +14,22 @@ from torch import Tensor
 from hybridcomp.codecs import BlockInt
 from hybridcomp.codecs.blockint import Levels
 from hybridcomp.errors import CodecError
+from hybridcomp.kernels import KernelSet
 from tests.codecs import arrays, reference
 
 BITS = tuple(range(2, 9))
-#: bits, rotate, Gaussian levels, rounded at random
-Variant = tuple[int, bool, bool, bool]
+LIMITS: Any = KernelSet[Any]("instructions").on(torch.device("cpu"))
+#: bits, rotate, spacing of the levels, rounded at random
+Variant = tuple[int, bool, Levels, bool]
+SPACED: tuple[Levels, ...] = ("gaussian", "lloyd")
 VARIANTS: tuple[Variant, ...] = (
-    *((bits, False, False, random) for bits in BITS for random in (False, True)),
-    *((bits, True, False, random) for bits in (2, 3, 4) for random in (False, True)),
-    (4, False, True, False),
-    (4, True, True, False),
+    *((bits, False, "uniform", random) for bits in BITS for random in (False, True)),
+    *((bits, True, "uniform", random) for bits in (2, 3, 4) for random in (False, True)),
+    *((4, rotate, spacing, False) for rotate in (False, True) for spacing in SPACED),
 )
 
 
-def codec_of(bits: int, rotate: bool, gaussian: bool, random: bool) -> BlockInt:
-    levels: Levels = "gaussian" if gaussian else "uniform"
+def codec_of(bits: int, rotate: bool, levels: Levels, random: bool) -> BlockInt:
     return BlockInt(bits, rotate, levels, "random" if random else "nearest")
 
 
@@ -121,6 +122,85 @@ def test_gaussian_levels_fit_gaussian_values_and_keep_blocks_of_zeros() -> None:
     assert not decoded[64:96].any()
 
 
+def test_lloyd_levels_fit_gaussian_values_and_keep_zeros() -> None:
+    values = torch.randn(2**16, generator=torch.Generator().manual_seed(0))
+    values[::3] = 0.0
+    dense = values[values != 0][: 2**15]
+    assert relative_error(BlockInt(4, levels="lloyd"), dense) < 0.0864 < 0.098
+    decoded = torch.empty_like(values)
+    codec = BlockInt(4, levels="lloyd")
+    codec.decode(encoded(codec, values), decoded)
+    assert not decoded[::3].any()
+    assert torch.equal(decoded.sign() * values.sign() == -1, torch.zeros(2**16, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("instructions", ["plain", "avx2"])
+def test_lloyd_levels_have_the_same_bytes_with_all_instructions(instructions: str) -> None:
+    values = torch.cat([arrays.make(kind, 4096 + 40, seed=7) for kind in arrays.KINDS])
+    try:
+        if LIMITS.limit(instructions) != instructions:
+            pytest.skip(f"this machine lacks {instructions}")
+        check_against_reference(values, (4, False, "lloyd", False))
+    finally:
+        LIMITS.limit("avx512")
+
+
+@pytest.mark.parametrize("mantissa", range(16))
+def test_lloyd_levels_keep_their_bound_at_every_magnitude(mantissa: int) -> None:
+    """Blocks that are sent with either scale, of each of the 16 tops of an octave."""
+    top = 1 + mantissa / 16
+    codec, either = BlockInt(4, levels="lloyd"), set[int]()
+    for filler in np.linspace(0.0, 1.0, 65, dtype=np.float32):
+        block = torch.full((65, 32), float(filler) * top)
+        block[:, 0] = top
+        block[:, 1:17] = (torch.linspace(0, top, 65 * 16)).reshape(65, 16)
+        values = torch.cat([block, -block]).reshape(-1)
+        payload = encoded(codec, values)
+        decoded = torch.empty_like(values)
+        codec.decode(payload, decoded)
+        assert float((decoded - values).abs().max()) <= codec.element_bound(top, torch.float32)
+        either.update(payload[values.numel() // 2 :][: values.numel() // 32].tolist())
+    assert len(either) == 2, "one scale was never chosen"
+
+
+@pytest.mark.parametrize("lower", [0, 1])
+@pytest.mark.parametrize("mantissa", range(16))
+def test_lloyd_levels_keep_their_bound_for_every_rounded_value(mantissa: int, lower: int) -> None:
+    """The proof of the bound: all that decoding depends on, and the ends of what is rounded so."""
+    code, fine = 15 - mantissa, np.arange(128)
+    top, sent = (2 * reference.half_top_of(one, 128) for one in (code, code + lower))
+    values = (fine * (top / 127)).astype(np.float32)
+    levels = reference.lloyd_levels(values, top / 2, sent / 2)
+    decoded = reference.lloyd_values(code + lower, 128)[np.array(levels) - 1] / top
+    ends = np.clip(np.stack([fine - 0.5, fine + 0.5]) / 127, 0, 1)
+    worst = float(np.abs(ends - decoded).max())
+    assert worst < 0.10365, "of T"
+    assert BlockInt(4, levels="lloyd").element_bound(16 / 17, torch.float32) > worst
+
+
+def test_lloyd_takes_the_scale_with_less_error_nearly_always() -> None:
+    values = torch.randn(2**15, generator=torch.Generator().manual_seed(1)).numpy()
+    chosen = best = 0.0
+    for block in values.reshape(-1, 32):
+        top = (int(np.abs(block).max().view(np.uint32)) + 0x7FFFF) >> 19
+        base = top >> 4
+        code = 16 * base + 15 - top
+        errors = [
+            float(np.square(block - nearest_lloyd(block, code + more, base)).sum())
+            for more in (0, 1)
+        ]
+        chosen += errors[reference.lloyd_code(block, code, base) - code]
+        best += min(errors)
+    assert best <= chosen < 1.012 * best
+
+
+def nearest_lloyd(block: reference.Floats, code: int, base: int) -> reference.Floats:
+    """Each value's nearest level of a scale."""
+    levels = reference.lloyd_values(code, base)
+    nearest: reference.Floats = levels[np.abs(block[:, None] - levels).argmin(axis=1)]
+    return nearest
+
+
 def relative_error(codec: BlockInt, values: Tensor) -> float:
     decoded = torch.empty_like(values)
     codec.decode(encoded(codec, values), decoded)
@@ -174,9 +254,11 @@ def test_impossible_bits_are_refused(bits: object) -> None:
         ({"bits": 5, "rotate": True}, "rotate.*4 bits and fewer"),
         ({"bits": 4, "rotate": 1}, "rotate must be true or false"),
         ({"bits": 3, "levels": "gaussian"}, "levels gaussian.*4 bits"),
+        ({"bits": 8, "levels": "lloyd"}, "levels lloyd are 15, for 4 bits and not 8"),
         ({"bits": 4, "levels": "normal"}, "levels must be one of"),
         ({"rounding": "up"}, "rounding must be one of"),
         ({"bits": 4, "levels": "gaussian", "rounding": "random"}, "random needs levels that"),
+        ({"bits": 4, "levels": "lloyd", "rounding": "random"}, "has levels lloyd; remove one"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(

@@ -240,5 +240,7 @@ def test_ladders_are_what_a_bound_may_pick_from() -> None:
     assert families() == ("auto", "radix", *LADDERS)
     assert not ladder_of("mpc") and not ladder_of("powersgd") and not ladder_of("zstd")
     for ladder in LADDERS.values():
-        assert all(codec.fixed_size and codec.span == ladder[0].span for codec in ladder)
+        assert all(
+            codec.fixed_size and codec.block_size == ladder[0].block_size for codec in ladder
+        )
     assert LOSSLESS.lossless

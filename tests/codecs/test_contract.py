@@ -33,7 +33,11 @@ ALL: list[Codec] = [
     make_codec("fp8", format="e5m2"),
     *(make_codec("blockint", bits=bits) for bits in range(2, 9)),
     *(make_codec("blockint", bits=bits, rotate=True) for bits in (2, 3, 4)),
-    *(make_codec("blockint", bits=4, rotate=rotate, levels="gaussian") for rotate in (False, True)),
+    *(
+        make_codec("blockint", bits=4, rotate=rotate, levels=levels)
+        for rotate in (False, True)
+        for levels in ("gaussian", "lloyd")
+    ),
     *(make_codec("blockint", bits=bits, rounding="random") for bits in range(2, 9)),
     make_codec("blockint", bits=3, rotate=True, rounding="random"),
     *(make_codec("zfp", rate=rate) for rate in (2.5, 4, 8, 9, 9.25, 13.75, 16, 24, 32)),
@@ -55,6 +59,7 @@ DAY: list[Codec] = [
     make_codec("blockint", bits=3, rotate=True),
     make_codec("blockint", bits=4, rounding="random"),
     make_codec("blockint", bits=4, rotate=True, levels="gaussian"),
+    make_codec("blockint", bits=4, levels="lloyd"),
     make_codec("zfp", rate=9.25),
     make_codec("powersgd", rank=2),
     *ALL[-8:],

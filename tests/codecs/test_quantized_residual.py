@@ -202,7 +202,15 @@ def test_damage_is_noticed() -> None:
 @pytest.mark.parametrize("bits", FEW)
 @pytest.mark.parametrize(
     "codec",
-    [BlockInt(2), BlockInt(4), BlockInt(8), BlockInt(3, True), BlockInt(4, levels="gaussian")],
+    [
+        BlockInt(2),
+        BlockInt(4),
+        BlockInt(8),
+        BlockInt(3, True),
+        BlockInt(4, levels="gaussian"),
+        BlockInt(4, levels="lloyd"),
+        BlockInt(4, True, "lloyd"),
+    ],
     ids=str,
 )
 def test_one_pass_writes_what_two_do(codec: BlockInt, bits: int) -> None:

@@ -187,6 +187,31 @@ BROKEN: list[tuple[Any, str, tuple[str, ...]]] = [
     ({"zero": {"codec": "stepcode", "bits": 4}}, "compression.zero.bits", ("has no settings",)),
     ({"dp": "stepcode"}, "compression.dp.codec", ("only zero can have it",)),
     (
+        {"zero": {"secondary": {"bits": 4}}},
+        "compression.zero.secondary",
+        ('found {"bits": 4}', 'expected "exact", "native" or {"bits": 8}'),
+    ),
+    ({"zero": {"secondary": "int8"}}, "compression.zero.secondary", ('expected "exact"',)),
+    (
+        {"zero": {"secondary": "exact", "codec": "blockint"}},
+        "compression.zero.codec",
+        ('found "blockint"', "sent by expcode and steps by stepcode", "remove the codec"),
+    ),
+    (
+        {"zero": {"secondary": {"bits": 8}, "bits": 4, "codec": "blockint"}},
+        "compression.zero.codec",
+        ("sent by blockint", "remove the codec"),
+    ),
+    ({"zero": {"secondary": "exact", "delta": True}}, "compression.zero.delta", ("remove it",)),
+    (
+        {"zero": {"secondary": "exact", "when": "auto"}},
+        "compression.zero.when",
+        ("not measured", "remove it"),
+    ),
+    ({"dp": {"codec": "blockint", "secondary": "exact"}}, "compression.dp.secondary", ()),
+    ({"zero": {"frozen": "disk"}}, "compression.zero.frozen", ('"device", "host" or an object',)),
+    ({"zero": {"frozen": {"bits": 5}}}, "compression.zero.frozen", ("4 or 8",)),
+    (
         {"tp": {"codec": "expcode", "backward": {"codec": "stepcode"}}},
         "compression.tp.backward.codec",
         ("only zero can have it",),
@@ -476,6 +501,35 @@ def test_ranks_agree_on_deltas() -> None:
         for line in describe(deltas)
     )
     assert not any("what changed" in line for line in describe(plain))
+
+
+def test_frozen_weights_need_no_codec() -> None:
+    for written, kept in (
+        ("host", {"on": "host", "bits": None}),
+        ({"bits": 4}, {"on": "device", "bits": 4}),
+    ):
+        config = parse({"zero": {"frozen": written}})
+        assert config.active("zero") and config.codecs()["zero", "forward"] is None
+        assert config.flat()["compression.zero.frozen"] == kept
+        assert config.zero.remark == ", frozen ones once"
+    both = parse({"preset": "recommended", "zero": {"frozen": "device"}})
+    assert str(both.codecs()["zero", "forward"]) == "blockint(bits=8)"
+    gathered = parse({"zero": {"codec": "expcode", "frozen": "gathered"}})
+    assert gathered.digest() == parse({"zero": "expcode"}).digest()
+
+
+def test_secondary_copies_have_codecs_of_their_own() -> None:
+    """Of the preset's nothing is left that could not act, and ranks agree on the kind of copy."""
+    for written, spec in (("exact", "expcode()"), ({"bits": 8}, "blockint(bits=8)")):
+        for preset in ({}, {"preset": "recommended"}):
+            config = parse({**preset, "zero": {"secondary": written}})
+            assert str(config.codecs()["zero", "forward"]) == spec
+            assert "zero" not in config.measured()
+            assert config.flat()["compression.zero.secondary"] == written
+    native = parse({"zero": {"codec": "expcode", "secondary": "native"}})
+    assert native.digest() == parse({"zero": "expcode"}).digest()
+    every = parse({"zero": {"secondary": "exact", "resync_every": 9}})
+    assert "whole every 9 steps" in every.zero.remark
 
 
 @pytest.mark.parametrize("zero", ["stepcode", {"codec": "stepcode", "delta": True}])

@@ -8,6 +8,7 @@ import pytest
 
 from hybridcomp.codecs import BlockInt, Codec, Mpc, Zfp
 from hybridcomp.config import describe, load_config
+from hybridcomp.config.presets import overridden
 from hybridcomp.dimensions import ROWS
 from tests.config.common import parse
 
@@ -31,6 +32,16 @@ def test_preset_with_overrides() -> None:
     assert (way["pp", "forward"], way["pp", "backward"]) == (BlockInt(8), BlockInt(4))
     both = parse({"preset": "recommended", "pp": {"forward": "mpc", "backward": "bf16"}})
     assert both.policy().codecs["pp", "forward"] == Mpc()
+
+
+def test_an_override_drops_levels_of_the_preset_that_do_not_go_with_it() -> None:
+    preset = {"codec": "blockint", "bits": 4, "levels": "lloyd"}
+    assert overridden(preset, {"error_feedback": True}) == {**preset, "error_feedback": True}
+    assert overridden(preset, {"bits": 5}) == {"codec": "blockint", "bits": 5}
+    random = {"codec": "blockint", "bits": 4, "rounding": "random"}
+    assert overridden(preset, {"rounding": "random"}) == random
+    written = {"bits": 5, "levels": "lloyd"}  # what the user wrote stays, and is refused
+    assert overridden(preset, written) == {**preset, **written}
 
 
 @pytest.mark.parametrize(

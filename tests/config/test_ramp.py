@@ -39,6 +39,13 @@ def test_ramp_of_bits_and_rates() -> None:
     assert line.endswith("dp: from blockint(bits=8) in 4 levels, as written from step 8")
 
 
+def test_a_ramp_leaves_out_levels_that_need_the_last_number_of_bits() -> None:
+    dp = {"codec": "blockint", "bits": 4, "levels": "lloyd", "ramp": {"from": 6, "steps": 2}}
+    taken = specs_of({"dp": dp}, "dp", "forward")
+    assert taken[:2] == ["blockint(bits=6)", "blockint(bits=5)"]
+    assert set(taken[2:]) == {"blockint(bits=4, levels=lloyd)"}
+
+
 def test_ramp_of_bounds() -> None:
     """From the mild bound to the written one, in 8 equal ratios, in each direction to its own."""
     block = {

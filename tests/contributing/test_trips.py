@@ -6,8 +6,10 @@ codec's kernels encode is in ``tests/codecs/test_native.py``, which compiles the
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,13 +32,27 @@ WRITES = {
         "patches/toytrain_gradients.py",
         "patches/registry.py",
     },
-    "release.md": {"patches/ds/requirement.py", "pyproject.toml"},
+    "release.md": {
+        "patches/ds/requirement.py",
+        "pyproject.toml",
+        "tests/patches/upstream.json",
+    },
 }
+#: what the releases of upstreams bind, as it is recorded
+RECORDS = ("tests/patches/upstream.json", "tests/inference/upstream.json")
 #: what the page on dimensions takes from the one on seams: the upstream that is patched
 TOYTRAIN = next(step.text for step in steps("seam.md") if "def average" in step.text)
-#: prints what every seam says of the installed DeepSpeed
+#: the class of the page on codecs, which inside hybridcomp is a file of its own
+TOY = next(step.text for step in steps("codec.md") if "class Toy(Codec)" in step.text)
+#: a seam of DeepSpeed, as its release 0.20.0 might have it: an argument has another name
+RENAMED = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.allreduce_bucket"
+NEWER = "def (self, bucket, communication_data_type, rank=None, log=None, divide=True, group=None)"
+#: holds the codec in one file against the contract; prints what every seam says of DeepSpeed
 ASK = """
 import json
+from hybridcomp.codecs import make_codec
+from hybridcomp.codecs.testing import check
+check(make_codec("toy", keep=3))
 from hybridcomp.patches.registry import patches_of
 print(json.dumps([patch.seam.found_version() for patch in patches_of("deepspeed")]))
 """
@@ -50,6 +66,7 @@ class Walked:
     by_hand: Mapping[str, set[str]]
     printed: str
     versions: list[str]
+    compared: str
 
     def page(self, name: str) -> str:
         """Return a page of the copy, below docs/."""
@@ -68,13 +85,30 @@ def follow(page: str, copy: Copy) -> set[str]:
             path.write_text(step.text)
         elif step.text.startswith("sed "):
             copy.run(step.text)
+        elif "read_upstream" in step.text:
+            fetch, read = step.text.splitlines()
+            assert fetch.startswith("pip download") and " --dest archives deepspeed==" in fetch
+            archive(copy.home / "archives", fetch.rpartition("==")[2])
+            (copy.home / "compared").write_text(copy.run(read))
     return copy.changed() - before
+
+
+def archive(folder: Path, version: str) -> None:
+    """Write a release of DeepSpeed that has one seam's function, with an argument renamed."""
+    module, _, qualname = RENAMED.partition(":")
+    owner, _, name = qualname.partition(".")
+    text = f"class {owner}:\n    def {name}{NEWER.removeprefix('def ')}: ...\n"
+    member = tarfile.TarInfo(f"deepspeed-{version}/{module.replace('.', '/')}.py")
+    member.size = len(text)
+    folder.mkdir()
+    with tarfile.open(folder / f"deepspeed-{version}.tar.gz", "w:gz") as made:
+        made.addfile(member, io.BytesIO(text.encode()))
 
 
 @pytest.fixture(scope="module")
 def walked(tmp_path_factory: pytest.TempPathFactory) -> Walked:
     pytest.importorskip("deepspeed")
-    parts = ("docs", "configs", "scripts", "README.md", "pyproject.toml")
+    parts = ("docs", "configs", "scripts", "README.md", "pyproject.toml", *RECORDS)
     copy = Copy(tmp_path_factory.mktemp("repository"), *parts)
     home, by_hand = copy.home, {page: follow(page, copy) for page in WRITES}
     (made,) = {step.text for page in WRITES for step in steps(page) if "make_docs" in step.text}
@@ -86,11 +120,13 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> Walked:
     (home / "toytrain" / "gradients.py").write_text(TOYTRAIN)
     script = next(step.text for step in steps("dimension.md") if step.language == "python")
     (home / "try_dimension.py").write_text(script)
+    (home / "hybridcomp" / "codecs" / "toy.py").write_text(TOY)
     (home / "ask.py").write_text(ASK)
     ended = run_script(home, "try_dimension.py", anew=True)
     asked = run_script(home, "ask.py", ranks=1, anew=True)
     assert (ended.returncode, asked.returncode) == (0, 0), ended.output + asked.output
-    return Walked(home, by_hand, ended.output, json.loads(asked.output.splitlines()[-1]))
+    found = json.loads(asked.output.splitlines()[-1])
+    return Walked(home, by_hand, ended.output, found, (home / "compared").read_text())
 
 
 @pytest.mark.parametrize("page", WRITES)
@@ -141,3 +177,20 @@ def test_the_pages_name_the_releases(walked: Walked) -> None:
 
 def test_every_seam_accepts_the_release(walked: Walked) -> None:
     assert len(walked.versions) > 20 and set(walked.versions) == {"deepspeed 0.20.3"}
+
+
+def test_a_release_is_added_to_the_record(walked: Walked) -> None:
+    """All that was recorded before stands there still, and what differs is printed."""
+    for name in RECORDS:
+        before, after = (json.loads((root / name).read_text()) for root in (ROOT, walked.home))
+        if name == RECORDS[0]:
+            assert after["deepspeed"]["archives"].pop("0.20.0")["file"] == "deepspeed-0.20.0.tar.gz"
+            for ways in after["deepspeed"]["symbols"].values():
+                (bound,) = (bound for bound, having in ways.items() if "0.20.0" in having)
+                ways[bound].remove("0.20.0")
+                if not ways[bound]:
+                    del ways[bound]
+        assert after == before
+    old = NEWER.replace("group", "process_group")
+    assert walked.compared.startswith("deepspeed 0.20.0: added\n")
+    assert f"  {RENAMED}: {old} -> {NEWER}, since 0.19.8\n" in walked.compared

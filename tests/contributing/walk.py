@@ -71,6 +71,7 @@ class Copy:
         self.home = home
         for part in ("hybridcomp", "patches", *parts):
             there = ROOT / part
+            (home / part).parent.mkdir(parents=True, exist_ok=True)
             if there.is_dir():
                 shutil.copytree(there, home / part, symlinks=True, ignore=UNNEEDED)
             else:

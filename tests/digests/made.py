@@ -31,6 +31,7 @@ CODECS: tuple[tuple[str, dict[str, Any]], ...] = (
     *(("blockint", {"bits": bits}) for bits in (2, 3, 4, 5, 6, 8)),
     ("blockint", {"bits": 4, "rotate": True}),
     ("blockint", {"bits": 4, "rotate": True, "levels": "gaussian"}),
+    ("blockint", {"bits": 4, "levels": "lloyd"}),
     ("blockint", {"bits": 4, "rounding": "random"}),
     ("radix", {"error_bound": 1e-2}),
     ("radix", {"error_bound": 1e-3, "segment": 256, "mode": "abs"}),

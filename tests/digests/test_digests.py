@@ -1,7 +1,8 @@
 """Payloads, results of collectives, their bytes and blocks' digests are those that were committed.
 
-After a change that is meant to change one of them run ``python -m tests.digests.test_digests``, and
-say in the commit why bytes that others may have stored are others now.
+After a change that is meant to change one of them run ``python -m tests.digests.test_digests``,
+with scripts/ in PYTHONPATH, and say in the commit why bytes that others may have stored are others
+now.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from doc_pages import json_rows
 from tests.digests.made import BLOCKS, blocks, collectives, payloads
 from tests.ranks import RankPool
 
@@ -68,4 +70,4 @@ def test_collectives(ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    FILE.write_text(json.dumps(made(), indent=0) + "\n", encoding="utf-8")
+    FILE.write_text(json_rows.dumps(made(), depth=2), encoding="utf-8")

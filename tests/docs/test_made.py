@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -39,8 +38,17 @@ BITS = {
     "megatron_bf16": (16 + 16, 4.258 + 8.258),
     "activations": (16, 8.258),
 }
-#: layouts of feedback_others.json, and of README's sentence about losses
+#: layouts of README's sentence about losses
 EIGHT_SEEDS = {"ZeRO 1": "dp2", "FSDP2": "fsdp2", "DDP": "ddp2"}
+
+
+def _cells(page: str, start: str) -> dict[str, str]:
+    """The cells of the first row of a page of results that begins so, by the words of its head."""
+    lines = (ROOT / "docs/results" / page).read_text("utf-8").splitlines()
+    place = next(n for n, line in enumerate(lines) if line.startswith(start))
+    head = next(n for n in range(place, 0, -1) if lines[n].startswith("|---")) - 1
+    words, cells = ([text.strip() for text in lines[n].split("|")] for n in (head, place))
+    return dict(reversed([*zip(words, cells, strict=True)]))  # of two columns alike the first
 
 
 def test_what_is_made_from_the_code_is_current() -> None:
@@ -74,7 +82,7 @@ def test_the_tables_bits_are_those_of_nccls_algorithms() -> None:
 
 def test_the_tables_bits_were_counted_at_interfaces_of_hosts() -> None:
     """And what the ledger tells of these runs: its bytes within 1 %, its factor within 2 %."""
-    rows = json.loads((ROOT / "docs/results/bytes.json").read_text())
+    rows = count_bytes.read(ROOT / "docs/results/bytes.csv")
     assert not count_bytes.missed(rows)
     counted = {row["job"] for row in rows}
     assert {n for n, job in bits.JOBS.items() if job.counted} <= counted | {"activations"}
@@ -91,14 +99,12 @@ def test_the_tables_bits_were_counted_at_interfaces_of_hosts() -> None:
 
 
 def test_readme_losses_are_the_measured_ones() -> None:
-    others = json.loads((ROOT / "docs/results/feedback_others.json").read_text())
     prose = " ".join(README.split())
     for words, layout in EIGHT_SEEDS.items():
-        gap = str(others["eight seeds"][layout]["recommended"]).removeprefix("+")
-        assert f"{gap} % under {words}" in prose
-    runs = json.loads((ROOT / "docs/results/loss_torch.json").read_text())["ddp2"]["runs"]
-    sgd = next(run for run in runs if run["label"] == "peer powersgd-4")
-    assert f"ends {sgd['gap']:.2f} ± {sgd['gap_interval']:.2f} % above" in prose
+        gap = _cells("feedback.md", f"| eight seeds | {layout} |")["recommended"]
+        assert f"{gap.removeprefix('+')} % under {words}" in prose
+    gap = _cells("loss_torch.md", "| peer powersgd-4 |")["gap %"]
+    assert f"ends {gap.removeprefix('+')} % above" in prose
 
 
 def test_speeds_at_a_quarter_are_the_measured_ones() -> None:

@@ -98,6 +98,7 @@ class Packed(nn.Module):
                 raise RuntimeError("out of memory")
             short, target, rows = self.place(name)
             target.copy_(value[rows])
+            target[len(value[rows]) :].fill_(0)  # as engines do with a vocabulary that is padded
             self.loaded.append(name)
             found.add(short)
         return found

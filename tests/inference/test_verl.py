@@ -104,6 +104,29 @@ def test_a_rollout_gets_the_version_of_each_sync(
     assert said[0].startswith(f"waiting for version {VERSIONS + 1} for 0 s now, for 0.3 s at most")
 
 
+def another_export(to: str) -> str:
+    """A sync in which rank 1 exports another model; what this rank is told."""
+    with verl_on_this_rank():
+        engine = engine_of(to)
+        asyncio.run(engine.send_weights(sent(1)))
+        export = list(sent(2))
+        if dist.get_rank() == 1:
+            export.pop()
+        try:
+            asyncio.run(engine.send_weights(export))
+        except PublishError as error:
+            told = str(error)
+        assert asyncio.run(engine.send_weights(sent(3)))  # the next sync goes on
+        return told
+
+
+def test_an_export_that_differs_on_one_rank_is_told_on_all(
+    on_ranks: RunRanks, tmp_path: Path
+) -> None:
+    for told in on_ranks(2, another_export, f"file://{tmp_path}/weights"):
+        assert "was not published: rank 1: " in told and "names and shapes of the first" in told
+
+
 def test_what_the_engine_refuses(stand_in: Callable[[Any], None], tmp_path: Path) -> None:
     stand_in(stand_in_for_verl)
     importlib.import_module("hybridcomp.inference.verl_engine")
@@ -144,7 +167,7 @@ def test_another_version_of_verl_is_refused(
 ) -> None:
     monkeypatch.setattr(stand_in_for_verl, "VERSION", "0.8.0")
     stand_in(stand_in_for_verl)
-    with pytest.raises(SeamError, match=r"needs verl >= 0.9.1, < 0.10, found verl 0.8.0"):
+    with pytest.raises(SeamError, match=r"needs verl >= 0.9.1, found verl 0.8.0"):
         importlib.import_module("hybridcomp.inference.verl_engine")
     assert BACKEND not in stand_in_for_verl.CheckpointEngineRegistry._registry
 

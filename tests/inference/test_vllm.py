@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +16,13 @@ import torch.distributed as dist
 from hybridcomp.errors import ConfigError, PublishError, SeamError
 from hybridcomp.inference import upstream
 from hybridcomp.inference.checks import refuse_configuration
-from tests.inference.made import SHAPES, VERSIONS, Packed, step
+from hybridcomp.inference.layout import LoaderLayout
+from hybridcomp.publishing import Publisher
+from hybridcomp.publishing.destinations import Folder
+from hybridcomp.publishing.quantized import quantized
+from tests.inference.made import SHAPES, VERSIONS, Packed, bits, step
 from tests.publishing.made import Weights
+from tests.publishing.test_quantized import block_fp8
 from tests.ranks import run_ranks
 from tests.stand_ins import vllm as stand_in_for_vllm
 
@@ -50,7 +55,7 @@ def factory(
 class Workers:
     """Workers of vLLM, each with its shard: a client for the trainer's engine."""
 
-    def __init__(self, factory: Any, models: list[Packed], **config: Any) -> None:
+    def __init__(self, factory: Any, models: Sequence[Any], **config: Any) -> None:
         model_config = SimpleNamespace(**{"quantization": None, "dtype": torch.bfloat16, **config})
         vllm_config = SimpleNamespace(model_config=model_config, parallel_config=None)
         self.models, self.weight_version = models, ""
@@ -106,19 +111,111 @@ def test_workers_hold_every_version_bit_by_bit(workers: Any, chain: Path) -> Non
         workers.load(version)  # the folder has newer ones, which no worker may take before another
         assert all(model.holds(version) for model in workers.models)
     assert workers.reloads == ["begin", "end"] * 2  # the others in place, one of them with a NaN
-    assert "model.norm.weight" not in workers.models[0].loaded[len(SHAPES) :]
+    assert len(workers.models[0].loaded) == 2 * len(SHAPES)  # learned, and loaded as a whole
 
 
 def test_a_loader_that_fails_is_followed_by_everything(workers: Any, chain: Path) -> None:
     workers.init_weight_transfer_engine({"source": str(chain)})
     workers.load(2)
-    workers.models[1].fail_at = "k_proj"
+    fail_to_write(workers.engines[1])
     with pytest.raises(PublishError, match="loader has failed .RuntimeError: out of memory"):
         workers.load(3)
-    workers.models[1].fail_at = ""
     workers.load(3)
     assert all(model.holds(3) for model in workers.models)
     assert len(workers.reloads) == 2 * 3  # two first versions, and the worker that had failed
+
+
+def test_a_version_is_prepared_beside_requests_and_then_switched_to(
+    workers: Any, chain: Path
+) -> None:
+    workers.init_weight_transfer_engine({"source": str(chain), "wait_s": 0})
+    workers.load(1)
+    workers.update_weights({"version": 3, "prepare": True})
+    workers.update_weights({"version": 4, "prepare": True})  # the trainer has thought better of it
+    for engine in workers.engines:
+        engine._beside.end()
+        assert engine._follower.version == 1 and engine._follower._receiver.version == 4
+    assert all(model.holds(1) for model in workers.models)
+    workers.load(4)
+    assert all(model.holds(4) for model in workers.models)
+    assert all(engine._follower.pause_s > 0 for engine in workers.engines)
+    workers.update_weights({"version": 99, "prepare": True})
+    with pytest.raises(PublishError, match="version 99 was not there"):
+        workers.load(99)
+    with torch.no_grad():  # while nothing is prepared
+        workers.engines[0]._beside.end()
+        workers.models[0].norm[0] = 7
+    workers.update_weights({"version": VERSIONS, "prepare": True})
+    with pytest.raises(PublishError, match="norm of the engine"):
+        workers.load(VERSIONS)
+    workers.load(VERSIONS)
+    assert all(model.holds(VERSIONS) for model in workers.models)
+
+
+def test_a_source_that_is_told_again(workers: Any, chain: Path) -> None:
+    said = {"source": str(chain), "wait_s": 0.0}
+    workers.init_weight_transfer_engine(said)
+    workers.load(2)
+    first = [engine._follower for engine in workers.engines]
+    workers.init_weight_transfer_engine({**said, "wait_s": 1.5, "fresh": False})
+    assert [engine._follower for engine in workers.engines] == first and first[0].wait_s == 1.5
+    workers.init_weight_transfer_engine(said)  # by another trainer, whose chain may be another
+    assert all(engine._follower.version is None for engine in workers.engines)
+    workers.load(3)
+    assert all(model.holds(3) for model in workers.models)
+
+
+def test_a_weight_that_is_elsewhere_behind_the_load_is_found(workers: Any, chain: Path) -> None:
+    workers.init_weight_transfer_engine({"source": str(chain)})
+    workers.load(1)
+    model, write = workers.models[0], LoaderLayout.writer
+
+    def turned(*args: Any) -> Callable[[], None]:
+        ready = write(*args)
+
+        def both() -> None:
+            ready()
+            model.qkv.data.copy_(model.qkv.data.flip(0))
+
+        return both
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(LoaderLayout, "writer", turned)
+        with pytest.raises(PublishError, match="qkv has other values behind the load"):
+            workers.load(2)
+    assert workers.engines[0]._follower.version is None
+    workers.load(2)
+    assert all(model.holds(2) for model in workers.models)
+
+
+def test_names_that_a_loader_does_not_take_are_refused_before_it_loads(
+    workers: Any, chain: Path
+) -> None:
+    workers.init_weight_transfer_engine({"source": str(chain)})
+    before = dict(workers.models[0].named_parameters())
+    workers.models[0].fail_at = "k_proj"
+    with pytest.raises(PublishError, match="k_proj.weight: the engine's loader does not take it"):
+        workers.load(1)
+    assert not workers.reloads and dict(workers.models[0].named_parameters()) == before
+    workers.models[0].fail_at = ""
+    workers.load(1)
+    assert all(model.holds(1) for model in workers.models)
+
+
+def fail_to_write(engine: Any) -> None:
+    """Have the next write of changed values fail."""
+    weights = engine._follower._engine
+    prepare = weights.prepare_changes
+
+    def failing(_: Any) -> Callable[[], None]:
+        weights.prepare_changes = prepare
+
+        def write() -> None:
+            raise RuntimeError("out of memory")
+
+        return write
+
+    weights.prepare_changes = failing
 
 
 def test_what_workers_refuse(workers: Any, factory: Any, chain: Path) -> None:
@@ -137,8 +234,8 @@ def test_what_workers_refuse(workers: Any, factory: Any, chain: Path) -> None:
         workers.load(VERSIONS)
     workers.load(VERSIONS)
     assert all(model.holds(VERSIONS) for model in workers.models)
-    with pytest.raises(PublishError, match="the engine's weights are quantized .fp8."):
-        Workers(factory, [Packed()], quantization="fp8")
+    with pytest.raises(PublishError, match="the engine's weights are quantized .awq."):
+        Workers(factory, [Packed()], quantization="awq")
     halves = Workers(factory, [Packed(dtype=torch.float16)], dtype=torch.float16)
     halves.init_weight_transfer_engine({"source": str(chain)})
     with pytest.raises(PublishError, match=r"published in torch.bfloat16, the engine computes in"):
@@ -146,6 +243,11 @@ def test_what_workers_refuse(workers: Any, factory: Any, chain: Path) -> None:
     workers.engines[0].shutdown()
     with pytest.raises(PublishError, match="told no source"):
         workers.load(1)
+
+
+def raising(_: object) -> None:
+    """Fail as a worker without memory."""
+    raise RuntimeError("out of memory")
 
 
 def together(folder: Path, fails: str) -> list[Any]:
@@ -176,12 +278,12 @@ def together(folder: Path, fails: str) -> list[Any]:
     load(2)
     if dist.get_rank() == 0:
         if fails == "loading":
-            model.fail_at = "k_proj"
+            fail_to_write(engine)
         else:
+            engine._beside.end()
             with torch.no_grad():
                 model.norm[0] = 7
     load(3)
-    model.fail_at = ""
     load(99)
     load(VERSIONS)
     return [*found, model.holds(VERSIONS)]
@@ -244,34 +346,85 @@ class Experts(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        packed: list[Any] = []
+        kernel = SimpleNamespace(packed=packed, process_weights_after_loading=packed.append)
         self.quant_method = type("UnquantizedFusedMoEMethod", (), {})()
+        self.quant_method.moe_kernel = SimpleNamespace(fused_experts=kernel)
 
 
-def test_layers_that_vllm_rearranges_are_loaded_whole_or_refused(
-    workers: Any, factory: Any, chain: Path
-) -> None:
+def test_layers_that_vllm_rearranges_are_loaded_whole(workers: Any, chain: Path) -> None:
     model = workers.models[0]
     experts = Experts()
     experts.weight = model.norm
     model.experts = experts
     workers.init_weight_transfer_engine({"source": str(chain)})
-    with pytest.raises(PublishError, match="experts: on CPUs vLLM packs the weights"):
-        workers.load(1)
-    assert not model.loaded
     worker = importlib.import_module("hybridcomp.inference.vllm_worker")
-    assert worker._rearranged(model) == "experts" and not worker._rearranged(workers.models[1])
-    other = workers.engines[1]
-    workers.models[1].experts = Experts()
-    workers.models[1].experts.weight = workers.models[1].norm
-    other._follower._engine.check = lambda _: None  # as on a GPU
-    other.update_weights({"version": 1})
+    assert worker._is_rearranged(model) and not worker._is_rearranged(workers.models[1])
+    workers.load(1)
     before = len(workers.reloads)
-    other.update_weights({"version": 2})
+    workers.load(2)
     assert len(workers.reloads) == before + 2  # whole, though a patch would have been smaller
+    assert all(model.holds(2) for model in workers.models)
+    assert experts.quant_method.moe_kernel.fused_experts.packed == [experts] * 2
     empty = Packed()
     empty.norm = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16))
-    with pytest.raises(PublishError, match="norm: the engine has emptied this weight"):
-        Workers(factory, [empty])
+    assert worker._is_rearranged(empty)  # vLLM computes with a packed copy of it
+
+
+class EightBits(torch.nn.Module):
+    """An engine's layer in blocks of FP8, as a checkpoint has it, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {"weight": (256, 200), "weight_scale_inv": (2, 2), "norm": (200,)}
+        kinds = {"weight": torch.float8_e4m3fn, "weight_scale_inv": torch.float32}
+        for name, shape in shapes.items():
+            kind = kinds.get(name, torch.bfloat16)
+            values = torch.zeros(shape).to(kind)
+            setattr(self, name, torch.nn.Parameter(values, requires_grad=False))
+        self.quant_method = type("Fp8LinearMethod", (), {})()
+
+    @torch.no_grad()
+    def load_weights(self, weights: Any) -> set[str]:
+        mine, found = dict(self.named_parameters()), set()
+        for name, value in weights:
+            short = name.rpartition("up_proj.")[2].replace("model.norm.weight", "norm")
+            mine[short].copy_(value)
+            found.add(short)
+        return found
+
+
+def test_an_engine_in_eight_bits_gets_its_own_quantization(
+    workers: Any, factory: Any, chain: Path, tmp_path: Path
+) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        shapes = {"model.layers.0.mlp.up_proj.weight": (256, 200), "model.norm.weight": (200,)}
+        weights = Weights(shapes=shapes)
+        to = Folder(tmp_path / "to")
+        publisher = Publisher(quantized(weights.held(), "fp8", None), to)
+        model: Any = EightBits()
+        plain = Packed()
+        engine = Workers(factory, [model], quantization="fp8")
+        engine.init_weight_transfer_engine({"source": str(tmp_path / "to")})
+        for version in (1, 2, 3):
+            publisher.publish()
+            engine.load(version)
+            values, scales = block_fp8(weights.values["model.layers.0.mlp.up_proj.weight"])
+            assert torch.equal(model.weight.view(torch.uint8), values.view(torch.uint8))
+            assert torch.equal(model.weight_scale_inv, scales)
+            assert torch.equal(model.norm, weights.values["model.norm.weight"])
+            weights.step(version)
+        publisher.close()
+    finally:
+        dist.destroy_process_group()
+    sixteen = Workers(factory, [plain])
+    sixteen.init_weight_transfer_engine({"source": str(tmp_path / "to")})
+    with pytest.raises(PublishError, match="published in 8 bits, with scales .publish.as."):
+        sixteen.load(1)
+    engine.init_weight_transfer_engine({"source": str(chain)})
+    with pytest.raises(PublishError, match="the engine's weights are quantized .fp8."):
+        engine.load(1)
 
 
 def test_a_weight_that_the_engine_has_and_nobody_publishes(factory: Any, chain: Path) -> None:
@@ -311,12 +464,22 @@ def test_a_trainer_publishes_and_its_workers_load(
             one._follower = None
         assert engine.send_weights().version == 4 and resets == [1]
         assert all(model.holds(4) for model in workers.models)
-        workers.models[0].fail_at = "k_proj"
         step(weights, 4)
+        told = [one._follower for one in workers.engines]
+        for one in workers.engines:
+            one._open = lambda _: None  # all of it fails
+            one._follower = SimpleNamespace(prepare=raising)
         with pytest.raises(PublishError, match="version 5 is published and was not loaded: .*memo"):
             engine.send_weights()
-        workers.models[0].fail_at = ""
-        assert engine.send_weights().version == 6
+        for one, follower in zip(workers.engines, told, strict=True):
+            del one._open
+            one._follower = follower
+        step(weights, 5)
+        assert engine.prepare_weights().version == 6
+        assert all(model.holds(4) for model in workers.models)
+        assert workers.weight_version == ""  # as vLLM has it behind a message without one
+        assert engine.send_weights().version == 6 and workers.weight_version == "6"
+        assert all(bits(model.named_parameters()) for model in workers.models)
         engine.shutdown()
         publisher.close()
     finally:
@@ -328,10 +491,10 @@ def test_another_version_of_vllm_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(stand_in_for_vllm, "VERSION", "0.34.0")
+    monkeypatch.setattr(stand_in_for_vllm, "VERSION", "0.31.0")
     stand_in(stand_in_for_vllm)
     plugin = importlib.import_module("hybridcomp.inference.vllm_plugin")
-    with pytest.raises(SeamError, match=r"needs vllm >= 0.33, < 0.34, found vllm 0.34.0"):
+    with pytest.raises(SeamError, match=r"needs vllm >= 0.32, found vllm 0.31.0; install a newer"):
         plugin.register()
     plugin.plugin()  # a server that takes no weights from hybridcomp starts all the same
     assert "vLLM will not know" in capsys.readouterr().err

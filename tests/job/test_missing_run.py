@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -16,6 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hybridcomp import missing_run
 from hybridcomp.job.launcher import start_command
+from tests.contributing.walk import distribution
+from tests.paths import ROOT
 from tests.ranks import run_ranks
 
 BLOCK = {"dp": {"codec": "blockint", "bits": 4}}
@@ -57,6 +61,21 @@ def _output(environment: dict[str, str], *words: str, acting: bool = False) -> s
 def test_torch_calls_it() -> None:
     points = {point.name: point for point in entry_points(group="torch.backends")}
     assert points["hybridcomp"].load() is missing_run.watch
+
+
+def test_an_installation_without_its_files_is_on_the_page(tmp_path: Path) -> None:
+    """Of a checkout that has moved, metadata is left: torch then says what the page names."""
+    distribution(tmp_path, "hybridcomp", "1.0")
+    points = tmp_path / "hybridcomp-1.0.dist-info" / "entry_points.txt"
+    points.write_text("[torch.backends]\nhybridcomp = hybridcomp_moved:watch\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch"], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"},
+    )  # fmt: skip
+    said = done.stderr.splitlines()
+    message = next(line for line in said if line.startswith("RuntimeError: ")).partition(": ")[2]
+    assert message.partition(". ")[0] in (ROOT / "docs" / "faq.md").read_text()
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in done.stderr
 
 
 def test_an_interpreter_without_a_command_line_imports_torch(

@@ -48,7 +48,9 @@ def test_every_release_has_the_parameters_that_its_seams_expect(name: str) -> No
             got = parameters(found[str(seam)])
             if seam.parameters is None or got is None or not fits(seam, version):
                 continue
-            assert got in seam.alternatives, f"{seam} in {name} {version}"
+            assert got in seam.alternatives, (
+                f"{seam} in {name} {version}:\nexpected {seam.alternatives}\nfound {got}"
+            )
             compared += 1
     assert compared >= len(versions(name)) * 5
 

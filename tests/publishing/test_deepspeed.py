@@ -93,6 +93,28 @@ def test_a_version_that_fails_changes_nothing_of_the_training(tmp_path: Path) ->
     assert run_ranks(2, fails_once, tmp_path, timeout=600.0) == [expected] * 2
 
 
+def other_parameters(folder: Path) -> list[str]:
+    """Put another Parameter into an engine behind its first version; what this rank is told."""
+    told = []
+    for stage in (1, 3):
+        engine = make_engine(Job(stage=stage, dtype="bf16"))
+        publisher = hybridcomp.publish(engine, folder / str(stage))
+        publisher.publish()
+        engine.module.scale = torch.nn.Parameter(engine.module.scale.detach().clone())
+        try:
+            publisher.publish()
+        except PublishError as error:
+            told.append(str(error))
+        publisher.close()
+        engine.destroy()
+    return told
+
+
+def test_another_parameter_of_an_engine_is_refused_by_name(tmp_path: Path) -> None:
+    for told in run_ranks(2, other_parameters, tmp_path, timeout=600.0):
+        assert [": scale: it is another Parameter" in one for one in told] == [True, True], told
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("stage", [1, 2, 3])

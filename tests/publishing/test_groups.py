@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from hybridcomp.errors import ConfigError, PublishError
@@ -124,3 +125,35 @@ def wrong_group() -> str:
 def test_other_ranks_of_the_job_may_not_receive(on_ranks: RunRanks) -> None:
     told = on_ranks(2, wrong_group)
     assert told[0].startswith("publish.to: found a group with rank(s) [1] of the job")
+
+
+def without_memory() -> list[Any]:
+    """Rank 0 publishes versions, rank 1 has no memory for the second one."""
+    group: Any = dist.new_group([0, 1])
+    weights = Weights()
+    if dist.get_rank() == 0:
+        held = weights.held(sharded=False, count=1)
+        publisher = Publisher(held, destination_of(group, held), bucket=1000)
+        return [publisher.publish().full for _ in range(3)]
+    receiver, found = WeightReceiver(group), list[Any]()
+    empty = torch.empty
+    for number in range(3):
+        with pytest.MonkeyPatch.context() as patched:
+            if number == 1:
+                patched.setattr(torch, "empty", no_memory)
+            try:
+                found.append(receiver.update() is not None)
+            except PublishError as error:
+                found.append(str(error))
+        assert torch.empty is empty and same(receiver, weights.values)
+    return found
+
+
+def no_memory(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+
+def test_a_receiver_without_memory_keeps_nobody_waiting(on_ranks: RunRanks) -> None:
+    full, (first, told, last) = on_ranks(2, without_memory)
+    assert full == [True, False, True] and (first, last) == (True, True)
+    assert told.startswith("version 2 was not kept: this host has no memory for it; give it more")

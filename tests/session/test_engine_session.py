@@ -19,8 +19,8 @@ from hybridcomp.channels import AllReduce
 from hybridcomp.collectives.topology import ranks_of
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import AgreementError, CheckpointError
+from hybridcomp.metric_names import follower_line
 from hybridcomp.session.engine_session import EngineSession
-from hybridcomp.session.reporter import follower_line
 from tests.ranks import run_ranks
 
 WIDTH, STEPS = 40, 12

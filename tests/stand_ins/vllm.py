@@ -1,4 +1,4 @@
-"""Stand-in for vLLM 0.33: factories, bases of weight-transfer engines, checkpoint patches, reload.
+"""Stand-in for vLLM 0.33: factories, bases of weight-transfer engines, reload.
 
 Signatures are vLLM's; ``tests/inference/test_upstream.py`` holds them against it where it is
 installed. ``install`` puts the modules into ``sys.modules`` for one test.
@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import math
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
 VERSION = "0.33.0"
@@ -101,6 +99,13 @@ class VLLMWeightSyncClient(Protocol):
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
 
+class HTTPVLLMWeightSyncClient:
+    """A client of a server."""
+
+    def __init__(self, base_url: str, timeout: float = 300) -> None:
+        self.base_url, self.timeout = base_url, timeout
+
+
 class TrainerWeightTransferEngine(ABC):
     """Base of a trainer's engine."""
 
@@ -165,43 +170,6 @@ class WeightTransferTrainerFactory:
         )
 
 
-class CheckpointWeightPatch(NamedTuple):
-    """Values of one tensor of a checkpoint, at flat indices."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    values: Tensor
-    indices: Tensor | None = None
-
-
-@torch.no_grad()
-def load_checkpoint_weight_patches(
-    model: Any,
-    patches: Iterable[CheckpointWeightPatch],
-    *,
-    max_chunk_bytes: int = 512 << 20,
-    validate_unique_indices: bool = True,
-) -> set[str]:
-    """Load tensors whose unchanged values are NaN, and copy what is not NaN."""
-    weights = []
-    for patch in patches:
-        assert patch.indices is not None and not torch.isnan(patch.values).any()
-        flat = torch.full((math.prod(patch.shape),), math.nan, dtype=patch.dtype)
-        flat[patch.indices] = patch.values
-        weights.append((patch.name, flat.view(patch.shape)))
-    original = Tensor.copy_
-
-    def not_nan(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        return torch.where(torch.isnan(source), target, source, out=target)
-
-    Tensor.copy_ = not_nan  # type: ignore[method-assign, assignment]
-    try:
-        return set(model.load_weights(weights))
-    finally:
-        Tensor.copy_ = original  # type: ignore[method-assign]
-
-
 #: models between the two ends of a layerwise reload
 RELOADING: list[Module] = []
 #: every whole reload
@@ -238,9 +206,9 @@ _RELOAD = (initialize_layerwise_reload, finalize_layerwise_processing, finalize_
 _LOADER = "vllm.model_executor.model_loader"
 MODULES: dict[str, tuple[Any, ...]] = {
     "vllm.distributed.weight_transfer.base": _BASE,
+    "vllm.distributed.weight_transfer.clients": (HTTPVLLMWeightSyncClient,),
     "vllm.distributed.weight_transfer.factory":
         (WeightTransferEngineFactory, WeightTransferTrainerFactory),
-    f"{_LOADER}.checkpoint_weight_patch": (CheckpointWeightPatch, load_checkpoint_weight_patches),
     f"{_LOADER}.reload": _RELOAD,
     f"{_LOADER}.reload.layerwise": _RELOAD,
     f"{_LOADER}.mtp_validation": (disable_mtp_completeness_check,),

@@ -79,6 +79,7 @@ def lives(
 
     Returns the start copies after each meeting. ``fate``: what befalls it after meeting ``when``.
     """
+    began = time.perf_counter()
     where = block(address, TIMEOUT_S, 3, **rule)
     where["sync"]["islands"]["name"] = f"i{number}"
     job = Job(where, first=number, seed=number).build()
@@ -96,6 +97,7 @@ def lives(
                 fate = ""
     row = of.row()
     assert row is not None and row["islands"] == 3
+    assert 0 < row["meet_wait_ms"] < 1e3 * (time.perf_counter() - began)
     hybridcomp.detach(job.model)
     return found
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import hybridcomp
+from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import AgreementError, ConfigError
 from tests.ranks import run_ranks
 from tests.sync import simulated
@@ -83,6 +85,22 @@ def of_context_ranks() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("sync", "cut"),
+    [
+        ({}, False),
+        ({"islands": 2, "every": 2}, True),
+        ({"islands": {"rendezvous": "tcp://10.0.0.1:29400"}, "every": 2}, False),
+    ],
+)
+def test_only_islands_inside_a_job_cut_its_groups(sync: dict[str, Any], cut: bool) -> None:
+    block = {"dp": "blockint", **({"sync": {"preset": "diloco", **sync}} if sync else {})}
+    channels = SimpleNamespace(config=CompressionConfig.parse(block))
+    from hybridcomp.patches.mcore.islands import cuts
+
+    assert cuts(SimpleNamespace(channels=channels)) is cut  # type: ignore[arg-type]
+
+
 def test_context_ranks_inside_an_island() -> None:
     run_ranks(4, of_context_ranks, timeout=600.0)
 

@@ -216,6 +216,19 @@ def test_bad_input_is_named_in_one_line(port: int) -> None:
         meet.admitted(own, since)
 
 
+def test_an_island_that_comes_later_waits_for_those_that_meet(port: int) -> None:
+    """And where all of them have left, for a run to begin."""
+    one, two = Counter(port, "a"), Counter(port, "b")
+    together(one.join, two.join)
+    late = Rendezvous(one.line, 0, 2, 0.5, 0.5, say=lambda text: None)
+    own, since = late.announce("c", None), late.decisions()
+    with pytest.raises(PeerError, match=r"it waited for meeting 1 of (a, b|b, a): start"):
+        late.admitted(own, since)
+    late._append(Roster(1, [], heard=3))
+    with pytest.raises(PeerError, match=r"it waited for a run to begin: 0 of 2 islands"):
+        late.admitted(own, late.decisions())
+
+
 def test_every_wait_says_what_it_waits_for(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "NOTICE_S", 0.1)
     told: list[str] = []

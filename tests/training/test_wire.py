@@ -28,8 +28,11 @@ BLOCKS: dict[str, dict[str, Any]] = {
 #: name in bits.JOBS, and ZeRO stage or torch's engine
 JOBS: dict[str, int | str] = {
     "zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3, "zero3_twice": 3,
-    "ddp": "ddp", "fsdp2": "fsdp2",
+    "ddp": "ddp", "fsdp2": "fsdp2", "hpz": 3,
 }  # fmt: skip
+PAIRS = [job for job in JOBS if job != "hpz"]
+#: the same over two nodes of two ranks, which keep secondary copies
+COPIES: dict[str, Any] = {**BLOCKS["recommended"], "hierarchy": 2, "zero": {"secondary": "exact"}}
 #: where struct tcp_info of Linux has tcpi_bytes_acked
 BYTES_ACKED = 120
 
@@ -81,7 +84,9 @@ def zero(job: str, block: dict[str, Any]) -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     hybridcomp.install()
     model = model_of()
-    more = dict(cells.TWICE) if job == "zero3_twice" else {}
+    more = dict(cells.TWICE) if job in ("zero3_twice", "hpz") else {}
+    if job == "hpz":
+        more["zero_hpz_partition_size"] = 2
     settings = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
@@ -143,7 +148,15 @@ def train_each(jobs: list[str], gloos_own: bool) -> dict[str, dict[str, dict[str
     if not gloos_own:
         ring.install()
     blocks = {"native": BLOCKS["native"]} if gloos_own else BLOCKS
-    return {job: {name: train(job, block) for name, block in blocks.items()} for job in jobs}
+    if dist.get_world_size() == 4:
+        blocks = {**blocks, "copies": COPIES}
+    return {
+        job: {
+            name: train(job, block) for name, block in blocks.items()
+            if name != "copies" or job != "hsdp"
+        }
+        for job in jobs
+    }  # fmt: skip
 
 
 def summed(ranks: list[Any], job: str, name: str) -> dict[str, float]:
@@ -153,10 +166,10 @@ def summed(ranks: list[Any], job: str, name: str) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def measured() -> list[Any]:
-    return run_ranks(2, train_each, list(JOBS), False)
+    return run_ranks(2, train_each, PAIRS, False)
 
 
-@pytest.mark.parametrize("job", list(JOBS))
+@pytest.mark.parametrize("job", PAIRS)
 def test_the_ledger_tells_what_the_sockets_sent(measured: list[Any], job: str) -> None:
     """Within 1 %; native's bytes, those that were sent, and their factor are the table's."""
     native, ours = (summed(measured, job, name) for name in BLOCKS)
@@ -176,6 +189,16 @@ def test_the_ledger_of_a_mesh_tells_what_the_sockets_sent() -> None:
     for name in BLOCKS:
         found = summed(ranks, "hsdp", name)
         assert found["wire"] == pytest.approx(found["sockets"], rel=0.01)
+
+
+@pytest.mark.parametrize("job", ["hpz", "fsdp2"])
+def test_the_ledger_of_secondary_copies_tells_what_the_sockets_sent(job: str) -> None:
+    """Steps, copies inside the nodes and digests; natively every gather crosses, or every other."""
+    ranks = run_ranks(4, train_each, [job], False)
+    native, ours = summed(ranks, job, "native"), summed(ranks, job, "copies")
+    for found in (native, ours):
+        assert found["wire"] == pytest.approx(found["sockets"], rel=0.01)
+    assert ours["raw"] == pytest.approx(native["raw"], rel=0.001)
 
 
 def test_gloos_own_reduce_scatter_sends_twice_a_rings() -> None:

@@ -62,7 +62,7 @@ class Pool:
                         return self._free.pop(index)
                 if self._free:
                     self._free.pop()  # all are too small for this message: replace the largest
-            with torch.inference_mode(False):  # messages outside of that mode will write it, too
+            with torch.inference_mode(False):  # code outside inference_mode writes it later
                 return torch.empty(nbytes, dtype=torch.uint8, device=device)
         made = torch.empty(nbytes, dtype=torch.uint8, device=device)
         if device.type == "cuda":

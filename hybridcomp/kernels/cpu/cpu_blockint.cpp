@@ -3,6 +3,7 @@
 // bytes are the same, and tests compare both with one reference.
 #include "blockint.h"
 #include "cpu_blockint.h"
+#include "cpu_blockint_lloyd.h"
 #include "level_lanes.h"
 #include "rotation_lanes.h"
 
@@ -26,14 +27,15 @@ inline u32 finite_absmax(const u32* absmax, int blocks) {
     return largest;
 }
 
-// encode_block for a finite block.
-template <int BITS, bool GAUSSIAN, bool RANDOM>
-HC_INLINE void encode_lanes(const float* values, u32 first, float inverse, u8* out) {
-    constexpr float magic = (RANDOM ? dither::MAGIC : 12582912.0f) + (float)(1 << (BITS - 1));
+// encode_block for a finite block, whose code is known; `share` is that of Lloyd levels.
+template <int BITS, Spacing SPACING, bool RANDOM>
+HC_INLINE void encode_lanes(const float* values, u32 first, float inverse, float share, u8* out) {
+    constexpr float magic = (RANDOM ? dither::MAGIC : ROUNDING) + (float)(1 << (BITS - 1));
     U8 levels = {}, lanes = {0, 1, 2, 3, 4, 5, 6, 7};
     for (int b = 0; b < 4; ++b) {
         F8 value = load_lanes<F8>(values + 8 * b), scaled = value * inverse;
-        if (GAUSSIAN) scaled = gaussian_cell(scaled) - 0.5f;
+        if (SPACING == Spacing::gaussian) scaled = gaussian_cell(scaled) - 0.5f;
+        if (SPACING == Spacing::lloyd) scaled = lloyd_cell(lloyd_clipped((scaled + ROUNDING - ROUNDING) * share));
         U8 level = (U8)(scaled + magic);
         if (RANDOM) {
             U8 seeds = lanes * dither::SPREAD + dither::seed_of(first + 8 * b, inverse);
@@ -44,35 +46,46 @@ HC_INLINE void encode_lanes(const float* values, u32 first, float inverse, u8* o
     pack_level_lanes<BITS>(levels, out);
 }
 
+// lloyd_code of a finite block, and its share.
+HC_INLINE u32 lloyd_choice(const float* values, u32 code, u32 base, float inverse, float& share) {
+    i32 gain = 0;
+    for (int i = 0; i < BLOCK; ++i) gain += lloyd_gain(lloyd_bin(lloyd_fine(values[i], inverse)));
+    u32 sent = lloyd_code(code, gain);
+    share = lloyd_share(code, base, sent != code);
+    return sent;
+}
+
 // decode_block for a step that cannot overflow.
-template <int BITS, bool GAUSSIAN, class T, bool ADD>
+template <int BITS, Spacing SPACING, class T, bool ADD>
 HC_INLINE void decode_lanes(const u8* in, float step, typename T::Stored* out) {
     U8 levels = unpack_level_lanes<BITS>(in);
     for (int b = 0; b < 4; ++b) {
         I8 level = (I8)((levels >> (8 * b)) & 255u);
-        level = GAUSSIAN ? 2 * level - 15 : level - (1 << (BITS - 1));
+        level = SPACING == Spacing::gaussian ? 2 * level - 15 : level - (1 << (BITS - 1));
         F8 value = __builtin_convertvector(level, F8);
-        if (GAUSSIAN) value = gaussian_value(value);
+        if (SPACING == Spacing::gaussian) value = gaussian_value(value);
+        if (SPACING == Spacing::lloyd) value = lloyd_value(value);
         value *= step;
         if (ADD) value += load_lanes<F8>(out + 8 * b);
         T::store8(value, out + 8 * b);
     }
 }
 
-template <int BITS, bool GAUSSIAN, bool RANDOM>
+template <int BITS, Spacing SPACING, bool RANDOM>
 void encode_nonfinite_tile(const float* values, u32 first, const u32* absmax, int blocks, u8* levels,
                            u8* scales, u8* base_out) {
     u32 base = base_of(finite_absmax(absmax, blocks)), words[BITS];
     for (int b = 0; b < blocks; ++b) {
-        scales[b] = (u8)scale_code<GAUSSIAN>(absmax[b], base);
-        encode_block<BITS, GAUSSIAN, RANDOM>(values + b * BLOCK, first + b * BLOCK, scales[b], base, words);
+        u32 code = scale_code<SPACING>(absmax[b], base);
+        code = encode_block<BITS, SPACING, RANDOM>(values + b * BLOCK, first + b * BLOCK, code, base, words);
+        scales[b] = (u8)code;
         memcpy(levels + b * 4 * BITS, words, 4 * BITS);
     }
     *base_out = (u8)base;
 }
 
 // `first`: the index of the first value in the message.
-template <int BITS, bool GAUSSIAN, bool RANDOM>
+template <int BITS, Spacing SPACING, bool RANDOM>
 HC_INLINE void encode_tile(const float* values, u32 first, int blocks, u8* levels, u8* scales,
                            u8* base_out) {
     u32 absmax[TILE_BLOCKS] = {};
@@ -81,30 +94,34 @@ HC_INLINE void encode_tile(const float* values, u32 first, int blocks, u8* level
     for (int b = 0; b < blocks; ++b) absmax[b] = absmax_bits(values + b * BLOCK);
     for (int b = 0; b < TILE_BLOCKS; ++b) largest = absmax[b] > largest ? absmax[b] : largest;
     if (largest >= INF_BITS) {
-        encode_nonfinite_tile<BITS, GAUSSIAN, RANDOM>(values, first, absmax, blocks, levels, scales,
+        encode_nonfinite_tile<BITS, SPACING, RANDOM>(values, first, absmax, blocks, levels, scales,
                                                       base_out);
         return;
     }
     u32 base = base_of(largest);
     for (int b = 0; b < TILE_BLOCKS; ++b) {
-        absmax[b] = scale_code<GAUSSIAN>(absmax[b], base);
-        inverse[b] = inverse_step<BITS, GAUSSIAN>(absmax[b], base);
-    }
-    for (int b = 0; b < blocks; ++b) {
-        scales[b] = (u8)absmax[b];
-        encode_lanes<BITS, GAUSSIAN, RANDOM>(values + b * BLOCK, first + b * BLOCK, inverse[b],
-                                             levels + b * 4 * BITS);
+        absmax[b] = scale_code<SPACING>(absmax[b], base);
+        inverse[b] = inverse_step<BITS, SPACING>(absmax[b], base);
     }
     *base_out = (u8)base;
+    if (SPACING == Spacing::lloyd && lloyd_in_lanes(values, blocks, absmax, inverse, levels, scales)) return;
+    for (int b = 0; b < blocks; ++b) {
+        const float* block = values + b * BLOCK;
+        float share = 0.0f;
+        u32 code = absmax[b];
+        if (SPACING == Spacing::lloyd) code = lloyd_choice(block, code, base, inverse[b], share);
+        scales[b] = (u8)code;
+        encode_lanes<BITS, SPACING, RANDOM>(block, first + b * BLOCK, inverse[b], share, levels + b * 4 * BITS);
+    }
 }
 
-template <int BITS, bool GAUSSIAN>
+template <int BITS, Spacing SPACING>
 HC_INLINE void encode_tile(bool random, const float* values, size_t first, int blocks, u8* levels,
                            u8* scales, u8* base) {
-    if (!GAUSSIAN && random) {
-        encode_tile<BITS, false, true>(values, (u32)first, blocks, levels, scales, base);
+    if (SPACING == Spacing::uniform && random) {
+        encode_tile<BITS, Spacing::uniform, true>(values, (u32)first, blocks, levels, scales, base);
     } else {
-        encode_tile<BITS, GAUSSIAN, false>(values, (u32)first, blocks, levels, scales, base);
+        encode_tile<BITS, SPACING, false>(values, (u32)first, blocks, levels, scales, base);
     }
 }
 
@@ -122,7 +139,7 @@ HC_INLINE void rotate_back(float* values, size_t count) {
 
 // Tiles [begin, end) of a message of `numel` values. `source` begins at tile `origin` of it, `out` at its
 // beginning; so do those of decode_tiles.
-template <int BITS, bool GAUSSIAN, class T>
+template <int BITS, Spacing SPACING, class T>
 HC_INLINE void encode_tiles(const void* source, size_t numel, int setting, u8* out, size_t begin,
                             size_t end, size_t origin) {
     bool rotate = rotated(setting), random = at_random(setting);
@@ -136,7 +153,7 @@ HC_INLINE void encode_tiles(const void* source, size_t numel, int setting, u8* o
         u8* scales = out + layout.scales + block;
         u8* base = out + layout.bases + tile;
         if (sizeof(typename T::Stored) == 4 && count == TILE && !rotate) {
-            encode_tile<BITS, GAUSSIAN>(random, (const float*)source + from, first, TILE_BLOCKS, levels,
+            encode_tile<BITS, SPACING>(random, (const float*)source + from, first, TILE_BLOCKS, levels,
                                         scales, base);
             continue;
         }
@@ -144,7 +161,7 @@ HC_INLINE void encode_tiles(const void* source, size_t numel, int setting, u8* o
         for (size_t i = 0; i < count; ++i) buffer[i] = T::load(values[from + i]);
         for (size_t i = count; i < (size_t)TILE; ++i) buffer[i] = 0.0f;
         if (rotate) rotate_tile(buffer, count);
-        encode_tile<BITS, GAUSSIAN>(random, buffer, first, (int)ceil_div(count, BLOCK), levels, scales, base);
+        encode_tile<BITS, SPACING>(random, buffer, first, (int)ceil_div(count, BLOCK), levels, scales, base);
     }
 }
 
@@ -154,29 +171,29 @@ HC_INLINE void put_values(const float* values, int count, typename T::Stored* ou
     for (int i = 0; i < count; ++i) out[i] = T::store(ADD ? T::load(out[i]) + values[i] : values[i]);
 }
 
-template <int BITS, bool GAUSSIAN, class T, bool ADD>
+template <int BITS, Spacing SPACING, class T, bool ADD>
 HC_INLINE void decode_tile(const u8* levels, const u8* scales, u32 base, typename T::Stored* out) {
     float steps[TILE_BLOCKS];
-    for (int b = 0; b < TILE_BLOCKS; ++b) steps[b] = step_of<BITS, GAUSSIAN>(scales[b], base);
+    for (int b = 0; b < TILE_BLOCKS; ++b) steps[b] = step_of<BITS, SPACING>(scales[b], base);
     for (int b = 0; b < TILE_BLOCKS; ++b) {
-        decode_lanes<BITS, GAUSSIAN, T, ADD>(levels + b * 4 * BITS, steps[b], out + b * BLOCK);
+        decode_lanes<BITS, SPACING, T, ADD>(levels + b * 4 * BITS, steps[b], out + b * BLOCK);
     }
 }
 
 // A tile that is short, or whose steps may overflow.
-template <int BITS, bool GAUSSIAN, class T, bool ADD>
+template <int BITS, Spacing SPACING, class T, bool ADD>
 HC_INLINE void decode_blocks(const u8* levels, const u8* scales, u32 base, size_t count,
                              typename T::Stored* out) {
     for (size_t i = 0; i < count; i += BLOCK) {
         u32 packed[BITS];
         float values[BLOCK];
         memcpy(packed, levels + i / BLOCK * 4 * BITS, 4 * BITS);
-        decode_block<BITS, GAUSSIAN>(packed, scales[i / BLOCK], base, values);
+        decode_block<BITS, SPACING>(packed, scales[i / BLOCK], base, values);
         put_values<T, ADD>(values, count - i < BLOCK ? (int)(count - i) : BLOCK, out + i);
     }
 }
 
-template <int BITS, bool GAUSSIAN, class T, bool ADD>
+template <int BITS, Spacing SPACING, class T, bool ADD>
 HC_INLINE void decode_tiles(const u8* in, size_t numel, int setting, void* target, size_t begin,
                             size_t end, size_t origin) {
     bool rotate = rotated(setting);
@@ -190,13 +207,13 @@ HC_INLINE void decode_tiles(const u8* in, size_t numel, int setting, void* targe
         u32 base = in[layout.bases + tile];
         bool whole = base < OVERFLOW_TOP >> 4 && count == TILE;
         if (!rotate && whole) {
-            decode_tile<BITS, GAUSSIAN, T, ADD>(levels, scales, base, out);
+            decode_tile<BITS, SPACING, T, ADD>(levels, scales, base, out);
         } else if (!rotate) {
-            decode_blocks<BITS, GAUSSIAN, T, ADD>(levels, scales, base, count, out);
+            decode_blocks<BITS, SPACING, T, ADD>(levels, scales, base, count, out);
         } else {
             float buffer[TILE];
-            if (whole) decode_tile<BITS, GAUSSIAN, Fp32, false>(levels, scales, base, buffer);
-            else decode_blocks<BITS, GAUSSIAN, Fp32, false>(levels, scales, base, count, buffer);
+            if (whole) decode_tile<BITS, SPACING, Fp32, false>(levels, scales, base, buffer);
+            else decode_blocks<BITS, SPACING, Fp32, false>(levels, scales, base, count, buffer);
             rotate_back(buffer, count);
             size_t lanes = count / 8 * 8;
             for (size_t i = 0; i < lanes; i += 8) {
@@ -212,49 +229,52 @@ HC_INLINE void decode_tiles(const u8* in, size_t numel, int setting, void* targe
 typedef void Encode(const void*, size_t, int, u8*, size_t, size_t, size_t);
 typedef void Decode(const u8*, size_t, int, void*, size_t, size_t, size_t);
 
-#define HC_BLOCKINT(NAME, BITS, GAUSSIAN, T)                                                    \
+#define HC_BLOCKINT(NAME, BITS, SPACING, T)                                                     \
     HC_CLONES void encode_##NAME##_##T(const void* values, size_t numel, int setting, u8* out,  \
                                        size_t begin, size_t end, size_t origin) {               \
-        encode_tiles<BITS, GAUSSIAN, T>(values, numel, setting, out, begin, end, origin);       \
+        encode_tiles<BITS, Spacing::SPACING, T>(values, numel, setting, out, begin, end, origin); \
     }                                                                                           \
     HC_CLONES void decode_##NAME##_##T(const u8* in, size_t numel, int setting, void* out,      \
                                        size_t begin, size_t end, size_t origin) {               \
-        decode_tiles<BITS, GAUSSIAN, T, false>(in, numel, setting, out, begin, end, origin);    \
+        decode_tiles<BITS, Spacing::SPACING, T, false>(in, numel, setting, out, begin, end, origin); \
     }
-#define HC_BLOCKINT_BITS(NAME, BITS, GAUSSIAN)                                                  \
-    HC_BLOCKINT(NAME, BITS, GAUSSIAN, Fp32)                                                     \
-    HC_BLOCKINT(NAME, BITS, GAUSSIAN, BFloat16)                                                 \
-    HC_BLOCKINT(NAME, BITS, GAUSSIAN, Float16)                                                  \
+#define HC_BLOCKINT_BITS(NAME, BITS, SPACING)                                                   \
+    HC_BLOCKINT(NAME, BITS, SPACING, Fp32)                                                     \
+    HC_BLOCKINT(NAME, BITS, SPACING, BFloat16)                                                 \
+    HC_BLOCKINT(NAME, BITS, SPACING, Float16)                                                  \
     HC_CLONES void add_##NAME(const u8* in, size_t numel, int setting, void* out, size_t begin, \
                               size_t end, size_t origin) {                                      \
-        decode_tiles<BITS, GAUSSIAN, Fp32, true>(in, numel, setting, out, begin, end, origin);  \
+        decode_tiles<BITS, Spacing::SPACING, Fp32, true>(in, numel, setting, out, begin, end, origin); \
     }
-HC_BLOCKINT_BITS(2, 2, false)
-HC_BLOCKINT_BITS(3, 3, false)
-HC_BLOCKINT_BITS(4, 4, false)
-HC_BLOCKINT_BITS(5, 5, false)
-HC_BLOCKINT_BITS(6, 6, false)
-HC_BLOCKINT_BITS(7, 7, false)
-HC_BLOCKINT_BITS(8, 8, false)
-HC_BLOCKINT_BITS(gaussian, 4, true)
+HC_BLOCKINT_BITS(2, 2, uniform)
+HC_BLOCKINT_BITS(3, 3, uniform)
+HC_BLOCKINT_BITS(4, 4, uniform)
+HC_BLOCKINT_BITS(5, 5, uniform)
+HC_BLOCKINT_BITS(6, 6, uniform)
+HC_BLOCKINT_BITS(7, 7, uniform)
+HC_BLOCKINT_BITS(8, 8, uniform)
+HC_BLOCKINT_BITS(gaussian, 4, gaussian)
+HC_BLOCKINT_BITS(lloyd, 4, lloyd)
 
-// By bits - 2; the Gaussian levels last.
+// By bits - 2; Gaussian and Lloyd levels last.
 #define HC_ROW(NAME, KIND) {NAME##_##KIND##_Fp32, NAME##_##KIND##_BFloat16, NAME##_##KIND##_Float16}
 #define HC_ROWS(NAME)                                                                     \
     HC_ROW(NAME, 2), HC_ROW(NAME, 3), HC_ROW(NAME, 4), HC_ROW(NAME, 5), HC_ROW(NAME, 6),  \
-        HC_ROW(NAME, 7), HC_ROW(NAME, 8), HC_ROW(NAME, gaussian)
-Encode* const ENCODE[8][3] = {HC_ROWS(encode)};
-Decode* const DECODE[8][3] = {HC_ROWS(decode)};
-Decode* const ADD[8] = {add_2, add_3, add_4, add_5, add_6, add_7, add_8, add_gaussian};
+        HC_ROW(NAME, 7), HC_ROW(NAME, 8), HC_ROW(NAME, gaussian), \
+        HC_ROW(NAME, lloyd)
+Encode* const ENCODE[9][3] = {HC_ROWS(encode)};
+Decode* const DECODE[9][3] = {HC_ROWS(decode)};
+Decode* const ADD[9] = {add_2, add_3, add_4, add_5, add_6, add_7, add_8, add_gaussian, add_lloyd};
 
-int row_of(int setting) { return gaussian(setting) ? 7 : bits_of(setting) - 2; }
+int row_of(int setting) { return lloyd(setting) ? 8 : gaussian(setting) ? 7 : bits_of(setting) - 2; }
 
 }  // namespace
 
 bool possible(int setting) {
     int bits = bits_of(setting);
-    return (setting & ~127) == 0 && bits >= 2 && bits <= (rotated(setting) ? 4 : 8) &&
-           (!gaussian(setting) || (bits == 4 && !at_random(setting)));
+    bool uniform = !gaussian(setting) && !lloyd(setting);
+    return (setting & ~255) == 0 && bits >= 2 && bits <= (rotated(setting) ? 4 : 8) &&
+           (uniform || (bits == 4 && !at_random(setting) && gaussian(setting) != lloyd(setting)));
 }
 
 size_t wire_nbytes(size_t numel, int setting) { return Layout(numel, bits_of(setting)).total; }

@@ -6,10 +6,12 @@
 namespace hybridcomp {
 namespace blockint {
 
-// A setting is bits + 16 when rotated + 32 with Gaussian levels + 64 when rounded at random.
+// A setting is bits + 16 when rotated + 32 with Gaussian levels + 64 when rounded at random
+// + 128 with Lloyd levels.
 inline int bits_of(int setting) { return setting & 15; }
 inline bool rotated(int setting) { return (setting & 16) != 0; }
 inline bool gaussian(int setting) { return (setting & 32) != 0; }
+inline bool lloyd(int setting) { return (setting & 128) != 0; }
 inline bool at_random(int setting) { return (setting & 64) != 0; }
 
 // The others require a possible one.

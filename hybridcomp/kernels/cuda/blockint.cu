@@ -38,12 +38,12 @@ HC_INLINE void decode(const u8* in, u64 numel, u64 chunk, u64 slot, u64 skip, vo
 // of fp32: fields of several widths take more, and so does the compiler for a V100
 #ifndef HC_ENCODE_WIDE_BLOCKS
 #define HC_MORE_WIDE                                                                \
-    ((HC_BITS > 4 && HC_BITS < 8) || (HC_GAUSSIAN && HC_BLACKWELL) ||            \
+    ((HC_BITS > 4 && HC_BITS < 8) || (HC_LEVELS && HC_BLACKWELL) ||              \
      HC_VOLTA)
 #define HC_ENCODE_WIDE_BLOCKS (HC_MORE_WIDE ? (HC_ROTATE ? 3 : 4) : HC_ENCODE_BLOCKS)
 #endif
 #ifndef HC_FEEDBACK_BLOCKS
-#define HC_MORE_KEPT (HC_KEPT < 32 && (HC_ROTATE || HC_GAUSSIAN || HC_BITS % 4 || HC_BLACKWELL))
+#define HC_MORE_KEPT (HC_KEPT < 32 && (HC_ROTATE || HC_LEVELS || HC_BITS % 4 || HC_BLACKWELL))
 #define HC_FEEDBACK_BLOCKS (HC_UP_TO_ADA || HC_MORE_KEPT ? 2 : 3)
 #endif
 #ifndef HC_DECODE_BLOCKS

@@ -11,10 +11,10 @@
 namespace hybridcomp {
 namespace blockint {
 
-// What the levels of a block stand for, without the step: Gaussian ones from a table in shared memory,
-// where each of sixteen has a bank of its own (four instructions less a value than the polynomial). It
+// What the levels of a block stand for, without the step: those that are not uniform from a table in shared
+// memory, where each of sixteen has a bank of its own (four instructions less a value than the polynomial). It
 // begins at a multiple of TABLE_ALIGN: a level times four is the low byte of its address.
-constexpr bool TABLE = GAUSSIAN && HC_TABLE;
+constexpr bool TABLE = SPACING != Spacing::uniform && HC_TABLE;
 constexpr int TABLE_ALIGN = TABLE ? 256 : 16;
 template <bool THERE>
 struct TableOf {  // none: it takes no room
@@ -28,7 +28,7 @@ struct TableOf<true> {
     float values[16];
 
     HC_INLINE_MEMBER void fill() {
-        if (lane_id() < 16) values[lane_id()] = gaussian_value(2.0f * (float)(i32)lane_id() - 15.0f);
+        if (lane_id() < 16) values[lane_id()] = dequantize<HC_BITS, SPACING>(lane_id(), 1.0f);
         sync_warp();
     }
     HC_INLINE_MEMBER u32 place() const { return table_place(values); }
@@ -41,7 +41,7 @@ typedef TableOf<TABLE> Table;
 // Numbers that the loop over ranks has in registers, as an instruction has room for one constant: a
 // compiler that knew them would load them for each value. `zero` is 0, which it does not know. Levels of
 // 4 bits stay where they are in their word, and become the middle of a mantissa. Of a table its place.
-constexpr bool NIBBLES = HC_BITS == 4 && !GAUSSIAN;
+constexpr bool NIBBLES = HC_BITS == 4 && SPACING == Spacing::uniform;
 struct Magic {
     u32 bits[NIBBLES ? 4 : 1];
     HC_INLINE constexpr u32 of(int nibble) { return LEVEL_MAGIC - (nibble << 25); }  // 2^23 / 16^nibble

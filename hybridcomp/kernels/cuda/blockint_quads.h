@@ -1,4 +1,4 @@
-// How a warp holds a tile of blockint, for HC_BITS bits, HC_GAUSSIAN levels or not, HC_ROTATE or not,
+// How a warp holds a tile of blockint, for HC_BITS bits, HC_LEVELS (a Spacing), HC_ROTATE or not,
 // HC_RANDOM rounding or to the nearest:
 // eight values a lane and round, four lanes a block, four rounds; every lane works out code and step of
 // one block of the 32, not all lanes those of all.
@@ -16,8 +16,8 @@
 #ifndef HC_BITS
 #define HC_BITS 8
 #endif
-#ifndef HC_GAUSSIAN
-#define HC_GAUSSIAN 0
+#ifndef HC_LEVELS
+#define HC_LEVELS 0
 #endif
 #ifndef HC_ROTATE
 #define HC_ROTATE 0
@@ -32,7 +32,9 @@ namespace blockint {
 constexpr int ROUNDS = 4;  // of a tile
 constexpr int EACH = 8;    // values of a lane and round
 constexpr int ROUND = WARP * EACH;
-constexpr bool GAUSSIAN = HC_GAUSSIAN;
+constexpr Spacing SPACING = (Spacing)HC_LEVELS;
+constexpr bool GAUSSIAN = SPACING == Spacing::gaussian;
+constexpr bool LLOYD = SPACING == Spacing::lloyd;
 constexpr bool ROTATE = HC_ROTATE;
 constexpr bool RANDOM = HC_RANDOM;
 
@@ -87,21 +89,56 @@ HC_INLINE u32 scatter_largest(const u32* tops, u32 part) {
     }
 }
 
+// What turns the values of a block into levels: its inverse step and, of Lloyd levels, its share.
+struct Factor {
+    float inverse, share;
+};
+
+// The factor of a block whose T has `code`, without the share.
+HC_INLINE Factor factor_of(u32 code, u32 base) {
+    return {code == NONFINITE_CODE ? 0.0f : inverse_step<HC_BITS, SPACING>(code, base), 0.0f};
+}
+
+// Choose one of the two scales of a block with Lloyd levels, given the sum of its gains.
+HC_INLINE void choose_scale(u32 gain, u32 base, u32& code, Factor& factor) {
+    u32 sent = code == NONFINITE_CODE ? code : lloyd_code(code, (i32)gain);
+    factor.share = lloyd_share(code, base, sent != code);
+    code = sent;
+}
+
 // The low byte is the level; the whole is a float, see `sent_value`. `at`: the value's index in the message.
 constexpr float OFFSET = (float)(1 << (HC_BITS - 1));
 constexpr u32 MAGIC_BITS = 0x4b400000u;  // of 1.5 * 2^23
 constexpr float MAGIC = 12582912.0f + OFFSET;
 
-HC_INLINE u32 quantized(float value, float inverse, u32 at) {
-    if (RANDOM) return MAGIC_BITS | quantize<HC_BITS, GAUSSIAN, true>(value, inverse, at);
-    float scaled = value * inverse;
+HC_INLINE u32 quantized(float value, Factor factor, u32 at) {
+    if (RANDOM) return MAGIC_BITS | quantize<HC_BITS, SPACING, true>(value, factor.inverse, 0.0f, at);
+    float scaled = value * factor.inverse;
     if (GAUSSIAN) scaled = gaussian_cell(scaled) - 0.5f;
+    if (LLOYD) scaled = lloyd_cell(lloyd_clipped(lloyd_fine(value, factor.inverse) * factor.share));
     return float_bits(scaled + MAGIC);
+}
+
+// The gains of a lane's eight values of a block. All lanes of the warp: lane i has the gain of bin i.
+HC_INLINE u32 gains_of(const float* values, float inverse) {
+    u32 gain = (u32)lloyd_gain(lane_id()), sum = 0;
+#pragma unroll
+    for (int k = 0; k < EACH; ++k) sum += lane_value(gain, lloyd_bin(lloyd_fine(values[k], inverse)));
+    return sum;
+}
+
+// Of one number for each round and lane, the sum over the four lanes of a block, for this lane's own block.
+HC_INLINE u32 scatter_sum(const u32* numbers, u32 part) {
+    bool upper = part & 2, odd = part & 1;
+    u32 first = (upper ? numbers[2] : numbers[0]) + other_lane<2>(upper ? numbers[0] : numbers[2]);
+    u32 second = (upper ? numbers[3] : numbers[1]) + other_lane<2>(upper ? numbers[1] : numbers[3]);
+    return (odd ? second : first) + other_lane<1>(odd ? first : second);
 }
 
 // What a level of `quantized` decodes to.
 HC_INLINE float sent_value(u32 quantized, float step) {
     if (GAUSSIAN) return gaussian_value((bits_float(quantized) - MAGIC) * 2.0f + 1.0f) * step;
+    if (LLOYD) return lloyd_value(bits_float(quantized) - MAGIC) * step;
     return (bits_float(quantized) - MAGIC) * step;
 }
 
@@ -196,7 +233,8 @@ template <int K>
 HC_INLINE float level_value(u32 levels, u32 magic = LEVEL_MAGIC) {
     float shifted = bits_float(pick_bytes(levels, magic, 0x7440 | K));
     if (GAUSSIAN) return gaussian_value((shifted - 8388608.0f) * 2.0f - 15.0f);
-    return shifted - (8388608.0f + (float)(1 << (HC_BITS - 1)));
+    float level = shifted - (8388608.0f + (float)(1 << (HC_BITS - 1)));
+    return LLOYD ? lloyd_value(level) : level;
 }
 
 HC_INLINE void dequantized(const u32* levels, float step, float* values) {
@@ -219,8 +257,8 @@ HC_INLINE bool needs_care(u32 code, u32 base) {
 // The step of a block that may need care: `twice` says that values come out at half their size.
 HC_INLINE float careful_step(u32 code, u32 base, bool& twice) {
     twice = 16 * base + 15 - code >= OVERFLOW_TOP && code <= LAST_CODE;
-    return twice ? half_top(code, base) * (GAUSSIAN ? 1.0f : 1.0f / (float)top_level(HC_BITS))
-                 : step_of<HC_BITS, GAUSSIAN>(code, base);
+    return twice ? half_top(code, base) * (SPACING != Spacing::uniform ? 1.0f : 1.0f / (float)top_level(HC_BITS))
+                 : step_of<HC_BITS, SPACING>(code, base);
 }
 
 }  // namespace blockint

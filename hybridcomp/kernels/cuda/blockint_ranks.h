@@ -231,17 +231,17 @@ HC_INLINE float largest_magnitude(const float* values) {
 }
 
 // The levels of a block, of values from index `first` on -> its words.
-HC_INLINE void store_block(const float* held, float inverse, u32 first, u32* out) {
+HC_INLINE void store_block(const float* held, Factor factor, u32 first, u32* out) {
     u32 levels[WORDS], words[BLOCK_WORDS];
 #pragma unroll
     for (int k = 0; k < WORDS; ++k) {
         u32 bytes[4];
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
-            bytes[b] = quantized(held[k + 8 * b], inverse, first + k + 8 * b);
+            bytes[b] = quantized(held[k + 8 * b], factor, first + k + 8 * b);
         }
         u32 word = low_bytes(bytes[0], bytes[1], bytes[2], bytes[3]);
-        levels[k] = inverse == 0.0f ? 0 : word;
+        levels[k] = factor.inverse == 0.0f ? 0 : word;
     }
     pack_levels<HC_BITS>(levels, words);
     if constexpr (HC_BITS % 4 == 0) {
@@ -257,7 +257,7 @@ HC_INLINE void store_block(const float* held, float inverse, u32 first, u32* out
 
 // What the levels of `held` leave out of it (rotated: of what waits in `shared`), into `owner`.
 template <class E, class K>
-HC_INLINE void settle_block(float* held, float inverse, u32 code, u32 base, Shared<float>& shared,
+HC_INLINE void settle_block(float* held, Factor factor, u32 code, u32 base, Shared<float>& shared,
                             K owner, const Span& span) {
     bool twice;
     float step = careful_step(code, base, twice);
@@ -265,7 +265,7 @@ HC_INLINE void settle_block(float* held, float inverse, u32 code, u32 base, Shar
     if constexpr (ROTATE) {
 #pragma unroll
         for (int k = 0; k < BLOCK; ++k) {
-            held[k] = sent_value(quantized(held[k], inverse, first + k), step);
+            held[k] = sent_value(quantized(held[k], factor, first + k), step);
             if (twice) held[k] = finite(held[k] * 2.0f);
         }
         rotate_block_back(held, in_group(span.first(), span.count));
@@ -283,7 +283,7 @@ HC_INLINE void settle_block(float* held, float inverse, u32 code, u32 base, Shar
             sent[k] = value;
             if constexpr (!ROTATE) {
                 kept[k] = value;
-                sent[k] = sent_value(quantized(value, inverse, first + 4 * i + k), step);
+                sent[k] = sent_value(quantized(value, factor, first + 4 * i + k), step);
                 if (twice) sent[k] = finite(sent[k] * 2.0f);
             }
         }

@@ -147,7 +147,7 @@ HC_INLINE void add_stage(float* held, const Stage& stage, const Table& table, u3
     if constexpr (ROTATE) any = any || !whole || base >= LARGE_BASE;
     if (!any_in_warp(any)) {
         float step = bits_float((top << 19) - 0x800000u) *  // half_top
-                     (GAUSSIAN ? 2.0f : 2.0f / (float)top_level(HC_BITS));
+                     (SPACING != Spacing::uniform ? 2.0f : 2.0f / (float)top_level(HC_BITS));
         if (GAUSSIAN) step = code == ZERO_CODE ? 0.0f : step;
         if constexpr (ROTATE) {
             float x[BLOCK], odd = odd_sign();

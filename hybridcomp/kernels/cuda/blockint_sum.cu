@@ -85,14 +85,20 @@ HC_INLINE void reduce(const u8* payloads, const void* own, u64 numel, u64 ranks,
         top = largest_magnitude(held);
     }
     u32 absmax = magnitude_bits(top), base = base_of(largest_in_warp(absmax < INF_BITS ? absmax : 0));
-    u32 code = scale_code<GAUSSIAN>(absmax, base);
-    float inverse = code == NONFINITE_CODE ? 0.0f : inverse_step<HC_BITS, GAUSSIAN>(code, base);
+    u32 code = scale_code<SPACING>(absmax, base);
+    Factor factor = factor_of(code, base);
+    if constexpr (LLOYD) {
+        u32 gain = 0;
+#pragma unroll
+        for (int k = 0; k < BLOCK; k += EACH) gain += gains_of(held + k, factor.inverse);
+        choose_scale(gain, base, code, factor);
+    }
     if (span.block < layout.blocks) {
-        store_block(held, inverse, (u32)span.first(), (u32*)out + (u64)span.block * HC_BITS);
+        store_block(held, factor, (u32)span.first(), (u32*)out + (u64)span.block * HC_BITS);
         out[layout.scales + span.block] = (u8)code;
     }
     if constexpr (FEEDBACK) {
-        if (owner) settle_block<E>(held, inverse, code, base, room.wide, owner, span);
+        if (owner) settle_block<E>(held, factor, code, base, room.wide, owner, span);
     }
     if (lane_id() == 0) out[layout.bases + span.tile()] = (u8)base;
     if (span.tile() + 1 == layout.tiles) pad_payload(out, layout.used, layout.total);

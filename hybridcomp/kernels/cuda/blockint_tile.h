@@ -51,18 +51,30 @@ HC_INLINE void encode_held(H* held, u64 tile, u64 count, u8* out, R residual, bo
     for (int i = 0; i < ROUNDS; ++i) tops[i] = held[i].magnitude();
     u32 absmax = H::magnitude_bits_of(scatter_largest<sizeof(typename H::Stored) == 2>(tops, place.part));
     u32 base = base_of(largest_in_warp(absmax < INF_BITS ? absmax : 0));
-    u32 code = scale_code<GAUSSIAN>(absmax, base);
-    float inverse = code == NONFINITE_CODE ? 0.0f : inverse_step<HC_BITS, GAUSSIAN>(code, base);
+    u32 code = scale_code<SPACING>(absmax, base);
+    Factor factor = factor_of(code, base);
+    if constexpr (LLOYD) {
+        u32 gains[ROUNDS];
+#pragma unroll
+        for (int i = 0; i < ROUNDS; ++i) {
+            float scale = bits_float(of_round(float_bits(factor.inverse), i, place)), values[EACH];
+#pragma unroll
+            for (int k = 0; k < EACH; ++k) values[k] = held[i].value(k);
+            gains[i] = gains_of(values, scale);
+        }
+        choose_scale(scatter_sum(gains, place.part), base, code, factor);
+    }
     u64 first = tile * TILE_BLOCKS;
     u32 blocks = layout.blocks_of(tile);
     u32* words = (u32*)out + first * HC_BITS;
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
-        float scale = bits_float(of_round(float_bits(inverse), i, place));
+        Factor scale = {bits_float(of_round(float_bits(factor.inverse), i, place)), 0.0f};
+        if constexpr (LLOYD) scale.share = bits_float(of_round(float_bits(factor.share), i, place));
         u32 q[EACH], start = (u32)tile * TILE + i * ROUND + lane_id() * EACH;
 #pragma unroll
         for (int k = 0; k < EACH; ++k) q[k] = quantized(held[i].value(k), scale, start + k);
-        store_levels(q, scale == 0.0f, place.block(i) < blocks, words + place.block(i) * HC_BITS,
+        store_levels(q, scale.inverse == 0.0f, place.block(i) < blocks, words + place.block(i) * HC_BITS,
                      place.part);
         if constexpr (SETTLE) {
             u32 known = of_round(code, i, place);
@@ -222,7 +234,7 @@ HC_INLINE void decode_tile(const u8* in, u64 count, u64 tile, typename E::Stored
         }
         return;
     }
-    float step = step_of<HC_BITS, GAUSSIAN>(code, base);
+    float step = step_of<HC_BITS, SPACING>(code, base);
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
         u32 levels[2];

@@ -20,11 +20,11 @@ SUM_THREADS = 64  # of a thread block of blockint_sum.cu, each of whose warps ne
 
 @cache
 def blockint_macros(setting: int) -> tuple[str, ...]:
-    """Return the macros of one setting: bits, + 16 rotated, + 32 Gaussian levels, + 64 random."""
+    """Return the macros of one setting: bits, + 16 rotated, + 32 or 128 for levels, + 64 random."""
     rotate = ("HC_ROTATE=1",) if setting & 16 else ()
-    gaussian = ("HC_GAUSSIAN=1",) if setting & 32 else ()
+    levels = ("HC_LEVELS=1",) if setting & 32 else ("HC_LEVELS=2",) if setting & 128 else ()
     random = ("HC_RANDOM=1",) if setting & 64 else ()
-    return (f"HC_BITS={setting & 15}", *rotate, *gaussian, *random)
+    return (f"HC_BITS={setting & 15}", *rotate, *levels, *random)
 
 
 def blockint_image(setting: int, dtype: int, kept: int = 32) -> tuple[str, ...]:

@@ -87,8 +87,8 @@ def compiled(
     try:
         nvrtc.compileProgram(program, (*OPTIONS, target, *more))
         log: str = nvrtc.getProgramLog(program)
-        # CuPy takes the last byte of an image for the end of a text, and drops it: it is the high
-        # byte of the last number in the table of segments, so 0
+        # CuPy takes an image for a C string and drops its last byte. In a cubin that is the high
+        # byte of the last offset in the segment table: always 0, and added again here
         found: bytes = nvrtc.getCUBIN(program) + b"\0" if real else nvrtc.getPTX(program)
         return found, log
     except nvrtc.NVRTCError as error:

@@ -140,7 +140,7 @@ class LookAhead(UpdateCorrection):
         self._momentum = momentum
 
     def update(self, parameter: Tensor, before: Tensor, group: dict[str, Any]) -> None:
-        """Move the parameter, which is a point ahead of the weights, to the next one."""
+        """Advance the parameter, one prediction ahead of the weights, to the next prediction."""
         last = self.kept(parameter)
         weights = torch.lerp(before, parameter.detach(), 1 - self._momentum)
         ahead = weights - (before if last is None else last)

@@ -26,7 +26,7 @@ from hybridcomp.nn.slices.pipeline import SlicePipeline, StageLayers
 from hybridcomp.nn.slices.stage import OnLeaves, SlicedStage, leaves_of
 from hybridcomp.nn.slices.times import FittedTimes, Line, SliceTimes, fitted, of_computing
 
-#: most granules of a sequence: the dynamic program takes time of the square of their number
+#: most granules of a sequence; the dynamic program is quadratic in them
 GRANULES = 64
 
 

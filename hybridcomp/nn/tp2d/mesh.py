@@ -182,7 +182,7 @@ class Mesh:
 
 
 def fail_unless(inside: Tensor, what: str) -> None:
-    """Fail as torch does on an index beyond a table, where ``inside``, a scalar, is false."""
+    """Raise the error of an out-of-range index unless the scalar ``inside`` is true."""
     if inside.is_cuda:  # the host does not wait
         torch._assert_async(inside)
     elif not inside:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hybridcomp.errors import HybridcompError
 from hybridcomp.foreign import message, one_line, printable
+from hybridcomp.tools.commands import configs, watch
 from hybridcomp.tools.plan.answer.arguments import DESCRIPTION as PLAN_DESCRIPTION
 from hybridcomp.tools.plan.answer.arguments import add_arguments as add_plan_arguments
 from hybridcomp.tools.plan.answer.arguments import split
@@ -83,6 +84,11 @@ def _parser() -> argparse.ArgumentParser:
     validate.add_argument(
         "--checkpoint", type=Path, metavar="FOLDER", help="what a job with FILE takes over from it"
     )
+    validate.add_argument(
+        "--picture", type=Path, metavar="SVG",
+        help="draw the MB of a step on the links inside and between nodes, natively and with the "
+        "block; with --parameters, --world-size and --ranks-per-node",
+    )  # fmt: skip
     _add_size(validate)
     validate.set_defaults(run=_validate)
 
@@ -93,9 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     seams = commands.add_parser("seams", help="print what is compressed where, for each engine")
     seams.set_defaults(run=_print_seams)
 
-    from hybridcomp.tools.commands import examples
-
-    examples.add_command(commands)
+    configs.add_command(commands)
+    watch.add_command(commands)
 
     doctor = commands.add_parser("doctor", help="say what this machine has and lacks")
     doctor.add_argument(
@@ -228,7 +233,9 @@ def _validate(options: argparse.Namespace) -> int:
         options.parameters, options.world_size, options.replicas, options.ranks_per_node,
         options.device_memory, options.activation, options.tensor_ranks,
     )  # fmt: skip
-    for line in validate.lines(options.file, facts, options.world_size, options.checkpoint, job):
+    for line in validate.lines(
+        options.file, facts, options.world_size, options.checkpoint, job, options.picture
+    ):
         print(printable(line))
     return 0
 

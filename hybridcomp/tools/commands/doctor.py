@@ -6,7 +6,8 @@ import contextlib
 import os
 import platform
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,13 @@ from hybridcomp.session import process
 from hybridcomp.tools.measure import report
 from hybridcomp.tools.plan.machines import cluster_file
 from hybridcomp.tools.plan.machines.missing import missing
+from hybridcomp.tools.progress import ProgressDisplay
 
 #: marks in front of a line
 OK, INFO, FAIL = "ok", "-", "FAIL"
 Finding = tuple[str, str]
+#: seconds before a line tells how far the command is
+TELL_S = 5.0
 #: upstream packages that are patched -> the extra that installs them
 UPSTREAM = {"deepspeed": "deepspeed", "megatron.core": "megatron"}
 #: environment variable that names the block of jobs without a DeepSpeed file
@@ -43,10 +47,13 @@ def run(cluster: Path | None = None) -> int:
 
     ``cluster``: the file of a measurement; None: the one of the working folder, if there is one.
     """
-    failed = 0
-    for mark, text in findings(cluster):
-        print(f"{mark:4} {printable(text.replace('`', ''))}", flush=True)
-        failed += mark == FAIL
+    failed, stages = 0, _stages(cluster)
+    with ProgressDisplay(len(stages), least_s=TELL_S) as progress:
+        for done, (what, found) in enumerate(stages.items()):
+            progress.show(done, f"checks {what} ({done + 1} of {len(stages)})")
+            for mark, text in found():
+                print(f"{mark:4} {printable(text.replace('`', ''))}", flush=True)
+                failed += mark == FAIL
     told = "what is marked FAIL does not fit" if failed else "what is installed fits together"
     print(told, flush=True)
     return int(failed > 0)
@@ -54,17 +61,24 @@ def run(cluster: Path | None = None) -> int:
 
 def findings(cluster: Path | None = None) -> Iterator[Finding]:
     """Yield all findings, in the order in which they are printed."""
-    yield from _requirements()
-    yield _kernels()
-    found = setup.setup()
-    yield from _gpu(found)
-    yield from _probes(found)
-    for package, extra in UPSTREAM.items():
-        yield from _seams(package, extra)
-    yield _apex()
-    yield from _optional()
-    yield from _environment()
-    yield from _cluster(cluster)
+    for found in _stages(cluster).values():
+        yield from found()
+
+
+def _stages(cluster: Path | None) -> dict[str, Callable[[], Iterable[Finding]]]:
+    """Return what is checked, by what it is of, in the order in which it is printed."""
+    return {
+        "requirements": _requirements,
+        "native kernels": lambda: [_kernels()],
+        "GPUs": _gpus,
+        **{
+            f"the seams of {name}": partial(_seams, name, extra) for name, extra in UPSTREAM.items()
+        },
+        "apex": lambda: [_apex()],
+        "optional packages": _optional,
+        "the environment": _environment,
+        "the cluster's file": lambda: _cluster(cluster),
+    }
 
 
 def _cluster(path: Path | None) -> Iterator[Finding]:
@@ -86,6 +100,12 @@ def _cluster(path: Path | None) -> Iterator[Finding]:
     known = {rank.device.partition(",")[0] for rank in cluster.ranks}
     if mine not in known and not cluster.by_hand:
         yield INFO, f"the cluster is not of machines like this one, which has {mine}"
+
+
+def _gpus() -> Iterator[Finding]:
+    found = setup.setup()
+    yield from _gpu(found)
+    yield from _probes(found)
 
 
 def _gpu(found: CudaSetup) -> Iterator[Finding]:
@@ -189,6 +209,8 @@ def _optional() -> Iterator[Finding]:
         ("transformer-engine", "NVIDIA's, for layers of megatron-core"),
         ("wandb", install_hint("wandb")),
         ("matplotlib", install_hint("plot")),
+        ("plotly", install_hint("report")),
+        ("rich", install_hint("report")),
     ):
         found = _version(name)
         if found is None:

@@ -116,16 +116,16 @@ def lines(block: CompressionConfig, file: JobFile, job: JobSize) -> Iterator[str
     Raises ConfigError where both do not fit into the device's memory, with the nearest settings of
     the block that do.
     """
-    split = job.world_size // job.replicas if job.replicas else _split(file, job)
+    split = split_of(file, job)
     replicas, numel = job.world_size // split, -(-job.parameters // split)
     whole = replicas
     if block.sync.acts:  # the island takes the place of all replicas
         of_island = block.sync.islands
-        if isinstance(of_island, str | int):  # else it is the whole job
+        if isinstance(of_island, str | int):  # else the island is the whole job
             replicas = max(
                 1, (of_island if isinstance(of_island, int) else job.ranks_per_node) // split
             )
-    ranks = _RanksOfReplica(block, file, numel, replicas, job)
+    ranks = RanksOfReplica(block, file, numel, replicas, job)
     messages = {**ranks.messages(), **ranks.activations(split)}
     share = -(-numel // replicas)
     jobs = block.sync.jobs
@@ -164,8 +164,13 @@ def _on_device(items: list[MemoryItem]) -> int:
     return sum(item.nbytes for item in items if not item.on_host)
 
 
-def _split(file: JobFile, job: JobSize) -> int:
-    """Return the tensor times pipeline ranks in the file. Raises ConfigError if they do not fit."""
+def split_of(file: JobFile, job: JobSize) -> int:
+    """Return the tensor times pipeline ranks: as given, else those in the file.
+
+    Raises ConfigError if they do not fit.
+    """
+    if job.replicas:
+        return job.world_size // job.replicas
     split = job.tensor_ranks or _tensor_ranks(file)
     if file.whose == "neox":
         split *= neox.stages(file.whole)
@@ -181,7 +186,7 @@ def _tensor_ranks(file: JobFile) -> int:
 
 
 @dataclass(frozen=True)
-class _RanksOfReplica:
+class RanksOfReplica:
     """One rank of a job: its block, file, parameters and replicas."""
 
     block: CompressionConfig

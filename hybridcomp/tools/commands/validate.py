@@ -22,7 +22,7 @@ from hybridcomp.patches.rules.ds_job import DeepSpeedJob
 from hybridcomp.patches.rules.ds_pipeline import Stages
 from hybridcomp.patches.rules.planned import hold_to_plan
 from hybridcomp.sync.islands import check_size
-from hybridcomp.tools.commands import memory
+from hybridcomp.tools.commands import link_picture, memory
 from hybridcomp.tools.commands.job_files import JobFile, read_job_file
 from hybridcomp.tools.plan import bits_between
 
@@ -49,6 +49,7 @@ def lines(
     world_size: int | None = None,
     checkpoint: Path | None = None,
     job: memory.JobSize | None = None,
+    picture: Path | None = None,
 ) -> Iterator[str]:
     """Yield lines about ``file``: a ds_config, a GPT-NeoX configuration, or a bare block.
 
@@ -59,6 +60,7 @@ def lines(
         world_size: ranks of the job.
         checkpoint: folder of a checkpoint that the job is to resume.
         job: its size, for lines about memory.
+        picture: an SVG to write, of the bytes on each link; needs ``job``.
 
     Raises ConfigError where the block cannot act, the checkpoint cannot be resumed, or the memory
     of a device is too small.
@@ -101,6 +103,8 @@ def lines(
         yield from (f"  {line}" for line in bits_between.lines(block, found.traffic()))
     yield from sizes
     yield from (f"  note: {note}" for note in notes)
+    if picture is not None:
+        yield link_picture.write(picture, block, found, job)
     if checkpoint is not None:
         yield from _resumed(block, checkpoint, universal)
     start = BARE_START if bare else NEOX_START if neox else DEEPSPEED_START

@@ -8,11 +8,12 @@ reading     finds the files of runs, and checks that they may be compared
 statistics  a common axis, gaps and their intervals
 report      tables, Markdown, JSON
 draw        the picture (extra ``plot``)
+page        report.html (extra ``report``)
 chart       the run in W&B (extra ``wandb``)
-launch      trains the runs to compare
+launch      trains the runs to compare; ``trained`` tells how far they are
 command     the command line
 
-Needs no torch. matplotlib and W&B are imported only to draw a picture, and to read or log runs.
+Needs no torch. matplotlib, Plotly and W&B are imported only where they are used.
 """
 
 from __future__ import annotations

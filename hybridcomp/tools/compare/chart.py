@@ -7,15 +7,10 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hybridcomp.errors import install_hint
 from hybridcomp.tools.compare.report import Result, losses
-from hybridcomp.tools.compare.runs import CompareError, Curve
-from hybridcomp.tools.compare.statistics import running_mean
-
-#: points of a line of the chart; W&B draws at most 10,000 rows of a table
-POINTS = 400
+from hybridcomp.tools.compare.runs import CompareError
+from hybridcomp.tools.compare.statistics import running_mean, thin
 
 
 def log(
@@ -51,8 +46,8 @@ def log(
         axes["seconds"] = [found.mean(axis=0) for found in result.aligned.seconds]
     for name, xs in axes.items():
         logged[f"loss over {name}"] = wandb.plot.line_series(
-            xs=[_thin(x) for x in xs],
-            ys=[_thin(y) for y in curves],
+            xs=[thin(x) for x in xs],
+            ys=[thin(y) for y in curves],
             keys=labels,
             title=f"loss over {name} ({title})",
             xname=name,
@@ -84,8 +79,3 @@ def final_figures(result: Result) -> dict[str, float]:
                 found[f"{name}/{dimension}/{way}/wire_MB"] = figures["wire_MB"]
                 found[f"{name}/{dimension}/{way}/ratio"] = figures["ratio"]
     return {key: value for key, value in found.items() if value is not None}
-
-
-def _thin(curve: Curve) -> list[float]:
-    places = np.unique(np.linspace(0, len(curve) - 1, min(POINTS, len(curve))).round().astype(int))
-    return [float(value) for value in curve[places]]

@@ -13,12 +13,12 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from hybridcomp.tools.progress import LINE_S
+
 #: seconds that a launcher and its ranks get to end: torch's gives its ranks 30
 FAREWELL_S = 40.0
 #: seconds between two looks at whether they have ended
 LOOK_S = 0.05
-#: seconds between two calls of ``look`` while a child runs
-WATCH_S = 30.0
 
 
 def run_logged(
@@ -27,6 +27,7 @@ def run_logged(
     environment: Mapping[str, str],
     farewell: float = FAREWELL_S,
     look: Callable[[], object] | None = None,
+    every: float | None = None,
 ) -> int:
     """Run ``command`` as a new process group, and return its exit status.
 
@@ -37,7 +38,8 @@ def run_logged(
         output: file for its stdout and stderr; overwritten.
         environment: its variables, beside those of this process.
         farewell: most seconds between the two signals.
-        look: called every ``WATCH_S`` seconds; where it raises, the group is ended.
+        look: called every ``every`` seconds; where it raises, the group is ended.
+        every: None: ``LINE_S``.
     """
     with output.open("w") as log, _sigterm_raises():
         process = subprocess.Popen(
@@ -45,7 +47,7 @@ def run_logged(
             env={**os.environ, **environment}, start_new_session=True,
         )  # fmt: skip
         try:
-            while (status := _status(process)) is None:
+            while (status := _status(process, every or LINE_S)) is None:
                 if look is not None:
                     look()
             return status
@@ -54,10 +56,10 @@ def run_logged(
             raise
 
 
-def _status(process: subprocess.Popen[bytes]) -> int | None:
-    """Return the status of ``process``, None where it still runs after ``WATCH_S`` seconds."""
+def _status(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """Return the status of ``process``, None where it still runs after ``seconds``."""
     try:
-        return process.wait(WATCH_S)
+        return process.wait(seconds)
     except subprocess.TimeoutExpired:
         return None
 
@@ -75,7 +77,7 @@ def end(process: subprocess.Popen[bytes], farewell: float = FAREWELL_S) -> None:
 
 
 def _lives(process: subprocess.Popen[bytes]) -> bool:
-    """Return whether a process of the group is left; a launcher may end before its ranks do."""
+    """Return whether any process of the group still runs; a launcher may exit before its ranks."""
     process.poll()  # else it stays as a zombie
     try:
         os.killpg(process.pid, 0)

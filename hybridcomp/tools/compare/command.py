@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 import tempfile
+import webbrowser
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ from typing import Any
 
 from hybridcomp.errors import install_hint
 from hybridcomp.foreign import one_line
+from hybridcomp.tools import pages
 from hybridcomp.tools.compare import chart, report
 from hybridcomp.tools.compare.reading import check_comparable, read_runs
 from hybridcomp.tools.compare.report import Result
@@ -21,7 +23,8 @@ from hybridcomp.tools.compare.runs import CompareError
 from hybridcomp.tools.compare.statistics import align, caveats, compare
 
 DESCRIPTION = """\
-Hold compressed runs against a baseline: a table, a picture, a chart in W&B and a report.
+Hold compressed runs against a baseline: a table, a page with charts (report.html), a report in
+Markdown with a picture, and a chart in W&B.
 
   hybridcomp compare baseline=runs/base recommended=runs/rec
 
@@ -38,6 +41,10 @@ trains first: the command as it is, and with each block in the place of its Deep
 from the script's own log where the command says --log {folder}/loss.jsonl. What has finished is not
 trained again.
 """
+
+
+#: the page with charts
+PAGE = "report.html"
 
 
 def no_picture() -> str:
@@ -75,6 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--need-ledger", action="store_true", help="fail where it is absent")
     add("--wandb", metavar="PROJECT", help="for the chart; none: no chart (offline by default)")
     add("--wandb-group", metavar="GROUP", help="for the chart (that of the runs)")
+    add("--open", action="store_true", help="show report.html in the browser")
     add("--launch", action="store_true", help="train first; a command follows after --")
     add("--candidate", action="append", default=[], metavar="[NAME=]BLOCK",
         help="with --launch: a preset, a JSON file, or JSON")  # fmt: skip
@@ -99,6 +107,9 @@ def _run(options: argparse.Namespace) -> int:
     if len(options.runs) < 2:
         raise CompareError(f"found {len(options.runs)} runs; give a baseline and at least one run")
     compare_runs(options.runs, wishes)
+    page = wishes.out / PAGE
+    if options.open and page.is_file() and not webbrowser.open(page.resolve().as_uri()):
+        print(f"--open: found no browser here; open {page} in one", file=sys.stderr)
     return 0
 
 
@@ -113,6 +124,8 @@ def train(options: argparse.Namespace, wishes: Wishes) -> list[str]:
     check_first(wishes)
     if find_spec("matplotlib") is None:
         print(no_picture(), file=sys.stderr)
+    if lacking := pages.missing():
+        print(f"no {PAGE}: {lacking}", file=sys.stderr)
     blocks = dict(launch.block_of(text) for text in options.candidate)
     project = None if wishes.wandb in (None, "none") else wishes.wandb
     group = wishes.group or wishes.out.name
@@ -165,10 +178,28 @@ def compare_runs(texts: Sequence[str], wishes: Wishes) -> Result:
     name = None if picture is None else picture.name
     text = report.markdown(result, wishes.title, name, shlex.join(wishes.command))
     (wishes.out / "report.md").write_text(text, encoding="utf-8", errors="backslashreplace")
-    written = ["report.md", *([name] if name else []), "comparison.json"]
+    made = [PAGE] if _page(result, wishes) else []
+    written = [*made, "report.md", *([name] if name else []), "comparison.json"]
     print(f"\nwritten: {wishes.out}/{', '.join(written)}")
     _chart(result, wishes, picture)
     return result
+
+
+def _page(result: Result, wishes: Wishes) -> bool:
+    """Write the page; where a package is missing, print that and return False."""
+    (wishes.out / PAGE).unlink(missing_ok=True)  # of an earlier comparison
+    if lacking := pages.missing():
+        print(f"no {PAGE}: {lacking}", file=sys.stderr)
+        return False
+    from hybridcomp.tools.compare import page
+
+    try:
+        text = page.page(result, wishes.title, wishes.smooth, shlex.join(wishes.command))
+    except Exception as error:  # of a package that is damaged, or another version
+        print(f"no {PAGE}: {one_line(f'{type(error).__name__}: {error}')}", file=sys.stderr)
+        return False
+    (wishes.out / PAGE).write_text(text, encoding="utf-8", errors="backslashreplace")
+    return True
 
 
 def _picture(result: Result, wishes: Wishes) -> Path | None:

@@ -16,7 +16,7 @@ from hybridcomp.tools.compare.statistics import gap_curves, running_mean
 
 #: distinct for colour-blind readers too (Okabe and Ito); the baseline is grey and wide, so that it
 #: can be seen below a curve that covers it
-COLOURS = ("#9A9A9A", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLOURS = ("#9A9A9A", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#A6761D")
 #: of the runs behind those that took each colour once
 DASHES = ("-", "--", ":", "-.")
 #: start of the part of a run that scales the panel of gaps: before it gaps are noise

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hybridcomp.metric_names import PREFIX, split_event
-from hybridcomp.tools.compare.runs import Curve, Rows
+from hybridcomp.tools.compare.runs import Curve, Errors, Rows
 
 
 def ledger_of(
@@ -30,7 +30,10 @@ def ledger_of(
     for (dimension, way), figures in sums.items():
         if "wire_MB" not in figures:
             continue
-        total = {name: sum(figures.get(name, [])) for name in ("raw_MB", "wire_MB", "codec_ms")}
+        total = {
+            name: sum(figures.get(name, []))
+            for name in ("raw_MB", "wire_MB", "codec_ms", "wait_ms")
+        }
         errors = figures.get("error")
         rows.setdefault(dimension, {})[way] = {
             "codec": codecs.get(f"{dimension}/{way}", "?"),
@@ -45,6 +48,22 @@ def wire_of(values: Mapping[str, Any], prefix: str = PREFIX) -> float:
     """Return the MB that one report of the ledger says were sent, over all dimensions."""
     places = ((split_event(name, prefix), value) for name, value in values.items())
     return sum(float(value) for place, value in places if place and place[2] == "wire_MB")
+
+
+def errors_of(records: Iterable[tuple[float, Mapping[str, Any]]], prefix: str = PREFIX) -> Errors:
+    """Return the sampled errors of each dimension; ``records``: a step, and names and values."""
+    found: Errors = {}
+    for step, values in records:
+        for name, value in values.items():
+            place = split_event(name, prefix)
+            if place is not None and place[2] == "error":
+                found.setdefault(named(*place[:2]), []).append((step, float(value)))
+    return found
+
+
+def named(dimension: str, way: str) -> str:
+    """Return a dimension with its direction, which those of one direction leave out."""
+    return dimension if way == "forward" else f"{dimension} {way}"
 
 
 def sent_until(reports: Iterable[tuple[float, float]], at: Curve) -> Curve | None:

@@ -16,8 +16,15 @@ import numpy as np
 
 from hybridcomp.foreign import parsed_json
 from hybridcomp.metric_names import LOSS, SPEED, TOKENS, VALID_LOSS
-from hybridcomp.tools.compare.figures import sent_until
-from hybridcomp.tools.compare.runs import CompareError, Curve, LoggedTraining, Rows, check_curve
+from hybridcomp.tools.compare.figures import named, sent_until
+from hybridcomp.tools.compare.runs import (
+    CompareError,
+    Curve,
+    Errors,
+    LoggedTraining,
+    Rows,
+    check_curve,
+)
 
 #: name of the log in the folder of a run
 LOG = "loss.jsonl"
@@ -63,8 +70,7 @@ def read_training(path: Path, ledger: str) -> LoggedTraining:
         identity=identity_of(header),
         settings=header.get("deepspeed"),
         valid_loss=valid_loss,
-        ledger=read_ledger(beside) if beside.is_file() else {},
-        sent=read_sent(beside, steps) if beside.is_file() else None,
+        **(figures_beside(beside, steps) if beside.is_file() else {}),
     )
 
 
@@ -106,20 +112,26 @@ def read_ledger(path: Path) -> Rows:
     return rows
 
 
-def read_sent(path: Path, steps: Curve) -> Curve | None:
-    """Return the MB that all ranks had sent until each of ``steps``, by the ledger at ``path``.
+def figures_beside(path: Path, steps: Curve) -> dict[str, Any]:
+    """Return the fields of a training that the ledger at ``path`` has. Raises CompareError.
 
-    After the last report come those that its summary has besides. ``path`` was read before.
+    ``sent`` is what all ranks had sent until each of ``steps``, in MB: after the last report that
+    which the summary has besides.
     """
+    rows, errors = read_ledger(path), Errors()
     reports: list[tuple[float, float]] = []
     for record in read_lines(path):
-        ways = [row for one in record.get("dimensions", {}).values() for row in one.values()]
-        sent = sum(float(row.get("wire_MB") or 0.0) for row in ways)
+        ways = [(named(dimension, way), row) for dimension, ways in record["dimensions"].items()
+                for way, row in ways.items()]  # fmt: skip
+        sent = sum(float(row.get("wire_MB") or 0.0) for _, row in ways)
         if record.get("summary"):
             reports.append((steps[-1], max(0.0, sent - sum(before for _, before in reports))))
-        else:
-            reports.append((float(record["step"]), sent))
-    return sent_until(reports, steps)
+            continue
+        reports.append((float(record["step"]), sent))
+        for name, row in ways:
+            if row.get("error") is not None:
+                errors.setdefault(name, []).append((float(record["step"]), float(row["error"])))
+    return {"ledger": rows, "sent": sent_until(reports, steps), "errors": errors}
 
 
 def _check_figure(path: Path, name: str, value: object) -> None:

@@ -7,17 +7,18 @@ import os
 import re
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridcomp.foreign import one_line, parsed_json
+from hybridcomp.foreign import parsed_json
 from hybridcomp.tools.compare.children import run_logged
 from hybridcomp.tools.compare.json_lines import LOG
 from hybridcomp.tools.compare.runs import CompareError
+from hybridcomp.tools.compare.trained import OUTPUT, TrainingProgress
+from hybridcomp.tools.progress import ProgressDisplay
 
 BASELINE = "baseline"
 CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed-config")
@@ -26,10 +27,6 @@ TRAINER_FLAG = "--deepspeed"
 MODULE = "hybridcomp.run"
 #: lines of a failed training's output that are shown
 TAIL = 20
-#: name of the file with a training's stdout and stderr
-OUTPUT = "output.txt"
-#: bytes at the end of a log to search for its last record
-LAST_NBYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -43,11 +40,12 @@ class LaunchedTraining:
     settings: Any
     environment: Mapping[str, str] = field(default_factory=dict)  # beside that of this process
 
-    def run(self, watch: Callable[[float, Path], object] | None = None) -> float | None:
+    def run(
+        self, watch: Callable[[float, Path], object] | None = None, every: float | None = None
+    ) -> float | None:
         """Train; return the seconds, None when it had finished before. Raises CompareError.
 
-        ``watch`` is called every ``children.WATCH_S`` seconds with the seconds so far and the
-        folder.
+        ``watch`` is called every ``every`` seconds with the seconds so far and the folder.
         """
         done = self.folder / "done.json"
         if self._has_finished(done):
@@ -60,7 +58,7 @@ class LaunchedTraining:
             if watch is not None:
                 watch(time.monotonic() - start, self.folder)
 
-        status = run_logged(self.command, output, self.environment, look=look)
+        status = run_logged(self.command, output, self.environment, look=look, every=every)
         if status:
             tail = "\n".join(output.read_text(errors="replace").splitlines()[-TAIL:])
             raise CompareError(f"{tail}\n{self.name}: status {status}; all of it is in {output}")
@@ -73,31 +71,6 @@ class LaunchedTraining:
             return bool(parsed_json(done.read_text(encoding="utf-8")) == self.settings)
         except (FileNotFoundError, ValueError):
             return False
-
-
-def progress(folder: Path) -> str:
-    """Return the last step in a training's log, else the script's last line; "" for nothing."""
-    for name, shown in ((LOG, _step_in), (OUTPUT, one_line)):
-        try:
-            with (folder / name).open("rb") as file:
-                file.seek(0, os.SEEK_END)
-                file.seek(max(0, file.tell() - LAST_NBYTES))
-                lines = file.read().decode("utf-8", "replace").splitlines()
-        except OSError:
-            continue
-        for line in reversed(lines):
-            if line.strip() and (found := shown(line)):
-                return found
-    return ""
-
-
-def _step_in(line: str) -> str:
-    """Format a record as ``step 20, loss 3.214``; "" for another line."""
-    try:
-        record = parsed_json(line)
-        return f"step {int(record['step'])}, loss {float(record['loss']):.4g}"
-    except (ValueError, KeyError, TypeError):
-        return ""
 
 
 def free_port() -> int:
@@ -260,23 +233,19 @@ def block_of(text: str) -> tuple[str, dict[str, Any]]:
     return name, block
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def train(plan: RunPlan) -> list[str]:
     """Train all unfinished runs; return ``NAME=FOLDER`` words to compare. Raises CompareError."""
     if shutil.which(plan.command[0]) is None:
         raise CompareError(f"{plan.command[0]}: no such command")
     jobs = plan.jobs()
-    _say(f"training {len(jobs)} runs; what each prints is in {plan.out}/*/seed*/{OUTPUT}")
-    for number, job in enumerate(jobs, 1):
-        place = f"{number}/{len(jobs)} {job.name}"
-
-        def watch(seconds: float, folder: Path, place: str = place) -> None:
-            _say(f"{place}: {seconds:.0f} s, {progress(folder) or 'nothing logged yet'}")
-
-        _say(f"{place}: training")
-        seconds = job.run(watch)
-        _say(f"{place}: " + ("there already" if seconds is None else f"done in {seconds:.0f} s"))
+    with ProgressDisplay(len(jobs)) as progress:
+        progress.say(
+            f"training {len(jobs)} runs; what each prints is in {plan.out}/*/seed*/{OUTPUT}"
+        )
+        trainings = TrainingProgress(progress)
+        for number, job in enumerate(jobs, 1):
+            place = f"{number}/{len(jobs)} {job.name}"
+            seconds = trainings.run(job, place)
+            done = "there already" if seconds is None else f"done in {seconds:.0f} s"
+            progress.say(f"{place}: {done}")
     return [f"{name}={plan.out / name}" for name in plan.blocks]

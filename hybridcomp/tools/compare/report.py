@@ -39,19 +39,10 @@ def table(result: Result) -> str:
 
 def markdown(result: Result, title: str, picture: str | None, command: str) -> str:
     """Format the report in Markdown."""
-    seeds = [str(seed) for seed in result.runs[0].seeds if seed is not None]
-    end = f"{result.aligned.axis[-1]:,.0f} {result.aligned.unit}"
-    count = len(result.runs[0].trainings)
-    spread = INTERVAL if count >= LEAST else RANGE if count > 1 else ""
-    those = f", seeds {', '.join(seeds)}" if seeds else ""
     lines = [
         f"# {foreign.markdown(title)}",
         "",
-        f"Loss after {end}{those}; the final loss is the mean of the last {result.last} points. "
-        f"Gaps are to {foreign.markdown(result.runs[0].label)}, paired by seed{spread}. "
-        '"Gap, same time" compares the losses when the faster of '
-        'the two runs has finished, "gap, same bytes" after as many bytes as the run with fewer '
-        "sends in all.",
+        foreign.markdown(about(result)),
         "",
         *markdown_rows(losses(result)),
     ]
@@ -69,6 +60,21 @@ def markdown(result: Result, title: str, picture: str | None, command: str) -> s
         lines += ["", *(f"* {foreign.markdown(note)}" for note in result.notes)]
     lines += ["", *foreign.fenced(command)]
     return "\n".join(lines) + "\n"
+
+
+def about(result: Result) -> str:
+    """Say where the losses are taken, over which seeds, and what the gaps are."""
+    seeds = [str(seed) for seed in result.runs[0].seeds if seed is not None]
+    end = f"{result.aligned.axis[-1]:,.0f} {result.aligned.unit}"
+    count = len(result.runs[0].trainings)
+    spread = INTERVAL if count >= LEAST else RANGE if count > 1 else ""
+    those = f", seeds {', '.join(seeds)}" if seeds else ""
+    return (
+        f"Loss after {end}{those}; the final loss is the mean of the last {result.last} points. "
+        f"Gaps are to {foreign.one_line(result.runs[0].label)}, paired by seed{spread}. "
+        '"Gap, same time" compares the losses when the faster of the two runs has finished, "gap, '
+        'same bytes" after as many bytes as the run with fewer sends in all.'
+    )
 
 
 def as_json(result: Result) -> str:
@@ -166,15 +172,19 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Align columns, text to the left and numbers to the right, with a rule below the head."""
     rows = [[foreign.one_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    left = [all(not _number(row[column]) for row in rows[1:]) for column in range(len(rows[0]))]
     lines = [
         "  ".join(
-            cell.ljust(width) if to_left else cell.rjust(width)
-            for cell, width, to_left in zip(row, widths, left, strict=True)
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, numeric(rows), strict=True)
         ).rstrip()
         for row in rows
     ]
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def numeric(rows: Sequence[Sequence[str]]) -> list[bool]:
+    """Return for each column of a table with a head whether it has numbers, which stand right."""
+    return [any(_number(row[column]) for row in rows[1:]) for column in range(len(rows[0]))]
 
 
 def _number(text: str) -> bool:

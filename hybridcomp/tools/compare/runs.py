@@ -16,6 +16,8 @@ from hybridcomp.errors import HybridcompError
 Curve = NDArray[np.float64]
 #: dimension -> direction -> figures
 Rows = dict[str, dict[str, dict[str, Any]]]
+#: dimension -> steps of its reports, and the relative error that each has sampled
+Errors = dict[str, list[tuple[float, float]]]
 #: steps at the start that the speed leaves out
 WARM_UP = 3
 
@@ -45,6 +47,7 @@ class LoggedTraining:
     valid_loss: float | None = None
     ledger: Rows = field(default_factory=dict)  # totals; empty without compression
     sent: Curve | None = None  # MB of all ranks until then; None without a ledger
+    errors: Errors = field(default_factory=dict)
     project: str = ""  # of W&B
     group: str = ""
 

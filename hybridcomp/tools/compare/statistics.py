@@ -18,8 +18,10 @@ STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 #: gap in percent that says nothing about one seed: seeds alone differ by more
 SMALL = 0.1
-#: times the points of the final loss that a run has to have before a gap is read from it
+#: a run needs this many times the points of the final average before its gap is reported
 ENOUGH = 2
+#: points of a line of a chart; W&B draws at most 10,000 rows of a table
+POINTS = 400
 
 
 @dataclass(frozen=True)
@@ -246,6 +248,12 @@ def gap_curves(runs: Sequence[Run], aligned: Aligned, number: int, window: int) 
     own = running_mean(aligned.losses[number], window)
     other = running_mean(aligned.losses[0][pair(runs[0], runs[number])], window)
     return np.asarray(100 * (own / other - 1))
+
+
+def thin(curve: Curve) -> list[float]:
+    """Return at most ``POINTS`` values of ``curve``, evenly spaced, with the first and the last."""
+    places = np.unique(np.linspace(0, len(curve) - 1, min(POINTS, len(curve))).round().astype(int))
+    return [float(value) for value in curve[places]]
 
 
 def half_width(values: Curve) -> float | None:

@@ -17,8 +17,8 @@ import numpy as np
 
 from hybridcomp.foreign import parsed_json
 from hybridcomp.metric_names import TRAINER_PREFIX
-from hybridcomp.tools.compare.figures import ledger_of, sent_until, wire_of
-from hybridcomp.tools.compare.json_lines import read_ledger, read_sent
+from hybridcomp.tools.compare.figures import errors_of, ledger_of, sent_until, wire_of
+from hybridcomp.tools.compare.json_lines import figures_beside
 from hybridcomp.tools.compare.runs import CompareError, Curve, LoggedTraining, check_curve
 
 #: name of the file, in the output folder and in each of its checkpoints
@@ -68,13 +68,18 @@ def read_training(path: Path, ledger: str) -> LoggedTraining:
         speeds=None,
         identity={"data": {} if batch is None else {"train_batch_size": batch}},
         valid_loss=float(evaluations[-1]) if evaluations else None,
-        ledger=ledger_of(history, {}, TRAINER_PREFIX) if beside is None else read_ledger(beside),
-        sent=sent_until(
-            ((record["step"], wire_of(record, TRAINER_PREFIX)) for record in history), steps
-        )
-        if beside is None
-        else read_sent(beside, steps),
+        **(_figures(history, steps) if beside is None else figures_beside(beside, steps)),
     )
+
+
+def _figures(history: list[dict[str, Any]], steps: Curve) -> dict[str, Any]:
+    """Return the fields of a training that the figures of ``HybridcompCallback`` have."""
+    reports = [(record["step"], wire_of(record, TRAINER_PREFIX)) for record in history]
+    return {
+        "ledger": ledger_of(history, {}, TRAINER_PREFIX),
+        "sent": sent_until(reports, steps),
+        "errors": errors_of(((one["step"], one) for one in history), TRAINER_PREFIX),
+    }
 
 
 def _owns(folder: Path, ledger: str) -> bool:

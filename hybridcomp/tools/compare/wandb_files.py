@@ -19,6 +19,7 @@ import numpy as np
 
 from hybridcomp.errors import install_hint
 from hybridcomp.metric_names import (
+    CONFIG_BLOCK,
     CONFIG_CODECS,
     CONFIG_RUN,
     LOSS,
@@ -26,7 +27,7 @@ from hybridcomp.metric_names import (
     TOKENS,
     VALID_LOSS,
 )
-from hybridcomp.tools.compare.figures import ledger_of, sent_until, wire_of
+from hybridcomp.tools.compare.figures import errors_of, ledger_of, sent_until, wire_of
 from hybridcomp.tools.compare.runs import CompareError, Curve, LoggedTraining, check_curve
 from hybridcomp.tools.compare.wandb_parts import TRAINER_STEP, joined
 
@@ -99,6 +100,7 @@ def read_training(*folders: Path) -> LoggedTraining:
             ((row, wire_of(values)) for row, values in history.items()),
             np.array(at, dtype=np.float64),
         ),
+        errors=errors_of((float(row), values) for row, values in sorted(history.items())),
         project=about.project,
         group=about.run_group,
     )
@@ -172,9 +174,15 @@ def identity_of(config: Mapping[str, Any], header: Mapping[str, Any]) -> dict[st
 
 
 def _settings(config: Mapping[str, Any], header: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the DeepSpeed settings: of hybridcomp's header, else of the Trainer's config."""
+    """Return the DeepSpeed settings: of hybridcomp's header, else of the Trainer's config.
+
+    Of other engines the block alone, where the job has one.
+    """
     found = header.get("deepspeed", config.get("deepspeed"))
-    return dict(found) if isinstance(found, Mapping) else None
+    if isinstance(found, Mapping):
+        return dict(found)
+    block = config.get(CONFIG_BLOCK)
+    return {CONFIG_BLOCK: block} if isinstance(block, Mapping) else None
 
 
 def _key(item: Any) -> str:

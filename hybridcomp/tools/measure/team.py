@@ -14,6 +14,7 @@ from hybridcomp.collectives.topology import Nodes
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import small_messages
 from hybridcomp.log import say
+from hybridcomp.tools.progress import left_of
 
 Ranks = tuple[int, ...]
 #: seconds after which a part that goes on says how far it is
@@ -183,15 +184,20 @@ class TimeBudget:
         """Return the seconds since the start, of the slowest rank; a collective."""
         return self.team.most([time.monotonic() - self._start])[0]
 
+    def place(self, spent: float) -> str:
+        """Say how many of the seconds are spent and how many are left."""
+        left = max(0.0, self.seconds - spent)
+        return f"{spent:5.1f} s of {self.seconds:g}, {left_of(left)}"
+
     def part(self, until: float, told: str) -> MeasuredPart:
         """Start a part that may last until the share ``until`` of all seconds; a collective."""
         spent = self.spent()
-        say(f"{spent:5.1f} s of {self.seconds:g}: {told}")
+        say(f"{self.place(spent)}: {told}")
         return MeasuredPart(self, max(0.0, until * self.seconds - spent) + spent, told)
 
 
 class MeasuredPart:
-    """A part of a measurement, whose cases share its remaining time."""
+    """One section of the measurement; its cases share the section's time budget."""
 
     def __init__(self, budget: TimeBudget, stop: float, name: str) -> None:
         self._budget, self._stop, self._name = budget, stop, name
@@ -215,5 +221,5 @@ class MeasuredPart:
         spent = self._budget.spent()
         if time.monotonic() - self._told > TELL_S:
             self._told = time.monotonic()
-            say(f"{spent:5.1f} s of {self._budget.seconds:g}: {self._name}: {left} left")
+            say(f"{self._budget.place(spent)}: {self._name}: {left} to do")
         return max(0.0, self._stop - spent) / max(1, left)

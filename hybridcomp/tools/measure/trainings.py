@@ -48,7 +48,7 @@ WARM, LEAST, LEAST_LONG, MOST = 1, 4, 2, 40
 LONG_S = 0.5
 #: share of a device's memory that all models together may take, and bytes of a value in training
 SHARE, VALUE_NBYTES = 0.25, 28
-#: timings of a block in every round; fewer where each lasts some periods of a limit of CPU time
+#: timings of a block in every round; fewer where one timing spans several CPU-quota periods
 BLOCK_TIMES, LONG_TIMES = 3, 1
 
 

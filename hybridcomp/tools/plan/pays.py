@@ -64,7 +64,7 @@ class Coder:
 
 
 DEVICES: Mapping[str, Coder] = {
-    # seconds of the ledger in the trainings of docs/results/speed.json, bf16; expcode, stepcode
+    # seconds of the ledger in the trainings of docs/results/speed.md, bf16; expcode, stepcode
     # and the casts beside mpc and blockint as bench_codecs.py and bench_deltas.py have them
     # (stepcode at a learning rate of 3e-4, with AVX-512; ``documented`` has others); overhead: fit
     "cpu": Coder(

@@ -39,7 +39,8 @@ class Trace:
     """All weights of the model as bf16, before and after the last step at ``rate``.
 
     before: those before the step before; kinds: a number for each weight, by the name of its
-    parameter within a layer, uint8; name: what a table calls it, "" for the rate.
+    parameter within a layer, uint8; name: what a table calls it, "" for the rate; shapes: of the
+    parameters, in their order.
     """
 
     rate: float
@@ -48,6 +49,7 @@ class Trace:
     before: Tensor
     kinds: Tensor
     name: str = ""
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def label(self) -> str:
@@ -139,4 +141,6 @@ def traces(size: Size, rates: list[float], warmup: int, settle: int) -> Iterator
         training.steps(min(1, settle), rate)
         reference = flat(training.model)
         training.steps(1, rate)
-        yield Trace(rate, reference, flat(training.model), before, kinds_of(training.model))
+        shapes = tuple(tuple(weight.shape) for weight in training.model.parameters())
+        kinds = kinds_of(training.model)
+        yield Trace(rate, reference, flat(training.model), before, kinds, shapes=shapes)

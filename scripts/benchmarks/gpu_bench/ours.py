@@ -29,6 +29,7 @@ def codecs() -> dict[str, Codec]:
         "blockint 8": make_codec("blockint", bits=8),
         "blockint 4": make_codec("blockint", bits=4),
         "blockint 4, gaussian": make_codec("blockint", bits=4, levels="gaussian"),
+        "blockint 4, lloyd": make_codec("blockint", bits=4, levels="lloyd"),
         "blockint 4, rotate": make_codec("blockint", bits=4, rotate=True),
         "fp8": make_codec("fp8"),
         "fp8 e5m2": make_codec("fp8", format="e5m2"),

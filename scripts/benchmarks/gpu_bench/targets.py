@@ -45,6 +45,7 @@ TARGETS = (
     *_blockint("blockint 8", 0.0, 0.85, 0.92),
     *_blockint("blockint 4", 0.0, 0.70, 0.86),
     *_blockint("blockint 4, gaussian", 0.05, 0.70, 0.86),
+    *_blockint("blockint 4, lloyd", 0.25, 0.80, 0.86),
     *_blockint("blockint 4, rotate", 0.15, 0.70, 0.86),
     *(
         Target(f"blockint {bits}", phase, share, message_nbytes=MB)

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 #: folders of OUT that another call makes again, or that only this machine can use
-LEFT_OUT = {"data", "site", "kernels", "extensions", "traces"}
+LEFT_OUT = {"site", "kernels", "extensions"}
 #: most bytes of a log that travel: its end
 LOG_NBYTES = 200_000
 
@@ -85,13 +85,13 @@ def _packed(out: Path, contents: dict[Path, bytes]) -> bytes:
 def install(prepared: Path, out: Path, root: Path) -> dict[str, str]:
     """Make what prepare_gpu.py wrote usable here; returns variables for the environment of steps.
 
-    Wheels are installed into ``out/site``, kernels and data copied into ``out``, the native
+    Wheels are installed into ``out/site``, kernels copied into ``out``, the native
     libraries into the checkout ``root``, which is found by its path, its metadata beside the
     wheels. What is there stays.
     Raises ValueError for a folder that prepare_gpu.py did not write, and where pip cannot install a
     wheel.
     """
-    if not any((prepared / name).is_dir() for name in ("wheels", "native", "kernels", "data")):
+    if not any((prepared / name).is_dir() for name in ("wheels", "native", "kernels")):
         raise ValueError(f"{prepared}: expected what prepare_gpu.py wrote")
     wheels = sorted((prepared / "wheels").glob("*.whl"))
     site = out / "site"
@@ -108,8 +108,6 @@ def install(prepared: Path, out: Path, root: Path) -> dict[str, str]:
     if (prepared / "kernels").is_dir():
         _copy(prepared / "kernels", out / "kernels")
         variables["CUPY_CACHE_DIR"] = str(out / "kernels")
-    if (prepared / "data").is_dir():
-        _copy(prepared / "data", out / "data")
     return variables
 
 
@@ -129,14 +127,11 @@ def _pip(wheels: list[Path], site: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy the files that are not there; ``.gz`` of data are unpacked."""
+    """Copy the files that are not there, each whole or not at all."""
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(p for p in source.iterdir() if p.is_file()):
-        packed = path.suffix == ".gz"
-        place = target / (path.stem if packed else path.name)
-        if place.exists():
-            continue
-        partial = place.with_name(f"{place.name}.part")
-        with gzip.open(path) if packed else path.open("rb") as read, partial.open("wb") as write:
-            shutil.copyfileobj(read, write)
-        partial.replace(place)
+        place = target / path.name
+        if not place.exists():
+            partial = place.with_name(f"{place.name}.part")
+            shutil.copyfile(path, partial)
+            partial.replace(place)

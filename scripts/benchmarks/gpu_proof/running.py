@@ -42,9 +42,7 @@ class Record:
         )
 
     def is_done(self, step: Step) -> bool:
-        """Return whether the same command has succeeded before, or what it makes is there."""
-        if step.makes is not None:
-            return step.makes.is_file()
+        """Return whether the same command has succeeded before."""
         found = self.found.get(step.name, {})
         return found.get("done") is True and found.get("command") == list(step.command)
 

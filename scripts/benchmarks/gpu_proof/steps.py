@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
-import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.training_bench.gpu_cells import MEASURED
-
-#: layouts that are measured first, with these arms only
-BRIEF = ("zero1", "zero2", "tp2", "pp2", "fsdp2", "ddp")
-ARMS = ("recommended", "recommended when auto")
 #: files and folders with tests for a GPU: a step for each, and those for all run side by side
 TESTS: dict[str, tuple[str, ...]] = {
     "kernels": (
@@ -46,15 +39,8 @@ ON_CPU = {
     "features": "tests/nccl/test_features.py -k auto",
     "nccl": "tests/nccl/test_split.py",
 }
-#: seconds that a step that stops in time may need to do so; fewest that are worth a start, and
-#: fewest in which a layout of the speed begins (bench_gpu_training.START_S)
-STOPPING_S, LEAST_S, SPEED_S = 45.0, 60.0, 105.0
-BOUND = "of what its bytes allow at least 0.90, auto of the better at least 0.97"
-#: sizes of the models of the speed: options, minutes of the first layouts and of each of all
-SIZES: dict[str, tuple[tuple[str, ...], float, float]] = {
-    "85M": (("--together", "3"), 4.0, 15.0),
-    "350M": (("--beside", "4"), 6.0, 20.0),
-}
+#: seconds that a step that stops in time may need to do so; fewest that are worth a start
+STOPPING_S, LEAST_S = 45.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -64,12 +50,8 @@ class Step:
     Attributes:
         budget: its option for the seconds after which it stops, where it goes on in another call;
             it gets ``minutes`` of a call whose time is limited.
-        short: more options where a call's time is limited.
-        least: seconds that are worth a start, where it stops in time.
         beside: steps of the same name run at the same time.
-        renewed: made again of what other steps have found since.
         env: variables of its environment.
-        makes: the file that it writes last, beside which it need not run again.
     """
 
     name: str
@@ -77,23 +59,19 @@ class Step:
     minutes: float
     command: tuple[str, ...]
     budget: str = ""
-    short: tuple[str, ...] = ()
-    least: float = LEAST_S
     beside: str = ""
-    renewed: bool = False
     env: dict[str, str] = field(default_factory=dict)
-    makes: Path | None = None
 
     def begins(self, left: float) -> bool:
         """Return whether ``left`` seconds are enough to begin the step."""
-        return left >= (self.least + STOPPING_S if self.budget else 60 * self.minutes)
+        return left >= (LEAST_S + STOPPING_S if self.budget else 60 * self.minutes)
 
     def words(self, left: float) -> tuple[str, ...]:
         """Return the command, for ``left`` seconds."""
         if not self.budget or math.isinf(left):
             return self.command
         seconds = min(60 * self.minutes, max(left - STOPPING_S, left / 2))
-        return (*self.command, *self.short, self.budget, f"{seconds:.0f}")
+        return (*self.command, self.budget, f"{seconds:.0f}")
 
 
 @dataclass(frozen=True)
@@ -109,27 +87,6 @@ class Lister:
                    (sys.executable, "-m", "hybridcomp.tools.commands.cli", "doctor"))  # fmt: skip
         yield from self._tests()
         yield self._codecs()
-        most = ("--max-bytes", "200000") if self.cpu else ()
-        yield self._data("text", "data of the speed", 0.3, *most)
-        for size in SIZES:
-            yield self._brief(size)
-        yield from self._losses()
-        yield self._waits()
-        yield self._offload()
-        for size in SIZES:
-            yield from self._speeds(size)
-        yield Step("pages", "the chapter of docs/results", 0.5,
-                   self._bench("results", "--gpu", self.out, "--out", self.out / "pages"),
-                   renewed=True)  # fmt: skip
-
-    def _bench(self, name: str, *words: str | Path) -> tuple[str, ...]:
-        return (sys.executable, f"scripts/benchmarks/{name}.py", *map(str, words))
-
-    def _data(self, name: str, shows: str, minutes: float, *words: str) -> Step:
-        place = self.out / "data" / name
-        script = "scripts/examples/prepare_data.py"
-        command = (sys.executable, script, *words, "--output", str(place))
-        return Step(name, shows, minutes, command, makes=place.with_name(f"{name}_valid.idx"))
 
     def _tests(self) -> Iterator[Step]:
         for name, places in TESTS.items():
@@ -149,70 +106,6 @@ class Lister:
             for word in (f"--{kind}", str(self.out / f"gpu_codecs.{kind}"))
         ]
         where = ("--cpu",) if self.cpu else ()
+        command = ("scripts/benchmarks/bench_gpu.py", "--no-tests", "--resume", *files, *where)
         return Step("codecs", "shares of a copy, small messages, peers; the size exchange", 2.5,
-                    self._bench("bench_gpu", "--no-tests", "--resume", *files, *where),
-                    budget="--seconds")  # fmt: skip
-
-    def _speed(self, size: str, *words: str) -> tuple[str, ...]:
-        """Return the command of a bench of training, whose records all go to one file of a size."""
-        small = ("--cpu", "--size", "tiny", "--rounds", "2", "--timed", "1", "--settling", "6")
-        return self._bench(
-            "bench_gpu_training", *(small if self.cpu else ("--size", size)), *SIZES[size][0],
-            "--data", self.out / "data" / "text", "--out", self.out / f"{size}.jsonl", "--resume",
-            *words,
-        )  # fmt: skip
-
-    def _brief(self, size: str) -> Step:
-        words = ("--rounds", "4", "--layouts", *BRIEF, "--arms", *ARMS)
-        minutes = SIZES[size][1]
-        return Step(f"brief-{size}", BOUND, minutes, self._speed(size, *words), "--budget",
-                    least=SPEED_S)  # fmt: skip
-
-    def _speeds(self, size: str) -> Iterator[Step]:
-        arms = ("--arms", *ARMS) if self.cpu else ()
-        for layout in MEASURED:
-            command = self._speed(size, "--layouts", layout, *arms)
-            yield Step(f"speed-{size}-{layout}", BOUND, SIZES[size][2], command, "--budget",
-                       least=SPEED_S)  # fmt: skip
-
-    def _losses(self) -> Iterator[Step]:
-        yield self._data("gpt2", "data of the losses", 3,
-                         *(("--max-bytes", "200000") if self.cpu else loss_data()))  # fmt: skip
-        small = (
-            "--cpu", "--tiny", "--steps", "20", "--seeds", "0", "1", "--evaluations", "2",
-            "--eval-tokens", "2048",
-        )  # fmt: skip
-        losses = self._bench(
-            "gpu_losses", "--data", self.out / "data" / "gpt2", "--out", self.out / "losses",
-            *(small if self.cpu else ()),
-        )  # fmt: skip
-        yield Step("losses", "gap at most 0.1 % for recommended", 6, losses, "--budget")
-
-    def _waits(self) -> Step:
-        """Record what the first layouts wait for, each in a minute."""
-        small = ("--cpu", "--size", "tiny", "--steps", "1", "--warm", "1") if self.cpu else ()
-        command = self._bench(
-            "bench_gpu_waits", "--layouts", *BRIEF, "--data", self.out / "data" / "text", "--out",
-            self.out / "waits", *small,
-        )  # fmt: skip
-        minutes = 2 if self.cpu else 5
-        return Step("waits", "to which cause each percent is due that is missing", minutes, command)
-
-    def _offload(self) -> Step:
-        words = ("--device", "cpu") if self.cpu else ()
-        command = self._bench("bench_offload", "--json", self.out / "offload.json", *words)
-        return Step("offload", "offload at least 1.15, or native by auto", 3, command)
-
-
-def loss_data() -> tuple[str, ...]:
-    """Return the options of the losses' data: Python source in a byte-level BPE trained on it.
-
-    The sources are the standard library's, torch's and DeepSpeed's.
-    """
-    found = [sysconfig.get_paths()["stdlib"]]
-    for package in ("torch", "deepspeed"):
-        spec = find_spec(package)
-        if spec is not None and spec.origin:
-            found.append(str(Path(spec.origin).parent))
-    return (*found, "--suffix", ".py", "--vocabulary", "50257", "--max-bytes", "90000000",
-            "--valid-fraction", "0.04")  # fmt: skip
+                    (sys.executable, *command), budget="--seconds")  # fmt: skip

@@ -28,6 +28,8 @@ CODECS: list[Codec] = [
     make_codec("blockint", bits=2, rotate=True),
     make_codec("blockint", bits=4, levels="gaussian"),
     make_codec("blockint", bits=4, rotate=True, levels="gaussian"),
+    make_codec("blockint", bits=4, levels="lloyd"),
+    make_codec("blockint", bits=4, rotate=True, levels="lloyd"),
     make_codec("blockint", bits=4, rounding="random"),
     make_codec("blockint", bits=3, rotate=True, rounding="random"),
     # whole words, short blocks, blocks across words

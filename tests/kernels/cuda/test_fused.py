@@ -74,6 +74,7 @@ def test_same_bits_and_bytes_with_three_launches() -> None:
             (5000, {"bits": 8}, "near max"), (9001, {"bits": 4}, "nonfinite"),
             (7001, {"bits": 3, "rotate": True}, "outliers"),
             (7001, {"bits": 4, "levels": "gaussian"}, "normal"),
+            (7001, {"bits": 4, "levels": "lloyd"}, "normal"),
             (7001, {"bits": 4, "rounding": "random"}, "outliers"),
         )
         for dtype in VALUE_DTYPES
@@ -148,6 +149,7 @@ def test_error_feedback_takes_three_launches_and_leaves_the_same_residuals() -> 
             (40, {"bits": 4}, "normal", (True, True)),
             (7001, {"bits": 3, "rotate": True}, "nonfinite", (True, True)),
             (7001, {"bits": 4, "levels": "gaussian"}, "normal", (True, True)),
+            (7001, {"bits": 4, "levels": "lloyd"}, "normal", (True, True)),
             (7001, {"bits": 4, "rounding": "random"}, "normal", (True, True)),
         )
         for dtype in VALUE_DTYPES
@@ -279,6 +281,7 @@ def test_what_is_only_moved_takes_two_launches() -> None:
         for numel, settings, kind in (
             (2500, {"bits": 8}, "normal"), (1025, {"bits": 4}, "nonfinite"),
             (33, {"bits": 4, "levels": "gaussian"}, "normal"),
+            (1057, {"bits": 4, "levels": "lloyd"}, "normal"),
             (1101, {"bits": 3, "rotate": True}, "outliers"),
         )
         for dtype in VALUE_DTYPES

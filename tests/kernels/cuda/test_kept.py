@@ -33,6 +33,7 @@ KERNELS = CudaKernels(EmulatedLauncher())
 FEW = (4, 8, 16)
 ALL: list[dict[str, Any]] = [
     *({"bits": bits} for bits in range(2, 9)), {"bits": 4, "levels": "gaussian"},
+    {"bits": 4, "levels": "lloyd"},
     *({"bits": bits, "rotate": True} for bits in (2, 3, 4)),
     {"bits": 4, "levels": "gaussian", "rotate": True}, {"bits": 4, "rounding": "random"},
 ]  # fmt: skip

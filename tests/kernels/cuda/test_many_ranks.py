@@ -50,6 +50,7 @@ def contributions(
         ({"bits": 8}, torch.float32), ({"bits": 4}, torch.bfloat16),
         ({"bits": 3, "rotate": True}, torch.float16),
         ({"bits": 4, "levels": "gaussian"}, torch.float32),
+        ({"bits": 4, "levels": "lloyd"}, torch.bfloat16),
         ({"bits": 4, "rounding": "random"}, torch.float32),
     ],
 )  # fmt: skip

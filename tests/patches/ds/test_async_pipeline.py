@@ -15,6 +15,7 @@ from hybridcomp.config import CompressionConfig
 from hybridcomp.config.async_pipeline import AsyncPipelineConfig
 from hybridcomp.errors import ConfigError
 from hybridcomp.nn.async_pipeline import make_correction
+from hybridcomp.patches.ds import async_pipeline
 from hybridcomp.patches.ds.async_rules import check, is_adam
 from hybridcomp.patches.ds.read_ahead import ReadAhead
 from hybridcomp.session.agreement import agree_on
@@ -63,6 +64,33 @@ def test_refused(settings: dict[str, Any], changes: dict[str, Any], fragment: st
         check(engine(**changes), AsyncPipelineConfig(**settings))
     assert fragment in str(raised.value) and "\n" not in str(raised.value)
     check(engine(), AsyncPipelineConfig(versions="stash"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "adam", "said"),
+    [
+        ({"versions": 2}, True, True),
+        ({"versions": 2}, False, False),
+        ({"versions": 2, "correction": "look_ahead"}, True, False),
+        ({"versions": "stash"}, True, False),
+    ],
+)
+def test_adam_and_gradients_of_older_weights_are_warned_of(
+    settings: dict[str, Any], adam: bool, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sentences: list[str] = []
+    monkeypatch.setattr(async_pipeline, "check", lambda engine, settings: None)
+    monkeypatch.setattr(async_pipeline, "is_adam", lambda engine: adam)
+    monkeypatch.setattr(async_pipeline, "say", sentences.append)
+    monkeypatch.setattr(async_pipeline, "PostedMessages", lambda *_: None)
+    monkeypatch.setattr(async_pipeline, "AsyncPipeline", lambda *_: None)
+    topology = SimpleNamespace(get_axis_comm_lists=lambda axis: [])
+    module = SimpleNamespace(_grid=SimpleNamespace(_topo=topology), stage_id=0, num_stages=1)
+    built: Any = SimpleNamespace(module=module, device="cpu")
+    async_pipeline.start(built, built, AsyncPipelineConfig(**settings))
+    assert [sentence.partition(" is known")[0] for sentence in sentences] == (
+        ["pipeline.versions 2 with Adam"] if said else []
+    )
 
 
 def test_spike_needs_its_optimizer() -> None:

@@ -146,6 +146,51 @@ def test_steps_need_parameters_that_stay_and_have_16_bits(policy: str) -> None:
                 check(steps, {**zero(stage), **wide})
 
 
+#: ds_config, facts about the job, fragment of the message
+NO_COPIES: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
+    ({}, {}, "below ZeRO stage 3.*nodes need no copy"),
+    (zero(2), {}, "below ZeRO stage 3.*stepcode"),
+    (zero(3, zero_hpz_partition_size=4), {"world_size": 4}, "nothing crosses between nodes"),
+    (zero(3, offload_param={"device": "nvme"}), {}, "on a disk.*to the cpu"),
+    ({**zero(3), "sequence_parallel_size": 2}, {}, "consecutive ranks.*remove secondary"),
+    ({**zero(3), **auto_ep()}, {}, "consecutive ranks"),
+    ({**zero(3), "bf16": {"enabled": False}}, {}, "steps are those of bf16 and fp16"),
+    (zero(3, mics_shard_size=2), {}, "MiCS"),
+    (zero(3, zero_quantized_weights=True), {}, "quantizes the same gathers"),
+)
+
+
+@pytest.mark.parametrize("policy", ["error", "native"])
+@pytest.mark.parametrize("secondary", ["exact", {"bits": 8}])
+@pytest.mark.parametrize(("ds_json", "facts", "fragment"), NO_COPIES, ids=str)
+def test_secondary_copies_that_cannot_be(
+    ds_json: dict[str, Any], facts: dict[str, Any], fragment: str, secondary: Any, policy: str
+) -> None:
+    copies = block(zero={"secondary": secondary}, on_unsupported=policy)
+    with pytest.raises(ConfigError, match=fragment) as caught:
+        check(copies, {"bf16": {"enabled": True}, **ds_json}, **facts)
+    assert caught.value.key == "compression.zero" and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("policy", ["error", "native"])
+def test_frozen_weights_are_gathered_at_stage_3_only(policy: str) -> None:
+    kept = block(zero={"frozen": "device"}, on_unsupported=policy)
+    for stage in (0, 1, 2):
+        with pytest.raises(ConfigError, match="below ZeRO stage 3.*never gathered; remove frozen"):
+            check(kept, zero(stage))
+    assert check(kept, zero(3)) == []
+    assert check(block(zero={"frozen": "gathered", "codec": "blockint"}), zero(1)) == []
+
+
+def test_secondary_copies_of_stage_3() -> None:
+    bf16 = {"bf16": {"enabled": True}}
+    for size in ({}, {"zero_hpz_partition_size": 2}):  # else the launcher tells it
+        copies = block(zero={"secondary": "exact"})
+        assert check(copies, {**zero(3, **size), **bf16}, world_size=4) == []
+    native = block(zero={"secondary": "native", "codec": "blockint"})
+    assert "encoded twice" in check(native, zero(3, zero_hpz_partition_size=2))[0]
+
+
 @pytest.mark.parametrize("policy", ["error", "native"])
 def test_low_rank_needs_whole_matrices(policy: str) -> None:
     low_rank = block(dp={"codec": "powersgd", "rank": 4}, on_unsupported=policy)
@@ -167,6 +212,7 @@ def test_note(
 
 def test_every_rule_is_met_by_a_row() -> None:
     jobs = [DeepSpeedJob(ds_json, **facts) for _, ds_json, facts, _ in CANNOT + NOTES]
+    jobs += [DeepSpeedJob(ds_json, **facts) for ds_json, facts, _ in NO_COPIES]
     assert [rule.reason for rule in TABLES if not any(rule.applies(job) for job in jobs)] == []
     assert [rule.reason for rule in TABLES if all(map(rule.applies, jobs))] == []
 

@@ -15,14 +15,3 @@ def record(
         "codec_s": 0.0, "rounds": 0.0, "busy": 0.0, "burst_ms": 0.25, "native_sent": 4e6,
         "native": [5.0, 10.0, 20.0][: len(steps)], "compute": [1.0, 1.0, 4.0],
     }  # fmt: skip
-
-
-def loss_row(label: str, sent: float, gap: float, half: float | None = 0.1) -> dict[str, Any]:
-    """A run of a comparison that ended ``gap`` per cent from the baseline."""
-    shift = 0.05 * len(label) / 10  # what seeds do to one run they do about as much to another
-    return {
-        "label": label, "gap": gap, "gap_interval": half, "steps": 1000,
-        "seeds": [0] if half is None else [0, 1, 2],
-        "gaps": [gap] if half is None else [gap - shift, gap, gap + shift],
-        "ledger": {name: {"forward": {"wire_MB": sent / 2}} for name in ("dp", "zero")},
-    }  # fmt: skip

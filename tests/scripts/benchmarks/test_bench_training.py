@@ -173,11 +173,11 @@ def test_headers_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_counted_bytes_are_held_to_what_is_told_and_expected() -> None:
     arms = {arm.name: arm for arm in cells.arms_of("hpz")}
     case = count_bytes.Case("hpz", "hpz", arms["recommended"], False)
-    step, first = {"payload": 1.5e6, "inside": 0.5e6}, {"payload": 2.0e6, "inside": 0.5e6}
-    told = {"wire_MB": 8.5, "raw_MB": 20.0}
+    step, first = {"payload": 1.5e6, "inside": 0.5e6}, {"payload": 1.875e6, "inside": 0.5e6}
+    told = {"wire_MB": 12.75, "raw_MB": 30.0}
     records = [{"dimensions": {"dp": {"forward": told}}}, {"summary": True, "dimensions": None}]
     numel = round(8 * 1.5e6 / (12.516 / 2))
-    row = count_bytes.figures(case, [[first, step]] * 4, records, numel, 0.0, 1)
+    row = count_bytes.figures(case, [[first, first, step]] * 4, records, numel, 0.0)
     assert row["link_MB"] == 3.5 and row["inside_MB"] == 1.0 and row["told_MB"] == 4.25
     assert row["off"] == pytest.approx(4.5 / 4.25 - 1) and row["native_MB"] == 10.0
     assert row["off_expected"] == pytest.approx(0.0, abs=1e-3)
@@ -186,6 +186,23 @@ def test_counted_bytes_are_held_to_what_is_told_and_expected() -> None:
     assert count_bytes.missed([{**row, "off": 0.0, "off_expected": -0.021}]) == ["hpz recommended"]
     shown = "| ZeRO 3 with hpZ | recommended | 2x2 | 3.500 | 1.000 | 4.250 |"
     assert shown in count_bytes.table([row])
+
+
+def test_secondary_copies_are_held_to_the_most_that_a_host_may_send() -> None:
+    (case,) = (
+        case for case in count_bytes.cases()
+        if case.layout == "hpz_2x4" and case.arm.name == "secondary, 0.0001"
+    )  # fmt: skip
+    settings = cells.settings_of(case.layout, case.arm, SIZES, Path("ledger.jsonl"))
+    assert settings["optimizer"]["params"]["lr"] == 1e-4
+    assert settings["zero_optimization"]["zero_hpz_partition_size"] == 4
+    assert settings["compression"]["zero"] == {"secondary": "exact"}
+    steps = [{"payload": 9e6, "inside": 0.0}] * count_bytes.WARM + [{"payload": 1e6, "inside": 0.0}]
+    for bits_, is_missed in ((3.55, False), (3.65, True)):
+        numel = round(8 * 1e6 / bits_)
+        row = count_bytes.figures(case, [steps] * 8, [], numel, 0.0)
+        assert bool(count_bytes.missed([row])) == is_missed
+        assert "<= 3.6" in count_bytes.table([row])
 
 
 def test_what_is_counted_are_jobs_of_the_table_native_and_compressed() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import os
 import subprocess
@@ -29,8 +28,6 @@ def results(out: Path) -> Path:
         "85M.jsonl": "{}\n" * 10,
         "tests-zero.log": "x" * carried.LOG_NBYTES + "the end",
         "losses/zero1/loss.jsonl.gz": "curve",
-        "data/text_train.bin": "data",
-        "waits/traces/zero1.json": "{}",
         "site/package/module.py": "code",
         "proof.part": "half",
     }.items():
@@ -105,8 +102,6 @@ def test_what_was_prepared_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name in ("native/hybridcomp/kernels/_cpu.so", "kernels/hybridcomp-1.cubin", info):
         (prepared / name).parent.mkdir(parents=True)
         (prepared / name).write_bytes(b"bytes")
-    (prepared / "data").mkdir()
-    (prepared / "data" / "text_train.bin.gz").write_bytes(gzip.compress(b"tokens"))
     (root / "hybridcomp" / "kernels").mkdir(parents=True)
     out.mkdir()
     monkeypatch.delenv("PYTHONPATH", raising=False)
@@ -116,7 +111,6 @@ def test_what_was_prepared_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     }  # fmt: skip
     assert (root / "hybridcomp/kernels/_cpu.so").read_bytes() == b"bytes"
     assert (out / "kernels/hybridcomp-1.cubin").read_bytes() == b"bytes"
-    assert (out / "data/text_train.bin").read_bytes() == b"tokens"
     (out / "site/carried_package-3.0.dist-info/METADATA").write_text("Version: 3.0\n")
     code = "import carried_thing, importlib.metadata as m; "
     code += "print(carried_thing.VALUE, m.version('carried_package'))"
@@ -124,9 +118,9 @@ def test_what_was_prepared_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         [sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True
     )
     assert found.stdout == b"7 3.0\n", found.stderr
-    (out / "data/text_train.bin").write_bytes(b"own")  # a second call changes nothing
+    (out / "kernels/hybridcomp-1.cubin").write_bytes(b"own")  # a second call changes nothing
     assert carried.install(prepared, out, root) == variables
-    assert (out / "data/text_train.bin").read_bytes() == b"own"
+    assert (out / "kernels/hybridcomp-1.cubin").read_bytes() == b"own"
 
 
 def test_what_was_not_prepared_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hybridcomp.tools import pages, progress
 from hybridcomp.tools.commands import cli
-from hybridcomp.tools.compare import chart, children, command, launch
+from hybridcomp.tools.compare import chart, command, launch, trained
 from hybridcomp.tools.compare.json_lines import LOG
 from hybridcomp.tools.compare.runs import CompareError
 from hybridcomp.tools.compare.statistics import Aligned, noise
@@ -43,7 +44,10 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """As if these were not installed."""
     there = find_spec
-    monkeypatch.setattr(command, "find_spec", lambda name: None if name in names else there(name))
+    for module in (command, pages):
+        monkeypatch.setattr(
+            module, "find_spec", lambda name: None if name in names else there(name)
+        )
     real = builtins.__import__
 
     def refuse(name: str, *rest: Any, **more: Any) -> Any:
@@ -57,12 +61,13 @@ def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def test_the_report_is_written_without_matplotlib(
     trainer: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hide(monkeypatch, "matplotlib", "wandb")
+    hide(monkeypatch, "matplotlib", "wandb", "plotly")
     assert cli.main(trainer) == 0
     shown = capsys.readouterr()
     lines = shown.err.splitlines()
-    said = [line for line in lines if line.startswith("no picture: it needs matplotlib")]
-    assert lines.index(said[0]) < lines.index("2/2 recommended seed 0: training")
+    for said in ("no picture: it needs matplotlib", "no report.html: it needs plotly: pip install"):
+        first = next(place for place, line in enumerate(lines) if line.startswith(said))
+        assert first < lines.index("1/2 baseline seed 0: training")
     assert Path("started.txt").read_text() == "xx"
     assert "![" not in Path("out/report.md").read_text()
     rows = json.loads(Path("out/comparison.json").read_text())["runs"]
@@ -74,17 +79,21 @@ def test_a_picture_or_a_chart_that_fails_takes_nothing_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    from hybridcomp.tools.compare import draw
+    from hybridcomp.tools.compare import draw, page
 
     def broken(*_: object) -> None:
         raise RuntimeError("no\nfont")
 
     monkeypatch.setattr(draw, "draw", broken)
+    monkeypatch.setattr(pages, "missing", str)
+    monkeypatch.setattr(page, "page", broken)
     monkeypatch.setattr(chart, "log", broken)
     runs = [str(write_run(tmp_path / name, 0, 1.0)) for name in ("a", "b")]
     out = tmp_path / "out"
     assert cli.main(["compare", *runs, "--out", str(out)]) == 0
-    assert "no picture: RuntimeError: no font" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no picture: RuntimeError: no font" in said
+    assert "no report.html: RuntimeError: no font" in said
     assert "![" not in (out / "report.md").read_text()
     assert (out / "comparison.json").is_file()
 
@@ -116,33 +125,34 @@ def test_nothing_is_trained_for_a_report_that_cannot_be_written(
 def test_progress_is_said_while_it_trains(
     trainer: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(children, "WATCH_S", 0.05)
+    monkeypatch.setattr(progress, "LINE_S", 0.05)
     assert cli.main([*trainer[:6], "--wandb", "none", *trainer[6:]]) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert any(": 0 s, step " in line and ", loss 2." in line for line in lines)
+    told = [line for line in lines if ": 0 s, step " in line and ", loss 2." in line]
+    assert told and not any("left" in line for line in told if line.startswith("1/2"))
+    assert all(line.endswith(" left") for line in told if line.startswith("2/2"))
     assert [line.partition(": ")[2].split()[0] for line in lines if "done in" in line] == [
         "done"
     ] * 2
 
 
 def test_who_watches_may_end_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "WATCH_S", 0.05)
     words = [sys.executable, "-c", "import time; time.sleep(600)"]
 
     def stop(seconds: float, folder: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        launch.LaunchedTraining("a", tmp_path / "a", words, {}).run(stop)
+        launch.LaunchedTraining("a", tmp_path / "a", words, {}).run(stop, 0.05)
     assert not (tmp_path / "a" / "done.json").exists()
 
 
 def test_progress_reads_what_there_is(tmp_path: Path) -> None:
-    assert launch.progress(tmp_path) == ""
-    (tmp_path / launch.OUTPUT).write_bytes(b"x" * 9000 + b"\nepoch\x1b[31m 2 \xff\n\n")
-    assert launch.progress(tmp_path).startswith("epoch\\x1b[31m 2")
+    assert trained.last_line(tmp_path) == "" and trained.last_step(tmp_path) == 0
+    (tmp_path / trained.OUTPUT).write_bytes(b"x" * 9000 + b"\nepoch\x1b[31m 2 \xff\n\n")
+    assert trained.last_line(tmp_path).startswith("epoch\\x1b[31m 2")
     (tmp_path / LOG).write_text('{"step": 3, "loss": 2.5}\n{"summary": true}\n{"st')
-    assert launch.progress(tmp_path) == "step 3, loss 2.5"
+    assert trained.last_line(tmp_path) == "step 3, loss 2.5" and trained.last_step(tmp_path) == 3
 
 
 def notes(tmp_path: Path, steps: int, factor: float, spread: float) -> list[str]:

@@ -70,4 +70,6 @@ def test_a_long_part_says_how_many_cases_are_left(monkeypatch: pytest.MonkeyPatc
     for allowance in part.allowances(4):
         assert allowance == pytest.approx(max(0.0, 30.0 - now[0]) / (4 - now[0] / (0.6 * TELL_S)))
         now[0] += 0.6 * TELL_S
-    assert said == ["  0.0 s of 60: links", " 18.0 s of 60: links: 2 left"]
+    assert said == [
+        "  0.0 s of 60, about 60 s left: links", " 18.0 s of 60, about 42 s left: links: 2 to do",
+    ]  # fmt: skip

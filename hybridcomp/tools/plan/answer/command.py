@@ -28,7 +28,7 @@ from hybridcomp.tools.plan.search.search import search
 
 #: plans in the table and the picture
 SHOWN = 10
-PICTURE, FOUND = "plan.png", "plans.json"
+PICTURE, LINKS, FOUND = "plan.png", "links.svg", "plans.json"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -179,7 +179,7 @@ def _check(options: argparse.Namespace) -> int:
 
 def _draw(options: argparse.Namespace, found: Found, cluster: Cluster) -> None:
     """Draw the picture; without matplotlib print a line instead, since the plan is complete."""
-    from hybridcomp.tools.plan.answer.picture import draw
+    from hybridcomp.tools.plan.answer.picture import draw, draw_links
 
     known = [rank.nbytes for rank in cluster.ranks if rank.nbytes]
     limit = options.memory * min(known, default=0)
@@ -190,6 +190,15 @@ def _draw(options: argparse.Namespace, found: Found, cluster: Cluster) -> None:
         print(f"no picture: {error}")
     else:
         print(f"picture: {options.out / PICTURE}")
+    if cluster.nodes < 2:
+        return
+    try:
+        svg = draw_links(found.plans[0], cluster.nodes, cluster.world_size)
+    except HybridcompError as error:
+        print(f"no picture of the links: {error}")
+    else:
+        (options.out / LINKS).write_text(svg, encoding="utf-8")
+        print(f"what crosses which link: {options.out / LINKS}")
 
 
 def infeasible(found: Found) -> str:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hybridcomp import foreign
+from hybridcomp.dimensions import DIMENSIONS, ROWS
 from hybridcomp.errors import HybridcompError, install_hint
+from hybridcomp.tools.pages import links
 from hybridcomp.tools.plan.answer.report import codecs
 from hybridcomp.tools.plan.plan import MEMORY_KINDS, Plan, Span
 
@@ -16,7 +18,7 @@ from hybridcomp.tools.plan.plan import MEMORY_KINDS, Plan, Span
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#000000",
            "#F0E442")  # fmt: skip
 #: most rows of the timeline; more could not be read
-ROWS = 24
+MOST_ROWS = 24
 #: share of an axis within which labels would cover each other
 NEAR = 0.04
 #: inches
@@ -50,6 +52,25 @@ def draw(
         warnings.filterwarnings("ignore", "Glyph")  # the font lacks it: a box stands there
         figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def draw_links(plan: Plan, nodes: int, ranks: int) -> str:
+    """Return as SVG what the ranks of a node send in a step, inside it and to other nodes.
+
+    ``nodes``, ``ranks``: of the cluster. Raises HybridcompError where Jinja is not installed.
+    """
+    told, per_node = plan.prediction, ranks // nodes
+    over = [name for name in DIMENSIONS if ROWS[name].between_ranks]
+    whole = [sum(found.get(name, 0.0) for name in over) / nodes
+             for found in (told.job_native_nbytes, told.job_nbytes)]  # fmt: skip
+    crossing = [per_node * sum(found.get(name, 0.0) for name in over)
+                for found in (told.between_native_nbytes, told.between_nbytes)]  # fmt: skip
+    inside = [max(0.0, all_ - out) for all_, out in zip(whole, crossing, strict=True)]
+    rows = [
+        links.LinkMB("Inside a node, such as NVLink", inside[0] / 1e6, inside[1] / 1e6),
+        links.LinkMB("Between nodes, such as Ethernet", crossing[0] / 1e6, crossing[1] / 1e6),
+    ]
+    return links.draw("MB that the ranks of a node send in a step", rows, nodes, per_node)
 
 
 def between(plan: Plan) -> float:
@@ -140,7 +161,7 @@ def _timeline(axes: Any, plan: Plan) -> None:
     if not spans:
         axes.text(0.5, 0.5, "no timeline", ha="center")
         return
-    rows = list(dict.fromkeys(span.resource for span in spans))[:ROWS]
+    rows = list(dict.fromkeys(span.resource for span in spans))[:MOST_ROWS]
     kinds = list(dict.fromkeys(_kind(span) for span in spans))
     for span in spans:
         if span.resource in rows and span.end > span.start:

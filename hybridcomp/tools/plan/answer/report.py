@@ -15,7 +15,7 @@ from hybridcomp.tools.plan.request import Found
 
 #: two plans whose steps are nearer than this share are called equally fast
 SAME = 0.005
-#: smallest share of a step that a part of it has to differ by to be named as a reason
+#: differences below this share of a step are not named as a reason
 TOLD = 0.01
 
 

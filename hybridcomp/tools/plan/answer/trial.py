@@ -12,10 +12,12 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.tools.compare.launch import LaunchedTraining, fill, free_port
 from hybridcomp.tools.compare.reading import read_runs
 from hybridcomp.tools.compare.runs import WARM_UP, CompareError
+from hybridcomp.tools.compare.trained import TrainingProgress
 from hybridcomp.tools.plan.answer import files, start_command
 from hybridcomp.tools.plan.answer.base import Base
 from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.plan import Plan
+from hybridcomp.tools.progress import ProgressDisplay
 
 #: places of a command, one of which it needs where the plans differ in that field
 DECIDED = {
@@ -91,25 +93,30 @@ def tried(
     check_command(command, plans)
     found: list[TriedPlan] = []
     failed: list[str] = []
-    for number, plan in enumerate(plans, 1):
-        folder = (out / f"try{number}").resolve()
-        say(f"trying {number} of {len(plans)}: {plan.layout}")
-        try:
-            seconds = _run(plan, cluster, command, folder, base)
-        except CompareError as error:
-            failed.append(f"plan {number} ({plan.layout}): {error}")
-            say(f"  failed: {str(error).splitlines()[-1]}")
-            continue
-        found.append(TriedPlan(plan, folder, seconds))
-        say(f"  {seconds:.4g} s a step, predicted {plan.prediction.seconds:.4g} "
-            f"({found[-1].miss:+.1%})")  # fmt: skip
+    with ProgressDisplay(len(plans), say) as progress:
+        trainings = TrainingProgress(progress)
+        for number, plan in enumerate(plans, 1):
+            folder = (out / f"try{number}").resolve()
+            job = _job(plan, cluster, command, folder, base)
+            try:
+                trainings.run(job, f"trying {number} of {len(plans)}: {plan.layout}")
+                seconds = seconds_a_step(folder / LOG, plan)
+            except CompareError as error:
+                failed.append(f"plan {number} ({plan.layout}): {error}")
+                progress.say(f"  failed: {str(error).splitlines()[-1]}")
+                continue
+            found.append(TriedPlan(plan, folder, seconds))
+            progress.say(f"  {seconds:.4g} s a step, predicted {plan.prediction.seconds:.4g} "
+                         f"({found[-1].miss:+.1%})")  # fmt: skip
     if not found:
         raise CompareError("--try: no plan ran; " + failed[-1])
     return sorted(found, key=lambda one: one.seconds)
 
 
-def _run(plan: Plan, cluster: Cluster, command: Sequence[str], folder: Path, base: Base) -> float:
-    """Run one training and return its median seconds a step. Raises CompareError."""
+def _job(
+    plan: Plan, cluster: Cluster, command: Sequence[str], folder: Path, base: Base
+) -> LaunchedTraining:
+    """Write the files of one training and return its job."""
     files.write(plan, cluster, folder, base, command, folder / LEDGER)
     values = start_command.places(plan, cluster, folder)
     words = fill(command, {**values, "{folder}": str(folder), "{port}": str(free_port())})
@@ -120,8 +127,7 @@ def _run(plan: Plan, cluster: Cluster, command: Sequence[str], folder: Path, bas
         environment["HYBRIDCOMP_CONFIG"] = str(folder / start_command.BLOCK_FILE)
     settings = {"command": list(command), "plan": plan.to_json()["layout"], "block": plan.block}
     log_lines = json.loads(json.dumps(settings))  # tuples become lists, as in the file
-    LaunchedTraining(f"{plan.layout}", folder, words, log_lines, environment).run()
-    return seconds_a_step(log, plan)
+    return LaunchedTraining(f"{plan.layout}", folder, words, log_lines, environment)
 
 
 def seconds_a_step(log: Path, plan: Plan) -> float:

@@ -131,7 +131,7 @@ class Links:
         return rings.ring(operation, nbytes, ranks, nodes, sends[1], sends[2], sharing)
 
     def _correction(self, operation: Operation, nbytes: float, ranks: int, nodes: int) -> float:
-        """Return measured seconds over the ring model's, of the most similar measured group."""
+        """Return measured time divided by the ring model's, for the most similar measured group."""
         known = {
             (key[1], key[2]): curve for key, curve in self._curves.items()
             if key[0] == operation and key[3] == "alone" and (key[2] > 1) == (nodes > 1)

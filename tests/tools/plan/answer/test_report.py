@@ -146,3 +146,16 @@ def test_reasons_that_differ_in_a_number_are_one_line_most_layouts_first() -> No
         "5: the model cannot be cut so: tensor 3 or 12 does not divide 64 heads",
         "4: more stages than layers",
     ]
+
+
+def test_the_links_are_drawn_with_the_bytes_of_a_node() -> None:
+    """Four ranks on two nodes: of all ranks' bytes half are a node's, of which some leave it."""
+    pytest.importorskip("jinja2")
+    told = prediction(
+        job_nbytes={"dp": 4e6, "offload": 9e9}, job_native_nbytes={"dp": 32e6, "offload": 9e9},
+        between_nbytes={"dp": 0.5e6}, between_native_nbytes={"dp": 3e6},
+    )  # fmt: skip
+    svg = picture.draw_links(plan(told=told), nodes=2, ranks=4)
+    shown = re.findall(r">([\d.,]+ [MG]B)</text>", svg)
+    assert shown == ["10 MB", "1 MB", "6 MB", "1 MB"]  # inside natively, encoded, then between
+    assert "2 ranks" in svg and "node 2 of 2" in svg

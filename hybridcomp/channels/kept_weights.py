@@ -1,0 +1,71 @@
+"""Keep weights that no optimizer changes encoded on every rank, so that they are gathered once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.channels.channel import Channel
+from hybridcomp.channels.delta_references import digest
+from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.blockint import BlockInt
+from hybridcomp.codecs.expcode import ExpCode
+from hybridcomp.collectives import gather_words
+from hybridcomp.config.parameter import FrozenConfig
+
+#: flags in a word that ranks exchange; the sign is left out
+FLAGS = 62
+
+
+class KeptWeights:
+    """Encoded values of one shape, on the device that computes with them or on the host."""
+
+    def __init__(self, values: Tensor, settings: FrozenConfig, is_vector: bool) -> None:
+        """Encode ``values``, 1-D and contiguous: exactly, or a matrix in a few bits."""
+        bits = None if is_vector else settings.bits
+        self._codec: Codec = ExpCode() if bits is None else BlockInt(bits=bits)
+        self._like, self._numel = values[:0].clone(), values.numel()
+        nbytes = self._codec.wire_nbytes(self._numel, values.dtype)
+        room = values.new_empty(nbytes, dtype=torch.uint8)
+        used = self._codec.encode(values, room)
+        self._payload = room[:used].to("cpu" if settings.on == "host" else room.device, copy=True)
+        if settings.on == "host" and values.is_cuda:
+            self._payload = self._payload.pin_memory()
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that are kept."""
+        return self._payload.nbytes
+
+    def decoded(self) -> Tensor:
+        """Return the values, 1-D."""
+        out = self._like.new_empty(self._numel)
+        self._codec.decode(self._payload.to(out.device, non_blocking=True), out)
+        return out
+
+
+def hashes_of(shares: Sequence[Tensor]) -> list[int]:
+    """Return a sum of the bits of each of some 1-D shares, of values of 2 or 4 bytes."""
+    found = [digest(share.contiguous()) for share in shares]
+    return torch.stack(found).tolist() if found else []  # the host waits once
+
+
+def changed_anywhere(
+    channel: Channel,
+    flags: Sequence[bool],
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> list[bool]:
+    """Return which flags any rank of ``group`` has set; a collective of it."""
+    words = [0] * -(-len(flags) // FLAGS)
+    for place, flag in enumerate(flags):
+        words[place // FLAGS] |= int(flag) << place % FLAGS
+    meter = channel.meter(device)
+    rows = gather_words(torch.tensor(words, device=device), channel.group(group), meter)
+    channel.state.ledger.record_extra((channel.dimension, "forward"), meter)
+    return [
+        any(row[place // FLAGS] >> place % FLAGS & 1 for row in rows) for place in range(len(flags))
+    ]

@@ -1,0 +1,277 @@
+"""Renew the copy of cut parameters that a node keeps, by what changed since it was last renewed.
+
+W ranks own one share each of every parameter, N nodes of R ranks keep a copy of all shares. Global
+rank ``j R + i`` has local index i on node j and owns share ``j R + i``. Of its node's copy it holds
+slice i: shares ``i N`` to ``(i + 1) N - 1``, the cut of DeepSpeed's hpZ and of FSDP2's
+``reshard_after_forward=R``. A share changes with its owner alone, so it crosses once to each node:
+
+1 inside the node, natively: the ranks trade the shares of their slices, so that rank i has the old
+  values of shares ``i, R + i, 2 R + i, ...``, one of each node and one of them its own
+2 the ranks of local index i gather the new values of these: as steps from the old ones, which all
+  of them have and decode in place, or whole
+3 inside the node, natively: the shares go back to whoever holds their slice
+
+So no rank keeps its own old values beside the copy, and all ranks of a node send and receive alike.
+A copy may consist of encoded bytes. They travel as steps, too: each byte becomes a 16-bit value
+whose steps are the steps of the byte.
+
+Shapes: n values (or bytes), this rank's share of all parameters of one renewal; a *slice* and a
+*column* are (N, n), a row for each share.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp import collectives
+from hybridcomp.channels.channel import Channel
+from hybridcomp.channels.delta_references import digest
+from hybridcomp.codecs.exact_steps import ExactSteps
+from hybridcomp.codecs.expcode import ExpCode
+from hybridcomp.collectives import Levels, Meter, Transfer, gather_words, native_nbytes
+from hybridcomp.collectives.topology import Nodes
+from hybridcomp.collectives.wire import transfer, transport
+from hybridcomp.config import BLOCK
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError
+from hybridcomp.log import say
+
+KEY = f"{BLOCK}.zero.secondary"
+#: what the copies of all nodes lack: nothing, what changed, or all
+State = Literal["current", "steps", "whole"]
+#: bit pattern of the bf16 value that stands for byte 0 of an encoded copy; byte b is b patterns up
+FIRST = 0x3F00
+
+
+def width_of(nodes: Nodes) -> int:
+    """Return the ranks of a node. Raises ConfigError where copies cannot be cut over nodes."""
+    of_rank = nodes.of_rank
+    count = len(set(of_rank))
+    width = len(of_rank) // count
+    blocks = [rank // width for rank in range(len(of_rank))]
+    alike = len(set(zip(of_rank, blocks, strict=True))) == len(set(blocks)) == count
+    if not alike or not 1 < width < len(of_rank):
+        each = sorted(Counter(of_rank).values())
+        shown = f"{count} nodes of {', '.join(map(str, dict.fromkeys(each)))} ranks"
+        todo = (
+            "copies need several nodes of equally many ranks, more than one, numbered node by "
+            "node; remove it"
+        )
+        raise ConfigError(KEY, Shown(f"{shown} (by {nodes.source})"), todo)
+    return width
+
+
+@dataclass(eq=False)
+class CopyGroups:
+    """The ranks of a job by node, for the exchanges of copies.
+
+    Attributes:
+        nodes: keeps the process groups alive.
+        levels: this rank's place, the group of its node and that of its local index.
+    """
+
+    nodes: Nodes
+    levels: Levels
+    _orders: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, width: int, source: str) -> CopyGroups:
+        """Make the groups of all ranks of the job, ``width`` consecutive ones a node; a collective.
+
+        ``source`` names what told the nodes. There are several nodes of several ranks.
+        """
+        ranks = tuple(range(dist.get_world_size()))
+        nodes = Nodes([rank // width for rank in ranks], source)
+        nodes.prepare([ranks])
+        levels = nodes.group(None, two_levels=True).levels
+        assert levels is not None, "several nodes of several ranks"
+        return cls(nodes, levels)
+
+    @property
+    def shares(self) -> range:
+        """Return the shares of this rank's slice."""
+        count, local = self.levels.nodes, self.levels.local
+        return range(local * count, (local + 1) * count)
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks, W."""
+        return self.levels.nodes * self.levels.width
+
+    def column_of(self, slice_: Tensor, meter: Meter) -> Tensor:
+        """Trade a slice for the shares of this rank's local index, by node."""
+        there, _ = self._order(slice_.device)
+        rows = slice_.index_select(0, there)
+        return self._trade(rows, self._in_slice, self._in_column, meter)
+
+    def slice_of(self, column: Tensor, meter: Meter) -> Tensor:
+        """Undo ``column_of``."""
+        _, back = self._order(column.device)
+        return self._trade(column, self._in_column, self._in_slice, meter).index_select(0, back)
+
+    @cached_property
+    def _in_slice(self) -> list[int]:
+        """How many shares of this rank's slice belong to each local index."""
+        found = Counter(share % self.levels.width for share in self.shares)
+        return [found[local] for local in range(self.levels.width)]
+
+    @cached_property
+    def _in_column(self) -> list[int]:
+        """How many shares of this rank's local index lie in the slice of each local index."""
+        count, width = self.levels.nodes, self.levels.width
+        found = Counter((node * width + self.levels.local) // count for node in range(count))
+        return [found[local] for local in range(width)]
+
+    def _order(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the places in the slice by local index of their owners, and the inverse."""
+        if device not in self._orders:
+            owners = [share % self.levels.width for share in self.shares]
+            order = sorted(range(len(owners)), key=lambda place: (owners[place], place))
+            there = torch.tensor(order, device=device)
+            self._orders[device] = there, torch.argsort(there)
+        return self._orders[device]
+
+    def _trade(
+        self, rows: Tensor, gives: Sequence[int], takes: Sequence[int], meter: Meter
+    ) -> Tensor:
+        """Send ``gives[i]`` rows to local rank i and receive ``takes[i]`` from it, in order."""
+        numel, out, inner = rows.shape[1], torch.empty_like(rows), self.levels.inner
+        sent, come = [count * numel for count in gives], [count * numel for count in takes]
+        transfer(
+            lambda: transport.all_to_all(out.view(-1), rows.view(-1), come, sent, inner, meter),
+            meter,
+        )
+        return out
+
+
+@torch.no_grad()
+def state_of(
+    channel: Channel,
+    groups: CopyGroups,
+    copies: Iterable[Tensor] | None,
+    device: torch.device,
+    is_sent: bool = False,
+) -> State:
+    """Return what has to be sent so that all nodes hold the same new copy; a collective.
+
+    The same on all ranks. Says where nodes differ, as after somebody wrote into one of them.
+
+    Args:
+        copies: what this rank holds of the old copy, 1-D contiguous; None: nothing that steps can
+            be taken from.
+        is_sent: whether the copy has this rank's share as it is now.
+    """
+    mine = torch.zeros(3, dtype=torch.int64, device=device)
+    if copies is not None:
+        mine[0], mine[1] = 1, int(is_sent)
+        for place, copy in enumerate(copies):
+            mine[2] += (2 * place + 1) * _digest(copy).to(device)  # odd: no difference is lost
+    meter = channel.meter(device)
+    states = gather_words(mine, channel.group(None), meter)
+    channel.state.ledger.record_extra((channel.dimension, "forward"), meter)
+    if not all(ready for ready, _, _ in states):
+        return "whole"
+    width = groups.levels.width
+    other = [rank for rank, (*_, own) in enumerate(states) if own != states[rank % width][2]]
+    if not other:
+        return "current" if all(sent for _, sent, _ in states) else "steps"
+    if dist.get_rank() == 0:
+        say(
+            f"{channel.dimension}, step {channel.step}: the secondary copies of ranks {other} are "
+            f"not those of ranks 0 to {width - 1} (somebody wrote into them), so steps would go "
+            "wrong; this gather sends the parameters whole"
+        )
+    return "whole"
+
+
+@torch.no_grad()
+def renew(
+    channel: Channel,
+    groups: CopyGroups,
+    own: Tensor,
+    held: Tensor | None,
+    native: tuple[int, torch.dtype],
+) -> Tensor:
+    """Return this rank's slice with the new values of all shares, (N, n); a collective.
+
+    Args:
+        own: (n,) bf16, fp16 or uint8, the new values of this rank's share.
+        held: (N, n), its slice as it was, the same on all nodes; None: shares are sent whole. Is
+            not modified.
+        native: elements of a share and their dtype, by which the ledger counts what upstream would
+            have sent.
+
+    Raises CodecError where a payload is damaged.
+    """
+    levels, meter = groups.levels, channel.meter(own.device)
+    shape = (levels.nodes, own.numel())
+    # 1
+    column = own.new_empty(shape) if held is None else groups.column_of(held, meter)
+    column, new = _as_steps(column), _as_steps(own)
+    codec = ExpCode() if held is None else ExactSteps().against(column[levels.node].clone())
+    # 2
+    column[levels.node].copy_(new)
+    via = Transfer(codec, levels.outer, meter)
+    collectives.all_gather(column[levels.node], column.view(-1), via).wait()
+    # 3
+    found = groups.slice_of(_as_before(column, own.dtype), meter)
+    # natively an all-gather over all ranks takes the place of this and of one inside the node
+    raw = native_nbytes.all_gather_nbytes(*native, levels.nodes)
+    channel.record(meter, raw, "forward", _crossing(groups, native) / raw)
+    return found
+
+
+@torch.no_grad()
+def gather_inside(
+    channel: Channel,
+    groups: CopyGroups,
+    slice_: Tensor,
+    native: tuple[int, torch.dtype],
+    was_renewed: bool,
+) -> Tensor:
+    """Return all shares, (W, n), from the slices of this node's ranks; a collective of the node.
+
+    ``native``: as for ``renew``, in a job that gathers over all ranks each time; ``was_renewed``:
+    whether ``renew`` has counted the bytes between nodes of this gather.
+    """
+    levels, meter = groups.levels, channel.meter(slice_.device)
+    out = slice_.new_empty(groups.size, slice_.shape[1])
+    flat, inner = slice_.contiguous().view(-1), levels.inner
+    transfer(lambda: transport.all_gather(out.view(-1), flat, inner, meter), meter)
+    raw = native_nbytes.all_gather_nbytes(*native, len(out))
+    crossing = 0 if was_renewed else _crossing(groups, native)
+    raw -= native_nbytes.all_gather_nbytes(*native, levels.nodes) if was_renewed else 0
+    channel.record(meter, raw, "forward", crossing / raw)
+    return out
+
+
+def _crossing(groups: CopyGroups, native: tuple[int, torch.dtype]) -> int:
+    """Return what this rank would send to another node in a ring over all ranks."""
+    is_last = groups.levels.local == groups.levels.width - 1
+    return is_last * native_nbytes.all_gather_nbytes(*native, groups.size)
+
+
+def _as_steps(values: Tensor) -> Tensor:
+    """Return 16-bit values whose steps can be encoded: bytes each as one, others as they are."""
+    if values.dtype != torch.uint8:
+        return values
+    return values.to(torch.int16).add_(FIRST).view(torch.bfloat16)
+
+
+def _as_before(values: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype != torch.uint8:
+        return values
+    return values.view(torch.int16).sub(FIRST).to(torch.uint8)
+
+
+def _digest(copy: Tensor) -> Tensor:
+    """Return a sum of the bits of a copy; an encoded one is a multiple of 16 bytes long."""
+    return digest(copy.view(torch.bfloat16) if copy.dtype == torch.uint8 else copy)

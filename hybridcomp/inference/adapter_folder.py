@@ -1,0 +1,73 @@
+"""Keep published adapters of PEFT as the folders that engines load them from."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridcomp.errors import PublishError
+from hybridcomp.foreign import one_line
+from hybridcomp.publishing import WeightReceiver
+
+#: folders that remain: the newest, and one that an engine may be reading
+KEEP = 2
+ADAPTER = ".lora_"
+
+
+class AdapterFolder:
+    """Follows versions of adapters (``publish.lora``: adapters), each in a folder of its own.
+
+    vLLM loads one with ``POST /v1/load_lora_adapter`` (``load_inplace`` true) or ``LLM.add_lora``,
+    SGLang with ``load_lora_adapter``, PEFT with ``load_adapter``.
+    """
+
+    def __init__(self, source: Any, folder: str | Path, config: Mapping[str, Any]) -> None:
+        """Hold the source; nothing is read before ``update``.
+
+        Args:
+            source: as for ``hybridcomp.WeightReceiver``.
+            folder: in which the folders of versions are made.
+            config: the adapter's configuration, ``peft_config["default"].to_dict()``.
+        """
+        self._receiver, self._folder = WeightReceiver(source), Path(folder)
+        self._config = dict(config)
+
+    @property
+    def version(self) -> int:
+        """Return the version of the newest folder; 0 before the first."""
+        return self._receiver.version
+
+    def update(self, version: int | None = None) -> Path | None:
+        """Write the newest version, or ``version``; None where there is no new one.
+
+        Returns the folder, which is there whole or not at all. Raises PublishError.
+        """
+        from safetensors.torch import save_file  # of the engine that loads it
+
+        if self._receiver.update(version) is None:
+            return None
+        tensors = {name: one.contiguous() for name, one in self._receiver.tensors()}
+        odd = next((name for name in tensors if ADAPTER not in name), None)
+        if odd is not None:
+            raise PublishError(
+                f"version {self.version}: {one_line(odd)} is no weight of an adapter; publish with "
+                "lora: adapters"
+            )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"v{self.version:010d}"
+        made = Path(tempfile.mkdtemp(dir=self._folder, prefix=".made"))
+        text = json.dumps(self._config, default=lambda one: sorted(one) if isinstance(one, set)
+                          else str(one))  # fmt: skip
+        (made / "adapter_config.json").write_text(text)
+        save_file(tensors, made / "adapter_model.safetensors", metadata={"format": "pt"})
+        if path.exists():
+            shutil.rmtree(path)
+        os.replace(made, path)
+        for old in sorted(self._folder.glob("v??????????"))[:-KEEP]:
+            shutil.rmtree(old)
+        return path

@@ -1,0 +1,250 @@
+"""Learn from an engine's own loader where it puts the values of a checkpoint, and use that.
+
+An engine packs, cuts and renames the tensors of a checkpoint while it loads them. Its loader is run
+once with copies into its parameters noted and not done. Each copy is one block of a tensor of the
+checkpoint and one of a parameter; by these, changed values are written where they belong, and a few
+values of every parameter are compared after each load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+#: what writes the same values whichever are loaded
+CONSTANT = (
+    torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default,
+)  # fmt: skip
+#: values of a block that are compared after a load
+SAMPLES = 16
+
+
+@dataclass(frozen=True)
+class Strided:
+    """Places of a block's values in a storage: a first offset, and a stride for each dimension."""
+
+    offset: int
+    strides: tuple[int, ...]
+
+    def of(self, like: Tensor, positions: list[Tensor]) -> Tensor:
+        """Return the offsets of positions in the block, one tensor as ``like`` a dimension."""
+        found = torch.full_like(like, self.offset)
+        for position, stride in zip(positions, self.strides, strict=True):
+            found += position * stride
+        return found
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block that the loader copies: ``sizes`` of it, from a tensor into parameter ``to``.
+
+    ``source`` counts from the first value of the tensor, ``target`` from that of the storage.
+    """
+
+    to: str
+    sizes: tuple[int, ...]
+    source: Strided
+    target: Strided
+
+    def places(self, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Find flat offsets of the checkpoint's tensor in this block.
+
+        Returns which of ``offsets`` are in it (a mask), and where those are in the storage of the
+        parameter, both on the device of ``offsets``.
+        """
+        rest = offsets - self.source.offset
+        inside = rest >= 0
+        found = torch.full_like(offsets, self.target.offset)
+        dims = zip(self.source.strides, self.sizes, self.target.strides, strict=True)
+        for stride, size, to in sorted(dims, reverse=True):  # the outermost dimension first
+            position = torch.div(rest, stride, rounding_mode="floor")
+            inside &= position < size
+            rest = rest - position * stride
+            found += position * to
+        inside &= rest == 0
+        return inside, found[inside]
+
+    def some(self) -> tuple[Tensor, Tensor]:
+        """Return offsets of a few values, first and last among them: in the tensor, the storage."""
+        numel = torch.Size(self.sizes).numel()
+        flat = torch.linspace(0, numel - 1, min(SAMPLES, numel), dtype=torch.float64).long()
+        positions = list(torch.unravel_index(flat, self.sizes)) if self.sizes else []
+        return self.source.of(flat, positions), self.target.of(flat, positions)
+
+
+@dataclass
+class LoaderLayout:
+    """What a loader does with each tensor of a checkpoint.
+
+    Attributes:
+        blocks: the blocks that it copies of each tensor, by the checkpoint's names; no blocks where
+            this worker has none of the tensor.
+        unknown: tensors of which it does something else than to copy blocks, and why.
+    """
+
+    blocks: dict[str, list[Block]] = field(default_factory=dict)
+    unknown: dict[str, str] = field(default_factory=dict)
+
+    def writer(
+        self, parameters: Mapping[str, Tensor], changes: Iterable[tuple[str, Tensor, Tensor]]
+    ) -> Callable[[], None]:
+        """Prepare to write changed values; what is returned writes them.
+
+        ``changes``: names of known tensors, flat offsets and values.
+        """
+        rows: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+        for name, offsets, values in changes:
+            for block in self.blocks[name]:
+                inside, places = block.places(offsets)
+                if places.numel():
+                    row = rows.setdefault(block.to, ([], []))
+                    row[0].append(places)
+                    row[1].append(values[inside])
+        ready = []
+        for name, (places_of, values_of) in rows.items():
+            device = parameters[name].device
+            where, what = torch.cat(places_of).to(device), torch.cat(values_of).to(device)
+            ready.append((_storage(parameters[name]), where, what))
+
+        def write() -> None:
+            for flat, where, what in ready:
+                flat[where] = what
+
+        return write
+
+    def differing(
+        self, parameters: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]
+    ) -> str:
+        """Compare a few values of each block; returns a parameter that differs, "" where none does.
+
+        ``weights``: tensors of the checkpoint; unknown ones are passed over. The host waits once
+        for each device.
+        """
+        found: dict[torch.device, list[tuple[str, Tensor]]] = {}
+        for name, weight in weights:
+            flat = weight.reshape(-1)
+            for block in self.blocks.get(name, ()):
+                source, target = block.some()
+                parameter = parameters[block.to]
+                mine = _storage(parameter)[target.to(parameter.device)]
+                wanted = flat[source].to(parameter.device)
+                is_other = (_bits(mine) != _bits(wanted)).any()
+                found.setdefault(parameter.device, []).append((block.to, is_other))
+        for rows in found.values():
+            others = torch.stack([is_other for _, is_other in rows]).tolist()
+            for (name, _), is_other in zip(rows, others, strict=True):
+                if is_other:
+                    return name
+        return ""
+
+
+def learn(
+    load: Callable[[Iterable[tuple[str, Tensor]]], object],
+    parameters: Mapping[str, Tensor],
+    weights: Iterable[tuple[str, Tensor]],
+) -> LoaderLayout:
+    """Run the loader ``load`` on each of ``weights``, and note what it copies; nothing is written.
+
+    Args:
+        load: takes names and tensors of a checkpoint.
+        parameters: what it writes, by the engine's names.
+        weights: contiguous tensors, with a storage of their own each.
+    """
+    found = LoaderLayout()
+    homes = _homes(parameters)
+    for name, weight in weights:
+        noted = _Noted(homes, weight)
+        try:
+            with torch.no_grad(), noted:
+                load([(name, weight)])
+        except Exception as error:
+            noted.odd = f"{type(error).__name__}: {error}"
+        if noted.odd:
+            found.unknown[name] = noted.odd
+        else:
+            found.blocks[name] = noted.blocks
+    assert _homes(parameters) == homes, "the loader has given the engine other storages"
+    return found
+
+
+def _homes(parameters: Mapping[str, Tensor]) -> dict[int, str]:
+    """Return the parameters that have values, by their storages."""
+    return {
+        one.untyped_storage().data_ptr(): name for name, one in parameters.items() if one.numel()
+    }
+
+
+class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes copies from one tensor into parameters; other writes to parameters make it odd."""
+
+    def __init__(self, homes: Mapping[int, str], weight: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.blocks: list[Block] = []
+        self.odd = ""
+        self._homes, self._weight = homes, weight
+        self._from = weight.untyped_storage().data_ptr()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for number, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            given = args[number] if number < len(args) else kwargs.get(argument.name)
+            for target in given if isinstance(given, (list, tuple)) else [given]:
+                home = target.untyped_storage().data_ptr() if isinstance(target, Tensor) else -1
+                if home in self._homes:
+                    self._note(func, self._homes[home], target, args)
+                    return given
+                if home == self._from:
+                    self._odd(f"{func} writes to what it is given")
+                    return given
+        return func(*args, **kwargs)
+
+    def _odd(self, why: str) -> None:
+        self.odd = self.odd or why
+
+    def _note(self, func: Any, name: str, target: Tensor, args: Any) -> None:
+        if func in CONSTANT:
+            return  # rows that fill up a vocabulary: they stay as the engine's own load left them
+        source = args[1] if func is torch.ops.aten.copy_.default else None
+        if not isinstance(source, Tensor) or source.untyped_storage().data_ptr() != self._from:
+            self._odd(f"{func} writes other values than those of the checkpoint")
+            return
+        if source.shape != target.shape or source.dtype != target.dtype or not _nested(source):
+            self._odd(f"{func} converts or repeats values")
+            return
+        dims = [n for n, size in enumerate(source.shape) if size > 1]
+
+        def strided(view: Tensor, begin: int) -> Strided:
+            strides = tuple(int(view.stride(n)) for n in dims)
+            return Strided(int(view.storage_offset()) - begin, strides)
+
+        sizes = tuple(source.shape[n] for n in dims)
+        begin = int(self._weight.storage_offset())
+        self.blocks.append(Block(name, sizes, strided(source, begin), strided(target, 0)))
+
+
+def _nested(view: Tensor) -> bool:
+    """Return whether each value of a view is at a place of its own that strides tell."""
+    inner = 1
+    for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
+        if size > 1 and stride < inner:
+            return False
+        inner = max(inner, stride * size)
+    return True
+
+
+def _storage(parameter: Tensor) -> Tensor:
+    """Return all values of a parameter's storage."""
+    numel = parameter.untyped_storage().nbytes() // parameter.element_size()
+    return parameter.detach().as_strided((numel,), (1,), 0)
+
+
+def _bits(values: Tensor) -> Tensor:
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    return values.view(kinds[values.element_size()])

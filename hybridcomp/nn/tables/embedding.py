@@ -1,0 +1,358 @@
+"""An embedding whose rows are cut over ranks, wait on the host, and are cached on the device."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # as torch.optim: imports the compiler when it is used
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError
+from hybridcomp.log import say_once
+from hybridcomp.nn.tables import figures, owners, saved
+from hybridcomp.nn.tables.host_rows import HostRows
+from hybridcomp.nn.tables.making import NAME, Init, Mode, TableSettings, normal
+from hybridcomp.nn.tables.ngrams import mixed
+from hybridcomp.nn.tables.owners import Asked, CallProblem, Owners
+from hybridcomp.nn.tables.row_gradients import RowGradients
+from hybridcomp.nn.tables.slots import CacheFigures, RowsAhead, RowSlots
+
+#: the largest table that stands whole in ``state_dict``
+MOST_IN_STATE = 4 << 30
+#: all tables of this process
+TABLES: weakref.WeakSet[CachedEmbedding] = weakref.WeakSet()
+_numbers = count()
+
+
+class CachedEmbedding(nn.Module):
+    """An ``nn.Embedding``, or with ``mode`` an ``nn.EmbeddingBag``, for tables of any size.
+
+    Row i belongs to rank i % ranks of ``group`` at place i // ranks, which keeps it, with its
+    optimizer states, in host memory or a mapped file; ``resident`` rows are on the device. A batch
+    asks the owners for its rows; gradients go back to them, are added in rank order, and wait for
+    ``RowOptimizer.step``. Every rank calls forward, prefetch and backward as often as the others,
+    if need be with an empty batch; a mistake of one raises on all.
+
+    Attributes:
+        anchor: a parameter of one element, always zero, whose dtype is that of the outputs.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        resident: int | float,
+        padding_idx: int | None = None,
+        mode: Mode | None = None,
+        include_last_offset: bool = False,
+        hashed: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        folder: str | Path | None = None,
+        frequency: Tensor | None = None,
+        group: ProcessGroup | None = None,
+        average: bool = True,
+        init: Init | Literal["normal", "zeros"] = "normal",
+    ) -> None:
+        """Make the table; a collective over ``group``.
+
+        Args:
+            num_embeddings: rows of the whole table. embedding_dim: values of a row.
+            resident: rows of this rank on the device; a float up to 1.0: a share of its rows.
+            padding_idx, mode, include_last_offset: as in torch; ``mode`` None is no bag.
+            hashed: ids are any int64, and a hash of them chooses the row.
+            dtype: of the rows on host and device, fp32 or bf16.
+            folder: for the mapped files; None: host memory.
+            frequency: how often each row is asked for, (num_embeddings,), in any unit; None:
+                counted. Known ones are hit more often, and read at once.
+            group: the ranks that share the table; None: all.
+            average: divide gradients by the ranks, as data parallelism does.
+            init: fills the rows of given ids, in pieces of 64 MiB at most; "normal" as torch,
+                "zeros" touches no memory.
+
+        Raises ConfigError on all ranks where one cannot make it.
+        """
+        super().__init__()
+        number = next(_numbers)
+        self.name = f"{NAME} {number}"
+        self.num_embeddings, self.embedding_dim, self.mode = num_embeddings, embedding_dim, mode
+        self.include_last_offset, self.hashed = include_last_offset, hashed
+        self.padding_idx = None if padding_idx is None else padding_idx % max(1, num_embeddings)
+        self.owners = Owners(self.name, num_embeddings, group, number)
+        place = torch.empty(0, device=device).device
+        rank, ranks = self.owners.rank, self.owners.ranks
+        host = HostRows(self.owners.count(rank), None if not folder else Path(folder))
+        settings = TableSettings(
+            num_embeddings, embedding_dim, dtype, resident, padding_idx, mode, hashed, average,
+            frequency is None,
+        )  # fmt: skip
+        settings.agree(self.owners, host, frequency)
+        counts = [self.owners.count(one) for one in range(ranks)]
+        self.owners.slots = [settings.slots_of(rows) for rows in counts]
+        host.add("weight", (embedding_dim,), dtype)
+        if init != "zeros":
+            host.fill(normal(rank) if init == "normal" else init, rank, ranks)
+        padding = None if self.padding_idx is None else self.padding_idx // ranks
+        if self.padding_idx is None or self.padding_idx % ranks != rank:
+            padding = None  # another rank's own
+        elif init == "normal":
+            host.states["weight"][padding] = 0
+        own = None if frequency is None else frequency[rank::ranks]
+        self.slots = RowSlots(host, self.owners.slots[rank], place, own)
+        self.anchor = nn.Parameter(torch.zeros(1, dtype=dtype, device=place))
+        self._told = CacheFigures()
+        self._ahead: deque[tuple[Tensor, Asked, RowsAhead]] = deque()
+        self.row_gradients = RowGradients(self.owners, embedding_dim, average, padding)
+        #: what steps its rows
+        self.optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        TABLES.add(self)
+
+    @classmethod
+    def from_embedding(
+        cls, table: nn.Embedding | nn.EmbeddingBag, **settings: Any
+    ) -> CachedEmbedding:
+        """Take over a table of torch with its weights; ``settings``: of ``CachedEmbedding``.
+
+        Raises ConfigError for ``max_norm`` and ``scale_grad_by_freq``, which a cut table has not.
+        """
+        for key, off in (("max_norm", None), ("scale_grad_by_freq", False)):
+            if (found := getattr(table, key)) != off:
+                todo = f"expected {off}: it looks at rows that other ranks have; leave it out"
+                raise ConfigError(f"{NAME}.{key}", found, todo)
+        weight = table.weight.detach()
+        taken = {"dtype": weight.dtype, "device": weight.device, "padding_idx": table.padding_idx}
+        if isinstance(table, nn.EmbeddingBag):
+            taken |= {"mode": table.mode, "include_last_offset": table.include_last_offset}
+
+        def init(rows: Tensor, ids: Tensor) -> None:
+            rows.copy_(weight[ids.to(weight.device)])
+
+        sizes = table.num_embeddings, table.embedding_dim
+        return cls(*sizes, init=init, **{**taken, **settings})
+
+    def forward(
+        self,
+        ids: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Look ``ids`` up, int32 or int64 on any device, as ``nn.Embedding`` or ``EmbeddingBag``.
+
+        Returns outputs on the table's device. Raises IndexError, on all ranks, for an id beyond the
+        table.
+        """
+        return self._looked_up(ids, offsets, per_sample_weights, torch.compiler.is_compiling())
+
+    def prefetch(self, ids: Tensor) -> None:
+        """Begin to read the rows of a batch ahead; a collective. Forward passes take them in order.
+
+        Until then these rows are evicted last.
+        """
+        found, problem = self._checked(ids)
+        asked = self.owners.ask(found, owners.AHEAD, problem)
+        assert asked is not None
+        self._ahead.append((found, asked, self.slots.read_ahead(asked.wanted)))
+
+    def figures(self) -> CacheFigures:
+        """Return what this rank's cache did since the last call."""
+        found = self.slots.figures.since(self._told)
+        self._told = replace(self.slots.figures)
+        return found
+
+    def save(self, folder: str | Path) -> None:
+        """Write rows and optimizer states, every rank its own; a collective. See ``load``.
+
+        A save that fails or is killed leaves the one before as it was. Raises CheckpointError.
+        """
+        self.slots.flush()
+        saved.save(self, Path(folder))
+
+    def load(self, folder: str | Path, *, states: bool = True) -> None:
+        """Read what ``save`` wrote on any number of ranks; a collective. Drops gradients.
+
+        ``states``: the optimizer's as well; False: weights alone, states become zeros. Raises
+        CheckpointError, on all ranks and with nothing changed, where a file is damaged or missing.
+        """
+        saved.load(self, Path(folder), states)
+
+    def full_weight(self) -> Tensor | None:
+        """Return the whole weight on the host of the first rank, None on others; a collective."""
+        self.slots.flush()
+        return saved.full_weight(self)
+
+    @property
+    def host(self) -> HostRows:
+        """This rank's rows and states on the host; ``slots.flush()`` brings them up to date."""
+        return self.slots.host
+
+    @_disable_dynamo
+    def _looked_up(
+        self,
+        ids: Tensor,
+        offsets: Tensor | None,
+        per_sample_weights: Tensor | None,
+        is_compiled: bool,
+    ) -> Tensor:
+        if is_compiled:
+            say_once(f"{self.name}: torch.compile ends a graph at the lookup, which runs as it is")
+        asked, ahead = self._ask(ids)
+        figures.follow(self)
+        rows: Tensor = _Lookup.apply(self, asked, ahead, self.anchor)  # type: ignore[no-untyped-call]
+        places = asked.places.to(rows.device).view(ids.shape)
+        padding = None
+        if self.padding_idx is not None:
+            at = (asked.unique == self.padding_idx).nonzero().flatten()
+            padding = int(at[0]) if len(at) else None
+        if self.mode is None:
+            return F.embedding(places, rows, padding)
+        if offsets is not None:
+            offsets = offsets.to(rows.device, torch.int64)
+        lacks_padding = self.padding_idx is not None and padding is None
+        if lacks_padding or not len(rows):  # torch takes another way without padding, bit for bit
+            padding = len(rows) if lacks_padding else None
+            rows = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)])
+        return F.embedding_bag(
+            places, rows, offsets, mode=self.mode, per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset, padding_idx=padding,
+        )  # fmt: skip
+
+    def _ask(self, ids: Tensor) -> tuple[Asked, RowsAhead | None]:
+        found, problem = self._checked(ids)
+        if self._ahead and not self._is_recomputing():
+            known, asked, ahead = self._ahead[0]
+            if problem is None and not torch.equal(found, known):
+                problem = CallProblem(owners.OTHER_IDS)
+            self.owners.ask(None, owners.AS_READ, problem)
+            self._ahead.popleft()
+            return asked, ahead
+        fresh = self.owners.ask(found, owners.FORWARD, problem)
+        assert fresh is not None
+        return fresh, None
+
+    def _is_recomputing(self) -> bool:
+        """Return whether activation checkpointing runs the forward pass again."""
+        return torch._C._current_graph_task_id() != -1
+
+    def _checked(self, ids: Tensor) -> tuple[Tensor, CallProblem | None]:
+        """Return the rows of ``ids`` (n,) on the host, and what is wrong with the call."""
+        if ids.dtype not in (torch.int32, torch.int64):
+            kinds = owners.DTYPES
+            kind = kinds.index(ids.dtype) if ids.dtype in kinds else -1
+            return torch.empty(0, dtype=torch.int64), CallProblem(owners.WRONG_DTYPE, kind)
+        found = ids.detach().reshape(-1).to("cpu", torch.int64)
+        if self.hashed:
+            found = mixed(found).remainder(self.num_embeddings)
+        if self.anchor.dtype == torch.float16:
+            return found, CallProblem(owners.HALF)
+        trains = torch.is_grad_enabled() and self.anchor.requires_grad
+        if trains and (self.optimizer is None or self.optimizer() is None):
+            return found, CallProblem(owners.UNTRAINED)
+        return found, None
+
+    def answer(self, asked: Asked, ahead: RowsAhead | None, dtype: torch.dtype) -> Tensor:
+        """Return the rows of ``asked.unique`` (n, width) as ``dtype`` from their owners."""
+        slots = self.slots.hold(asked.wanted, ahead)[asked.answer].to(self.anchor.device)
+        mine = self.slots.values["weight"].index_select(0, slots).to(dtype)
+        got = self.owners.exchange(mine, asked.takes, asked.gives, "forward")
+        if asked.order is None:
+            return got
+        return torch.empty_like(got).index_copy_(0, asked.order.to(got.device), got)
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Return the rows at this owner that wait for a step, and their gradients (n, width)."""
+        return self.row_gradients.take(self.anchor.device)
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients that wait for a step."""
+        self.row_gradients.drop()
+        self.slots.release()
+
+    def reload(self) -> None:
+        """Forget all that is on the device: the rows on the host were replaced."""
+        self._ahead.clear()
+        self.drop_gradients()
+        self.slots.reload()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> CachedEmbedding:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if not self.anchor.is_meta:
+            self.slots.to(self.anchor.device)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        weight = self.host.states["weight"]
+        if self.owners.ranks == 1 and weight.nbytes <= MOST_IN_STATE:
+            self.slots.flush()
+            destination[prefix + "weight"] = weight
+            return
+        say_once(f"{self.name}: state_dict() has none of its rows; call save(folder) on every rank")
+
+    def _load_from_state_dict(
+        self, state: Any, prefix: str, metadata: Any, strict: bool, missing: list[str],
+        unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        whole = state.get(prefix + "weight")
+        known = {name: value for name, value in state.items() if name != prefix + "weight"}
+        known.setdefault(prefix + "anchor", self.anchor.detach())
+        super()._load_from_state_dict(known, prefix, metadata, strict, missing, unexpected, errors)
+        shape = (self.num_embeddings, self.embedding_dim)
+        if whole is None:
+            say_once(f"{self.name}: state_dict has none of its rows; call load(folder)")
+        elif tuple(whole.shape) != shape:
+            errors.append(f"{prefix}weight: expected {shape}, found {tuple(whole.shape)}")
+        else:
+            mine = whole.detach()[self.owners.rank :: self.owners.ranks]
+            self.host.states["weight"].copy_(mine)
+            self.reload()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                f"{self.name} has no weight: its rows are on the hosts of all ranks; do not tie a "
+                "head to it, and see full_weight() and save()"
+            )
+        return super().__getattr__(name)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        todo = "its rows are on the host of all ranks; make another table, and save and load"
+        raise ConfigError(NAME, Shown("a deepcopy"), todo)
+
+    def __getstate__(self) -> NoReturn:
+        self.__deepcopy__(None)
+
+    def extra_repr(self) -> str:
+        """Return sizes, for ``print(model)``."""
+        on = f"{self.slots.count} of {self.host.rows} rows of this rank on {self.anchor.device}"
+        return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode}, {on}"
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of a batch from their owners; the backward pass sends their gradients there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, table: CachedEmbedding, asked: Asked, ahead: RowsAhead | None, anchor: Tensor
+    ) -> Tensor:
+        ctx.table, ctx.asked, ctx.like = table, asked, (anchor.shape, anchor.dtype, anchor.device)
+        if ctx.needs_input_grad[3]:
+            table.slots.keep(asked.wanted)
+        return table.answer(asked, ahead, anchor.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, Tensor]:
+        ctx.table.row_gradients.give(ctx.asked, grad.contiguous())
+        shape, dtype, device = ctx.like
+        return None, None, None, torch.zeros(shape, dtype=dtype, device=device)

@@ -1,0 +1,27 @@
+"""Make keys of n-grams for hashed tables."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def mixed(keys: Tensor) -> Tensor:
+    """Return a hash of int64 ``keys``, every bit of which depends on all of theirs (splitmix64)."""
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        keys = (keys ^ (keys >> shift & (1 << 64 - shift) - 1)) * factor
+    return keys ^ (keys >> 31 & (1 << 33) - 1)
+
+
+def ngram_keys(tokens: Tensor, length: int) -> Tensor:
+    """Return a key, int64, for each token of (..., T) and the ``length`` - 1 before it.
+
+    Before the first token of a row stand -1s. For ``CachedEmbedding(hashed=True)``; cheapest on the
+    host, where the lookup reads them.
+    """
+    keys = torch.zeros(tokens.shape, dtype=torch.int64, device=tokens.device)
+    for back in range(length):
+        before = torch.full_like(tokens, -1, dtype=torch.int64)
+        before[..., back:] = tokens[..., : tokens.shape[-1] - back]
+        keys = mixed(keys + before)
+    return keys

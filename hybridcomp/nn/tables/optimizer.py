@@ -1,0 +1,188 @@
+"""Step the rows that a batch has touched, each at its owner, with torch's own formulas."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError
+from hybridcomp.nn.tables.embedding import CachedEmbedding
+from hybridcomp.nn.tables.making import agree_on_room
+
+NAME = "RowOptimizer"
+Method = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
+#: states of a method: its name, and whether it has one number a row, or one a value
+STATES: Mapping[str, Mapping[str, bool]] = {
+    "sgd": {},
+    "adagrad": {"sum": False},
+    "rowwise_adagrad": {"sum": True},
+    "adam": {"exp_avg": False, "exp_avg_sq": False},
+}
+#: what moves rows that no batch has touched
+MOVES_ALL = "it moves rows that no batch has touched; expected one of " + ", ".join(STATES)
+#: a row's values by the name of what is kept of it
+Rows = dict[str, Tensor]
+
+
+class RowOptimizer(torch.optim.Optimizer):
+    """SGD, Adagrad, row-wise Adagrad or SparseAdam of ``CachedEmbedding``; schedulers take it.
+
+    A step takes the gradients of all backward passes since the last one, in their order, and drops
+    them. Rows have the bits that torch's optimizer gives them: ``SGD``, ``Adagrad`` (of dense
+    gradients, with ``sparse_formula`` of sparse ones) and ``SparseAdam``.
+    """
+
+    def __init__(
+        self,
+        tables: Iterable[CachedEmbedding],
+        method: Method = "adagrad",
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float | None = None,
+        sparse_formula: bool = False,
+        **others: Any,
+    ) -> None:
+        """Add the states of ``method`` to ``tables``; a collective over the ranks of each.
+
+        Args:
+            tables: each in one RowOptimizer only.
+            method: "rowwise_adagrad" keeps one number a row, the sum of mean squares.
+            lr: learning rate, in ``param_groups`` for schedulers.
+            betas: of "adam". eps: by default 1e-8 of "adam", else 1e-10.
+            sparse_formula: of "adagrad": what torch does with sparse gradients.
+
+        Raises ConfigError for anything else, as weight decay, momentum and dense Adam, which move
+        rows that nobody has touched, and where there is no room for the states.
+        """
+        for key, found in others.items():
+            raise ConfigError(f"{NAME}.{key}", found, f"{MOVES_ALL}, without {key}")
+        if method not in STATES:
+            raise ConfigError(f"{NAME}.method", method, MOVES_ALL)
+        if sparse_formula and method != "adagrad":
+            todo = "the other methods have one formula; leave it out"
+            raise ConfigError(f"{NAME}.sparse_formula", True, todo)
+        self.tables, self.method, self._is_sparse = list(tables), method, sparse_formula
+        for number, table in enumerate(self.tables):
+            self._check(table, self.tables[:number])
+        usual = 1e-8 if method == "adam" else 1e-10
+        defaults = {"lr": lr, "betas": betas, "eps": usual if eps is None else eps}
+        super().__init__([table.anchor for table in self.tables], defaults)
+        for table in self.tables:
+            self._add_states(table)
+            table.optimizer = weakref.ref(self)
+
+    def _check(self, table: object, before: list[CachedEmbedding]) -> None:
+        if not isinstance(table, CachedEmbedding):
+            found = Shown(type(table).__name__)
+            raise ConfigError(f"{NAME}.tables", found, "expected tables of CachedEmbedding")
+        if table in before or (table.optimizer is not None and table.optimizer() is not None):
+            todo = "its rows would be stepped twice; give it to one RowOptimizer, once"
+            raise ConfigError(f"{NAME}.tables", Shown(f"{table.name} a second time"), todo)
+
+    def _add_states(self, table: CachedEmbedding) -> None:
+        host, weight = table.host, table.host.states["weight"]
+        for name in [name for name in host.states if name != "weight"]:
+            del host.states[name], table.slots.values[name]  # of an optimizer that is gone
+        kinds = {
+            name: ((), torch.float32) if each else (weight.shape[1:], weight.dtype)
+            for name, each in STATES[self.method].items()
+        }
+        nbytes = sum(host.nbytes(*kind) for kind in kinds.values())
+        mine = {"method": self.method, "sparse_formula": str(self._is_sparse)}
+        agree_on_room(table.owners, host, nbytes, mine, None)
+        for name, (tail, dtype) in kinds.items():
+            host.add(name, tail, dtype)
+            table.slots.make(name)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that wait for a step."""
+        super().zero_grad(set_to_none)
+        for table in self.tables:
+            table.drop_gradients()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step the touched rows. No collective."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for anchor in group["params"]:
+                state = self.state[anchor]
+                state["step"] = state.get("step", 0) + 1
+                self._step_rows(self._table_of(anchor), group, state["step"])
+        return loss
+
+    def _table_of(self, anchor: Tensor) -> CachedEmbedding:
+        anchors = [a for group in self.param_groups for a in group["params"]]
+        return self.tables[next(n for n, one in enumerate(anchors) if one is anchor)]
+
+    def _step_rows(self, table: CachedEmbedding, group: Mapping[str, Any], step: int) -> None:
+        rows, gradients = table.gradients()
+        slots, most = table.slots, max(1, table.slots.count)
+        for low in range(0, len(rows), most):
+            places = slots.hold(rows[low : low + most], is_asked=False)
+            at = places.to(gradients.device)
+            values = {name: found.index_select(0, at) for name, found in slots.values.items()}
+            found = gradients[low : low + most].to(values["weight"].dtype)
+            self._change(values, found, group, step)
+            slots.update(places, values)
+        table.drop_gradients()
+
+    def _change(self, rows: Rows, grad: Tensor, group: Mapping[str, Any], step: int) -> None:
+        lr, eps = float(group["lr"]), group["eps"]
+        if self.method == "sgd":
+            rows["weight"].add_(grad, alpha=-lr)
+        elif self.method == "rowwise_adagrad":
+            rows["sum"] += grad.to(torch.float32).square().mean(1)
+            std = rows["sum"].sqrt().add_(eps)
+            rows["weight"].addcdiv_(grad, std[:, None].to(grad.dtype), value=-lr)
+        elif self.method == "adam":
+            _sparse_adam(rows, grad, lr, group["betas"], eps, step)
+        elif self._is_sparse:
+            rows["sum"].add_(grad.pow(2))
+            rows["weight"].add_(grad / rows["sum"].sqrt().add_(eps), alpha=-lr)
+        else:
+            rows["sum"].addcmul_(grad, grad, value=1)
+            rows["weight"].addcdiv_(grad, rows["sum"].sqrt().add_(eps), value=-lr)
+
+    def square_norm(self) -> Tensor:
+        """Return the sum of squares of the gradients that wait, over all tables and ranks, fp32.
+
+        A norm over ``model.parameters()`` does not see rows: add this to its square, and scale what
+        is too long by ``scale_gradients``. A collective over the ranks of each table.
+        """
+        found = torch.zeros(())
+        for table in self.tables:
+            own = table.gradients()[1].square().sum()
+            found = found.to(own.device) + table.owners.total(own)
+        return found
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply the gradients that wait for a step."""
+        for table in self.tables:
+            table.gradients()[1].mul_(factor)
+
+
+def _sparse_adam(
+    rows: Rows, grad: Tensor, lr: float, betas: tuple[float, float], eps: float, step: int
+) -> None:
+    """Do what ``torch.optim.SparseAdam`` does to the rows of a sparse gradient, in its order."""
+    beta1, beta2 = betas
+    old, old_sq = rows["exp_avg"], rows["exp_avg_sq"]
+    update = grad.sub(old).mul_(1 - beta1)
+    rows["exp_avg"] = old.add(update)
+    update_sq = grad.pow(2).sub_(old_sq).mul_(1 - beta2)
+    rows["exp_avg_sq"] = old_sq.add(update_sq)
+    numer = update.add_(old)
+    denom = update_sq.add_(old_sq).sqrt_().add_(eps)
+    size = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
+    rows["weight"].add_(-size * numer.div_(denom))

@@ -1,0 +1,61 @@
+"""Add up the gradients of rows at their owner until a step takes them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridcomp.nn.tables.owners import Asked, Owners
+
+
+class RowGradients:
+    """Gradients of this rank's rows, fp32, of every backward pass since the last step."""
+
+    def __init__(self, owners: Owners, width: int, average: bool, padding: int | None) -> None:
+        """``average``: divide by the ranks; ``padding``: the place of a row that has none."""
+        self._owners, self._width, self._average = owners, width, average
+        self._padding = padding
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+
+    def give(self, asked: Asked, gradients: Tensor) -> None:
+        """Send the gradients of ``asked.unique`` (n, width) to their owners, who add them up."""
+        if asked.order is not None:
+            gradients = gradients.index_select(0, asked.order.to(gradients.device))
+        got = self._owners.exchange(gradients, asked.gives, asked.takes, "backward")
+        rows = asked.wanted
+        total = torch.zeros((len(rows), self._width), device=got.device)
+        places = asked.answer.to(got.device)
+        begin = 0
+        for taken in asked.takes:  # in rank order; a rank asks for a row once
+            some = slice(begin, begin + taken)
+            total.index_add_(0, places[some], got[some].to(torch.float32))
+            begin += taken
+        if self._average:
+            total /= self._owners.ranks
+        if self._padding is not None:  # torch does not touch it
+            is_row = rows != self._padding
+            rows, total = rows[is_row], total[is_row.to(total.device)]
+        self._waiting.append((rows, total))
+
+    def take(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the rows that wait for a step, ascending, and their gradients (n, width).
+
+        Those of several lookups are added up in the order of their backward passes.
+        """
+        if len(self._waiting) > 1:
+            every, places = torch.unique(
+                torch.cat([rows for rows, _ in self._waiting]), return_inverse=True
+            )
+            total = torch.zeros((len(every), self._width), device=device)
+            parts = torch.split(places, [len(rows) for rows, _ in self._waiting])
+            for at, (_, found) in zip(parts, self._waiting, strict=True):
+                total.index_add_(0, at.to(device), found)
+            self._waiting[:] = [(every, total)]
+        if not self._waiting:
+            none = torch.zeros((0, self._width), device=device)
+            self._waiting.append((torch.empty(0, dtype=torch.int64), none))
+        return self._waiting[0]
+
+    def drop(self) -> None:
+        """Drop all of them."""
+        self._waiting.clear()

@@ -1,0 +1,249 @@
+"""Save and load the rows of a table, each rank its own, for any number of ranks.
+
+A folder has one ``rows.json`` and the files that it names by their token: for each state and rank
+``rows.TOKEN.STATE.RANK-of-RANKS.bin``, row i at place i // ranks of rank i % ranks, little endian.
+``rows.json`` has a checksum (CRC-32) of each piece of 64 MiB. It is replaced when all files are
+there, and those that it does not name are removed then: whatever a save dies of, the one before
+stays whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import secrets
+import weakref
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import CheckpointError, ConfigError
+from hybridcomp.foreign import quoted_path
+from hybridcomp.nn.tables.host_rows import pieces
+from hybridcomp.nn.tables.slots import RowTable
+
+MANIFEST = "rows.json"
+#: a file of some save
+FILE = re.compile(r"rows\.[0-9a-f]{8}\.[a-z_]+\.\d+-of-\d+\.bin")
+#: folders in which tables of this process are saved
+_folders: weakref.WeakValueDictionary[Path, Any] = weakref.WeakValueDictionary()
+
+
+class SavedRows(BaseModel):
+    """What ``rows.json`` says.
+
+    Attributes:
+        rows, width, ranks: of the table, and those that wrote it.
+        token: of its files.
+        states: dtype of each state, ``weight`` among them, and values of a row.
+        sums: of each state by rank: the checksums of its pieces.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: int = Field(1, ge=1, le=1)
+    rows: int = Field(ge=1)
+    width: int = Field(ge=1)
+    ranks: int = Field(ge=1)
+    token: str = Field(pattern=r"^[0-9a-f]{8}$")
+    states: dict[str, list[int | str]]
+    sums: dict[str, list[list[int]]]
+
+    def file(self, state: str, rank: int) -> str:
+        """Return the name of a file."""
+        return f"rows.{self.token}.{state}.{rank}-of-{self.ranks}.bin"
+
+    def count(self, rank: int) -> int:
+        """Return the rows of ``rank``."""
+        return (self.rows - rank + self.ranks - 1) // self.ranks
+
+
+def save(table: RowTable, folder: Path) -> None:
+    """Write the rows of the host; see ``CachedEmbedding.save``."""
+    owners, where = table.owners, folder.resolve()
+    if _folders.setdefault(where, table) is not table:
+        todo = "give each table a folder of its own"
+        raise ConfigError("CachedEmbedding.save", Shown("the folder of another table"), todo)
+    (token, *_) = owners.agree({"token": secrets.token_hex(4)}, None)
+    states = {name: _kind(values) for name, values in table.host.states.items()}
+    shape = {"rows": table.num_embeddings, "width": table.embedding_dim, "ranks": owners.ranks}
+    saved = SavedRows(**shape, token=token["token"], states=states, sums={})
+    mine: dict[str, list[int]] = {}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, values in table.host.states.items():
+            mine[name] = _write(folder / saved.file(name, owners.rank), values)
+        problem = None
+    except OSError as error:
+        problem = CheckpointError(f"{quoted_path(folder)}: {error.strerror}; nothing was replaced")
+    try:
+        said = owners.agree({"sums": mine}, problem)
+        saved.sums = {name: [one["sums"][name] for one in said] for name in mine}
+        if owners.rank == 0:
+            problem = _replace(folder, saved)
+        owners.agree({}, problem)
+    except CheckpointError:
+        for name in table.host.states:
+            with contextlib.suppress(OSError):
+                (folder / saved.file(name, owners.rank)).unlink(missing_ok=True)
+        raise
+    if owners.rank == 0:
+        for path in folder.iterdir():
+            if FILE.fullmatch(path.name) and f".{saved.token}." not in path.name:
+                path.unlink(missing_ok=True)
+
+
+def load(table: RowTable, folder: Path, states: bool) -> None:
+    """Check all files that this rank needs, on all ranks, and then read them."""
+    problem, saved, names = None, None, []
+    try:
+        saved = _read_manifest(folder)
+        names = _names(table, saved, states)
+        for name in names:
+            for rank in _files(table, saved):
+                for _ in _pieces(folder, saved, name, rank):
+                    pass
+    except CheckpointError as error:
+        problem = error
+    table.owners.agree({"token": None if saved is None else saved.token}, problem)
+    assert saved is not None
+    for name, values in table.host.states.items():
+        if name not in names:
+            values.zero_()
+            continue
+        for rank in _files(table, saved):
+            for ids, found in _pieces(folder, saved, name, rank):
+                is_mine = ids % table.owners.ranks == table.owners.rank
+                values[ids[is_mine] // table.owners.ranks] = found[is_mine]
+    table.reload()
+
+
+def full_weight(table: RowTable) -> Tensor | None:
+    """Gather the weight on the first rank, in pieces, as it is."""
+    owners, weight = table.owners, table.host.states["weight"]
+    is_first, out = owners.rank == 0, None
+    if is_first:
+        out = torch.empty((table.num_embeddings, table.embedding_dim), dtype=weight.dtype)
+    for low, high in pieces(owners.count(0), weight[:1].nbytes):
+        counts = [max(0, min(high, owners.count(r)) - low) for r in range(owners.ranks)]
+        gives = [counts[owners.rank] if rank == 0 else 0 for rank in range(owners.ranks)]
+        takes = counts if is_first else [0] * owners.ranks
+        got = owners.exchange_exactly(weight[low : low + sum(gives)], gives, takes)
+        if out is not None:
+            for rank, part in enumerate(torch.split(got, counts)):
+                first = rank + low * owners.ranks
+                out[first : first + len(part) * owners.ranks : owners.ranks] = part
+    return out
+
+
+def _kind(values: Tensor) -> list[int | str]:
+    return [str(values.dtype).removeprefix("torch."), *values.shape[1:]]
+
+
+def _write(path: Path, values: Tensor) -> list[int]:
+    """Write a state's rows; return the checksums of its pieces."""
+    sums = []
+    with path.open("xb") as file:
+        for low, high in pieces(len(values), values[:1].nbytes):
+            data = _bytes(values[low:high])
+            sums.append(zlib.crc32(data))
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return sums
+
+
+def _bytes(values: Tensor) -> memoryview:
+    found: Any = values.contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(found)
+
+
+def _replace(folder: Path, saved: SavedRows) -> CheckpointError | None:
+    new = folder / f"{MANIFEST}.new"
+    try:
+        with new.open("w") as file:
+            file.write(saved.model_dump_json())
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(folder / MANIFEST)
+    except OSError as error:
+        return CheckpointError(f"{quoted_path(new)}: {error.strerror}; nothing was replaced")
+    return None
+
+
+def _read_manifest(folder: Path) -> SavedRows:
+    path = folder / MANIFEST
+    try:
+        saved = SavedRows.model_validate_json(path.read_bytes())
+    except OSError as error:
+        todo = "expected a folder of CachedEmbedding.save"
+        raise CheckpointError(f"{quoted_path(path)}: {error.strerror}; {todo}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "it"
+        raise CheckpointError(
+            f"{quoted_path(path)}: {where!r} is damaged ({first['type']}); load another save"
+        ) from None
+    return saved
+
+
+def _names(table: RowTable, saved: SavedRows, states: bool) -> list[str]:
+    """Return the states to load. Raises CheckpointError where the files have others."""
+    shape = (saved.rows, saved.width)
+    if shape != (table.num_embeddings, table.embedding_dim):
+        wanted = (table.num_embeddings, table.embedding_dim)
+        raise CheckpointError(f"{table.name}: expected {wanted} rows and values, found {shape}")
+    names = [name for name in table.host.states if states or name == "weight"]
+    for name in names:
+        wanted_kind, found = _kind(table.host.states[name]), saved.states.get(name)
+        if found != wanted_kind:
+            raise CheckpointError(
+                f"{table.name}: expected {name} of {wanted_kind}, found {found}; load with the "
+                "method and dtype that saved, or weights alone with states=False"
+            )
+    lost = sorted(set(saved.states) - set(table.host.states))
+    if lost and states:
+        raise CheckpointError(
+            f"{table.name}: found states {lost}, which no RowOptimizer of it has; make that first, "
+            "or load weights alone with states=False"
+        )
+    return names
+
+
+def _files(table: RowTable, saved: SavedRows) -> Iterator[int]:
+    """Yield the ranks whose files have rows of this one."""
+    step = math.gcd(saved.ranks, table.owners.ranks)
+    yield from (r for r in range(saved.ranks) if (r - table.owners.rank) % step == 0)
+
+
+def _pieces(
+    folder: Path, saved: SavedRows, name: str, rank: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield ids and values of a file's pieces. Raises CheckpointError where it is damaged."""
+    path = folder / saved.file(name, rank)
+    dtype, *tail = saved.states[name]
+    like = torch.empty((1, *map(int, tail)), dtype=getattr(torch, str(dtype)))
+    every = saved.sums.get(name, [])
+    sums = every[rank] if rank < len(every) else []
+    borders = pieces(saved.count(rank), like.nbytes)
+    try:
+        if len(sums) != len(borders) or path.stat().st_size != saved.count(rank) * like.nbytes:
+            raise CheckpointError(f"{quoted_path(path)}: its size is not that of {MANIFEST}")
+        with path.open("rb") as file:
+            for number, (low, high) in enumerate(borders):
+                data = bytearray(file.read((high - low) * like.nbytes))
+                if zlib.crc32(data) != sums[number]:
+                    todo = "it was changed or damaged; load another save"
+                    raise CheckpointError(f"{quoted_path(path)}: wrong checksum; {todo}")
+                ids = rank + saved.ranks * torch.arange(low, high)
+                yield ids, torch.frombuffer(data, dtype=like.dtype).view(-1, *like.shape[1:])
+    except OSError as error:
+        raise CheckpointError(f"{quoted_path(path)}: {error.strerror}; load another save") from None

@@ -1,0 +1,241 @@
+"""Keep the rows that are asked for most on the device, and bring in those that a batch needs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import astuple, dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hybridcomp.nn.tables.host_rows import HostRows
+from hybridcomp.nn.tables.owners import Owners
+
+#: batches after which counts are halved, so that a table follows its data
+HALVED_AFTER = 1 << 16
+#: above any count: rows that a batch ahead asks for, or one whose step is to come
+SOON = 1e30
+
+
+class RowTable(Protocol):
+    """A table as its checkpoints and reports see it."""
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    owners: Owners
+    slots: RowSlots
+
+    @property
+    def host(self) -> HostRows:
+        """This rank's rows and states on the host."""
+
+    def reload(self) -> None:
+        """Forget all that is on the device: the rows on the host were replaced."""
+
+
+@dataclass(eq=False)
+class RowsAhead:
+    """Rows of a batch ahead that were not resident, as a thread reads them.
+
+    ``written``: rows that were written to the host since; what was read of them is old.
+    """
+
+    rows: Tensor
+    missing: Tensor
+    values: Future[dict[str, Tensor]]
+    written: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class CacheFigures:
+    """What a cache did: unique rows asked for, of these resident, rows copied in and out."""
+
+    asked: int = 0
+    hits: int = 0
+    rows_in: int = 0
+    rows_out: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the asked rows that were resident."""
+        return self.hits / max(1, self.asked)
+
+    def since(self, before: CacheFigures) -> CacheFigures:
+        """Return the differences from earlier figures of the same cache."""
+        pairs = zip(astuple(self), astuple(before), strict=True)
+        return CacheFigures(*(now - then for now, then in pairs))
+
+
+class RowSlots:
+    """``count`` slots on ``device`` for rows of ``host``; a row that changed is written back.
+
+    Evicted first are rows that are asked for least, by ``frequency`` or as counted; rows of batches
+    ahead, and of batches whose step is to come, only where nothing else is left.
+    """
+
+    def __init__(
+        self, host: HostRows, count: int, device: torch.device, frequency: Tensor | None
+    ) -> None:
+        """``frequency``: of every row, (rows,), any number type; the most frequent are read now."""
+        self.host, self.count, self._device = host, count, device
+        self.values: dict[str, Tensor] = {}
+        for name in host.states:
+            self.make(name)
+        self._slot_of = torch.full((host.rows,), -1, dtype=torch.int32)
+        self._row_in = torch.full((count,), -1, dtype=torch.int64)
+        self._dirty = torch.zeros(count, dtype=torch.bool)
+        self._counted, self._batches = frequency is None, 0
+        uses = torch.zeros(host.rows) if frequency is None else frequency.to(torch.float32)
+        self._uses = uses
+        self._ahead: deque[RowsAhead] = deque()
+        self._kept: list[Tensor] = []
+        self._thread = ThreadPoolExecutor(1, "hybridcomp rows")
+        self.figures = CacheFigures()
+        if frequency is not None and count:
+            self.hold(torch.topk(uses, count).indices.sort().values, is_asked=False)
+
+    def make(self, name: str) -> None:
+        """Make the slots of one of the host's states, zeros as it is."""
+        like = self.host.states[name]
+        shape = (self.count, *like.shape[1:])
+        self.values[name] = torch.zeros(shape, dtype=like.dtype, device=self._device)
+
+    def to(self, device: torch.device) -> None:
+        """Move the slots to ``device``."""
+        self._device = device
+        self.values = {name: values.to(device) for name, values in self.values.items()}
+
+    def read_ahead(self, rows: Tensor) -> RowsAhead:
+        """Begin to read what is missing of ``rows``, sorted and unique; the next ``hold`` of them
+        takes it."""
+        missing = rows[self._slot_of[rows] < 0]
+        made = RowsAhead(rows, missing, self._thread.submit(self.host.read, missing))
+        self._ahead.append(made)
+        return made
+
+    def forget(self) -> None:
+        """Drop all that is read ahead."""
+        self._ahead.clear()
+
+    def keep(self, rows: Tensor) -> None:
+        """Evict ``rows`` last until ``release``: their step is to come."""
+        self._kept.append(rows)
+
+    def release(self) -> None:
+        """Evict kept rows as others."""
+        self._kept.clear()
+
+    def hold(
+        self, rows: Tensor, ahead: RowsAhead | None = None, *, is_asked: bool = True
+    ) -> Tensor:
+        """Bring in ``rows`` (sorted, unique, at most ``count``) and return their slots, int64.
+
+        ``ahead``: what was read of them. ``is_asked``: count them as asked for.
+        """
+        if ahead is not None and ahead in self._ahead:
+            self._ahead.remove(ahead)
+        slots = self._slot_of[rows]
+        missing = rows[slots < 0]
+        if is_asked:
+            self.figures.asked += len(rows)
+            self.figures.hits += len(rows) - len(missing)
+            self._count(rows)
+        if len(missing):
+            missing, values = self._read(missing, ahead)
+            self._place(missing, values, self._free(len(missing), slots[slots >= 0]))
+        return self._slot_of[rows].to(torch.int64)
+
+    def update(self, slots: Tensor, values: dict[str, Tensor]) -> None:
+        """Replace what is in ``slots``."""
+        at = slots.to(self._device)
+        for name, found in values.items():
+            self.values[name].index_copy_(0, at, found)
+        self._dirty[slots] = True
+
+    def flush(self) -> None:
+        """Write every row that changed to the host; all stay resident."""
+        self._write(self._dirty.nonzero().flatten())
+
+    def reload(self) -> None:
+        """Drop all rows without writing: those of the host were replaced."""
+        self.forget()
+        self.release()
+        self._slot_of.fill_(-1)
+        self._row_in.fill_(-1)
+        self._dirty.zero_()
+
+    def close(self) -> None:
+        """End the thread that reads ahead."""
+        self._thread.shutdown()
+
+    def _count(self, rows: Tensor) -> None:
+        if not self._counted:
+            return
+        self._batches += 1
+        if self._batches % HALVED_AFTER == 0:
+            self._uses /= 2
+        self._uses[rows] += 1
+
+    def _read(self, missing: Tensor, ahead: RowsAhead | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return ``missing`` in some order, with their values: read ahead, else now."""
+        if ahead is None:
+            return missing, self.host.read(missing)
+        values = ahead.values.result()
+        is_good = torch.isin(ahead.missing, missing)
+        for written in ahead.written:
+            is_good &= ~torch.isin(ahead.missing, written)
+        if bool(is_good.all()) and len(ahead.missing) == len(missing):
+            return missing, values
+        good = ahead.missing[is_good]
+        others = missing[~torch.isin(missing, good)]
+        more = self.host.read(others)
+        at = is_good.nonzero().flatten()
+        both = {name: torch.cat([values[name][at], more[name]]) for name in values}
+        return torch.cat([good, others]), both
+
+    def _place(self, rows: Tensor, values: dict[str, Tensor], slots: Tensor) -> None:
+        at = slots.to(self._device)
+        for name, found in values.items():
+            there = found.to(self._device, non_blocking=True)
+            self.values[name].index_copy_(0, at, there)
+        self._slot_of[rows] = slots.to(torch.int32)
+        self._row_in[slots] = rows
+        self._dirty[slots] = False
+        self.figures.rows_in += len(rows)
+
+    def _free(self, count: int, needed: Tensor) -> Tensor:
+        """Return ``count`` free slots; evicts rows, none of those in slots ``needed``."""
+        free = (self._row_in < 0).nonzero().flatten()
+        lacking = count - len(free)
+        if lacking <= 0:
+            return free[:count]
+        order = self._uses[self._row_in.clamp(min=0)]
+        for soon in self._soon():
+            slots = self._slot_of[soon]
+            order[slots[slots >= 0]] += SOON
+        order[free] = float("inf")
+        order[needed] = float("inf")
+        out = torch.topk(order, lacking, largest=False).indices
+        self._write(out[self._dirty[out]])
+        self._slot_of[self._row_in[out]] = -1
+        self._row_in[out] = -1
+        return torch.cat([free, out])
+
+    def _soon(self) -> Iterable[Tensor]:
+        yield from (one.rows for one in self._ahead)
+        yield from self._kept
+
+    def _write(self, slots: Tensor) -> None:
+        """Write the rows in ``slots`` to the host."""
+        if not len(slots):
+            return
+        rows, at = self._row_in[slots], slots.to(self._device)
+        self.host.write(rows, {name: v[at].cpu() for name, v in self.values.items()})
+        for one in self._ahead:
+            one.written.append(rows)
+        self._dirty[slots] = False
+        self.figures.rows_out += len(rows)

@@ -1,0 +1,109 @@
+"""Publish a model of PEFT: its adapters alone, or what it computes with, under the base's names."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError, PublishError
+from hybridcomp.publishing.stretches import WeightRange
+from hybridcomp.publishing.weights import EngineWeights
+
+KEY = "publish.lora"
+ALONE, MERGED = "adapters", "merged"
+WAYS = (ALONE, MERGED)
+PREFIX = "base_model.model."
+#: a tensor of an adapter: what stands before, which one of the pair, and the adapter's name
+ADAPTER = re.compile(r"(.*\.lora_(?:A|B|embedding_A|embedding_B))\.([^.]+)(\.weight)?")
+BASE = ".base_layer."
+
+
+def adapted(weights: EngineWeights, way: str | None) -> EngineWeights:
+    """Return ``weights`` of a model of PEFT as ``way`` says, one of WAYS; None: as they are.
+
+    "adapters": under the names of PEFT's checkpoints. "merged": each matrix with its adapter, in
+    the operations of PEFT's ``merge_adapter``. Raises ConfigError where the model has no adapter or
+    several, or the way does not fit its layers.
+    """
+    if way is None or weights.refused is not None:
+        return weights
+    if way not in WAYS:
+        raise ConfigError(KEY, way, f"expected one of {', '.join(WAYS)}, or nothing")
+    found = {name: match for name in weights.shapes if (match := ADAPTER.fullmatch(name))}
+    adapters = sorted({match[2] for match in found.values()})
+    if len(adapters) != 1:
+        shown = Shown(f"adapters {', '.join(adapters)}" if adapters else "a model without adapters")
+        raise ConfigError(KEY, shown, "expected one adapter of PEFT's LoRA; leave it out")
+    further = sorted(
+        name for name in weights.shapes
+        if ".modules_to_save." in name or ".lora_magnitude_vector." in name
+    )  # fmt: skip
+    if further:
+        todo = "neither adapters alone nor merged values are what it computes with; leave it out"
+        raise ConfigError(KEY, Shown(further[0]), todo)
+    if way == ALONE:
+        return _renamed(
+            weights, {name: match[1] + (match[3] or "") for name, match in found.items()}
+        )
+    return _merged(weights, adapters[0], set(found))
+
+
+def _renamed(weights: EngineWeights, names: dict[str, str]) -> EngineWeights:
+    """Return the weights of ``names`` alone, each under its new name."""
+    held = [
+        replace(one, stretch=replace(one.stretch, name=names[one.stretch.name]))
+        for one in weights.held if one.stretch.name in names
+    ]  # fmt: skip
+    return replace(
+        weights, held=held, hugging_face=None,
+        shapes={new: weights.shapes[old] for old, new in names.items()},
+        dtypes={new: weights.dtypes[old] for old, new in names.items()},
+        aliases={alias.removeprefix(PREFIX): names[name]
+                 for alias, name in weights.aliases.items() if name in names},
+    )  # fmt: skip
+
+
+def _merged(weights: EngineWeights, adapter: str, adapters: set[str]) -> EngineWeights:
+    root = weights.module()
+    modules = {} if root is None else dict(root.named_modules())
+    held = []
+    for one in weights.held:
+        name, whole = one.stretch.name, WeightRange(one.stretch.name, 0, one.stretch.numel)
+        owner, base, last = name.partition(BASE)
+        layer = modules.get(owner)
+        if base and last == "weight":
+            is_whole = one.stretch == whole and whole.numel == _numel(weights, name)
+            if layer is None or not is_whole:
+                todo = "the base is cut among the ranks (ZeRO 3, FSDP2): publish adapters alone"
+                raise ConfigError(KEY, MERGED, todo)
+            read = functools.partial(_with_adapter, one.read, layer, adapter)
+            held.append(replace(one, read=read))
+        elif name not in adapters:
+            held.append(one)
+    names = {name: name.removeprefix(PREFIX).replace(BASE, ".")
+             for name in weights.shapes if name not in adapters}  # fmt: skip
+    return _renamed(replace(weights, held=held), names)
+
+
+def _numel(weights: EngineWeights, name: str) -> int:
+    return torch.Size(weights.shapes[name]).numel()
+
+
+@torch.no_grad()
+def _with_adapter(read: Callable[[], Tensor], layer: Any, adapter: str) -> Tensor:
+    """Return a matrix with its adapter, as PEFT's ``merge_adapter`` leaves it."""
+    base: Tensor = read().detach()
+    if getattr(layer, "merged", False) or getattr(layer, "disable_adapters", False):
+        return base
+    delta = layer.get_delta_weight(adapter)
+    if delta.shape != base.shape:
+        raise PublishError(f"an adapter of shape {tuple(delta.shape)} for {tuple(base.shape)}")
+    found: Tensor = (base + delta).to(base.dtype)
+    return found

@@ -1,0 +1,229 @@
+"""Weights of ZeRO 3 that no optimizer changes, gathered once and kept encoded on every rank.
+
+Under adapters (LoRA) nearly all of what stage 3 gathers in every pass are the frozen weights below
+them. With ``zero.frozen`` a fetch of one that is kept decodes it and sends nothing. The first fetch
+gathers natively, keeps the weight, and computes with what it will decode, so that all passes
+compute with the same values.
+
+Before each pass every rank compares a hash of its own shares with that of what was kept, and the
+ranks tell each other, in a bit for each weight, which have changed: by a merge of adapters, a load,
+or by hand. These, and weights that are trained from then on, are dropped, and gathered anew.
+
+Seam: ``Init._partition_param``, where what ``GatheredParameters`` changed is cut again: the weight
+is dropped. ``parameter_gathers`` asks ``serve`` which parameters are left to be gathered. Kept
+weights go with their parameters; nothing of them is saved.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridcomp.channels import Channel, Channels, native_nbytes
+from hybridcomp.channels.kept_weights import KeptWeights, changed_anywhere, hashes_of
+from hybridcomp.config.parameter import FrozenConfig
+from hybridcomp.log import say
+from hybridcomp.patches.ds.partitions import filled
+from hybridcomp.patches.ds.requirement import REQUIREMENT
+from hybridcomp.seams.patching import Seam
+
+CUT = Seam(
+    REQUIREMENT,
+    "deepspeed.runtime.zero.partition_parameters",
+    "Init._partition_param",
+    ("self", "param", "buffer", "has_been_updated", "free_data"),
+)
+#: attribute of a parameter: its ``FrozenWeight``
+ATTRIBUTE = "_hybridcomp_frozen"
+#: what a stage-3 coordinator counts gathered elements in
+AVAILABLE = "_PartitionedParameterCoordinator__n_available_params"
+
+
+class FrozenWeight:
+    """One frozen parameter of an engine."""
+
+    def __init__(self, param: Any, weights: FrozenWeights) -> None:
+        self.param, self.weights = param, weights
+        self.kept: KeptWeights | None = None
+        self.hash = 0  # of this rank's share when it was kept
+
+    @property
+    def share(self) -> Tensor:
+        """Return this rank's share of the parameter, 1-D."""
+        found: Tensor = self.param.ds_tensor.data.view(-1)[: filled(self.param)]
+        return found
+
+    def keep(self) -> None:
+        """Keep the gathered parameter, and put in its place what is decoded from then on."""
+        values: Tensor = self.param.data.detach().reshape(-1)
+        is_vector = len(self.param.ds_shape) < 2
+        self.kept = KeptWeights(values, self.weights.settings, is_vector)
+        (self.hash,) = hashes_of([self.share])
+        self.put()
+
+    def put(self) -> None:
+        """Give upstream the decoded parameter, as a gather would."""
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        assert self.kept is not None, "kept"
+        self.param.data = self.kept.decoded().view(self.param.ds_shape)
+        self.param.ds_status = ZeroParamStatus.AVAILABLE
+
+
+class FrozenWeights:
+    """The frozen parameters of one engine."""
+
+    def __init__(
+        self, channel: Channel, settings: FrozenConfig, params: Iterable[Any], module: Any
+    ) -> None:
+        self.channel, self.settings = channel, settings
+        # before stage 3's own hook, which fetches parameters
+        self._before_passes = module.register_forward_pre_hook(
+            lambda *_: self.check(), prepend=True
+        )
+        self.all = [FrozenWeight(p, self) for p in sorted(params, key=lambda p: p.ds_id)]
+        for weight in self.all:
+            setattr(weight.param, ATTRIBUTE, weight)
+        self._has_told = False
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that this rank keeps."""
+        return sum(weight.kept.nbytes for weight in self.all if weight.kept is not None)
+
+    @torch.no_grad()
+    def serve(
+        self,
+        coordinator: Any,
+        params: Iterable[Any],
+        exactly: Callable[[], AbstractContextManager[None]],
+    ) -> list[Any]:
+        """Make frozen parameters available; return those that are left to be gathered.
+
+        ``exactly``: makes a context in which gathers of upstream are native.
+        """
+        from deepspeed.accelerator import get_accelerator
+
+        wanted = sorted(params, key=lambda p: p.ds_id)
+        found = [
+            weight for p in wanted
+            if (weight := _of(p)) is not None
+            and not p.requires_grad and p.ds_status.name == "NOT_AVAILABLE"
+        ]  # fmt: skip
+        if not found:
+            return wanted
+        stream = coordinator._PartitionedParameterCoordinator__allgather_stream
+        lacking = [weight for weight in found if weight.kept is None]
+        with get_accelerator().stream(stream):
+            for weight in (weight for weight in found if weight.kept is not None):
+                weight.put()
+                self._count(weight.param)
+            with exactly():
+                for has_copy in (False, True):
+                    some = [
+                        w for w in lacking if (w.param.ds_secondary_tensor is not None) == has_copy
+                    ]
+                    if some:
+                        some[0].param.all_gather_coalesced([w.param for w in some]).wait()
+            for weight in lacking:
+                weight.keep()
+        numel = sum(weight.param.ds_numel for weight in found)
+        setattr(coordinator, AVAILABLE, getattr(coordinator, AVAILABLE) + numel)
+        served = {id(weight.param) for weight in found}
+        return [p for p in wanted if id(p) not in served]
+
+    def _count(self, param: Any) -> None:
+        """Count the bytes of the gather that is spared."""
+        group = self.channel.group(param.ds_process_group)
+        share = int(param.ds_tensor.ds_numel)
+        raw = native_nbytes.all_gather_nbytes(share, param.ds_tensor.dtype, group.size)
+        self.channel.record(self.channel.meter(param.ds_tensor.device), raw, "forward", group.ring)
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Drop what does not hold any more; a collective where anything is kept."""
+        kept = [weight for weight in self.all if weight.kept is not None]
+        if not kept:
+            return
+        if not self._has_told:
+            self._has_told = True
+            say(f"zero: rank 0 keeps frozen weights in {self.nbytes / 1e6:.3g} MB")
+        now = hashes_of([weight.share for weight in kept])
+        flags = [
+            weight.param.requires_grad or own != weight.hash
+            for weight, own in zip(kept, now, strict=True)
+        ]
+        device = kept[0].param.ds_tensor.device
+        for weight, flag in zip(kept, changed_anywhere(self.channel, flags, device), strict=True):
+            if flag:
+                weight.kept = None
+                weight.param.ds_secondary_tensor = None  # hpZ's, which has the old values
+
+    def forget(self) -> None:
+        """Have all be gathered anew from their owners, as after a load; the same on all ranks."""
+        for weight in self.all:
+            weight.kept = weight.param.ds_secondary_tensor = None
+
+    def leave(self) -> None:
+        """Let go of the parameters, which another engine takes over."""
+        self._before_passes.remove()
+        for weight in self.all:
+            delattr(weight.param, ATTRIBUTE)
+
+
+def _of(param: Any) -> FrozenWeight | None:
+    found: FrozenWeight | None = getattr(param, ATTRIBUTE, None)
+    return found
+
+
+def weights_of(params: Iterable[Any]) -> FrozenWeights | None:
+    """Return the frozen weights of the engine that has these parameters; None: it keeps none."""
+    return next((found.weights for p in params if (found := _of(p)) is not None), None)
+
+
+def make_partition_param(original: Callable[..., None]) -> Callable[..., None]:
+    """Drop a kept weight that was changed while it was gathered."""
+
+    @functools.wraps(original)
+    def _partition_param(
+        self: Any,
+        param: Any,
+        buffer: Any = None,
+        has_been_updated: bool = False,
+        free_data: bool = True,
+    ) -> None:
+        weight = _of(param)
+        if weight is not None and has_been_updated:
+            weight.kept = None
+        original(self, param, buffer, has_been_updated, free_data)
+
+    return _partition_param
+
+
+def attached(engine: Any, channels: Channels) -> None:
+    """Keep the frozen weights of an engine from their first gather on."""
+    settings = channels.config.zero.keeps_frozen
+    before = weights_of(engine.module.parameters())
+    if before is not None:  # of an engine that had the model before
+        before.leave()
+    if settings is None:
+        return
+    params = [
+        p for p in engine.module.parameters()
+        if hasattr(p, "ds_id") and not p.requires_grad and p.is_floating_point()
+        and not p.ds_persist
+    ]  # fmt: skip
+    if not params:
+        say("zero: no parameter is frozen, so none is kept")
+        return
+    FrozenWeights(channels["zero"], settings, params, engine.module)
+
+
+COVERS = ("zero",)
+ATTACHED = attached
+PATCHES = ((CUT, make_partition_param),)

@@ -1,0 +1,132 @@
+"""Gather the parameters of an FSDP2 group from a copy that each node keeps of them.
+
+The copy of ``channels/node_copies.py``: what crosses between nodes is what an optimizer step
+changed, once, whether a forward or a backward pass gathers first; all other gathers stay inside the
+nodes. ``reshard_after_forward=N`` keeps a copy of its own between the two passes and gathers it
+itself. Nobody tells a slot that parameters have changed, so the ranks compare, before each gather,
+digests of their shares with those that were sent last. So changes from outside of a step, such as
+loaded weights, are noticed, too.
+
+With 8 bits the copy consists of bytes: blockint payloads of matrices, one for each share, and
+vectors (norms, biases) as they are.
+
+A copy goes when the model is detached; it is not saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.channels import Channel, Channels
+from hybridcomp.channels.delta_references import digest, is_exact
+from hybridcomp.channels.node_copies import (
+    CopyGroups,
+    gather_inside,
+    renew,
+    state_of,
+    width_of,
+)
+from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.stepcode import STEP_DTYPES
+from hybridcomp.collectives.topology import discover
+from hybridcomp.patches.torch.fsdp2_members import Members
+
+
+def groups_of(channels: Channels) -> CopyGroups | None:
+    """Return the ranks by node where the block asks for copies; a collective then.
+
+    Raises ConfigError, on all ranks, where nodes are not alike or have one rank.
+    """
+    config = channels.config
+    if not config.zero.keeps_copy:
+        return None
+    nodes = discover("auto" if config.hierarchy == "none" else config.widths)
+    return CopyGroups.of(width_of(nodes), nodes.source)
+
+
+class NodeCopyGather:
+    """Gathers of one group from the copy of this rank's node."""
+
+    def __init__(self, members: Members, channel: Channel, groups: CopyGroups) -> None:
+        self._members, self._channel, self._groups = members, channel, groups
+        self._slice: Tensor | None = None
+        self._sent: int | None = None  # digest of this rank's share when it was sent last
+        self._of = (-1, -1)  # generation of the channels and step, then
+        exact = channel.state.config.zero.secondary == "exact"
+        self._codec: Codec | None = (
+            None if exact else channel.state.policy.codecs["zero", "forward"]
+        )
+
+    def serves(self, group: dist.ProcessGroup, dtype: torch.dtype) -> bool:
+        """Return whether a gather over ``group`` is one from the copy."""
+        return group.size() == self._groups.size and dtype in STEP_DTYPES
+
+    @torch.no_grad()
+    def gather(self, output: Tensor, share: Tensor) -> None:
+        """Fill ``output`` (W n values) with all ranks' ``share``; a collective of all ranks."""
+        channel, groups = self._channel, self._groups
+        own = self._bytes_of(share) if self._codec is not None else share
+        values = own.view(torch.bfloat16) if own.dtype == torch.uint8 else own
+        now, native = int(digest(values)), (share.numel(), share.dtype)
+        generation, step = self._of
+        known = self._slice is not None and generation == channel.generation
+        known = known and (step == channel.step or not is_exact(channel))
+        held = self._slice if known else None
+        copies = None if held is None else [held.view(-1)]
+        state = state_of(channel, groups, copies, share.device, now == self._sent)
+        if state != "current":
+            table = held if state == "steps" else None
+            self._slice = None  # until it is complete
+            self._slice = renew(channel, groups, own, table, native)
+            self._sent, self._of = now, (channel.generation, channel.step)
+        assert self._slice is not None, "renewed"
+        rows = gather_inside(channel, groups, self._slice, native, state != "current")
+        if self._codec is None:
+            output.view(rows.shape).copy_(rows)
+        else:
+            self._decode(rows, output.view(len(rows), -1))
+
+    def _parts(self, ranks: int) -> Iterator[tuple[slice, bool]]:
+        """Yield the stretch of a share that each parameter has, and whether it is encoded."""
+        start = 0
+        for member in self._members.members:
+            stop = start + member.chunk(ranks)
+            yield slice(start, stop), member.numel > member.rows and stop > start
+            start = stop
+
+    def _bytes_of(self, share: Tensor) -> Tensor:
+        assert self._codec is not None, "encoded copies"
+        found = []
+        for stretch, is_encoded in self._parts(self._groups.size):
+            part = share[stretch].contiguous()
+            if is_encoded:
+                self._channel.sample(part, self._codec, "forward")
+                nbytes = self._codec.wire_nbytes(part.numel(), part.dtype)
+                found.append(part.new_zeros(nbytes, dtype=torch.uint8))
+                self._codec.encode(part, found[-1])
+            else:
+                found.append(part.view(torch.uint8))
+        return torch.cat(found)
+
+    def _decode(self, rows: Tensor, out: Tensor) -> None:
+        """Decode all shares, (W, bytes), into ``out`` (W, n)."""
+        assert self._codec is not None, "encoded copies"
+        place = 0
+        for stretch, is_encoded in self._parts(len(rows)):
+            numel = stretch.stop - stretch.start
+            nbytes = numel * out.itemsize
+            if is_encoded:
+                nbytes = self._codec.wire_nbytes(numel, out.dtype)
+            for row, values in zip(rows, out, strict=True):
+                part = row[place : place + nbytes]
+                if is_encoded:
+                    decoded = values.new_empty(numel)
+                    self._codec.decode(part.clone(), decoded)
+                else:
+                    decoded = part.clone().view(out.dtype)
+                values[stretch].copy_(decoded)
+            place += nbytes

@@ -1,0 +1,22 @@
+"""Write JSON whose entries are rows: nested to some depth, and each value below it on one line."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def dumps(value: Any, depth: int) -> str:
+    """Return ``value`` as JSON: objects of the first ``depth`` levels nested, all else in rows.
+
+    A change of one entry then changes one line. Keys stay in their order.
+    """
+    return _nested(value, depth, "") + "\n"
+
+
+def _nested(value: Any, depth: int, indent: str) -> str:
+    if depth == 0 or not value or not isinstance(value, dict):
+        return json.dumps(value)
+    deeper = indent + " "
+    rows = (f"{deeper}{json.dumps(k)}: {_nested(v, depth - 1, deeper)}" for k, v in value.items())
+    return "{\n" + ",\n".join(rows) + f"\n{indent}}}"

@@ -1,0 +1,88 @@
+"""Secondary copies: slices and columns on grids of ranks, steps and whole shares, bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridcomp.channels import Channels
+from hybridcomp.channels.node_copies import CopyGroups, gather_inside, renew
+from hybridcomp.collectives.topology import Nodes
+from hybridcomp.config import CompressionConfig
+from tests.collectives.hierarchical.in_threads import deep_groups, units_of
+from tests.stand_ins import thread_groups
+
+#: nodes, ranks on a node
+GRIDS = ((2, 2), (2, 4), (3, 2), (4, 2), (3, 3), (2, 3), (5, 2))
+NUMEL = 3000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def in_threads() -> Iterator[None]:
+    with thread_groups.in_process():
+        yield
+
+
+def values_of(dtype: torch.dtype, ranks: int) -> Tensor:
+    """Shares of all ranks, (ranks, NUMEL)."""
+    generator = torch.Generator().manual_seed(ranks)
+    if dtype == torch.uint8:
+        return torch.randint(256, (ranks, NUMEL), generator=generator, dtype=dtype)
+    found = torch.randn(ranks, NUMEL, generator=generator).to(dtype)
+    found[0, :4] = torch.tensor([float("nan"), float("inf"), -0.0, 0.0])
+    return found
+
+
+def moved(values: Tensor) -> Tensor:
+    """Every tenth value by a unit in its last place."""
+    bits = values.clone()
+    view = bits if bits.dtype == torch.uint8 else bits.view(torch.int16)
+    view[:, ::10] += 1
+    return bits
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.uint8], ids=str)
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_a_node_has_all_new_values(grid: tuple[int, int], dtype: torch.dtype) -> None:
+    nodes, width = grid
+    ranks = nodes * width
+    old = values_of(dtype, ranks)
+    new = moved(old)
+    _, levels_of, boards = deep_groups(units_of([width], ranks))
+
+    def one(_: Any, rank: int) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+        groups = CopyGroups(Nodes([0] * ranks, ""), levels_of(rank))
+        channel = Channels(CompressionConfig.parse({"zero": {"secondary": "exact"}}))["zero"]
+        native = NUMEL, torch.bfloat16
+        sent = []
+
+        def counted() -> None:
+            sent.append(int(channel.state.ledger.interval["zero", "forward"].inter_nbytes))
+
+        held = renew(channel, groups, old[rank].clone(), None, native)
+        counted()
+        before = held.clone()
+        table = renew(channel, groups, new[rank].clone(), held, native)
+        counted()
+        assert torch.equal(bits_of(held), bits_of(before)), "not modified"
+        gathered = gather_inside(channel, groups, table, native, True)
+        entry = channel.state.ledger.interval["zero", "forward"]
+        raw = 2 * (nodes - 1) * NUMEL * 2 + (ranks - nodes) * NUMEL * 2
+        assert entry.raw_nbytes == raw
+        return before, table, gathered, sent
+
+    for rank, (before, table, gathered, sent) in enumerate(thread_groups.run(ranks, one, boards)):
+        start = rank % width * nodes
+        assert torch.equal(bits_of(before), bits_of(old[start : start + nodes]))
+        assert torch.equal(bits_of(table), bits_of(new[start : start + nodes]))
+        assert torch.equal(bits_of(gathered), bits_of(new))
+        whole, steps = sent[0], sent[1] - sent[0]
+        assert 0 < steps < 0.2 * whole, "a tenth of the values have moved"
+
+
+def bits_of(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.uint8 else values.view(torch.int16)

@@ -1,0 +1,85 @@
+"""vLLM itself on CPUs, offline and as a server: every version bit for bit, whatever went wrong.
+
+The proof is that all weights are equal. Answers are held against those of transformers, within what
+another order of computing in bf16 makes of them: they show that requests reach the new weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.inference.vllm_runs import DAMAGED, OTHER
+
+pytestmark = pytest.mark.nightly
+ROOT = Path(__file__).resolve().parents[2]
+#: vLLM computes in bf16 in another order than transformers, and weights grow with each version: up
+#: to 0.07 apart behind 20 of them, where answers of two versions are up to 0.3 apart
+NEAR = 0.15
+#: has vLLM compute with weights as they are, as on a GPU
+PLAIN = """
+import torch
+def plugin():
+    from vllm.model_executor.layers import utils
+    def plain(layer, remove_weight):
+        layer.cpu_linear = torch.nn.functional.linear
+    utils.dispatch_cpu_unquantized_gemm = plain
+"""
+
+
+def run(folder: Path, how: str, family: str, workers: int, versions: int, plain: bool) -> Any:
+    """Run ``vllm_runs`` in a process of its own; returns what it found."""
+    pytest.importorskip("vllm", reason="vLLM is not installed", exc_type=ImportError)
+    plugins = {"hybridcomp": "hybridcomp.inference.vllm_plugin:plugin"}
+    if plain:
+        (folder / "plain_linear.py").write_text(PLAIN)
+        plugins["plain_linear"] = "plain_linear:plugin"
+    for name, where in plugins.items():  # this checkout need not be installed
+        info = folder / f"{name}-0.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.0\n")
+        (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {where}\n")
+    environment = {
+        **os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_HOST_IP": "127.0.0.1", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_PLUGINS": ",".join(plugins),
+    }  # fmt: skip
+    command = [sys.executable, "-W", "ignore", "-m", "tests.inference.vllm_runs", how, family,
+               str(workers), str(versions), str(folder)]  # fmt: skip
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    (found,) = (line for line in done.stdout.splitlines() if line.startswith('{"'))
+    return json.loads(found)  # vLLM tells of its end behind it
+
+
+def expect_answers(found: Any) -> None:
+    """Hold answers against the weights that they are to be of; later versions answer otherwise."""
+    assert max(found["off"]) < NEAR, found
+    assert max(found["moved"][1:]) > NEAR, found
+
+
+@pytest.mark.parametrize(
+    ("family", "workers", "plain"),
+    [("Llama", 2, False), ("Qwen2", 1, False), ("Mixtral", 1, False), ("Llama", 1, True)],
+)
+def test_an_engine_offline(tmp_path: Path, family: str, workers: int, plain: bool) -> None:
+    found = run(tmp_path, "offline", family, workers, 4, plain)
+    assert found["wrong"] == []
+    assert not plain or found["unknown"] == [{}] * workers
+    assert "version 99 was not there" in found["errors"][0]
+    expect_answers(found)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_server_that_meets_with_mishaps(tmp_path: Path, workers: int) -> None:
+    found = run(tmp_path, "served", "Llama", workers, 20, plain=workers == 2)
+    assert found["wrong"] == [] and found["lost"] == 0
+    assert set(found["errors"]) == {str(DAMAGED), str(OTHER)}, found["errors"]
+    expect_answers(found)

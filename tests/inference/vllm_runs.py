@@ -1,0 +1,456 @@
+"""Run vLLM itself, offline and as a server, with published versions; prints what it found as JSON.
+
+``python -m tests.inference.vllm_runs offline|served|paused FAMILY WORKERS VERSIONS FOLDER``.
+Engines say what they compute with: each worker multiplies every matrix with the identity, which is
+exact. ``paused`` loads versions of 1.1 billion weights, and says how long vLLM stood still.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+PROMPT = [7 * one % 480 + 5 for one in range(200)]
+#: what is told of versions: damaged on the way, late, of another model, sent while requests run
+DAMAGED, LATE, OTHER, RUNNING = 5, 9, 13, 17
+PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+WAIT_S = 6.0
+
+
+def digest(values: Tensor) -> str:
+    """Checksum of 16-bit values; the two zeros are one, as multiplying makes them."""
+    return hashlib.sha256(
+        (values.detach().float() + 0.0).contiguous().numpy().tobytes()
+    ).hexdigest()
+
+
+class Probe:
+    """What a worker of vLLM has besides: ``--worker-extension-cls``."""
+
+    def prepared(self) -> None:
+        """Wait until what goes on beside requests has ended."""
+        self.weight_transfer_engine._beside.end()  # type: ignore[attr-defined]
+
+    def unknown(self) -> dict[str, str]:
+        """Weights that are not written in place, and why."""
+        engine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        found: dict[str, str] = engine._follower._engine._layout.unknown
+        return found
+
+    def held(self) -> dict[str, str]:
+        """Checksums of the weights that this worker computes with, without experts."""
+        found: dict[str, str] = {}
+        for name, module in self.get_model().named_modules():  # type: ignore[attr-defined]
+            weights = dict(module.named_parameters(recurse=False))
+            if "w13_weight" in weights:
+                continue
+            found |= {f"{name}.{key}": digest(one) for key, one in weights.items() if one.numel()}
+            if hasattr(module, "cpu_linear"):
+                keys = ("input_size_per_partition", "input_size", "embedding_dim")
+                size = next(getattr(module, key) for key in keys if hasattr(module, key))
+                columns = module.quant_method.apply(module, torch.eye(size, dtype=torch.bfloat16))
+                found[f"{name}.weight"] = digest(columns.t())
+        return found
+
+
+#: a Llama of 1.1 billion weights
+LARGE: dict[str, Any] = {
+    "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+    "num_attention_heads": 32, "num_key_value_heads": 4,
+}  # fmt: skip
+
+
+def made(family: str, vocabulary: int = 512) -> nn.Module:
+    """A small model of transformers with random weights, or a large one."""
+    import transformers
+
+    torch.manual_seed(vocabulary)
+    if family == "Large":
+        with torch.device("meta"):
+            model: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LARGE))
+        model = model.to(torch.bfloat16).to_empty(device="cpu")
+        for parameter in model.parameters():
+            nn.init.uniform_(parameter, -0.02, 0.02)
+        return model
+    sizes: dict[str, Any] = {
+        "vocab_size": vocabulary, "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 512, "eos_token_id": None,
+    }  # fmt: skip
+    if family == "Qwen2":
+        sizes["tie_word_embeddings"] = True
+    if family == "Mixtral":
+        sizes["num_local_experts"] = 4
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
+    with torch.no_grad():  # so that answers tell one version from the next
+        for parameter in model.parameters():
+            parameter.mul_(2 if parameter.ndim > 1 else 1)
+    return model
+
+
+def exported(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The model under the names of its checkpoints."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = dict(model.named_parameters())
+    yield from revert_weight_conversion(model, state).items()
+
+
+class Trained:
+    """A model in training, and a publisher of it."""
+
+    def __init__(self, family: str, to: Path, vocabulary: int = 512) -> None:
+        from hybridcomp.inference.shares import Shares
+
+        self.model, self.to = made(family, vocabulary), to
+        self.shares = Shares("bf16", 0, 1)
+        self.publisher: Any = None
+        self.generator = torch.Generator().manual_seed(3)
+        self.is_tied = family == "Qwen2"
+
+    def publish(self) -> int:
+        from hybridcomp.publishing import Publisher
+        from hybridcomp.publishing.destinations import Folder
+
+        self.shares.take(exported(self.model))
+        self.publisher = self.publisher or Publisher(self.shares.weights(), Folder(self.to))
+        return int(self.publisher.publish().version)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for one in self.model.parameters():
+            moved = torch.rand(one.shape, generator=self.generator) < 0.1
+            one.add_((moved * 0.05).to(torch.bfloat16))
+
+    @torch.no_grad()
+    def answer(self) -> float:
+        """Logarithm of the probability of the likeliest token behind the prompt."""
+        logits = self.model(torch.tensor([PROMPT])).logits[0, -1]
+        return float(torch.log_softmax(logits.float(), 0).max())
+
+    def held(self, names: list[str], rank: int, count: int) -> dict[str, str]:
+        """What worker ``rank`` has to hold: rows of most matrices, columns of those that end."""
+        whole = {name: one.detach() for name, one in exported(self.model)}
+        if self.is_tied:
+            whole["lm_head.weight"] = whole["model.embed_tokens.weight"]
+        found = {}
+        for name in names:
+            pack = next((pack for pack in PACKED if pack in name), "")
+            parts = [name.replace(pack, part) for part in PACKED[pack]] if pack else [name]
+            across = 1 if "o_proj" in name or "down_proj" in name else 0
+            is_whole = "norm" in name or ".gate." in name
+            rows = []
+            for part in parts:
+                known = whole.get(part, whole.get(part.replace(".mlp.", ".block_sparse_moe.")))
+                assert known is not None, part
+                rows.append(known if is_whole else known.chunk(count, across)[rank])
+            found[name] = digest(torch.cat(rows))
+        return found
+
+
+def differing(trained: Trained, told: list[dict[str, str]]) -> list[str]:
+    """Weights of workers that are others than the trained ones."""
+    assert all(len(one) > 10 for one in told)
+    wanted = [trained.held(list(one), rank, len(told)) for rank, one in enumerate(told)]
+    return [name for one, want in zip(told, wanted, strict=True) for name in one
+            if one[name] != want[name]]  # fmt: skip
+
+
+def engine_of(folder: Path, workers: int) -> Any:
+    """``vllm.LLM`` of the model in a folder."""
+    from vllm import LLM
+    from vllm.config import WeightTransferConfig
+
+    return LLM(
+        model=str(folder / "model"), skip_tokenizer_init=True, dtype="bfloat16", max_num_seqs=4,
+        enforce_eager=True, tensor_parallel_size=workers, max_model_len=256,
+        weight_transfer_config=WeightTransferConfig(backend="hybridcomp"),
+        worker_extension_cls="tests.inference.vllm_runs.Probe",
+    )  # fmt: skip
+
+
+def paused(family: str, workers: int, versions: int, folder: Path) -> dict[str, Any]:
+    """Load prepared versions, of which 2 % of the weights change; the seconds of each pause."""
+    trained = Trained(family, folder / "weights")
+    trained.model.save_pretrained(folder / "model")  # type: ignore[operator]
+    llm = engine_of(folder, workers)
+    said = {"source": str(folder / "weights"), "wait_s": 300.0}
+    llm.init_weight_transfer_engine({"init_info": said})
+    found: dict[str, Any] = {"publish": [], "pause": []}
+    for _ in range(versions):
+        version = trained.publish()
+        found["publish"].append(trained.publisher.summary.seconds)
+        for prepare in (True, False):
+            llm.start_weight_update()
+            begun = time.perf_counter()
+            llm.update_weights({"update_info": {"version": version, "prepare": prepare}})
+            seconds = time.perf_counter() - begun
+            llm.finish_weight_update()
+            if prepare:  # and requests would run meanwhile
+                llm.collective_rpc("prepared")
+        found["pause"].append(seconds)
+        with torch.no_grad():
+            for one in trained.model.parameters():
+                flat = one.view(-1)
+                flat[torch.randint(len(flat), (len(flat) // 50,))] += 1e-3
+    return found
+
+
+def offline(family: str, workers: int, versions: int, folder: Path) -> dict[str, Any]:
+    """Load versions into ``vllm.LLM``; before the third one that is not there."""
+    from vllm import SamplingParams
+
+    trained = Trained(family, folder / "weights")
+    trained.model.save_pretrained(folder / "model")  # type: ignore[operator]
+    llm = engine_of(folder, workers)
+    said = {"source": str(folder / "weights"), "wait_s": 0.5}
+    llm.init_weight_transfer_engine({"init_info": said})
+    sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=1, detokenize=False)
+
+    def load(version: int, prepare: bool = False) -> str:
+        try:
+            llm.start_weight_update()
+            message = {"version": version, "prepare": prepare}
+            llm.update_weights({"update_info": message})
+            llm.finish_weight_update()
+        except Exception as error:
+            with contextlib.suppress(Exception):  # the workers that were not told are in it still
+                llm.finish_weight_update()
+            return str(error)
+        llm.reset_prefix_cache()
+        return ""
+
+    def answer() -> float:
+        (out,) = llm.generate({"prompt_token_ids": PROMPT}, sampling, use_tqdm=False)
+        return float(max(one.logprob for one in out.outputs[0].logprobs[0].values()))
+
+    found: dict[str, Any] = {"wrong": [], "off": [], "errors": [], "moved": []}
+    before = 0.0
+    for number in range(1, versions + 1):
+        version = trained.publish()
+        if number == 3:
+            found["errors"].append(load(99))
+            found["off"].append(abs(answer() - before))
+        if number % 2:
+            load(version, prepare=True)
+            answer()
+        assert not (problem := load(version)), problem
+        found["wrong"] += differing(trained, llm.collective_rpc("held"))
+        found["off"].append(abs(answer() - trained.answer()))
+        found["moved"].append(abs(trained.answer() - before))
+        before = trained.answer()
+        trained.step()
+    found["unknown"] = llm.collective_rpc("unknown")
+    return found
+
+
+class Server:
+    """A server of vLLM in a process of its own, and requests to it."""
+
+    def __init__(self, folder: Path, workers: int, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = (folder / "server.log").open("w")
+        command = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+            "--model", str(folder / "model"), "--tokens-only", "--dtype", "bfloat16",
+            "--enforce-eager", "--port", str(port),
+            "--host", "127.0.0.1", "--max-model-len", "512", "--max-num-seqs", "8",
+            "--tensor-parallel-size", str(workers),
+            "--weight-transfer-config", '{"backend": "hybridcomp"}',
+            "--worker-extension-cls", "tests.inference.vllm_runs.Probe",
+        ]  # fmt: skip
+        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+        self.process = subprocess.Popen(
+            command, stdout=self.log, stderr=subprocess.STDOUT, env=environment
+        )
+
+    def wait(self) -> None:
+        """Wait until it answers."""
+        import requests
+
+        while self.process.poll() is None:
+            try:
+                if requests.get(f"{self.url}/health", timeout=5).ok:
+                    return
+            except requests.RequestException:
+                time.sleep(0.5)
+        raise RuntimeError("the server has ended; see server.log")
+
+    def ask(self, tokens: int, prompt: list[int]) -> dict[str, Any]:
+        """Answer a prompt, by its token ids."""
+        import requests
+
+        body: Any = {
+            "token_ids": prompt,
+            "sampling_params": {"max_tokens": tokens, "temperature": 0, "logprobs": 1,
+                                "detokenize": False, "ignore_eos": True},
+            "stream": False,
+        }  # fmt: skip
+        answer = requests.post(f"{self.url}/inference/v1/generate", json=body, timeout=600)
+        answer.raise_for_status()
+        found: dict[str, Any] = answer.json()["choices"][0]
+        return found
+
+    def answer(self) -> float:
+        """As ``Trained.answer``."""
+        (first, *_) = self.ask(1, PROMPT)["logprobs"]["content"]
+        return float(first["logprob"])
+
+    def held(self) -> list[dict[str, str]]:
+        """What its workers hold."""
+        import requests
+
+        body: Any = {"method": "held", "timeout": 120}
+        answer = requests.post(f"{self.url}/collective_rpc", json=body, timeout=600)
+        answer.raise_for_status()
+        found: list[dict[str, str]] = answer.json()["results"]
+        return found
+
+    def end(self) -> None:
+        """End the server."""
+        self.process.terminate()
+        self.process.wait()
+        self.log.close()
+
+
+def damage(folder: Path, version: int) -> None:
+    """Turn a byte in the middle of a part of a version."""
+    (part,) = (folder / "parts").glob(f"v{version:010d}.*.part")
+    data = bytearray(part.read_bytes())
+    data[len(data) // 3] ^= 255
+    part.write_bytes(data)
+
+
+def served(family: str, workers: int, versions: int, folder: Path) -> dict[str, Any]:
+    """Send versions to a server by the trainer's engine, with mishaps on the way."""
+    from hybridcomp.inference import vllm_plugin
+
+    vllm_plugin.register()
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+
+    from hybridcomp.errors import PublishError
+    from hybridcomp.inference.vllm_trainer import HybridcompTrainerInfo, ServerClient
+    from tests.scripts_on_ranks import free_port
+
+    trained = Trained(family, folder / "weights")
+    trained.model.save_pretrained(folder / "model")  # type: ignore[operator]
+    server = Server(folder, workers, free_port())
+    client = ServerClient(server.url)
+    found: dict[str, Any] = {"wrong": [], "off": [], "errors": {}, "moved": [], "lost": 0}
+    try:
+        server.wait()
+        trained.publish()
+        other = Trained(family, folder / "other", vocabulary=480)
+        other.publish()
+
+        def transfer(of: Trained) -> Any:
+            sending: Any = Sending(of)
+            info = HybridcompTrainerInfo(
+                publisher=sending, source=str(of.to), rank=0, wait_s=WAIT_S
+            )
+            return WeightTransferTrainerFactory.trainer_init(info, client=client)
+
+        sender, before = transfer(trained), server.answer()
+        for number in range(1, versions + 1):
+            sender._publisher.number = number
+            asked: list[threading.Thread] = []
+            if number == OTHER:
+                refused = transfer(other)
+                with_error(refused.send_weights, found, number, PublishError)
+                found["off"].append(abs(server.answer() - before))
+                sender = transfer(trained)
+                sender._publisher.number = number
+            if number == RUNNING:
+                asked = [threading.Thread(target=ask_long, args=(server, n, found))
+                         for n in range(4)]  # fmt: skip
+                for one in asked:
+                    one.start()
+                time.sleep(0.5)
+                sender.prepare_weights()
+            is_refused = with_error(sender.send_weights, found, number, PublishError)
+            if is_refused:
+                found["off"].append(abs(server.answer() - before))
+                sender.send_weights()
+            found["wrong"] += differing(trained, server.held())
+            for one in asked:
+                one.join()
+            found["off"].append(abs(server.answer() - trained.answer()))
+            found["moved"].append(abs(trained.answer() - before))
+            before = trained.answer()
+            trained.step()
+    finally:
+        server.end()
+    return found
+
+
+def with_error(call: Any, found: dict[str, Any], number: int, kind: type[Exception]) -> bool:
+    """Call; note the error."""
+    try:
+        call()
+    except kind as error:
+        found["errors"][number] = str(error)
+        return True
+    return False
+
+
+def ask_long(server: Server, number: int, found: dict[str, Any]) -> None:
+    """Ask for many tokens; count an answer that does not come whole."""
+    try:
+        answer = server.ask(120, PROMPT[number:])
+        found["lost"] += len(answer["token_ids"]) != 120
+    except Exception as error:
+        found["lost"] += 1
+        found["errors"][f"request {number}"] = str(error)
+
+
+class Sending:
+    """A publisher whose versions meet with mishaps."""
+
+    def __init__(self, trained: Trained) -> None:
+        self.trained, self.number = trained, 0
+        self.ranks = (0,)
+        self._mishaps = {DAMAGED, LATE}
+
+    def publish(self) -> Any:
+        """Publish; a damaged one is damaged once, a late one is there after a while."""
+        publisher = self.trained.publisher
+        assert publisher is not None
+        if self.number == LATE and LATE in self._mishaps:
+            self._mishaps.remove(LATE)
+            self.trained.shares.take(exported(self.trained.model))
+            threading.Timer(2.0, publisher.publish).start()
+            return type("Told", (), {"version": publisher.version + 1})
+        self.trained.publish()
+        if self.number == DAMAGED and DAMAGED in self._mishaps:
+            self._mishaps.remove(DAMAGED)
+            damage(self.trained.to, publisher.version)
+        return publisher.summary
+
+
+def main() -> None:
+    """Run what the command line says."""
+    how, family, workers, versions, folder = sys.argv[1:6]
+    place = Path(folder)
+    dist.init_process_group("gloo", init_method=f"file://{place}/store", rank=0, world_size=1)
+    found = {"offline": offline, "served": served, "paused": paused}[how](
+        family, int(workers), int(versions), place
+    )
+    print("\n" + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Tables inside of models under DDP, FSDP2 and DeepSpeed: the same bits, reports, versions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import hybridcomp
+from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import ConfigError
+from hybridcomp.nn import CachedEmbedding, RowOptimizer
+from hybridcomp.patches.rules import ds_check
+from hybridcomp.session import process
+from tests.nn.tables.made import ranks, zipf
+from tests.ranks import RunRanks, run_ranks
+
+ROWS, WIDTH = 301, 8
+
+
+class Model(nn.Module):
+    """A table and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = CachedEmbedding.from_embedding(
+            nn.Embedding(ROWS, WIDTH), resident=80, device="cpu"
+        )
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.layer(self.table(ids)).square().mean()
+        return out
+
+
+def stepped(model: Model, run: Any, step: Any, steps: int = 4) -> list[Tensor]:
+    """Train; the whole table and the weight of the layer."""
+    rows = RowOptimizer([model.table], lr=0.1)
+    for number in range(steps):
+        loss = run(zipf(ROWS, 40, 10 * number + ranks()[0]))
+        step(loss)
+        rows.step()
+    return [one for one in (model.table.full_weight(),) if one is not None]
+
+
+def under_torch(engine: str, block: Any, ledger: str) -> list[Tensor]:
+    model = Model()
+    whole: Any = model
+    if engine == "ddp":
+        whole = DistributedDataParallel(model)
+    else:
+        fully_shard(model)
+    attached = None
+    if block is not None:
+        attached = hybridcomp.attach(whole, {**block, "ledger": {"every": 2, "jsonl": ledger}})
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.05)
+
+    def step(loss: Tensor) -> None:
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    found = stepped(model, whole, step)
+    if attached is not None:
+        hybridcomp.detach(whole)
+    return found
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_lossless_rows_change_nothing_and_are_reported(
+    on_ranks: RunRanks, tmp_path: Path, engine: str
+) -> None:
+    path = tmp_path / "ledger.jsonl"
+    native = on_ranks(2, under_torch, engine, None, "")
+    found = on_ranks(2, under_torch, engine, {"embed": "expcode", "preset": "none"}, str(path))
+    assert torch.equal(native[0][0], found[0][0])
+    record = json.loads(path.read_text().splitlines()[0])
+    row = record["embed"]
+    assert 0 < row["hits"] < 1 and row["asked"] > 50 and row["rows_in"] > 0
+    assert set(record["dimensions"]["embed"]) == {"forward", "backward"}
+    assert record["dimensions"]["embed"]["backward"]["ratio"] > 0.9
+
+
+def published(folder: str) -> list[bool]:
+    """Versions of a model with a table, the receiver's rows beside the table's."""
+    model = Model()
+    whole = DistributedDataParallel(model)
+    rows = RowOptimizer([model.table], lr=0.1)
+    publisher = hybridcomp.publish(whole, folder, dtype="bf16")
+    same = []
+    for step in range(3):
+        whole(zipf(ROWS, 40, 10 * step + ranks()[0])).backward()
+        rows.step()
+        publisher.publish()
+        expected = model.table.full_weight()
+        if expected is not None:
+            receiver = hybridcomp.WeightReceiver(folder)
+            receiver.update()
+            got = dict(receiver.tensors())
+            same.append(set(got) == {"table.weight", "layer.weight", "layer.bias"})
+            same.append(torch.equal(got["table.weight"], expected.bfloat16()))
+    publisher.close()
+    return same
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_versions_have_the_rows(on_ranks: RunRanks, tmp_path: Path, world: int) -> None:
+    assert on_ranks(world, published, str(tmp_path))[0] == [True] * 6
+
+
+def under_deepspeed(stage: int, block: Any) -> list[Tensor]:
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes a minute
+    model = Model()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        **({} if block is None else {"compression": block}),
+    }
+    hybridcomp.install()
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+
+    def step(loss: Tensor) -> None:
+        engine.backward(loss)
+        engine.step()
+
+    found = stepped(model, engine, step)
+    if block is not None:
+        channels = process.current()
+        assert channels is not None
+        assert channels.ledger.interval["embed", "backward"].messages > 0
+    engine.destroy()
+    return found
+
+
+def of_deepspeed() -> list[list[Tensor]]:
+    blocks: tuple[Any, ...] = (None, {"embed": "expcode", "preset": "none"})
+    return [under_deepspeed(stage, block)
+            for stage, block in ((0, blocks[0]), (1, blocks[1]), (3, blocks[1]))]  # fmt: skip
+
+
+def test_under_deepspeed(on_ranks: RunRanks) -> None:
+    native, one, three = run_ranks(2, of_deepspeed)[0]
+    assert torch.equal(native[0], one[0]) and torch.allclose(native[0], three[0], atol=1e-6)
+
+
+def test_a_job_without_tables_refuses_the_key() -> None:
+    block = CompressionConfig.parse({"embed": "expcode"})
+    with pytest.raises(ConfigError, match=r"embed: found a job without tables of hybridcomp.nn"):
+        list(ds_check.check(block, {"zero_optimization": {"stage": 1}}, tables=False))
+    preset = CompressionConfig.parse({"preset": "recommended"})
+    assert not preset.active("embed")
+
+
+def compiled() -> tuple[bool, int]:
+    """The lookup ends a graph; the rest is compiled (by a backend that does nothing)."""
+    model = Model()
+    RowOptimizer([model.table], lr=0.1)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    ids = zipf(ROWS, 20, 3)
+    keeper = RowOptimizer([CachedEmbedding(5, 2, resident=1)], lr=0.1)
+    model.table.requires_grad_(False)
+    out = torch.compile(model, backend=backend)(ids)
+    del keeper
+    return torch.allclose(out, model(ids)), len(graphs)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_models(capsys: pytest.CaptureFixture[str]) -> None:
+    same, graphs = compiled()
+    assert same and graphs >= 1
+    assert "torch.compile ends a graph at the lookup" in capsys.readouterr().out

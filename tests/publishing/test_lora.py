@@ -1,0 +1,187 @@
+"""Models of PEFT: adapters alone, merged values under the base's names, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import hybridcomp
+from hybridcomp.errors import ConfigError, PublishError
+from hybridcomp.inference.adapter_folder import AdapterFolder
+from hybridcomp.inference.checks import refuse_configuration
+from tests.ranks import RunRanks
+
+BF16 = torch.bfloat16
+PREFIX = "base_model.model.q_proj."
+
+
+class Adapted(nn.Module):
+    """A linear layer as PEFT wraps it."""
+
+    def __init__(self, adapters: tuple[str, ...] = ("default",)) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(8, 6, dtype=BF16)
+        self.lora_A = nn.ModuleDict({name: nn.Linear(8, 2, bias=False) for name in adapters})
+        self.lora_B = nn.ModuleDict({name: nn.Linear(2, 6, bias=False) for name in adapters})
+        self.merged = False
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        a, b = (getattr(self, key)[adapter].weight for key in ("lora_A", "lora_B"))
+        return (b @ a) * 2.0  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.base_layer(x)
+        return found
+
+
+class Net(nn.Module):
+    """What is adapted: a layer, and a norm that is not."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.q_proj = layer
+        self.norm = nn.LayerNorm(6, dtype=BF16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.norm(self.q_proj(x))
+        return found
+
+
+def made(kind: str, adapters: tuple[str, ...] = ("default",)) -> Any:
+    """A model of PEFT, or one that has its names."""
+    torch.manual_seed(4)
+    if kind == "peft":
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"])
+        model: Any = get_peft_model(Net(nn.Linear(8, 6, dtype=BF16)), config)
+        model = model.to(BF16)
+        nn.init.normal_(model.base_model.model.q_proj.lora_B["default"].weight)
+        return model
+    model = nn.Module()
+    model.base_model = nn.Module()
+    model.base_model.model = Net(Adapted(adapters).to(BF16))
+    model.forward = model.base_model.model.forward
+    return model
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    receiver = hybridcomp.WeightReceiver(folder)
+    receiver.update()
+    return {name: one.clone() for name, one in receiver.tensors()}
+
+
+def published(folder: Path, kind: str) -> list[bool]:
+    """Adapters alone, and merged, before and after a change."""
+    model = made(kind)
+    layer = model.base_model.model.q_proj
+    net = DistributedDataParallel(model)
+    alone = hybridcomp.publish(net, folder / "alone", lora="adapters")
+    merged = hybridcomp.publish(net, folder / "merged", lora="merged")
+    found = []
+    for _ in range(2):
+        alone.publish()
+        merged.publish()
+        dist.barrier()
+        want = {f"{PREFIX}lora_{key}.weight": getattr(layer, f"lora_{key}")["default"].weight
+                for key in "AB"}  # fmt: skip
+        found.append(equal(tensors(folder / "alone"), want))
+        base = layer.base_layer.weight.detach()
+        whole = (base + layer.get_delta_weight("default").detach()).to(BF16)
+        want = {"q_proj.weight": whole, "q_proj.bias": layer.base_layer.bias,
+                "norm.weight": model.base_model.model.norm.weight,
+                "norm.bias": model.base_model.model.norm.bias}  # fmt: skip
+        found.append(equal(tensors(folder / "merged"), want))
+        found.append(not torch.equal(whole, base))
+        dist.barrier()
+        with torch.no_grad():
+            layer.lora_B["default"].weight.add_(1.0)
+    alone.close()
+    merged.close()
+    return found
+
+
+def equal(found: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
+    return found.keys() == want.keys() and all(
+        torch.equal(found[name], one.detach()) for name, one in want.items()
+    )
+
+
+@pytest.mark.parametrize("kind", ["names", "peft"])
+def test_adapters_alone_and_merged(on_ranks: RunRanks, tmp_path: Path, kind: str) -> None:
+    if kind == "peft":
+        pytest.importorskip("peft")
+    assert on_ranks(2, published, tmp_path, kind) == [[True] * 6] * 2
+
+
+def refused(folder: Path) -> list[str]:
+    """Models that no way fits."""
+    told: list[str] = []
+
+    def attempt(net: Any, way: str) -> None:
+        try:
+            hybridcomp.publish(net, folder / str(len(told)), lora=way)
+        except ConfigError as error:
+            told.append(str(error))
+
+    plain = Net(nn.Linear(8, 6, dtype=BF16))
+    attempt(DistributedDataParallel(plain), "merged")
+    attempt(DistributedDataParallel(made("names", ("one", "two"))), "adapters")
+    attempt(DistributedDataParallel(made("names")), "other")
+    sharded = made("names")
+    fully_shard(sharded)
+    attempt(sharded, "merged")
+    saved = made("names")
+    saved.base_model.model.norm.modules_to_save = nn.ModuleDict({"default": nn.Linear(2, 2)})
+    attempt(DistributedDataParallel(saved), "adapters")
+    return told
+
+
+def test_what_is_refused(on_ranks: RunRanks, tmp_path: Path) -> None:
+    for none, two, other, cut, saved in on_ranks(2, refused, tmp_path):
+        assert "publish.lora: found a model without adapters" in none
+        assert "found adapters one, two; expected one adapter" in two
+        assert "expected one of adapters, merged" in other
+        assert "the base is cut among the ranks" in cut
+        assert "modules_to_save.default" in saved
+    with pytest.raises(PublishError, match="publish.lora: merged.* or load adapters alone"):
+        refuse_configuration(None, {f"{PREFIX}lora_A.weight": (2, 8)}, ())
+
+
+def one_version(folder: Path) -> None:
+    """Adapters, and the whole model."""
+    net = DistributedDataParallel(made("names"))
+    for way in ("adapters", None):
+        publisher = hybridcomp.publish(net, folder / str(way), lora=way)
+        publisher.publish()
+        publisher.publish()
+        publisher.close()
+    dist.barrier()
+
+
+def test_a_folder_that_engines_load_adapters_from(on_ranks: RunRanks, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    on_ranks(2, one_version, tmp_path)
+    config = {"peft_type": "LORA", "r": 2, "target_modules": {"q_proj", "k_proj"}}
+    folder = AdapterFolder(tmp_path / "adapters", tmp_path / "made", config)
+    for version in (1, 2):
+        path = folder.update(version)
+        assert path is not None
+        assert path.name == f"v{version:010d}" and folder.version == version
+    assert path is not None
+    found = safetensors.load_file(path / "adapter_model.safetensors")
+    assert sorted(found) == [f"{PREFIX}lora_{key}.weight" for key in "AB"]
+    told = json.loads((path / "adapter_config.json").read_text())
+    assert told["target_modules"] == ["k_proj", "q_proj"]
+    assert folder.update() is None and len(list((tmp_path / "made").iterdir())) == 2
+    whole = AdapterFolder(tmp_path / "None", tmp_path / "made", config)
+    with pytest.raises(PublishError, match="is no weight of an adapter; publish with lora"):
+        whole.update()

@@ -1,0 +1,306 @@
+"""``zero.frozen`` at ZeRO 3 and under FSDP2: adapters trained on weights that are gathered once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.ranks import RankPool
+
+if find_spec("deepspeed") is None:  # importing it here would take longer than the tests
+    pytest.skip("needs deepspeed", allow_module_level=True)
+
+WIDTH, STEPS = 64, 5
+EXACT: dict[str, Any] = {"zero": {"frozen": "device"}}
+FEW: dict[str, Any] = {"zero": {"frozen": {"on": "host", "bits": 4}}}
+ENGINES = ("zero3", "hpz", "fsdp2")
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained low-rank one beside it, as LoRA adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+        self.base.requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 4, bias=False)
+        self.up = nn.Linear(4, WIDTH, bias=False)
+        nn.init.normal_(self.up.weight, std=0.1)
+
+    def forward(self, values: Tensor) -> Tensor:
+        changed: Tensor = values + torch.tanh(self.base(values) + self.up(self.down(values)))
+        return changed
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+class Zero3:
+    """A DeepSpeed engine at stage 3."""
+
+    def __init__(self, block: dict[str, Any] | None, hpz: int) -> None:
+        import deepspeed
+        import deepspeed.ops
+        from deepspeed.utils import groups
+
+        import hybridcomp
+
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        hybridcomp.uninstall() if block is None else hybridcomp.install()
+        torch.manual_seed(0)
+        self.model: Any = nn.Sequential(Adapted(), Adapted(), Adapted())
+        self.settings: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+            "bf16": {"enabled": True},
+            "zero_optimization": {
+                "stage": 3, "stage3_param_persistence_threshold": 0,
+                "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0,
+                "zero_hpz_partition_size": hpz,
+            },
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 1000,
+        }  # fmt: skip
+        if block is not None:
+            self.settings["compression"] = {"min_bytes": 0, **block}
+        self._initialize()
+
+    def _initialize(self) -> None:
+        import deepspeed
+
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.engine, *_ = deepspeed.initialize(
+            model=self.model, model_parameters=trained, config=self.settings
+        )
+
+    def step(self, values: Tensor) -> float:
+        loss = self.engine(values.to(torch.bfloat16)).float().square().mean()
+        self.engine.backward(loss)
+        self.engine.step()
+        return float(loss.detach())
+
+    def merge(self) -> None:
+        """Add to a frozen weight what its adapter does, as peft merges under ZeRO 3."""
+        import deepspeed
+
+        layer = self.model[0]
+        some = [layer.base.weight, layer.up.weight, layer.down.weight]
+        with deepspeed.zero.GatheredParameters(some, modifier_rank=0):
+            if dist.get_rank() == 0:
+                layer.base.weight.data.add_(layer.up.weight @ layer.down.weight)
+
+    def write(self) -> None:
+        """Change the share of one rank by hand."""
+        share = self.model[1].base.weight.ds_tensor
+        if dist.get_rank() == 3:
+            share.data[5] = 0.5
+
+    def train(self) -> None:
+        """Have another engine train a weight that was frozen, too."""
+        self.engine.destroy()
+        self.model[1].base.weight.requires_grad_(True)
+        self._initialize()
+
+    def wire(self) -> int:
+        from hybridcomp.channels import channels_of
+
+        channels = channels_of(self.engine)
+        assert channels is not None
+        return int(channels.ledger.interval["zero", "forward"].wire_nbytes)
+
+    def whole(self, weight: Any) -> Tensor:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([weight]):
+            found: Tensor = weight.detach().float().clone()
+        return found
+
+    def kept(self) -> int:
+        from hybridcomp.patches.ds.frozen import weights_of
+
+        weights = weights_of(self.model.parameters())
+        assert weights is not None
+        return weights.nbytes
+
+
+class Sharded:
+    """The same under FSDP2, a group for each layer."""
+
+    def __init__(self, block: dict[str, Any] | None) -> None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        import hybridcomp
+
+        torch.manual_seed(0)
+        self.model: Any = nn.Sequential(Adapted(), Adapted(), Adapted())
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for layer in self.model:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(self.model, mp_policy=policy)
+        self.attached = None
+        if block is not None:
+            self.attached = hybridcomp.attach(self.model, {"min_bytes": 0, **block})
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-3)
+
+    def step(self, values: Tensor) -> float:
+        loss = self.model(values).float().square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+    def merge(self) -> None:
+        layer = self.model[0]
+        with torch.no_grad():
+            up, down = layer.up.weight.full_tensor(), layer.down.weight.full_tensor()
+            whole = layer.base.weight.full_tensor() + up @ down
+            from torch.distributed.tensor import distribute_tensor
+
+            mesh, placements = layer.base.weight.device_mesh, layer.base.weight.placements
+            layer.base.weight.copy_(distribute_tensor(whole, mesh, placements))
+
+    def write(self) -> None:
+        if dist.get_rank() == 3:
+            self.model[1].base.weight.to_local().data.view(-1)[5] = 0.5
+
+    def train(self) -> None:
+        weight = self.model[1].base.weight.requires_grad_(True)
+        self.optimizer.add_param_group({"params": [weight]})
+
+    def wire(self) -> int:
+        assert self.attached is not None
+        return int(self.attached.channels.ledger.interval["zero", "forward"].wire_nbytes)
+
+    def whole(self, weight: Any) -> Tensor:
+        found: Tensor = weight.full_tensor().detach().clone()
+        return found
+
+    def kept(self) -> int:
+        from hybridcomp.patches.torch.fsdp2 import groups_of
+
+        return sum(group._all_gather_comm._frozen.nbytes for group in groups_of(self.model))
+
+
+def made(engine: str, block: dict[str, Any] | None) -> Any:
+    return Sharded(block) if engine == "fsdp2" else Zero3(block, 2 if engine == "hpz" else 1)
+
+
+def values_of(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step * 10 + dist.get_rank())
+    return torch.randn(2, WIDTH, generator=generator)
+
+
+def trained(
+    engine: str, block: dict[str, Any] | None, way: str = ""
+) -> tuple[list[float], list[int], int]:
+    """Losses, bytes of gathers by step, and what is kept; ``way``: a change before step 3."""
+    job = made(engine, block)
+    losses: list[float] = []
+    sent: list[int] = []
+    for step in range(STEPS):
+        if step == 3 and way == "thaw":
+            job.model[1].base.weight.requires_grad_(True)
+            job.model[1].base.weight.requires_grad_(False)
+        elif step == 3 and way:
+            getattr(job, way)()
+        losses.append(job.step(values_of(step)))
+        if block is not None:
+            sent.append(job.wire() - sum(sent))
+    return losses, sent, job.kept() if block is not None and "frozen" in str(block) else 0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_frozen_weights_are_gathered_once(pool: RankPool, engine: str) -> None:
+    """From the second step on adapters are gathered, and bits say that nothing has changed."""
+    native = pool.run(trained, engine, None)
+    counted = pool.run(trained, engine, {"preset": "none"})
+    exact = pool.run(trained, engine, EXACT)
+    frozen, adapters = 3 * (WIDTH * WIDTH + WIDTH), 3 * 2 * 4 * WIDTH
+    for plain, all_, kept in zip(native, counted, exact, strict=True):
+        assert kept[0] == plain[0] == all_[0]
+        twice = 2 * 2 * adapters * 3 // 4  # bytes that a rank of four sends
+        assert all(sent <= twice + 200 for sent in kept[1][1:])
+        assert all(sent > 4 * twice for sent in all_[1])
+        assert kept[2] < 0.80 * 2 * frozen, "by expcode"
+
+
+@pytest.mark.parametrize("way", ["merge", "write", "thaw"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_changes_are_noticed_and_sent_anew(pool: RankPool, engine: str, way: str) -> None:
+    plain = engine.replace("hpz", "zero3")  # hpZ's own copy misses what is written by hand
+    native, exact = pool.run(trained, plain, None, way), pool.run(trained, engine, EXACT, way)
+    assert [found[0] for found in exact] == [found[0] for found in native]
+    for _, sent, _ in exact:
+        once = 2 * (WIDTH * WIDTH) * 3 // 4  # of one weight
+        anew = way != "thaw"
+        share = 0.6 if engine == "hpz" else 0.9  # inside a node: two thirds
+        assert (sent[3] - sent[2] > share * once) == anew and sent[4] == sent[2]
+
+
+@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
+def test_four_bits_on_the_host(pool: RankPool, engine: str) -> None:
+    """All passes compute with what is decoded, the first forward pass too."""
+    native, few = (pool.run(trained, engine, block) for block in (None, FEW))
+    frozen = 3 * (WIDTH * WIDTH + WIDTH)
+    for plain, kept in zip(native, few, strict=True):
+        assert kept[0] != plain[0] and kept[0] == pytest.approx(plain[0], rel=0.05)
+        assert kept[2] < 0.32 * 2 * frozen
+
+
+def thawed(engine: str, block: dict[str, Any] | None, steps: int = 3) -> tuple[list[float], Any]:
+    """Losses of steps behind which a frozen weight is trained, and how far that then moved."""
+    job = made(engine, block)
+    losses = [job.step(values_of(step)) for step in range(2)]
+    before = job.whole(job.model[1].base.weight)
+    job.train()
+    losses += [job.step(values_of(2 + step)) for step in range(steps)]
+    return losses, (job.whole(job.model[1].base.weight) - before).abs().max().item()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_thawed_weight_trains(pool: RankPool, engine: str) -> None:
+    native, exact = (pool.run(thawed, engine, block) for block in (None, EXACT))
+    assert exact == native
+    assert all(moved > 1e-3 for _, moved in exact)
+
+
+def loaded(
+    engine: str, block: dict[str, Any] | None, folder: str, save: bool, steps: int = 0
+) -> list[float]:
+    """Losses behind a checkpoint of merged weights: of what saved it, or loaded it."""
+    job = made(engine, block)
+    if save:
+        job.step(values_of(0))
+        job.merge()
+        job.engine.save_checkpoint(folder, tag="merged")
+    else:
+        for step in range(steps):
+            job.step(values_of(7 + step))
+        job.engine.load_checkpoint(folder, tag="merged")
+    return [job.step(values_of(1 + step)) for step in range(3)]
+
+
+@pytest.mark.parametrize(
+    "zero", [{"frozen": "device"}, {"secondary": "exact"}, {**EXACT["zero"], "secondary": "exact"}],
+    ids=["frozen", "secondary", "both"],
+)  # fmt: skip
+def test_loaded_frozen_weights_are_used(
+    pool: RankPool, tmp_path: Any, zero: dict[str, Any]
+) -> None:
+    """Upstream's hpZ computes with the copies of frozen weights from before a load."""
+    folder, block = str(tmp_path), {"zero": zero}
+    native = pool.run(loaded, "zero3", None, str(tmp_path / "native"), True)
+    assert pool.run(loaded, "hpz", block, folder, True) == native
+    for steps in (0, 2):
+        assert pool.run(loaded, "hpz", block, folder, False, steps) == native
