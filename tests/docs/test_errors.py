@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +55,15 @@ def pairs(text: str) -> list[tuple[str, str]]:
 
 
 KNOWN = {pair for text in texts() for pair in pairs(text)}
+#: words of each stretch of a text without a gap
+PARTS = [found for text in texts() for part in text.split(GAP) if (found := words(part))]
+FIRST, LAST = {part[0] for part in PARTS}, {part[-1] for part in PARTS}
+EVERY = {word for part in PARTS for word in part}
+
+
+def meets(left: str, right: str) -> bool:
+    """Whether the two words may stand side by side where two parts, or a part and a value, meet."""
+    return (left in LAST or left not in EVERY) and (right in FIRST or right not in EVERY)
 
 
 @pytest.mark.parametrize("message", list(messages()))
@@ -61,6 +71,21 @@ def test_a_message_of_the_page_is_one_of_the_program(message: str) -> None:
     said = pairs(message)
     foreign = [pair for pair in said if pair not in KNOWN]
     assert len(foreign) <= (1 - OURS) * len(said), foreign
+    assert [pair for pair in foreign if not meets(*pair)] == []
+
+
+def test_a_wrong_word_is_found() -> None:
+    """Three of four words that are replaced by another of the program's; without ``meets`` one."""
+    draw, every = random.Random(1), sorted(EVERY)
+    found = count = 0
+    for message in messages():
+        for place in range(len(words(message))):
+            changed = words(message)
+            changed[place] = draw.choice(every)
+            said = [pair for pair in zip(changed, changed[1:], strict=False) if pair not in KNOWN]
+            found += not all(meets(*pair) for pair in said)
+            count += 1
+    assert found > 0.6 * count > 100, (found, count)
 
 
 def test_the_example_is_what_validate_says(
