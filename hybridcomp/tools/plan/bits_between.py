@@ -22,7 +22,7 @@ QWZ, QGZ = 8 + 32 / 8192, 4 + 32 / 4096
 
 
 @dataclass(frozen=True)
-class Traffic:
+class JobTraffic:
     """A job of data-parallel ranks, as far as its bits between nodes depend on it.
 
     Attributes:
@@ -72,7 +72,7 @@ class Traffic:
         moved = 8.0 * self.dtype.itemsize if zero is None else bits(zero, self.dtype)
         return self.reductions * sums + self.gathers * moved
 
-    def lighter(self) -> Iterator[tuple[str, Traffic]]:
+    def lighter(self) -> Iterator[tuple[str, JobTraffic]]:
         """Yield settings of DeepSpeed that send less, with the memory that they take."""
         width = self.dtype.itemsize
         if self.stage == 3 and not self.secondary:
@@ -89,7 +89,7 @@ class Traffic:
             )
 
 
-def lines(config: CompressionConfig, job: Traffic) -> Iterator[str]:
+def lines(config: CompressionConfig, job: JobTraffic) -> Iterator[str]:
     """Yield the bits of ``job`` with a block, and what sends less; nothing where it has low rank.
 
     How much a low rank sends depends on the matrices.

@@ -13,15 +13,15 @@ from doc_pages import bits
 from hybridcomp.config import CompressionConfig
 from hybridcomp.tools.commands import cli
 from hybridcomp.tools.plan import bits_between
-from hybridcomp.tools.plan.bits_between import Traffic
+from hybridcomp.tools.plan.bits_between import JobTraffic
 
 RECOMMENDED = CompressionConfig.parse({"preset": "recommended"})
 FP32 = torch.float32
 #: job of README's table -> the same
 SAME = {
-    "zero0": Traffic(0), "zero1": Traffic(1), "zero3_twice": Traffic(3),
-    "hpz": Traffic(3, secondary=True), "ddp": Traffic(0, FP32, FP32),
-    "fsdp2": Traffic(3, summed=FP32),
+    "zero0": JobTraffic(0), "zero1": JobTraffic(1), "zero3_twice": JobTraffic(3),
+    "hpz": JobTraffic(3, secondary=True), "ddp": JobTraffic(0, FP32, FP32),
+    "fsdp2": JobTraffic(3, summed=FP32),
 }  # fmt: skip
 
 
@@ -36,22 +36,22 @@ def test_figures_are_those_of_the_table(name: str) -> None:
 
 
 def test_zero_plus_plus_is_that_of_the_table() -> None:
-    assert Traffic(3).plus_plus() == bits.total(bits.JOBS["zeropp"].today)
+    assert JobTraffic(3).plus_plus() == bits.total(bits.JOBS["zeropp"].today)
 
 
 @pytest.mark.parametrize(
     ("job", "words"),
     [
-        (Traffic(0), []),
-        (Traffic(1, micro_batches=8), []),
-        (Traffic(2), []),
-        (Traffic(2, micro_batches=8), ["12.5 with ZeRO 1"]),
-        (Traffic(3), ["12.5 with ZeRO 1", "12.5 with zero_hpz"]),
-        (Traffic(3, micro_batches=8), ["12.5 with ZeRO 1", "100.1 with zero_hpz"]),
-        (Traffic(3, secondary=True), []),
+        (JobTraffic(0), []),
+        (JobTraffic(1, micro_batches=8), []),
+        (JobTraffic(2), []),
+        (JobTraffic(2, micro_batches=8), ["12.5 with ZeRO 1"]),
+        (JobTraffic(3), ["12.5 with ZeRO 1", "12.5 with zero_hpz"]),
+        (JobTraffic(3, micro_batches=8), ["12.5 with ZeRO 1", "100.1 with zero_hpz"]),
+        (JobTraffic(3, secondary=True), []),
     ],
 )
-def test_what_sends_less_is_said_the_least_first(job: Traffic, words: list[str]) -> None:
+def test_what_sends_less_is_said_the_least_first(job: JobTraffic, words: list[str]) -> None:
     first, *found = bits_between.lines(RECOMMENDED, job)
     assert ("ZeRO++" in first) == (job.stage == 3)
     assert len(found) == len(words)
@@ -61,9 +61,9 @@ def test_what_sends_less_is_said_the_least_first(job: Traffic, words: list[str])
 
 
 def test_nothing_is_said_of_what_is_native_or_depends_on_matrices() -> None:
-    assert not list(bits_between.lines(CompressionConfig.parse({"tp": "bf16"}), Traffic(3)))
+    assert not list(bits_between.lines(CompressionConfig.parse({"tp": "bf16"}), JobTraffic(3)))
     low_rank = CompressionConfig.parse({"dp": {"codec": "powersgd", "rank": 4}})
-    assert not list(bits_between.lines(low_rank, Traffic(0)))
+    assert not list(bits_between.lines(low_rank, JobTraffic(0)))
 
 
 @pytest.mark.parametrize(
