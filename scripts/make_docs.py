@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from doc_pages import bits, block, inside, parts, releases, speeds
+from doc_pages import bits, block, inside, link, parts, releases, speeds
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -34,6 +34,7 @@ PARTS: Sequence[tuple[str, str, Callable[[], str]]] = (
     ("index.md", "bits", bits.table),
     ("index.md", "speeds", speeds.table),
     ("coming_from.md", "zero3", bits.zero3),
+    ("link.md", "link", link.table),
     ("coming_from.md", "fsdp2", bits.fsdp2),
     ("presets.md", "presets", parts.presets),
     ("contributing/dimension.md", "dimensions", parts.dimensions),
