@@ -99,7 +99,7 @@ def read(tag: Path) -> SavedJob:
     sampler = sampler if isinstance(sampler, dict) else None
     return SavedJob(
         tag, first.get("global_steps"), replicas, parts,
-len(set(layers.values())) or parts,
+        len(set(layers.values())) or parts,
         zero, bool(layers), _samples(first, settings, replicas, sampler),
         _number(settings.get("train_micro_batch_size_per_gpu")), first.get("global_samples"),
         sampler, settings, shapes, (*files, *layers),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def resume(
         if part is not None and name not in tops:
             found = Shown(f"{', '.join(sorted(tops))} in {job.folder}, no {name!r}")
             raise ConfigError(KEY, found, SAVE)
-    job = _with_sampler(job) if SAMPLER in tops else job
+    job = with_sampler(job)
     check_sampler(sampler, job)
     factor = lr_factor(job.samples, None if sampler is None else sampler.samples, lr)
     weights, states = get_state_dict(model, optimizer)
@@ -137,13 +138,16 @@ def resume(
     return Resumed(job.folder, step, job.trained, job.ranks, factor)
 
 
-def _with_sampler(job: SavedJob) -> SavedJob:
-    """Return ``job`` with the sampler's state in its checkpoint; every rank calls it."""
-    from dataclasses import replace
+def with_sampler(job: SavedJob, alone: bool = False) -> SavedJob:
+    """Return ``job`` with the sampler's state in its checkpoint, if it has one.
 
+    Every rank calls it; ``alone``: this process, which is no rank of a job.
+    """
     names = [name.partition(".")[2] for name in job.files if name.startswith(f"{SAMPLER}.")]
+    if not names:
+        return job
     state: dict[str, Any] = {SAMPLER: dict.fromkeys(names, 0)}
-    load(state, checkpoint_id=job.folder)
+    load(state, checkpoint_id=job.folder, no_dist=alone)
     found = state[SAMPLER]
     return replace(job, sampler=found, samples=found.get("samples"), trained=found.get("trained"))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections import Counter
 from typing import Any, Literal
 
@@ -13,6 +15,7 @@ import hybridcomp
 from hybridcomp.elastic import batches
 from hybridcomp.elastic.sampler import ElasticSampler
 from hybridcomp.errors import CheckpointError, ConfigError
+from hybridcomp.job import agreement
 
 Tail = Literal["drop", "keep"]
 RANKS = (1, 2, 3, 4, 6, 12)
@@ -180,3 +183,22 @@ def test_the_learning_rate_follows_as_the_user_says(scaling: str, factor: float)
 
 def test_a_public_name() -> None:
     assert hybridcomp.ElasticSampler is ElasticSampler
+
+
+def test_a_job_that_does_not_use_it_imports_nothing_of_it() -> None:
+    code = (
+        "import sys, hybridcomp, hybridcomp.patches.ds.attach, hybridcomp.patches.torch.attach\n"
+        "hybridcomp.install()\n"
+        "wrong = [n for n in sys.modules if 'elastic.' in n and n.startswith('hybridcomp') "
+        "or n.endswith(('.resumed', '.replanned', '.resumed_parts', '.together'))]\n"
+        "assert not [n for n in wrong if n.startswith('hybridcomp.') "
+        "and n != 'hybridcomp.inference.together'], wrong\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_starts_with_a_store_of_their_own_need_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    assert agreement.start() == "3"
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    assert agreement.start() == "0"
