@@ -244,7 +244,7 @@ def _check_model(engine: Any, job: SavedJob) -> None:
     if not job.is_pipeline and job.zero:
         wrong += [name for name in saved_shapes if name not in here]
     if wrong:
-        name = wrong[0]
+        name = min(wrong)
         raise CheckpointError(
             f"{job.folder} is of another model: {name} is {saved_shapes.get(name, 'not there')} "
             f"there and {here.get(name, 'not there')} here; nothing was loaded"

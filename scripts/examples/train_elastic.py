@@ -47,6 +47,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
+    add("--local_rank", type=int, help="set by some launchers")
     add("--checkpoints", type=Path, required=True, metavar="FOLDER", help="that all nodes see")
     add("--block", default='{"dp": {"codec": "blockint", "bits": 4, "error_feedback": true}}',
         help='a "compression" block')  # fmt: skip

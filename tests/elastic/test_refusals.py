@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks_with_nothing_changed(saved: P
         assert text.startswith(part), text
         assert "\n" not in text
     for text in (said[0], said[7]):
-        assert "is of another model: 0.up is (48, 16) there and (64, 16) here" in text
+        assert "is of another model: 0.down is (16, 48) there and (16, 64) here" in text
 
 
 def test_replan_writes_what_goes_on(
