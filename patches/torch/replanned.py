@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.utils._pytree import tree_map
 
 from hybridcomp.config.error_messages import NOTHING, Shown
 from hybridcomp.elastic import checkpoints
 from hybridcomp.elastic.batches import lr_factor
-from hybridcomp.elastic.checkpoints import Resumed, SavedJob
+from hybridcomp.elastic.checkpoints import ResumedJob, SavedJob
 from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.job import saved
 from hybridcomp.log import say
@@ -93,7 +94,7 @@ def _index(folder: Path) -> Metadata:
 
 def resume(
     model: Any, place: Path, optimizer: Any, scheduler: Any, sampler: Any, lr: str | None
-) -> Resumed:
+) -> ResumedJob:
     """See ``hybridcomp.resume``."""
     if optimizer is None:
         todo = "give the model's: hybridcomp.resume(model, folder, optimizer=optimizer)"
@@ -101,7 +102,7 @@ def resume(
     job, skipped = on_first(lambda beat: find(place), WHAT)
     say_skipped(skipped)
     if job is None:
-        return Resumed()
+        return ResumedJob()
     tops = {name.partition(".")[0] for name in job.files}
     for name, part in ((MODEL, model), (OPTIMIZER, optimizer), (SCHEDULER, scheduler)):
         if part is not None and name not in tops:
@@ -135,7 +136,7 @@ def resume(
     if sampler is not None:
         sampler.load_state_dict(job.sampler)
         step = sampler.steps
-    return Resumed(job.folder, step, job.trained, job.ranks, factor)
+    return ResumedJob(job.folder, step, job.trained, job.ranks, factor)
 
 
 def with_sampler(job: SavedJob, alone: bool = False) -> SavedJob:

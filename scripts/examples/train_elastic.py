@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -57,7 +57,7 @@ def parse() -> argparse.Namespace:
     add("--length", type=int, default=1000, help="samples of the data set")
     add("--save-every", type=int, default=5, metavar="N")
     add("--pause", type=float, default=0.0, metavar="S", help="seconds to wait in each step")
-    add("--log", type=Path, metavar="FILE", help="JSON lines: samples and loss of each step")
+    add("--losses", type=Path, metavar="FILE", help="JSON lines: samples and loss of each step")
     return parser.parse_args()
 
 
@@ -91,7 +91,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             sampler.stepped()
-            report(arguments.log, sampler.steps, drawn, loss)
+            report(arguments.losses, sampler.steps, drawn, loss)
             time.sleep(arguments.pause)
             if sampler.steps % arguments.save_every == 0:
                 save(arguments.checkpoints / f"step{sampler.steps}", model, optimizer, sampler)
@@ -103,7 +103,7 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, sampl
     weights, states = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": states, "sampler": sampler}
     state["hybridcomp"] = hybridcomp.stateful(model)
-    dcp.save(state, checkpoint_id=folder)
+    save_sharded(state, checkpoint_id=folder)
 
 
 def report(log: Path | None, step: int, drawn: list[int], loss: Tensor) -> None:

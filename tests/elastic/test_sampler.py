@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any, Literal
 
 import pytest
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import hybridcomp
 from hybridcomp.elastic import batches
@@ -19,6 +19,13 @@ from hybridcomp.job import agreement
 
 Tail = Literal["drop", "keep"]
 RANKS = (1, 2, 3, 4, 6, 12)
+
+
+class Numbers(Dataset[int]):
+    """Samples that are their own numbers."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
 
 
 def samplers(ranks: int, state: dict[str, Any] | None, **given: Any) -> list[ElasticSampler]:
@@ -34,7 +41,7 @@ def segment(every: list[ElasticSampler], steps: int, ahead: int, most: int) -> l
     micro, accumulation = every[0].micro_batches(most)
     found: list[list[int]] = []
     while len(found) < steps:
-        loaders = [iter(DataLoader(range(10**6), batch_size=micro, sampler=one)) for one in every]
+        loaders = [iter(DataLoader(Numbers(), batch_size=micro, sampler=one)) for one in every]
         inside = min(steps - len(found), len(every[0]) // every[0].share)
         for _ in range(inside):
             step = []

@@ -25,7 +25,7 @@ PATIENCE_S = 200.0
 
 def arguments(folder: Path, block: str) -> list[str]:
     return [
-        "--checkpoints", str(folder / "checkpoints"), "--log", str(folder / "log.jsonl"),
+        "--checkpoints", str(folder / "checkpoints"), "--losses", str(folder / "log.jsonl"),
         "--steps", str(STEPS), "--samples", str(SAMPLES), "--length", str(LENGTH),
         "--save-every", "2", "--micro-batch", "4", "--block", block,
     ]  # fmt: skip
