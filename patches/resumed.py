@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from hybridcomp.config.error_messages import NOTHING, Shown
-from hybridcomp.elastic.checkpoints import Resumed
+from hybridcomp.elastic.checkpoints import ResumedJob
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import uncaught
 from hybridcomp.log import say
@@ -26,7 +26,7 @@ def resume(
     scheduler: Any = None,
     sampler: ElasticSampler | None = None,
     lr: str | None = None,
-) -> Resumed:
+) -> ResumedJob:
     """Go on from the newest whole checkpoint in a folder, on however many ranks there are now.
 
     Every rank calls it, once, before the first step. Weights, optimizer states and step are exact;
@@ -85,7 +85,7 @@ def resume(
     return found
 
 
-def _told(found: Resumed, place: Path) -> str:
+def _told(found: ResumedJob, place: Path) -> str:
     if found.folder is None:
         return f"resume: {place} has no checkpoint; the job begins at step 0"
     ranks = "" if found.ranks is None else f", saved by {found.ranks} ranks"

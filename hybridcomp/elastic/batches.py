@@ -8,8 +8,8 @@ from hybridcomp.errors import ConfigError
 
 #: how a learning rate follows the batch: in proportion, as its square root, or not at all
 Scaling = Literal["linear", "sqrt", "keep"]
-#: ratio of the batches -> factor on the learning rate
-_FACTORS = {"linear": lambda ratio: ratio, "sqrt": lambda ratio: ratio**0.5, "keep": lambda _: 1.0}
+#: power of the ratio of the batches by which a learning rate is multiplied
+_POWERS = {"linear": 1.0, "sqrt": 0.5, "keep": 0.0}
 
 
 def share(samples: int, replicas: int, key: str = "samples") -> int:
@@ -61,4 +61,5 @@ def lr_factor(before: int | None, now: int | None, scaling: str | None) -> float
             f'learning rate: lr="linear" (times {ratio:g}), "sqrt" (times {ratio**0.5:g}), "keep"'
         )
         raise ConfigError("samples of a step", now, todo)
-    return _FACTORS[scaling](now / before)
+    factor: float = (now / before) ** _POWERS[scaling]
+    return factor

@@ -54,7 +54,7 @@ class SavedJob:
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumedJob:
     """Where a job goes on.
 
     Attributes:

@@ -21,7 +21,7 @@ from hybridcomp.channels import channels_of, checkpoint_note
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.elastic import checkpoints
 from hybridcomp.elastic.batches import lr_factor
-from hybridcomp.elastic.checkpoints import Resumed, SavedJob
+from hybridcomp.elastic.checkpoints import ResumedJob, SavedJob
 from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.job import saved
 from hybridcomp.patches.common.resumed_parts import KEY, WHAT, check_sampler, say_skipped, scale
@@ -99,7 +99,7 @@ def read(tag: Path) -> SavedJob:
     sampler = sampler if isinstance(sampler, dict) else None
     return SavedJob(
         tag, first.get("global_steps"), replicas, parts,
-len(set(layers.values())) or parts,
+        len(set(layers.values())) or parts,
         zero, bool(layers), _samples(first, settings, replicas, sampler),
         _number(settings.get("train_micro_batch_size_per_gpu")), first.get("global_samples"),
         sampler, settings, shapes, (*files, *layers),
@@ -173,12 +173,12 @@ def _samples(
     return samples // steps if steps and samples and samples % steps == 0 else None
 
 
-def resume(engine: Any, place: Path, sampler: Any, lr: str | None) -> Resumed:
+def resume(engine: Any, place: Path, sampler: Any, lr: str | None) -> ResumedJob:
     """See ``hybridcomp.resume``."""
     job, skipped = on_first(lambda beat: find(place), WHAT)
     say_skipped(skipped)
     if job is None:
-        return Resumed()
+        return ResumedJob()
     replicas, parts = int(engine.seq_dp_world_size), int(engine.mp_world_size)
     is_moved = (replicas, parts) != (job.replicas, job.parts)
     _check_layout(engine, job, parts, is_moved)
@@ -200,7 +200,7 @@ def resume(engine: Any, place: Path, sampler: Any, lr: str | None) -> Resumed:
     scale(engine.optimizer, scheduler, factor)
     if sampler is not None:
         sampler.load_state_dict(job.sampler)
-    return Resumed(
+    return ResumedJob(
         job.folder, int(engine.global_steps), int(engine.global_samples), job.ranks, factor, state
     )
 
@@ -244,7 +244,7 @@ def _check_model(engine: Any, job: SavedJob) -> None:
     if not job.is_pipeline and job.zero:
         wrong += [name for name in saved_shapes if name not in here]
     if wrong:
-        name = wrong[0]
+        name = min(wrong)
         raise CheckpointError(
             f"{job.folder} is of another model: {name} is {saved_shapes.get(name, 'not there')} "
             f"there and {here.get(name, 'not there')} here; nothing was loaded"

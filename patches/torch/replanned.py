@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.utils._pytree import tree_map
 
 from hybridcomp.config.error_messages import NOTHING, Shown
 from hybridcomp.elastic import checkpoints
 from hybridcomp.elastic.batches import lr_factor
-from hybridcomp.elastic.checkpoints import Resumed, SavedJob
+from hybridcomp.elastic.checkpoints import ResumedJob, SavedJob
 from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.job import saved
 from hybridcomp.log import say
@@ -92,7 +94,7 @@ def _index(folder: Path) -> Metadata:
 
 def resume(
     model: Any, place: Path, optimizer: Any, scheduler: Any, sampler: Any, lr: str | None
-) -> Resumed:
+) -> ResumedJob:
     """See ``hybridcomp.resume``."""
     if optimizer is None:
         todo = "give the model's: hybridcomp.resume(model, folder, optimizer=optimizer)"
@@ -100,13 +102,13 @@ def resume(
     job, skipped = on_first(lambda beat: find(place), WHAT)
     say_skipped(skipped)
     if job is None:
-        return Resumed()
+        return ResumedJob()
     tops = {name.partition(".")[0] for name in job.files}
     for name, part in ((MODEL, model), (OPTIMIZER, optimizer), (SCHEDULER, scheduler)):
         if part is not None and name not in tops:
             found = Shown(f"{', '.join(sorted(tops))} in {job.folder}, no {name!r}")
             raise ConfigError(KEY, found, SAVE)
-    job = _with_sampler(job) if SAMPLER in tops else job
+    job = with_sampler(job)
     check_sampler(sampler, job)
     factor = lr_factor(job.samples, None if sampler is None else sampler.samples, lr)
     weights, states = get_state_dict(model, optimizer)
@@ -134,16 +136,19 @@ def resume(
     if sampler is not None:
         sampler.load_state_dict(job.sampler)
         step = sampler.steps
-    return Resumed(job.folder, step, job.trained, job.ranks, factor)
+    return ResumedJob(job.folder, step, job.trained, job.ranks, factor)
 
 
-def _with_sampler(job: SavedJob) -> SavedJob:
-    """Return ``job`` with the sampler's state in its checkpoint; every rank calls it."""
-    from dataclasses import replace
+def with_sampler(job: SavedJob, alone: bool = False) -> SavedJob:
+    """Return ``job`` with the sampler's state in its checkpoint, if it has one.
 
+    Every rank calls it; ``alone``: this process, which is no rank of a job.
+    """
     names = [name.partition(".")[2] for name in job.files if name.startswith(f"{SAMPLER}.")]
+    if not names:
+        return job
     state: dict[str, Any] = {SAMPLER: dict.fromkeys(names, 0)}
-    load(state, checkpoint_id=job.folder)
+    load(state, checkpoint_id=job.folder, no_dist=alone)
     found = state[SAMPLER]
     return replace(job, sampler=found, samples=found.get("samples"), trained=found.get("trained"))
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import save as save_sharded
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -177,7 +177,7 @@ def of_torch(case: Case, place: Path, steps: int) -> Segment:
             still = case.engine == "ddp" and not is_last
             with model.no_sync() if still else contextlib.nullcontext():
                 loss = loss_of(model(values), target(values))
-                (loss / accumulation).backward()
+                torch.autograd.backward(loss / accumulation)
             losses.append(loss.item())
             drawn += indices.tolist()
         optimizer.step()

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections import Counter
 from typing import Any, Literal
 
 import pytest
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import hybridcomp
 from hybridcomp.elastic import batches
 from hybridcomp.elastic.sampler import ElasticSampler
 from hybridcomp.errors import CheckpointError, ConfigError
+from hybridcomp.job import agreement
 
 Tail = Literal["drop", "keep"]
 RANKS = (1, 2, 3, 4, 6, 12)
+
+
+class Numbers(Dataset[int]):
+    """Samples that are their own numbers."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
 
 
 def samplers(ranks: int, state: dict[str, Any] | None, **given: Any) -> list[ElasticSampler]:
@@ -31,7 +41,7 @@ def segment(every: list[ElasticSampler], steps: int, ahead: int, most: int) -> l
     micro, accumulation = every[0].micro_batches(most)
     found: list[list[int]] = []
     while len(found) < steps:
-        loaders = [iter(DataLoader(range(10**6), batch_size=micro, sampler=one)) for one in every]
+        loaders = [iter(DataLoader(Numbers(), batch_size=micro, sampler=one)) for one in every]
         inside = min(steps - len(found), len(every[0]) // every[0].share)
         for _ in range(inside):
             step = []
@@ -180,3 +190,22 @@ def test_the_learning_rate_follows_as_the_user_says(scaling: str, factor: float)
 
 def test_a_public_name() -> None:
     assert hybridcomp.ElasticSampler is ElasticSampler
+
+
+def test_a_job_that_does_not_use_it_imports_nothing_of_it() -> None:
+    code = (
+        "import sys, hybridcomp, hybridcomp.patches.ds.attach, hybridcomp.patches.torch.attach\n"
+        "hybridcomp.install()\n"
+        "wrong = [n for n in sys.modules if 'elastic.' in n and n.startswith('hybridcomp') "
+        "or n.endswith(('.resumed', '.replanned', '.resumed_parts', '.together'))]\n"
+        "assert not [n for n in wrong if n.startswith('hybridcomp.') "
+        "and n != 'hybridcomp.inference.together'], wrong\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_starts_with_a_store_of_their_own_need_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    assert agreement.start() == "3"
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    assert agreement.start() == "0"

@@ -105,7 +105,7 @@ def _found(place: Path) -> tuple[SavedJob, bool]:
         print(foreign.printable(f"skipped {text}"))
     if job is None:
         raise ConfigError("CHECKPOINT", str(place), "no checkpoint there was finished")
-    return job, is_deepspeed
+    return job if is_deepspeed else of_torch.with_sampler(job, alone=True), is_deepspeed
 
 
 def _settings(base: Path | None, job: SavedJob) -> Mapping[str, Any]:
