@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -15,8 +16,17 @@ from hybridcomp.job import environment
 from hybridcomp.patches.rules import ds_check as check
 from hybridcomp.tools.commands import cli
 from hybridcomp.tools.plan.machines import cluster_file
-from tests.docs.pages import Fence, commands, fences, prose_of, texts_in_named_commits
+from tests.docs.pages import (
+    DOCS,
+    Fence,
+    commands,
+    fences,
+    prose_of,
+    texts_in_named_commits,
+)
+from tests.patches.trainers.launched import launch
 from tests.paths import ROOT
+from tests.selection import by_day
 
 JSON = list(fences("json"))
 
@@ -228,6 +238,44 @@ def test_launcher_lines_name_the_module() -> None:
             kept |= "scripts/examples/rollouts_" in line  # publishes, and compresses nothing
             kept |= "scripts/benchmarks/" in line  # measures layers that encode by themselves
             assert kept, f"{fence.place}: {line}"
+
+
+ENGINES = sorted(page for page in DOCS.glob("engines/*.md"))
+#: pages whose first commands tests/patches/trainers runs
+TRAINERS = ("huggingface", "lightning", "torchtitan", "trl")
+RUN = [page for page in ENGINES if page.stem not in TRAINERS]
+
+
+def first_commands(page: Path) -> Fence:
+    """The first example of a page."""
+    return next(fence for fence in fences("", "json", "python", "yaml", "diff", "bash", "sh")
+                if fence.page == page)  # fmt: skip
+
+
+@pytest.mark.parametrize("page", ENGINES, ids=lambda page: page.stem)
+def test_a_page_of_an_engine_begins_with_a_command_for_two_cpu_ranks(page: Path) -> None:
+    found = first_commands(page)
+    assert found.kind == "", f"{page.name} begins with {found.place}"
+    starting = [line for fence, line in commands() if fence == found and "prepare" not in line]
+    cpus = r"DS_ACCELERATOR=cpu .*(2 -m hybridcomp|--num_gpus 2)|nproc-per-node 2 .*--block"
+    alone = r"HYBRIDCOMP_NEOX_CPU=1|HYBRIDCOMP_CONFIG=scripts/examples/.* --nproc-per-node 2"
+    assert starting and all(re.search(f"{cpus}|{alone}", line) for line in starting), starting
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", by_day(RUN, [DOCS / "engines" / "fsdp2_ddp.md"]))
+def test_the_first_commands_of_an_engine_train(page: Path, tmp_path: Path) -> None:
+    text = first_commands(page).body
+    if page.stem == "neox":
+        home = os.environ.get("GPT_NEOX_HOME") or pytest.skip("needs GPT_NEOX_HOME")
+        text = text.replace("/path/to/gpt-neox", home)
+    elif page.stem == "megatron":
+        pytest.importorskip("megatron.core")
+    if page.stem != "fsdp2_ddp":
+        pytest.importorskip("deepspeed")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    said = launch(tmp_path, text, TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"))
+    assert re.search(r"\[hybridcomp\] step 10: \w+(\.\w+)? blockint", said), said[-4000:]
 
 
 VARIABLE = re.compile(r"\bHYBRIDCOMP_[A-Z_]*[A-Z]\b")

@@ -94,7 +94,7 @@ def unpadded() -> None:
     masters = island_unit.masters_of(engine)
     (flat,) = engine.optimizer.fp32_partitioned_groups_flat
     before = flat.clone()
-    masters.write(0, masters.numel, torch.full((masters.numel,), 7.0))
+    masters.exchange(0, masters.numel, torch.full((masters.numel,), 7.0), [])
     padded = flat != 7.0
     assert int(padded.sum()) == flat.numel() - masters.numel
     unlike = flat[padded].view(torch.int32) != before[padded].view(torch.int32)  # maybe NaN
