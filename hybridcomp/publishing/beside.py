@@ -74,7 +74,8 @@ class BesideVersion:
         self.is_over = False
         self.manifest: Manifest | None = None
         self._begun = time.perf_counter()
-        self._problem, self._unwritten = problem, None
+        self._problem: str | None = problem
+        self._unwritten: str | None = None
         self._statement: dict[str, Any] = {}
         self._said: list[dict[str, Any]] | None = None
         self._given_up = self._is_committing = False

@@ -159,7 +159,8 @@ class Folder(Destination):
         or raises an error about it.
         """
         self.path, self._claim = path, claim
-        self._token = secrets.token_hex(4)  # parts of a run that was cut off have another one
+        # parts of a run that was cut off have others; those of a version that failed, too
+        self._tokens = [secrets.token_hex(4)]
         self._file: BinaryIO | None = None
         self._version = 0
         self._part = self._unfinished = path
@@ -179,7 +180,7 @@ class Folder(Destination):
         return self.path / f"v{version:010d}.json"
 
     def _new_manifest(self, version: int) -> Path:
-        return self.path / f".{self._manifest(version).name}.{self._token}"
+        return self.path / f".{self._manifest(version).name}.{self.token}"
 
     def wants_full(self) -> bool:
         """Return whether a receiver has left a file that asks for a full version."""
@@ -189,20 +190,20 @@ class Folder(Destination):
     def reached(self) -> Manifest | None:
         """Return the newest version in the folder if it is of this object."""
         newest = self.latest()
-        if newest is None or not any(f".{self._token}." in part.file for part in newest.parts):
-            return None
-        return newest
+        names = [] if newest is None else [part.file for part in newest.parts]
+        is_own = any(f".{token}." in name for token in self._tokens for name in names)
+        return newest if is_own else None
 
     @property
     def token(self) -> str:
-        """Return what the names of this rank's parts have in common."""
-        return self._token
+        """Return what the name of this rank's next part has in it; another one after a failure."""
+        return self._tokens[-1]
 
     def claim(self, version: int, rank: int) -> None:
         """Name this rank's part of ``version``; with the first one claim the folder, on rank 0."""
         # first, so that what is taken back after an error is of this version
         self._version = version
-        name = part_name(version, self._token, rank)
+        name = part_name(version, self.token, rank)
         self._part = self.path / PARTS / name
         self._unfinished = self._part.with_name(f"{name}.unfinished")
         if self._claim is not None and rank == 0:
@@ -295,13 +296,15 @@ class Folder(Destination):
 
         A part that a readable manifest names stays, whatever error there was about it.
         """
-        with contextlib.suppress(PublishError):
+        with contextlib.suppress(PublishError, OSError):
             self.finish("abandoned")
         failed = self._part.with_name(f"{self._part.name}{FAILED}")
         files = [self._unfinished, failed, self._new_manifest(self._version)]
         for path in files if self._is_named() else [*files, self._part]:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
+        # a part that could not be removed is not taken for that of the next try
+        self._tokens.append(secrets.token_hex(4))
 
     def _is_named(self) -> bool:
         """Return whether the version's manifest names this rank's part, or may do so."""

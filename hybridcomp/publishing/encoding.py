@@ -167,7 +167,7 @@ class PartEncoder:
         self._event = None
         for place in places:
             if place.type == "cuda":
-                self._event = torch.cuda.Event()
+                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._event.record(torch.cuda.current_stream(place))
                 break
 

@@ -33,7 +33,7 @@ def expcode(data: bytes) -> Any:
             continue
         blocks = -(-min(tile, numel - number * tile) // 32)
         first, flags, escapes = struct.unpack_from("<BBH", some)
-        width, at, there = flags & 15, 4, range(blocks)
+        width, at, there = flags & 15, 4, list(range(blocks))
         if flags & 16:
             mask = some[4 : 4 + -(-blocks // 8)]
             there, at = [b for b in range(blocks) if mask[b // 8] >> b % 8 & 1], 4 + len(mask)

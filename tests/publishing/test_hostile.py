@@ -118,10 +118,10 @@ def with_links(folder: Path) -> list[Any]:
     publisher = weights.publisher(Folder(folder))
     publisher.publish()
     place: Any = publisher._destination
-    name = f"v0000000002.{place._token}.r00000.part"
+    name = f"v0000000002.{place.token}.r00000.part"
     for link in (folder / PARTS / name, folder / PARTS / f"{name}.unfinished"):
         link.symlink_to(kept)
-    (folder / f".v0000000002.json.{place._token}").symlink_to(kept)
+    (folder / f".v0000000002.json.{place.token}").symlink_to(kept)
     weights.step(1)
     publisher.publish()
     assert kept.read_text() == "kept" and not (folder / PARTS / name).is_symlink()
