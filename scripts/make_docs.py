@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import hybridcomp
-from doc_pages import bits, block, charts, chooser, inside, jobs, parts, releases, speeds
+from doc_pages import bits, block, charts, chooser, inside, jobs, link, parts, releases, speeds
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -37,6 +37,7 @@ PARTS: Sequence[tuple[str, str, Callable[[], str]]] = (
     ("../README.md", "speeds", speeds.table),
     ("index.md", "jobs", jobs.table),
     ("coming_from.md", "zero3", bits.zero3),
+    ("link.md", "link", link.table),
     ("coming_from.md", "fsdp2", bits.fsdp2),
     ("choosing.md", "presets", parts.presets),
     ("contributing/dimension.md", "dimensions", parts.dimensions),

@@ -76,8 +76,8 @@ def together(
         undo()
         if operation is None and here.operations:
             raise  # the operation around this one says it
-        named = _named(problem, what, error)
-        raise named from named.__cause__
+        told = named(problem, what, error)
+        raise told from told.__cause__
     else:
         if operation is not None:
             here.operations.remove(operation)
@@ -87,7 +87,7 @@ def _is_alone(ranks: Sequence[int] | None) -> bool:
     return (dist.get_world_size() if ranks is None else len(ranks)) == 1
 
 
-def _named(problem: BaseException, what: str, error: type[HybridcompError]) -> BaseException:
+def named(problem: BaseException, what: str, error: type[HybridcompError]) -> BaseException:
     """Return ``problem``, or one in its place, with a message that names this rank."""
     common = (ConfigError, AgreementError, SeamError)  # every rank meets the same mistake
     if not isinstance(problem, Exception) or isinstance(problem, common):
@@ -96,9 +96,9 @@ def _named(problem: BaseException, what: str, error: type[HybridcompError]) -> B
         return problem
     rank = dist.get_rank() if dist.is_initialized() else 0
     kind = type(problem) if isinstance(problem, HybridcompError) else error
-    named = kind.naming_rank(f"{what}: rank {rank}: {_words(problem)}")
-    named.__cause__ = problem
-    return named
+    told = kind.naming_rank(f"{what}: rank {rank}: {_words(problem)}")
+    told.__cause__ = problem
+    return told
 
 
 def _words(problem: BaseException) -> str:

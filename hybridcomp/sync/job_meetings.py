@@ -170,10 +170,11 @@ class JobMeetings(SyncFollower):
 
     # meetings
 
-    def _send(self, index: int) -> None:
+    def _send(self, index: int) -> Exception | None:
         """Send what this rank's part of a fragment has moved to the rendezvous."""
         of, part, began = self.membership, self.parts[index], time.perf_counter()
         of.courier.check()
+        self.masters.check()
         now = self.masters.read(part.low, part.high, part.numel)
         data = island_payloads.pack(self._channel, part.fragment.send(now))
         message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -183,6 +184,7 @@ class JobMeetings(SyncFollower):
         gate()
         of.post(number, sent)  # once it is at the rendezvous it counts
         self._figures.wait_s += time.perf_counter() - began
+        return None
 
     def _take(self) -> None:
         """End the first meeting under way; join again where it is held without this island.

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from hybridcomp.channels import Channel
 from hybridcomp.config import IslandConfig
+from hybridcomp.errors import PeerError
 from hybridcomp.job.gates import gate
-from hybridcomp.job.together import together
+from hybridcomp.job.together import named, together
 from hybridcomp.sync.masters import Masters, bounds, cut, put_back
 from hybridcomp.sync.progress import Meeting, Part, Progress
 from hybridcomp.sync.recurrence import Fragment, OuterRule
@@ -164,15 +165,20 @@ class SyncFollower(ABC):
             self.progress.unsent = False
             if index is None:
                 return
-            with self._as_one("what this step sends"):
-                self.masters.check()
-                self._send(index)
+            what = "what this step sends"
+            with self._as_one(what):
+                problem = self._send(index)
+            if problem is not None:
+                raise named(problem, self._said(what), PeerError) from problem
+
+    def _said(self, what: str) -> str:
+        return f"sync: {what} after step {self.clock}"
 
     @contextlib.contextmanager
     def _as_one(self, what: str) -> Iterator[None]:
         """Have the body end on all ranks that meet, or change nothing on any of them."""
-        undo, said = contextlib.ExitStack(), f"sync: {what} after step {self.clock}"
-        with together(said, undo.close, votes=True, alone=not self._gates):
+        undo = contextlib.ExitStack()
+        with together(self._said(what), undo.close, votes=True, alone=not self._gates):
             undo.callback(self._kept())
             undo.callback(setattr, self, "progress", self.progress.copy())
             undo.callback(self._put_back)
@@ -234,8 +240,11 @@ class SyncFollower(ABC):
             )
 
     @abstractmethod
-    def _send(self, index: int) -> None:
-        """Begin a meeting of fragment ``index``, the last of those under way then."""
+    def _send(self, index: int) -> Exception | None:
+        """Begin a meeting of fragment ``index``, the last of those under way then.
+
+        Returns what has failed where this rank takes part all the same, with nothing.
+        """
 
     @abstractmethod
     def _take(self) -> None:

@@ -37,7 +37,8 @@ KEPT = {
     ("__init__.py", "save_state"), ("__init__.py", "load_state"),
     ("__init__.py", "attach"), ("steps.py", "living"),
     ("attach.py", "_ranks"), ("attach.py", "attach"),
-    ("attach.py", "is_sharded"), ("attach.py", "<genexpr>"),
+    ("attach.py", "is_sharded"), ("attach.py", "<genexpr>"), ("attach.py", "<listcomp>"),
+    ("__init__.py", "__getattr__"),
     ("attach.py", "unwrapped"), ("island_masters.py", "_sharded"),
     ("island_masters.py", "_mesh_ranks"), ("island_masters.py", "<setcomp>"),
     ("island_masters.py", "ranks_of_model"), ("topology.py", "ranks_of"),
@@ -51,7 +52,8 @@ HARMLESS = (dict, list, set, tuple, str, bytes, frozenset, int, float, type, deq
 LOOKS = {
     "isinstance", "len", "getattr", "setattr", "hasattr", "callable", "id", "iter", "next", "min",
     "max", "repr", "issubclass", "hash", "perf_counter", "monotonic", "sorted", "any", "all",
-    "sum", "vars", "object.__setattr__", "time", "sleep", "print",
+    "sum", "vars", "object.__setattr__", "time", "sleep", "print", "lock.__enter__",
+    "lock.__exit__",  # which left out would hold the lock for ever
 }  # fmt: skip
 #: modules of Python's that are no more than syntax
 SYNTAX = (

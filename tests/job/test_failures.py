@@ -24,6 +24,7 @@ import hybridcomp
 from hybridcomp.channels import ATTRIBUTE
 from hybridcomp.errors import HybridcompError
 from hybridcomp.job import agreement
+from hybridcomp.patches.torch import attach, fsdp2, fsdp2_comms
 from hybridcomp.session.engine_session import session_of
 from tests.job.failing import steps
 from tests.ranks import run_ranks
@@ -154,8 +155,33 @@ class Subject:
             hybridcomp.detach(self.job.model)
         self.job.attached = None
 
+    def detach(self) -> None:
+        hybridcomp.detach(self.job.model)
+        self.job.attached = None
+
+    def prepare_detach(self) -> None:
+        if self.job.attached is None or self.job.attached.is_detached:
+            self.job.attached = None
+            self.attach()
+            self.job.train(1)
+        assert self.job.attached is not None
+        self.before_detach = self.job.attached
+
+    def is_let_go(self) -> bool:
+        """Whether the model is native on this rank, and nothing is left of the operation."""
+        self.job.attached = None
+        model = self.job.model
+        slots = [fsdp2_comms.is_filled(one) for one in fsdp2.groups_of(model)]
+        return (
+            self.before_detach.is_detached
+            and attach.ATTRIBUTE not in vars(model)
+            and not any([*slots, self.before_detach.channels.residuals.nbytes])
+        )
+
     def ends_well(self) -> bool:
         """Train on; whether the start copies of the islands are alike."""
+        if self.job.attached is None:
+            self.attach()
         self.job.train(2)
         alike: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(alike, [p.fragment.start for p in self.meetings.parts][:1])
@@ -256,19 +282,29 @@ def one(subject: AnySubject, what: str, rank: int, step: int, found: Outcome) ->
     dist.barrier()
     seconds, said, where, _ = told(subject, what, step if rank == dist.get_rank() else None)
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (seconds, said, where, before == subject.held()))
+    is_local = what == "detach"  # no other rank waits: this one is let go all the same
+    if is_local:
+        assert isinstance(subject, Subject)
+        is_whole = subject.is_let_go()
+    else:
+        is_whole = before == subject.held()
+    dist.all_gather_object(every, (seconds, said, where, is_whole))
     found.tried += 1
     found.longest_s = max(found.longest_s, *(row[0] for row in every))
     name = f"{what}: rank {rank}, step {step} of {found.steps}, {every[rank][2]}"
     if any(row[1] for row in every):
         found.failed += 1
         found.where[every[rank][2].partition(":")[0]] += 1
-        own = every[rank][1].startswith(("ConfigError", "SeamError"))  # a mistake: as it is
-        if not all(f"rank {rank}" in row[1] for row in every if not (own and row is every[rank])):
+        own = is_local or every[rank][1].startswith(("ConfigError", "SeamError"))  # as it is
+        others = [row for row in every if row is not every[rank]]
+        if is_local and any(row[1] for row in others):
+            found.problems.append(f"{name}: others failed: {[row[1] for row in every]}")
+        named = [] if is_local else [*others, *([] if own else [every[rank]])]
+        if not all(f"rank {rank}" in row[1] for row in named):
             found.problems.append(f"{name}: not named: {[row[1] for row in every]}")
-        if not all(row[3] for row in every):
-            changed = [number for number, row in enumerate(every) if not row[3]]
-            found.problems.append(f"{name}: changed on {changed}")
+    if (is_local or any(row[1] for row in every)) and not all(row[3] for row in every):
+        changed = [number for number, row in enumerate(every) if not row[3]]
+        found.problems.append(f"{name}: half done on {changed}")
 
 
 def failing(folder: Path, engine: str, what: str, count: int, seed: int) -> Outcome:
@@ -297,18 +333,27 @@ def failing(folder: Path, engine: str, what: str, count: int, seed: int) -> Outc
 
 #: operation, engine, ranks; how many by day, and of the thousand by night
 CASES = (
-    ("meet", "ddp", 4, 12, 200),
+    ("meet", "ddp", 4, 12, 150),
     ("meet", "fsdp2", 4, 0, 100),
-    ("begin", "ddp", 4, 6, 80),
-    ("save", "ddp", 4, 8, 150),
-    ("load", "ddp", 4, 6, 100),
-    ("load", "fsdp2", 4, 0, 80),
-    ("load_entries", "ddp", 4, 6, 80),
-    ("attach", "ddp", 4, 6, 70),
+    ("begin", "ddp", 4, 6, 60),
+    ("save", "ddp", 4, 8, 100),
+    ("save", "fsdp2", 4, 0, 50),
+    ("load", "ddp", 4, 6, 80),
+    ("load", "fsdp2", 4, 0, 50),
+    ("load_entries", "ddp", 4, 6, 60),
+    ("attach", "ddp", 4, 6, 60),
     ("attach", "fsdp2", 4, 4, 40),
+    ("detach", "ddp", 4, 4, 30),
+    ("detach", "fsdp2", 4, 4, 20),
     ("attach", "deepspeed1", 2, 3, 30),
-    ("save", "deepspeed1", 2, 3, 40),
+    ("save", "deepspeed1", 2, 3, 30),
     ("load", "deepspeed1", 2, 3, 30),
+    ("attach", "deepspeed2", 2, 0, 10),
+    ("save", "deepspeed2", 2, 0, 25),
+    ("load", "deepspeed2", 2, 0, 20),
+    ("attach", "deepspeed3", 2, 0, 10),
+    ("save", "deepspeed3", 2, 0, 25),
+    ("load", "deepspeed3", 2, 0, 20),
 )  # fmt: skip
 
 
@@ -323,6 +368,7 @@ def test_a_failure_of_one_rank_is_one_of_all(
     found, *_ = run_ranks(ranks, failing, tmp_path, engine, what, count, 1, timeout=900.0)
     print(f"{what} {engine}: {found.failed} of {found.tried}, at most {found.longest_s:.2f} s")
     assert not found.problems
-    assert found.tried == count and found.failed > count // 2
+    # files that are closed and logs that are ended may fail without a loss
+    assert found.tried == count and found.failed > (0 if what == "detach" else count // 2)
     if is_night:  # by day a busy machine may take longer
         assert found.longest_s <= LIMIT_S

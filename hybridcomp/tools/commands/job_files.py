@@ -82,7 +82,8 @@ class JobFile:
         job, dtype = self.job, DTYPES[self.dtype or "bf16"]
         return JobTraffic(
             job.stage, dtype, DTYPES.get(job.summed_dtype or "", dtype), self.accumulation or 1,
-            secondary=job.zero("zero_hpz_partition_size", 1) > 1, reduced_whole=job.bf16_optimizer,
+            copy="native" if job.zero("zero_hpz_partition_size", 1) > 1 else "none",
+            reduced_whole=job.bf16_optimizer,
         )  # fmt: skip
 
     def _count(self, name: str) -> int | None:

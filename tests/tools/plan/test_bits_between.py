@@ -20,7 +20,7 @@ FP32 = torch.float32
 #: job of README's table -> the same
 SAME = {
     "zero0": JobTraffic(0), "zero1": JobTraffic(1), "zero3_twice": JobTraffic(3),
-    "hpz": JobTraffic(3, secondary=True), "ddp": JobTraffic(0, FP32, FP32),
+    "hpz": JobTraffic(3, copy="native"), "ddp": JobTraffic(0, FP32, FP32),
     "fsdp2": JobTraffic(3, summed=FP32),
 }  # fmt: skip
 
@@ -46,9 +46,20 @@ def test_zero_plus_plus_is_that_of_the_table() -> None:
         (JobTraffic(1, micro_batches=8), []),
         (JobTraffic(2), []),
         (JobTraffic(2, micro_batches=8), ["12.5 with ZeRO 1"]),
-        (JobTraffic(3), ["12.5 with ZeRO 1", "12.5 with zero_hpz"]),
-        (JobTraffic(3, micro_batches=8), ["12.5 with ZeRO 1", "100.1 with zero_hpz"]),
-        (JobTraffic(3, secondary=True), []),
+        (
+            JobTraffic(3),
+            [
+                '6.3 with "secondary": {',
+                '7.2 with "secondary": "exact',
+                "12.5 with ZeRO 1",
+                "12.5 with zero_hpz",
+            ],
+        ),
+        (
+            JobTraffic(3, micro_batches=8),
+            ["12.5 with ZeRO 1", "36.1 with", "37.0 with", "42.3 with zero_hpz"],
+        ),
+        (JobTraffic(3, copy="native"), []),
     ],
 )
 def test_what_sends_less_is_said_the_least_first(job: JobTraffic, words: list[str]) -> None:
@@ -70,11 +81,15 @@ def test_nothing_is_said_of_what_is_native_or_depends_on_matrices() -> None:
     ("changed", "told"),
     [
         ({}, "20.8 bits a parameter (natively 48.0, ZeRO++ 12.0"),
-        ({"gradient_accumulation_steps": 4}, "83.1 bits a parameter (natively 192.0, ZeRO++ 48.0"),
+        ({"gradient_accumulation_steps": 4}, "83.1 bits a parameter (natively 192.0, ZeRO++ 24.0"),
         ({"communication_data_type": "fp32"}, "20.8 bits a parameter (natively 64.0, ZeRO++ 12.0"),
         (
             {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
             "12.5 bits a parameter (natively 32.0, ZeRO++ 12.0",
+        ),
+        (
+            {"compression": {"preset": "recommended", "zero": {"secondary": "exact"}}},
+            "7.2 bits a parameter (natively 48.0, ZeRO++ 12.0",
         ),
         ({"zero_optimization": {"stage": 2}}, "12.5 bits a parameter (natively 48.0, among"),
         ({"compression": {"sync": {"every": 8}}}, None),
