@@ -141,8 +141,12 @@ def _prefix(operation: str, part: Ranks | None, number: int) -> str:
 def start() -> str:
     """Return the number of the job's start, for keys in its store.
 
-    torchrun restarts ranks with the same store: statements of earlier starts must not count.
+    torchrun restarts ranks with the same store: statements of earlier starts must not count. Where
+    rank 0 has made the store, it is new in every start, and nodes that came back have counted fewer
+    of them (TORCH_DISABLE_SHARE_RDZV_TCP_STORE).
     """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
+        return "0"
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -147,13 +147,31 @@ def _weights(model: weakref.ref[Module]) -> EngineWeights:
 
 
 def unwrapped(model: Any) -> Any:
-    """Return what torch.compile has wrapped, or the only DistributedDataParallel in ``model``."""
+    """Return what torch.compile, or a module around it, has wrapped: the model that is attached.
+
+    A module around the only DistributedDataParallel, or around the root of ``fully_shard`` that
+    has all of its parameters, is taken for what it has inside.
+    """
     while isinstance(model, Module) and COMPILED in model._modules:
         model = model._modules[COMPILED]
-    if not isinstance(model, Module) or is_sharded(model):
+    if not isinstance(model, Module):
         return model
-    inside = _inside(model)
+    inside: Sequence[Module] = _roots(model) if is_sharded(model) else _inside(model)
     return inside[0] if len(inside) == 1 else model
+
+
+def _roots(model: Module) -> list[Module]:
+    """Return the outermost modules under ``fully_shard``; none where they leave a parameter out."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found: list[Module] = []
+    inside: set[Module] = set()
+    for module in model.modules():  # each one before its children
+        if isinstance(module, FSDPModule) and module not in inside:
+            found.append(module)
+            inside |= set(module.modules())
+    held = {parameter for root in found for parameter in root.parameters()}
+    return found if held.issuperset(model.parameters()) else []
 
 
 def _inside(model: Module) -> list[DistributedDataParallel]:
