@@ -48,7 +48,13 @@ if TYPE_CHECKING:
     from hybridcomp.patches.torch.attach import detach, stateful
     from hybridcomp.patches.torch.attached import Attached
     from hybridcomp.patches.torch.session import island_group
-    from hybridcomp.publishing import AppliedVersion, Publisher, VersionSummary, WeightReceiver
+    from hybridcomp.publishing import (
+        AppliedVersion,
+        Publisher,
+        StartedVersion,
+        VersionSummary,
+        WeightReceiver,
+    )
 
     __version__: str
 
@@ -66,6 +72,7 @@ __all__ = [
     "PublishError",
     "Publisher",
     "SeamError",
+    "StartedVersion",
     "VersionSummary",
     "WeightReceiver",
     "__version__",
@@ -246,6 +253,7 @@ def publish(
     keep: int | None = None,
     names: str = "own",
     still_s: float = 60.0,
+    limit_s: float = 600.0,
     as_: str | None = None,
     lora: str | None = None,
 ) -> Publisher:
@@ -273,6 +281,8 @@ def publish(
             of the families of Llama and GPT-2.
         still_s: seconds that the receiver at a socket may take nothing; then the version is given
             up, which raises PublishError, and each later one at once while it stands still.
+        limit_s: seconds that a version may take beside the training (``publish(wait=False)``); then
+            it is given up, which the next one raises as PublishError.
         as_: "fp8" (E4M3 in blocks of 128 x 128) or "mxfp8" (in blocks of 32) for matrices that
             engines hold in 8 bits, with their scales; None: 16 bits. The block's key is ``as``.
         lora: of a model of PEFT, "adapters": these alone, under the names of PEFT's checkpoints, or
@@ -282,7 +292,7 @@ def publish(
     """
     from hybridcomp.patches.published import publish
 
-    given = {"every": every, "anchor_every": anchor_every, "keep": keep}
+    given = {"every": every, "anchor_every": anchor_every, "keep": keep, "limit_s": limit_s}
     return publish(engine, to, names, still_s, as_, lora, **given, dtype=dtype, codec=codec)
 
 
@@ -294,6 +304,7 @@ _LATE = {
     "CompressionConfig": "config",
     "ElasticSampler": "elastic.sampler",
     "Publisher": "publishing",
+    "StartedVersion": "publishing",
     "VersionSummary": "publishing",
     "WeightReceiver": "publishing",
     "detach": "patches.torch.attach",

@@ -439,7 +439,8 @@ def test_every_step_is_counted_once(name: str, outcomes: list[Any]) -> None:
 def acting(engine: str, trains: bool, folder: Path) -> dict[str, Any]:
     """What follows from steps: reports, a ramp, the first encoded step, versions, verdicts."""
     block: dict[str, Any] = {
-        **BLOCK, "start_step": 3, "publish": {"to": folder.as_uri(), "every": 1, "dtype": "bf16"},
+        **BLOCK, "start_step": 3,
+        "publish": {"to": folder.as_uri(), "every": 1, "dtype": "bf16", "wait": True},
         "ledger": {"every": 5, "jsonl": f"{folder}.jsonl"},
     }  # fmt: skip
     block["dp"] = {**block["dp"], "when": "auto"}
