@@ -10,6 +10,8 @@ load_state(folder)   load them
 resync(engine)       make the next gather of parameters exact, where deltas are sent
 island_group(block)  the ranks of this rank's island, for a model under FSDP2 or DDP
 island_pg_collection()  the groups of this rank's island, for megatron-core
+resume(engine, folder) go on from a checkpoint on another number of ranks
+ElasticSampler       each sample once, whatever the number of ranks
 publish(engine, to)  send versions of an engine's weights, exact deltas, to inference engines
 WeightReceiver       the other side: a mirror of published weights
 load_config(source)  the block of a ds_config.json (path, dict or base64), or None
@@ -40,7 +42,9 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from hybridcomp.config import CompressionConfig, load_config
+    from hybridcomp.elastic.sampler import ElasticSampler
     from hybridcomp.patches.mcore.islands import island_pg_collection
+    from hybridcomp.patches.resumed import resume
     from hybridcomp.patches.torch.attach import detach, stateful
     from hybridcomp.patches.torch.attached import Attached
     from hybridcomp.patches.torch.session import island_group
@@ -56,6 +60,7 @@ __all__ = [
     "CodecError",
     "CompressionConfig",
     "ConfigError",
+    "ElasticSampler",
     "HybridcompError",
     "PeerError",
     "PublishError",
@@ -72,6 +77,7 @@ __all__ = [
     "load_config",
     "load_state",
     "publish",
+    "resume",
     "resync",
     "save_state",
     "stateful",
@@ -286,6 +292,7 @@ _LATE = {
     "AppliedVersion": "publishing",
     "Attached": "patches.torch.attached",
     "CompressionConfig": "config",
+    "ElasticSampler": "elastic.sampler",
     "Publisher": "publishing",
     "VersionSummary": "publishing",
     "WeightReceiver": "publishing",
@@ -293,6 +300,7 @@ _LATE = {
     "island_group": "patches.torch.session",
     "island_pg_collection": "patches.mcore.islands",
     "load_config": "config",
+    "resume": "patches.resumed",
     "stateful": "patches.torch.attach",
 }
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from hybridcomp.channels import AllGather, Channel
 from hybridcomp.job import small_messages
 from hybridcomp.job.agreement import agree
+from hybridcomp.job.gates import here
 from hybridcomp.sync.exact_sends import broadcast, start_gather
 from hybridcomp.sync.islands import Islands
 from hybridcomp.sync.masters import Masters
@@ -62,14 +63,6 @@ class IslandMeetings(SyncFollower):
         super().__init__(channel, make, say)
         self.islands, self._inside = islands, islands.inside
 
-    # followers
-
-    def before_step(self) -> None:
-        """Begin, before the first step; a collective of the job then."""
-        if self._masters is None:
-            self._masters = self._make()
-            self._begin()
-
     # beginning
 
     def _begin(self) -> None:
@@ -94,7 +87,6 @@ class IslandMeetings(SyncFollower):
             if fragment.rule.keeps_progress:
                 fragment.base = fragment.start.clone()
             self._write(index, fragment.start)
-        self._written()
 
     def _agree(self) -> None:
         """Compare islands, block and weights over all ranks, those of one place with each other."""
@@ -119,6 +111,8 @@ class IslandMeetings(SyncFollower):
         rows = message.new_empty(len(self.islands.rows) * part.numel)
 
         def native() -> Callable[[], Any]:
+            for operation in here.operations:
+                operation.before_message()
             return start_gather(rows, message, group).wait
 
         wait = self._channel.run(
@@ -136,8 +130,8 @@ class IslandMeetings(SyncFollower):
             finite = small_messages.start_least(flags)
         self.under_way.append(Meeting(index, due, rows, wait, finite))
 
-    def _take(self) -> bool:
-        """End the first meeting under way; return whether the weights of this rank changed."""
+    def _take(self) -> None:
+        """End the first meeting under way."""
         meeting, began = self.under_way.pop(0), time.perf_counter()
         part = self.parts[meeting.index]
         meeting.wait()
@@ -155,7 +149,7 @@ class IslandMeetings(SyncFollower):
             self._figures.drift += drift_of(rows, part.fragment.start)
             new = part.fragment.arrive(rows.unbind(), self.islands.index, now)
             self._write(meeting.index, new)
-            return True
+            return
         lost = self.islands.index in bad and part.fragment.under_way[0].message is not None
         part.fragment.skip()
         self._figures.skipped += 1
@@ -164,9 +158,16 @@ class IslandMeetings(SyncFollower):
             f"skip this meeting of fragment {meeting.index}, and whoever did goes back to the "
             "weights that all agreed on last"
         )
-        if lost:
-            self._fall_back()
-        return lost
+        self._fall_back(lost)
+
+    @property
+    def _gates(self) -> bool:
+        """Return whether ranks may wait for each other: not where means are taken later."""
+        return not self.config.late
+
+    def _kept(self) -> Callable[[], object]:
+        """Return what gives up the meeting: nobody can take its messages again."""
+        return (lambda: self.progress.give_up()) if self._gates else super()._kept()
 
     def _are_finite(self, meeting: Meeting, rows: Tensor) -> list[bool]:
         """Return by island whether what it has sent, to ranks of any place, is finite."""

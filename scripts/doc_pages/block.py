@@ -86,12 +86,13 @@ def dimension(name: str, entry: Schema, models: Schema, common: Schema) -> Itera
 
 
 def table(properties: Schema) -> Iterator[str]:
-    """Yield one row for each key."""
-    yield "| key | value | default | meaning |"
-    yield "|---|---|---|---|"
+    """Yield an entry for each key: a list, of which a phone shows the meaning, too."""
     for key, entry in properties.items():
-        words = " ".join(str(entry.get("description", "")).split()).replace("|", "\\|")
-        yield f"| `{key}` | {kind(key, entry)} | {default(entry)} | {words} |"
+        words = " ".join(str(entry.get("description", "")).split())
+        words = words.removesuffix(" Default: native.")
+        told = [kind(key, entry), f"default {found}" if (found := default(entry)) else ""]
+        yield f"* **`{key}`**: {', '.join(text for text in told if text)}  "
+        yield f"  {words}"
 
 
 def kind(key: str, entry: Schema) -> str:

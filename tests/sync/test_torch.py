@@ -415,3 +415,16 @@ def all_changing() -> None:
 def test_parameters_that_are_frozen_or_unfrozen_later_are_an_error() -> None:
     """Islands would not share what is trained later, and move on what is frozen."""
     run_ranks(4, all_changing)
+
+
+def on_one_node() -> str:
+    """What is said of islands that are nodes, where there is one."""
+    with pytest.raises(ConfigError) as raised:
+        Job(block(**LOCAL, islands="node")).build()
+    return str(raised.value)
+
+
+def test_ranks_of_one_node_are_told_how_to_try_islands(on_ranks: RunRanks) -> None:
+    for told in on_ranks(4, on_one_node):
+        assert "all ranks are on one node" in told
+        assert 'to try islands here write "islands": 2' in told

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import hybridcomp
@@ -333,6 +334,37 @@ def compiled_step(case: Case) -> None:
         step()
 
 
+class Around(nn.Module):
+    """A module of the user's around the model that is under DDP or ``fully_shard``."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.inner(tokens)
+
+
+#: what a user may hold in the place of a model: name -> how it is made of it
+HANDLES: dict[str, Callable[[Any], Any]] = {
+    "model": lambda model: model,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "around": lambda model: Around(model).eval(),
+    "around compiled": lambda model: Around(torch.compile(model, backend="eager")).eval(),
+    "compiled around": lambda model: torch.compile(Around(model).eval(), backend="eager"),
+}
+
+
+def held(case: Case, how: str, called: bool = True) -> None:
+    """Attached by what is around the model, which alone is called unless that is ``called``."""
+    case.attached.detach()
+    model, case.model = case.model, HANDLES[how](case.model)
+    case.attach()
+    if not called:
+        case.model = model
+    plain(case)
+
+
 #: situation -> what is done, and for which engines, if not for both
 CASES: dict[str, tuple[Callable[[Case], None], tuple[str, ...]]] = {
     "eval": (plain, ()),
@@ -361,6 +393,12 @@ CASES: dict[str, tuple[Callable[[Case], None], tuple[str, ...]]] = {
     "compiled before": (compiled_before, ()),
     "compiled long before": (compiled_long_before, ()),
     "compiled step": (compiled_step, ()),
+    **{
+        f"compiled, {how}": (lambda case, how=how: held(case, how), ())  # type: ignore[misc]
+        for how in HANDLES
+        if how.startswith(("around", "compiled "))
+    },
+    "around, model called": (lambda case: held(case, "around", False), ()),
 }
 ENGINES = ("ddp", "fsdp2")
 NAMES = [f"{engine}, {name}" for name, (_, some) in CASES.items() for engine in some or ENGINES]
@@ -461,3 +499,43 @@ def test_what_follows_from_steps_is_alike_in_both_modes(tmp_path: Path) -> None:
             assert not any(acts["encoded"][:3]) and any(acts["encoded"])
             assert {5, 10} <= set(acts["reports"]) and acts["timed"]
             assert len(acts["files"]) >= STEPS
+
+
+def by_handles(engine: str, folder: Path) -> dict[str, Any]:
+    """State, steps, a new generation and versions by every handle of a model in eval mode."""
+    found = {}
+    for how, make in HANDLES.items():
+        torch._dynamo.reset()
+        case = Case(engine, bucket_mb=25)
+        model, case.model = case.model, make(case.model)
+        generation = case.attached.channels.generation
+        publisher = hybridcomp.publish(case.model, folder / how, dtype="bf16")
+        receiver = hybridcomp.WeightReceiver(folder / how)
+        for _ in range(3):
+            case.step()
+            publisher.publish()
+            receiver.update()
+        hybridcomp.resync(case.model)
+        weights = {name: weight.full_tensor() if isinstance(weight, DTensor) else weight
+                   for name, weight in model.named_parameters()}  # fmt: skip
+        expected = {name.removeprefix("module."): weight.detach().to(torch.bfloat16)
+                    for name, weight in weights.items()}  # fmt: skip
+        sent = dict(receiver.tensors())
+        stateful = hybridcomp.stateful(case.model)
+        found[how] = (
+            stateful is hybridcomp.stateful(model) is case.attached, case.attached.step,
+            case.attached.channels.generation - generation,
+            sent.keys() == expected.keys()
+            and all(torch.equal(sent[name].view_as(w), w) for name, w in expected.items()),
+        )  # fmt: skip
+        dist.barrier()
+        publisher.close()
+        hybridcomp.detach(case.model)
+    return found
+
+
+def test_every_handle_of_a_model_stands_for_it(tmp_path: Path) -> None:
+    """torch.compile's wrapper, a module of the user's around the model, and both."""
+    for engine in ENGINES:
+        for found in run_ranks(2, by_handles, engine, tmp_path / engine, timeout=600.0):
+            assert found == dict.fromkeys(HANDLES, (True, 3, 1, True)), engine

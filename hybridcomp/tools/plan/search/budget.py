@@ -18,7 +18,7 @@ LOSSLESS = (Choice.of("expcode"),)
 #: lossless on deltas: twice the saving of a lossless codec on weights (docs/deltas.md)
 LOSSLESS_DELTA = (Choice.of({"codec": "mpc", "delta": True}), Choice.of("stepcode"))
 #: as the preset ``recommended``: 4 bits for gradients, whose error the optimizer averages over
-#: steps (docs/results/feedback.md), and where a delta corrects it
+#: steps (docs/results/loss.md), and where a delta corrects it
 BITS_8 = (Choice.of({"codec": "blockint", "bits": 8}),)
 BITS_4 = (Choice.of({"codec": "blockint", "bits": 4}),)
 #: what crosses nodes that keep a secondary copy of a kind
