@@ -33,6 +33,8 @@ from hybridcomp.job.gates import Operation, Ranks, here
 
 #: operations so far among the ranks of a part of the job; None: all ranks
 _numbers: Counter[Ranks | None] = Counter()
+#: most characters of a message of ours, which may name files, and of anybody else's
+OWN_WORDS, OTHERS_WORDS = 4096, 200
 
 
 @contextlib.contextmanager
@@ -102,8 +104,10 @@ def named(problem: BaseException, what: str, error: type[HybridcompError]) -> Ba
 
 
 def _words(problem: BaseException) -> str:
-    first = (str(problem).strip() or "no text").splitlines()[0][:200]
-    return first if isinstance(problem, HybridcompError) else f"{type(problem).__name__}: {first}"
+    first = (str(problem).strip() or "no text").splitlines()[0]
+    if isinstance(problem, HybridcompError):
+        return first[:OWN_WORDS]
+    return f"{type(problem).__name__}: {first[:OTHERS_WORDS]}"
 
 
 class _Stated(Operation):

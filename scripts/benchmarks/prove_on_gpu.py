@@ -13,7 +13,7 @@ is a command of its own whose output is kept in OUT/NAME.log; the tests are seve
 the same time. What tells most comes first. A step that succeeded is not repeated (--again does);
 one that failed is told and the next one begins. With --minutes a step that would take longer than
 what is left is put off, those that can stop do so in time and go on in the next call, and whatever
-still runs at the end is ended. What the figures should be stands in docs/results/gpu.md,
+still runs at the end is ended. What the figures should be stands in docs/results/gpu_proof.md,
 which says of each whether it was ever measured.
 
 On a machine that is lent bare and for minutes, without a network:

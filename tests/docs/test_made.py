@@ -196,9 +196,15 @@ def test_the_site_is_built_strictly(tmp_path: Path) -> None:
     assert (tmp_path / "search/search_index.js").read_text("utf-8").startswith("var __index = {")
 
 
+PROOF = ROOT / "docs/results/gpu_proof.md"
+
+
 def test_pages_of_results_are_short_and_have_no_bitmaps() -> None:
-    """A question a page; raw tables are CSV files beside it, or in the commit that a page names."""
-    for page in sorted((ROOT / "docs/results").glob("*.md")):
+    """A question a page; raw tables are CSV files beside it, or in the commit that a page names.
+
+    The proof on a GPU asks no question: it is the list that its command works through.
+    """
+    for page in sorted(set((ROOT / "docs/results").glob("*.md")) - {PROOF}):
         text = page.read_text("utf-8")
         assert len(text.split()) < 1200, page.name
         assert text.count("\n|") < 80, page.name

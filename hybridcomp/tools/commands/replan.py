@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from hybridcomp import foreign
-from hybridcomp.config.error_messages import Shown
 from hybridcomp.elastic import batches
 from hybridcomp.elastic.checkpoints import SavedJob
 from hybridcomp.errors import ConfigError
@@ -60,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     samples = options.samples or job.samples
     if samples is None:
         todo = "the checkpoint does not say; name the samples of a step of the whole job"
-        raise ConfigError("--samples", Shown("nothing"), todo)
+        raise ConfigError("--samples", None, todo)
     factor = batches.lr_factor(job.samples, samples, options.lr)
     stages = _stages(options, job)
     plan = _planned(options, job, samples, stages, base) if options.model else None
