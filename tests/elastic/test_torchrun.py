@@ -1,0 +1,118 @@
+"""Half of a torchrun job is killed and comes back: it ends with each sample once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.paths import ROOT
+from tests.ranks import python_path
+from tests.scripts_on_ranks import free_port, run_script
+
+SCRIPT = str(ROOT / "scripts" / "examples" / "train_elastic.py")
+STEPS, SAMPLES, LENGTH = 40, 16, 300
+PATIENCE_S = 200.0
+
+
+def arguments(folder: Path, block: str) -> list[str]:
+    return [
+        "--checkpoints", str(folder / "checkpoints"), "--losses", str(folder / "log.jsonl"),
+        "--steps", str(STEPS), "--samples", str(SAMPLES), "--length", str(LENGTH),
+        "--save-every", "2", "--micro-batch", "4", "--block", block,
+    ]  # fmt: skip
+
+
+def node(folder: Path, port: int, *words: str) -> subprocess.Popen[bytes]:
+    """Start the agent of a node with two ranks, in a process group of its own."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2",
+        "--max-restarts=20", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}",
+        "--rdzv-id=elastic", "--rdzv-conf=last_call_timeout=2", "--local-addr=127.0.0.1",
+        "--monitor-interval=0.5", SCRIPT, *words,
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1",
+                   "GLOO_SOCKET_IFNAME": "lo",
+                   "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # fmt: skip
+    with (folder / "agents.log").open("ab") as log:
+        return subprocess.Popen(
+            command, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    log = folder / "log.jsonl"
+    text = log.read_text() if log.is_file() else ""
+    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+
+def until(holds: Callable[[], bool], agents: list[subprocess.Popen[bytes]], folder: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        ended = [agent.returncode for agent in agents if agent.poll() is not None]
+        if any(ended) or time.monotonic() > deadline:
+            text = (folder / "agents.log").read_text(errors="replace")
+            raise AssertionError(f"agents {ended}, {len(lines(folder))} steps\n{text[-6000:]}")
+        time.sleep(0.2)
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def kill(agent: subprocess.Popen[bytes]) -> None:
+    """Kill an agent and, as torchrun starts each in a session of its own, its ranks."""
+    found = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(agent.pid)], capture_output=True, text=True, check=False
+    )
+    for pid in [agent.pid, *map(int, found.stdout.split())]:
+        os.kill(pid, signal.SIGKILL)
+    agent.wait()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("codec", ["none", "4bits"])
+def test_half_of_the_ranks_leave_and_come_back(codec: str, tmp_path: Path) -> None:
+    feedback = {"codec": "blockint", "bits": 4, "error_feedback": True}
+    block = json.dumps({"dp": "none" if codec == "none" else feedback, "min_bytes": 0})
+    whole, folder = tmp_path / "whole", tmp_path / "broken"
+    for one in (whole, folder):
+        (one / "checkpoints").mkdir(parents=True)
+    ended = run_script(whole, SCRIPT, *arguments(whole, block), ranks=4)
+    assert ended.returncode == 0, ended.output
+    port, words = free_port(), [*arguments(folder, block), "--pause", "0.5"]
+    agents = [node(folder, port, *words)]
+    until(lambda: listens(port), agents, folder)  # the first agent holds the rendezvous
+    agents.append(node(folder, port, *words))
+    try:
+        until(lambda: any(line["ranks"] == 4 and line["step"] >= 5 for line in lines(folder)),
+              agents, folder)  # fmt: skip
+        kill(agents.pop())
+        until(lambda: sum(line["ranks"] == 2 for line in lines(folder)) >= 4, agents, folder)
+        done = len(lines(folder))
+        agents.append(node(folder, port, *words))
+        until(lambda: any(line["ranks"] == 4 for line in lines(folder)[done:]), agents, folder)
+        until(lambda: all(agent.poll() == 0 for agent in agents), agents, folder)
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                kill(agent)
+    wanted = {line["step"]: line for line in lines(whole)}
+    found = {line["step"]: line for line in lines(folder)}  # a step that was done again counts once
+    assert found.keys() == wanted.keys() == set(range(1, STEPS + 1))
+    assert {line["ranks"] for line in lines(folder)} == {2, 4}
+    assert all(found[step]["samples"] == wanted[step]["samples"] for step in found)
+    apart = max(abs(found[step]["loss"] - wanted[step]["loss"]) for step in found)
+    assert apart <= (1e-6 if codec == "none" else 0.02)
+    text = (folder / "agents.log").read_text(errors="replace")
+    assert "2 go on from step" in text and "4 go on from step" in text
