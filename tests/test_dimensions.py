@@ -58,6 +58,7 @@ OWN_WORDS = {
     "tools/commands/validate.py": "what a file cannot show of a job",
     "tools/measure/channels.py": "what is timed, and how",
     "tools/measure/trainings.py": "what is timed, and how",
+    "tools/plan/bits_between.py": "what DeepSpeed's stages send of parameters and gradients",
     "tools/plan/cost/job.py": "Megatron's dtype of gradients",
     "tools/plan/cost/memory.py": "what a device keeps of gradients, parameters and rings",
     "tools/plan/cost/work.py": "where DeepSpeed adds up gradients of offload",

@@ -27,7 +27,7 @@ from hybridcomp.errors import (
     PeerError,
     SeamError,
 )
-from hybridcomp.job import agreement
+from hybridcomp.job import agreement, small_messages
 from hybridcomp.job.devices import default_device
 from hybridcomp.job.gates import Operation, Ranks, here
 
@@ -170,5 +170,4 @@ class _Voting(_Stated):
 
     def _vote(self, well: bool) -> bool:
         flag = torch.tensor(int(well), dtype=torch.int32, device=default_device())
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-        return bool(flag)
+        return bool(small_messages.start_least(flag)())

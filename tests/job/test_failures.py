@@ -156,7 +156,8 @@ class Subject:
         self.job.attached = None
 
     def detach(self) -> None:
-        hybridcomp.detach(self.job.model)
+        assert self.job.attached is not None
+        self.job.attached.detach()  # behind what looks at the arguments, and changes nothing
         self.job.attached = None
 
     def prepare_detach(self) -> None:
