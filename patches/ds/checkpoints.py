@@ -128,6 +128,7 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             return result
         session.channels.step = self.global_steps
         session.channels.residuals.drop()
+        session.channels.node_sums.drop()
         if found is not None:
             step = self.global_steps
             saved_session.take_over(session, found, loss_scale(self), step, bring)

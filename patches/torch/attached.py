@@ -128,6 +128,7 @@ class Attached:
                 "keeps it"
             )
         residuals.clear()
+        self.channels.node_sums.drop()
         self.session.close()
 
     def take_events(self) -> list[tuple[str, float]]:
