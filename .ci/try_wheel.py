@@ -1,7 +1,8 @@
-"""What a user does first with the wheel, in an empty folder and without DeepSpeed or GPT-NeoX."""
+"""What a user does first with the wheel: an empty folder, no compiler, no DeepSpeed or GPT-NeoX."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -21,16 +22,20 @@ def said(*command: str, status: int = 0) -> str:
 def main() -> None:
     """The command line, the examples, a codec, and what the package brings."""
     assert find_spec("deepspeed") is None, "DeepSpeed is installed; this would show nothing"
+    compilers = [name for name in ("c++", "g++", "clang++", "cc") if shutil.which(name)]
+    assert not compilers, f"{compilers} are in PATH; this would show nothing"
     import hybridcomp
 
     package = Path(hybridcomp.__file__).parent
     assert package.is_relative_to(sys.prefix), f"{package} is not of the wheel"
-    for file in ("py.typed", "kernels/cuda/blockint.cu", "kernels/formats/blockint.h",
+    for name in ("py.typed", "kernels/cuda/blockint.cu", "kernels/formats/blockint.h",
                  "patches/mcore/ddp.py", "patches/neox/train_neox.py",
                  "configs/neox/20B.yml"):  # fmt: skip
-        assert (package / file).is_file(), f"the wheel lacks {file}"
-    for listed in metadata.files("hybridcomp") or ():
-        assert listed.parts[0].startswith(("hybridcomp", "..")), f"the wheel brings {listed}"
+        assert (package / name).is_file(), f"the wheel lacks {name}"
+    listed = metadata.files("hybridcomp") or ()
+    for file in listed:
+        assert file.parts[0].startswith(("hybridcomp", "..")), f"the wheel brings {file}"
+    assert any("libgomp" in file.name for file in listed), "the wheel lacks OpenMP's library"
 
     said("hybridcomp", "--version")
     said("hybridcomp", "schema")
@@ -50,7 +55,7 @@ def main() -> None:
     decoded = torch.empty(1000)
     codec.decode(payload[: codec.encode(values, payload)], decoded)
     assert (decoded - values).abs().max() < 0.05
-    print("the wheel works without DeepSpeed")
+    print("the wheel works without a compiler and without DeepSpeed")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ load_state(folder)   load them
 resync(engine)       make the next gather of parameters exact, where deltas are sent
 island_group(block)  the ranks of this rank's island, for a model under FSDP2 or DDP
 island_pg_collection()  the groups of this rank's island, for megatron-core
+resume(engine, folder) go on from a checkpoint on another number of ranks
+ElasticSampler       each sample once, whatever the number of ranks
 publish(engine, to)  send versions of an engine's weights, exact deltas, to inference engines
 WeightReceiver       the other side: a mirror of published weights
 load_config(source)  the block of a ds_config.json (path, dict or base64), or None
@@ -40,11 +42,19 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from hybridcomp.config import CompressionConfig, load_config
+    from hybridcomp.elastic.sampler import ElasticSampler
     from hybridcomp.patches.mcore.islands import island_pg_collection
+    from hybridcomp.patches.resumed import resume
     from hybridcomp.patches.torch.attach import detach, stateful
     from hybridcomp.patches.torch.attached import Attached
     from hybridcomp.patches.torch.session import island_group
-    from hybridcomp.publishing import AppliedVersion, Publisher, VersionSummary, WeightReceiver
+    from hybridcomp.publishing import (
+        AppliedVersion,
+        Publisher,
+        StartedVersion,
+        VersionSummary,
+        WeightReceiver,
+    )
 
     __version__: str
 
@@ -56,11 +66,13 @@ __all__ = [
     "CodecError",
     "CompressionConfig",
     "ConfigError",
+    "ElasticSampler",
     "HybridcompError",
     "PeerError",
     "PublishError",
     "Publisher",
     "SeamError",
+    "StartedVersion",
     "VersionSummary",
     "WeightReceiver",
     "__version__",
@@ -72,6 +84,7 @@ __all__ = [
     "load_config",
     "load_state",
     "publish",
+    "resume",
     "resync",
     "save_state",
     "stateful",
@@ -240,6 +253,7 @@ def publish(
     keep: int | None = None,
     names: str = "own",
     still_s: float = 60.0,
+    limit_s: float = 600.0,
     as_: str | None = None,
     lora: str | None = None,
 ) -> Publisher:
@@ -267,6 +281,8 @@ def publish(
             of the families of Llama and GPT-2.
         still_s: seconds that the receiver at a socket may take nothing; then the version is given
             up, which raises PublishError, and each later one at once while it stands still.
+        limit_s: seconds that a version may take beside the training (``publish(wait=False)``); then
+            it is given up, which the next one raises as PublishError.
         as_: "fp8" (E4M3 in blocks of 128 x 128) or "mxfp8" (in blocks of 32) for matrices that
             engines hold in 8 bits, with their scales; None: 16 bits. The block's key is ``as``.
         lora: of a model of PEFT, "adapters": these alone, under the names of PEFT's checkpoints, or
@@ -276,7 +292,7 @@ def publish(
     """
     from hybridcomp.patches.published import publish
 
-    given = {"every": every, "anchor_every": anchor_every, "keep": keep}
+    given = {"every": every, "anchor_every": anchor_every, "keep": keep, "limit_s": limit_s}
     return publish(engine, to, names, still_s, as_, lora, **given, dtype=dtype, codec=codec)
 
 
@@ -286,13 +302,16 @@ _LATE = {
     "AppliedVersion": "publishing",
     "Attached": "patches.torch.attached",
     "CompressionConfig": "config",
+    "ElasticSampler": "elastic.sampler",
     "Publisher": "publishing",
+    "StartedVersion": "publishing",
     "VersionSummary": "publishing",
     "WeightReceiver": "publishing",
     "detach": "patches.torch.attach",
     "island_group": "patches.torch.session",
     "island_pg_collection": "patches.mcore.islands",
     "load_config": "config",
+    "resume": "patches.resumed",
     "stateful": "patches.torch.attach",
 }
 

@@ -13,6 +13,10 @@ HybridcompError
 from __future__ import annotations
 
 import shlex
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: how to install hybridcomp itself
 CLONE = "pip install -e . in the clone of hybridcomp"
@@ -47,7 +51,20 @@ def _packages(extra: str) -> list[str]:
 
 
 class HybridcompError(Exception):
-    """Base class of every error that hybridcomp raises on purpose."""
+    """Base class of every error that hybridcomp raises on purpose.
+
+    Attributes:
+        names_rank: whether the message names the rank that failed, on whichever rank it is raised.
+    """
+
+    names_rank = False
+
+    @classmethod
+    def naming_rank(cls, text: str) -> Self:
+        """Return an error of this class whose ``text`` names the rank that failed."""
+        error = cls(text)
+        error.names_rank = True
+        return error
 
 
 class ConfigError(HybridcompError, ValueError):

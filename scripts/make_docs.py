@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Write what in docs/ is made from the code, or build the site.
 
-make_docs.py                    write docs/block.md, the schema for editors, the tables inside other
-                                pages, and the releases that they name
+make_docs.py                    write docs/block.md, the schema for editors, charts, the tables
+                                inside other pages, and the releases that they name
 make_docs.py --check            say what is not current; the exit status is 1 then
-make_docs.py --build FOLDER     build the site there, strictly (pip install -e '.[docs]')
+make_docs.py --build FOLDER     build the site there, strictly (pip install -e '.[docs]');
+                                --repository URL: its pages link to where they are edited
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from doc_pages import bits, block, inside, parts, releases, speeds
+import hybridcomp
+from doc_pages import bits, block, charts, chooser, inside, jobs, link, parts, releases, speeds
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -26,16 +28,18 @@ CONFIG = DOCS / "mkdocs" / "mkdocs.yml"
 PAGES: Mapping[str, Callable[[], str]] = {
     "block.md": block.page,
     "../configs/compression.schema.json": block.editors,
+    "site/blocks.js": chooser.script,
+    **charts.PICTURES,
 }
 #: page, name of the part between `<!-- NAME -->` and `<!-- /NAME -->`, what makes it
 PARTS: Sequence[tuple[str, str, Callable[[], str]]] = (
     ("../README.md", "bits", bits.table),
     ("../README.md", "speeds", speeds.table),
-    ("index.md", "bits", bits.table),
-    ("index.md", "speeds", speeds.table),
+    ("index.md", "jobs", jobs.table),
     ("coming_from.md", "zero3", bits.zero3),
+    ("link.md", "link", link.table),
     ("coming_from.md", "fsdp2", bits.fsdp2),
-    ("presets.md", "presets", parts.presets),
+    ("choosing.md", "presets", parts.presets),
     ("contributing/dimension.md", "dimensions", parts.dimensions),
     ("support.md", "support-matrix", parts.support_matrix),
     ("unsupported.md", "deepspeed-rules", parts.deepspeed_rules),
@@ -76,11 +80,20 @@ def stale() -> list[Path]:
     ]  # fmt: skip
 
 
-def build(folder: Path) -> int:
-    """Build the site into ``folder``; returns the exit status of mkdocs."""
+def build(folder: Path, repository: str = "") -> int:
+    """Build the site into ``folder``; returns the exit status of mkdocs.
+
+    With the address of a ``repository`` each page links to the file that it is made from.
+    """
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", str(CONFIG)]
     # the theme says at length on every build until when it gets fixes
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    environment = {
+        **os.environ,
+        "NO_MKDOCS_2_WARNING": "1",
+        "SITE_NAME": f"hybridcomp {hybridcomp.__version__}",
+        "SITE_REPOSITORY": repository,
+        "SITE_EDIT": "edit/main/docs/" if repository else "",
+    }
     result = subprocess.run([*command, "-d", str(folder.resolve())], env=environment, check=False)
     return result.returncode
 
@@ -92,9 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument("--build", type=Path, metavar="FOLDER", help="of the site")
+    parser.add_argument("--repository", default="", metavar="URL", help="whose files are edited")
     options = parser.parse_args(arguments)
     if options.build:
-        return build(options.build)
+        return build(options.build, options.repository)
     for path in (old := stale()):
         print(f"{path.relative_to(ROOT)}: {'not current' if options.check else 'written'}")
         if not options.check:

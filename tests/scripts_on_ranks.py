@@ -15,7 +15,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import util
 from pathlib import Path
@@ -50,6 +50,7 @@ def run_script(
     armed: bool = False,
     anew: bool = False,
     timeout: float = 240.0,
+    until: Callable[[], bool] = lambda: False,
     **environment: str,
 ) -> Ended:
     """Run ``script`` in ``folder`` on ``ranks`` ranks.
@@ -58,6 +59,7 @@ def run_script(
         armed: through ``hybridcomp.run``, as ``--module hybridcomp.run`` of a launcher does.
         anew: import hybridcomp again: ``folder`` has another one, or a codec that it finds there.
         timeout: seconds after which ranks that still run are killed, and the job has failed.
+        until: asked often: all ranks are killed as soon as it is true.
         environment: variables beside those that a launcher sets.
     """
     context = fork_server()
@@ -83,6 +85,8 @@ def run_script(
         while (running := [p for p in processes if p.is_alive()]) and time.monotonic() < deadline:
             if any(process.exitcode for process in processes):
                 deadline = min(deadline, time.monotonic() + GRACE_S)
+            if until():
+                break
             running[0].join(0.1)
         for process in processes:
             if process.is_alive():

@@ -56,18 +56,21 @@ ALLOWED: dict[str, set[str]] = {
     },
     # all that knows an upstream: seams, rules, checkpoints, callbacks of trainers
     "patches": {
-        "autotune", "channels", "codecs", "collectives", "config", "dimensions", "errors",
-        "foreign", "job", "log", "metric_names", "nn", "publishing", "seams", "session", "sync",
+        "autotune", "channels", "codecs", "collectives", "config", "dimensions", "elastic",
+        "errors", "foreign", "job", "log", "metric_names", "nn", "publishing", "seams", "session",
+        "sync",
         "",  # callbacks and the start of GPT-NeoX call the public functions, as a script does
     },
+    # jobs that go on with another number of ranks: what every engine's adapter needs for that
+    "elastic": {"config", "errors"},
     # adapters to inference engines; each module imports its own
     "inference": {"errors", "foreign", "job", "log", "publishing", "seams"},
     "run": {"", "job", "log"},
     "missing_run": {"config", "errors", "job", "log"},
     # hybridcomp/__init__.py: the public names, imported late
     "": {
-        "channels", "collectives", "config", "errors", "job", "log", "patches", "publishing",
-        "seams", "session", "sync",
+        "channels", "collectives", "config", "elastic", "errors", "job", "log", "patches",
+        "publishing", "seams", "session", "sync",
     },
 }  # fmt: skip
 FREE = {"tools"}  # offline: it may look into every room, and no job imports it
@@ -204,6 +207,7 @@ ASKS: dict[str, set[str]] = {
     "ds": {"common", "mcore", "neox", "rules"},
     "trainers": {"common", "ds", "torch"},
     "published": {"common", "ds", "mcore", "torch"},
+    "resumed": {"common", "ds", "torch"},
     "registry": {"common", "ds", "mcore", "neox", "torch"},
     "template": {"common"},
 }

@@ -136,13 +136,13 @@ def _race(
 ) -> torch.Tensor:
     """Time both in turns: seconds ``[repeats, 2]`` of the slowest rank, so equal on all ranks.
 
-    ``before``: runs untimed before each.
+    ``before``: runs untimed before each; by default all ranks wait for each other: none begins a
+    message that another has failed to prepare.
     """
     found = torch.zeros(repeats, len(runs), dtype=torch.float64)
     for row in found:
         for column, run in enumerate(runs):
-            if before is not None:
-                before()
+            (before or small_messages.wait_for_all)()
             row[column] = seconds(run, device)
     return small_messages.most(found.to(device))
 

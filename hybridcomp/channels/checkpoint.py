@@ -77,7 +77,7 @@ def _save(folder: Path, channels: Channels, state: State, references: bool) -> N
     if saved_state.has_any(channels):
         _save_rank(folder, channels, state.loss_scale)
     else:
-        _path(folder, dist.get_rank()).unlink(missing_ok=True)
+        saved.remove(_path(folder, dist.get_rank()))
     if dist.get_rank() == 0:
         saved.write_json(folder / STATE, asdict(state))
         kinds = [checkpoint_note.RESIDUALS] if saved_state.has_any(channels) else []

@@ -223,9 +223,10 @@ class Residuals:
         self._common.clear()
 
     def clear(self) -> None:
-        """Drop all residuals and free their memory."""
-        self.drop()
-        for known in (self._stretches, self._holders, self._known, self._owned):
+        """Drop all residuals and free their memory; changes no tensor."""
+        for known in (
+            self._stretches, self._holders, self._known, self._owned, self._restored, self._common,
+        ):  # fmt: skip
             known.clear()
 
     def _all(self) -> Iterator[Residual]:

@@ -8,6 +8,10 @@ the exception: on a device they know the length of a payload only after waiting 
 
 In a training on a CPU, where device and host are the same memory, the same messages are encoded and
 decoded at once.
+
+Seams of ``offload`` do not go through ``Channel.run``, whose messages have a group. A copy has two
+ends, and what native copies for it only the seam knows: where a sum stays on the device it is
+nothing, and one copy then stands for those of several micro-batches. So a seam tells these bytes.
 """
 
 from __future__ import annotations

@@ -110,22 +110,23 @@ class CopyGroups:
         """Trade a slice for the shares of this rank's local index, by node."""
         there, _ = self._order(slice_.device)
         rows = slice_.index_select(0, there)
-        return self._trade(rows, self._in_slice, self._in_column, meter)
+        return self._trade(rows, self._slice_counts, self._column_counts, meter)
 
     def slice_of(self, column: Tensor, meter: Meter) -> Tensor:
         """Undo ``column_of``."""
         _, back = self._order(column.device)
-        return self._trade(column, self._in_column, self._in_slice, meter).index_select(0, back)
+        rows = self._trade(column, self._column_counts, self._slice_counts, meter)
+        return rows.index_select(0, back)
 
     @cached_property
-    def _in_slice(self) -> list[int]:
-        """How many shares of this rank's slice belong to each local index."""
+    def _slice_counts(self) -> list[int]:
+        """Return, by local rank, how many shares of this rank's slice that rank owns."""
         found = Counter(share % self.levels.width for share in self.shares)
         return [found[local] for local in range(self.levels.width)]
 
     @cached_property
-    def _in_column(self) -> list[int]:
-        """How many shares of this rank's local index lie in the slice of each local index."""
+    def _column_counts(self) -> list[int]:
+        """Return, by local rank, how many shares of this rank's column lie in that rank's slice."""
         count, width = self.levels.nodes, self.levels.width
         found = Counter((node * width + self.levels.local) // count for node in range(count))
         return [found[local] for local in range(width)]

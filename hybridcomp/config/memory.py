@@ -170,10 +170,14 @@ def meetings(config: CompressionConfig, share: int, islands: int) -> list[Memory
 
 
 def published(config: CompressionConfig, share: int) -> list[MemoryItem]:
-    """Return the 16-bit copy of the ``share`` of the weights that a rank publishes, on the host."""
+    """Return the 16-bit copies of the ``share`` of the weights that a rank publishes, on the host.
+
+    One is the last version, the other one that which is written beside the training.
+    """
     if config.publish is None:
         return []
-    return [MemoryItem("copy of published weights", PUBLISHED * share, on_host=True)]
+    copies = 1 if config.publish.wait else 2
+    return [MemoryItem("copies of published weights", copies * PUBLISHED * share, on_host=True)]
 
 
 def memory_lines(items: Iterable[MemoryItem]) -> Iterator[str]:

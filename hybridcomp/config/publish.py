@@ -32,6 +32,18 @@ class PublishConfig(Strict):
         description="Full versions that remain in the folder, with the versions that follow them. "
         "Older ones are removed when a new full one is there. Default: all remain.",
     )
+    wait: bool = Field(
+        False,
+        description="Whether each step waits until its version is readable. false: a thread copies "
+        "the weights, which the next optimizer step waits for, encodes and writes them beside the "
+        "training; an error is raised by the next version.",
+    )
+    limit_s: float = Field(
+        600.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds that a version may take beside the training; then it is given up.",
+    )
     codec: Literal["auto", "stepcode", "raw"] = Field(
         "auto",
         description="How changes are encoded. stepcode: exact steps. raw: as they are. auto: "

@@ -79,12 +79,12 @@ class Block:
 
 @dataclass
 class LoaderLayout:
-    """What a loader does with each tensor of a checkpoint.
+    """Record which blocks of each checkpoint tensor an engine's loader copies to this worker.
 
     Attributes:
         blocks: the blocks that it copies of each tensor, by the checkpoint's names; no blocks where
             this worker has none of the tensor.
-        unknown: tensors of which it does something else than to copy blocks, and why.
+        unknown: tensors that the loader does not copy by blocks, and the reason.
     """
 
     blocks: dict[str, list[Block]] = field(default_factory=dict)

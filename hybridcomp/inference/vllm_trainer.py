@@ -18,7 +18,7 @@ from hybridcomp.inference.vllm_plugin import BACKEND
 from hybridcomp.inference.vllm_seams import TRAINER_SEAMS
 from hybridcomp.job.agreement import tell
 from hybridcomp.job.saved import attempt
-from hybridcomp.publishing import Publisher, VersionSummary
+from hybridcomp.publishing import Publisher, StartedVersion, VersionSummary
 
 
 @dataclass
@@ -59,7 +59,7 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
         more = {"rank": rank} if takes_rank else {}
         super().__init__(client=client, source=None, is_sender=rank == 0, **more)
         self._publisher, self._where = publisher, where
-        self._prepared: VersionSummary | None = None  # what no worker has switched to yet
+        self._prepared: StartedVersion | None = None  # what no worker has switched to yet
 
     @classmethod
     def trainer_init(
@@ -76,16 +76,16 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
             client.init_weight_transfer_engine(asdict(where))
         return engine
 
-    def prepare_weights(self) -> VersionSummary:
-        """Publish a version, and have the workers receive and check it beside their requests.
+    def prepare_weights(self) -> StartedVersion:
+        """Publish a version beside the training; the workers receive and check it beside requests.
 
         They go on with the version that they have until ``send_weights``, which then publishes
         nothing and switches to this one. Called on every rank, a collective.
 
-        Raises PublishError, on every rank, where the version could not be published. What the
-        workers find is told by ``send_weights``.
+        Raises PublishError, on every rank, where a version before it could not be published. What
+        becomes of this one, and what the workers find, is told by ``send_weights``.
         """
-        told = self._prepared = self._publisher.publish()
+        told = self._prepared = self._publisher.publish(wait=False)
         if self.is_sender:
             attempt(lambda: self._ask({"version": told.version, "prepare": True}))
         return told
@@ -101,7 +101,9 @@ class HybridcompTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
         Raises PublishError, on every rank, where the version could not be published, or no worker
         holds it; they keep the one that they had, or none, as the error says.
         """
-        told, self._prepared = self._prepared or self._publisher.publish(), None
+        prepared, self._prepared = self._prepared, None
+        told = self._publisher.publish() if prepared is None else self._publisher.finish()
+        assert told is not None, "what was prepared is under way"
         problem = self._load(told.version) if self.is_sender else None
         said = tell({"problem": problem}, what="loading weights", ranks=self._publisher.ranks)
         found = next((one["problem"] for one in said if one["problem"]), None)

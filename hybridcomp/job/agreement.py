@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from hybridcomp.errors import AgreementError, PeerError
-from hybridcomp.job import processes
+from hybridcomp.job import gates, processes
+from hybridcomp.job.gates import Ranks
 from hybridcomp.job.launcher import start_command
 from hybridcomp.job.statements import StatementRound
 from hybridcomp.job.waits import NOTICE_S, Notices
@@ -35,9 +36,11 @@ LOOK_S = 1.0
 PATIENCE = 0.9
 #: advice about ranks that are silent
 ALIKE = "start every rank with {start}, or call hybridcomp.install() in every one"
-Ranks = tuple[int, ...]
-#: rounds so far among the ranks of a part of the job; None: all ranks
-_rounds_of: Counter[Ranks | None] = Counter()
+
+#: rounds so far outside of operations among the ranks of a part of the job; None: all ranks
+_rounds: Counter[Ranks | None] = Counter()
+#: the last round among the ranks of a part, which the next one forgets
+_last: dict[Ranks | None, StatementRound] = {}
 
 
 def versions(*packages: str) -> dict[str, str | None]:
@@ -104,10 +107,13 @@ def _exchanged(
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """State, wait and read: ``(the different statements, which of them each speaker made)``."""
     part = None if ranks is None else tuple(ranks)
-    number = _rounds_of[part]
-    _rounds_of[part] += 1
+    operation = next((one for one in gates.here.operations if one.takes_in(speakers)), None)
+    rounds, name = (_rounds, "") if operation is None else (operation.rounds, operation.name)
+    number = rounds[part]
+    rounds[part] += 1
+    _rounds[None] += 0  # so that ``has_compared``
     store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    this = StatementRound(store, _prefix(part, number), me, speakers)
+    this = StatementRound(store, _prefix(name, part, number), me, speakers)
     try:
         this.state(json.dumps(statement, sort_keys=True))
     except (RuntimeError, dist.DistError):  # the store may have gone with the rank that held it
@@ -115,27 +121,32 @@ def _exchanged(
         raise
     _await_all(this, what)
     found = this.read()
-    if number:  # all have stated again, so all have read the round before
-        StatementRound(store, _prefix(part, number - 1), me, speakers).forget()
+    before, _last[part] = _last.get(part), this
+    if before is not None and before.store is store:  # all have stated again, so all have read it
+        before.forget()
     return found
 
 
 def has_compared() -> bool:
     """Return whether this rank has compared anything with others, as every engine does first."""
-    return bool(_rounds_of)
+    return bool(_rounds)
 
 
-def _prefix(part: Ranks | None, number: int) -> str:
+def _prefix(operation: str, part: Ranks | None, number: int) -> str:
     """Return the prefix of the store's keys for a round of statements."""
     among = "" if part is None else f"{','.join(map(str, part))}/"
-    return f"hybridcomp/agree/{start()}/{among}{number}"
+    return f"hybridcomp/agree/{start()}/{operation}{among}{number}"
 
 
 def start() -> str:
     """Return the number of the job's start, for keys in its store.
 
-    torchrun restarts ranks with the same store: statements of earlier starts must not count.
+    torchrun restarts ranks with the same store: statements of earlier starts must not count. Where
+    rank 0 has made the store, it is new in every start, and nodes that came back have counted fewer
+    of them (TORCH_DISABLE_SHARE_RDZV_TCP_STORE).
     """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
+        return "0"
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
@@ -149,6 +160,7 @@ def start_id() -> str:
 def _await_all(this: StatementRound, what: str) -> None:
     notices, patience = Notices(), PATIENCE * _timeout_s()
     while not this.is_told(min(LOOK_S, NOTICE_S)):
+        gates.check_failed(this.is_told)
         _check_peers(this, what)
         silent = notices.seconds
         if silent > patience:

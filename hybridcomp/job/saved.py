@@ -71,6 +71,36 @@ def unwritten(path: Path, error: BaseException) -> CheckpointError:
     )
 
 
+def remove(path: Path) -> None:
+    """Remove ``path``, if it is there, when files that are written now get their names."""
+    gone = NewFile(None, path)
+    if waiting:
+        waiting[0].append(gone)
+    else:
+        gone.rename()
+
+
+class NewFile:
+    """A file that is complete as ``part`` and is to become ``path``; None: that is to go."""
+
+    def __init__(self, part: Path | None, path: Path) -> None:
+        self.part, self.path = part, path
+        self.is_named = False
+
+    def rename(self) -> None:
+        """Give the file its name. Raises OSError."""
+        self.is_named = True
+        if self.part is None:
+            self.path.unlink(missing_ok=True)
+            return
+        os.replace(self.part, self.path)
+        sync_folder(self.path.parent)
+
+
+#: files that wait for their names until those of all ranks are complete (``saved_together``)
+waiting: list[list[NewFile]] = []
+
+
 def _replace(path: Path, fill: Callable[[BinaryIO], object]) -> None:
     """Fill a new file beside ``path``, wait for the disk, and let it replace ``path``.
 
@@ -84,8 +114,11 @@ def _replace(path: Path, fill: Callable[[BinaryIO], object]) -> None:
             fill(file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
-        sync_folder(path.parent)
+        new = NewFile(part, path)
+        if waiting:
+            waiting[0].append(new)
+        else:
+            new.rename()
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
@@ -221,7 +254,9 @@ def all_well(problem: str | None, what: str, todo: str = "") -> None:
     if not bad:
         return
     more = f"; and {len(bad) - SHOWN} more ranks" if len(bad) > SHOWN else ""
-    raise CheckpointError(f"{what}: {'; '.join(bad[:SHOWN])}{more}{todo and '. ' + todo}")
+    raise CheckpointError.naming_rank(
+        f"{what}: {'; '.join(bad[:SHOWN])}{more}{todo and '. ' + todo}"
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -118,9 +118,10 @@ class _InStore(_Alone):
     """Meeting in the process group's store, which every rank of the job reaches."""
 
     def __init__(self, distributed: Any, name: str) -> None:
-        started = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # see agreement.start
+        from hybridcomp.job.agreement import start
+
         whole = distributed.distributed_c10d._get_default_store()
-        self._store = distributed.PrefixStore(f"hybridcomp/uncaught/{started}", whole)
+        self._store = distributed.PrefixStore(f"hybridcomp/uncaught/{start()}", whole)
         self._name, self._ranks = name, distributed.get_world_size()
         self.first = self._add(name, 1) == 1
 

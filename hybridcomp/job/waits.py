@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from hybridcomp.job.gates import check_failed
+
 T = TypeVar("T")
 #: seconds of a wait after which the user is told; again whenever it lasts REPEAT times as long
 NOTICE_S, REPEAT = 10.0, 3
@@ -44,8 +46,8 @@ def awaited(
 ) -> T | None:
     """Return what ``look`` finds, as soon as that is not None; None after ``seconds``.
 
-    Looks, and never lets a store of torch.distributed wait: that writes a line of its own at each
-    time-out.
+    Raises where another rank fails in the operation of which the wait is a part. Looks, and never
+    lets a store of torch.distributed wait: that writes a line of its own at each time-out.
 
     Args:
         look: finds it, or returns None.
@@ -55,6 +57,7 @@ def awaited(
     """
     notices, pause = Notices(), first_s
     while True:
+        check_failed(lambda: look() is not None)
         found = look()
         if found is not None or notices.seconds >= seconds:
             return found

@@ -84,8 +84,8 @@ class BuildExt(build_ext):  # type: ignore[misc]  # setuptools is untyped here
 
     def build_extensions(self) -> None:
         """Build every extension; OpenMP where the compiler has it without another package."""
-        _tell("hybridcomp: compiling the CPU kernels; the first time it takes 90 s on two cores")
         self.build_temp = str(objects(self.compiler.compiler_so))
+        _tell(self.announcement())
         openmp = [] if sys.platform == "darwin" else ["-fopenmp"]
         for extension in self.extensions:
             extension.include_dirs += [pybind11.get_include(), str(FORMATS)]
@@ -94,6 +94,18 @@ class BuildExt(build_ext):  # type: ignore[misc]  # setuptools is untyped here
         # all files of an extension at once, one for each core
         with ParallelCompile(needs_recompile=is_stale):
             super().build_extensions()
+
+    def announcement(self) -> str:
+        """Return what will be compiled, and how long that takes."""
+        sources = [path for extension in self.extensions for path in extension.sources]
+        made = self.compiler.object_filenames(sources, output_dir=self.build_temp)
+        stale = sum(map(is_stale, made, sources))
+        if not stale:
+            return "hybridcomp: the CPU kernels are compiled already; nothing to compile"
+        return (
+            f"hybridcomp: compiling {stale} of {len(sources)} files of the CPU kernels; "
+            "all of them take 90 s on two cores"
+        )
 
 
 class Sdist(sdist):  # type: ignore[misc]  # setuptools is untyped here

@@ -6,7 +6,7 @@
    before, encodes what changed and hands it to a destination: a folder, a stream, a process group.
 3. ``WeightReceiver`` checks a version and applies it to its mirror of the weights.
 
-The formats of manifest, part and stream are in ``docs/publishing.md``.
+The formats of manifest, part and stream are in ``docs/published_format.md``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hybridcomp.publishing.applied import AppliedVersion
 from hybridcomp.publishing.publisher import Publisher
 from hybridcomp.publishing.receiver import WeightReceiver
 from hybridcomp.publishing.stretches import WeightRange, stretch_of_block
-from hybridcomp.publishing.summaries import VersionSummary
+from hybridcomp.publishing.summaries import StartedVersion, VersionSummary
 from hybridcomp.publishing.weights import DTYPES, EngineWeights, Held, unless_refused
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "EngineWeights",
     "Held",
     "Publisher",
+    "StartedVersion",
     "WeightRange",
     "VersionSummary",
     "WeightReceiver",

@@ -1,4 +1,4 @@
-"""What a receiver has applied, and has not said yet."""
+"""Collect what a receiver has applied since its last returned result."""
 
 from __future__ import annotations
 

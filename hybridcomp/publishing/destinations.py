@@ -30,6 +30,8 @@ _MANIFEST = re.compile(r"v(\d{10})\.json")
 #: files by which receivers ask for a full version
 ASKS = "ask_full.*.json"
 TO = "publish.to"
+#: end of the name of a file that says why a part does not come
+FAILED = ".failed"
 #: seconds after which the claim of a version's name is a killed job's
 CLAIM_S = 60.0
 
@@ -87,6 +89,11 @@ def folder_of(to: str | Path) -> Path:
         return folder_path(text)
     except ValueError as error:
         raise ConfigError(TO, text, str(error)) from None
+
+
+def part_name(version: int, token: str, rank: int) -> str:
+    """Return the name of the file of a rank's part."""
+    return f"v{version:010d}.{token}.r{rank:05d}.part"
 
 
 def manifests_in(folder: Path) -> dict[int, Path]:
@@ -186,11 +193,16 @@ class Folder(Destination):
             return None
         return newest
 
-    def begin(self, version: int, rank: int) -> Sink:
-        """Open this rank's part under a temporary name."""
+    @property
+    def token(self) -> str:
+        """Return what the names of this rank's parts have in common."""
+        return self._token
+
+    def claim(self, version: int, rank: int) -> None:
+        """Name this rank's part of ``version``; with the first one claim the folder, on rank 0."""
         # first, so that what is taken back after an error is of this version
         self._version = version
-        name = f"v{version:010d}.{self._token}.r{rank:05d}.part"
+        name = part_name(version, self._token, rank)
         self._part = self.path / PARTS / name
         self._unfinished = self._part.with_name(f"{name}.unfinished")
         if self._claim is not None and rank == 0:
@@ -201,6 +213,10 @@ class Folder(Destination):
                         f"publishes there, {other}; name a folder for each"
                     )
             self._claim = None
+
+    def begin(self, version: int, rank: int) -> Sink:
+        """Open this rank's part under a temporary name."""
+        self.claim(version, rank)
         with _as_publish_error(version, self._unfinished):
             self._part.parent.mkdir(parents=True, exist_ok=True)
             self._file = _open_new(self._unfinished)
@@ -268,6 +284,12 @@ class Folder(Destination):
             said = f"publish: {quoted_path(ask)} cannot be removed ({error.strerror})"
             say(f"{said}: all versions are full ones until it is gone", anywhere=True)
 
+    def fail(self, problem: str) -> None:
+        """Leave a file that says on rank 0 why this rank's part does not come, if it can."""
+        with contextlib.suppress(OSError):
+            self._part.parent.mkdir(parents=True, exist_ok=True)
+            self._part.with_name(f"{self._part.name}{FAILED}").write_text(problem)
+
     def abandon(self) -> None:
         """Remove this rank's part, and what there is of a manifest.
 
@@ -275,7 +297,8 @@ class Folder(Destination):
         """
         with contextlib.suppress(PublishError):
             self.finish("abandoned")
-        files = [self._unfinished, self._new_manifest(self._version)]
+        failed = self._part.with_name(f"{self._part.name}{FAILED}")
+        files = [self._unfinished, failed, self._new_manifest(self._version)]
         for path in files if self._is_named() else [*files, self._part]:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)

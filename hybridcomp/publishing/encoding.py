@@ -59,7 +59,11 @@ class PartSummary:
 
 @dataclass
 class Shard:
-    """One owned part with the copy of it that was published last, by pieces."""
+    """One owned part with the copy of it that was published last, by pieces.
+
+    Written beside the training, a version has a copy of its own, which then takes the place of that
+    one.
+    """
 
     owned: Owned
     kind: str
@@ -67,6 +71,8 @@ class Shard:
     stretch: WeightRange = field(init=False)
     reference: Tensor | None = None
     digests: list[str] = field(default_factory=list)
+    snapshot: Tensor | None = None  # the weights of the version that is written beside the training
+    is_on_host: bool = True  # the weights, when the snapshot was begun
 
     def __post_init__(self) -> None:
         self.stretch, self.dtype = self.owned.stretch, PATTERNS[self.kind]
@@ -77,9 +83,15 @@ class Shard:
 
     def values(self, low: int, high: int) -> Tensor:
         """Return values ``low`` to ``high`` as they are now, on the host in the published dtype."""
+        some = self._now(low, high).to("cpu", self.dtype)
+        # one value is contiguous to torch whatever its stride, and cannot be seen as bytes then
+        return some.contiguous() if len(some) != 1 else some.clone().as_strided((1,), (1,))
+
+    def _now(self, low: int, high: int) -> Tensor:
+        """Return values ``low`` to ``high`` as they are now, 1-D, where they are."""
         held, begin = self.owned.held, self.owned.low
         if held.part is not None:
-            return held.part(begin + low, begin + high).to("cpu")
+            return held.part(begin + low, begin + high)
         found = held.read().detach()
         if found.numel() != held.stretch.numel:
             raise PublishError(
@@ -91,13 +103,47 @@ class Shard:
                 f"{self.stretch.name}: expected {NAMES[self.dtype]}, in which it is published, "
                 f"found {NAMES[found.dtype]}; start a new Publisher, to an empty folder"
             )
-        some = found.reshape(-1)[begin + low : begin + high].to("cpu", self.dtype)
-        # one value is contiguous to torch whatever its stride, and cannot be seen as bytes then
-        return some.contiguous() if len(some) != 1 else some.clone().as_strided((1,), (1,))
+        return found.reshape(-1)[begin + low : begin + high]
+
+    def begin_snapshot(self, bucket: int) -> torch.device:
+        """Copy weights that are on a device, in the order of its current stream; returns where.
+
+        Weights on the host are left to ``end_snapshot``.
+        """
+        place = self.owned.held.read().device
+        self.is_on_host = place.type == "cpu"
+        if self.snapshot is None:
+            is_pinned = place.type == "cuda"
+            self.snapshot = torch.empty(self.stretch.numel, dtype=self.dtype, pin_memory=is_pinned)
+        for low, high in () if self.is_on_host else self.pieces(bucket):
+            is_ordered = place.type == "cuda"
+            self.snapshot[low:high].copy_(self._now(low, high), non_blocking=is_ordered)
+        return place
+
+    def end_snapshot(self, bucket: int) -> None:
+        """Copy weights that are on the host."""
+        assert self.snapshot is not None
+        for low, high in self.pieces(bucket) if self.is_on_host else ():
+            self.snapshot[low:high].copy_(self.values(low, high))
+
+    def check_snapshot(self, bucket: int) -> None:
+        """Raise PublishError where weights on the host are not those of the snapshot any more."""
+        assert self.snapshot is not None
+        for low, high in self.pieces(bucket) if self.is_on_host else ():
+            now, then = self.values(low, high), self.snapshot[low:high]
+            if not torch.equal(now.view(torch.int16), then.view(torch.int16)):
+                raise PublishError(
+                    f"{self.stretch.name}: it was changed while it was being copied beside the "
+                    "training; call publisher.copied() before anything but an optimizer of torch "
+                    "changes weights, or publish with wait=True; the next version is a full one"
+                )
 
 
 class PartEncoder:
-    """This rank's part of every version, and the 16-bit copy that it keeps on the host.
+    """This rank's part of every version, and the 16-bit copies that it keeps on the host.
+
+    One is the reference of the next version. A second one is taken for versions that are written
+    beside the training, and kept for the next of them.
 
     Attributes:
         shards: what this rank publishes.
@@ -109,16 +155,44 @@ class PartEncoder:
         self.raw = False
         self.shards = [Shard(one, weights.table[one.stretch.name][1]) for one in weights.owned]
         self._room = torch.empty(0, dtype=torch.uint8)  # of the largest piece, once one is written
+        self._event: torch.cuda.Event | None = None  # behind the copies from a device
 
     @torch.no_grad()
-    def write(self, sink: Sink, head: dict[str, object], rank: int, full: bool) -> PartSummary:
+    def begin_snapshot(self) -> None:
+        """Begin to copy the weights as they are now, for a version beside the training.
+
+        Weights on the host may change only once ``end_snapshot`` has returned.
+        """
+        places = [shard.begin_snapshot(self.bucket) for shard in self.shards]
+        self._event = None
+        for place in places:
+            if place.type == "cuda":
+                self._event = torch.cuda.Event()
+                self._event.record(torch.cuda.current_stream(place))
+                break
+
+    @torch.no_grad()
+    def end_snapshot(self) -> None:
+        """Copy the rest; raises PublishError where weights on the host have changed meanwhile."""
+        if self._event is not None:
+            self._event.synchronize()
+        for shard in self.shards:
+            shard.end_snapshot(self.bucket)
+        for shard in self.shards:
+            shard.check_snapshot(self.bucket)
+
+    @torch.no_grad()
+    def write(
+        self, sink: Sink, head: dict[str, object], rank: int, full: bool, beside: bool = False
+    ) -> PartSummary:
         """Write a part of the version that ``head`` names, and keep its values as reference.
 
         1 compare a piece with the reference
         2 encode it, and copy it over the reference
         3 hand it to ``sink``
 
-        ``full``: encode without reference. After an error the references are of no version.
+        ``full``: encode without reference. ``beside``: encode the snapshot, which becomes the
+        reference. After an error the references are of no version.
         """
         told, entries = PartSummary(), list[PieceEntry]()
         if not len(self._room):
@@ -134,17 +208,20 @@ class PartEncoder:
 
         put(memoryview(part_head(rank)))
         for shard in self.shards:
-            if shard.reference is None:
-                assert full, "only a full version needs no reference"
+            assert full or shard.reference is not None, "only a full version needs no reference"
+            if shard.reference is None and not beside:
                 shard.reference = torch.empty(shard.stretch.numel, dtype=shard.dtype)
             digests: list[str] = []
             for number, (low, high) in enumerate(shard.pieces(self.bucket)):
                 before = "" if full else shard.digests[number]
-                entry, payload = self._piece(shard, low, high, before, told)
+                new = shard.snapshot[low:high] if beside and shard.snapshot is not None else None
+                entry, payload = self._piece(shard, low, high, before, told, new)
                 entries.append(entry)
                 put(payload)  # 3
                 digests.append(entry.after)
             shard.digests = digests
+            if beside:
+                shard.reference, shard.snapshot = shard.snapshot, shard.reference
         rows = [entry.row() for entry in entries]
         end, told.digest = part_end(rank, {**head, "rank": rank, "pieces": rows})
         put(memoryview(end))
@@ -152,22 +229,34 @@ class PartEncoder:
         return told
 
     def _piece(
-        self, shard: Shard, low: int, high: int, before: str, told: PartSummary
+        self,
+        shard: Shard,
+        low: int,
+        high: int,
+        before: str,
+        told: PartSummary,
+        new: Tensor | None = None,
     ) -> tuple[PieceEntry, memoryview]:
-        """Encode values ``low`` to ``high`` of ``shard``; returns its entry and padded payload."""
-        assert shard.reference is not None
-        reference = shard.reference[low:high]
+        """Encode values ``low`` to ``high`` of ``shard``; returns its entry and padded payload.
+
+        ``new``: these values, where they were copied; None: they are read, and copied.
+        """
+        reference = None if shard.reference is None else shard.reference[low:high]
         # 1
         begun = time.perf_counter()
-        values = shard.values(low, high)
-        changed, after = compare(values, reference) if before else (values.numel(), "")
+        values = shard.values(low, high) if new is None else new
+        changed, after = values.numel(), ""
+        if before:
+            assert reference is not None
+            changed, after = compare(values, reference)
         compared = time.perf_counter()
         # 2
         coding, nbytes, payload = SAME, 0, self._room[:0]
         if changed:
             before_it = reference if before else None
             coding, nbytes, payload = self._encode(values, before_it, shard.kind, told)
-            reference.copy_(values)
+            if new is None and reference is not None:
+                reference.copy_(values)
         width = 1 if shard.kind in EIGHT else 2
         told.raw_nbytes += width * values.numel() if changed else 0
         after = after or digest_of(values)
@@ -224,6 +313,6 @@ class PartEncoder:
         return found
 
     def forget(self) -> None:
-        """Free the references; the next version has to be a full one."""
+        """Free references and snapshots; the next version has to be a full one."""
         for shard in self.shards:
-            shard.reference, shard.digests = None, []
+            shard.reference, shard.snapshot, shard.digests = None, None, []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from hybridcomp.publishing.publisher import Publisher
 from hybridcomp.publishing.summaries import VersionSummary
@@ -10,6 +10,7 @@ from hybridcomp.publishing.summaries import VersionSummary
 #: seconds of a summary -> the figure in a report, in milliseconds
 TIMES = {
     "compare_s": "compare_ms", "encode_s": "encode_ms", "wire_s": "wire_ms", "apply_s": "apply_ms",
+    "wait_s": "wait_ms",
 }  # fmt: skip
 
 
@@ -22,8 +23,12 @@ class PublishedSteps:
 
     name = "publish"
 
-    def __init__(self, make: Callable[[], Publisher | None]) -> None:
-        """Hold ``make``, which is called once, on all ranks together; None: nothing to publish."""
+    def __init__(self, make: Callable[[], Publisher | None], wait: bool) -> None:
+        """Hold ``make``, which is called once, on all ranks together; None: nothing to publish.
+
+        ``wait``: whether a step waits until its version is readable.
+        """
+        self._wait = wait
         self._make: Callable[[], Publisher | None] | None = make
         self._publisher: Publisher | None = None
         self._since: list[VersionSummary] = []
@@ -36,9 +41,16 @@ class PublishedSteps:
             self._make = None  # after an error it is tried again
 
     def after_step(self, step: int) -> None:
-        """Publish where the step is due."""
+        """Publish where the step is due.
+
+        Raises what has failed, of a version that was written beside the training with the next one.
+        """
         if self._publisher is not None and step % self._publisher.every == 0:
-            found = self._publisher.publish(step)
+            self._publisher.publish(step, wait=self._wait)
+            self._note(self._publisher.take_finished())
+
+    def _note(self, finished: Iterable[VersionSummary]) -> None:
+        for found in finished:
             self._since.append(found)
             self._versions += 1
             self._nbytes += found.nbytes
@@ -85,8 +97,9 @@ class PublishedSteps:
         return f"published {self._versions} version{'s'[: self._versions > 1]}, {sizes}"
 
     def close(self) -> None:
-        """Close the publisher."""
+        """Close the publisher, once its last version is readable, or has failed."""
         self._make = None
         if self._publisher is not None:
             self._publisher.close()
+            self._note(self._publisher.take_finished())
             self._publisher = None

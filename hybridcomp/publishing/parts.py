@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.foreign import one_line, parsed_json
-from hybridcomp.publishing.checksums import BLAKE2B, bytes_of, digest_of
+from hybridcomp.publishing.checksums import BLAKE2B, XXH3, bytes_of, digest_of
 from hybridcomp.publishing.records import (
     DamagedVersion,
     Manifest,
@@ -136,6 +136,19 @@ def read_part(data: PartBytes, entry: PartEntry, manifest: Manifest) -> ReadPart
             f"{where}: expected a part of this version, found {one_line(error)}; copy it again "
             "from the sender"
         ) from None
+
+
+def summary_of(data: PartBytes, rank: int) -> dict[str, Any]:
+    """Return what a manifest says of a whole part: ``nbytes``, ``changed`` and ``digest``.
+
+    Raises ValueError and its kin where it is not whole.
+    """
+    size = data.size()
+    need(size >= HEAD_NBYTES + TAIL_NBYTES, "its size")
+    digest = bytes(bytes_of(data.at(size - TAIL_NBYTES + 8, 16))).hex()
+    _, text = _index_of(data, PartEntry(rank, "", size, digest), XXH3)
+    pieces = parsed_json(text.decode())["pieces"]
+    return {"nbytes": size, "changed": sum(row[8] for row in pieces), "digest": digest}
 
 
 def _index_of(data: PartBytes, entry: PartEntry, checksum: str) -> tuple[int, bytes]:

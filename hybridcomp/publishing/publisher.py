@@ -4,33 +4,46 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
-from typing import Any
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, overload
 
+import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hybridcomp.errors import ConfigError, PublishError
-from hybridcomp.foreign import one_line, quoted_path
 from hybridcomp.job import saved
 from hybridcomp.job.agreement import tell
 from hybridcomp.log import say
+from hybridcomp.publishing.beside import LIMIT_S, BesideVersion
 from hybridcomp.publishing.choosing import AUTO, CHOICES, PublishedCodec, ReceiverTimes
 from hybridcomp.publishing.destinations import Destination, Folder
-from hybridcomp.publishing.encoding import BUCKET, PartEncoder, PartSummary
+from hybridcomp.publishing.encoding import BUCKET, PartEncoder
 from hybridcomp.publishing.records import Manifest, PartEntry, table_digest
-from hybridcomp.publishing.removing import Leftovers, remove_old
+from hybridcomp.publishing.removing import Cleaning
 from hybridcomp.publishing.resuming import Resumed, resume
-from hybridcomp.publishing.summaries import VersionSummary, check_all
+from hybridcomp.publishing.summaries import StartedVersion, VersionSummary, check_all
+from hybridcomp.publishing.waited import (
+    WHAT,
+    MakesManifest,
+    VersionStart,
+    make_ready,
+    write_version,
+)
 from hybridcomp.publishing.weights import DividedWeights, EngineWeights, agree_on_weights
 
-WHAT = "publishing weights"
+#: most summaries that ``take_finished`` returns
+MOST_FINISHED = 1000
 
 
 class Publisher:
     """Sends versions of an engine's weights to one destination; every rank has one.
 
     All ranks of the job make the same calls together. The publisher reads weights and never
-    changes them. It keeps one 16-bit copy of what this rank sends, on the host.
+    changes them. It keeps a 16-bit copy of what this rank sends on the host, and a second one where
+    versions are written beside the training (``publish(wait=False)``).
     """
 
     def __init__(
@@ -43,6 +56,7 @@ class Publisher:
         dtype: str | None = None,
         codec: str = AUTO,
         keep: int | None = None,
+        limit_s: float = LIMIT_S,
         bucket: int = BUCKET,
     ) -> None:
         """Divide the weights among the ranks, and look whether the destination's chain goes on.
@@ -57,6 +71,9 @@ class Publisher:
                 groups raw where encoding and decoding take longer than they save.
             keep: full versions that remain in a folder, with those that follow them; older ones are
                 removed when a full one is there. None: all remain.
+            limit_s: seconds that a version may take beside the training, from its begin on; then
+                it is given up, which raises PublishError, as does each later one while it is still
+                being written.
             bucket: most values that are encoded at once, the unit of checksums. A chain goes on
                 after a restart only with the same one.
 
@@ -66,6 +83,8 @@ class Publisher:
         for key, number in numbers.items():
             if number is not None and number < 1:
                 raise ConfigError(f"publish.{key}", number, "expected a number of 1 or more")
+        if not limit_s > 0:
+            raise ConfigError("publish.limit_s", limit_s, "expected seconds, more than 0")
         if codec not in CHOICES:
             raise ConfigError("publish.codec", codec, f"expected one of {', '.join(CHOICES)}")
         if keep is not None and not isinstance(destination, Folder):
@@ -89,8 +108,15 @@ class Publisher:
         self._steps = 0
         #: what the parts of the last version took, and whether it was a full one
         self._said: tuple[list[dict[str, Any]], bool] | None = None
+        self._limit_s = limit_s
+        self._beside: BesideVersion | None = None
+        self._hook: Any = None
+        self._waited_s = 0.0  # by the training, for the version beside it
+        self._finished: list[VersionSummary] = []
         self._look()
-        self._left = self._leftovers()
+        self._cleaning: Cleaning | None = None
+        if self._rank == 0 and isinstance(destination, Folder):
+            self._cleaning = Cleaning(destination.path, keep)
 
     @property
     def version(self) -> int:
@@ -113,6 +139,7 @@ class Publisher:
         To be called after a checkpoint was loaded, before training goes on. Does nothing once this
         publisher has published. Returns whether the chain goes on without a full version.
         """
+        self._take_over()
         if not self._is_held and self._steps == 0:
             self._look()
         return self._is_held
@@ -131,95 +158,172 @@ class Publisher:
         """Make the next version a full one; one rank that calls it is enough."""
         self._asked = True
 
-    def stepped(self) -> VersionSummary | None:
+    def stepped(self, *, wait: bool = True) -> VersionSummary | StartedVersion | None:
         """Count an optimizer step; publish where ``every`` of them have come."""
         self._steps += 1
-        return self.publish() if self._steps % self.every == 0 else None
+        return self.publish(wait=wait) if self._steps % self.every == 0 else None
 
-    def publish(self, step: int | None = None) -> VersionSummary:
+    @overload
+    def publish(self, step: int | None = None, *, wait: Literal[True] = True) -> VersionSummary: ...
+
+    @overload
+    def publish(self, step: int | None = None, *, wait: Literal[False]) -> StartedVersion: ...
+
+    @overload
+    def publish(
+        self, step: int | None = None, *, wait: bool
+    ) -> VersionSummary | StartedVersion: ...
+
+    def publish(
+        self, step: int | None = None, *, wait: bool = True
+    ) -> VersionSummary | StartedVersion:
         """Publish the weights as they are now; a collective over the job's ranks.
 
-        1 agree on whether the version is a full one
-        2 compare, encode and send this rank's part
-        3 rank 0 writes the manifest once all parts are there
+        1 take over the version before, where it is written beside the training
+        2 agree on whether the version is a full one
+        3 compare, encode and send this rank's part
+        4 rank 0 writes the manifest once all parts are there
 
         Args:
             step: number of the optimizer step, for the manifest; None: counted by ``stepped``.
+            wait: whether to return once the version is readable. False, to a folder alone: 3 and 4
+                are done by a thread. Weights may change once ``copied`` has returned, which the
+                steps of torch's optimizers wait for.
 
-        Raises, on every rank: PublishError where one could not read or write; the version is not
-        readable then, and the next one is a full version. PeerError where a rank has ended.
+        Raises, on every rank: PublishError where one could not read or write this version, or the
+        one before, if that was written beside the training; that version is not readable then, no
+        other one was begun, and the next one is a full version. PeerError where a rank has ended.
+        ConfigError where ``wait`` is False and the destination is no folder.
         """
         begun = time.perf_counter()
         if self._is_closed:
             raise PublishError("this publisher is closed; make another one with hybridcomp.publish")
-        # 1
-        full, apply_s = self._begin()
+        if not wait and not isinstance(self._destination, Folder):
+            todo = "only a folder is written beside the training; leave it out"
+            raise ConfigError("publish.wait", wait, todo)
+        self._take_over()  # 1
+        full, apply_s, tokens = self._begin()  # 2
         version = self._version + 1
-        self._is_held = False  # until the version is there
-        # 2
+        self._is_held = self._asked = False  # until the version is there
         head = {"base": self._base, "version": version, "parent": None if full else self._version}
-        part, file, problem = self._send(version, head, full)
-        statement = {"file": file, **vars(part)}
-        said = self._all_well(problem, version, statement)
-        # 3
-        manifest = self._manifest(version, full, said, step)
-        self._commit(manifest)
-        self._version, self._digest = version, manifest.digest
-        self._since_full = 1 if full else self._since_full + 1
-        self._said = said, full
-        self._is_held, self._asked = True, False
-        if self._rank == 0:
-            self._clean(full)
+        begin = VersionStart(version, full, head, self._rank, self.ranks, tokens)
+        self._encoder.raw = self._choice.is_raw
+        make = partial(self._manifest, version, full, self._steps if step is None else step)
+        if not wait:
+            return self._start(begin, make, begun)
+        # 3, 4
+        manifest, said = write_version(begin, self._weights, self._encoder, self._destination, make)
+        if self._cleaning is not None:
+            self._cleaning.after(version, full)
+        seconds = time.perf_counter() - begun
+        return self._took(manifest, said, seconds, seconds, apply_s)
+
+    def copied(self) -> None:
+        """Wait until weights may change: until the version beside the training has its copy.
+
+        Steps of torch's optimizers do so by themselves. No collective.
+        """
+        if self._beside is not None:
+            begun = time.perf_counter()
+            self._beside.copied()
+            self._waited_s += time.perf_counter() - begun
+
+    def finish(self) -> VersionSummary | None:
+        """Wait until the version that is written beside the training is readable; a collective.
+
+        Returns its summary, None where there is none. Raises as ``publish``.
+        """
+        return self._take_over()
+
+    def take_finished(self) -> list[VersionSummary]:
+        """Return the versions that have become readable since the last call, the oldest first."""
+        found, self._finished = self._finished, []
+        return found
+
+    def _start(self, begin: VersionStart, make: MakesManifest, begun: float) -> StartedVersion:
+        """Begin a version beside the training; what has failed by now is told with it."""
+        folder = self._destination
+        assert isinstance(folder, Folder)
+        _, problem = saved.attempt(lambda: folder.claim(begin.version, begin.rank))
+        problem = make_ready(self._weights) or problem
+        for work in (self._weights.unchanged, self._encoder.begin_snapshot):
+            if problem is None:
+                _, problem = saved.attempt(work)
+        if self._hook is None:
+            self._hook = _before_optimizers(self)
+        clean = self._cleaning.after if self._cleaning is not None else _nothing
+        self._beside = BesideVersion(
+            begin, self._limit_s, self._encoder, folder, make, clean, problem
+        )
+        self._waited_s = time.perf_counter() - begun
+        return StartedVersion(begin.version, begin.full, self._waited_s)
+
+    def _take_over(self) -> VersionSummary | None:
+        """Settle the version that is written beside the training; a collective if there is one."""
+        beside = self._beside
+        if beside is None:
+            return None
+        begun = time.perf_counter()
+        try:
+            found = beside.settle()
+        finally:
+            if beside.is_over:
+                self._beside = None
+        if found is None:
+            return None
+        manifest, said = found
+        waited_s = self._waited_s + time.perf_counter() - begun
+        seconds = max(one.get("seconds", 0.0) for one in said)
+        return self._took(manifest, said, seconds, waited_s, None)
+
+    def _took(
+        self,
+        manifest: Manifest,
+        said: list[dict[str, Any]],
+        seconds: float,
+        wait_s: float,
+        apply_s: float | None,
+    ) -> VersionSummary:
+        """Go on from a version that is readable; returns its summary."""
+        self._version, self._digest = manifest.version, manifest.digest
+        self._since_full = 1 if manifest.full else self._since_full + 1
+        self._said = said, manifest.full
+        self._is_held = True
         slowest = {
-            key: max(one[key] for one in said) for key in ("compare_s", "encode_s", "wire_s")
+            key: max((one.get(key, 0.0) for one in said), default=0.0)
+            for key in ("compare_s", "encode_s", "wire_s")
         }
         self.summary = VersionSummary(
-            version, full, manifest.weights, manifest.changed, manifest.nbytes,
-            raw=self._choice.is_raw, apply_s=apply_s, seconds=time.perf_counter() - begun,
+            manifest.version, manifest.full, manifest.weights, manifest.changed, manifest.nbytes,
+            raw=self._choice.is_raw, apply_s=apply_s, seconds=seconds, wait_s=wait_s,
             estimate=self._choice.estimate, **slowest,
         )  # fmt: skip
+        self._finished = [*self._finished, self.summary][-MOST_FINISHED:]
         return self.summary
 
     def close(self) -> None:
-        """Free the copy of the weights and let go of the destination. No collective."""
+        """Free the copies of the weights and let go of the destination. No collective.
+
+        Waits for a version that is written beside the training; one that has failed is told in a
+        line of the log.
+        """
+        if self._hook is not None:
+            self._hook.remove()
+        if self._beside is not None:
+            self._beside.close()
+            manifest, self._beside = self._beside.manifest, None
+            if manifest is not None and not self._is_closed:
+                self._took(manifest, [], 0.0, self._waited_s, None)
         self._is_closed = True
         self._is_held = False
         self._encoder.forget()
         self._destination.close()
 
-    def _leftovers(self) -> Leftovers | None:
-        """Return what runs that were cut off have left in the folder, on rank 0."""
-        if self._rank or not isinstance(self._destination, Folder):
-            return None
-        try:
-            return Leftovers(self._destination.path)
-        except (OSError, PublishError) as error:
-            say(f"publish: nobody looked for leftovers: {one_line(error)}", anywhere=True)
-            return None
-
-    def _clean(self, full: bool) -> None:
-        """Remove leftovers and old versions, on rank 0.
-
-        The new version is readable by now: an error is told, not raised.
-        """
-        if not isinstance(self._destination, Folder):
-            return
-        left, self._left = self._left, None
-        try:
-            count = 0 if left is None else left.remove(self._version)
-            if count:
-                where = quoted_path(self._destination.path)
-                told = f"publish: removed {count} file(s) in {where} of runs that were cut off"
-                say(told, anywhere=True)
-            if full and self.keep is not None:
-                remove_old(self._destination.path, self.keep)
-        except (OSError, PublishError) as error:
-            say(f"publish: old files were not removed: {one_line(error)}", anywhere=True)
-
-    def _begin(self) -> tuple[bool, float | None]:
+    def _begin(self) -> tuple[bool, float | None, tuple[str, ...]]:
         """Agree on whether the next version is full, and choose its codec.
 
-        Returns whether it is, and the receivers' seconds of applying the version before.
+        Returns whether it is, the receivers' seconds of applying the version before, and what the
+        names of all ranks' parts have in common.
         """
         wanted, problem = False, None
         if self._rank == 0:
@@ -233,6 +337,7 @@ class Publisher:
             "full": wanted or self._asked or not self._is_held, "problem": problem,
             "base": self._base, "version": self._version, "since_full": self._since_full,
             "receivers": self._destination.receivers and vars(self._destination.receivers),
+            "token": getattr(self._destination, "token", ""),
         }  # fmt: skip
         said = tell(mine, what=WHAT, ranks=self._weights.ranks)
         check_all(said, self._weights.ranks, f"version {self._version + 1}")
@@ -245,46 +350,11 @@ class Publisher:
         text = None if last is None else self._choice.note(last[0], receivers, last[1])
         if text is not None and self._rank == 0:
             say(text, anywhere=True)
-        return full, None if receivers is None else receivers.apply_s
-
-    def _send(
-        self, version: int, head: dict[str, Any], full: bool
-    ) -> tuple[PartSummary, str, str | None]:
-        """Write this rank's part; returns what it took, its file, and what went wrong."""
-        sink, problem = saved.attempt(lambda: self._destination.begin(version, self._rank))
-        _, unready = saved.attempt(self._weights.ready)  # may be a collective: on all ranks
-        if self._weights.quantizer is not None:
-            _, unmeasured = saved.attempt(self._weights.quantizer.measure)  # so is this
-            unready = unready or unmeasured
-        problem, part = problem or unready, None
-        if sink is not None and problem is None:
-            begun = sink
-
-            def write() -> PartSummary:
-                self._weights.unchanged()
-                self._encoder.raw = self._choice.is_raw
-                return self._encoder.write(begun, head, self._rank, full)
-
-            part, problem = saved.attempt(write)
-        ending = time.perf_counter()
-        file, late = saved.attempt(lambda: self._destination.finish(problem))
-        found = part or PartSummary()
-        found.wire_s += time.perf_counter() - ending
-        return found, file or "", problem or late
-
-    def _all_well(
-        self, problem: str | None, version: int, statement: Mapping[str, Any]
-    ) -> list[dict[str, Any]]:
-        """Exchange what the ranks have written; take everything back where one has failed."""
-        said = tell({"problem": problem, **statement}, what=WHAT, ranks=self._weights.ranks)
-        if any(one["problem"] for one in said):
-            # not where ``tell`` raises: rank 0 may have heard all, and have written the manifest
-            saved.attempt(self._destination.abandon)
-        check_all(said, self._weights.ranks, f"version {version}")
-        return said
+        tokens = tuple(str(one["token"]) for one in said)
+        return full, None if receivers is None else receivers.apply_s, tokens
 
     def _manifest(
-        self, version: int, full: bool, said: list[dict[str, Any]], step: int | None
+        self, version: int, full: bool, step: int, said: Sequence[Mapping[str, Any]]
     ) -> Manifest:
         parts = [
             PartEntry(rank, one["file"], one["nbytes"], one["digest"])
@@ -294,19 +364,25 @@ class Publisher:
         return Manifest(
             self._base, version, None if full else self._version, "" if full else self._digest,
             self._table_digest, divided.numel, sum(one["changed"] for one in said),
-            self._steps if step is None else step, parts,
+            step, parts,
             divided.table if full else None, divided.aliases if full else {},
         )  # fmt: skip
 
-    def _commit(self, manifest: Manifest) -> None:
-        """Have rank 0 write the manifest, and wait until it is there."""
-        problem = None
-        if self._rank == 0:
-            _, problem = saved.attempt(lambda: self._destination.commit(manifest))
-            if problem is not None:
-                found, _ = saved.attempt(self._destination.reached)
-                if found is not None and found.digest == manifest.digest:
-                    there = f"publish: version {manifest.version} is there, in spite of an error"
-                    say(f"{there}: {problem}", anywhere=True)
-                    problem = None
-        self._all_well(problem, manifest.version, {})
+
+def _nothing(version: int, full: bool) -> None:
+    """Do nothing, on ranks that clean nothing."""
+
+
+def _before_optimizers(publisher: Publisher) -> Any:
+    """Have the steps of torch's optimizers in this process wait for the publisher's copy.
+
+    Returns a handle, whose ``remove`` ends that.
+    """
+    known = weakref.ref(publisher)
+
+    def before(*_: Any) -> None:
+        if (found := known()) is not None:
+            found.copied()
+
+    disable: Any = torch.compiler.disable  # it is no part of a step that is compiled
+    return register_optimizer_step_pre_hook(disable(before))

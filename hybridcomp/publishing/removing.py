@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybridcomp.errors import PublishError
+from hybridcomp.foreign import one_line, quoted_path
+from hybridcomp.log import say
 from hybridcomp.publishing.destinations import PARTS, manifests_in, read_manifest_file
 
-_PART = re.compile(r"v(\d{10})\..*?(r\d{5})?\.part(\.unfinished)?")
+_PART = re.compile(r"v(\d{10})\..*?(r\d{5})?\.part(\.unfinished|\.failed)?")
 _UNFINISHED = re.compile(r"\.v(\d{10})\.json\.[0-9a-f]{8}")
 
 
@@ -68,6 +70,36 @@ class Leftovers:
                 path.unlink(missing_ok=True)
                 count += 1
         return count
+
+
+class Cleaning:
+    """Removes leftovers and old versions of a folder behind each new version, on rank 0."""
+
+    def __init__(self, folder: Path, keep: int | None) -> None:
+        """Look at what runs that were cut off have left; ``keep``: as ``remove_old`` takes it."""
+        self._folder, self._keep = folder, keep
+        self._left: Leftovers | None = None
+        try:
+            self._left = Leftovers(folder)
+        except (OSError, PublishError) as error:
+            say(f"publish: nobody looked for leftovers: {one_line(error)}", anywhere=True)
+
+    def after(self, version: int, full: bool) -> None:
+        """Remove what ``version``, which is readable by now, has made needless.
+
+        An error is told, not raised.
+        """
+        left, self._left = self._left, None
+        try:
+            count = 0 if left is None else left.remove(version)
+            if count:
+                where = quoted_path(self._folder)
+                told = f"publish: removed {count} file(s) in {where} of runs that were cut off"
+                say(told, anywhere=True)
+            if full and self._keep is not None:
+                remove_old(self._folder, self._keep)
+        except (OSError, PublishError) as error:
+            say(f"publish: old files were not removed: {one_line(error)}", anywhere=True)
 
 
 def _unnamed(folder: Path) -> Iterator[Path]:

@@ -12,7 +12,7 @@ from hybridcomp.publishing.choosing import CodecEstimate
 
 @dataclass(frozen=True)
 class VersionSummary:
-    """One published version, equal on all ranks.
+    """One published version, equal on all ranks but for ``wait_s``.
 
     Attributes:
         version: its number, from 1 on.
@@ -24,7 +24,8 @@ class VersionSummary:
         compare_s, encode_s, wire_s: seconds of the slowest rank in each.
         apply_s: seconds in which the slowest receiver applied the version before; None where
             receivers do not answer.
-        seconds: of the whole call.
+        seconds: from its begin until it was readable.
+        wait_s: of these, those in which training waited on this rank.
         estimate: the seconds by which "auto" chose between coded and raw; None where it does not
             choose, or knows no link yet.
     """
@@ -40,6 +41,7 @@ class VersionSummary:
     wire_s: float
     apply_s: float | None
     seconds: float
+    wait_s: float
     estimate: CodecEstimate | None = None
 
     @property
@@ -51,6 +53,21 @@ class VersionSummary:
     def bits_per_weight(self) -> float:
         """Return the bits sent for each weight of the model."""
         return 8 * self.nbytes / max(1, self.weights)
+
+
+@dataclass(frozen=True)
+class StartedVersion:
+    """A version that is being written beside the training, equal on all ranks but for ``wait_s``.
+
+    Attributes:
+        version: its number.
+        full: whether it needs no version before it.
+        wait_s: seconds in which training waited for it until now, on this rank.
+    """
+
+    version: int
+    full: bool
+    wait_s: float
 
 
 def check_all(said: Sequence[Mapping[str, Any]], ranks: tuple[int, ...], what: str) -> None:

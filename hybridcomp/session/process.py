@@ -14,7 +14,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,17 @@ def _hold(holder: _Holder) -> None:
     before, _holder = _holder, holder
     if before.session is not None and (before.lender is None or before.lender() is None):
         before.session.close()
+
+
+def put_back() -> Callable[[], None]:
+    """Return what gives this process the block and session that it has now; no collective."""
+    kept = replace(_holder)
+
+    def back() -> None:
+        if kept.session is None or kept.session is not _holder.session:
+            _hold(kept)
+
+    return back
 
 
 def configure(config: Mapping[str, Any] | str | Path | CompressionConfig | None) -> None:

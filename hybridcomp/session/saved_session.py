@@ -7,15 +7,19 @@ All ranks make all calls together. ``read`` checks the files of every rank befor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from hybridcomp.channels import Channels, checkpoint, checkpoint_note
+from hybridcomp.channels import Channels, checkpoint, checkpoint_note, kept_state
 from hybridcomp.codecs import check_payloads
 from hybridcomp.collectives import check_headers
+from hybridcomp.errors import CheckpointError
+from hybridcomp.job.saved_together import files_together
+from hybridcomp.job.together import together
 from hybridcomp.log import Once
 from hybridcomp.session.followers import Followers
 
@@ -68,12 +72,13 @@ def save(
     whether the caller has written those of parameter deltas there. Raises CodecError for a damaged
     payload that was not reported yet, so that wrong state is not saved.
     """
-    check_payloads()
-    check_headers()
-    scale = session.loss_scale if loss_scale is None else loss_scale
-    checkpoint.save(folder, session.channels, scale, session.layout(), references)
-    for follower in session.followers.stateful:
-        follower.save(folder)
+    with files_together(checkpoint.WHAT):
+        check_payloads()
+        check_headers()
+        scale = session.loss_scale if loss_scale is None else loss_scale
+        checkpoint.save(folder, session.channels, scale, session.layout(), references)
+        for follower in session.followers.stateful:
+            follower.save(folder)
 
 
 def read(session: SavedParts, folder: Path) -> Saved:
@@ -81,12 +86,13 @@ def read(session: SavedParts, folder: Path) -> Saved:
 
     Changes nothing. Raises CheckpointError, on every rank, where a file of any rank is damaged.
     """
-    state = checkpoint.read_state(folder)
-    known = state is None or state.groups == dict(session.layout())
-    step = None if state is None else state.step
-    kept = checkpoint.read(folder, session.channels, step) if known else None
-    followed = [follower.read(folder) for follower in session.followers.stateful]
-    return Saved(folder, state, kept, _lost(session, folder, kept), followed)
+    with together(checkpoint.WHAT, error=CheckpointError):
+        state = checkpoint.read_state(folder)
+        known = state is None or state.groups == dict(session.layout())
+        step = None if state is None else state.step
+        kept = checkpoint.read(folder, session.channels, step) if known else None
+        followed = [follower.read(folder) for follower in session.followers.stateful]
+        return Saved(folder, state, kept, _lost(session, folder, kept), followed)
 
 
 def _lost(session: SavedParts, folder: Path, kept: checkpoint.StoredState | None) -> list[str]:
@@ -114,11 +120,25 @@ def take_over(
     parameter deltas, too; a state of another step is left behind, with a message. On another number
     of ranks the sum of the residuals is kept.
     """
-    channels, state, folder = session.channels, found.state, found.folder
+    undo = ExitStack()
+    with together(checkpoint.WHAT, undo.close, error=CheckpointError):
+        undo.callback(kept_state.put_back(session.channels))
+        undo.callback(_restore, session, session.loaded, session.loss_scale)
+        _take_over(session, found, loss_scale, step, bring)
     for follower, entries in zip(session.followers.stateful, found.followed, strict=True):
         follower.resume(entries)
+
+
+def _restore(session: SavedParts, loaded: bool, loss_scale: float) -> None:
+    session.loaded, session.loss_scale = loaded, loss_scale
+
+
+def _take_over(
+    session: SavedParts, found: Saved, loss_scale: float | None, step: int | None, bring: str
+) -> None:
+    channels, state, folder = session.channels, found.state, found.folder
     session.loaded = True
-    channels.residuals.drop()
+    channels.residuals.clear()
     stored = 1.0 if state is None else state.loss_scale
     session.loss_scale = stored if loss_scale is None else loss_scale
     if step is not None:

@@ -6,8 +6,8 @@ present at a meeting is asked in the foreground (``Rendezvous.decide``), so that
 and goings are as without threads, and so are the bits.
 
 * **What is held**: at most as many messages as meetings may be under way, of each island one.
-* **A failure** in a thread ends it. The next call of any method raises it, ``check`` at the next
-  step at the latest, and so does every later one.
+* **A failure** in a thread ends it. The next call that waits raises it, ``check`` at the next step
+  at the latest, and so does every later one.
 * **The end**: ``close`` posts what is left, for as long as it is told, and ends both threads. At
   the normal end of a process the session closes its meetings and so this, on every rank.
 """
@@ -54,16 +54,20 @@ class Courier:
         self._net = util.Finalize(None, self.close, (0.0,), exitpriority=-1)
 
     def send(self, own: str, number: int, message: memoryview) -> None:
-        """Post this rank's message for a meeting as soon as those before are; it is not copied."""
+        """Post this rank's message for a meeting as soon as those before are; it is not copied.
+
+        Raises nothing: other ranks of the island may have posted theirs.
+        """
         with self._changed:
-            self._raise()
             self._unsent.append(((number, own), message))
             self._changed.notify_all()
 
     def expect(self, number: int, islands: Iterable[str]) -> None:
-        """Take what ``islands`` send to a meeting, once they stand there; some may never."""
+        """Take what ``islands`` send to a meeting, once they stand there; some may never.
+
+        Raises nothing, as ``send``.
+        """
         with self._changed:
-            self._raise()
             for island in islands:
                 if (number, island) not in self._found:
                     self._wanted.setdefault((number, island), False)

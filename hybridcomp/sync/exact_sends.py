@@ -6,10 +6,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.collectives.wire.transport import all_gather_single
+from hybridcomp.job.gates import gate
 
 
 def broadcast(values: Tensor, source: int, group: dist.ProcessGroup) -> None:
     """Give ``values`` of global rank ``source`` to all ranks of ``group``, in place."""
+    gate(group)
     dist.broadcast(values, source, group=group)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -82,8 +83,14 @@ def pack_state(state: Mapping[str, Any]) -> memoryview:
 
 
 def unpack_state(data: bytes | bytearray) -> dict[str, Any]:
-    """Return what was packed."""
-    found: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    """Return what was packed; ``take_state`` checks it. Raises CodecError for damaged bytes."""
+    try:
+        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except (RuntimeError, OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise CodecError(f"the state that another island gave is damaged: {first}") from error
+    if not isinstance(found, dict):
+        raise CodecError(f"another island gave a {type(found).__name__} in the place of its state")
     return found
 
 

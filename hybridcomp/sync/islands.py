@@ -87,6 +87,11 @@ def islands_of(size: int | str) -> Islands:
     return _made[rows]
 
 
+def is_island(ranks: Ranks) -> bool:
+    """Return whether these global ranks are an island that was made in this job."""
+    return _made_in[0]() is dist.group.WORLD and any(ranks in rows for rows in _made)
+
+
 def check_size(size: int, ranks: int) -> None:
     """Raise ConfigError where a job of ``ranks`` cannot be cut into islands of ``size`` ranks."""
     if ranks % size:

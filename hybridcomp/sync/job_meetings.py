@@ -26,19 +26,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import Channel
-from hybridcomp.errors import HybridcompError
 from hybridcomp.job import saved, small_messages
+from hybridcomp.job.gates import gate
 from hybridcomp.sync import island_payloads
 from hybridcomp.sync.claimed_folders import claim, claim_url
 from hybridcomp.sync.given_state import (
     arrived,
-    give_up_messages,
     state_for_others,
     take_state,
 )
 from hybridcomp.sync.island_facts import facts_of
 from hybridcomp.sync.masters import Masters
-from hybridcomp.sync.membership import Membership
+from hybridcomp.sync.membership import Membership, bytes_of
 from hybridcomp.sync.outliers import unfit
 from hybridcomp.sync.progress import Meeting
 from hybridcomp.sync.roster import Reached, Roster
@@ -66,21 +65,16 @@ class JobMeetings(SyncFollower):
 
     # followers
 
-    def before_step(self) -> None:
-        """Join the others, before the first step; may wait for them."""
-        if self._masters is None:
-            self._masters = self._make()
-            try:
-                self._begin()
-            except HybridcompError:
-                self.close()
-                raise
-
     def after_step(self, step: int) -> None:
         """Hold the meetings that are due, or raise what has failed in a message since."""
-        if self._membership is not None:
-            self._membership.courier.check()
+        if self._membership is not None and not self._is_due(self.clock + 1):
+            self._membership.courier.check()  # where one is due all ranks check together
         super().after_step(step)
+
+    def _is_due(self, clock: int) -> bool:
+        """Return whether a meeting begins or ends at ``clock``."""
+        takes = bool(self.under_way) and self.under_way[0].due <= clock
+        return takes or self.config.fragment_at(clock) is not None
 
     def row(self) -> dict[str, float] | None:
         """Return the figures since the last call, and who was there; None without a meeting."""
@@ -119,19 +113,18 @@ class JobMeetings(SyncFollower):
         self._membership = Membership(self.jobs, facts, at_once, self._say)
         reached = self._load()
         self._membership.join(reached, self._has_state)
-        self._joined()
+        self._post_under_way()
 
     def _count_islands(self) -> None:
         """Tell the ledger how many islands the job would be one data-parallel group of."""
         self._channel.state.islands = len(self.membership.last.members)
 
-    def _joined(self) -> None:
+    def _post_under_way(self) -> None:
         """Put the messages that are under way into the rendezvous, under the names there."""
         self._count_islands()
         first = self.membership.last.number + 1
         for number, meeting in enumerate(self.under_way, first):
-            self.membership.post(number, meeting.rows)
-        self._catch_up()
+            self.membership.post(number, bytes_of(meeting.rows))
 
     def _load(self) -> Reached:
         """Load this island's own state from a checkpoint; return how far it had got."""
@@ -156,7 +149,7 @@ class JobMeetings(SyncFollower):
         alike = all(one is not None and one == reached for one in roster.joining.values())
         if giver == own:
             if not alike:
-                give_up_messages(self.progress)
+                self.progress.give_up()
                 self._give(roster)
             return True
         # of one meeting: each goes on from its own state
@@ -167,8 +160,8 @@ class JobMeetings(SyncFollower):
         there = self.parts[0].fragment.start.new_tensor([data is not None], dtype=torch.int32)
         if not int(small_messages.least(there)) or data is None:
             return False
+        self._to_write.clear()  # of an earlier giver
         take_state(island_payloads.unpack_state(data), self.progress, self._write)
-        self._written()
         return True
 
     def _give(self, roster: Roster) -> None:
@@ -177,19 +170,23 @@ class JobMeetings(SyncFollower):
 
     # meetings
 
-    def _send(self, index: int) -> None:
+    def _send(self, index: int) -> Exception | None:
         """Send what this rank's part of a fragment has moved to the rendezvous."""
-        part, began = self.parts[index], time.perf_counter()
+        of, part, began = self.membership, self.parts[index], time.perf_counter()
+        of.courier.check()
+        self.masters.check()
         now = self.masters.read(part.low, part.high, part.numel)
         data = island_payloads.pack(self._channel, part.fragment.send(now))
         message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self._figures.ahead = max(self._figures.ahead, len(part.fragment.under_way) - 1)
         self.under_way.append(Meeting(index, self.clock + self.config.late, message, arrived))
-        of = self.membership
-        of.post(of.last.number + len(self.under_way), message)
+        number, sent = of.last.number + len(self.under_way), bytes_of(message)
+        gate()
+        of.post(number, sent)  # once it is at the rendezvous it counts
         self._figures.wait_s += time.perf_counter() - began
+        return None
 
-    def _take(self) -> bool:
+    def _take(self) -> None:
         """End the first meeting under way; join again where it is held without this island.
 
         1. Take the decision: who is present.
@@ -203,19 +200,28 @@ class JobMeetings(SyncFollower):
         rows = self._rows(roster, meeting.index) if of.own in roster.present else None
         self._figures.wait_s += time.perf_counter() - began
         if rows is None:
-            give_up_messages(self.progress)
+            self.progress.give_up()
             of.come_back(self._has_state)
-            self._joined()
-            return False
+            self._post_under_way()
+            return
         self.under_way.pop(0)
         good = {island: row for island, row in rows.items() if isinstance(row, Tensor)}
-        written = self._arrived(meeting.index, good, of.own in rows and of.own not in good)
+        self._arrived(meeting.index, good, of.own in rows and of.own not in good)
         # 3
         of.held(roster, {one: what for one, what in rows.items() if isinstance(what, str)})
         self._count_islands()
         if roster.giver == of.own:
             self._give(roster)
-        return written
+
+    def _kept(self) -> Callable[[], object]:
+        """Return what puts back how far this island has got in the run: it tries again."""
+        of = self.membership
+        before = of.last, of.own, of.left_out, of.joined
+
+        def put_back() -> None:
+            of.last, of.own, of.left_out, of.joined = before
+
+        return put_back
 
     def _rows(self, roster: Roster, index: int) -> dict[str, Tensor | str] | None:
         """Return the messages by island, or why one does not count, the same in all islands.
@@ -251,8 +257,8 @@ class JobMeetings(SyncFollower):
             return self.under_way[0].rows.cpu().numpy().tobytes()
         return self.membership.courier.take(number, island)
 
-    def _arrived(self, index: int, rows: Mapping[str, Tensor], bad: bool) -> bool:
-        """Take the mean of ``rows``; return whether the weights of this rank changed.
+    def _arrived(self, index: int, rows: Mapping[str, Tensor], bad: bool) -> None:
+        """Take the mean of ``rows``.
 
         ``bad``: this island's message does not count, and it goes back to the others' weights.
         """
@@ -269,8 +275,7 @@ class JobMeetings(SyncFollower):
             self._figures.skipped += 1
             fragment.skip()
         if lost:
-            self._fall_back()
-        return bool(rows) or lost
+            self._fall_back(True)
 
     # state
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
+from hybridcomp.job.gates import gate
 from hybridcomp.sync.exact_sends import start_gather
 from hybridcomp.sync.kept_gradients import KeptGradients
 from hybridcomp.sync.progress import Part
@@ -96,18 +97,28 @@ class Masters:
             found[at : at + stop - start].copy_(tensor.reshape(-1)[start:stop])
         return found
 
-    def write(self, low: int, high: int, values: Tensor) -> None:
-        """Copy the first ``high - low`` of ``values`` into elements ``low`` to ``high``."""
-        for tensor, start, stop, at in self._overlaps(low, high):
-            flat = tensor.reshape(-1)  # a copy, where it is a slice of a larger tensor
-            flat[start:stop].copy_(values[at : at + stop - start])
-            if not _is_view(flat, tensor):
-                tensor.copy_(flat.view(tensor.shape))
-
-    def write_part(
-        self, part: Part, values: Tensor, whole: tuple[int, int], inside: dist.ProcessGroup | None
+    def exchange(
+        self, low: int, high: int, values: Tensor, before: list[tuple[Tensor, int, Tensor]]
     ) -> None:
-        """Write this rank's ``part``; where others hold the same vector, also theirs.
+        """Exchange elements ``low`` to ``high`` with the first ``high - low`` of ``values``.
+
+        ``before``: gets what ``put_back`` takes, after a failure in the middle as well.
+        """
+        for tensor, start, stop, at in self._overlaps(low, high):
+            new = values[at : at + stop - start]
+            old = tensor.reshape(-1)[start:stop].to(new.dtype, copy=True)
+            before.append((tensor, start, old))
+            _put(tensor, start, new)
+            new.copy_(old)
+            before[-1] = tensor, start, new  # where no more memory is taken
+
+    def gathered(
+        self, part: Part, values: Tensor, whole: tuple[int, int], inside: dist.ProcessGroup | None
+    ) -> tuple[int, int, Tensor]:
+        """Return what ``write`` takes for this rank's ``part``, and for that of the others.
+
+        Others have parts where they hold the same vector; then this is a collective of those.
+        A gate of the operation either way.
 
         Args:
             whole: beginning and end of the fragment that the parts make up.
@@ -115,11 +126,13 @@ class Masters:
         """
         width, _ = self.shares(inside)
         if width == 1:
-            self.write(part.low, part.high, values)
-            return
-        gathered = values.new_empty(width * part.numel)
-        start_gather(gathered, values.contiguous(), self.replicas or inside).wait()
-        self.write(*whole, gathered)
+            gate()
+            return part.low, part.high, values.clone()  # which ``exchange`` changes
+        found, group = values.new_empty(width * part.numel), self.replicas or inside
+        values = values.contiguous()
+        gate()
+        start_gather(found, values, group).wait()
+        return *whole, found
 
     def _overlaps(self, low: int, high: int) -> list[tuple[Tensor, int, int, int]]:
         """Return the tensors in the range, with the stretch of each and its place in the range."""
@@ -131,6 +144,20 @@ class Masters:
             if start < stop:
                 found.append((tensor.detach(), start - begin, stop - begin, start - low))
         return found
+
+
+def put_back(before: list[tuple[Tensor, int, Tensor]]) -> None:
+    """Give weights the values that they had before ``exchange``."""
+    while before:
+        _put(*before.pop())
+
+
+def _put(tensor: Tensor, start: int, values: Tensor) -> None:
+    """Copy ``values`` into the elements of ``tensor`` from ``start`` on."""
+    flat = tensor.reshape(-1)  # a copy, where it is a slice of a larger tensor
+    flat[start : start + values.numel()].copy_(values)
+    if not _is_view(flat, tensor):
+        tensor.copy_(flat.view(tensor.shape))
 
 
 def _is_view(flat: Tensor, tensor: Tensor) -> bool:

@@ -8,7 +8,8 @@ Every fragment meets each ``every`` steps, fragments one after the other. A meet
    and no island an outlier, the outer optimizer takes the mean, and the engine's weights are set.
 
 Whether values are finite, all ranks tell each other beside a message that is taken later, so that
-nobody waits for another rank's last step when it is: no codec makes Inf of finite values. At once
+nobody waits for another rank's last step when it is: no codec makes Inf of finite values. A rank
+that fails to make such a message sends zeros and says so there: all skip the meeting. At once
 the ranks of an island agree on what they have got: everybody reads the same messages, so all
 islands decide alike.
 
@@ -20,21 +21,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import AllGather, Channel
 from hybridcomp.job import small_messages
 from hybridcomp.job.agreement import agree
+from hybridcomp.job.gates import here
 from hybridcomp.sync.exact_sends import broadcast, start_gather
 from hybridcomp.sync.islands import Islands
 from hybridcomp.sync.masters import Masters
 from hybridcomp.sync.outliers import unfit
-from hybridcomp.sync.progress import Meeting
+from hybridcomp.sync.progress import Meeting, Part
 from hybridcomp.sync.stored import state_of, taken_over
 from hybridcomp.sync.sync_follower import SyncFollower, drift_of
+
+#: flag of a message that rank 0 could not make; of the others their ranks below it
+FAILED = -1
+GOES_BACK = ", and whoever did goes back to the weights that all agreed on last"
 
 
 class IslandMeetings(SyncFollower):
@@ -62,14 +70,6 @@ class IslandMeetings(SyncFollower):
         super().__init__(channel, make, say)
         self.islands, self._inside = islands, islands.inside
 
-    # followers
-
-    def before_step(self) -> None:
-        """Begin, before the first step; a collective of the job then."""
-        if self._masters is None:
-            self._masters = self._make()
-            self._begin()
-
     # beginning
 
     def _begin(self) -> None:
@@ -94,7 +94,6 @@ class IslandMeetings(SyncFollower):
             if fragment.rule.keeps_progress:
                 fragment.base = fragment.start.clone()
             self._write(index, fragment.start)
-        self._written()
 
     def _agree(self) -> None:
         """Compare islands, block and weights over all ranks, those of one place with each other."""
@@ -113,12 +112,19 @@ class IslandMeetings(SyncFollower):
 
     # meetings
 
-    def _send(self, index: int) -> None:
+    def _send(self, index: int) -> Exception | None:
         part, masters, group = self.parts[index], self.masters, self.islands.peers
-        message = part.fragment.send(masters.read(part.low, part.high, part.numel))
+        problem: Exception | None = None
+        if self.config.late:
+            message, problem = self._message_or_nothing(part)
+        else:
+            masters.check()
+            message = part.fragment.send(masters.read(part.low, part.high, part.numel))
         rows = message.new_empty(len(self.islands.rows) * part.numel)
 
         def native() -> Callable[[], Any]:
+            for operation in here.operations:
+                operation.before_message()
             return start_gather(rows, message, group).wait
 
         wait = self._channel.run(
@@ -133,18 +139,37 @@ class IslandMeetings(SyncFollower):
         if self.config.late:
             flags = message.new_ones(len(self.islands.rows), dtype=torch.int32)
             flags[self.islands.index] = _finite(message[None])[0]
+            if problem is not None:
+                flags[self.islands.index] = FAILED - dist.get_rank()
             finite = small_messages.start_least(flags)
         self.under_way.append(Meeting(index, due, rows, wait, finite))
+        return problem
 
-    def _take(self) -> bool:
-        """End the first meeting under way; return whether the weights of this rank changed."""
+    def _message_or_nothing(self, part: Part) -> tuple[Tensor, Exception | None]:
+        """Return what this rank sends where nobody waits: zeros if it fails, and the failure.
+
+        Its flag has all islands skip the meeting, in which the others would miss this rank.
+        """
+        before = replace(part.fragment, under_way=part.fragment.under_way.copy())
+        try:
+            self.masters.check()
+            now = self.masters.read(part.low, part.high, part.numel)
+            return part.fragment.send(now), None
+        except Exception as problem:
+            part.fragment = before
+            before.listen()
+            return torch.zeros_like(before.start), problem
+
+    def _take(self) -> None:
+        """End the first meeting under way."""
         meeting, began = self.under_way.pop(0), time.perf_counter()
         part = self.parts[meeting.index]
         meeting.wait()
         rows = meeting.rows.view(len(self.islands.rows), part.numel)
-        finite = self._are_finite(meeting, rows)
+        flags = self._flags(meeting, rows)
+        failed = {island: FAILED - flag for island, flag in enumerate(flags) if flag < 0}
         bad = unfit(
-            range(len(rows)), finite,
+            range(len(rows)), [flag > 0 for flag in flags],
             lambda: torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square(),
             self.config.outlier, self.islands.inside,
         )  # fmt: skip
@@ -155,25 +180,38 @@ class IslandMeetings(SyncFollower):
             self._figures.drift += drift_of(rows, part.fragment.start)
             new = part.fragment.arrive(rows.unbind(), self.islands.index, now)
             self._write(meeting.index, new)
-            return True
-        lost = self.islands.index in bad and part.fragment.under_way[0].message is not None
+            return
+        bad |= {island: f"sent nothing, as rank {rank} failed" for island, rank in failed.items()}
+        own = self.islands.index
+        lost = own in bad and own not in failed and part.fragment.under_way[0].message is not None
         part.fragment.skip()
         self._figures.skipped += 1
         self._say(
             f"sync: step {self.clock}: {', '.join(f'island {one} {bad[one]}' for one in bad)}; all "
-            f"skip this meeting of fragment {meeting.index}, and whoever did goes back to the "
-            "weights that all agreed on last"
+            f"skip this meeting of fragment {meeting.index}"
+            + ("" if failed.keys() >= bad.keys() else GOES_BACK)
         )
-        if lost:
-            self._fall_back()
-        return lost
+        self._fall_back(lost)
 
-    def _are_finite(self, meeting: Meeting, rows: Tensor) -> list[bool]:
-        """Return by island whether what it has sent, to ranks of any place, is finite."""
+    @property
+    def _gates(self) -> bool:
+        """Return whether ranks may wait for each other: not where means are taken later."""
+        return not self.config.late
+
+    def _kept(self) -> Callable[[], object]:
+        """Return what gives up the meeting: nobody can take its messages again."""
+        return (lambda: self.progress.give_up()) if self._gates else super()._kept()
+
+    def _flags(self, meeting: Meeting, rows: Tensor) -> list[int]:
+        """Return by island 1 where what it has sent, to ranks of any place, is finite, else 0.
+
+        Below that, FAILED less a rank of it that has failed and sent nothing.
+        """
         if meeting.finite is not None:
-            return [bool(well) for well in meeting.finite().tolist()]
-        found = small_messages.least(_finite(rows).to(torch.int32), self.islands.inside)
-        return [bool(well) for well in found.tolist()]
+            found = meeting.finite()
+        else:
+            found = small_messages.least(_finite(rows).to(torch.int32), self.islands.inside)
+        return [int(flag) for flag in found.tolist()]
 
     # state
 

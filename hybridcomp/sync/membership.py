@@ -27,6 +27,12 @@ from hybridcomp.sync.store_line import KEY, StoreLine
 TRIES = 10
 
 
+def bytes_of(message: Tensor) -> memoryview:
+    """Return the bytes of ``message``, which are not copied where it is on the CPU."""
+    found: memoryview = message.cpu().numpy().data
+    return found
+
+
 class Membership:
     """An island's place in a run, on one rank.
 
@@ -75,10 +81,10 @@ class Membership:
             self._held.take()
             return name, run
 
-        self.name, self.run = self._of_first(introduced)
         try:
+            self.name, self.run = self._of_first(introduced)
             self.courier = Courier(self.meet, dist.get_world_size())
-        except HybridcompError:
+        except BaseException:
             self._release()
             raise
 
@@ -119,10 +125,13 @@ class Membership:
         )
         self.join(None, has_state)
 
-    def post(self, number: int, message: Tensor) -> None:
-        """Send this rank's message for a meeting, and take those of the others when they come."""
+    def post(self, number: int, message: memoryview) -> None:
+        """Send this rank's message for a meeting, and take those of the others when they come.
+
+        Raises nothing; what goes wrong later the courier's ``check`` raises.
+        """
         self._posted = number
-        self.courier.send(self.own, number, message.cpu().numpy().data)
+        self.courier.send(self.own, number, message)
         self.courier.expect(number, [one for one in self.last.members if one != self.own])
 
     def decide(self) -> Roster:
@@ -179,6 +188,7 @@ class Membership:
                 found = work(), None
             except HybridcompError as error:
                 error.__cause__ = None  # torch's errors cannot be sent
+                error.names_rank = True  # all raise it alike
                 found = None, error
         result, problem = small_messages.from_first(found)
         if problem is not None:

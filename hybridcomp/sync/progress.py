@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -57,3 +57,17 @@ class Progress:
     parts: list[Part] = field(default_factory=list)
     under_way: list[Meeting] = field(default_factory=list)
     unsent: bool = False
+
+    def copy(self) -> Progress:
+        """Return the same with the same tensors, which are never changed."""
+        parts = []
+        for part in self.parts:
+            kept = replace(part.fragment, under_way=part.fragment.under_way.copy())
+            parts.append(replace(part, fragment=kept))
+        return Progress(self.clock, parts, list(self.under_way), self.unsent)
+
+    def give_up(self, count: int | None = None) -> None:
+        """Give up the first meetings under way, all by default: their messages go out once more."""
+        for meeting in self.under_way[:count]:
+            self.parts[meeting.index].fragment.skip()
+        self.under_way = [] if count is None else self.under_way[count:]

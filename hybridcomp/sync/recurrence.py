@@ -70,6 +70,8 @@ class UnderWay:
 class Fragment:
     """A stretch of the weights between meetings, on one rank; 1-D tensors of one dtype.
 
+    Tensors are replaced, never changed, so that what a meeting has changed can be put back.
+
     Attributes:
         rule: the arithmetic.
         start: the weights that all islands agreed on last; equal in all islands.
@@ -116,7 +118,7 @@ class Fragment:
             left = message.message if own < 0 else message.message - sent[own]
             self._keep(left)
         change = self._outer(_mean(sent))
-        self.start.sub_(change)
+        self.start = self.start - change
         if not rule.keeps_progress:
             return torch.lerp(self.start, now, rule.mix) if rule.mix else self.start.clone()
         assert self.base is not None, "sent"
@@ -124,7 +126,7 @@ class Fragment:
             self.base = self.start.clone()
             return self.start.clone()
         shift = -change if message.moved is None else message.moved - change
-        self.base.add_(shift)
+        self.base = self.base + shift
         return now + shift
 
     def skip(self) -> None:
@@ -133,7 +135,7 @@ class Fragment:
         if message.kept is not None:
             self._keep(message.kept)
         if self.base is not None and message.moved is not None:
-            self.base.add_(message.moved)
+            self.base = self.base + message.moved
 
     def fall_back(self) -> Tensor:
         """Return the weights that all islands agreed on last, for an island that lost its own.
@@ -154,9 +156,8 @@ class Fragment:
         rule = self.rule
         if not rule.momentum:
             return mean.mul_(rule.lr)
-        if self.momentum is None:
-            self.momentum = torch.zeros_like(mean)
-        self.momentum.mul_(rule.momentum).add_(mean)
+        kept = torch.zeros_like(mean) if self.momentum is None else self.momentum * rule.momentum
+        self.momentum = kept.add_(mean)
         step = mean.add_(self.momentum, alpha=rule.momentum) if rule.nesterov else self.momentum
         return step * rule.lr
 

@@ -159,7 +159,7 @@ def _write(folder: Path, entry: Mapping[str, Any] | None) -> None:
         saved.sweep(folder, FILES, dist.get_world_size())
         now = [path_of(folder, rank) for rank in range(dist.get_world_size() if entry else 0)]
         for path in set(folder.glob(FILES)) - set(now):
-            path.unlink(missing_ok=True)
+            saved.remove(path)
 
 
 def read(folder: Path) -> list[Mapping[str, Any]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from torch import Tensor
 
 from hybridcomp.channels import Channel
 from hybridcomp.config import IslandConfig
-from hybridcomp.sync.masters import Masters, bounds, cut
+from hybridcomp.errors import PeerError
+from hybridcomp.job.gates import gate
+from hybridcomp.job.together import named, together
+from hybridcomp.sync.masters import Masters, bounds, cut, put_back
 from hybridcomp.sync.progress import Meeting, Part, Progress
 from hybridcomp.sync.recurrence import Fragment, OuterRule
 from hybridcomp.sync.stored import checked, read, write
@@ -81,6 +85,9 @@ class SyncFollower(ABC):
         self._loaded: Sequence[Mapping[str, Any]] | None = None
         self._figures = Figures()
         self._inside: dist.ProcessGroup | None = None
+        self._to_write: list[tuple[int, int, Tensor]] = []  # what is to be put into the weights
+        self._before: list[tuple[Tensor, int, Tensor]] = []  # what it was put in the place of
+        self._engine_took = False
         self._told_kept = False
 
     @property
@@ -117,6 +124,22 @@ class SyncFollower(ABC):
             "staleness": float(found.ahead),
         }
 
+    def before_step(self) -> None:
+        """Begin, before the first step; a collective of the job then, which may wait for others."""
+        if self._masters is not None:
+            return
+        undo, loaded = contextlib.ExitStack(), self._loaded
+        with together("sync: the beginning", undo.close, votes=True):
+            undo.callback(setattr, self, "_loaded", loaded)
+            undo.callback(self.close)
+            self._masters = self._make()
+            self._begin()
+            if self._to_write:
+                undo.callback(self._put_back)
+                self._write_out()
+        self._written()
+        self._catch_up()
+
     def after_step(self, step: int) -> None:
         """Hold the meetings that are due after a step; ``step`` is not used, see the clock."""
         self.progress.clock += 1
@@ -124,21 +147,86 @@ class SyncFollower(ABC):
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """Take the means that are due by the clock, then send the fragment that is."""
-        written = False
-        while self.under_way and self.under_way[0].due <= self.clock:
-            written |= self._take()
-        index = self.config.fragment_at(self.clock) if self.progress.unsent else None
-        self.progress.unsent = False
-        if index is not None:
-            self.masters.check()
-            self._send(index)
-            if not self.config.late:
-                written |= self._take()
-        if written:
-            self._written()
-            if self.masters.kept is not None and not self._told_kept:
-                self.masters.kept.watch(functools.partial(self._keeps_gradients, self.clock))
+        """Take the means that are due by the clock, then send the fragment that is.
+
+        Each is done by all ranks or by none. Where one fails all go on: with the weights as they
+        are, and what was to be sent goes into the next message.
+        """
+        while True:
+            if self.under_way and self.under_way[0].due <= self.clock:
+                with self._as_one("the meeting"):
+                    self._take()
+                    if self.masters.kept is not None and not self._told_kept:
+                        tell = functools.partial(self._keeps_gradients, self.clock)
+                        self.masters.kept.watch(tell)
+                    self._write_out()
+                continue
+            index = self.config.fragment_at(self.clock) if self.progress.unsent else None
+            self.progress.unsent = False
+            if index is None:
+                return
+            what = "what this step sends"
+            with self._as_one(what):
+                problem = self._send(index)
+            if problem is not None:
+                raise named(problem, self._said(what), PeerError) from problem
+
+    def _said(self, what: str) -> str:
+        return f"sync: {what} after step {self.clock}"
+
+    @contextlib.contextmanager
+    def _as_one(self, what: str) -> Iterator[None]:
+        """Have the body end on all ranks that meet, or change nothing on any of them."""
+        undo = contextlib.ExitStack()
+        with together(self._said(what), undo.close, votes=True, alone=not self._gates):
+            undo.callback(self._kept())
+            undo.callback(setattr, self, "progress", self.progress.copy())
+            undo.callback(self._put_back)
+            yield
+        self._written()
+
+    @property
+    def _gates(self) -> bool:
+        """Return whether ranks may wait for each other in a meeting."""
+        return True
+
+    def _kept(self) -> Callable[[], object]:
+        """Return what else puts things back after a failure, on all ranks; no collective."""
+        return bool
+
+    def _write_out(self) -> None:
+        """Put what was computed into the weights, and have the engine take them.
+
+        Islands without anything to write come along: their gates are those of all.
+        """
+        for low, high, values in self._to_write:
+            self.masters.exchange(low, high, values, self._before)
+        gate()
+        self._engine_took = True
+        self._engine_takes()
+
+    def _engine_takes(self) -> None:
+        state = self._channel.state
+        before, state.islands = state.islands, 1  # no job without islands gathers here
+        try:
+            self.masters.written()
+        finally:
+            state.islands = before
+
+    def _put_back(self) -> None:
+        """Give weights, and what the engine made of them, their values from before."""
+        put_back(self._before)
+        if self._engine_took:  # on all ranks: a gate stands in front of it
+            self._engine_takes()
+        self._written()
+
+    def _written(self) -> None:
+        """Forget what was to be written."""
+        self._to_write, self._before, self._engine_took = [], [], False
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Cut the weights, and get what all agree on; writes nothing into the weights."""
 
     def _keeps_gradients(self, met: int) -> None:
         """Say once, on the first rank of the island, that gradients are older than a meeting."""
@@ -152,12 +240,15 @@ class SyncFollower(ABC):
             )
 
     @abstractmethod
-    def _send(self, index: int) -> None:
-        """Begin a meeting of fragment ``index``, the last of those under way then."""
+    def _send(self, index: int) -> Exception | None:
+        """Begin a meeting of fragment ``index``, the last of those under way then.
+
+        Returns what has failed where this rank takes part all the same, with nothing.
+        """
 
     @abstractmethod
-    def _take(self) -> bool:
-        """End the first meeting under way; return whether the weights of this rank changed."""
+    def _take(self) -> None:
+        """End the first meeting under way; writes nothing into the weights."""
 
     def _cut(self, inside: dist.ProcessGroup | None) -> None:
         """Cut this rank's vector into the parts that it sends, with the weights as they are.
@@ -172,26 +263,22 @@ class SyncFollower(ABC):
             self.parts.append(Part(low, high, numel, fragment))
 
     def _write(self, index: int, values: Tensor) -> None:
-        """Put this rank's part into its weights; where all ranks hold all, also the others'."""
+        """Have this rank's part written out; where all ranks hold all, also the others'."""
         whole = bounds(self.masters.numel, len(self.parts), index)
-        self.masters.write_part(self.parts[index], values, whole, self._inside)
+        found = self.masters.gathered(self.parts[index], values, whole, self._inside)
+        self._to_write.append(found)
 
-    def _written(self) -> None:
-        """Have the engine take the new weights; no job without islands gathers them then."""
-        state = self._channel.state
-        before, state.islands = state.islands, 1
-        try:
-            self.masters.written()
-        finally:
-            state.islands = before
-
-    def _fall_back(self) -> None:
+    def _fall_back(self, is_own: bool) -> None:
         """Go back to the weights that all islands agreed on last, of every fragment.
 
-        One fragment alone would be spoiled again by the others in the next step.
+        One fragment alone would be spoiled again by the others in the next step. ``is_own``:
+        whether this rank's island does; the others come by the same gates.
         """
-        for index, part in enumerate(self.parts):
-            self._write(index, part.fragment.fall_back())
+        for index in range(len(self.parts)):
+            if is_own:
+                self._write(index, self.parts[index].fragment.fall_back())
+            else:
+                gate()
 
     def overflowed(self, loss_scale: float | None) -> str | None:
         """Return whose step was skipped for an overflow, on the first rank of the island.

@@ -56,7 +56,7 @@ def start(session: EngineSession, weights: Callable[[], EngineWeights]) -> None:
             found = named(adapted(weights(), settings.lora), settings.names)
             found = quantized(found, settings.as_, settings.dtype)
             to = destination_of(settings.to, found, session)
-            given = settings.model_dump(exclude={"to", "names", "as_", "lora"})
+            given = settings.model_dump(exclude={"to", "names", "as_", "lora", "wait"})
             return Publisher(found, to, **given)
         except ConfigError as error:
             key = f"{BLOCK}.{error.key}"
@@ -65,7 +65,7 @@ def start(session: EngineSession, weights: Callable[[], EngineWeights]) -> None:
             session.say(idle(key, error.found, error.todo, block.on_unsupported))
             return None
 
-    session.follow(PublishedSteps(make))
+    session.follow(PublishedSteps(make, settings.wait))
 
 
 def destination_of(

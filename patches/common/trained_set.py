@@ -1,4 +1,4 @@
-"""Which parameters require gradients, compared before every optimizer step.
+"""Compare, before every optimizer step, which parameters require gradients.
 
 An optimizer is built for those that require them then. What becomes of one that stops, or begins,
 in the middle of a training depends on the engine, and none says anything.

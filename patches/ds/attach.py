@@ -12,6 +12,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from hybridcomp.collectives.topology import machines, ranks_of
 from hybridcomp.config import BLOCK, CompressionConfig, LedgerConfig, describe, load_config
 from hybridcomp.config.policy import Dimension
 from hybridcomp.job.devices import device_name
+from hybridcomp.job.together import together
 from hybridcomp.log import say
 from hybridcomp.patches.common import early_engines, island_steps, publishing_steps
 from hybridcomp.patches.ds import (
@@ -76,6 +78,8 @@ DESTROY = Seam(
 )
 
 COVERS = ("sync",)
+#: the operation, for messages
+WHAT = "the start of DeepSpeed's engine"
 #: where residuals are saved, for messages
 CHECKPOINTS = "DeepSpeed's checkpoints"
 
@@ -87,19 +91,20 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
-        ds_json = settings.of_config(bound.arguments["config_class"])
-        block = load_config(ds_json)
-        if BLOCK not in ds_json:
-            # without a block in the file that of the process counts: no setting is ignored
-            block = process.configured()
-        agree_on(block, "deepspeed", **{record.ENVIRONMENT: record.asked()})
         notes: list[str] = []
         absent: frozenset[Dimension] = frozenset()
-        if block is not None:
-            notes, absent = _plan(block, ds_json, bound.arguments)
-            secondary.give_size(bound.arguments["config_class"], block)
-        early_engines.register(self, attached=block is not None)
-        given = island_unit.give(bound.arguments, block)
+        with together(WHAT):  # upstream's own messages begin on all ranks or on none
+            ds_json = settings.of_config(bound.arguments["config_class"])
+            block = load_config(ds_json)
+            if BLOCK not in ds_json:
+                # without a block in the file that of the process counts: no setting is ignored
+                block = process.configured()
+            agree_on(block, "deepspeed", **{record.ENVIRONMENT: record.asked()})
+            if block is not None:
+                notes, absent = _plan(block, ds_json, bound.arguments)
+                secondary.give_size(bound.arguments["config_class"], block)
+            early_engines.register(self, attached=block is not None)
+            given = island_unit.give(bound.arguments, block)
         try:
             original(*bound.args, **bound.kwargs)
         except Exception as error:
@@ -113,7 +118,9 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
             layer_scope.tag(self, None)
             describe_run(None)
         else:
-            _attach(self, block, notes, absent)
+            undo = ExitStack()
+            with together(WHAT, undo.close):
+                _attach(self, block, notes, absent, undo)
         record.attach(self)
 
     return __init__
@@ -142,9 +149,16 @@ def _plan(
 
 
 def _attach(
-    engine: Any, block: CompressionConfig, notes: list[str], absent: frozenset[Dimension]
+    engine: Any,
+    block: CompressionConfig,
+    notes: list[str],
+    absent: frozenset[Dimension],
+    undo: ExitStack,
 ) -> None:
-    """Begin the engine's session; tag engine, optimizer and parameters with its channels."""
+    """Begin the engine's session; tag engine, optimizer and parameters with its channels.
+
+    ``undo``: gets what takes the model's tags away again, and closes the session.
+    """
     hold_to_plan(block, job_facts.layout(engine))
     hold_to_machines(block, lambda: machines(device_name(engine.device)))
     session = EngineSession(
@@ -155,16 +169,19 @@ def _attach(
         write=functools.partial(_write, weakref.proxy(engine)),
         kept_in=CHECKPOINTS,
     )
+    undo.callback(session.close)
     channels = session.channels
     channels.leave_out(absent)
     setattr(engine, SESSION, session)
+    undo.callback(delattr, engine, SESSION)
     named = [
         (job_facts.unique_name(engine, name, parameter), parameter)
         for name, parameter in engine.module.named_parameters()
     ]
     for tagged in (engine, engine.optimizer, *(parameter for _, parameter in named)):
         if tagged is not None:
-            setattr(tagged, ATTRIBUTE, channels)
+            undo.callback(_tag, tagged, getattr(tagged, ATTRIBUTE, None))
+            _tag(tagged, channels)
     session.name_parameters(named)
     channels.common = job_facts.common_names(engine)
     for attached in WHEN_ATTACHED.get("deepspeed", ()):
@@ -184,12 +201,13 @@ def _attach(
     step_messages.watch(engine, session)
     trained_set.watch(engine, session)
     if block.sync.acts:
-        _meet(engine, session)
+        _meet(engine, session, undo)
     if block.publish is not None:
         # a proxy: the session must not keep the engine alive
         publishing_steps.start(
             session, functools.partial(weights.weights_of, weakref.proxy(engine))
         )
+    undo.callback(process.release, engine)
     process.share_session(engine, session)
     session.open_reporter()
     session.warn(dtypes)
@@ -203,7 +221,15 @@ def _report_pipeline(engine: Any, session: EngineSession) -> None:
         session.follow(PipelineRow(pipe.waitless))
 
 
-def _meet(engine: Any, session: EngineSession) -> None:
+def _tag(tagged: Any, channels: Channels | None) -> None:
+    """Have ``tagged`` send through ``channels``; None: natively."""
+    if channels is not None:
+        setattr(tagged, ATTRIBUTE, channels)
+    elif hasattr(tagged, ATTRIBUTE):
+        delattr(tagged, ATTRIBUTE)
+
+
+def _meet(engine: Any, session: EngineSession, undo: ExitStack) -> None:
     """Have the engine's islands meet; they begin before the first pass with gradients."""
     ranks = ranks_of(engine.data_parallel_group)
     make = functools.partial(island_unit.masters_of, weakref.proxy(engine))
@@ -216,6 +242,7 @@ def _meet(engine: Any, session: EngineSession) -> None:
 
     # before stage 3's own hook, which fetches parameters
     hook = engine.module.register_forward_pre_hook(begins, prepend=True)
+    undo.callback(hook.remove)
 
 
 def _data_parallel(engine: Any) -> set[tuple[int, ...]]:

@@ -11,10 +11,15 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from hybridcomp.channels import channels_of, checkpoint_note
+from hybridcomp.errors import CheckpointError
+from hybridcomp.job.gates import gate
+from hybridcomp.job.saved_together import files_together
+from hybridcomp.job.together import together
 from hybridcomp.log import say
 from hybridcomp.patches.ds import exact_weights, island_unit, universal
 from hybridcomp.patches.ds.job_facts import loss_scale
@@ -60,17 +65,22 @@ def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         session = session_of(self)
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
-        # without a save_dir nothing is written: upstream says what is wrong
-        drain(self, "for a checkpoint")
-        if session is not None and bound.arguments["save_dir"]:
-            tag = bound.arguments["tag"]
-            tag = f"global_step{self.global_steps}" if tag is None else tag
-            folder = Path(bound.arguments["save_dir"]) / str(tag)
-            references = exact_weights.save(folder, self, session.channels)
-            session.save(folder, loss_scale(self), references)
-            bound.arguments["save_dir"] = island_unit.folder_of(self, bound.arguments["save_dir"])
-            bound.arguments["tag"] = tag
-        with exact_weights.exact_parameters(self, channels_of(self)):
+        with ExitStack() as exact:
+            # without a save_dir nothing is written: upstream says what is wrong
+            if session is None or not bound.arguments["save_dir"]:
+                drain(self, "for a checkpoint")
+            else:
+                with files_together(exact_weights.WHAT):
+                    drain(self, "for a checkpoint")
+                    tag, save_dir = bound.arguments["tag"], bound.arguments["save_dir"]
+                    tag = f"global_step{self.global_steps}" if tag is None else tag
+                    folder = Path(save_dir) / str(tag)
+                    references = exact_weights.save(folder, self, session.channels)
+                    session.save(folder, loss_scale(self), references)
+                    bound.arguments["save_dir"] = island_unit.folder_of(self, save_dir)
+                    bound.arguments["tag"] = tag
+                    gate()  # its gathers begin and end on all ranks
+                    exact.enter_context(exact_weights.exact_parameters(self, session.channels))
             return original(*bound.args, **bound.kwargs)
 
     return save_checkpoint
@@ -97,28 +107,32 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         load_dir, tag = bound.arguments["load_dir"], bound.arguments["tag"]
-        if tag is None:
-            tag = universal.newest(self, load_dir)
         whole = bound.arguments["load_optimizer_states"] and not bound.arguments["load_module_only"]
         if session is None:
+            tag = universal.newest(self, load_dir) if tag is None else tag
             if whole and tag is not None:
                 folder = universal.beside(self, Path(load_dir) / str(tag))
                 say(*checkpoint_note.dropped(folder, None))
             return original(self, *args, **kwargs)
-        drain(self, "for the weights of a checkpoint")
-        folder, found = Path(load_dir) / str(tag), None
-        if tag is not None and whole:  # raises for damaged files before upstream changes weights
-            bring = universal.bring(self, folder)
-            folder = universal.folder_of_state(self, folder)
-            found = saved_session.read(session, folder)
-            exact_weights.check(folder, session.channels)
-        put_back = exact_weights.forget(self)
+        found, loads, undo = None, bound.arguments, ExitStack()
+        # raises for damaged files before upstream changes weights
+        with together(exact_weights.WHAT, undo.close, error=CheckpointError):
+            drain(self, "for the weights of a checkpoint")
+            tag = universal.newest(self, load_dir) if tag is None else tag
+            folder = Path(load_dir) / str(tag)
+            if tag is not None and whole:
+                bring = universal.bring(self, folder)
+                folder = universal.folder_of_state(self, folder)
+                found = saved_session.read(session, folder)
+                exact_weights.check(folder, session.channels)
+            if tag is not None and load_dir:
+                loads["load_dir"] = island_unit.saved_folder(self, load_dir, str(tag))
+                loads["tag"] = str(tag)
+            put_back = exact_weights.forget(self)
+            undo.callback(put_back)
         result: Any = (None, None)
         has_returned = False
         try:
-            if tag is not None and load_dir:
-                bound.arguments["load_dir"] = island_unit.saved_folder(self, load_dir, str(tag))
-                bound.arguments["tag"] = str(tag)
             result = original(*bound.args, **bound.kwargs)
             has_returned = True
         finally:
@@ -126,13 +140,15 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
                 put_back()  # upstream has found nothing
         if result[0] is None:
             return result
-        session.channels.step = self.global_steps
-        session.channels.residuals.drop()
-        session.channels.node_sums.drop()
-        if found is not None:
+        if found is None:
+            session.channels.step = self.global_steps
+            session.channels.residuals.clear()
+        else:
             step = self.global_steps
             saved_session.take_over(session, found, loss_scale(self), step, bring)
-            exact_weights.resume(folder, self, session.channels)
+            with together(exact_weights.WHAT, error=CheckpointError):
+                exact_weights.resume(folder, self, session.channels)
+        session.channels.node_sums.drop()
         return result
 
     return load_checkpoint

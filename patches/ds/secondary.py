@@ -67,7 +67,7 @@ BUCKET_NUMEL = 1 << 26
 
 @dataclass(eq=False)
 class NodeCopy:
-    """What this rank holds of its node's copy of one parameter.
+    """Hold this rank's slice of its node's copy of one parameter.
 
     Attributes:
         param: DeepSpeed's parameter.

@@ -19,6 +19,7 @@ import torch
 
 from hybridcomp.collectives.topology import machines
 from hybridcomp.job.devices import device_name
+from hybridcomp.job.together import together
 from hybridcomp.patches.mcore import groups, islands, torch_steps
 from hybridcomp.patches.mcore.requirement import REQUIREMENT
 from hybridcomp.patches.rules.planned import hold_to_machines, hold_to_plan
@@ -89,18 +90,25 @@ def make_initialize_model_parallel(original: Callable[..., None]) -> Callable[..
     @functools.wraps(original)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
-        session = process.own_session()
-        if session is not None:
-            torch_steps.follow(session)
-            hold_to_plan(session.channels.config, groups.layout())
-            device = session.device
-            hold_to_machines(session.channels.config, lambda: machines(device_name(device)))
-            if not islands.cuts(session):  # else their groups are made later
-                session.place(groups.data_parallel())
-                # gradients are fp32 or bf16, not known yet: what pays for bf16 pays for fp32
-                session.measure(groups.replicas(), torch.bfloat16)
+        with together("the start of megatron-core", process.put_back()):
+            _start()
 
     return initialize_model_parallel
+
+
+def _start() -> None:
+    """Begin the session of the process, and place and measure its messages."""
+    session = process.own_session()
+    if session is None:
+        return
+    torch_steps.follow(session)
+    hold_to_plan(session.channels.config, groups.layout())
+    device = session.device
+    hold_to_machines(session.channels.config, lambda: machines(device_name(device)))
+    if not islands.cuts(session):  # else their groups are made later
+        session.place(groups.data_parallel())
+        # gradients are fp32 or bf16, not known yet: what pays for bf16 pays for fp32
+        session.measure(groups.replicas(), torch.bfloat16)
 
 
 def make_step(original: Callable[..., Any]) -> Callable[..., Any]:

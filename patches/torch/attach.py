@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ from torch.nn import Module, ParameterList
 from torch.nn.parallel import DistributedDataParallel
 
 from hybridcomp.channels import Channels
+from hybridcomp.collectives.topology import Ranks, ranks_of
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import NOTHING, Shown
 from hybridcomp.dimensions import ROWS
 from hybridcomp.errors import ConfigError, SeamError
+from hybridcomp.job.together import together
 from hybridcomp.patches.common import island_steps, publishing_steps
 from hybridcomp.patches.torch import claimed_saves, island_masters, torch_versions, weights
 from hybridcomp.patches.torch.at_checkpoint import AtCheckpoint
@@ -26,6 +28,7 @@ from hybridcomp.patches.torch.session import Source, read, say
 from hybridcomp.publishing import EngineWeights
 from hybridcomp.session import process
 from hybridcomp.sync import Masters
+from hybridcomp.sync.islands import is_island
 
 #: attribute of a model: its Attached, None where attach found no block
 ATTRIBUTE = "_hybridcomp_attached"
@@ -59,22 +62,43 @@ def attach(model: Module, source: Source | None = None) -> Attached | None:
     if not dist.is_initialized():
         todo = "torch.distributed is not up; call attach after init_process_group"
         raise ConfigError(BLOCK, NOTHING, todo)
-    attached = _attach(model, source)
-    if attached is not None and any(
-        row.in_layers and attached.channels[name].active for name, row in ROWS.items()
-    ):  # layers of hybridcomp.nn have no reference to an engine
-        process.share_session(model, attached.session)
+    undo = ExitStack()
+    with together("hybridcomp.attach", undo.close, ranks=_ranks(model)):
+        undo.callback(detached.discard, model)
+        attached = _attach(model, source, undo)
+        if attached is not None:
+            _start(model, attached)
     object.__setattr__(model, ATTRIBUTE, attached)
     detached.discard(model)
     if attached is None:
         without_block.add(model)
-    else:
-        attached.on_detach(functools.partial(_forget, model))
-        _follow_loads(model, attached)
-        _say_native_axes(model)
-        _meet(model, attached)
-        publishing_steps.start(attached.session, functools.partial(_weights, weakref.ref(model)))
     return attached
+
+
+def _ranks(model: Module) -> Ranks | None:
+    """Return the ranks that attach ``model`` together; None: all, or none that is known."""
+    ranks: Ranks = ()
+    if isinstance(model, DistributedDataParallel):
+        ranks = ranks_of(model.process_group)
+    elif is_sharded(model):
+        with suppress(ImportError):  # torch before 2.9
+            ranks = island_masters.ranks_of_model(model)
+    if not 0 < len(ranks) < dist.get_world_size() or is_island(tuple(ranks)):
+        return None  # islands attach together
+    return ranks
+
+
+def _start(model: Module, attached: Attached) -> None:
+    """Start what the block asks for beside messages."""
+    attached.on_detach(functools.partial(_forget, model))
+    in_layers = (name for name, row in ROWS.items() if row.in_layers)
+    if any(attached.channels[name].active for name in in_layers):
+        # layers of hybridcomp.nn have no reference to an engine
+        process.share_session(model, attached.session)
+    _follow_loads(model, attached)
+    _say_native_axes(model)
+    _meet(model, attached)
+    publishing_steps.start(attached.session, functools.partial(_weights, weakref.ref(model)))
 
 
 def _follow_loads(model: Module, attached: Attached) -> None:
@@ -102,7 +126,7 @@ def _say_native_axes(model: Module) -> None:
 
 
 def _meet(model: Module, attached: Attached) -> None:
-    """Have the islands of the block meet; where they cannot, detach and raise ConfigError."""
+    """Have the islands of the block meet. Raises ConfigError where they cannot."""
     ranks, known = island_masters.ranks_of_model(model), weakref.ref(model)
 
     def masters() -> Masters:
@@ -110,12 +134,8 @@ def _meet(model: Module, attached: Attached) -> None:
         assert found is not None, "a model that steps is alive"
         return island_masters.masters_of(found)
 
-    try:
-        todo = island_masters.TODO[attached.kind]
-        island_steps.start(attached.session, masters, ranks, todo)
-    except ConfigError:
-        attached.detach()
-        raise
+    todo = island_masters.TODO[attached.kind]
+    island_steps.start(attached.session, masters, ranks, todo)
     if attached.channels.config.sync.jobs is not None:
         claimed_saves.follow(attached)
 
@@ -127,13 +147,31 @@ def _weights(model: weakref.ref[Module]) -> EngineWeights:
 
 
 def unwrapped(model: Any) -> Any:
-    """Return what torch.compile has wrapped, or the only DistributedDataParallel in ``model``."""
+    """Return what torch.compile, or a module around it, has wrapped: the model that is attached.
+
+    A module around the only DistributedDataParallel, or around the root of ``fully_shard`` that
+    has all of its parameters, is taken for what it has inside.
+    """
     while isinstance(model, Module) and COMPILED in model._modules:
         model = model._modules[COMPILED]
-    if not isinstance(model, Module) or is_sharded(model):
+    if not isinstance(model, Module):
         return model
-    inside = _inside(model)
+    inside: Sequence[Module] = _roots(model) if is_sharded(model) else _inside(model)
     return inside[0] if len(inside) == 1 else model
+
+
+def _roots(model: Module) -> list[Module]:
+    """Return the outermost modules under ``fully_shard``; none where they leave a parameter out."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found: list[Module] = []
+    inside: set[Module] = set()
+    for module in model.modules():  # each one before its children
+        if isinstance(module, FSDPModule) and module not in inside:
+            found.append(module)
+            inside |= set(module.modules())
+    held = {parameter for root in found for parameter in root.parameters()}
+    return found if held.issuperset(model.parameters()) else []
 
 
 def _inside(model: Module) -> list[DistributedDataParallel]:
@@ -195,16 +233,16 @@ def _forget(model: Module) -> None:
     process.release(model)
 
 
-def _attach(model: Module, source: Source | None) -> Attached | None:
+def _attach(model: Module, source: Source | None, undo: ExitStack) -> Attached | None:
     if isinstance(model, DistributedDataParallel):
         if isinstance(model.module, ParameterList):  # without forward: only ``replicate`` does
             _refuse_replicate(source)
             return None
         from hybridcomp.patches.torch import ddp
 
-        return ddp.attach(model, source)
+        return ddp.attach(model, source, undo)
     if is_sharded(model):
-        return _attach_sharded(model, source)
+        return _attach_sharded(model, source, undo)
     from torch.distributed._composable.replicate import DDP
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -246,7 +284,7 @@ def is_sharded(model: Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def _attach_sharded(model: Module, source: Source | None) -> Attached | None:
+def _attach_sharded(model: Module, source: Source | None, undo: ExitStack) -> Attached | None:
     """Check torch, then attach: earlier versions lack modules that ``fsdp2`` imports."""
     try:
         torch_versions.check("fsdp2", torch_versions.FSDP2)
@@ -256,7 +294,7 @@ def _attach_sharded(model: Module, source: Source | None) -> Attached | None:
         raise
     from hybridcomp.patches.torch import fsdp2
 
-    return fsdp2.attach(model, source)
+    return fsdp2.attach(model, source, undo)
 
 
 def stateful(model: Module, checkpoint: str | Path | None = None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from itertools import count
 from typing import Any, Literal
 
@@ -118,18 +119,22 @@ class Attached:
         if self.is_detached:
             return
         self.is_detached = True
-        while self._undo:
-            self._undo.pop()()
-        residuals = self.channels.residuals
-        if norm := residuals.norm():
+        with ExitStack() as ends:  # the others where one fails
+            ends.callback(self.session.close)
+            ends.callback(self.channels.residuals.clear)
+            ends.callback(self.channels.node_sums.drop)
+            ends.callback(self._say_lost)
+            for undo in self._undo:
+                ends.callback(undo)
+            self._undo.clear()
+
+    def _say_lost(self) -> None:
+        if norm := self.channels.residuals.norm():
             say(
                 f"detach: what error feedback held back, of norm {norm:.3g} on rank 0 after step "
                 f"{self.step}, goes into no step any more; hybridcomp.save_state before detaching "
                 "keeps it"
             )
-        residuals.clear()
-        self.channels.node_sums.drop()
-        self.session.close()
 
     def take_events(self) -> list[tuple[str, float]]:
         """Return names and figures of the ledger's last report, once, for a trainer's logger."""

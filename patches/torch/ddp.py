@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -30,8 +31,13 @@ REQUIREMENT = torch_versions.DDP
 COVERS = ("dp", "sync")
 
 
-def attach(model: DistributedDataParallel, source: Source | None) -> Attached | None:
-    """Register the hook; None where there is no block. Raises ConfigError, AgreementError."""
+def attach(
+    model: DistributedDataParallel, source: Source | None, undo: ExitStack
+) -> Attached | None:
+    """Register the hook; None where there is no block. Raises ConfigError, AgreementError.
+
+    ``undo``: gets what detaches the model.
+    """
     block, group = read(source), model.process_group
     ranks = ranks_of(group)
     agree_on(block, "ddp", ranks)
@@ -40,7 +46,7 @@ def attach(model: DistributedDataParallel, source: Source | None) -> Attached | 
     torch_versions.check("ddp", REQUIREMENT)
     absent = rules.check(block, rules.DDP, model)
     parameters = [p for p in model._module_parameters if p.requires_grad]
-    session = session_of(block, parameters[0].device, absent, ranks)
+    session = session_of(block, parameters[0].device, absent, ranks, undo)
     session.name_parameters(model.module.named_parameters())
     session.place([group], of_user=True)
     size = dist.get_world_size(group)
@@ -60,6 +66,7 @@ def attach(model: DistributedDataParallel, source: Source | None) -> Attached | 
         lambda: sends,
         uneven=lambda: bool(model._join_config.enable),
     )  # fmt: skip
+    undo.callback(attached.detach)
     reducer = Reducer(model, attached)
     slot = ddp_slot.occupy(model, reducer)
     attached.on_detach(functools.partial(slot.leave, reducer))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,10 +69,10 @@ def _groups(state: Any) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
-def attach(model: nn.Module, source: Source | None) -> Attached | None:
+def attach(model: nn.Module, source: Source | None, undo: ExitStack) -> Attached | None:
     """Fill the slots of all groups; None where there is no block.
 
-    Raises ConfigError, AgreementError.
+    ``undo``: gets what detaches the model. Raises ConfigError, AgreementError.
     """
     block, groups = read(source), groups_of(model)
     if block is not None and any(map(fsdp2_comms.is_filled, groups)):
@@ -82,7 +83,7 @@ def attach(model: nn.Module, source: Source | None) -> Attached | None:
         return None
     absent = rules.check(block, fsdp2_rules.FSDP2, job)
     fsdp2_rules.check_hierarchy(block, job)
-    session = session_of(block, groups[0].device, absent, job.ranks)
+    session = session_of(block, groups[0].device, absent, job.ranks, undo)
     names = names_of(model)
     members = [Members(group, names, fsdp2_rules.whereabouts(group, job)) for group in groups]
     for one in members:
@@ -98,10 +99,11 @@ def attach(model: nn.Module, source: Source | None) -> Attached | None:
         lambda: fsdp2_gradients.divisors(members, inside), job.layout, lambda: sends,
         reduces=len(job.ranks) > 1,
     )  # fmt: skip
+    undo.callback(attached.detach)
     copies = fsdp2_copies.groups_of(session.channels)
     for one in members:
-        fsdp2_comms.fill(one, attached, native_inside=inside, copies=copies)
         attached.on_detach(functools.partial(fsdp2_comms.empty, one))
+        fsdp2_comms.fill(one, attached, native_inside=inside, copies=copies)
         # a compiled pass runs hooks without looking; messages are sent outside of what is compiled
         one.before_first = functools.partial(_check_whole, one.group.modules[0])
         for module in one.group.modules:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,11 @@ def agree_on(block: CompressionConfig | None, kind: str, ranks: Ranks) -> None:
 
 
 def session_of(
-    block: CompressionConfig, device: torch.device, absent: Collection[Dimension], ranks: Ranks
+    block: CompressionConfig,
+    device: torch.device,
+    absent: Collection[Dimension],
+    ranks: Ranks,
+    undo: ExitStack,
 ) -> EngineSession:
     """Make the session of a model whose ranks have agreed on ``block``; describe it to the user.
 
@@ -95,6 +100,7 @@ def session_of(
         device: of the messages.
         absent: dimensions of which the model has no messages.
         ranks: global ranks of the model.
+        undo: gets what closes the session.
     """
     hold_to_plan(block, {"ranks": dist.get_world_size()})
     hold_to_machines(block, lambda: machines(device_name(device)))
@@ -102,8 +108,10 @@ def session_of(
     found.channels.leave_out(absent)
     say(*describe(block, absent))
     path = block.ledger.jsonl
+    undo.callback(found.close)
     if path:
         _writers[path] += 1
+        undo.callback(_writers.subtract, [path])
     found.open_reporter(_numbered(path, _writers[path]) if path else None, ranks)
     return found
 

@@ -6,7 +6,6 @@ other models there were or are. State that may belong to another model is refuse
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,14 +16,16 @@ import torch.distributed as dist
 from hybridcomp.channels.resharing import share
 from hybridcomp.errors import CheckpointError
 from hybridcomp.job import saved
+from hybridcomp.job.saved_together import files_together
 from hybridcomp.patches.torch import claimed_saves
 from hybridcomp.patches.torch.identity import names_of
 from hybridcomp.patches.torch.session import say
 from hybridcomp.patches.torch.stateful import (
-    WHAT,
     WithState,
     checked,
     entry,
+    or_nothing,
+    resume_followers,
     state_dict_of,
     take_over,
 )
@@ -42,14 +43,11 @@ def save_files(folder: Path, every: Iterable[WithState], loss_scale: float | Non
     could not write its file, or where another island that is a job has written there.
     """
     models = list(every)
-    _, problem = saved.attempt(functools.partial(claimed_saves.claim, folder, models))
-    saved.all_well(problem, "saving the state of hybridcomp")
-    for name, attached in zip(names_of(models), models, strict=True):
-        path = folder / FILE.format(model=name, rank=dist.get_rank())
-        state = state_dict_of(attached, loss_scale)
-        _, found = saved.attempt(functools.partial(saved.write, path, state))
-        problem = problem or found
-    saved.all_well(problem, "saving the state of hybridcomp")  # returns once all files are complete
+    with files_together("saving the state of hybridcomp"):
+        claimed_saves.claim(folder, models)
+        for name, attached in zip(names_of(models), models, strict=True):
+            path = folder / FILE.format(model=name, rank=dist.get_rank())
+            saved.write(path, state_dict_of(attached, loss_scale))
 
 
 def load_files(folder: Path, every: Iterable[WithState], loss_scale: float | None = None) -> None:
@@ -59,16 +57,15 @@ def load_files(folder: Path, every: Iterable[WithState], loss_scale: float | Non
     folder holds the state of other models; nothing is taken over then.
     """
     models = list(every)
-    names = names_of(models)
-    _, problem = saved.attempt(functools.partial(_check_models, folder, names))
-    found = [
-        saved.attempt(functools.partial(_read, folder, name, attached))
-        for name, attached in zip(names, models, strict=True)
-    ]
-    problem = problem or next((text for _, text in found if text is not None), None)
-    saved.all_well(problem, WHAT)
-    for attached, (states, _) in zip(models, found, strict=True):
-        take_over(attached, states or {}, loss_scale)
+    with or_nothing(models):
+        names = names_of(models)
+        _check_models(folder, names)
+        pairs = zip(names, models, strict=True)
+        found = [_read(folder, name, attached) for name, attached in pairs]
+        read = zip(models, found, strict=True)
+        taken = [take_over(attached, states, loss_scale) for attached, states in read]
+    for attached, states in zip(models, taken, strict=True):
+        resume_followers(attached, states)
 
 
 def _check_models(folder: Path, names: Sequence[str]) -> None:

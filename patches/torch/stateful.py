@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,13 +23,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from hybridcomp.channels import Channels, resharing, saved_state
+from hybridcomp.channels import Channels, kept_state, resharing, saved_state
 from hybridcomp.channels.resharing import share
 from hybridcomp.channels.saved_residuals import held_in
 from hybridcomp.config.error_messages import Shown
-from hybridcomp.errors import ConfigError
+from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.job import saved
 from hybridcomp.job.agreement import tell
+from hybridcomp.job.together import together
 from hybridcomp.patches.torch.loss_scale import LossScale
 from hybridcomp.patches.torch.session import say
 from hybridcomp.session.engine_session import EngineSession
@@ -138,14 +140,23 @@ def load(attached: WithState, entries: Mapping[str, Any], loss_scale: float | No
     Every rank calls it. Raises on every rank, with nothing changed: ConfigError where the entries
     are of another number of ranks and some are missing, CheckpointError where one is damaged.
     """
-    states, problem = saved.attempt(
-        lambda: {
+    with or_nothing([attached]):
+        states = {
             name: checked(name, saved.unpack(found, name), attached, name)
             for name, found in entries.items()
         }
-    )
-    saved.all_well(problem, WHAT)
-    take_over(attached, states or {}, loss_scale)
+        taken = take_over(attached, states, loss_scale)
+    resume_followers(attached, taken)
+
+
+@contextmanager
+def or_nothing(every: Iterable[WithState]) -> Iterator[None]:
+    """Have the body load into all of these models on all ranks, or change none."""
+    undo = ExitStack()
+    with together(WHAT, undo.close, error=CheckpointError):
+        for one in every:
+            undo.callback(kept_state.put_back(one.channels, one.loss_scale))
+        yield
 
 
 def checked(
@@ -174,8 +185,8 @@ def checked(
 
 def take_over(
     attached: WithState, entries: Mapping[str, dict[str, Any]], loss_scale: float | None = None
-) -> None:
-    """Load entries that have been read and checked; see ``load``."""
+) -> Sequence[Mapping[str, Any]]:
+    """Load entries that have been read and checked; return those for ``resume_followers``."""
     channels = attached.channels
     states = [found for _, found in sorted(entries.items())]
     of = _of(states[0]) if states else None
@@ -190,9 +201,8 @@ def take_over(
         say(f"the checkpoint holds no state of hybridcomp: {', '.join(lost)}. {BRING}")
         attached.session.loaded = True
         channels.step = 0
-        channels.residuals.drop()
-        _resume_followers(attached, [])
-        return
+        channels.residuals.clear()
+        return []
     _check(attached, stated)
     # whatever else this rank was handed is another one's
     states = [entries[entry(old)] for old in (share(of["world_size"]) if of else ())]
@@ -203,8 +213,7 @@ def take_over(
     part = resharing.ReadResiduals()
     plan = None
     if feedback and same:
-        _, problem = saved.attempt(lambda: _check_ends(attached, states[0]))
-        saved.all_well(problem, WHAT)
+        _check_ends(attached, states[0])
     elif feedback:
         for state in states:
             _read_into(part, state, attached.divisors())
@@ -213,7 +222,6 @@ def take_over(
         channels, states[0] if states else None, entry(0),
         "step", "world_size", "layout", "factors", *_SCALE,
     )  # fmt: skip
-    _resume_followers(attached, states)
     channels.step = int(told["step"])
     for text in saved_state.take_job_parts(channels, told):
         say(text)
@@ -230,9 +238,10 @@ def take_over(
         channels.residuals.in_units(lambda name: divisors[name])
     attached.loss_scale.load(told["loss_scale"], bool(told["scaled"]), loss_scale)
     attached.session.loaded = True
+    return states
 
 
-def _resume_followers(attached: WithState, states: Sequence[Mapping[str, Any]]) -> None:
+def resume_followers(attached: WithState, states: Sequence[Mapping[str, Any]]) -> None:
     """Hand followers their states, which were checked."""
     for follower, kept in _followed(attached, states):
         follower.resume(kept)

@@ -43,16 +43,18 @@ from benchmarks.training_bench.runners import CellError, Steps, network
 from benchmarks.training_bench.session import Session
 from doc_pages import bits
 
-#: first cells of the table that are not the words of README's: these share one row there, or none
+#: first cells of the table that are not the words of README's: by layout where two share a row
+#: there, by job where it has none
 WORDS = {
-    "zero1": "ZeRO 1, bf16", "zero2": "ZeRO 2, bf16", "tp2": "two tensor ranks",
-    "pp2": "two pipeline stages", "secondary": "ZeRO 3 with hpZ, `zero.secondary`",
+    "zero1": "ZeRO 1, bf16", "zero2": "ZeRO 2, bf16", "tp": "two tensor ranks",
+    "pp": "two pipeline stages", "secondary": "ZeRO 3 with hpZ, `zero.secondary`",
+    "islands": "ZeRO 1, fp32, `ds_zero1_islands.json`",
 }  # fmt: skip
 #: columns of the file: words, then figures
 NAMES = ("job", "layout", "arm")
 FIGURES = (
-    "link_MB", "inside_MB", "bits", "told_MB", "native_MB", "off", "expected_bits", "off_expected",
-    "most_bits", "parameters",
+    "link_MB", "inside_MB", "bits", "told_MB", "native_MB", "off", "told_link_MB",
+    "native_link_MB", "expected_bits", "off_expected", "most_bits", "parameters",
 )  # fmt: skip
 #: a ledger of what native sends
 COUNTED = Arm("none", block=(("preset", "none"),))
@@ -68,6 +70,7 @@ class Case:
     native: bool
     micro_batches: int = 1
     most: float | None = None  # bits a parameter that a host may send in a step
+    settled: int = 0  # steps before as many that count, where the ledger tells messages once used
 
 
 #: steps before those whose bits count
@@ -98,6 +101,10 @@ def cases() -> Iterator[Case]:
             for name in ("secondary", "secondary 8 bits")[: 2 if layout == "hpz" else 1]:
                 arm = replace(arms[name], name=f"{name}, {rate:g}", rate=rate)
                 yield Case("secondary", layout, arm, False, most=most)
+    yield Case("islands", "zero1", Arm("native fp32", bf16=False), True)
+    yield Case(
+        "islands", "zero1", Arm("islands", bf16=False, block=islands_block()), False, settled=20
+    )
     yield Case("ddp_x4", "ddp", arms_of_ddp()["peer bf16"], True, 4)
     yield Case("ddp_x4", "ddp", arms_of_ddp()["recommended"], False, 4)
 
@@ -105,6 +112,12 @@ def cases() -> Iterator[Case]:
 def arms_of_ddp() -> dict[str, Arm]:
     """Return the arms of DDP by name."""
     return {arm.name: arm for arm in cells.arms_of("ddp")}
+
+
+def islands_block() -> tuple[tuple[str, Any], ...]:
+    """Return the block of configs/ds_zero1_islands.json: a rank an island, fragments in turn."""
+    settings = json.loads((cells.CONFIGS / "ds_zero1_islands.json").read_text())
+    return tuple(settings["compression"].items())
 
 
 def train(case: Case, sizes: Sizes, data: Path, timeout: float) -> tuple[list[Steps], list[Any]]:
@@ -115,6 +128,8 @@ def train(case: Case, sizes: Sizes, data: Path, timeout: float) -> tuple[list[St
     place = LAYOUTS[case.layout]
     if case.layout == "pp2":  # else its messages are so short that what is not one would count
         sizes = replace(sizes, divide_batch=1)
+    if case.settled:
+        sizes = replace(sizes, steps=2 * case.settled - sizes.warm)
     with (
         tempfile.TemporaryDirectory() as folder,
         network(place, loopback=False) as runner,
@@ -126,7 +141,8 @@ def train(case: Case, sizes: Sizes, data: Path, timeout: float) -> tuple[list[St
             case.micro_batches, settings.get("gradient_accumulation_steps", 1)
         )
         if case.arm.block is not None:  # a report at the last step, of all steps
-            settings["compression"]["ledger"]["every"] = sizes.warm + sizes.steps
+            every = case.settled or sizes.warm + sizes.steps
+            settings["compression"]["ledger"]["every"] = every
         config.write_text(json.dumps(settings))
         job = session.start(cells.command_of(case.layout, case.arm, sizes, config, data, 0))
         for _ in range(sizes.warm + sizes.steps):
@@ -136,13 +152,18 @@ def train(case: Case, sizes: Sizes, data: Path, timeout: float) -> tuple[list[St
         return ranks, [json.loads(line) for line in lines]
 
 
-def told_nbytes(records: Sequence[Any]) -> tuple[float, float]:
-    """Return the bytes that a ledger tells, of all ranks and steps: sent, and as native."""
+def told_nbytes(records: Sequence[Any]) -> dict[str, float]:
+    """Return the megabytes that a ledger tells, of all ranks and steps: sent, and as native.
+
+    Both of all messages, and of what encoded ones send between nodes, where the ledger knows it.
+    """
     rows = [
         row for record in records if not record.get("summary")
         for ways in record["dimensions"].values() for row in ways.values()
     ]  # fmt: skip
-    return sum(1e6 * row["wire_MB"] for row in rows), sum(1e6 * row["raw_MB"] for row in rows)
+    names = {"told_MB": "wire_MB", "native_MB": "raw_MB", "told_link_MB": "inter_MB",
+             "native_link_MB": "inter_raw_MB"}  # fmt: skip
+    return {name: sum(row[key] for row in rows) for name, key in names.items()}
 
 
 def parameters_of(data: Path, sizes: Sizes) -> tuple[int, float]:
@@ -162,18 +183,20 @@ def figures(case: Case, ranks: list[Steps], records: list[Any], numel: int, root
     The bits are those without the first two steps, in which DeepSpeed gathers more at ZeRO 3.
     """
     place = LAYOUTS[case.layout]
-    first, steps = ranks[:: place.per_node], len(ranks[0])
+    first = [own[case.settled :] for own in ranks[:: place.per_node]]
+    steps, warm = len(first[0]), 0 if case.settled else WARM
+    records = [record for record in records if record.get("step", 1) > case.settled]
     link = sum(step["payload"] for own in first for step in own) / steps
     inside = sum(step["inside"] for own in first for step in own) / steps
-    later = sum(step["payload"] for own in first for step in own[WARM:]) / (steps - WARM)
+    later = sum(step["payload"] for own in first for step in own[warm:]) / (steps - warm)
     row: dict[str, Any] = {
         "job": case.job, "layout": case.layout, "arm": case.arm.name, "link_MB": link / 1e6,
         "inside_MB": inside / 1e6, "parameters": numel,
         "bits": 8 * later / place.nodes / numel / case.micro_batches,
     }  # fmt: skip
     if records:
-        told, raw = (nbytes / steps for nbytes in told_nbytes(records))
-        row |= {"told_MB": told / 1e6, "native_MB": raw / 1e6, "off": (link + inside) / told - 1}
+        row |= {name: told / steps for name, told in told_nbytes(records).items()}
+        row["off"] = (link + inside) / 1e6 / row["told_MB"] - 1
     if case.most is not None:
         row["most_bits"] = case.most
     if case.job in bits.JOBS:
@@ -199,7 +222,7 @@ def table(rows: Sequence[Any]) -> str:
     for row in sorted(rows, key=lambda row: places[row["job"], row["layout"], row["arm"]]):
         told, expected = "told_MB" in row, "expected_bits" in row
         shown = [
-            WORDS.get(row["layout"]) or WORDS.get(row["job"]) or bits.JOBS[row["job"]].words,
+            _words(row["job"], row["layout"]),
             row["arm"],
             LAYOUTS[row["layout"]].lab, f"{row['link_MB']:.3f}",
             f"{max(0.0, row['inside_MB']):.3f}", f"{row['told_MB']:.3f}" if told else "-",
@@ -209,6 +232,10 @@ def table(rows: Sequence[Any]) -> str:
         ]  # fmt: skip
         lines.append("| " + " | ".join(shown) + " |")
     return "\n".join(lines)
+
+
+def _words(job: str, layout: str) -> str:
+    return WORDS.get(layout if job in bits.JOBS else job) or bits.JOBS[job].words
 
 
 def _at_most(row: Any) -> str:

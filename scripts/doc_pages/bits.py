@@ -14,6 +14,7 @@ import torch
 
 from hybridcomp.collectives import native_nbytes
 from hybridcomp.config import CompressionConfig
+from hybridcomp.tools.plan.bits_between import QGZ, QWZ
 
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "send"]
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -69,12 +70,6 @@ def gradients(operation: Operation = "reduce_scatter", between: bool = False) ->
 def parameters(again: bool = False) -> Message:
     """Return encoded parameters."""
     return Message("all_gather", _codec_bits("zero"), again=again)
-
-
-#: scale and values of DeepSpeed's quantizers at a width of 4,096: int8 in groups of at most 16,000
-#: values (partition_parameters.py, CUDAQuantizer), int4 in as many groups as the longer side has
-#: values (coalesced_collectives.py)
-QWZ, QGZ = 8 + 32 / 8192, 4 + 32 / 4096
 
 
 @dataclass(frozen=True)

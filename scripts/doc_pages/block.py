@@ -65,15 +65,21 @@ def page() -> str:
         "said at its start; a setting that the codec does not have is an error. "
         "[Codecs](codecs.md) says what each of them is for.", "", *table(common), "",
     ]  # fmt: skip
+    told: dict[str, str] = {}
     for name in DIMENSIONS:
-        lines += [*dimension(name, block[name], models, common), ""]
+        lines += [*dimension(name, block[name], models, common, told), ""]
     for title, model, words in PARTS:
         lines += [f"## {title}", "", words, "", *table(models[model]["properties"]), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def dimension(name: str, entry: Schema, models: Schema, common: Schema) -> Iterator[str]:
-    """A section: what the dimension is, its codecs, and the keys that it has beside the common."""
+def dimension(
+    name: str, entry: Schema, models: Schema, common: Schema, told: dict[str, str]
+) -> Iterator[str]:
+    """A section: what the dimension is, its codecs, and the keys that it has beside the common.
+
+    ``told`` has the dimension that each meaning stands at; it gets those of this one.
+    """
     model = models[_reference(entry)]["properties"]
     names = next(part["enum"] for part in entry["anyOf"] if "enum" in part)
     yield f"## {name}"
@@ -82,16 +88,20 @@ def dimension(name: str, entry: Schema, models: Schema, common: Schema) -> Itera
     yield ""
     yield f"Codecs: {', '.join(f'`{codec}`' for codec in names)}."
     yield ""
-    yield from table({key: part for key, part in model.items() if key not in common})
+    own = {key: part for key, part in model.items() if key not in common}
+    for line in table(own):
+        first = told.setdefault(line, name)
+        yield f"  As in [{first}](#{first})." if line[0] == " " and first != name else line
 
 
 def table(properties: Schema) -> Iterator[str]:
-    """Yield one row for each key."""
-    yield "| key | value | default | meaning |"
-    yield "|---|---|---|---|"
+    """Yield an entry for each key: a list, of which a phone shows the meaning, too."""
     for key, entry in properties.items():
-        words = " ".join(str(entry.get("description", "")).split()).replace("|", "\\|")
-        yield f"| `{key}` | {kind(key, entry)} | {default(entry)} | {words} |"
+        words = " ".join(str(entry.get("description", "")).split())
+        words = words.removesuffix(" Default: native.")
+        told = [kind(key, entry), f"default {found}" if (found := default(entry)) else ""]
+        yield f"* **`{key}`**: {', '.join(text for text in told if text)}  "
+        yield f"  {words}"
 
 
 def kind(key: str, entry: Schema) -> str:

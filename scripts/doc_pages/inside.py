@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 
 import hybridcomp
@@ -19,8 +20,24 @@ PUBLIC = (("", hybridcomp), ("nn.", nn), ("codecs.", codecs), ("session.", sessi
 
 
 def api() -> str:
-    """Return every public name of ``PUBLIC``: signature and docstring; errors have a table."""
-    return "\n\n".join("\n".join(_entry(name, found)) for name, found in public())
+    """Return every public name of ``PUBLIC``; errors have a table.
+
+    What users hold has its signature and docstring, what authors need a row: ``help`` has the rest.
+    """
+    told, rows = [], ["| for authors | |", "|---|---|"]
+    for name, found in public():
+        if name.startswith(("codecs.", "session.")):
+            rows.append(f"| `hybridcomp.{name}` | {_first(found)} |")
+        else:
+            told.append("\n".join(_entry(name, found)))
+    head = "## Codecs and engines\n\n`help(hybridcomp.codecs.Codec)` and so on have the contracts."
+    return "\n\n".join([*told, head, "\n".join(rows)])
+
+
+def _first(found: object) -> str:
+    """Return the first paragraph of a docstring, in one line."""
+    first = (inspect.getdoc(found) or "").partition("\n\n")[0]
+    return " ".join(first.replace("``", "`").split()).replace("|", "\\|")
 
 
 def public() -> Iterator[tuple[str, object]]:
@@ -54,8 +71,7 @@ def _methods(found: type) -> Iterator[str]:
     for key, value in vars(found).items():
         function = getattr(value, "__func__", value)
         if not key.startswith("_") and inspect.isfunction(function) and _ours(function):
-            first = (inspect.getdoc(function) or "").partition("\n\n")[0]
-            yield f"| `{key}` | {' '.join(first.replace('``', '`').split())} |"
+            yield f"| `{key}` | {_first(function)} |"
 
 
 def _ours(function: object) -> bool:
@@ -88,22 +104,22 @@ def error_classes() -> str:
     for name, found in vars(errors).items():
         if inspect.isclass(found) and issubclass(found, errors.HybridcompError):
             bases = [base.__name__ for base in found.__bases__ if base.__module__ == "builtins"]
-            words = " ".join((inspect.getdoc(found) or "").partition("\n\n")[0].split())
-            rows.append(f"| `{name}` | `{', '.join(bases)}` | {words} |")
+            rows.append(f"| `{name}` | `{', '.join(bases)}` | {_first(found)} |")
     return "\n".join(rows)
 
 
 def formats() -> str:
-    """Return the comments at the top of the headers of the formats."""
-    parts = []
+    """Return a row for each header of a format: the codec, its first sentence, the file."""
+    rows = ["| codec | a payload | header below `hybridcomp/kernels/formats/` |", "|---|---|---|"]
     for path in sorted(FORMATS.glob("*.h")):
         lines = path.read_text("utf-8").splitlines()
         if (title := TITLE.match(lines[0])) is None:
             continue
-        top = []
-        for line in lines:
-            if not line.startswith("//"):
-                break
-            top.append(line.removeprefix("//").removeprefix(" "))
-        parts.append(f"## {title[1]}\n\n```text\n" + "\n".join(top) + "\n```")
-    return "\n\n".join(parts)
+        top = " ".join(line.removeprefix("//").strip() for line in takewhile(_comment, lines))
+        first = re.split(r"(?<=[a-z)\d])\. |  ", top.partition(": ")[2])[0].rstrip(".")
+        rows.append(f"| `{title[1]}` | {first.replace('|', chr(92) + '|')} | `{path.name}` |")
+    return "\n".join(rows)
+
+
+def _comment(line: str) -> bool:
+    return line.startswith("//") and line != "//"

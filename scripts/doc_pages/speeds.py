@@ -1,20 +1,13 @@
-"""Make README's table of speeds from the tables of docs/results/speed.md."""
+"""Make README's table of speeds from docs/results/speed.csv."""
 
 from __future__ import annotations
 
-import re
+import csv
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-SPEEDS = Path(__file__).resolve().parents[2] / "docs" / "results" / "speed.md"
-#: a row of the page up to its speed-up: r and the measured r, Mb/s, arm, MB a step, two cells more,
-#: tokens a second, speed-up and its 95 % interval
-_ROW = re.compile(
-    r"\| (?P<r>[\d.]+) \((?P<r_measured>[\d.]+)\) \| (?P<rate>[\d.]+) \| (?P<arm>[^|]+) "
-    r"\| (?P<sent_MB>[\d.]+) \|[^|]*\|[^|]*\|[^|]*"
-    r"\| (?P<speed_up>[\d.]+)x(?: \((?P<low>[\d.]+) to (?P<high>[\d.]+)\))? \|"
-)
+SPEEDS = Path(__file__).resolve().parents[2] / "docs" / "results" / "speed.csv"
 #: first cell of a row -> layout and arm of the page; rows that were not measured are left out
 ROWS = {
     "ZeRO 0": ("dp2", "recommended"),
@@ -35,18 +28,16 @@ RATIOS = (1.0, 4.0)
 
 @cache
 def measured() -> Mapping[tuple[str, str, float], Mapping[str, float]]:
-    """Return the page's figures over links with a limit, by layout, arm and ratio.
+    """Return the figures over links with a limit, by layout, arm and ratio.
 
     ``rate`` is in Mb/s, ``sent_MB`` in MB a step; ``low`` and ``high`` are missing for native bf16.
     """
     found = {}
-    for section in SPEEDS.read_text(encoding="utf-8").split("\n## ")[1:]:
-        layout = section.partition("\n")[0]
-        for row in map(_ROW.match, section.splitlines()):
-            if row is not None:
-                cells = {name: text for name, text in row.groupdict().items() if text}
-                arm = cells.pop("arm")
-                figures = {name: float(text) for name, text in cells.items()}
+    with open(SPEEDS, encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            layout, arm = row.pop("layout"), row.pop("arm")
+            if row["r"]:
+                figures = {name: float(text) for name, text in row.items() if text}
                 found[layout, arm, figures["r"]] = figures
     return found
 

@@ -43,7 +43,7 @@ from deepspeed.accelerator import get_accelerator
 from gpt import loop
 from gpt.apex import fused_adam, what_is_apex
 from gpt.data import Samples
-from gpt.ds_file import SettingsError
+from gpt.ds_file import SettingsError, report_beside
 from gpt.indexed import DatasetError, IndexedTokens
 from gpt.layouts import (
     ParallelismError,
@@ -136,8 +136,9 @@ def prepare_machine(seed: int) -> None:
 
 
 def ds_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the DeepSpeed file as a dict, with W&B switched on where the command line says so."""
+    """Return the DeepSpeed file as a dict, with W&B and a ledger's file by the command line."""
     settings: dict[str, Any] = json.loads(Path(arguments.deepspeed_config).read_text())
+    report_beside(settings, arguments.log)
     if arguments.wandb:
         group = {"group": arguments.wandb_group} if arguments.wandb_group else {}
         settings["wandb"] = {"enabled": True, "project": arguments.wandb, **group}

@@ -11,9 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp import collectives
+from hybridcomp.autotune import timing
 from hybridcomp.autotune.trials import StepTraffic, TrialGroup, gathers
 from hybridcomp.codecs import make_codec
 from hybridcomp.collectives import Group
+from hybridcomp.errors import PeerError
+from hybridcomp.job.together import together as as_one
 from tests.ranks import run_ranks
 
 NUMELS = (4000, 4000, 10000)
@@ -52,3 +55,31 @@ def test_trials_send_steps(together: bool) -> None:
         assert all(arrived for _, arrived, _ in results)
         assert all(bits < 4 for bits, *_ in results), "a step of two values in five"
         assert all(moved for *_, moved in results[: 2 * len(NUMELS)])
+
+
+def fails_to_prepare() -> None:
+    """Rank 1 has no memory for the second trial; rank 0 begins no message without it."""
+    where = TrialGroup(Group.of(None), torch.float32, torch.device("cpu"))
+    trial = gathers(make_codec("blockint"), where)
+    begun: list[StepTraffic] = []
+
+    def trials(sent: StepTraffic) -> Any:
+        begun.append(sent)
+        if len(begun) == 2 and dist.get_rank() == 1:
+            raise RuntimeError("no memory is left")
+        return trial(sent)
+
+    sent = StepTraffic((1 << 22,), "gather")
+    with (
+        patch.object(timing, "SURE", 1e9),
+        patch.object(timing, "BUDGET_S", 1e9),
+        patch.object(timing, "REPEATS", (1, 1)),
+        pytest.raises(PeerError, match=r"attaching: rank 1: .*no memory is left"),
+        as_one("attaching"),
+    ):
+        timing.judge(trials, sent, 4, torch.device("cpu"), True)
+    assert len(begun) == 2
+
+
+def test_a_rank_that_cannot_prepare_a_trial_leaves_nobody_waiting() -> None:
+    run_ranks(2, fails_to_prepare)

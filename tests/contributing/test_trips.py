@@ -147,8 +147,8 @@ def test_messages_of_the_dimension_are_encoded_and_counted(walked: Walked) -> No
 def test_the_pages_have_the_dimension(walked: Walked) -> None:
     section = walked.page("block.md").partition("\n## sites\n")[2].partition("\n## ")[0]
     assert "Averages of sites that meet every few steps. Default: native." in section
-    assert "| `guard` | [see below](#guard) |" in section and "`error_feedback`" not in section
-    assert "`sites`" in walked.page("presets.md")
+    assert "* **`guard`**: [see below](#guard)" in section and "`error_feedback`" not in section
+    assert "`sites`" in walked.page("choosing.md")
     seam = "| `sites` | Gradients that toytrain averages over its ranks"
     assert f"{seam} | `toytrain >= 1.0, < 2.0` |" in walked.page("support.md")
     assert "| a job under DeepSpeed | `sites` |" in walked.page("unsupported.md")
@@ -161,8 +161,9 @@ def test_the_pages_have_the_dimension(walked: Walked) -> None:
 def test_the_pages_have_the_codec(walked: Walked) -> None:
     assert "trim: bytes of a value that are sent, 2 (default) or 3." in walked.page("block.md")
     formats = walked.page("wire_formats.md")
-    assert "## trim\n\n```text\ntrim: the upper `keep` bytes (2 or 3) of every value" in formats
-    assert formats.index("## stepcode") < formats.index("## trim") < formats.index("## zfp")
+    assert "| `trim` | the upper `keep` bytes (2 or 3) of every value" in formats
+    places = [formats.index(f"| `{name}` |") for name in ("stepcode", "trim", "zfp")]
+    assert places == sorted(places)
 
 
 def test_the_pages_name_the_releases(walked: Walked) -> None:

@@ -106,3 +106,15 @@ def in_a_named_commit(page: Path, path: str) -> bool:
     return any(
         tree is None or any(f"/{name}".endswith(f"/{path}") for name in tree) for tree in trees
     )
+
+
+def texts_in_named_commits(page: Path, path: str) -> list[str | None]:
+    """The file in each commit that ``page`` names; None where this checkout cannot show it."""
+    found: list[str | None] = []
+    for commit in re.findall(r"commit ([0-9a-f]{7,40})", text_of(page)):
+        shown = subprocess.run(
+            ["git", "show", f"{commit}:{path}"],
+            cwd=ROOT, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        found.append(shown.stdout if shown.returncode == 0 else None)
+    return found

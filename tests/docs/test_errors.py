@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,14 +54,48 @@ def pairs(text: str) -> list[tuple[str, str]]:
     return list(zip(found, found[1:], strict=False))
 
 
-KNOWN = {pair for text in texts() for pair in pairs(text)}
+class Known:
+    """Words of the program's texts: read once, and not while tests are collected."""
+
+    def __init__(self) -> None:
+        every = list(texts())
+        self.pairs = {pair for text in every for pair in pairs(text)}
+        # words of each stretch of a text without a gap
+        parts = [found for text in every for part in text.split(GAP) if (found := words(part))]
+        self.first, self.last = {part[0] for part in parts}, {part[-1] for part in parts}
+        self.words = {word for part in parts for word in part}
+
+    def meet(self, left: str, right: str) -> bool:
+        """Whether two words may stand side by side where two parts, or a part and a value, meet."""
+        ends, begins = left in self.last, right in self.first
+        return (ends or left not in self.words) and (begins or right not in self.words)
+
+
+@pytest.fixture(scope="module")
+def known() -> Known:
+    return Known()
 
 
 @pytest.mark.parametrize("message", list(messages()))
-def test_a_message_of_the_page_is_one_of_the_program(message: str) -> None:
+def test_a_message_of_the_page_is_one_of_the_program(known: Known, message: str) -> None:
     said = pairs(message)
-    foreign = [pair for pair in said if pair not in KNOWN]
+    foreign = [pair for pair in said if pair not in known.pairs]
     assert len(foreign) <= (1 - OURS) * len(said), foreign
+    assert [pair for pair in foreign if not known.meet(*pair)] == []
+
+
+def test_a_wrong_word_is_found(known: Known) -> None:
+    """Three of four words that are replaced by another of the program's; without ``meet`` one."""
+    draw, every = random.Random(1), sorted(known.words)
+    found = count = 0
+    for message in messages():
+        for place in range(len(words(message))):
+            changed = words(message)
+            changed[place] = draw.choice(every)
+            said = set(zip(changed, changed[1:], strict=False)) - known.pairs
+            found += not all(known.meet(*pair) for pair in said)
+            count += 1
+    assert found > 0.6 * count > 100, (found, count)
 
 
 def test_the_example_is_what_validate_says(

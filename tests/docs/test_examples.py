@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -15,8 +16,10 @@ from hybridcomp.job import environment
 from hybridcomp.patches.rules import ds_check as check
 from hybridcomp.tools.commands import cli
 from hybridcomp.tools.plan.machines import cluster_file
-from tests.docs.pages import Fence, commands, fences, prose_of
+from tests.docs.pages import DOCS, Fence, commands, fences, prose_of, texts_in_named_commits
+from tests.patches.trainers.launched import launch
 from tests.paths import ROOT
+from tests.selection import by_day
 
 JSON = list(fences("json"))
 
@@ -96,6 +99,89 @@ def test_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
             assert option in text, f"hybridcomp {command} {option}"
 
 
+#: options that a parser of an upstream adds to the script's own
+ADDED = {"--deepspeed_config", "--deepspeed"}
+#: scripts whose options are all an upstream's
+FOREIGN = {"train_torchtitan.py"}
+
+
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+
+
+def started() -> list[tuple[Fence, Path, list[str]]]:
+    """Every script of this repository that a command starts, with its arguments."""
+    found = []
+    for fence, line in commands():
+        words = shlex.split(line, comments=True) if "scripts/" in line else []
+        for place, word in enumerate(words):
+            path = ROOT / word
+            if word.startswith("scripts/") and path.is_file() and path.suffix in (".py", ""):
+                found.append((fence, path, words[place + 1 :]))
+                break
+    return found
+
+
+def own_options(script: Path) -> set[str]:
+    """The options in the text of a script, and of the modules beside it that it imports."""
+    seen: set[Path] = set()
+    waiting, options = [script], set(ADDED)
+    while waiting:
+        path = waiting.pop()
+        if path in seen or not path.is_file():
+            continue
+        seen.add(path)
+        text = path.read_text(encoding="utf-8")
+        options |= set(OPTION.findall(text))
+        for name in re.findall(r"^ *(?:from|import) ([\w.]+)", text, re.MULTILINE):
+            below = Path(*name.split(".")).with_suffix(".py")
+            waiting += [ROOT / "scripts" / below, ROOT / "scripts" / "examples" / below]
+    return options
+
+
+def test_scripts_know_the_options_that_pages_give_them() -> None:
+    tried = 0
+    for fence, script, arguments in started():
+        given = {word.partition("=")[0] for word in arguments if word.startswith("--")}
+        if script.name not in FOREIGN and "--" not in arguments:
+            foreign = given - own_options(script)
+            if foreign:  # of a measurement that only a commit has, which the page names
+                then = texts_in_named_commits(fence.page, str(script.relative_to(ROOT)))
+                known = any(text is None or foreign & set(OPTION.findall(text)) for text in then)
+                assert known, f"{fence.place}: {script.name} {foreign}"
+            tried += len(given)
+    assert tried > 60
+
+
+def test_blocks_and_files_of_commands_are_valid(capsys: pytest.CaptureFixture[str]) -> None:
+    """What stands behind ``--block`` or ``--budget``, and files that a command names."""
+    files, tried = set(), 0
+    for _, line in commands():
+        words = shlex.split(line, comments=True) if re.search(r"\{\"|\.json", line) else []
+        for option, word in zip(words, words[1:], strict=False):
+            if word.startswith('{"'):
+                tried += 1
+                found = json.loads(word)
+                if option == "--block":
+                    CompressionConfig.parse(found)
+        files |= {word.rpartition("=")[2] for word in words if word.endswith(".json")}
+    for name in sorted(name for name in files if (ROOT / name).is_file()):
+        tried += 1
+        assert cli.main(["validate", str(ROOT / name)]) == 0, (name, capsys.readouterr())
+    assert tried > 10
+
+
+def test_pages_agree_that_the_preset_feeds_nothing_back() -> None:
+    """Where a page says that what is rounded off is added later it names the key that asks it."""
+    block = CompressionConfig.parse({"preset": "recommended"})
+    assert not block.error_feedback("dp")
+    pages = [page for page in (ROOT / "docs").glob("*.md") if "recommended" in page.read_text()]
+    assert len(pages) > 10
+    for page in pages:
+        for line in page.read_text(encoding="utf-8").splitlines():
+            if "added to the next reduction" in line:
+                assert "error_feedback" in line, f"{page.name}: {line}"
+
+
 def test_what_pays_prints_is_what_the_page_shows(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +231,44 @@ def test_launcher_lines_name_the_module() -> None:
             kept |= "scripts/examples/rollouts_" in line  # publishes, and compresses nothing
             kept |= "scripts/benchmarks/" in line  # measures layers that encode by themselves
             assert kept, f"{fence.place}: {line}"
+
+
+ENGINES = sorted(page for page in DOCS.glob("engines/*.md"))
+#: pages whose first commands tests/patches/trainers runs
+TRAINERS = ("huggingface", "lightning", "torchtitan", "trl")
+RUN = [page for page in ENGINES if page.stem not in TRAINERS]
+
+
+def first_commands(page: Path) -> Fence:
+    """The first example of a page."""
+    return next(fence for fence in fences("", "json", "python", "yaml", "diff", "bash", "sh")
+                if fence.page == page)  # fmt: skip
+
+
+@pytest.mark.parametrize("page", ENGINES, ids=lambda page: page.stem)
+def test_a_page_of_an_engine_begins_with_a_command_for_two_cpu_ranks(page: Path) -> None:
+    found = first_commands(page)
+    assert found.kind == "", f"{page.name} begins with {found.place}"
+    starting = [line for fence, line in commands() if fence == found and "prepare" not in line]
+    cpus = r"DS_ACCELERATOR=cpu .*(2 -m hybridcomp|--num_gpus 2)|nproc-per-node 2 .*--block"
+    alone = r"HYBRIDCOMP_NEOX_CPU=1|HYBRIDCOMP_CONFIG=scripts/examples/.* --nproc-per-node 2"
+    assert starting and all(re.search(f"{cpus}|{alone}", line) for line in starting), starting
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", by_day(RUN, [DOCS / "engines" / "fsdp2_ddp.md"]))
+def test_the_first_commands_of_an_engine_train(page: Path, tmp_path: Path) -> None:
+    text = first_commands(page).body
+    if page.stem == "neox":
+        home = os.environ.get("GPT_NEOX_HOME") or pytest.skip("needs GPT_NEOX_HOME")
+        text = text.replace("/path/to/gpt-neox", home)
+    elif page.stem == "megatron":
+        pytest.importorskip("megatron.core")
+    if page.stem != "fsdp2_ddp":
+        pytest.importorskip("deepspeed")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    said = launch(tmp_path, text, TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"))
+    assert re.search(r"\[hybridcomp\] step 10: \w+(\.\w+)? blockint", said), said[-4000:]
 
 
 VARIABLE = re.compile(r"\bHYBRIDCOMP_[A-Z_]*[A-Z]\b")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import subprocess
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+import hybridcomp
 import make_docs
 from benchmarks import count_bytes
-from doc_pages import bits, speeds
+from doc_pages import bits, charts, speeds
 from hybridcomp.errors import install_hint
 from tests.paths import ROOT
 
@@ -42,13 +44,13 @@ BITS = {
 EIGHT_SEEDS = {"ZeRO 1": "dp2", "FSDP2": "fsdp2", "DDP": "ddp2"}
 
 
-def _cells(page: str, start: str) -> dict[str, str]:
-    """The cells of the first row of a page of results that begins so, by the words of its head."""
-    lines = (ROOT / "docs/results" / page).read_text("utf-8").splitlines()
-    place = next(n for n, line in enumerate(lines) if line.startswith(start))
-    head = next(n for n in range(place, 0, -1) if lines[n].startswith("|---")) - 1
-    words, cells = ([text.strip() for text in lines[n].split("|")] for n in (head, place))
-    return dict(reversed([*zip(words, cells, strict=True)]))  # of two columns alike the first
+def _gap(training: str, layout: str, run: str) -> str:
+    """The gap of a run of docs/results/losses.csv, with its interval."""
+    with open(charts.LOSSES, encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            if (row["training"], row["layout"], row["run"]) == (training, layout, run):
+                return f"{row['gap']} ± {row['interval']}"
+    raise AssertionError((training, layout, run))
 
 
 def test_what_is_made_from_the_code_is_current() -> None:
@@ -89,22 +91,35 @@ def test_the_tables_bits_were_counted_at_interfaces_of_hosts() -> None:
     layouts = ("dp2", "zero1", "zero2", "zero3", "zero3_twice", "hpz", "fsdp2", "hsdp", "ddp")
     told = {(row["layout"], row["arm"]) for row in rows if "told_MB" in row}
     assert told >= {(name, arm) for name in layouts for arm in ("none", "recommended")}
-    plain = ("dp2", "zero1", "zero2", "zero3", "ddp")
     for row in rows:
-        if row["arm"] == "recommended" and row["layout"] in plain:
-            job = bits.JOBS[row["job"]]
-            factor = bits.total(job.today) / bits.total(job.recommended)
-            native = 2 if row["job"] == "ddp_x4" else 1  # its row stands beside the bf16 hook
-            assert row["native_MB"] / row["told_MB"] / native == pytest.approx(factor, rel=0.02)
+        if row["arm"] == "recommended" and row["job"] in bits.JOBS:
+            job = bits.JOBS["ddp" if row["job"] == "ddp_x4" else row["job"]]  # told beside its hook
+            nodes, per_node = (2, 1) if row["layout"] not in ("hpz", "hsdp") else (2, 2)
+            today, ours = (
+                bits.across(messages, nodes, per_node, levels)
+                for messages, levels in ((job.today, False), (job.recommended, True))
+            )
+            where = "link_" if per_node > 1 else ""  # what stays inside a node is in no table
+            factor = row[f"native_{where}MB"] / row[f"told_{where}MB"]
+            assert factor == pytest.approx(today / ours, rel=0.02), row["job"]
+
+
+def test_native_bytes_of_islands_are_those_of_the_job_without_them() -> None:
+    """As counted at its hosts' interfaces, and the factor is what the ledger makes of them."""
+    rows = {row["arm"]: row for row in count_bytes.read(ROOT / "docs/results/bytes.csv")
+            if row["job"] == "islands"}  # fmt: skip
+    islands, native = rows["islands"], rows["native fp32"]
+    assert islands["native_MB"] == pytest.approx(native["link_MB"], rel=0.01)
+    # 96 bits a step; 2 x 4.258 bits every tenth
+    assert islands["native_MB"] / islands["told_MB"] == pytest.approx(112.73, rel=0.001)
+    assert abs(islands["off"]) < 0.01
 
 
 def test_readme_losses_are_the_measured_ones() -> None:
     prose = " ".join(README.split())
     for words, layout in EIGHT_SEEDS.items():
-        gap = _cells("feedback.md", f"| eight seeds | {layout} |")["recommended"]
-        assert f"{gap.removeprefix('+')} % under {words}" in prose
-    gap = _cells("loss_torch.md", "| peer powersgd-4 |")["gap %"]
-    assert f"ends {gap.removeprefix('+')} % above" in prose
+        assert f"{_gap('eight seeds', layout, 'recommended')} % under {words}" in prose
+    assert f"ends {_gap('loss_torch', 'ddp2', 'peer powersgd-4')} % above" in prose
 
 
 def test_speeds_at_a_quarter_are_the_measured_ones() -> None:
@@ -152,7 +167,8 @@ def test_the_site_is_built_strictly(tmp_path: Path) -> None:
     if find_spec("mkdocs") is None or find_spec("material") is None:
         pytest.skip(f"mkdocs is not installed ({install_hint('docs')})")
     result = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "make_docs.py"), "--build", str(tmp_path)],
+        [sys.executable, str(ROOT / "scripts" / "make_docs.py"), "--build", str(tmp_path),
+         "--repository", "https://example.org/team/hybridcomp"],
         capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
@@ -168,23 +184,31 @@ def test_the_site_is_built_strictly(tmp_path: Path) -> None:
     ]
     assert not dead, dead
     home = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert f"hybridcomp {hybridcomp.__version__}" in home and "site/logo.svg" in home
+    edited = (tmp_path / "engines/slurm.html").read_text(encoding="utf-8")
+    assert "https://example.org/team/hybridcomp/edit/main/docs/engines/slurm.md" in edited
     loaded = re.findall(r"<(?:script|link)[^>]+(?:src|href)=\"([^\"]+)\"", home)
     elsewhere = [path for path in loaded if "//" in path]
     assert not elsewhere, "the site must open without a network"
     # the search of a page opened as a file: a worker without a server, the index as a script
-    assert "iframe-worker.js" in loaded and (tmp_path / "iframe-worker.js").is_file()
+    worker = "site/iframe-worker.js"
+    assert worker in loaded and (tmp_path / worker).is_file()
     assert (tmp_path / "search/search_index.js").read_text("utf-8").startswith("var __index = {")
 
 
-def test_charts_stand_before_tables() -> None:
-    """In every section of a page of results."""
-    late = [
-        f"{page.name}: {section.splitlines()[0]}"
-        for page in sorted((ROOT / "docs/results").glob("*.md"))
-        for section in re.split(r"^#+ ", page.read_text("utf-8"), flags=re.MULTILINE)[1:]
-        if 0 <= section.find("\n|") < section.find("\n![")
-    ]
-    assert not late
+PROOF = ROOT / "docs/results/gpu_proof.md"
+
+
+def test_pages_of_results_are_short_and_have_no_bitmaps() -> None:
+    """A question a page; raw tables are CSV files beside it, or in the commit that a page names.
+
+    The proof on a GPU asks no question: it is the list that its command works through.
+    """
+    for page in sorted(set((ROOT / "docs/results").glob("*.md")) - {PROOF}):
+        text = page.read_text("utf-8")
+        assert len(text.split()) < 1200, page.name
+        assert text.count("\n|") < 80, page.name
+    assert not list((ROOT / "docs").rglob("*.png"))
 
 
 def test_pages_of_results_do_not_tell_how_they_came_about() -> None:

@@ -1,7 +1,8 @@
 """vLLM itself on CPUs, offline and as a server: every version bit for bit, whatever went wrong.
 
-The proof is that all weights are equal. Answers are held against those of transformers, within what
-another order of computing in bf16 makes of them: they show that requests reach the new weights.
+The proof is that all weights are equal. Answers show besides that no cache keeps keys and values of
+the version before: offline the last answer is exactly that of a new engine; a server answers a
+repeated prompt exactly as one that it has not cached. Transformers computes about the same.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def test_an_engine_offline(tmp_path: Path, family: str, workers: int, plain: boo
     assert found["wrong"] == []
     assert not plain or found["unknown"] == [{}] * workers
     assert "version 99 was not there" in found["errors"][0]
+    assert found["fresh"] == 0.0
     expect_answers(found)
 
 
@@ -82,4 +84,5 @@ def test_a_server_that_meets_with_mishaps(tmp_path: Path, workers: int) -> None:
     found = run(tmp_path, "served", "Llama", workers, 20, plain=workers == 2)
     assert found["wrong"] == [] and found["lost"] == 0
     assert set(found["errors"]) == {str(DAMAGED), str(OTHER)}, found["errors"]
+    assert found["stale"] == [0.0] * 20 and found["kept"] == [0.0] * 2
     expect_answers(found)

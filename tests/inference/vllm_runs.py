@@ -170,13 +170,13 @@ def differing(trained: Trained, told: list[dict[str, str]]) -> list[str]:
             if one[name] != want[name]]  # fmt: skip
 
 
-def engine_of(folder: Path, workers: int) -> Any:
+def engine_of(model: Path, workers: int) -> Any:
     """``vllm.LLM`` of the model in a folder."""
     from vllm import LLM
     from vllm.config import WeightTransferConfig
 
     return LLM(
-        model=str(folder / "model"), skip_tokenizer_init=True, dtype="bfloat16", max_num_seqs=4,
+        model=str(model), skip_tokenizer_init=True, dtype="bfloat16", max_num_seqs=4,
         enforce_eager=True, tensor_parallel_size=workers, max_model_len=256,
         weight_transfer_config=WeightTransferConfig(backend="hybridcomp"),
         worker_extension_cls="tests.inference.vllm_runs.Probe",
@@ -187,7 +187,7 @@ def paused(family: str, workers: int, versions: int, folder: Path) -> dict[str, 
     """Load prepared versions, of which 2 % of the weights change; the seconds of each pause."""
     trained = Trained(family, folder / "weights")
     trained.model.save_pretrained(folder / "model")  # type: ignore[operator]
-    llm = engine_of(folder, workers)
+    llm = engine_of(folder / "model", workers)
     said = {"source": str(folder / "weights"), "wait_s": 300.0}
     llm.init_weight_transfer_engine({"init_info": said})
     found: dict[str, Any] = {"publish": [], "pause": []}
@@ -211,15 +211,16 @@ def paused(family: str, workers: int, versions: int, folder: Path) -> dict[str, 
 
 
 def offline(family: str, workers: int, versions: int, folder: Path) -> dict[str, Any]:
-    """Load versions into ``vllm.LLM``; before the third one that is not there."""
-    from vllm import SamplingParams
+    """Load versions into ``vllm.LLM``; before the third one that is not there.
 
+    The last answer is compared with that of a new engine, which loads the same weights from a
+    checkpoint.
+    """
     trained = Trained(family, folder / "weights")
     trained.model.save_pretrained(folder / "model")  # type: ignore[operator]
-    llm = engine_of(folder, workers)
+    llm = engine_of(folder / "model", workers)
     said = {"source": str(folder / "weights"), "wait_s": 0.5}
     llm.init_weight_transfer_engine({"init_info": said})
-    sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=1, detokenize=False)
 
     def load(version: int, prepare: bool = False) -> str:
         try:
@@ -234,28 +235,38 @@ def offline(family: str, workers: int, versions: int, folder: Path) -> dict[str,
         llm.reset_prefix_cache()
         return ""
 
-    def answer() -> float:
-        (out,) = llm.generate({"prompt_token_ids": PROMPT}, sampling, use_tqdm=False)
-        return float(max(one.logprob for one in out.outputs[0].logprobs[0].values()))
-
     found: dict[str, Any] = {"wrong": [], "off": [], "errors": [], "moved": []}
     before = 0.0
     for number in range(1, versions + 1):
         version = trained.publish()
         if number == 3:
             found["errors"].append(load(99))
-            found["off"].append(abs(answer() - before))
+            found["off"].append(abs(answer_of(llm) - before))
         if number % 2:
             load(version, prepare=True)
-            answer()
+            answer_of(llm)
         assert not (problem := load(version)), problem
         found["wrong"] += differing(trained, llm.collective_rpc("held"))
-        found["off"].append(abs(answer() - trained.answer()))
+        last = answer_of(llm)
+        found["off"].append(abs(last - trained.answer()))
         found["moved"].append(abs(trained.answer() - before))
         before = trained.answer()
+        if number == versions:
+            trained.model.save_pretrained(folder / "last")  # type: ignore[operator]
         trained.step()
     found["unknown"] = llm.collective_rpc("unknown")
+    llm.llm_engine.engine_core.shutdown()
+    found["fresh"] = answer_of(engine_of(folder / "last", workers)) - last
     return found
+
+
+def answer_of(llm: Any) -> float:
+    """As ``Trained.answer``, of vLLM."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=1, detokenize=False)
+    (out,) = llm.generate({"prompt_token_ids": PROMPT}, sampling, use_tqdm=False)
+    return float(max(one.logprob for one in out.outputs[0].logprobs[0].values()))
 
 
 class Server:
@@ -290,12 +301,13 @@ class Server:
                 time.sleep(0.5)
         raise RuntimeError("the server has ended; see server.log")
 
-    def ask(self, tokens: int, prompt: list[int]) -> dict[str, Any]:
-        """Answer a prompt, by its token ids."""
+    def ask(self, tokens: int, prompt: list[int], salt: str | None = None) -> dict[str, Any]:
+        """Answer a prompt, by its token ids; with a new ``salt`` without what is cached of it."""
         import requests
 
         body: Any = {
             "token_ids": prompt,
+            "cache_salt": salt,
             "sampling_params": {"max_tokens": tokens, "temperature": 0, "logprobs": 1,
                                 "detokenize": False, "ignore_eos": True},
             "stream": False,
@@ -305,9 +317,9 @@ class Server:
         found: dict[str, Any] = answer.json()["choices"][0]
         return found
 
-    def answer(self) -> float:
+    def answer(self, salt: str | None = None) -> float:
         """As ``Trained.answer``."""
-        (first, *_) = self.ask(1, PROMPT)["logprobs"]["content"]
+        (first, *_) = self.ask(1, PROMPT, salt)["logprobs"]["content"]
         return float(first["logprob"])
 
     def held(self) -> list[dict[str, str]]:
@@ -336,7 +348,11 @@ def damage(folder: Path, version: int) -> None:
 
 
 def served(family: str, workers: int, versions: int, folder: Path) -> dict[str, Any]:
-    """Send versions to a server by the trainer's engine, with mishaps on the way."""
+    """Send versions to a server by the trainer's engine, with mishaps on the way.
+
+    ``stale``: differences between the answer to a repeated prompt and one without cached keys and
+    values, behind each version; ``kept``: between such answers before and after each refusal.
+    """
     from hybridcomp.inference import vllm_plugin
 
     vllm_plugin.register()
@@ -351,6 +367,7 @@ def served(family: str, workers: int, versions: int, folder: Path) -> dict[str, 
     server = Server(folder, workers, free_port())
     client = ServerClient(server.url)
     found: dict[str, Any] = {"wrong": [], "off": [], "errors": {}, "moved": [], "lost": 0}
+    found |= {"stale": [], "kept": []}
     try:
         server.wait()
         trained.publish()
@@ -364,14 +381,14 @@ def served(family: str, workers: int, versions: int, folder: Path) -> dict[str, 
             )
             return WeightTransferTrainerFactory.trainer_init(info, client=client)
 
-        sender, before = transfer(trained), server.answer()
+        sender, before, last = transfer(trained), server.answer(), server.answer("first")
         for number in range(1, versions + 1):
             sender._publisher.number = number
             asked: list[threading.Thread] = []
             if number == OTHER:
                 refused = transfer(other)
                 with_error(refused.send_weights, found, number, PublishError)
-                found["off"].append(abs(server.answer() - before))
+                found["kept"].append(server.answer(f"refused {number}") - last)
                 sender = transfer(trained)
                 sender._publisher.number = number
             if number == RUNNING:
@@ -383,12 +400,14 @@ def served(family: str, workers: int, versions: int, folder: Path) -> dict[str, 
                 sender.prepare_weights()
             is_refused = with_error(sender.send_weights, found, number, PublishError)
             if is_refused:
-                found["off"].append(abs(server.answer() - before))
+                found["kept"].append(server.answer(f"refused {number}") - last)
                 sender.send_weights()
             found["wrong"] += differing(trained, server.held())
             for one in asked:
                 one.join()
-            found["off"].append(abs(server.answer() - trained.answer()))
+            repeated, last = server.answer(), server.answer(f"version {number}")
+            found["stale"].append(repeated - last)
+            found["off"].append(abs(repeated - trained.answer()))
             found["moved"].append(abs(trained.answer() - before))
             before = trained.answer()
             trained.step()
@@ -425,7 +444,11 @@ class Sending:
         self.ranks = (0,)
         self._mishaps = {DAMAGED, LATE}
 
-    def publish(self) -> Any:
+    def finish(self) -> Any:
+        """Take the version over that was begun beside the training."""
+        return self.trained.publisher.finish()
+
+    def publish(self, wait: bool = True) -> Any:
         """Publish; a damaged one is damaged once, a late one is there after a while."""
         publisher = self.trained.publisher
         assert publisher is not None
@@ -434,6 +457,9 @@ class Sending:
             self.trained.shares.take(exported(self.trained.model))
             threading.Timer(2.0, publisher.publish).start()
             return type("Told", (), {"version": publisher.version + 1})
+        if not wait:
+            self.trained.shares.take(exported(self.trained.model))
+            return publisher.publish(wait=False)
         self.trained.publish()
         if self.number == DAMAGED and DAMAGED in self._mishaps:
             self._mishaps.remove(DAMAGED)

@@ -40,7 +40,7 @@ def restarted() -> list[dict[str, Any]]:
     """What ranks say that torchrun has started again, with the store of the start before."""
     agree({"compression.dp": "of the start before"})
     dist.barrier()
-    agreement._rounds_of.clear()
+    agreement._rounds.clear()
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
     if dist.get_rank() == 1:
         time.sleep(0.5)  # rank 0 must not take what rank 1 said before it was restarted

@@ -71,3 +71,25 @@ def test_objects_are_kept_for_the_next_build(
     assert here.parent == Path("build") and here != build.objects(["clang++"])
     monkeypatch.setenv("CFLAGS", "-O1")
     assert here != build.objects(["g++"])
+
+
+def test_a_build_says_what_it_compiles(
+    build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from setuptools import Distribution, Extension
+    from setuptools._distutils.ccompiler import new_compiler
+
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    sources = ["a.cpp", "b.cpp"]
+    for name in sources:
+        (tmp_path / name).write_text("")
+    command = build.BuildExt(Distribution({"ext_modules": [Extension("extension", sources)]}))
+    command.extensions = command.distribution.ext_modules
+    command.compiler, command.build_temp = new_compiler(), "made"
+    assert "compiling 2 of 2 files" in command.announcement()
+    (tmp_path / "made").mkdir()
+    for name, expected in (("a", "compiling 1 of 2 files"), ("b", "nothing to compile")):
+        (tmp_path / "made" / f"{name}.o").write_text("")
+        os.utime(tmp_path / f"{name}.cpp", (1, 1))
+        assert expected in command.announcement()

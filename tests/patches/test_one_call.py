@@ -9,7 +9,7 @@ from tests.paths import ROOT
 
 #: methods of a channel that are the parts of ``run``
 PARTS = {"codec", "handling", "record", "recorded"}
-#: copies between device and host are no messages: their sums over micro-batches decide
+#: copies between device and host are no messages of a group (``channels.host_copies`` says why)
 COPIES = {"offload12.py", "offload3.py", "offload_sums.py", "offload_accumulation.py"}
 
 
@@ -39,3 +39,16 @@ def test_only_copies_to_the_host_are_given_their_native_bytes() -> None:
         path for path in (ROOT / "patches").rglob("*.py") if "raw_nbytes" in path.read_text("utf-8")
     ]
     assert {path.name for path in files} <= COPIES
+
+
+def test_no_other_seam_copies_by_the_engines_host_moves() -> None:
+    """And those that do hand every copy to them: none encodes by itself."""
+    parts = {"to_host", "to_device", "pack", "unpack", "kept", "copy_codec"}
+    found = {
+        path.name
+        for path in (ROOT / "patches").rglob("*.py")
+        if _calls(path) & parts and "channels.host" in path.read_text("utf-8")
+    }
+    assert found == COPIES
+    for name in COPIES:
+        assert not _calls(ROOT / "patches" / "ds" / name) & {"encode", "decode", "decode_add"}

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.publishing import EngineWeights, Held, Publisher, WeightRange, WeightReceiver
-from hybridcomp.publishing.destinations import Destination
+from hybridcomp.publishing.destinations import Destination, Folder
 from tests.ranks import RunRanks, run_ranks
 
 NIGHTLY = os.environ.get("HYBRIDCOMP_NIGHTLY") == "1"
@@ -108,3 +110,17 @@ def changed_rightly(
 def copy_of(values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copies of all values."""
     return {name: value.clone() for name, value in values.items()}
+
+
+@contextmanager
+def full_disk(is_full: bool, rank: int) -> Iterator[None]:
+    """A folder whose disk is full for one rank, where ``is_full``, once its part is written."""
+    finish = Folder.finish
+
+    def fails(self: Folder, problem: str | None) -> str:
+        finish(self, problem)
+        raise OSError(28, "No space left on device")
+
+    is_here = is_full and dist.get_rank() == rank
+    with mock.patch.object(Folder, "finish", fails if is_here else finish):
+        yield

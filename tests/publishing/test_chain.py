@@ -11,7 +11,9 @@ import torch.distributed as dist
 from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.publishing import WeightReceiver
 from hybridcomp.publishing.destinations import Folder
+from tests.publishing import numpy_reader
 from tests.publishing.made import NIGHTLY, Weights, changed_rightly, copy_of, launch, same
+from tests.publishing.numpy_reader import Reader
 from tests.ranks import RunRanks
 
 VERSIONS = 1000 if NIGHTLY else 12
@@ -170,3 +172,27 @@ def one_rank_has_fp32() -> str:
 def test_what_one_rank_cannot_publish_is_told_on_all(on_ranks: RunRanks) -> None:
     told = on_ranks(2, one_rank_has_fp32)
     assert told[0] == told[1] and "float32, and 16-bit weights are published" in told[0]
+
+
+def followed_by_numpy(folder: Path) -> bool:
+    """Versions of both dtypes, full and not, with zeros, tiny values and a scalar."""
+    for dtype in (torch.bfloat16, torch.float16):
+        shapes = {"embed.weight": (64, 64), "bias": (5,), "zeros": (40, 40), "scale": ()}
+        weights, to = Weights(dtype, shapes=shapes), folder / str(dtype)
+        weights.values["zeros"].zero_()[3, 4] = 1
+        weights.values["embed.weight"][7, :9] *= 1e-6
+        publisher, reader = weights.publisher(Folder(to), anchor_every=3), Reader(to)
+        for number, share in enumerate((0.0, 0.9, 0.3, 0.5, 0.02), 1):
+            weights.step(number, share)
+            publisher.publish()
+            reader.apply(number)
+            for name, value in weights.values.items():
+                bits = value.view(torch.int16).reshape(-1).numpy().view("uint16")
+                assert (reader.values[name] == bits).all(), (dtype, number, name)
+    return True
+
+
+def test_a_reader_of_numpy_follows_a_chain(on_ranks: RunRanks, tmp_path: Path) -> None:
+    """The proof of docs/published_format.md."""
+    assert on_ranks(2, followed_by_numpy, tmp_path) == [True] * 2
+    assert len(Path(numpy_reader.__file__).read_text().splitlines()) <= 150

@@ -137,7 +137,7 @@ def over_a_group() -> list[Any]:
     for number in range(VERSIONS):
         weights.step(number, 0.5)
         found.append(publisher.publish())
-    rows = PublishedSteps(lambda: None)
+    rows = PublishedSteps(lambda: None, wait=True)
     rows._since = found
     row = rows.row()
     assert row is not None and row["raw_versions"] == sum(one.raw for one in found)

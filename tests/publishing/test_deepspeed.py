@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,13 +12,12 @@ import torch.distributed as dist
 
 import hybridcomp
 from hybridcomp.errors import ConfigError, PublishError
-from hybridcomp.publishing.destinations import Folder
-from tests.publishing.made import same
+from tests.publishing.made import full_disk, same
 from tests.ranks import run_ranks
+from tests.training import pipe_trainer
 from tests.training.trainer import Job, digests, make_engine, parameters, train, train_step
 
 STAGES = (0, 1, 2, 3)
-FINISH = Folder.finish
 
 
 def published(folder: Path, stages: tuple[int, ...], steps: int) -> list[str]:
@@ -61,17 +59,11 @@ def fails_once(folder: Path) -> list[Any]:
     for stage in (1, 2):
         job = Job(stage=stage, dtype="bf16", steps=4, lr=1e-3, accumulation=2)
         native = train(job)
-        block = {"publish": {"to": (folder / f"fails{stage}").as_uri()}}
+        block = {"publish": {"to": (folder / f"fails{stage}").as_uri(), "wait": True}}
         engine = make_engine(replace(job, block=block))
         losses, errors = [], 0
         for step in range(4):
-            full = step == 1 and dist.get_rank() == 1
-
-            def fails(self: Folder, problem: str | None) -> str:
-                FINISH(self, problem)
-                raise OSError(28, "No space left on device")
-
-            with mock.patch.object(Folder, "finish", fails if full else FINISH):
+            with full_disk(step == 1, rank=1):
                 try:
                     losses.append(train_step(engine, job, step))
                 except PublishError as error:
@@ -91,6 +83,38 @@ def fails_once(folder: Path) -> list[Any]:
 def test_a_version_that_fails_changes_nothing_of_the_training(tmp_path: Path) -> None:
     expected = [(True, 1, True, True, 8, 4)] * 2
     assert run_ranks(2, fails_once, tmp_path, timeout=600.0) == [expected] * 2
+
+
+def pipeline_fails_once(folder: Path) -> list[Any]:
+    """The same of a pipeline, whose step is one instruction of many."""
+    import deepspeed
+
+    job = pipe_trainer.Job(steps=4, bf16=True)
+    (native,) = pipe_trainer.run([job])
+    hybridcomp.install()
+    block = {"publish": {"to": str(folder), "wait": True}}
+    config = pipe_trainer.ds_config(replace(job, block=block), 1)
+    torch.manual_seed(0)
+    engine, *_ = deepspeed.initialize(model=pipe_trainer.build(job, []), config=config)
+    data, losses, told = pipe_trainer.batches(job, 0), [], []
+    for step in range(job.steps):
+        with full_disk(step == 1, rank=1):
+            try:
+                losses.append(float(engine.train_batch(data)))
+            except PublishError as error:
+                told.append(str(error))
+                losses.append(native.losses[step])
+    held = {name: pipe_trainer.digest(one) for name, one in engine.module.named_parameters()}
+    steps = (engine.micro_steps, engine.global_steps)
+    engine.destroy()
+    hybridcomp.uninstall()
+    right = held == native.parameters and losses == native.losses
+    return [right, ["rank 1: OSError" in one for one in told], steps]
+
+
+def test_a_version_that_fails_changes_nothing_of_a_pipeline(tmp_path: Path) -> None:
+    found = run_ranks(2, pipeline_fails_once, tmp_path, timeout=600.0)
+    assert [one[:2] for one in found] == [[True, [True]]] * 2, found
 
 
 def other_parameters(folder: Path) -> list[str]:

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridcomp.errors import PublishError
 from hybridcomp.publishing import WeightReceiver
 from hybridcomp.publishing.records import read_manifest
+from tests.publishing.made import full_disk
 from tests.ranks import run_ranks
 from tests.training.mcore_trainer import Job, run
 from tests.training.trainer import digest
@@ -41,7 +43,7 @@ def candidates(whole: Tensor, rank: int) -> set[str]:
 
 def test_versions_are_what_the_ranks_hold(tmp_path: Path) -> None:
     jobs = JOBS if NIGHTLY else JOBS[:2]
-    blocks = [{"publish": {"to": str(tmp_path / str(n))}} for n in range(len(jobs))]
+    blocks = [{"publish": {"to": str(tmp_path / str(n)), "wait": True}} for n in range(len(jobs))]
     published = [replace(job, block=block) for job, block in zip(jobs, blocks, strict=True)]
     outcomes = run_ranks(2, run, [*jobs, *published], timeout=600.0)
     for number, job in enumerate(jobs):
@@ -173,7 +175,7 @@ def _joined(first: dict[str, Tensor], second: dict[str, Tensor], name: str, dim:
 
 def test_the_block_asks_for_names(tmp_path: Path) -> None:
     """GPT-2's, from a job that trains."""
-    block = {"publish": {"to": str(tmp_path / "gpt"), "names": "hf"}}
+    block = {"publish": {"to": str(tmp_path / "gpt"), "names": "hf", "wait": True}}
     job = Job(bf16=True, steps=2, lr=1e-3, tp=2, block=block)
     for (outcome,) in run_ranks(2, run, [job], timeout=600.0):
         assert not isinstance(outcome, str), outcome
@@ -183,3 +185,72 @@ def test_the_block_asks_for_names(tmp_path: Path) -> None:
     assert receiver.version == 2 and shapes["transformer.h.1.attn.c_attn.weight"] == (32, 96)
     assert shapes["transformer.wte.weight"] == (32, 32) and "lm_head.weight" in shapes
     assert shapes["transformer.h.0.mlp.c_fc.weight"] == (32, 128)
+
+
+def fails_once(folder: Path) -> list[Any]:
+    """Train a pipeline with a version in the middle that cannot be written, and without any."""
+    from tests.training import mcore_trainer
+
+    job = Job(bf16=True, steps=4, lr=1e-3, pp=2, distributed_optimizer=True)
+    (native,) = run([job])
+    assert not isinstance(native, str), native
+    job = replace(job, block={"publish": {"to": str(folder), "wait": True}})
+    told, losses = [], []
+    with mcore_trainer.armed(job):
+        mcore_trainer.initialize(job)
+        chunks, optimizer = mcore_trainer.build(job)
+        for step in range(job.steps):
+            with full_disk(step == 1, rank=1):
+                try:
+                    losses += mcore_trainer.train_step(job, chunks, optimizer, step)
+                except PublishError as error:
+                    told.append(str(error))
+                    losses += native.losses[step : step + 1]
+        held = mcore_trainer._digests(chunks)
+    return [held == native.parameters, losses == native.losses, told]
+
+
+def test_a_version_that_fails_changes_nothing_of_the_training(tmp_path: Path) -> None:
+    for same_weights, same_losses, told in run_ranks(2, fails_once, tmp_path, timeout=600.0):
+        assert same_weights and same_losses and len(told) == 1
+        assert "rank 1: OSError" in told[0]
+    receiver = WeightReceiver(tmp_path)
+    applied = receiver.update()
+    assert applied is not None and applied.version == 3  # of four steps one was not published
+
+
+def other_parameters(folder: Path) -> list[str]:
+    """Change what a model computes with behind its first version; what this rank is told."""
+    import hybridcomp
+    from tests.training import mcore_trainer
+
+    mcore_trainer.run([])
+    told = []
+    for number in range(3):
+        job = Job(bf16=True, tp=2)
+        with mcore_trainer.armed(job):
+            mcore_trainer.initialize(job)
+            (chunk,), _ = mcore_trainer.build(job)
+            publisher = hybridcomp.publish(chunk, folder / str(number))
+            publisher.publish()
+            norm = chunk.module.module.decoder.final_layernorm
+            if number == 0:
+                chunk.half()
+            elif number == 1:
+                norm.weight = torch.nn.Parameter(norm.weight.detach().clone())
+            else:
+                norm.weight.data = norm.weight.detach().clone()
+            try:
+                publisher.publish()
+                told.append("")
+            except PublishError as error:
+                told.append(str(error))
+            publisher.close()
+    return told
+
+
+def test_other_parameters_are_refused_by_name(tmp_path: Path) -> None:
+    for dtype, swapped, moved in run_ranks(2, other_parameters, tmp_path, timeout=600.0):
+        assert "of bfloat16, found" in dtype and "of float16" in dtype
+        assert "final_layernorm.weight: it is another Parameter" in swapped
+        assert "final_layernorm.weight: its values are elsewhere than they were" in moved

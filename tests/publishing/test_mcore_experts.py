@@ -178,7 +178,7 @@ def test_transformers_computes_the_same_with_them(tmp_path: Path) -> None:
 def test_a_training_publishes_its_experts(tmp_path: Path) -> None:
     """A job whose block says so trains as without it."""
     jobs = [mcore_trainer.Job(bf16=True, steps=2, ep=2, experts=EXPERTS, lr=1e-3)]
-    block = {"publish": {"to": str(tmp_path / "weights")}}
+    block = {"publish": {"to": str(tmp_path / "weights"), "wait": True}}
     jobs.append(mcore_trainer.Job(bf16=True, steps=2, ep=2, experts=EXPERTS, lr=1e-3, block=block))
     for native, own in run_ranks(2, mcore_trainer.run, jobs, timeout=600.0):
         assert not isinstance(native, str) and not isinstance(own, str), (native, own)

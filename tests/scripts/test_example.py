@@ -17,6 +17,7 @@ import pytest
 import torch
 from gpt import apex, layouts, loop
 from gpt.data import Samples, Share
+from gpt.ds_file import report_beside
 from gpt.indexed import DatasetError, IndexedTokens, IndexedWriter, paths
 from gpt.model import GPT, lm_loss, rotary_table, rotate
 from gpt.weights import ModelConfig
@@ -392,3 +393,22 @@ def test_a_mesh_that_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch, tmp_p
         arguments = train_gpt.parse([*words.split(), "--deepspeed_config", "x.json"])
         with pytest.raises(layouts.ParallelismError, match=told):
             layouts.check(arguments, settings)
+
+
+@pytest.mark.parametrize(
+    ("block", "jsonl"),
+    [
+        ({"preset": "recommended"}, "runs/rec/ledger.jsonl"),
+        ({"preset": "recommended", "ledger": {"every": 5}}, "runs/rec/ledger.jsonl"),
+        ({"preset": "recommended", "ledger": {"jsonl": "other.jsonl"}}, "other.jsonl"),
+        ({"preset": "recommended", "ledger": {"jsonl": None}}, None),
+    ],
+)
+def test_a_run_with_a_log_has_its_ledger_beside_it(block: dict[str, Any], jsonl: Any) -> None:
+    """As the commands of Getting started compare two runs by their folders."""
+    settings = {"compression": block}
+    report_beside(settings, Path("runs/rec/loss.jsonl"))
+    assert settings["compression"]["ledger"]["jsonl"] == jsonl
+    plain: dict[str, Any] = {"zero_optimization": {"stage": 1}}
+    report_beside(plain, Path("runs/rec/loss.jsonl"))
+    assert plain == {"zero_optimization": {"stage": 1}}

@@ -196,8 +196,12 @@ def test_islands_without_a_codec_have_sent_less() -> None:
 
 def test_versions_are_added_up() -> None:
     made = [SimpleNamespace(nbytes=nbytes, weights=10**6) for nbytes in (2_000_000, 50_000)]
-    publisher: Any = SimpleNamespace(every=1, publish=lambda step: made[step - 1])
-    follower = PublishedSteps(lambda: publisher)
+    finished: list[Any] = []
+    publisher: Any = SimpleNamespace(
+        every=1, publish=lambda step, wait: finished.append(made[step - 1]),
+        take_finished=lambda: [finished.pop()],
+    )  # fmt: skip
+    follower = PublishedSteps(lambda: publisher, wait=True)
     follower.before_step()
     assert follower.told() == ""
     follower.after_step(1)

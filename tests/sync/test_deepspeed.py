@@ -94,7 +94,7 @@ def unpadded() -> None:
     masters = island_unit.masters_of(engine)
     (flat,) = engine.optimizer.fp32_partitioned_groups_flat
     before = flat.clone()
-    masters.write(0, masters.numel, torch.full((masters.numel,), 7.0))
+    masters.exchange(0, masters.numel, torch.full((masters.numel,), 7.0), [])
     padded = flat != 7.0
     assert int(padded.sum()) == flat.numel() - masters.numel
     unlike = flat[padded].view(torch.int32) != before[padded].view(torch.int32)  # maybe NaN
@@ -327,3 +327,39 @@ def finds_nothing(folder: Path) -> None:
 
 def test_a_load_that_finds_no_checkpoint_changes_nothing(tmp_path: Path) -> None:
     run_ranks(4, finds_nothing, tmp_path)
+
+
+def in_mode(stage: int, trains: bool) -> tuple[Any, ...]:
+    """Seven steps of islands whose module is in one mode: meetings, clock, native bytes, weights.
+
+    A pass that nobody differentiates, as of a validation, lies between the steps.
+    """
+    from hybridcomp.sync import IslandMeetings
+
+    job = Job(stage=stage, block=ADAM)
+    engine = make_engine(job)
+    engine.train(trains)
+    for step in range(7):
+        train_step(engine, job, step)
+        engine(batch(dist.get_rank(), step, torch.float32)[0])
+    session = session_of(engine)
+    assert session is not None
+    (meetings,) = session.followers.stateful
+    assert isinstance(meetings, IslandMeetings)
+    entry = session.channels.ledger.interval["sync", "forward"]
+    found = (meetings._figures.meetings, meetings.clock, session.channels.step,
+             entry.raw_nbytes, entry.wire_nbytes, flat(engine))  # fmt: skip
+    engine.destroy()
+    return found
+
+
+def in_both_modes(stages: list[int]) -> None:
+    for stage in stages:
+        (*trained, weights), (*evaluated, others) = (in_mode(stage, on) for on in (True, False))
+        assert evaluated == trained, stage
+        assert trained[:3] == [3, 7, 7] and min(trained[3:]) > 0, (stage, trained)
+        assert torch.equal(others, weights), stage
+
+
+def test_a_step_counts_in_eval_mode_too() -> None:
+    run_ranks(2, in_both_modes, [0, 1, 3])

@@ -33,7 +33,7 @@ def published(folder: Path, engine: str) -> None:
     """Publish after steps at which islands have met, and at which they have not."""
     block: dict[str, Any] = {
         "sync": {"preset": "local-sgd", "islands": 2, "every": 3},
-        "publish": {"to": str(folder), "every": 2, "dtype": "bf16"},
+        "publish": {"to": str(folder), "every": 2, "dtype": "bf16", "wait": True},
         "min_bytes": 0,
         "ledger": {"every": 3},
     }
@@ -127,7 +127,7 @@ def test_islands_that_are_jobs_need_a_folder_each(tmp_path: Path) -> None:
 def of_deepspeed(folder: Path) -> None:
     block: dict[str, Any] = {
         "sync": {"preset": "local-sgd", "islands": 1, "every": 2},
-        "publish": {"to": str(folder), "every": 3},
+        "publish": {"to": str(folder), "every": 3, "wait": True},
         "min_bytes": 0,
         "ledger": {"every": 2},
     }
@@ -162,7 +162,7 @@ def of_megatron(folder: Path) -> None:
     prepare()
     block: dict[str, Any] = {
         "sync": {"preset": "local-sgd", "islands": 1, "every": 2},
-        "publish": {"to": str(folder), "every": 3},
+        "publish": {"to": str(folder), "every": 3, "wait": True},
         "min_bytes": 0,
     }
     job = MegatronJob(layers=1, bf16=True, distributed_optimizer=True, block=block)

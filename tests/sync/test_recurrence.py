@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from hybridcomp.errors import CodecError
 from hybridcomp.patches.common.parameter_names import named_once
-from hybridcomp.sync import Fragment, Masters, OuterRule
+from hybridcomp.sync import Fragment, Masters, OuterRule, island_payloads
+from hybridcomp.sync.given_state import arrived, state_for_others, take_state
 from hybridcomp.sync.masters import bounds, cut
+from hybridcomp.sync.progress import Meeting, Part, Progress
 from tests.sync import simulated
 from tests.sync.simulated import NUMEL, Quadratic, first
 
@@ -190,7 +195,8 @@ def test_every_tensor_is_averaged_once(
             now = [one.read(low, high, padded) for one in masters]
             sent = [part.send(own) for part, own in zip(parts, now, strict=True)]
             for index, (one, part) in enumerate(zip(masters, parts, strict=True)):
-                one.write(low, high, part.arrive([row.clone() for row in sent], index, now[index]))
+                new = part.arrive([row.clone() for row in sent], index, now[index])
+                one.exchange(low, high, new.clone(), [])
     for row in rows:
         for tensor, wanted in zip(row, expected, strict=True):
             torch.testing.assert_close(tensor, wanted, rtol=0, atol=1e-12)
@@ -198,3 +204,48 @@ def test_every_tensor_is_averaged_once(
 
 def data_of(parameters: dict[str, nn.Parameter]) -> list[Tensor]:
     return [parameter.data for parameter in parameters.values()]
+
+
+def state_of_a_peer() -> tuple[Progress, dict[str, Any]]:
+    """Two fragments, the first under way, and what they give others."""
+    progress = Progress(clock=3)
+    for low in (0, 4):
+        fragment = Fragment(OuterRule(), torch.full((4,), float(low)))
+        progress.parts.append(Part(low, low + 4, 4, fragment))
+    progress.parts[0].fragment.send(torch.ones(4))
+    progress.under_way.append(Meeting(0, 5, torch.ones(4), arrived))
+    packed = bytes(island_payloads.pack_state(state_for_others(progress)))
+    return progress, island_payloads.unpack_state(packed)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("start", [torch.zeros(4)]),
+        ("start", [torch.zeros(4), torch.zeros(3)]),
+        ("start", [torch.zeros(4), torch.full((4,), math.nan)]),
+        ("start", [torch.zeros(4), "zeros"]),
+        ("momentum", [None, torch.zeros(4, dtype=torch.float64)]),
+        ("clock", -1),
+        ("unsent", 2),
+        ("meetings", [[2, 5]]),
+        ("meetings", [[0]]),
+        ("meetings", None),
+    ],
+)  # fmt: skip
+def test_a_peers_state_that_does_not_fit_changes_nothing(key: str, value: Any) -> None:
+    progress, state = state_of_a_peer()
+    written: list[int] = []
+    with pytest.raises(CodecError, match="state that does not fit"):
+        take_state({**state, key: value}, progress, lambda index, _: written.append(index))
+    assert not written and progress.clock == 3 and len(progress.under_way) == 1
+    assert torch.equal(progress.parts[1].fragment.start, torch.full((4,), 4.0))
+    take_state({**state, "clock": 9}, progress, lambda index, _: written.append(index))
+    assert written == [0, 1] and progress.clock == 9
+
+
+def test_a_peers_state_that_is_damaged_is_refused() -> None:
+    whole = bytes(island_payloads.pack_state({"clock": 1}))
+    for damaged in (b"", whole[:40], whole[:-30], b"not a file" * 20):
+        with pytest.raises(CodecError, match="is damaged"):
+            island_payloads.unpack_state(damaged)

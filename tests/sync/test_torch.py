@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
-from hybridcomp.errors import AgreementError, CheckpointError, ConfigError
+from hybridcomp.errors import AgreementError, CheckpointError, ConfigError, PeerError
 from hybridcomp.job.devices import default_device
 from hybridcomp.patches.torch import island_masters
 from hybridcomp.sync.outliers import far_off as far_off_of
@@ -179,6 +179,41 @@ def diverging_in_turn(skipped: int, **late: int) -> None:
     assert row is not None and row["skipped"] == skipped
 
 
+def failing_to_send(**late: int) -> None:
+    """Where means are taken later, a rank that fails to make its message holds up nobody.
+
+    All skip that meeting, are told whose fault it is, and meet again.
+    """
+    rule = {"preset": "local-sgd", "every": 4, "codec": "blockint", "bits": 8}
+    job = Job(block(**rule, **late, islands=1)).build().train(7)
+    meetings, said = job.meetings, io.StringIO()
+    meetings.row()
+    fragment, fails = meetings.parts[0].fragment, dist.get_rank() == 1
+    kept = fragment.residual
+
+    def full(now: Tensor) -> Tensor:
+        fragment.residual, fragment.base = None, None
+        raise RuntimeError("no memory is left")
+
+    with contextlib.redirect_stdout(said):
+        if fails:
+            fragment.send = full  # type: ignore[method-assign]
+            with pytest.raises(PeerError, match=r"sends after step 8: rank 1: .*no memory is left"):
+                job.train(1)
+            assert meetings.parts[0].fragment.residual is kept
+            job.optimizer.zero_grad()
+            job.step += 1
+        else:
+            job.train(1)
+        job.train(8)
+    assert fails or "island 1 sent nothing, as rank 1 failed; all skip" in said.getvalue()
+    figures = meetings.row()
+    assert figures is not None and figures["skipped"] == 1 and figures["meetings"] > 0
+    alike: list[Any] = [None] * 2
+    dist.all_gather_object(alike, meetings.parts[0].fragment.start)
+    assert torch.equal(*alike)
+
+
 def overflowing() -> None:
     """An island whose loss scaler skips a step says so and meets with the others all the same."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -241,6 +276,8 @@ def several() -> None:
     diverging()
     diverging_in_turn(1)
     diverging_in_turn(2, delay=3)
+    failing_to_send(delay=2)
+    failing_to_send(staleness=1)
     diverging_in_turn(4, staleness=2)
     overflowing()
     refused()
@@ -415,3 +452,16 @@ def all_changing() -> None:
 def test_parameters_that_are_frozen_or_unfrozen_later_are_an_error() -> None:
     """Islands would not share what is trained later, and move on what is frozen."""
     run_ranks(4, all_changing)
+
+
+def on_one_node() -> str:
+    """What is said of islands that are nodes, where there is one."""
+    with pytest.raises(ConfigError) as raised:
+        Job(block(**LOCAL, islands="node")).build()
+    return str(raised.value)
+
+
+def test_ranks_of_one_node_are_told_how_to_try_islands(on_ranks: RunRanks) -> None:
+    for told in on_ranks(4, on_one_node):
+        assert "all ranks are on one node" in told
+        assert 'to try islands here write "islands": 2' in told

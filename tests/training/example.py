@@ -96,6 +96,15 @@ def launch(
     return str(printed)
 
 
+def train_until(folder: Path, name: str, config: str, step: int, *arguments: str) -> None:
+    """As ``train``, compressed; ranks are killed without a word once they have logged ``step``."""
+    script, *words = command_of(name, config, *arguments)
+    ended = run_script(
+        folder, script, *words, armed=True, until=lambda: len(losses(folder, name)) >= step
+    )
+    assert ended.returncode == signal.SIGKILL, ended.output
+
+
 def kill_after(folder: Path, name: str, step: int, process: subprocess.Popen[str]) -> None:
     """End a training without a word once it has logged ``step``."""
     try:

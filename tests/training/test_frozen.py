@@ -302,5 +302,5 @@ def test_loaded_frozen_weights_are_used(
     folder, block = str(tmp_path), {"zero": zero}
     native = pool.run(loaded, "zero3", None, str(tmp_path / "native"), True)
     assert pool.run(loaded, "hpz", block, folder, True) == native
-    for steps in (0, 2):
+    for steps in (0, 2) if "frozen" in zero else (2,):
         assert pool.run(loaded, "hpz", block, folder, False, steps) == native

@@ -69,7 +69,7 @@ OPTIMIZERS = ("DP2 distributed optimizer", "DP2 distributed optimizer overlapped
 SUMMED = ("DP2", *OPTIMIZERS)
 #: of the others, and of lossy ones: second use of a residual, a choice after what was measured
 SHORT = 4
-#: the ones that are held over 50 steps, by day 12; at night more, which take the same paths
+#: the ones that are held over 50 steps, by day 8; at night more, which take the same paths
 LONG: tuple[str, ...] = ("TP2", "PP2")
 if NIGHTLY:
     LONG += ("TP2 SP", "PP2 interleaved", "EP2", *OPTIMIZERS, "TP2xPP2")
@@ -93,7 +93,7 @@ def launch(world_size: int, jobs: dict[str, Job]) -> Results:
 
 
 def variants(name: str, job: Job, dimensions: str) -> dict[str, Job]:
-    steps = (50 if NIGHTLY else 12) if name in LONG else SHORT
+    steps = (50 if NIGHTLY else 8) if name in LONG else SHORT
     native = replace(job, steps=steps)
     lossy = replace(job, steps=SHORT, block=block(dimensions, B8))
     return {

@@ -10,14 +10,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from hybridcomp.config import LedgerConfig
-from hybridcomp.patches.ds import attach
+from hybridcomp.patches.ds import attach, record
 from hybridcomp.session.reporter import report_interval
 from hybridcomp.tools.compare import json_lines
 from hybridcomp.tools.compare.wandb_files import read, read_training
 from tests.ranks import run_ranks
+from tests.training import trainer
 from tests.training.test_checkpoint import make_engine, train
 
 pytest.importorskip("deepspeed")
@@ -61,6 +63,41 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         has_wandb = False
     run_ranks(2, monitored, str(found), has_wandb)
     return found
+
+
+def recorded(folder: Path, trains: bool) -> None:
+    """Record steps of a module in one mode, with a validation in eval mode behind each."""
+    job = trainer.Job(stage=1, block={"zero": "none"})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("HYBRIDCOMP_RECORD", str(folder / f"{trains}.jsonl"))
+        patched.setattr(record, "_recorded", False)
+        engine = trainer.make_engine(job)
+        engine.train(trains)
+        for step in range(5):
+            trainer.train_step(engine, job, step)
+            engine.eval()
+            engine(trainer.batch(7, step, torch.float32)[0])
+            engine.train(trains)
+    engine.destroy()
+
+
+def recorded_in_both_modes(folder: Path) -> None:
+    for trains in (True, False):
+        recorded(folder, trains)
+
+
+def test_a_run_in_eval_mode_is_recorded_alike(tmp_path: Path) -> None:
+    """Every step with its loss, and fingerprints of what it trained on, not of validations."""
+    run_ranks(2, recorded_in_both_modes, tmp_path)
+    trained, evaluated = (
+        [json.loads(line) for line in (tmp_path / f"{trains}.jsonl").read_text().splitlines()]
+        for trains in (True, False)
+    )
+    for line in (*trained, *evaluated):
+        line.pop("seconds", None)
+    assert evaluated == trained
+    assert [line["step"] for line in trained if "step" in line] == [1, 2, 3, 4, 5]
+    assert trained[0]["run"]["data"]["first_batch"]
 
 
 def test_csv(folder: Path) -> None:

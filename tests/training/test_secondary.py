@@ -95,9 +95,10 @@ def test_trains_as_natively(four: RankPool, name: str) -> None:
     assert 0 < 8 * sent / values < (6 if name == "small learning rate" else 20)
 
 
-def test_two_hundred_steps_with_encoded_gradients(four: RankPool) -> None:
+@pytest.mark.parametrize("steps", by_day([24, 200], [24]))
+def test_many_steps_with_encoded_gradients(four: RankPool, steps: int) -> None:
     dp = {"dp": {"codec": "blockint", "bits": 4}, "min_bytes": 0}
-    jobs = [replace(HPZ, steps=200, lr=1e-3, block={**more, **dp}) for more in ({}, EXACT)]
+    jobs = [replace(HPZ, steps=steps, lr=1e-3, block={**more, **dp}) for more in ({}, EXACT)]
     for native, coded in four.run(run, jobs):
         assert (coded.losses, coded.digests) == (native.losses, native.digests)
 

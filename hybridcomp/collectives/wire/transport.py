@@ -30,6 +30,7 @@ from hybridcomp.collectives.wire.group import Group
 from hybridcomp.collectives.wire.handle import Meter
 from hybridcomp.collectives.wire.splits import Splits
 from hybridcomp.collectives.wire.staging import STAGING, Staged
+from hybridcomp.job.gates import here
 
 #: names of torch's calls; 2.13 renames them and warns about the old ones. Each call looks them up:
 #: what replaces them, to count or to delay messages, may come after this import
@@ -134,10 +135,12 @@ def all_to_all(
 def all_gather(out: Tensor, values: Tensor, group: Group, meter: Meter) -> Work:
     """Gather the ``values`` of all ranks, equally long, into ``out``."""
     _sent_around(values.nbytes, group, meter)
-    if not STAGING.needed(out, group):
-        return _gather(out, values, group)
-    room = STAGING.room(out)
-    return Staged(_gather(room, STAGING.out(values), group), room, out)
+    staged = STAGING.needed(out, group)
+    room, source = (STAGING.room(out), STAGING.out(values)) if staged else (out, values)
+    for operation in here.operations:
+        operation.before_message()
+    work = _gather(room, source, group)
+    return Staged(work, room, out) if staged else work
 
 
 def _gather(out: Tensor, values: Tensor, group: Group) -> Work:
@@ -157,7 +160,10 @@ def all_gather_uneven(
     they have; exactly as many for this rank.
     """
     _sent_around(values.nbytes, group, meter)
-    return between_pairs(torch.split(out, rooms), [values] * len(rooms), group)
+    places = torch.split(out, rooms)
+    for operation in here.operations:
+        operation.before_message()
+    return between_pairs(places, [values] * len(rooms), group)
 
 
 def broadcast(values: Tensor, root: int, group: Group, meter: Meter) -> Work:

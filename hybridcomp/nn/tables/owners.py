@@ -45,7 +45,7 @@ DTYPES = (
 
 
 class CallProblem(NamedTuple):
-    """What is wrong with this rank's call, and the value that shows it."""
+    """Encode a refusal of this rank's call as two integers: its kind and the offending value."""
 
     kind: int
     value: int = 0
@@ -53,7 +53,7 @@ class CallProblem(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """What a batch asks for, and what other ranks ask this one for. All tensors on the host.
+    """Hold the rows that a batch looks up and those that other ranks request; all on the host.
 
     Attributes:
         unique: the batch's rows, each once, ascending: torch adds up gradients of a bag in an order

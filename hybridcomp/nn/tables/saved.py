@@ -39,7 +39,7 @@ _folders: weakref.WeakValueDictionary[Path, Any] = weakref.WeakValueDictionary()
 
 
 class SavedRows(BaseModel):
-    """What ``rows.json`` says.
+    """Model ``rows.json``, which describes the files of a saved table.
 
     Attributes:
         rows, width, ranks: of the table, and those that wrote it.

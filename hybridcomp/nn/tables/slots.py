@@ -52,7 +52,7 @@ class RowsAhead:
 
 @dataclass
 class CacheFigures:
-    """What a cache did: unique rows asked for, of these resident, rows copied in and out."""
+    """Count a cache's unique rows requested, hits among them, and rows copied in and out."""
 
     asked: int = 0
     hits: int = 0

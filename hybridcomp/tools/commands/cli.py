@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hybridcomp.errors import HybridcompError
 from hybridcomp.foreign import message, one_line, printable
-from hybridcomp.tools.commands import configs, watch
+from hybridcomp.tools.commands import configs, replan, watch
 from hybridcomp.tools.plan.answer.arguments import DESCRIPTION as PLAN_DESCRIPTION
 from hybridcomp.tools.plan.answer.arguments import add_arguments as add_plan_arguments
 from hybridcomp.tools.plan.answer.arguments import split
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     behind: list[str] = []
-    if words[:1] == ["plan"]:  # the user's command, with options, follows --
+    if words[:1] in (["plan"], ["replan"]):  # the user's command, with options, follows --
         words, behind = split(words)
     options = _parser().parse_args(words)
     if behind:
@@ -101,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
 
     configs.add_command(commands)
     watch.add_command(commands)
+    replan.add_command(commands)
 
     doctor = commands.add_parser("doctor", help="say what this machine has and lacks")
     doctor.add_argument(

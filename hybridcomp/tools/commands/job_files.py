@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from hybridcomp.codecs.words import DTYPES
 from hybridcomp.config import BLOCK, CompressionConfig, read_source
 from hybridcomp.config.error_messages import Shown, near_key, show
 from hybridcomp.dimensions import BETWEEN_RANKS, Dimension
@@ -20,6 +21,7 @@ from hybridcomp.patches.ds import settings as by_deepspeed
 from hybridcomp.patches.rules import accelerate, neox
 from hybridcomp.patches.rules.ds_job import DeepSpeedJob
 from hybridcomp.patches.rules.ds_settings import AUTO, KNOWN, parsed, removed
+from hybridcomp.tools.plan.bits_between import JobTraffic
 
 Whose = Literal["block", "deepspeed", "neox"]
 #: DeepSpeed's top-level keys that decide what is compressed; it ignores unknown keys
@@ -74,6 +76,15 @@ class JobFile:
         if whole is None or own is None:
             return None
         return max(1, whole // (own * (self.accumulation or 1)))
+
+    def traffic(self) -> JobTraffic:
+        """Return what its bits between nodes depend on; bf16 where the file leaves the dtype."""
+        job, dtype = self.job, DTYPES[self.dtype or "bf16"]
+        return JobTraffic(
+            job.stage, dtype, DTYPES.get(job.summed_dtype or "", dtype), self.accumulation or 1,
+            copy="native" if job.zero("zero_hpz_partition_size", 1) > 1 else "none",
+            reduced_whole=job.bf16_optimizer,
+        )  # fmt: skip
 
     def _count(self, name: str) -> int | None:
         found: int | None = self.job.get(name)

@@ -28,7 +28,7 @@ HEAD = ["dimension", "codec", "ratio", "error", "Mb/s", "messages", "sent MB", "
 
 @dataclass(frozen=True)
 class Watched:
-    """What the records of one start of a job say so far."""
+    """Accumulate the ledger records of one start of a job."""
 
     table: list[list[str]] = field(default_factory=lambda: [HEAD])  # of the last report
     sent: dict[str, tuple[float, float]] = field(default_factory=dict)  # MB so far, and natively

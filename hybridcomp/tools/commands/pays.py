@@ -17,7 +17,8 @@ from hybridcomp.config.presets import PRESETS
 from hybridcomp.dimensions import BETWEEN_RANKS, ROWS, Dimension
 from hybridcomp.errors import ConfigError
 from hybridcomp.tools.commands.job_files import JobFile, read_job_file
-from hybridcomp.tools.plan import meetings
+from hybridcomp.tools.plan import bits_between, meetings
+from hybridcomp.tools.plan.bits_between import JobTraffic
 from hybridcomp.tools.plan.machines import cluster_file
 from hybridcomp.tools.plan.pays import (
     Coder,
@@ -64,6 +65,13 @@ def run(options: argparse.Namespace) -> int:
         print(f"left out: {', '.join(left_out)}, of which {options.block} shows nothing; write one "
               'into its block to see it')  # fmt: skip
     if options.link is not None:
+        sent = JobTraffic(job.stage) if file is None or file.whose == "block" else file.traffic()
+        sent = replace(
+            sent, stage=job.stage, dtype=job.dtype, summed=job.sent_as("dp"),
+            micro_batches=micro_batches,
+        )  # fmt: skip
+        for line in bits_between.lines(config, sent):
+            print(line)
         print(step_line(config, job, device, options, micro_batches))
     return 0
 

@@ -24,6 +24,7 @@ from hybridcomp.patches.rules.planned import hold_to_plan
 from hybridcomp.sync.islands import check_size
 from hybridcomp.tools.commands import link_picture, memory
 from hybridcomp.tools.commands.job_files import JobFile, read_job_file
+from hybridcomp.tools.plan import bits_between
 
 SILENT = "started in another way, the job compresses nothing"
 DEEPSPEED_START = """\
@@ -98,6 +99,8 @@ def lines(
     sizes = [] if job is None else list(memory.lines(block, found, job))
     yield f"{file}: valid{' (a bare block)' if bare else ''}"
     yield from (f"  {line}" for line in describe(block, absent, unseen - block.explicit))
+    if not bare and block.sync.codec_of("forward") is None:
+        yield from (f"  {line}" for line in bits_between.lines(block, found.traffic()))
     yield from sizes
     yield from (f"  note: {note}" for note in notes)
     if picture is not None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from hybridcomp.errors import ConfigError
-from hybridcomp.tools.plan.layout import ContextWay, Layout
+from hybridcomp.tools.plan.layout import ContextWay, Copy, Layout
 
 DEGREES = ("tensor", "stages", "virtual", "data", "expert", "context", "micro_batch",
-           "accumulation", "mesh")  # fmt: skip
+           "accumulation", "mesh", "hpz")  # fmt: skip
 SWITCHES = ("sequence", "offload")
 #: follows from the cuts of a model that is no chain
 DERIVED = "nodes"
@@ -39,6 +39,9 @@ def _unfit(name: str, value: Any) -> str:
     if name == "context_way":
         ways = get_args(ContextWay)
         return "" if value in ways else " or ".join(f'"{way}"' for way in ways)
+    if name == "copy":
+        kinds = get_args(Copy)
+        return "" if value in kinds else " or ".join(f'"{kind}"' for kind in kinds)
     numbers: list[Any] = list(value) if isinstance(value, list | tuple) else [None]
     if name == "recompute":
         return "" if all(map(_is_segment, numbers)) else "segments of layers, such as [[1, 3]]"

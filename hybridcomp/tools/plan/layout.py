@@ -23,7 +23,9 @@ ContextWay = Literal["ulysses", "ring"]
 #: keys of the written form that follow from the fields
 DERIVED = ("world_size", "pipeline")
 #: fields that plans of earlier versions lack: written only where they differ from their defaults
-LATER = ("mesh", "slices")
+LATER = ("mesh", "slices", "hpz", "copy")
+#: a node's secondary copy: DeepSpeed's, dropped after each step, or one that steps are sent against
+Copy = Literal["native", "exact", "bits8"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Layout:
     nodes: of a model that is no chain, the layers of every stage.
     offload: optimizer states on the host. hierarchy: two levels for dp and zero across nodes; two
         numbers, ranks of a node and nodes of a site: three levels.
+    hpz: ranks of a node over which its secondary copy is cut (``zero_hpz_partition_size``, ZeRO 3);
+        1: no copy. copy: what it is (``"zero": {"secondary": ..}``).
     """
 
     tensor: int = 1
@@ -66,16 +70,29 @@ class Layout:
     nodes: tuple[tuple[int, ...], ...] = ()
     mesh: int = 1
     slices: tuple[int, ...] = ()
+    hpz: int = 1
+    copy: Copy = "native"
 
     def __post_init__(self) -> None:
         """Refuse degrees below 1 and fields that contradict each other."""
         degrees = ("tensor", "stages", "virtual", "data", "expert", "context", "micro_batch",
-                   "accumulation", "mesh")  # fmt: skip
+                   "accumulation", "mesh", "hpz")  # fmt: skip
         for name in degrees:
             if getattr(self, name) < 1:
                 raise HybridcompError(f"layout: {name} {getattr(self, name)}; expected 1 or more")
         if self.zero_stage not in (0, 1, 2, 3):
             raise HybridcompError(f"layout: zero_stage {self.zero_stage}; expected 0 to 3")
+        known = get_args(Copy)
+        if self.copy not in known or (self.hpz == 1 and self.copy != "native"):
+            raise HybridcompError(
+                f"layout: copy {self.copy!r} over {self.hpz} ranks; expected one of "
+                f"{', '.join(known)}, and hpz above 1 for any but native"
+            )
+        if self.hpz > 1 and (self.zero_stage != 3 or self.size("replicas") % self.hpz):
+            raise HybridcompError(
+                f"layout: hpz {self.hpz} at ZeRO {self.zero_stage}; expected ZeRO 3, and a divisor "
+                f"of the {self.size('replicas')} replicas"
+            )
         if self.data % self.expert:
             raise HybridcompError(
                 f"layout: expert {self.expert}; expected a divisor of the {self.data} replicas"
@@ -215,6 +232,7 @@ class Layout:
             f"ep{self.expert}" if self.expert > 1 else "",
             f"dp{self.data}" if self.data > 1 else "",
             f"zero{self.zero_stage}" if self.zero_stage else "",
+            f"hpz{self.hpz}{f'-{self.copy}' * (self.copy != 'native')}" if self.hpz > 1 else "",
             f"mb{self.micro_batch}x{self.accumulation}",
             f"recompute {len(self.recomputed)}" if self.recompute else "",
             "offload" if self.offload else "",

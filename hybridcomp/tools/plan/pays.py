@@ -1,6 +1,6 @@
 """Estimate for ``hybridcomp pays`` below which speed of the link a block makes a job faster.
 
-The cost model is that of ``docs/results/projection.md``, with our measured constants, for users who
+The cost model is that of ``docs/results/planner.md``, with our measured constants, for users who
 have not measured yet:
 
     native  = bytes / rate
@@ -30,7 +30,7 @@ from hybridcomp.dimensions import BETWEEN_RANKS, ROWS, Dimension, Key
 from hybridcomp.errors import ConfigError
 from hybridcomp.tools.plan.machines.cluster import Cluster
 
-#: share of the compute behind which messages hide (the fit of docs/results/projection.md)
+#: share of the compute behind which messages hide (the fit of docs/results/planner.md)
 OVERLAP = 0.1
 #: share of a codec's seconds that lengthens the step (the same fit)
 CODING = 0.7
@@ -74,7 +74,7 @@ DEVICES: Mapping[str, Coder] = {
         0.83e-3,
     ),
     # seconds of the ledger in the training of docs/results/gpu.md, for blockint; the others in
-    # the proportions of docs/results/gpu_codecs.md; overhead: a whole all-reduce of 1 MB
+    # the proportions of docs/results/gpu.md; overhead: a whole all-reduce of 1 MB
     "gpu": Coder(
         "an H100 that two ranks share",
         {"blockint": 150.0, "zfp": 70.0, "mpc": 115.0, "radix": 100.0, "expcode": 130.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,3 +48,15 @@ def has_bf16(settings: dict[str, Any]) -> bool:
     if settings.get("fp16", {}).get("enabled"):
         raise SettingsError("fp16.enabled: found True; torch's engines train here in bf16 or fp32")
     return bool(settings.get("bf16", {}).get("enabled"))
+
+
+def report_beside(settings: dict[str, Any], log: Path | None) -> None:
+    """Have the ledger of a block write a file beside ``log``, where ``hybridcomp compare`` looks.
+
+    Changes the block in ``settings``; a file that it names, or null, stays.
+    """
+    block = settings.get("compression")
+    if log is not None and isinstance(block, dict) and block:
+        ledger = block.setdefault("ledger", {})
+        if isinstance(ledger, dict):
+            ledger.setdefault("jsonl", str(log.parent / "ledger.jsonl"))

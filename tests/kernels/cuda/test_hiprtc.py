@@ -1,7 +1,7 @@
 """AMD's compiler on every kernel, without a GPU; what is asked for where torch is built for ROCm.
 
 By night. ``pytest -m nightly -s tests/kernels/cuda/test_hiprtc.py`` prints the table of
-docs/results/gpu_proof.md.
+docs/results/gpu.md.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +14,7 @@ import hybridcomp
 from hybridcomp.autotune import recheck
 from hybridcomp.autotune.recheck import Recheck
 from hybridcomp.channels.payoff import Payoff
+from tests.docs.pages import DOCS, fences
 from tests.patches.torch.trainer import Job, build, optimizer_of, outcome, train
 from tests.ranks import run_ranks
 from tests.stand_ins.link_clock import clock
@@ -82,3 +85,22 @@ def skipped() -> tuple[int, list[float]]:
 
 def test_a_step_that_a_loss_scaler_skipped_is_no_part_of_the_next() -> None:
     assert run_ranks(2, skipped) == [(0, [2.0])] * 2
+
+
+def by_the_page(block: Any, engine: Any) -> tuple[int, bool]:
+    job = Job(engine=engine)
+    model = build(job)
+    attached = hybridcomp.attach(model, block)
+    assert attached is not None
+    train(job, model, optimizer_of(job, model), 0, 2)
+    found = attached.step, attached.channels["dp"].active
+    attached.detach()
+    return found
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_the_first_block_of_the_page_is_taken_by_both_engines(engine: str, tmp_path: Path) -> None:
+    page = DOCS / "engines" / "fsdp2_ddp.md"
+    block = json.loads(next(fence.body for fence in fences("json") if fence.page == page))
+    block["ledger"]["jsonl"] = str(tmp_path / block["ledger"]["jsonl"])
+    assert run_ranks(2, by_the_page, block, engine) == [(2, True)] * 2

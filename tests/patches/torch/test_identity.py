@@ -62,7 +62,7 @@ SHARDS = [name for name, job in FOUR.items() if job.replicas == 1 and name != "D
 DAY_FOUR = ("FSDP2", "HSDP", "HSDP accumulates", "DDP")
 
 
-#: what is held over 20 steps by day, over 50 by night; then more, which take the same paths
+#: what is held over 10 steps by day, over 50 by night; then more, which take the same paths
 LONG: tuple[str, ...] = ("FSDP2", "HSDP", "DDP")
 if NIGHTLY:
     LONG += (
@@ -84,7 +84,7 @@ def block(job: Job, codec: Any, zero: Any = None) -> dict[str, Any]:
 def steps_of(name: str, world_size: int) -> int:
     """By day only what two ranks do not have is held for long on four."""
     long = name in LONG and (NIGHTLY or world_size == 2 or name == "HSDP")
-    return (50 if NIGHTLY else 20) if long else SHORT
+    return (50 if NIGHTLY else 10) if long else SHORT
 
 
 def jobs_of(name: str, job: Job, world_size: int) -> dict[str, Job]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import hybridcomp
@@ -25,11 +26,13 @@ from tests.ranks import run_ranks
 from tests.stand_ins.link_clock import clock
 from tests.sync import torch_job
 
-#: optimizer steps of every case
-STEPS = 11
+#: optimizer steps of every case, at least as many as the ramp has
+STEPS = 6
+#: where reports, versions and comparisons of steps follow
+MANY = 11
 QUIET: dict[str, Any] = {"min_bytes": 0, "ledger": {"every": 1_000_000}}
 BLOCK: dict[str, Any] = {
-    "dp": {"codec": "blockint", "bits": 4, "ramp": {"from": 8, "steps": 8}}, **QUIET,
+    "dp": {"codec": "blockint", "bits": 4, "ramp": {"from": 8, "steps": 4}}, **QUIET,
 }  # fmt: skip
 Adam = torch.optim.AdamW
 
@@ -221,7 +224,7 @@ def skipped(case: Case) -> None:
 def accumulated(case: Case, syncs: bool) -> None:
     for _ in range(STEPS):
         case.optimizer.zero_grad()
-        for number in range(9):
+        for number in range(9):  # more than the patience with a foreign optimizer
             with syncing(case.job, case.model, syncs or number == 8):
                 torch.autograd.backward(case.loss())
         case.optimizer.step()
@@ -333,6 +336,37 @@ def compiled_step(case: Case) -> None:
         step()
 
 
+class Around(nn.Module):
+    """A module of the user's around the model that is under DDP or ``fully_shard``."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.inner(tokens)
+
+
+#: what a user may hold in the place of a model: name -> how it is made of it
+HANDLES: dict[str, Callable[[Any], Any]] = {
+    "model": lambda model: model,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "around": lambda model: Around(model).eval(),
+    "around compiled": lambda model: Around(torch.compile(model, backend="eager")).eval(),
+    "compiled around": lambda model: torch.compile(Around(model).eval(), backend="eager"),
+}
+
+
+def held(case: Case, how: str, called: bool = True) -> None:
+    """Attached by what is around the model, which alone is called unless that is ``called``."""
+    case.attached.detach()
+    model, case.model = case.model, HANDLES[how](case.model)
+    case.attach()
+    if not called:
+        case.model = model
+    plain(case)
+
+
 #: situation -> what is done, and for which engines, if not for both
 CASES: dict[str, tuple[Callable[[Case], None], tuple[str, ...]]] = {
     "eval": (plain, ()),
@@ -361,6 +395,12 @@ CASES: dict[str, tuple[Callable[[Case], None], tuple[str, ...]]] = {
     "compiled before": (compiled_before, ()),
     "compiled long before": (compiled_long_before, ()),
     "compiled step": (compiled_step, ()),
+    **{
+        f"compiled, {how}": (lambda case, how=how: held(case, how), ())  # type: ignore[misc]
+        for how in HANDLES
+        if how.startswith(("around", "compiled "))
+    },
+    "around, model called": (lambda case: held(case, "around", False), ()),
 }
 ENGINES = ("ddp", "fsdp2")
 NAMES = [f"{engine}, {name}" for name, (_, some) in CASES.items() for engine in some or ENGINES]
@@ -399,7 +439,8 @@ def test_every_step_is_counted_once(name: str, outcomes: list[Any]) -> None:
 def acting(engine: str, trains: bool, folder: Path) -> dict[str, Any]:
     """What follows from steps: reports, a ramp, the first encoded step, versions, verdicts."""
     block: dict[str, Any] = {
-        **BLOCK, "start_step": 3, "publish": {"to": folder.as_uri(), "every": 1, "dtype": "bf16"},
+        **BLOCK, "start_step": 3,
+        "publish": {"to": folder.as_uri(), "every": 1, "dtype": "bf16", "wait": True},
         "ledger": {"every": 5, "jsonl": f"{folder}.jsonl"},
     }  # fmt: skip
     block["dp"] = {**block["dp"], "when": "auto"}
@@ -411,7 +452,7 @@ def acting(engine: str, trains: bool, folder: Path) -> dict[str, Any]:
     encoded, seconds = [], count()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(recheck, "now", lambda: float(next(seconds)))
-        for _ in range(STEPS):
+        for _ in range(MANY):
             entry = attached.channels.ledger.interval["dp", "forward"]
             before = entry.messages - entry.native
             case.closure()
@@ -434,7 +475,7 @@ def meeting(engine: str, trains: bool) -> tuple[int, int]:
     block = {"sync": {"islands": 1, "every": 2}, **QUIET}
     job = torch_job.Job(block, engine).build()
     job.model.train(trains)
-    job.train(STEPS)
+    job.train(MANY)
     attached = job.attached
     assert attached is not None
     found = attached.step, job.meetings._figures.meetings
@@ -457,7 +498,47 @@ def test_what_follows_from_steps_is_alike_in_both_modes(tmp_path: Path) -> None:
             trained, evaluated = found[f"{engine}, True"], found[f"{engine}, False"]
             assert evaluated == trained
             acts, (steps, meetings) = evaluated
-            assert (acts["step"], steps, meetings) == (STEPS, STEPS, STEPS // 2)
+            assert (acts["step"], steps, meetings) == (MANY, MANY, MANY // 2)
             assert not any(acts["encoded"][:3]) and any(acts["encoded"])
             assert {5, 10} <= set(acts["reports"]) and acts["timed"]
-            assert len(acts["files"]) >= STEPS
+            assert len(acts["files"]) >= MANY
+
+
+def by_handles(engine: str, folder: Path) -> dict[str, Any]:
+    """State, steps, a new generation and versions by every handle of a model in eval mode."""
+    found = {}
+    for how, make in HANDLES.items():
+        torch._dynamo.reset()
+        case = Case(engine, bucket_mb=25)
+        model, case.model = case.model, make(case.model)
+        generation = case.attached.channels.generation
+        publisher = hybridcomp.publish(case.model, folder / how, dtype="bf16")
+        receiver = hybridcomp.WeightReceiver(folder / how)
+        for _ in range(3):
+            case.step()
+            publisher.publish()
+            receiver.update()
+        hybridcomp.resync(case.model)
+        weights = {name: weight.full_tensor() if isinstance(weight, DTensor) else weight
+                   for name, weight in model.named_parameters()}  # fmt: skip
+        expected = {name.removeprefix("module."): weight.detach().to(torch.bfloat16)
+                    for name, weight in weights.items()}  # fmt: skip
+        sent = dict(receiver.tensors())
+        stateful = hybridcomp.stateful(case.model)
+        found[how] = (
+            stateful is hybridcomp.stateful(model) is case.attached, case.attached.step,
+            case.attached.channels.generation - generation,
+            sent.keys() == expected.keys()
+            and all(torch.equal(sent[name].view_as(w), w) for name, w in expected.items()),
+        )  # fmt: skip
+        dist.barrier()
+        publisher.close()
+        hybridcomp.detach(case.model)
+    return found
+
+
+def test_every_handle_of_a_model_stands_for_it(tmp_path: Path) -> None:
+    """torch.compile's wrapper, a module of the user's around the model, and both."""
+    for engine in ENGINES:
+        for found in run_ranks(2, by_handles, engine, tmp_path / engine, timeout=600.0):
+            assert found == dict.fromkeys(HANDLES, (True, 3, 1, True)), engine

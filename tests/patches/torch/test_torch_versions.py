@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -86,14 +87,14 @@ def test_a_newer_one_with_other_functions_is_refused(found: pytest.MonkeyPatch) 
 def test_a_model_under_another_torch_is_an_error_at_start(found: pytest.MonkeyPatch) -> None:
     pretend(found, "2.8.0+cu128")
     with pytest.raises(SeamError, match=r"fsdp2: needs torch >= 2\.9, found torch 2\.8\.0\+cu128"):
-        attach._attach_sharded(nn.Linear(1, 1), {"dp": {"codec": "blockint"}})
+        attach._attach_sharded(nn.Linear(1, 1), {"dp": {"codec": "blockint"}}, ExitStack())
 
 
 def test_without_a_block_another_torch_is_none(found: pytest.MonkeyPatch) -> None:
     pretend(found, "2.8.0")
     found.delenv(process.ENVIRONMENT, raising=False)
     process.configure(None)
-    assert attach._attach_sharded(nn.Linear(1, 1), None) is None
+    assert attach._attach_sharded(nn.Linear(1, 1), None, ExitStack()) is None
 
 
 def test_comments_docstrings_and_layout_are_no_change(tmp_path: object) -> None:

@@ -174,12 +174,13 @@ def test_counted_bytes_are_held_to_what_is_told_and_expected() -> None:
     arms = {arm.name: arm for arm in cells.arms_of("hpz")}
     case = count_bytes.Case("hpz", "hpz", arms["recommended"], False)
     step, first = {"payload": 1.5e6, "inside": 0.5e6}, {"payload": 1.875e6, "inside": 0.5e6}
-    told = {"wire_MB": 12.75, "raw_MB": 30.0}
+    told = {"wire_MB": 12.75, "raw_MB": 30.0, "inter_MB": 10.5, "inter_raw_MB": 27.0}
     records = [{"dimensions": {"dp": {"forward": told}}}, {"summary": True, "dimensions": None}]
     numel = round(8 * 1.5e6 / (12.516 / 2))
     row = count_bytes.figures(case, [[first, first, step]] * 4, records, numel, 0.0)
     assert row["link_MB"] == 3.5 and row["inside_MB"] == 1.0 and row["told_MB"] == 4.25
     assert row["off"] == pytest.approx(4.5 / 4.25 - 1) and row["native_MB"] == 10.0
+    assert (row["told_link_MB"], row["native_link_MB"]) == (3.5, 9.0)
     assert row["off_expected"] == pytest.approx(0.0, abs=1e-3)
     assert count_bytes.missed([row]) == ["hpz recommended"]
     assert count_bytes.missed([{**row, "off": 0.009}]) == []

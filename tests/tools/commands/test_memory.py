@@ -131,7 +131,7 @@ def test_islands_and_published_weights(tmp_path: Path, capsys: pytest.CaptureFix
     assert f"state of islands {size(2 * 4 * N / 8)}, " in line  # start and momentum
     # what was sent, and what eight islands sent
     assert f"messages of islands {size((1 + 64 // 8) * 4 * N / 8)}, " in line
-    assert f"copy of published weights {size(2 * N / 8)} (host)" in line
+    assert f"copies of published weights {size(4 * N / 8)} (host)" in line
     late = {"preset": "streaming", "islands": 8, "every": 8, "delay": 5}  # three at once
     line = told(capsys, file(tmp_path, 2, sync=late), *SIZED)
     assert f"messages of islands {size(3 * (1 + 64 // 8) * 4 * N / 8 / 4)}" in line

@@ -100,6 +100,9 @@ def ds_config(plan: Plan, block: Mapping[str, Any], base: Base) -> dict[str, Any
     layout = plan.layout
     zero = {**base.get("zero_optimization", {}), "stage": layout.zero_stage}
     zero.pop("offload_optimizer", None)
+    zero.pop("zero_hpz_partition_size", None)
+    if layout.hpz > 1:
+        zero["zero_hpz_partition_size"] = layout.hpz
     if layout.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     kept = {key: value for key, value in base.items() if key != "train_batch_size"}

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from hybridcomp.config.memory import size
 from hybridcomp.dimensions import DIMENSIONS, ROWS
 from hybridcomp.tools.compare.report import aligned
+from hybridcomp.tools.plan import bits_between
 from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.plan import MEMORY_KINDS, Plan, Prediction
 from hybridcomp.tools.plan.request import Found
@@ -166,6 +167,9 @@ def details(plan: Plan, cluster: Cluster) -> Iterator[str]:
             f"between nodes in all: {size(crossing[0])} a step of a rank instead of "
             f"{size(crossing[1])}"
         )
+    bits = bits_between.of_plan(plan)
+    if bits is not None and crossing[1]:
+        yield bits_between.told(*bits)
 
 
 def _between(told: Prediction, name: str) -> str:

@@ -13,7 +13,7 @@ import torch
 from hybridcomp.config.policy import Dimension, Direction
 from hybridcomp.dimensions import ROWS, Key
 from hybridcomp.errors import HybridcompError
-from hybridcomp.tools.plan.choices import Choice, Choices
+from hybridcomp.tools.plan.choices import NATIVE, Choice, Choices
 from hybridcomp.tools.plan.cost.calls import NOTHING, Coded, EngineCall
 from hybridcomp.tools.plan.cost.copies import Copying, Whole, copyings
 from hybridcomp.tools.plan.cost.host import Host, Hosts, Style, least, nearest, style_of
@@ -40,14 +40,14 @@ ALL_REDUCE: tuple[Operation, ...] = ("all_reduce",)
 class Item:
     """Equal messages of a dimension and direction: one of them, their dtype and their number.
 
-    fixed: they stay native whatever is chosen.
+    fixed: how they go whatever is chosen; None: as is chosen.
     """
 
     key: Key
     call: EngineCall | Copying
     dtype: torch.dtype
     count: float = 1.0
-    fixed: bool = False
+    fixed: Choice | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,7 +259,7 @@ class PlannedJob:
         found = [Item(("pp", way), call, self.dtype)]
         if parts > 1:
             gather = self.groups.call("all_gather", values, layout, "tensor", stage)
-            found.append(Item(("pp", way), gather, self.dtype, fixed=True))
+            found.append(Item(("pp", way), gather, self.dtype, fixed=NATIVE))
         return found
 
     def gradient_items(self, layout: Layout, stage: int, values: float, group: Group) -> list[Item]:

@@ -17,7 +17,7 @@ from hybridcomp.tools.plan.cost.copies import MOST_NUMEL, Copying
 from hybridcomp.tools.plan.cost.job import PlannedJob
 from hybridcomp.tools.plan.cost.prices import MIN_BYTES
 from hybridcomp.tools.plan.cost.schedule import in_flight
-from hybridcomp.tools.plan.cost.work import LIVE, StageWork, Work
+from hybridcomp.tools.plan.cost.work import COPIED, LIVE, StageWork, Work
 from hybridcomp.tools.plan.layout import Layout
 from hybridcomp.tools.plan.models.model import ModelLayer
 
@@ -37,7 +37,7 @@ def memory_of(job: PlannedJob, work: Work, stage: int, choices: Choices) -> dict
     """Return the bytes of a rank of ``stage`` by kind (``plan.MEMORY_KINDS``)."""
     layout, own = work.layout, work.stages[stage]
     found = states(job, layout, own)
-    kept = _kept(job, layout, own)
+    held = kept(job, layout, own)
     made = _moment(job, layout, stage, own)
     found["activations"] = made.activations
     if _grows(job, layout):
@@ -48,7 +48,7 @@ def memory_of(job: PlannedJob, work: Work, stage: int, choices: Choices) -> dict
         copied = 0.0 if job.on_cpu else FP32 * values
         if job.dtype.itemsize * values + copied > made.activations + made.gradients:
             found["gradients"], found["activations"] = job.dtype.itemsize * values, copied
-    return {**found, **kept_by_codecs(job, layout, own, choices), **kept}
+    return {**found, **kept_by_codecs(job, layout, own, choices), **held}
 
 
 def states(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float]:
@@ -70,10 +70,15 @@ def states(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "host": host}
 
 
-def _kept(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float]:
-    """Return the bytes of the gathered parameters that DeepSpeed keeps at ZeRO 3."""
+def kept(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float]:
+    """Return the bytes of gathered parameters, and of the node's copy, at ZeRO 3."""
     if layout.zero_stage == 3:
-        return {"gathered": job.dtype.itemsize * min(stage.dense + stage.experts, LIVE)}
+        values = stage.dense + stage.experts
+        found = {"gathered": job.dtype.itemsize * min(values, LIVE)}
+        if layout.hpz > 1:
+            width = COPIED[layout.copy].bits(job.dtype) / 8
+            found["copy"] = width * values / layout.hpz
+        return found
     return {}
 
 
@@ -95,8 +100,8 @@ def kept_by_codecs(
     passes = (one.items + one.sent for one in (*stage.forward, *stage.backward))
     for items in (stage.reduce, stage.gather, stage.micro, stage.copies, *passes):
         for item in items:
-            choice = choices[item.key]
-            if not choice.native and not item.fixed:
+            choice = item.fixed or choices[item.key]
+            if not choice.native:
                 numel = item.call.numel
                 if isinstance(item.call, Copying):
                     numel = min(numel, MOST_NUMEL)

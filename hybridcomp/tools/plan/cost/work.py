@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Protocol
 
 from hybridcomp.dimensions import Dimension
-from hybridcomp.tools.plan.choices import NATIVE, Choices
+from hybridcomp.tools.plan.choices import NATIVE, Choice, Choices
 from hybridcomp.tools.plan.cost.calls import FREE, NOTHING, EngineCall, Price
 from hybridcomp.tools.plan.cost.copies import Whole, whole_of
 from hybridcomp.tools.plan.cost.job import Item, PlannedJob
@@ -23,6 +23,9 @@ from hybridcomp.tools.plan.models.model import ModelLayer
 Items = tuple[Item, ...]
 #: values that ZeRO 3 keeps gathered at most (``stage3_max_live_parameters``, DeepSpeed's default)
 LIVE = 1e9
+#: what crosses nodes with a secondary copy, and what is gathered of one inside a node
+STEPS = Choice.of("stepcode")
+COPIED = {"native": NATIVE, "exact": NATIVE, "bits8": Choice.of({"codec": "blockint", "bits": 8})}
 
 
 @dataclass(frozen=True)
@@ -164,14 +167,17 @@ def _with_step(job: PlannedJob, layout: Layout, index: int, stage: StageWork) ->
         nodes, sites = (min(2, count) for count in job.groups.of(layout, "pipeline"))
         numel = job.model.shared(job.shape(layout))
         call = EngineCall("all_reduce", numel, 2, nodes, sites=sites)
-        reduce.append(Item(("dp", "forward"), call, job.gradient_dtype, fixed=True))
+        reduce.append(Item(("dp", "forward"), call, job.gradient_dtype, fixed=NATIVE))
     micro: list[Item] = []
     if layout.zero_stage == 3:
         per_layer = max(1.0, len(stage.layers) / max(1, len(gather)))
         # parameters that fit into the live ones are not gathered again for backward
         times = 1 if dense + experts <= LIVE else 2
-        micro = reduce + [_in_parts(item, per_layer) for item in gather for _ in range(times)]
-        reduce, gather = [], []
+        parts = [_in_parts(item, per_layer) for item in gather]
+        micro, reduce, gather = reduce + parts * times, [], []
+        if layout.hpz > 1:
+            micro = micro[: -len(parts) * times] + _inside(layout, parts, times)
+            gather = _crossing(layout, parts)
     elif layout.zero_stage == 2 and job.limits.engine != "megatron":
         micro, reduce = reduce, []
     shards = layout.size("replicas") if job.sharded(layout) else 1
@@ -199,6 +205,39 @@ def _whole(job: PlannedJob, layout: Layout, stage: StageWork) -> Whole:
         (tuple(chain.from_iterable(tensors)), replicas),
         (tuple(chain.from_iterable(experts)), max(1, replicas // layout.expert)),
     ))  # fmt: skip
+
+
+def _inside(layout: Layout, parts: Sequence[Item], times: int) -> list[Item]:
+    """Return the gathers of a micro-batch inside a node, from its secondary copy.
+
+    DeepSpeed's own copy is made by the first gather of a step, which crosses nodes.
+    """
+    count = float(times)
+    if layout.copy == "native":
+        count -= 1 / layout.accumulation
+    how = COPIED[layout.copy]
+    found = []
+    for one in parts if count else ():
+        call = EngineCall("all_gather", one.call.numel, layout.hpz, 1)
+        found.append(replace(one, call=call, count=one.count * count, fixed=how))
+    return found
+
+
+def _crossing(layout: Layout, parts: Sequence[Item]) -> list[Item]:
+    """Return what crosses nodes once in a step: whole gathers, or steps of the copies.
+
+    Each rank gets the steps of its part of the copy from one rank of each other node. Those of 8
+    bits are priced as exact ones, of which they are a part.
+    """
+    if layout.copy == "native":
+        return list(parts)
+    found = []
+    for one in parts:
+        nodes = one.call.ranks // layout.hpz
+        sites = one.call.sites if isinstance(one.call, EngineCall) else 1
+        call = EngineCall("all_gather", one.call.numel / layout.hpz, nodes, nodes, sites=sites)
+        found.append(replace(one, call=call, fixed=STEPS))
+    return found
 
 
 def _in_parts(item: Item, parts: float) -> Item:
@@ -235,7 +274,7 @@ def price(job: PlannedJob, item: Item, choices: Choices | Wish) -> Price:
     """Price all messages of one item."""
     if not isinstance(choices, Choices):
         return choices.price(job, item)
-    choice = NATIVE if item.fixed else choices[item.key]
+    choice = item.fixed or choices[item.key]
     found = job.prices.of(item.call, choice, item.dtype, item.key[0])
     return found.times(item.count)
 

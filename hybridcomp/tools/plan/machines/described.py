@@ -93,7 +93,7 @@ class HostSpeed:
     """Microseconds of the host for an encoded message, beside launches: ``us``, and more by rank.
 
     The defaults are those of a bucket's all-reduce and of a bucket to its owners, without a wire
-    (``scripts/benchmarks/bench_host.py --ranks 8 64 256 1024 4096``, docs/results/host_time.md).
+    (``scripts/benchmarks/bench_host.py --ranks 8 64 256 1024 4096``, docs/results/scale.md).
     """
 
     __pydantic_config__ = STRICT

@@ -18,9 +18,11 @@ LOSSLESS = (Choice.of("expcode"),)
 #: lossless on deltas: twice the saving of a lossless codec on weights (docs/deltas.md)
 LOSSLESS_DELTA = (Choice.of({"codec": "mpc", "delta": True}), Choice.of("stepcode"))
 #: as the preset ``recommended``: 4 bits for gradients, whose error the optimizer averages over
-#: steps (docs/results/feedback.md), and where a delta corrects it
+#: steps (docs/results/loss.md), and where a delta corrects it
 BITS_8 = (Choice.of({"codec": "blockint", "bits": 8}),)
 BITS_4 = (Choice.of({"codec": "blockint", "bits": 4}),)
+#: what crosses nodes that keep a secondary copy of a kind
+COPIES = {"exact": LOSSLESS_DELTA[1], "bits8": BITS_8[0]}
 BITS_4_DELTA = (Choice.of({"codec": "blockint", "bits": 4, "delta": True}),)
 #: ``dp`` bounds above this one get error feedback (configs/README.md)
 FEEDBACK_FROM = 0.005
@@ -75,6 +77,16 @@ class AllowedChoices:
         choices = dict(self.allowed).get(key[0], ())
         fitting = [choice for choice in choices if not (choice.delta and zero_stage == 3)]
         return (NATIVE, *fitting)
+
+    def keeps(self, copy: str) -> bool:
+        """Return whether nodes may keep a secondary copy of a kind: where its codec is allowed.
+
+        Parameters without loss need ``stepcode`` among those of ``zero``, a copy of 8 bits also
+        ``blockint`` at 8.
+        """
+        allowed = dict(self.allowed).get("zero", ())
+        wanted = [] if copy == "native" else [COPIES["exact"], COPIES[copy]]
+        return all(choice in allowed for choice in wanted)
 
     def inside(self, choices: Iterable[Choice]) -> Iterator[Choice]:
         """Yield those of ``choices`` for ``dp`` that may stand beside encoded sums inside of sites.

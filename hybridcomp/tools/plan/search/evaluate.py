@@ -38,7 +38,7 @@ class Ideal:
         table = dict(self.options)
         found = [
             job.prices.of(item.call, choice, item.dtype, item.key[0])
-            for choice in ((NATIVE,) if item.fixed else table.get(item.key, (NATIVE,)))
+            for choice in ((item.fixed,) if item.fixed else table.get(item.key, (NATIVE,)))
         ]
         fastest = Price(
             min(one.coding for one in found),

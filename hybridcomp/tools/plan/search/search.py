@@ -75,7 +75,7 @@ class _Search:
 
     def run(self) -> Found:
         """Search, and return the answer."""
-        every = list(layouts(self.job, self.refused))
+        every = [one for one in layouts(self.job, self.refused) if self.budget.keeps(one.copy)]
         for layout in every:
             self._push(balanced_seconds(self.job, self.evaluator, layout), layout)
         ranked: dict[Layout, tuple[Work, Choices]] = {}

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from hybridcomp.tools.plan.cost.job import PlannedJob
-from hybridcomp.tools.plan.layout import ContextWay, Layout
+from hybridcomp.tools.plan.layout import ContextWay, Copy, Layout
 from hybridcomp.tools.plan.search.slicing import sliced
 
 #: numbers of virtual stages to try
@@ -101,7 +101,7 @@ def _refined(
         refused["the samples of a step cannot be divided among the replicas"] += 1
         return
     names = ("sequence", "virtual", "zero_stage", "micro_batch", "accumulation", "offload",
-             "hierarchy", "slices")  # fmt: skip
+             "hierarchy", "slices", "hpz", "copy")  # fmt: skip
     for sequence in (False, True) if _sequences(job, base) else (False,):
         for micro_batch in divisors(samples):
             if micro_batch > job.limits.most_micro_batch:
@@ -166,7 +166,23 @@ def _whole(job: PlannedJob, cut: Layout) -> Iterator[Layout]:
             for hierarchy in _levels(job, cut):
                 found = cut.replace(zero_stage=zero_stage, offload=offload, hierarchy=hierarchy)
                 yield found
+                if not offload:
+                    yield from (found.replace(hpz=n, copy=what) for n, what in _copies(job, found))
                 yield from (found.replace(slices=slices) for slices in _slices(job, found))
+
+
+def _copies(job: PlannedJob, layout: Layout) -> Iterator[tuple[int, Copy]]:
+    """Yield ranks of a node and kinds of its secondary copy, none where DeepSpeed has no hpZ."""
+    ranks, parts = layout.size("replicas"), (layout.innermost, layout.context, layout.expert)
+    nodes, _ = job.groups.of(layout, "replicas")
+    if job.limits.engine != "deepspeed" or layout.zero_stage != 3 or parts != (1, 1, 1):
+        return
+    if nodes < 2 or ranks % nodes or ranks == nodes:
+        return
+    yield ranks // nodes, "native"
+    if job.dtype.itemsize == 2:  # steps are those of bf16 and fp16
+        yield ranks // nodes, "exact"
+        yield ranks // nodes, "bits8"
 
 
 def _slices(job: PlannedJob, layout: Layout) -> Iterator[tuple[int, ...]]:

@@ -1,0 +1,39 @@
+"""Put the state of an engine's channels back, where a load fails on another rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from hybridcomp.channels.engine_channels import Channels
+
+
+def put_back(channels: Channels, *others: object) -> Callable[[], None]:
+    """Return what gives ``channels`` and ``others`` the state that they have now.
+
+    Tensors are not copied: a load replaces what holds them, and changes none.
+    """
+    parts = (
+        channels, channels.residuals, channels.factors, channels.guard, channels.verdicts,
+        channels.seen, channels.ledger, channels.host.pace, *others,
+    )  # fmt: skip
+    kept = [(vars(part), {name: _copy(one) for name, one in vars(part).items()}) for part in parts]
+
+    def back() -> None:
+        for now, before in kept:
+            for name in set(now) - set(before):
+                del now[name]
+            for name, (value, content) in before.items():
+                now[name] = value
+                if isinstance(value, (dict, set)):
+                    value.clear()
+                    value.update(content)
+                elif isinstance(value, list):
+                    value[:] = content
+
+    return back
+
+
+def _copy(value: Any) -> tuple[Any, Any]:
+    return value, copy.copy(value) if isinstance(value, (dict, set, list)) else None

@@ -1,0 +1,101 @@
+"""State what a checkpoint says of the job that saved it, and pick the newest whole one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridcomp.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class SavedJob:
+    """The job that saved a checkpoint, as far as its files say; None: they do not.
+
+    Attributes:
+        folder: of this checkpoint.
+        step: optimizer steps.
+        replicas: data-parallel ranks.
+        parts: ranks that share one replica: pipeline stages x tensor ranks.
+        tensor: tensor ranks.
+        zero: stage of DeepSpeed's ZeRO.
+        is_pipeline: whether the model is DeepSpeed's PipelineModule.
+        samples: of a step of the whole job.
+        micro: samples of a micro-batch.
+        trained: samples of all steps.
+        sampler: state of an ElasticSampler.
+        settings: the job's DeepSpeed file.
+        shapes: of the parameters, by name.
+        files: names of the files of this save; others in the folder are of an earlier one.
+    """
+
+    folder: Path
+    step: int | None = None
+    replicas: int | None = None
+    parts: int = 1
+    tensor: int = 1
+    zero: int = 0
+    is_pipeline: bool = False
+    samples: int | None = None
+    micro: int | None = None
+    trained: int | None = None
+    sampler: Mapping[str, Any] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> int | None:
+        """Return the number of ranks."""
+        return None if self.replicas is None else self.replicas * self.parts
+
+
+@dataclass(frozen=True)
+class ResumedJob:
+    """Where a job goes on.
+
+    Attributes:
+        folder: of the checkpoint that was loaded; None: there was none, the job begins.
+        step: optimizer steps so far.
+        samples_seen: samples of all steps so far; None: the checkpoint does not say.
+        ranks: of the job that saved it; None: the checkpoint does not say.
+        lr_factor: by which the learning rate was multiplied.
+        client_state: what a DeepSpeed job saved beside its own state.
+    """
+
+    folder: Path | None = None
+    step: int = 0
+    samples_seen: int | None = 0
+    ranks: int | None = None
+    lr_factor: float = 1.0
+    client_state: Mapping[str, Any] = field(default_factory=dict)
+
+
+#: a checkpoint, or None, and why newer ones were skipped
+Picked = tuple[SavedJob | None, list[str]]
+
+
+def number_of(folder: Path) -> int:
+    """Return the number at the end of a folder's name, -1 without one."""
+    found = re.search(r"(\d+)$", folder.name)
+    return int(found[1]) if found else -1
+
+
+def newest(folders: Iterable[Path], read: Callable[[Path], SavedJob]) -> Picked:
+    """Return the first of ``folders`` that ``read`` finds whole, and why others were skipped.
+
+    Raises CheckpointError where there are checkpoints and none is whole.
+    """
+    skipped: list[str] = []
+    for folder in folders:
+        try:
+            return read(folder), skipped
+        except CheckpointError as error:
+            skipped.append(str(error))
+    if skipped:
+        todo = "restore one, or name an empty folder to begin anew"
+        raise CheckpointError(f"no whole checkpoint: {'; '.join(skipped)}; {todo}")
+    return None, []

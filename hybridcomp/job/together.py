@@ -1,0 +1,174 @@
+"""Do on all ranks or on none what takes several steps: an attach, a load, a save, a meeting.
+
+    with together("loading the state", undo):
+        ...
+
+A rank that fails says so in the job's store. The others find it there wherever they would wait for
+that rank: in ``agreement.tell`` and at a ``gates.gate``, which stands in front of each collective
+and lets all ranks pass or none. The end of the body is a gate, too. So a failure anywhere is an
+error on all ranks within seconds, which names the rank, and each puts back (``undo``) what it has
+changed. What cannot be put back is done behind the body.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from hybridcomp.errors import (
+    AgreementError,
+    ConfigError,
+    HybridcompError,
+    PeerError,
+    SeamError,
+)
+from hybridcomp.job import agreement
+from hybridcomp.job.devices import default_device
+from hybridcomp.job.gates import Operation, Ranks, here
+
+#: operations so far among the ranks of a part of the job; None: all ranks
+_numbers: Counter[Ranks | None] = Counter()
+#: most characters of a message of ours, which may name files, and of anybody else's
+OWN_WORDS, OTHERS_WORDS = 4096, 200
+
+
+@contextlib.contextmanager
+def together(
+    what: str,
+    undo: Callable[[], object] = bool,
+    *,
+    ranks: Sequence[int] | None = None,
+    error: type[HybridcompError] = PeerError,
+    votes: bool = False,
+    alone: bool = False,
+) -> Iterator[None]:
+    """Have the body end on all ranks, or raise on all of them; every rank enters it.
+
+    One operation inside of another is a part of it. All ranks raise an error that begins with
+    ``what: rank r:``; on the rank that fails it keeps its type where that is one of hybridcomp.
+
+    Args:
+        what: the operation, for messages.
+        undo: puts back what this rank has changed; must not fail. No collective, but with ``votes``
+            for what all have done that passed a gate.
+        ranks: global ranks that enter, this one among them; None: all.
+        error: what other ranks raise.
+        votes: gates are sums over the job, which take a large job less time than the store; all
+            ranks come to the same gates then. For what is done in the middle of training.
+        alone: this rank waits for no other: a failure is an error here, and others miss the rank.
+    """
+    operation: _Stated | None = None
+    if not (here.operations or alone or not dist.is_initialized() or _is_alone(ranks)):
+        part = None if ranks is None else tuple(ranks)
+        operation = (_Voting if votes else _Stated)(what, part, error)
+        here.operations.append(operation)
+    try:
+        yield
+        if operation is not None:
+            operation.gate()
+    except BaseException as problem:
+        if operation is not None:
+            operation.fail(problem)
+            here.operations.remove(operation)  # no gates in front of what ``undo`` does
+        undo()
+        if operation is None and here.operations:
+            raise  # the operation around this one says it
+        told = named(problem, what, error)
+        raise told from told.__cause__
+    else:
+        if operation is not None:
+            here.operations.remove(operation)
+
+
+def _is_alone(ranks: Sequence[int] | None) -> bool:
+    return (dist.get_world_size() if ranks is None else len(ranks)) == 1
+
+
+def named(problem: BaseException, what: str, error: type[HybridcompError]) -> BaseException:
+    """Return ``problem``, or one in its place, with a message that names this rank."""
+    common = (ConfigError, AgreementError, SeamError)  # every rank meets the same mistake
+    if not isinstance(problem, Exception) or isinstance(problem, common):
+        return problem
+    if isinstance(problem, HybridcompError) and problem.names_rank:
+        return problem
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    kind = type(problem) if isinstance(problem, HybridcompError) else error
+    told = kind.naming_rank(f"{what}: rank {rank}: {_words(problem)}")
+    told.__cause__ = problem
+    return told
+
+
+def _words(problem: BaseException) -> str:
+    first = (str(problem).strip() or "no text").splitlines()[0]
+    if isinstance(problem, HybridcompError):
+        return first[:OWN_WORDS]
+    return f"{type(problem).__name__}: {first[:OTHERS_WORDS]}"
+
+
+class _Stated(Operation):
+    """An operation whose gates are rounds of statements."""
+
+    def __init__(self, what: str, ranks: Ranks | None, error: type[HybridcompError]) -> None:
+        among = "all" if ranks is None else ",".join(map(str, ranks))
+        super().__init__(f"{among}/{_numbers[ranks]}/")
+        _numbers[ranks] += 1
+        self.what, self.ranks, self.error = what, ranks, error
+        self._key = f"hybridcomp/failed/{agreement.start()}/{self.name}"
+        self._store = dist.distributed_c10d._get_default_store()
+
+    def takes_in(self, ranks: Sequence[int]) -> bool:
+        """Return whether all of these global ranks take part."""
+        return self.ranks is None or set(ranks) <= set(self.ranks)
+
+    def check(self, is_there: Callable[[], object] = bool) -> None:
+        """Raise where a rank has failed, unless ``is_there`` says true."""
+        if self._store.check([self._key]) and not is_there():
+            rank, words = json.loads(self._store.get(self._key))
+            raise self.error.naming_rank(f"{self.what}: rank {rank}: {words}")
+
+    def gate(self, group: dist.ProcessGroup | None = None) -> None:
+        """Return once all ranks of ``group`` have come here."""
+        ranks = self.ranks if group is None else dist.get_process_group_ranks(group)
+        agreement.tell({}, what=self.what, ranks=ranks)
+
+    def fail(self, problem: BaseException) -> None:
+        """Tell the others, unless somebody has told them of another failure."""
+        text = json.dumps([dist.get_rank(), _words(problem)])
+        with contextlib.suppress(RuntimeError, dist.DistError):  # the store may have gone
+            self._store.compare_set(self._key, "", text)
+
+
+class _Voting(_Stated):
+    """An operation whose gates are votes of the whole job."""
+
+    def __init__(self, what: str, ranks: Ranks | None, error: type[HybridcompError]) -> None:
+        super().__init__(what, ranks, error)
+        self._is_over = False
+
+    def gate(self, group: dist.ProcessGroup | None = None) -> None:
+        """Return once all ranks have come here; raise where one has failed."""
+        if not self._vote(True):
+            self._is_over = True
+            self.check()
+            raise self.error(f"{self.what}: another rank has failed")
+
+    def before_message(self) -> None:
+        """Pass a gate, as a message of training is about to be posted."""
+        self.gate()
+
+    def fail(self, problem: BaseException) -> None:
+        """Tell the others, at the gate to which they come next."""
+        if not self._is_over:
+            super().fail(problem)
+            with contextlib.suppress(RuntimeError, dist.DistError):  # a rank has ended
+                self._vote(False)
+
+    def _vote(self, well: bool) -> bool:
+        flag = torch.tensor(int(well), dtype=torch.int32, device=default_device())
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+        return bool(flag)

@@ -1,0 +1,273 @@
+"""Write a version of a folder beside the training: a thread of each rank copies, encodes, writes.
+
+1. ``publish(wait=False)``, on the caller's thread: the ranks agree, and the thread begins.
+2. The thread copies the weights, which stay as they are until the next optimizer step; that waits
+   for the copy. Then it encodes and writes this rank's part.
+3. The thread of rank 0 waits until the parts of all ranks are in the folder, and writes the
+   manifest: the version is readable.
+4. The next ``publish`` takes the version over, or raises on all ranks what has failed on one.
+
+Threads send nothing to other ranks: all messages are sent from the caller's thread, in 1 and 4. The
+interpreter waits for the thread when it exits. A job that is killed leaves parts that no manifest
+names: receivers have the version before, and the next job removes them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from hybridcomp.errors import PublishError
+from hybridcomp.foreign import one_line, quoted_path
+from hybridcomp.job import saved
+from hybridcomp.log import say
+from hybridcomp.publishing.destinations import FAILED, PARTS, Folder, part_name
+from hybridcomp.publishing.encoding import PartEncoder, PartSummary
+from hybridcomp.publishing.parts import summary_of
+from hybridcomp.publishing.records import Manifest, read_manifest
+from hybridcomp.publishing.spools import FileBytes, open_file
+from hybridcomp.publishing.summaries import check_all
+from hybridcomp.publishing.waited import MakesManifest, VersionStart, commit
+
+#: seconds that a version may take beside the training, where nobody says another number
+LIMIT_S = 600.0
+#: seconds that rank 0 still waits for parts of other ranks once its script has ended
+EXIT_S = 30.0
+#: seconds between two looks for them, at least and at most
+LOOK_S, LOOKS_S = 0.005, 0.25
+
+
+class BesideVersion:
+    """The version that is being written; all ranks call ``settle`` together.
+
+    Attributes:
+        is_over: whether no thread of any rank works on it any more, equal on all ranks.
+        manifest: on rank 0 what it has written; None before.
+    """
+
+    def __init__(
+        self,
+        begin: VersionStart,
+        limit_s: float,
+        encoder: PartEncoder,
+        folder: Folder,
+        make: MakesManifest,
+        clean: Callable[[int, bool], None],
+        problem: str | None,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            begin: of the version; ``limit_s``: seconds that it may take.
+            encoder: whose snapshot was begun.
+            folder: where the version goes.
+            make: makes the manifest.
+            clean: called on rank 0 with version and full, once it is readable.
+            problem: what has gone wrong on this rank already.
+        """
+        self._of, self._encoder, self._folder = begin, encoder, folder
+        self._make, self._clean, self._limit_s = make, clean, limit_s
+        self.is_over = False
+        self.manifest: Manifest | None = None
+        self._begun = time.perf_counter()
+        self._problem, self._unwritten = problem, None
+        self._statement: dict[str, Any] = {}
+        self._said: list[dict[str, Any]] | None = None
+        self._given_up = self._is_committing = False
+        self._lock = threading.Lock()
+        self._copied, self._written, self._ended = (threading.Event() for _ in range(3))
+        self._news = threading.Event()  # for rank 0's thread, which waits for parts
+        name = f"hybridcomp version {begin.version}"
+        thread = threading.Thread(target=self._run, name=name, daemon=False)
+        _, unstarted = saved.attempt(thread.start)
+        if unstarted is not None:
+            self._problem = unstarted
+            for event in (self._copied, self._written, self._ended):
+                event.set()
+
+    @property
+    def version(self) -> int:
+        """Return its number."""
+        return self._of.version
+
+    @property
+    def full(self) -> bool:
+        """Return whether it needs no version before it."""
+        return self._of.full
+
+    def copied(self) -> None:
+        """Wait until weights may change. No collective."""
+        if not self._copied.wait(self._left()):
+            self._problem = self._problem or self._late("copied")
+
+    def _left(self) -> float:
+        return max(0.0, self._limit_s - (time.perf_counter() - self._begun))
+
+    def _late(self, doing: str) -> str:
+        where = quoted_path(self._folder.path)
+        return (
+            f"it was still being {doing} after {self._limit_s:g} s (limit_s); look why {where} "
+            "is slow"
+        )
+
+    # the thread
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        finally:
+            self._copied.set()
+            self._written.set()
+        try:
+            if self._of.rank == 0 and self._problem is None:
+                _, self._unwritten = saved.attempt(self._commit)
+        finally:
+            self._ended.set()
+
+    def _write(self) -> None:
+        """Copy the weights, and write this rank's part."""
+        of, part, problem = self._of, PartSummary(), self._problem
+        if problem is None:
+            _, problem = saved.attempt(self._encoder.end_snapshot)
+        self._copied.set()
+        begun = time.perf_counter()
+        if problem is None:
+            found, problem = saved.attempt(
+                lambda: self._encoder.write(
+                    self._folder.begin(of.version, of.rank), of.head, of.rank, of.full, beside=True
+                )
+            )
+            part = found or part
+        ending = time.perf_counter()
+        file, late = saved.attempt(lambda: self._folder.finish(problem))
+        part.wire_s += time.perf_counter() - ending
+        self._problem = self._problem or problem or late
+        if self._problem is not None:
+            self._folder.fail(self._problem)
+        self._statement = {"file": file, **vars(part), "seconds": time.perf_counter() - begun}
+
+    def _commit(self) -> None:
+        """Write the manifest once all parts are there, unless the version was given up before."""
+        said = self._parts()
+        with self._lock:
+            if said is None or self._given_up:
+                return
+            self._is_committing = True
+        manifest = self._make(said)
+        problem = commit(self._folder, manifest)
+        if problem is not None:
+            raise PublishError(problem)
+        self.manifest = manifest
+        self._clean(manifest.version, manifest.full)
+
+    def _parts(self) -> Sequence[dict[str, Any]] | None:
+        """Return what is said of all parts, once they are there; None where it was given up."""
+        found, pause = {self._of.rank: self._statement}, LOOK_S
+        exits = False
+        while self._said is None and len(found) < len(self._of.tokens):
+            left = self._left()
+            if not threading.main_thread().is_alive() and not exits:
+                late = time.perf_counter() - self._limit_s + EXIT_S
+                exits, self._begun = True, min(self._begun, late)
+            elif not left:
+                missing = [r for n, r in enumerate(self._of.ranks) if n not in found]
+                raise PublishError(f"the parts of rank(s) {missing[:8]} never came")
+            for place, token in enumerate(self._of.tokens):
+                if place not in found and (there := self._part(place, token)) is not None:
+                    found[place] = there
+            self._news.wait(min(pause, max(left, LOOK_S)))
+            pause = min(2 * pause, LOOKS_S)
+            if self._given_up:
+                return None
+        return self._said or [found[place] for place in range(len(self._of.tokens))]
+
+    def _part(self, place: int, token: str) -> dict[str, Any] | None:
+        """Return what there is to say of the part of another rank; None before it is there."""
+        name = part_name(self._of.version, token, place)
+        path = self._folder.path / PARTS / name
+        failed = path.with_name(f"{name}{FAILED}")
+        try:
+            with open_file(path) as file:
+                return {"file": name, **summary_of(FileBytes(file), place)}
+        except (OSError, ValueError, KeyError, TypeError):  # not there, or not all of it
+            pass
+        if failed.exists():
+            why, _ = saved.attempt(failed.read_text)
+            text = one_line(why or "its part cannot be written")
+            raise PublishError(f"rank {self._of.ranks[place]}: {text}")
+        return None
+
+    # the caller's thread
+
+    def settle(self) -> tuple[Manifest, list[dict[str, Any]]] | None:
+        """Wait until the version is readable; a collective over the job's ranks.
+
+        Returns its manifest and what the ranks say of their parts; None: it was given up before.
+        Raises PublishError, on every rank, where it is not readable, and again as long as a thread
+        of one rank is in the middle of writing it.
+        """
+        if self._given_up:
+            problem = None if self._ended.is_set() else self._late("written")
+            said = self._of.tell(problem=problem)
+            self.is_over = not any(one["problem"] for one in said)
+            if self.is_over:
+                saved.attempt(self._folder.abandon)
+                return None
+            check_all(said, self._of.ranks, f"version {self.version}")
+        if not self._written.is_set():
+            say(f"publish: waits for version {self.version}, which is being written", anywhere=True)
+        is_there = self._written.wait(self._left())
+        problem = self._problem if is_there else self._late("written")
+        said = self._of.tell(problem=problem, **(self._statement if is_there else {}))
+        if any(one["problem"] for one in said):
+            return self._give_up(said)
+        if self._of.rank == 0:
+            self._said = said
+            self._news.set()
+            is_there = self._ended.wait(self._left())
+            problem = self._unwritten if is_there else self._late("written")
+        ends = self._of.tell(problem=problem)
+        if any(one["problem"] for one in ends):
+            return self._give_up(ends, said)
+        self.is_over = True
+        return self._make(said), said
+
+    def _give_up(
+        self, bad: list[dict[str, Any]], said: list[dict[str, Any]] | None = None
+    ) -> tuple[Manifest, list[dict[str, Any]]]:
+        """Take the parts back, unless the manifest is there in spite of an error."""
+        with self._lock:
+            self._given_up = True
+        self._news.set()
+        if self._is_committing:
+            self._ended.wait(self._left())
+        kept = None if self.manifest is None else self.manifest.to_json().decode()
+        ends = self._of.tell(manifest=kept, is_writing=not self._ended.wait(LOOKS_S))
+        self.is_over = not any(one["is_writing"] for one in ends)
+        if ends[0]["manifest"] is not None:  # all parts were there, so all references are its own
+            found = read_manifest(ends[0]["manifest"].encode(), "the version beside the training")
+            if self._of.rank == 0:
+                there = f"publish: version {found.version} is there, in spite of an error"
+                say(f"{there}: {next(one['problem'] for one in bad if one['problem'])}")
+            return found, said or bad
+        if self._ended.is_set():
+            saved.attempt(self._folder.abandon)
+        check_all(bad, self._of.ranks, f"version {self.version}")
+        raise AssertionError("one of the ranks has a problem")
+
+    def close(self) -> None:
+        """Wait until this rank has done its work, and say what has failed. No collective.
+
+        What is left of a version that has failed is removed by the next job: rank 0 may not have
+        seen yet why a part does not come.
+        """
+        is_there = self._ended.wait(self._left())
+        problem = self._problem or self._unwritten if is_there else self._late("written")
+        if problem is not None:
+            rank = dist.get_rank() if dist.is_initialized() else self._of.ranks[self._of.rank]
+            told = f"publish: version {self.version} was not published: rank {rank}: {problem}"
+            say(told, anywhere=True)

@@ -1,0 +1,153 @@
+"""Count the bits a parameter that cross nodes in a step: natively, under ZeRO++, and with a block.
+
+Beside them stand settings that send less for memory: secondary copies and ZeRO 1. All figures
+are those among many nodes; n nodes send (n - 1) / n of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.words import DTYPES
+from hybridcomp.config import CompressionConfig
+from hybridcomp.tools.plan.layout import Copy, Layout
+from hybridcomp.tools.plan.pays import TYPICAL_BITS, bits
+from hybridcomp.tools.plan.plan import Plan
+
+#: scale and values of DeepSpeed's quantizers at a width of 4,096: int8 in groups of at most 16,000
+#: values (partition_parameters.py, CUDAQuantizer), int4 in as many groups as the longer side has
+#: values (coalesced_collectives.py)
+QWZ, QGZ = 8 + 32 / 8192, 4 + 32 / 4096
+#: what a step sends against a secondary copy, at a learning rate of about 2e-4: docs/deltas.md
+STEP_BITS: dict[str, float] = {"exact": TYPICAL_BITS["stepcode"][1], "bits8": 2.0}
+#: bytes a parameter of a node's copy
+COPY_NBYTES: dict[str, float] = {"native": 2.0, "exact": 2.0, "bits8": 33 / 32}
+
+
+@dataclass(frozen=True)
+class JobTraffic:
+    """A job of data-parallel ranks, as far as its bits between nodes depend on it.
+
+    Attributes:
+        stage: of ZeRO.
+        dtype: of parameters.
+        summed: dtype of gradients between ranks.
+        micro_batches: of a step.
+        copy: secondary copy of each node, from which all gathers of a step but the first are made
+            (hpZ), or all of them; "none": every gather crosses nodes.
+        reduced_whole: whether all ranks get all gradients, as at stage 0.
+    """
+
+    stage: int
+    dtype: torch.dtype = torch.bfloat16
+    summed: torch.dtype = torch.bfloat16
+    micro_batches: int = 1
+    copy: Copy | Literal["none"] = "none"
+    reduced_whole: bool = False
+
+    @property
+    def reductions(self) -> int:
+        """Sums of all gradients in a step."""
+        return self.micro_batches if self.stage >= 2 else 1
+
+    @property
+    def gathers(self) -> int:
+        """Gathers of all parameters between nodes in a step."""
+        if self.stage < 3:
+            return min(self.stage, 1)
+        return 2 * self.micro_batches if self.copy == "none" else 1
+
+    def native(self) -> float:
+        """Bits a parameter of upstream's own messages, in NCCL's algorithms."""
+        sums = 8.0 * self.summed.itemsize * (1 if self.stage == 3 else 2)  # whole buckets below 3
+        return self.reductions * sums + self.gathers * 8.0 * self.dtype.itemsize
+
+    def plus_plus(self) -> float:
+        """Bits of ZeRO++ with its three parts, at stage 3."""
+        return self.micro_batches * QGZ + QWZ
+
+    def encoded(self, dp: Codec | None, zero: Codec | None) -> float:
+        """Bits with these codecs; None: native."""
+        whole = self.stage == 0 or self.reduced_whole
+        if dp is None:
+            sums = 8.0 * self.summed.itemsize * (1 if self.stage == 3 else 2)
+        else:
+            sums = bits(dp, self.summed) * (2 if whole else 1)
+        moved = 8.0 * self.dtype.itemsize if zero is None else bits(zero, self.dtype)
+        moved = STEP_BITS.get(self.copy, moved)
+        return self.reductions * sums + self.gathers * moved
+
+    def over(self, layout: Layout) -> JobTraffic:
+        """Return this job with the secondary copies of ``layout``."""
+        return replace(self, copy=layout.copy) if layout.hpz > 1 else self
+
+    def lighter(self) -> Iterator[tuple[str, JobTraffic]]:
+        """Yield settings of DeepSpeed that send less, with the memory that they take."""
+        width = self.dtype.itemsize
+        for kind, words in _COPIES.items():
+            steps = self.dtype.itemsize == 2 or kind == "native"
+            if self.stage == 3 and self.copy == "none" and steps:
+                held = COPY_NBYTES[kind] * width / 2
+                yield f"{words}: {held:.3g} bytes a parameter in a node", replace(self, copy=kind)
+        if self.stage >= 2 and (self.stage == 3 or self.micro_batches > 1):
+            held, whole = (2, "parameters and gradients") if self.stage == 3 else (1, "gradients")
+            yield (
+                f"ZeRO 1, which keeps {whole} whole: {held * width} bytes a parameter in a rank",
+                replace(self, stage=1, copy="none"),
+            )
+
+
+#: how each secondary copy is written
+_COPIES: dict[Copy, str] = {
+    "native": "zero_hpz_partition_size N, the ranks of a node",
+    "exact": '"secondary": "exact"',
+    "bits8": '"secondary": {"bits": 8}, whose passes compute with 8 bits',
+}
+
+
+def of_plan(plan: Plan) -> tuple[JobTraffic, float] | None:
+    """Return the traffic of a plan of replicas alone, and its bits; None for other layouts."""
+    layout = plan.layout
+    if layout.innermost * layout.context * layout.stages * layout.expert > 1:
+        return None
+    dtype = DTYPES[plan.dtype]
+    summed = torch.float32 if plan.engine == "megatron" else dtype
+    job = JobTraffic(layout.zero_stage, dtype, summed, layout.accumulation)
+    gradients, parameters = (plan.choices[name, "forward"].codec for name in ("dp", "zero"))
+    return job, job.over(layout).encoded(gradients, parameters)
+
+
+def told(job: JobTraffic, encoded: float) -> str:
+    """Say the bits of a job with a block or a plan, natively, and under ZeRO++."""
+    peer = f"ZeRO++ {job.plus_plus():.1f}, " if job.stage == 3 else ""
+    return (
+        f"between nodes a step sends {encoded:.1f} bits a parameter (natively {job.native():.1f}, "
+        f"{peer}among many nodes)"
+    )
+
+
+def lines(config: CompressionConfig, job: JobTraffic) -> Iterator[str]:
+    """Yield the bits of ``job`` with a block, and what sends less; nothing where it has low rank.
+
+    How much a low rank sends depends on the matrices.
+    """
+    if {"dp", "zero"} & set(config.policy().low_rank):
+        return
+    codecs = config.codecs()
+    dp, zero = codecs["dp", "forward"], codecs["zero", "forward"]
+    if dp is None and zero is None:
+        return
+    kept = job
+    if config.zero is not None and config.zero.secondary != "native":
+        kept = replace(job, copy="exact" if config.zero.secondary == "exact" else "bits8")
+    sent = kept.encoded(dp, zero)
+    yield told(job, sent)
+    found = [(other.encoded(dp, zero), words) for words, other in kept.lighter()]
+    for fewer, words in sorted(found):
+        if fewer < sent:
+            yield f"  {fewer:.1f} with {words}"

@@ -1,0 +1,47 @@
+"""What resuming has in common under every engine: the sampler, the learning rate, the messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.elastic.checkpoints import SavedJob
+from hybridcomp.errors import ConfigError
+from hybridcomp.log import say
+
+KEY = "hybridcomp.resume"
+WHAT = "resuming a checkpoint"
+
+
+def say_skipped(skipped: Iterable[str]) -> None:
+    """Name the checkpoints that are not whole."""
+    say(*(f"resume: skipped {text}" for text in skipped))
+
+
+def check_sampler(sampler: Any, job: SavedJob, samples: int | None = None) -> None:
+    """Raise ConfigError where ``sampler`` cannot go on; ``samples``: of a step of the engine."""
+    if sampler is None:
+        return
+    if samples not in (None, sampler.samples):
+        todo = f"the engine's steps have {samples} samples; give the sampler as many"
+        raise ConfigError("ElasticSampler.samples", sampler.samples, todo)
+    if job.sampler is None:
+        todo = (
+            'save sampler.state_dict() with the job: client_state={"sampler": ...} of DeepSpeed, '
+            '"sampler" in what torch.distributed.checkpoint saves'
+        )
+        raise ConfigError(KEY, Shown(f'no state of a sampler, "sampler", in {job.folder}'), todo)
+    sampler.check(job.sampler)
+
+
+def scale(optimizer: Any, scheduler: Any, factor: float) -> None:
+    """Multiply the learning rates that were loaded, and those that a scheduler begins from."""
+    if factor == 1:
+        return
+    for group in optimizer.param_groups:
+        for name in ("lr", "initial_lr"):
+            if name in group:
+                group[name] = group[name] * factor
+    if hasattr(scheduler, "base_lrs"):
+        scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]

@@ -1,0 +1,97 @@
+"""Implement ``hybridcomp.resume``: find the engine's adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from hybridcomp.config.error_messages import NOTHING, Shown
+from hybridcomp.elastic.checkpoints import ResumedJob
+from hybridcomp.errors import ConfigError
+from hybridcomp.job import uncaught
+from hybridcomp.log import say
+from hybridcomp.patches.common.resumed_parts import KEY
+
+if TYPE_CHECKING:
+    from hybridcomp.elastic.sampler import ElasticSampler
+
+
+def resume(
+    engine: Any,
+    folder: str | Path,
+    *,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    sampler: ElasticSampler | None = None,
+    lr: str | None = None,
+) -> ResumedJob:
+    """Go on from the newest whole checkpoint in a folder, on however many ranks there are now.
+
+    Every rank calls it, once, before the first step. Weights, optimizer states and step are exact;
+    the sum of the residuals of error feedback is kept, and what guard and ``"when": "auto"``
+    decided. DeepSpeed's checkpoints at ZeRO 1 to 3 are converted first where the number of replicas
+    or of pipeline stages is another one. A checkpoint that is not whole is skipped, with a line;
+    without any the job begins at step 0.
+
+    Args:
+        engine: an engine of DeepSpeed, a model under DistributedDataParallel, or the root of
+            fully_shard.
+        folder: where the job saves its checkpoints, each into a folder of its own whose name ends
+            in a number, or one of them.
+        optimizer, scheduler: of a model under DDP or FSDP2; DeepSpeed's engine has them.
+        sampler: the job's, to go on with the first sample that was not trained on.
+        lr: what becomes of the learning rate where a step has other samples than in the checkpoint:
+            times their ratio ("linear"), times its root ("sqrt"), or the same ("keep").
+
+    Raises, on every rank and before anything changes: ConfigError where this job cannot go on from
+    the checkpoint, CheckpointError where none is whole or it is of another model.
+    """
+    uncaught.install()
+    if not dist.is_initialized():
+        todo = "torch.distributed is not up; call resume after the engine was built"
+        raise ConfigError(KEY, NOTHING, todo)
+    place = Path(folder)
+    kinds = {cls.__module__.partition(".")[0] for cls in type(engine).__mro__}
+    if "megatron" in kinds or isinstance(engine, (list, tuple)):
+        todo = (
+            "megatron.core.dist_checkpointing loads on other ranks by itself; call "
+            "hybridcomp.load_state(folder) for the residuals, whose sum is kept, and "
+            "ElasticSampler.load_state_dict for the samples"
+        )
+        raise ConfigError(KEY, Shown("megatron-core"), todo)
+    if "deepspeed" in kinds:
+        from hybridcomp.patches.ds import replanned as of_deepspeed
+
+        for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
+            if given is not None:
+                raise ConfigError(f"{KEY}: {name}", Shown("one"), "the engine has it; leave it out")
+        found = of_deepspeed.resume(engine, place, sampler, lr)
+    else:
+        from hybridcomp.patches.torch import replanned as of_torch
+        from hybridcomp.patches.torch import weights
+        from hybridcomp.patches.torch.attach import unwrapped
+
+        model = unwrapped(engine)
+        if not weights.is_engine(model):
+            todo = (
+                "expected an engine of DeepSpeed, a model under DistributedDataParallel, or the "
+                "root of fully_shard"
+            )
+            raise ConfigError(KEY, Shown(type(engine).__name__), todo)
+        found = of_torch.resume(model, place, optimizer, scheduler, sampler, lr)
+    say(_told(found, place))
+    return found
+
+
+def _told(found: ResumedJob, place: Path) -> str:
+    if found.folder is None:
+        return f"resume: {place} has no checkpoint; the job begins at step 0"
+    ranks = "" if found.ranks is None else f", saved by {found.ranks} ranks"
+    seen = "" if found.samples_seen is None else f", after {found.samples_seen} samples"
+    lr = "" if found.lr_factor == 1 else f"; the learning rate is times {found.lr_factor:g}"
+    return (
+        f"resume: {found.folder}{ranks}: {dist.get_world_size()} go on from step "
+        f"{found.step}{seen}{lr}"
+    )

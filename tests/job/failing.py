@@ -1,0 +1,134 @@
+"""Make the n-th step of an operation fail on one rank: any call by which it can fail.
+
+Steps are found by Python's profiler while the operation runs, not by a list: calls from a function
+of hybridcomp into torch, files, the network or another library. Left out are the few in front of
+an operation and behind its last gate (``KEPT``), what carries the word of a failure (``SPARED``),
+and what DeepSpeed does between our operations, with messages of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import hybridcomp
+from hybridcomp.job.gates import here
+
+HERE = str(Path(hybridcomp.__file__).parent)
+PATCHES = str(Path(HERE).parent / "patches")
+#: what carries the word of a failure, what only words it, and what posts messages behind a gate:
+#: where the last fails a rank is lost
+SPARED = tuple(
+    f"/hybridcomp/{name}.py"
+    for name in (
+        "job/gates", "job/agreement", "job/together", "job/statements", "job/processes",
+        "job/small_messages", "errors", "log", "collectives/wire/transport", "sync/exact_sends",
+    )
+)  # fmt: skip
+#: what stands in front of an operation, and looks at arguments that are alike on all ranks, and
+#: what stands behind its last gate, and only keeps what was made
+KEPT = {
+    ("__init__.py", "save_state"), ("__init__.py", "load_state"),
+    ("__init__.py", "attach"), ("steps.py", "living"),
+    ("attach.py", "_ranks"), ("attach.py", "attach"),
+    ("attach.py", "is_sharded"), ("attach.py", "<genexpr>"), ("attach.py", "<listcomp>"),
+    ("__init__.py", "__getattr__"),
+    ("attach.py", "unwrapped"), ("island_masters.py", "_sharded"),
+    ("island_masters.py", "_mesh_ranks"), ("island_masters.py", "<setcomp>"),
+    ("island_masters.py", "ranks_of_model"), ("topology.py", "ranks_of"),
+    ("membership.py", "post"), ("courier.py", "send"),
+    ("courier.py", "expect"), ("sync_follower.py", "close"),
+    ("sync_follower.py", "resume"), ("kept_gradients.py", "stop"),
+}  # fmt: skip
+#: what C functions belong to that fail for want of memory alone: containers, types
+HARMLESS = (dict, list, set, tuple, str, bytes, frozenset, int, float, type, deque, Counter)
+#: and others that do: looks at objects and clocks
+LOOKS = {
+    "isinstance", "len", "getattr", "setattr", "hasattr", "callable", "id", "iter", "next", "min",
+    "max", "repr", "issubclass", "hash", "perf_counter", "monotonic", "sorted", "any", "all",
+    "sum", "vars", "object.__setattr__", "time", "sleep", "print", "lock.__enter__",
+    "lock.__exit__",  # which left out would hold the lock for ever
+}  # fmt: skip
+#: modules of Python's that are no more than syntax
+SYNTAX = (
+    "contextlib", "functools", "collections", "abc", "typing", "dataclasses", "enum", "weakref",
+    "threading", "operator", "_weakrefset", "inspect",
+)  # fmt: skip
+
+
+class Injected(OSError, RuntimeError):
+    """The failure that was asked for: of a file, of the network or of torch."""
+
+
+@dataclass
+class Steps:
+    """Counts the steps that can fail, and lets one fail.
+
+    Attributes:
+        fails_at: the step; None: no one does.
+        found: steps so far.
+        where: the step that failed.
+    """
+
+    fails_at: int | None = None
+    found: int = 0
+    where: str = ""
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        caller = frame if event == "c_call" else frame.f_back
+        if event not in ("call", "c_call") or caller is None or not _counts(caller):
+            return
+        if event == "c_call":
+            called = argument.__qualname__
+            if called in LOOKS or isinstance(getattr(argument, "__self__", None), HARMLESS):
+                return
+        else:
+            called = frame.f_code.co_name
+            if _is_own(frame) or str(frame.f_globals.get("__name__")).startswith(SYNTAX):
+                return
+        if not here.operations and _is_upstreams(frame):
+            return
+        self.found += 1
+        if self.found - 1 == self.fails_at:
+            place = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
+            self.where = f"{place} {caller.f_code.co_name}: {called}"
+            sys.setprofile(None)
+            raise Injected(self.where)
+
+
+def _is_upstreams(frame: FrameType | None) -> bool:
+    """Return whether DeepSpeed runs, or is called."""
+    while frame is not None:
+        if "/site-packages/deepspeed/" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_own(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return file.startswith((HERE, PATCHES, "<"))
+
+
+def _counts(frame: FrameType) -> bool:
+    file, name = frame.f_code.co_filename, frame.f_code.co_name
+    if not file.startswith((HERE, PATCHES)) or file.endswith(SPARED):
+        return False
+    return (Path(file).name, name) not in KEPT
+
+
+@contextlib.contextmanager
+def steps(fails_at: int | None = None) -> Iterator[Steps]:
+    """Count the steps of the body, and let one fail."""
+    counter = Steps(fails_at)
+    sys.setprofile(counter)
+    try:
+        yield counter
+    finally:
+        sys.setprofile(None)

@@ -1,0 +1,337 @@
+"""Versions that a thread writes beside the training: whole or not at all, and nobody waits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hybridcomp.errors import ConfigError, PublishError
+from hybridcomp.publishing import Held, Publisher, WeightReceiver
+from hybridcomp.publishing.destinations import Folder
+from hybridcomp.publishing.streams import Stream
+from tests.publishing.made import Weights, copy_of, full_disk, same
+from tests.ranks import RunRanks
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def told(call: Callable[[], object]) -> str:
+    """What PublishError says; "" where nothing is raised."""
+    try:
+        call()
+    except PublishError as error:
+        return str(error)
+    return ""
+
+
+def many(folder: Path, sharded: bool) -> list[Any]:
+    """Twelve versions; weights move as soon as they are copied."""
+    weights = Weights()
+    publisher = weights.publisher(Folder(folder), sharded, anchor_every=5)
+    receiver, right, kinds = WeightReceiver(folder), [], []
+    for number in range(12):
+        weights.step(number)
+        started = publisher.publish(wait=False)
+        kinds.append(started.full)
+        values = copy_of(weights.values)
+        publisher.copied()
+        for value in weights.values.values():
+            value.view(torch.int16).add_(1)  # would be seen in a version that is copied late
+        summary = publisher.finish()
+        assert summary is not None and summary.version == started.version == number + 1
+        assert summary.seconds > 0 and summary.wait_s > 0 and publisher.finish() is None
+        receiver.update()
+        right.append(same(receiver, values) and summary.full == started.full)
+    one = publisher.publish()  # a version that is waited for goes on from those beside
+    receiver.update()
+    right.append(same(receiver, weights.values) and not one.full)
+    publisher.close()
+    dist.barrier()
+    left = sorted(path.name for path in (folder / "parts").iterdir() if path.suffix != ".part")
+    return [all(right), kinds, left, [one.version for one in publisher.take_finished()]]
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_versions_beside_the_training_are_exact(
+    on_ranks: RunRanks, tmp_path: Path, sharded: bool
+) -> None:
+    kinds = [number % 5 == 0 for number in range(12)]
+    expected = [True, kinds, [], list(range(1, 14))]
+    assert on_ranks(2, many, tmp_path, sharded) == [expected] * 2
+
+
+def held_up(folder: Path) -> list[Any]:
+    """The copy waits for a gate: an optimizer's step waits for the copy, and nothing else does."""
+    weights = Weights()
+    held, gate = weights.held(), threading.Event()
+
+    def later(read: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        def reads() -> Tensor:
+            if threading.current_thread() is not threading.main_thread():
+                assert gate.wait(60)
+            return read()
+
+        return reads
+
+    parts = [Held(one.stretch, later(one.read)) for one in held.held]
+    publisher = Publisher(replace(held, held=parts), Folder(folder), bucket=1000)
+    publisher.publish(wait=False)
+    begun = not list(folder.glob("v*.json"))
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    moved = []
+    optimizer.register_step_pre_hook(lambda *_: moved.append(gate.is_set()))
+    threading.Timer(0.2, gate.set).start()
+    optimizer.step()
+    moved.append(gate.is_set())
+    expected = copy_of(weights.values)
+    weights.step(1)
+    publisher.close()  # waits for the version
+    dist.barrier()
+    receiver = WeightReceiver(folder)
+    receiver.update()
+    return [begun, moved[-1], same(receiver, expected)]
+
+
+def test_an_optimizer_waits_for_the_copy_alone(on_ranks: RunRanks, tmp_path: Path) -> None:
+    assert on_ranks(2, held_up, tmp_path) == [[True, True, True]] * 2
+
+
+def torn(folder: Path) -> list[Any]:
+    """Rank 1's weights change behind the copy of their first values, before it is checked."""
+    weights = Weights()
+    publisher = weights.publisher(Folder(folder))
+    publisher.publish()
+    weights.step(1)
+    end = type(publisher._encoder.shards[0]).end_snapshot
+    changes = dist.get_rank() == 1
+
+    def changed(shard: Any, bucket: int) -> None:
+        end(shard, bucket)
+        if changes and shard is publisher._encoder.shards[-1]:
+            for value in weights.values.values():
+                value.data.view(torch.int16).add_(1)
+
+    with mock.patch.object(type(publisher._encoder.shards[0]), "end_snapshot", changed):
+        publisher.publish(wait=False)
+        text = told(publisher.finish)
+    if not changes:
+        for value in weights.values.values():
+            value.view(torch.int16).add_(1)
+    again = publisher.publish(wait=False)
+    found = publisher.finish()
+    receiver = WeightReceiver(folder)
+    receiver.update()
+    assert found is not None
+    return [text, again.full, found.version, same(receiver, weights.values)]
+
+
+def test_weights_that_change_too_early_are_no_version(on_ranks: RunRanks, tmp_path: Path) -> None:
+    for text, full, version, right in on_ranks(2, torn, tmp_path):
+        assert text.startswith("version 2 was not published: rank 1: ") and "\n" not in text
+        assert "was changed while it was being copied" in text
+        assert full and version == 2 and right
+
+
+def fails(folder: Path, by: str) -> list[Any]:
+    """A version that fails beside the training is told by the next ``publish``, on all ranks."""
+    weights = Weights()
+    publisher = weights.publisher(Folder(folder))
+    publisher.publish(wait=False)
+    publisher.finish()
+    weights.step(1)
+    with broken(by):
+        publisher.publish(wait=False)
+        text = told(lambda: publisher.publish(wait=False))
+    there = [path.name for path in sorted(folder.glob("v*.json"))]
+    dist.barrier()
+    left = [path.name for path in (folder / "parts").iterdir() if "v0000000002" in path.name]
+    dist.barrier()
+    weights.step(2)
+    started = publisher.publish(wait=False)
+    found = publisher.finish()
+    receiver = WeightReceiver(folder)
+    receiver.update()
+    assert found is not None
+    right = same(receiver, weights.values)
+    return [text, there, left, started.full, found.version, right]
+
+
+@contextmanager
+def broken(by: str) -> Iterator[None]:
+    """What goes wrong: on rank 1's way to its part, or in rank 0's manifest."""
+    if by == "disk":
+        with full_disk(True, rank=1):
+            yield
+        return
+    where, rank = {"begin": ("begin", 1), "commit": ("commit", 0)}[by]
+    error = mock.Mock(side_effect=OSError(5, "Input/output error"))
+    with mock.patch.object(Folder, where, error) if dist.get_rank() == rank else mock.MagicMock():
+        yield
+
+
+@pytest.mark.parametrize(("by", "rank"), [("begin", 1), ("commit", 0)])
+def test_a_failure_is_told_on_all_ranks(
+    on_ranks: RunRanks, tmp_path: Path, by: str, rank: int
+) -> None:
+    for text, there, left, full, version, right in on_ranks(2, fails, tmp_path, by):
+        assert text.startswith(f"version 2 was not published: rank {rank}: OSError"), text
+        assert there == ["v0000000001.json"] and left == []
+        assert full and version == 2 and right
+
+
+def there_in_spite(folder: Path) -> list[Any]:
+    """Rank 1's part is whole, and an error is raised behind it: the manifest may be there."""
+    weights = Weights()
+    publisher = weights.publisher(Folder(folder))
+    with full_disk(True, rank=1):
+        publisher.publish(wait=False)
+        text = told(publisher.finish)
+    weights.step(1)
+    publisher.publish(wait=False)
+    found = publisher.finish()
+    receiver = WeightReceiver(folder)
+    receiver.update()
+    assert found is not None
+    is_there = found.version == 2 and not found.full and text == ""
+    is_not = found.version == 1 and found.full and "rank 1: OSError" in text
+    return [is_there or is_not, same(receiver, weights.values)]
+
+
+def test_an_error_behind_a_whole_part(on_ranks: RunRanks, tmp_path: Path) -> None:
+    """Either way all ranks and receivers have the same."""
+    assert on_ranks(2, there_in_spite, tmp_path) == [[True, True]] * 2
+
+
+def stuck(folder: Path) -> list[Any]:
+    """A part that takes longer than the limit is given up, and again while it is written."""
+    weights, gate = Weights(), threading.Event()
+    publisher = weights.publisher(Folder(folder), limit_s=0.5)
+    publisher.publish()
+    begin = Folder.begin
+
+    def slow(self: Folder, version: int, rank: int) -> Any:
+        if rank == 1:
+            assert gate.wait(60)
+        return begin(self, version, rank)
+
+    with mock.patch.object(Folder, "begin", slow):
+        publisher.publish(wait=False)
+        texts = [told(lambda: publisher.publish(wait=False)) for _ in range(2)]
+        dist.barrier()
+        gate.set()
+        if dist.get_rank() == 1:
+            assert publisher._beside is not None and publisher._beside._ended.wait(60)
+        dist.barrier()
+    weights.step(1)
+    started = publisher.publish(wait=False)
+    found = publisher.finish()
+    receiver = WeightReceiver(folder)
+    receiver.update()
+    left = [path.name for path in (folder / "parts").iterdir() if path.suffix != ".part"]
+    assert found is not None
+    return [texts, started.full, found.version, same(receiver, weights.values), left]
+
+
+def test_a_slow_folder_holds_nobody_beyond_the_limit(on_ranks: RunRanks, tmp_path: Path) -> None:
+    for texts, full, version, right, left in on_ranks(2, stuck, tmp_path):
+        for text in texts:
+            assert text.startswith("version 2 was not published: rank 1: it was still being writt")
+            assert "after 0.5 s (limit_s); look why" in text
+        assert full and version == 2 and right and left == []
+
+
+def closed(folder: Path) -> list[Any]:
+    """``close`` is no collective: rank 0 hears by a file that rank 1's part does not come."""
+    weights = Weights()
+    publisher = weights.publisher(Folder(folder))
+    publisher.publish()
+    weights.step(1)
+    with broken("begin"):
+        publisher.publish(wait=False)
+        begun = time.perf_counter()
+        publisher.close()
+        assert time.perf_counter() - begun < 300  # of 600 that rank 0 would have waited
+    dist.barrier()
+    receiver = WeightReceiver(folder)
+    receiver.update()
+    again = Weights().publisher(Folder(folder))
+    summary = again.publish()
+    dist.barrier()
+    left = [path.name for path in (folder / "parts").iterdir() if path.suffix != ".part"]
+    return [receiver.version, summary.version, left]
+
+
+def test_close_tells_what_has_failed(on_ranks: RunRanks, tmp_path: Path) -> None:
+    assert on_ranks(2, closed, tmp_path) == [[1, 2, []]] * 2
+
+
+def refused(folder: Path) -> list[str]:
+    found = []
+    for call in (
+        lambda: Weights().publisher(Stream(None, (0,))).publish(wait=False),
+        lambda: Weights().publisher(Folder(folder), limit_s=0.0),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_cannot_be_beside(on_ranks: RunRanks, tmp_path: Path) -> None:
+    ((stream, limit),) = on_ranks(1, refused, tmp_path)
+    assert "publish.wait: found False; only a folder is written beside the training" in stream
+    assert "publish.limit_s: found 0.0; expected seconds, more than 0" in limit
+
+
+ENDS = """
+    import os, sys, threading
+    import torch.distributed as dist
+    from pathlib import Path
+    from hybridcomp.publishing.destinations import Folder
+    from hybridcomp.publishing.encoding import PartEncoder
+    from tests.publishing.made import Weights
+    folder = Path(sys.argv[1])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    weights = Weights()
+    publisher = weights.publisher(Folder(folder / "to"))
+    publisher.publish()
+    weights.step(1)
+    if sys.argv[2] == "killed":
+        write = PartEncoder.write
+        def cut(self, *given, **named):
+            write(self, *given, **named)
+            os._exit(9)
+        PartEncoder.write = cut
+    publisher.publish(wait=False)
+    if sys.argv[2] == "killed":
+        threading.Event().wait(60)
+"""
+
+
+@pytest.mark.parametrize(("how", "rc", "version"), [("ends", 0, 2), ("killed", 9, 1)])
+def test_a_script_that_ends(tmp_path: Path, how: str, rc: int, version: int) -> None:
+    """The interpreter waits for the version; where it is killed, the version before is whole."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", dedent(ENDS), str(tmp_path), how]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == rc, done.stderr
+    receiver = WeightReceiver(tmp_path / "to")
+    receiver.update()
+    assert receiver.version == version

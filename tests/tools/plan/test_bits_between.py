@@ -1,0 +1,112 @@
+"""Bits a parameter between nodes: as README's table has them, and what sends less."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from doc_pages import bits
+from hybridcomp.config import CompressionConfig
+from hybridcomp.tools.commands import cli
+from hybridcomp.tools.plan import bits_between
+from hybridcomp.tools.plan.bits_between import JobTraffic
+
+RECOMMENDED = CompressionConfig.parse({"preset": "recommended"})
+FP32 = torch.float32
+#: job of README's table -> the same
+SAME = {
+    "zero0": JobTraffic(0), "zero1": JobTraffic(1), "zero3_twice": JobTraffic(3),
+    "hpz": JobTraffic(3, copy="native"), "ddp": JobTraffic(0, FP32, FP32),
+    "fsdp2": JobTraffic(3, summed=FP32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_figures_are_those_of_the_table(name: str) -> None:
+    job, codecs = bits.JOBS[name], RECOMMENDED.codecs()
+    dp, zero = codecs["dp", "forward"], codecs["zero", "forward"]
+    assert SAME[name].native() == pytest.approx(bits.total(job.today), rel=1e-6)
+    told = SAME[name].encoded(dp, zero)
+    assert told == pytest.approx(bits.total(job.recommended), rel=1e-3)
+    assert SAME[name].encoded(None, None) == SAME[name].native()
+
+
+def test_zero_plus_plus_is_that_of_the_table() -> None:
+    assert JobTraffic(3).plus_plus() == bits.total(bits.JOBS["zeropp"].today)
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (JobTraffic(0), []),
+        (JobTraffic(1, micro_batches=8), []),
+        (JobTraffic(2), []),
+        (JobTraffic(2, micro_batches=8), ["12.5 with ZeRO 1"]),
+        (
+            JobTraffic(3),
+            [
+                '6.3 with "secondary": {',
+                '7.2 with "secondary": "exact',
+                "12.5 with ZeRO 1",
+                "12.5 with zero_hpz",
+            ],
+        ),
+        (
+            JobTraffic(3, micro_batches=8),
+            ["12.5 with ZeRO 1", "36.1 with", "37.0 with", "42.3 with zero_hpz"],
+        ),
+        (JobTraffic(3, copy="native"), []),
+    ],
+)
+def test_what_sends_less_is_said_the_least_first(job: JobTraffic, words: list[str]) -> None:
+    first, *found = bits_between.lines(RECOMMENDED, job)
+    assert ("ZeRO++" in first) == (job.stage == 3)
+    assert len(found) == len(words)
+    assert all(line.strip().startswith(word) for line, word in zip(found, words, strict=True)), (
+        found
+    )
+
+
+def test_nothing_is_said_of_what_is_native_or_depends_on_matrices() -> None:
+    assert not list(bits_between.lines(CompressionConfig.parse({"tp": "bf16"}), JobTraffic(3)))
+    low_rank = CompressionConfig.parse({"dp": {"codec": "powersgd", "rank": 4}})
+    assert not list(bits_between.lines(low_rank, JobTraffic(0)))
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({}, "20.8 bits a parameter (natively 48.0, ZeRO++ 12.0"),
+        ({"gradient_accumulation_steps": 4}, "83.1 bits a parameter (natively 192.0, ZeRO++ 24.0"),
+        ({"communication_data_type": "fp32"}, "20.8 bits a parameter (natively 64.0, ZeRO++ 12.0"),
+        (
+            {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
+            "12.5 bits a parameter (natively 32.0, ZeRO++ 12.0",
+        ),
+        (
+            {"compression": {"preset": "recommended", "zero": {"secondary": "exact"}}},
+            "7.2 bits a parameter (natively 48.0, ZeRO++ 12.0",
+        ),
+        ({"zero_optimization": {"stage": 2}}, "12.5 bits a parameter (natively 48.0, among"),
+        ({"compression": {"sync": {"every": 8}}}, None),
+    ],
+)
+def test_commands_say_it_of_a_file(
+    changed: dict[str, Any], told: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings: dict[str, Any] = {
+        "bf16": {"enabled": True}, "zero_optimization": {"stage": 3},
+        "train_micro_batch_size_per_gpu": 1, "compression": {"preset": "recommended"},
+    }  # fmt: skip
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({**settings, **changed}))
+    step = ["--parameters", "1e9", "--compute", "1", "--link", "25"]
+    for words in (["validate", str(path)], ["pays", str(path), *step]):
+        assert cli.main(words) == 0
+        said = capsys.readouterr().out
+        sends = f"between nodes a step sends {told or ''}"
+        assert (sends in said) == (told is not None), said
