@@ -55,4 +55,5 @@ class Integers(nn.Module):
         for name in [*used, "frozen"]:
             factors = torch.randint(-4, 5, (MOST,), generator=generator).float()
             total = total + self.parts[name](factors)
-        return total
+        summed: Tensor = total
+        return summed
