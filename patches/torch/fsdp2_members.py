@@ -161,7 +161,7 @@ class Members:
         def post_backward(*unused: Any) -> None:
             wanted = names()
             for place, parameter in enumerate(self.group.fsdp_params if wanted else ()):
-                whole = getattr(parameter, "_unsharded_param", None)
+                whole: Any = getattr(parameter, "_unsharded_param", None)
                 lacks = whole is not None and whole.requires_grad and whole.grad is None
                 lacks = lacks and parameter.unsharded_accumulated_grad is None
                 if lacks and self.members[place].name in wanted:

@@ -39,7 +39,8 @@ def sharded(bf16: bool = False, replicas: int = 1) -> Any:
     """The model under ``fully_shard``, a group for each part."""
     torch.manual_seed(0)
     model: Any = Integers()
-    shape, names = (dist.get_world_size(),), ("shard",)
+    shape: tuple[int, ...] = (dist.get_world_size(),)
+    names: tuple[str, ...] = ("shard",)
     if replicas > 1:
         shape, names = (replicas, shape[0] // replicas), ("replicate", "shard")
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
