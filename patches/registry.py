@@ -29,6 +29,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "ds.zero12",
         "ds.zero12_elsewhere",
         "ds.zero3",
+        "ds.node_sums",
         "ds.parameter_gathers",
         "ds.secondary",
         "ds.frozen",

@@ -29,6 +29,7 @@ from torch.distributed import ProcessGroup
 from hybridcomp.channels.engine_state import EngineState
 from hybridcomp.channels.error_samples import Samples
 from hybridcomp.channels.known_groups import KnownGroups
+from hybridcomp.channels.node_sums import CARRIER
 from hybridcomp.codecs import LOSSLESS, Codec
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.codecs.quantized_residual import Residual
@@ -64,6 +65,8 @@ class Message(ABC, Generic[R]):
         group: the ranks; None: all of the job.
         direction: ``forward`` for activations and all that has no other way, else ``backward``.
         between: global ranks of sender and receiver of a point-to-point message.
+        crosses: of gradients that upstream reduces in every micro-batch: whether this one is the
+            last of a step, so that with ``dp.accumulate`` their sum leaves the node; None: others.
     """
 
     numel: int
@@ -71,6 +74,7 @@ class Message(ABC, Generic[R]):
     group: ProcessGroup | None
     direction: Direction = "forward"
     between: tuple[int, int] | None = None
+    crosses: bool | None = None
 
     @abstractmethod
     def native_nbytes(self, size: int) -> int:
@@ -100,6 +104,7 @@ class Handling(NamedTuple):
 
     Attributes:
         by_parameter: whether they must be known at all.
+        feeds_back: residuals are added.
         separate: they are encoded independently of each other.
         common: those that tensor-parallel ranks share are summed exactly.
         flush: residuals are sent for the last time. Error feedback is on with lossy codecs only,
@@ -108,6 +113,7 @@ class Handling(NamedTuple):
     """
 
     by_parameter: bool
+    feeds_back: bool
     separate: bool
     common: bool
     flush: bool
@@ -158,6 +164,8 @@ class Channel:
         codec = self.codec(
             message.numel, message.dtype, message.group, message.direction, message.between
         )
+        if codec is None and message.crosses is not None and self.accumulates(message):
+            codec = CARRIER
         if codec is None or message.stays_native(self, codec):
             return self.run_native(message, native)
         if self.state.islands > 1:
@@ -167,6 +175,19 @@ class Channel:
             with marks.sending(self.dimension, *fields, codec.spec):
                 return encoded(message.send(self, codec))
         return encoded(message.send(self, codec))
+
+    def accumulates(self, message: Message[Any]) -> bool:
+        """Return whether the micro-batches of such messages are summed inside of the node.
+
+        All of a group in two levels, also those that the block leaves native, which cross exactly.
+        """
+        return (
+            message.crosses is not None
+            and self.state.config.dp.accumulate == "node"
+            and not self.is_suspended
+            and message.dtype in VALUE_DTYPES
+            and self.group(message.group).levels is not None
+        )
 
     def group(self, group: ProcessGroup | None) -> Group:
         """Return the ``Group`` of a process group: rank, size, nodes, levels."""
@@ -289,9 +310,11 @@ class Channel:
         """Return how sums with ``codec`` treat the parameters that a tensor holds."""
         common = bool(self.state.common) and not codec.lossless
         separate = codec.bounded or common
-        flush = self.error_feedback and codec.lossless
-        known = self.error_feedback or separate
-        return Handling(known, separate, common, flush, self.sampling)
+        feeds_back = self.error_feedback and codec is not CARRIER
+        known = feeds_back or separate
+        return Handling(
+            known, feeds_back, separate, common, feeds_back and codec.lossless, self.sampling
+        )
 
     @property
     def sampling(self) -> bool:

@@ -18,8 +18,9 @@ from hybridcomp.channels.payoff import Payoff
 from hybridcomp.codecs import poll_payloads
 from hybridcomp.collectives import finish_sends, poll_headers
 from hybridcomp.collectives.topology import Nodes, Ranks, discover
-from hybridcomp.config import CompressionConfig
+from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.dimensions import DIMENSIONS, TWO_LEVELS, Dimension
+from hybridcomp.errors import ConfigError
 
 #: attribute of a parameter: its dotted name, unique in the job
 NAME = "_hybridcomp_name"
@@ -78,10 +79,17 @@ class Channels(EngineState):
             and not self.verdicts.native(dimension, self.step)
         )
 
+    @property
+    def sums_in_node(self) -> bool:
+        """Return whether the micro-batches of some messages of dp may be summed inside a node."""
+        asked = self.config.dp.accumulate == "node" and self["dp"].active
+        return asked and "dp" not in self.absent and self.layout is not None
+
     def place(self, groups: Iterable[Ranks]) -> list[str]:
         """Discover the nodes and make the two levels of the groups of dp and zero; a collective.
 
-        ``groups``: those that this rank is in. Returns messages for the user.
+        ``groups``: those that this rank is in. Returns messages for the user. Raises ConfigError on
+        all ranks where ``dp.accumulate`` finds no node of several ranks beside another.
         """
         low_rank = self.policy.low_rank
         names = [name for name in TWO_LEVELS if self[name].active and name not in low_rank]
@@ -90,7 +98,23 @@ class Channels(EngineState):
         self.nodes = discover(self.config.widths, self.config.level_codecs)
         notes = self.nodes.prepare(groups)
         told = ", ".join(name for name in names if name not in self.absent)
+        asked = self.config.dp.accumulate == "node" and self["dp"].active
+        if asked and "dp" not in self.absent and self.layout is None:
+            notes.append(self._cannot_accumulate(self.nodes))
         return [f"{told}: {note}" for note in notes] if told else []
+
+    def _cannot_accumulate(self, nodes: Nodes) -> str:
+        """Say why no group of the job has two levels; ConfigError unless that may stay native."""
+        count, ranks = len(set(nodes.of_rank)), len(nodes.of_rank)
+        why = "no group of gradients has several ranks on each of several nodes"
+        if count == 1:
+            why = "all ranks share one node, so that nothing crosses"
+        elif count == ranks:
+            why = "each node has one rank, whose share would be all gradients"
+        if self.config.on_unsupported == "error":
+            todo = f"{why} (by {nodes.source}); remove it, or say the nodes by hierarchy"
+            raise ConfigError(f"{BLOCK}.dp.accumulate", "node", todo)
+        return f"accumulate: {why}; every micro-batch is reduced"
 
     def close_step(self, sampled: bool, device: torch.device) -> list[str]:
         """Close an optimizer step, after ``step`` was counted: run due measurements, ask the guard.
@@ -107,7 +131,8 @@ class Channels(EngineState):
         if self.config.start_step < self.step:
             self.gains.count(self.verdicts, self.step - 1, self.guard.trips)
         payoff = self.payoff
-        told = payoff.unmeasured() + payoff.weigh_seen(device) + payoff.compare(device)
+        told = self.node_sums.idle() if self.sums_in_node else []
+        told += payoff.unmeasured() + payoff.weigh_seen(device) + payoff.compare(device)
         if self.guard.flushed("dp", self.step) or self.verdicts.holds_nothing("dp", self.step):
             told += self._drop_residuals()
         if not sampled or not self.guard.watching:

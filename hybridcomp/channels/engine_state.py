@@ -16,6 +16,7 @@ from hybridcomp.channels.host_pace import Pace
 from hybridcomp.channels.late_samples import LateSamples
 from hybridcomp.channels.ledger import Ledger
 from hybridcomp.channels.low_rank import Factors
+from hybridcomp.channels.node_sums import NodeSums
 from hybridcomp.collectives.topology import Nodes
 from hybridcomp.collectives.wire import HOST, Clock
 from hybridcomp.collectives.wire.device_clock import SILENT
@@ -48,6 +49,7 @@ class EngineState:
         step: optimizer steps taken.
         passes: backward passes since the last of them that have sent gradients, roughly.
         verdicts: on dimensions with ``when: auto``; ``seen``: messages of those without one yet.
+        node_sums: of micro-batches, which this rank keeps for its node.
         pace: of dimension ``offload``, whether its copies are encoded in a step.
         is_weighed: whether dp and zero were measured before the first step.
         gains: seconds that encoding has saved, where they were measured.
@@ -73,6 +75,7 @@ class EngineState:
     pace: Pace
     residuals: Residuals = field(default_factory=Residuals)
     factors: Factors = field(default_factory=Factors)
+    node_sums: NodeSums = field(default_factory=NodeSums)
     verdicts: Verdicts = field(default_factory=Verdicts)
     step: int = 0
     passes: int = 0

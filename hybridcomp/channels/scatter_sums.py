@@ -56,9 +56,18 @@ class ReduceScatter(Message[ReduceScatterHandle]):
     def send(self, channel: Channel, codec: Codec) -> ReduceScatterHandle:
         """Sum the loaded shards; see ``collectives.reduce_scatter``."""
         shards, handling = self.load(codec), channel.handling(codec)
-        pieces = self.pieces() if handling.by_parameter else None
+        sums = channel.state.node_sums if channel.accumulates(self) else None
+        pieces = self.pieces() if handling.by_parameter or sums is not None else None
         like = shards.flat if isinstance(shards, Shards) else shards[0]
         known, meter = channel.group(self.group), channel.meter(like.device)
+        kept: Tensor | None = None
+        if sums is not None and pieces is not None:
+            if not self.crosses:
+                return self._keep(channel, Transfer(codec, known, meter), shards, pieces)
+            kept = None if handling.common else sums.take(pieces, known)
+            if kept is None and sums.holds(pieces):
+                shards, flat = _wide(shards)
+                sums.put_back(pieces, flat)
         exact = None
         if handling.common and pieces is not None:
             exact = take_common(channel, shards, pieces, known, meter)
@@ -66,12 +75,29 @@ class ReduceScatter(Message[ReduceScatterHandle]):
             via, factors = Transfer(codec, known, meter), low_rank_of(channel, self.direction)
             handle = low_rank.reduce_scatter(shards, via, factors, pieces, self.async_op)
         else:
-            how = Reduction(codec, known, meter, flush=handling.flush)
+            how = Reduction(codec, known, meter, flush=handling.flush, kept=kept)
             handle = self._scatter(channel, shards, how, pieces, handling)
         if exact is not None:
             handle.then(lambda: exact.put(handle.wait(), known.rank))
         nbytes = self.native_nbytes(known.size)
         return channel.recorded(handle, meter, nbytes, self.direction, known.ring)
+
+    def _keep(
+        self,
+        channel: Channel,
+        via: Transfer,
+        shards: Sequence[Tensor],
+        pieces: Sequence[Sequence[Piece]],
+    ) -> ReduceScatterHandle:
+        """Sum ``shards`` inside the node and keep that; the handle's ``wait()`` gives zeros."""
+        group, meter = via.group, via.meter
+        like = shards.flat if isinstance(shards, Shards) else shards[0]
+        total = channel.state.node_sums.room(
+            pieces, group, lambda: [one for rank in group.receivers for one in pieces[rank]], like
+        )
+        handle = collectives.keep_shards(shards, via, total, self.async_op)
+        nbytes = self.native_nbytes(group.size)
+        return channel.recorded(handle, meter, nbytes, self.direction, group.ring)
 
     def _scatter(
         self,
@@ -87,12 +113,21 @@ class ReduceScatter(Message[ReduceScatterHandle]):
         residuals: Sequence[Residual] | None = None
         if pieces is not None and handling.separate:
             cuts = [borders(pieces[rank]) for rank in group.receivers]
-        if pieces is not None and channel.error_feedback:
+        if pieces is not None and handling.feeds_back:
             residuals = _scattered(channel, shards, pieces, group)
         if handling.sampling:
             (first,) = how.codec.split_error_budget(1, group.encoders, exact=1)
             how.probe = probe_of(channel, first, self.direction)
         return collectives.reduce_scatter(shards, how, residuals, cuts, self.async_op)
+
+
+def _wide(shards: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
+    """Copy ``shards`` as fp32; return the copies, and as one tensor the memory that they share."""
+    if isinstance(shards, Shards):
+        flat = shards.flat.to(torch.float32, copy=True)
+        return Shards(flat, shards.numel), flat
+    flat = torch.cat([shard.to(torch.float32) for shard in shards])
+    return torch.split(flat, [shard.numel() for shard in shards]), flat
 
 
 def _scattered(

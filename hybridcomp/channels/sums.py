@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from hybridcomp import collectives
@@ -142,31 +143,55 @@ class ReduceToOwners(Sum[list[Tensor]]):
     def send(self, channel: Channel, codec: Codec) -> list[Tensor]:
         """Sum the loaded tensor to its owners; see ``collectives.reduce_to_owners``."""
         tensor, ranges, handling = self.load(codec), self.ranges, channel.handling(codec)
-        pieces = self.pieces() if handling.by_parameter else None
+        sums = channel.state.node_sums if channel.accumulates(self) else None
+        pieces = self.pieces() if handling.by_parameter or sums is not None else None
         known, meter = channel.group(self.group), channel.meter(tensor.device)
+        kept: Tensor | None = None
+        if sums is not None and pieces is not None:
+            if not self.crosses:
+                return self._keep(channel, Transfer(codec, known, meter), tensor, pieces)
+            kept = None if handling.common else sums.take(pieces, known)
+            if kept is None and sums.holds(pieces):
+                tensor = tensor.to(torch.float32, copy=True)
+                sums.put_back(pieces, tensor)
         exact = None
         if handling.common and pieces is not None:
             exact = take_common(channel, [tensor], [pieces], known, meter)
         if codec.low_rank is not None:
             via, factors = Transfer(codec, known, meter), low_rank_of(channel, "forward")
-            sums = low_rank.reduce_to_owners(tensor, ranges, via, factors, pieces)
+            owned = low_rank.reduce_to_owners(tensor, ranges, via, factors, pieces)
         else:
-            how = Reduction(codec, known, meter, flush=handling.flush)
+            how = Reduction(codec, known, meter, flush=handling.flush, kept=kept)
             hops = owner_hops(ranges, tensor.numel(), known)
             if pieces is not None and handling.separate:
                 how.cuts = borders(_parts(pieces, known)[0])
-            if pieces is not None and channel.error_feedback:
+            if pieces is not None and handling.feeds_back:
                 _set_residuals(channel, how, tensor, pieces, hops)
             if handling.sampling:
                 first = codec.split_error_budget(hops, known.encoders, exact=1)[0]
                 how.probe = probe_of(channel, first, "forward")
-            sums = collectives.reduce_to_owners(tensor, ranges, how)
+            owned = collectives.reduce_to_owners(tensor, ranges, how)
         if exact is not None:
-            owned = [part for part in ranges if known.rank in part.ranks]
-            for part, total in zip(owned, sums, strict=True):
+            places = [part for part in ranges if known.rank in part.ranks]
+            for part, total in zip(places, owned, strict=True):
                 exact.put(total, start=part.start)
         channel.record(meter, self.native_nbytes(known.size), self.direction, known.ring)
-        return sums
+        return owned
+
+    def _keep(
+        self, channel: Channel, via: Transfer, tensor: Tensor, pieces: Sequence[Piece]
+    ) -> list[Tensor]:
+        """Sum ``tensor`` inside the node and keep that; return zeros for this rank's ranges."""
+        group, meter = via.group, via.meter
+        total = channel.state.node_sums.room(
+            pieces, group, lambda: _parts(pieces, group)[0], tensor
+        )
+        collectives.keep_to_owners(tensor, via, total)
+        channel.record(meter, self.native_nbytes(group.size), self.direction, group.ring)
+        zero = torch.zeros(1, device=tensor.device)
+        return [
+            zero.expand(part.stop - part.start) for part in self.ranges if group.rank in part.ranks
+        ]
 
 
 def _watch(
@@ -181,7 +206,7 @@ def _watch(
     if pieces is not None and handling.separate:
         how.cuts = borders(_parts(pieces, how.group)[0])
     codecs = all_reduce_codecs(how.codec, tensor.dtype, how.group.encoders, tensor.device, how.cuts)
-    if pieces is not None and channel.error_feedback:
+    if pieces is not None and handling.feeds_back:
         _set_residuals(channel, how, tensor, pieces, len(codecs))
     if handling.sampling:
         how.probe = probe_of(channel, codecs[0], direction)

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from hybridcomp.collectives.all_reduce_plan import all_reduce_codecs
 from hybridcomp.collectives.moves import all_gather, all_to_all, gather_words
-from hybridcomp.collectives.owner_reduction import owner_hops, reduce_to_owners
+from hybridcomp.collectives.owner_reduction import keep_to_owners, owner_hops, reduce_to_owners
 from hybridcomp.collectives.reductions import all_reduce
 from hybridcomp.collectives.rooted import broadcast, broadcast_native, reduce, reduce_native
-from hybridcomp.collectives.scatter_reduction import Shards, reduce_scatter
+from hybridcomp.collectives.scatter_reduction import Shards, keep_shards, reduce_scatter
 from hybridcomp.collectives.send_recv import finish_sends, recv, send
 from hybridcomp.collectives.wire import (
     Group,
@@ -56,6 +56,8 @@ __all__ = [
     "chunk_ranges",
     "finish_sends",
     "gather_words",
+    "keep_shards",
+    "keep_to_owners",
     "owner_hops",
     "poll_headers",
     "recv",

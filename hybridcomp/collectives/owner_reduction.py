@@ -11,6 +11,7 @@ from torch import Tensor
 from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual, clear
 from hybridcomp.collectives.fused import fused_reduce_scatter
 from hybridcomp.collectives.hierarchical.intra_node import (
+    keep_sum,
     node_sum,
     ranges_of_nodes,
     scatter_intra_node,
@@ -67,6 +68,16 @@ def reduce_to_owners(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reductio
     steps, sums = _flat(tensor.detach(), ranges, how)
     Pending(steps, how.meter, False)
     return sums
+
+
+def keep_to_owners(tensor: Tensor, how: Transfer, total: Tensor) -> None:
+    """Sum ``tensor`` over the node and add this rank's stretch of it to ``total``, fp32.
+
+    ``Reduction.kept`` of a later ``reduce_to_owners`` of a tensor that is cut alike takes it along.
+    """
+    edges = chunk_ranges(tensor.numel(), how.group.width)
+    lengths = [stop - start for start, stop in edges]
+    Pending(keep_sum(tensor.detach(), lengths, how, total), how.meter, False).wait()
 
 
 def owner_hops(ranges: Sequence[OwnedRange], numel: int, group: Group) -> int:

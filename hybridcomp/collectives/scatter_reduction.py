@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridcomp.codecs.quantized_residual import BLOCK, Residual, as_fp32
 from hybridcomp.codecs.residual_runs import joined
 from hybridcomp.collectives.fused import adjacent, fused_reduce_scatter
-from hybridcomp.collectives.hierarchical.intra_node import join_columns, node_sum
+from hybridcomp.collectives.hierarchical.intra_node import join_columns, keep_sum, node_sum
 from hybridcomp.collectives.owner_exchange import scatter_parts, shards_as_plan
 from hybridcomp.collectives.scatter_plan import ReduceScatterPlan, plan_rounds
 from hybridcomp.collectives.wire import (
@@ -19,6 +19,7 @@ from hybridcomp.collectives.wire import (
     ReduceScatterHandle,
     Reduction,
     Steps,
+    Transfer,
     add_alone,
     check_residual,
     check_values,
@@ -92,6 +93,29 @@ def reduce_scatter(
     flat = _checked(shards, how.group.size)
     steps = _flat if how.group.levels is None else _in_two_levels
     return ReduceScatterHandle(steps(flat, how, residuals, cuts), how.meter, async_op)
+
+
+def keep_shards(
+    shards: Sequence[Tensor], how: Transfer, total: Tensor, async_op: bool = False
+) -> ReduceScatterHandle:
+    """Sum over the node the shards of this rank's column and add them to ``total``, fp32.
+
+    ``Reduction.kept`` of a later ``reduce_scatter`` of shards that are as long takes it along.
+    ``total``: as long as the shards of ``group.receivers``. Returns a handle whose ``wait()`` gives
+    zeros in place of a sum.
+    """
+    steps = _keep(_checked(shards, how.group.size), how, total)
+    return ReduceScatterHandle(steps, how.meter, async_op)
+
+
+def _keep(shards: Sequence[Tensor], how: Transfer, total: Tensor) -> Steps[Tensor]:
+    levels = how.group.levels
+    assert levels is not None
+    flat = _joined(shards) if levels.shape else None
+    values, lengths, _ = join_columns(shards, flat, levels)
+    if values.numel():
+        yield from keep_sum(values, lengths, how, total)
+    return total.new_zeros(_sizes(shards, how.group.rank)[1])
 
 
 def _checked(shards: Sequence[Tensor], ranks: int) -> Sequence[Tensor]:

@@ -124,6 +124,7 @@ class CompressionConfig(DimensionFields):
         config._check_samples(data)
         config._check_when()
         config._check_islands()
+        config._check_accumulates()
         if data.get("hierarchy", "none") != "none":
             check_hierarchy(config.hierarchy, config.codecs())
         return config
@@ -133,6 +134,12 @@ class CompressionConfig(DimensionFields):
         if self.enabled and self.sync.acts and self.pipeline.waitless:
             todo = "islands of sync train no PipelineModule; leave pipeline or sync out"
             raise problem("pipeline.versions", self.pipeline.versions, todo)
+
+    def _check_accumulates(self) -> None:
+        """Refuse sums in the node where the block says that a node is one rank, or no level."""
+        if self.enabled and self.dp.accumulate == "node" and self.widths in ("none", 1):
+            todo = 'sums in the node need nodes of several ranks; write "auto" or their number, or'
+            raise problem("hierarchy", self.widths, f"{todo} remove dp.accumulate")
 
     def _check_when(self) -> None:
         """Refuse ``"when": "auto"`` where no dimension can be measured."""

@@ -63,6 +63,16 @@ class GradientConfig(_Declared):
         f"{_ALWAYS}",
     )
 
+    accumulate: Literal["native", "node"] = Field(
+        "native",
+        description="Where gradients are summed that upstream reduces in every micro-batch of a "
+        "step (DeepSpeed at ZeRO 2 and 3, fully_shard). native (default): over all ranks. node: "
+        "inside the node, in fp32, each rank keeping its share, and between nodes once, in the "
+        "last micro-batch: 1/N of the bytes between nodes with N micro-batches, for 4 bytes of "
+        "memory a trained parameter divided by the ranks of a node. What the block leaves native "
+        "(below min_bytes, before start_step) then crosses once, too, without loss.",
+    )
+
     @field_validator("error_feedback", mode="before")
     @classmethod
     def _one_of_its_forms(cls, data: Any) -> Any:
@@ -91,12 +101,14 @@ class GradientConfig(_Declared):
     def remark(self) -> str:
         """Say that residuals are kept, and in how many bits where these are fewer than 32."""
         few = f" in {self.residual_bits} bits" if self.residual_bits != 32 else ""
-        return f", error feedback{few}" if self.feeds_back else ""
+        once = ", micro-batches summed in the node" if self.accumulate == "node" else ""
+        return (f", error feedback{few}" if self.feeds_back else "") + once
 
     def agreed(self) -> dict[str, Any]:
         """Return whether residuals are kept, as each message carries them, and in how many bits."""
         few = {"residual_bits": self.residual_bits} if self.residual_bits != 32 else {}
-        return {"error_feedback": self.feeds_back, **few}
+        once = {"accumulate": "node"} if self.accumulate == "node" else {}
+        return {"error_feedback": self.feeds_back, **few, **once}
 
     @property
     def _reduces(self) -> bool:
@@ -122,6 +134,8 @@ class GradientConfig(_Declared):
         if refused and codec is not None and codec.gradients_only:
             todo = f"{codec.name} does not converge without; remove it, or name another codec"
             raise problem("error_feedback", False, todo)
+        if self.accumulate == "node":
+            self._check_accumulates(codec)
         if not self.error_feedback:
             return
         if codec is None or codec.lossless:
@@ -131,3 +145,12 @@ class GradientConfig(_Declared):
                 f"{codec or NONE} leaves nothing out to feed back; remove it",
             )
         self._check_converges(codec, "error_feedback")
+
+    def _check_accumulates(self, codec: Codec | None) -> None:
+        """Refuse ``accumulate`` without a codec for what crosses, or with one of one level."""
+        if codec is None:
+            todo = 'name the codec of what crosses, such as "expcode", which is exact; or remove it'
+            raise problem("accumulate", "node", todo)
+        if codec.gradients_only:
+            todo = f"{codec.name} sums its factors over all ranks, in one level; remove it"
+            raise problem("accumulate", "node", todo)

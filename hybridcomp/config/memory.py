@@ -18,8 +18,10 @@ from hybridcomp.config.block import CompressionConfig
 from hybridcomp.config.policy import Direction, Traffic
 from hybridcomp.config.rank_messages import (
     FP32,
+    REDUCED_EACH,
     RankMessages,
     buffer_nbytes,
+    node_sums_nbytes,
     reference_nbytes,
     residual_nbytes,
     staged_nbytes,
@@ -114,6 +116,8 @@ def _kept(
             sent = replace(sent, how="scatter", width=1)
         first, second = residual_nbytes(sent, codec, state.residual_bits)
         found = {"residuals": first, "residuals of sums": second}
+    if name == "dp" and config.dp.accumulate == "node" and every.how in REDUCED_EACH:
+        found["sums of micro-batches"] = node_sums_nbytes(every)
     if state.references and ROWS[name].sends_deltas:
         found["references of deltas"] = reference_nbytes(sent)
     return found

@@ -20,6 +20,8 @@ from hybridcomp.codecs.varying_pieces import WORDS_NBYTES
 MOST_GATHERED = 1 << 27
 #: as ``autotune.trials.StepTraffic`` has it; exchanges are all-to-alls, sends go to one rank
 Way = Literal["sum", "own", "scatter", "gather", "exchange", "send"]
+#: sums that upstream makes in every micro-batch of a step, at ZeRO 2 and 3 and under fully_shard
+REDUCED_EACH: tuple[Way, ...] = ("own", "scatter")
 #: bytes of a value in fp32, and its bits
 FP32, FULL = 4, 32
 
@@ -99,6 +101,16 @@ def reference_nbytes(messages: RankMessages) -> int:
     if not messages.copied:
         return 0
     return sum(-(-n // messages.ranks) for n in messages.numels) * messages.dtype.itemsize
+
+
+def node_sums_nbytes(messages: RankMessages) -> int:
+    """Return the bytes of the sums of micro-batches that a rank keeps for its node.
+
+    Of all messages, with a codec or without; 0 in one level, where nothing is kept.
+    """
+    if messages.width == 1:
+        return 0
+    return FP32 * sum(-(-numel // messages.width) for numel in messages.numels)
 
 
 def buffer_nbytes(

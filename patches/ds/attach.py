@@ -30,6 +30,7 @@ from hybridcomp.patches.ds import (
     island_unit,
     job_facts,
     layer_scope,
+    node_sums,
     record,
     secondary,
     settings,
@@ -263,6 +264,7 @@ def make_take_model_step(original: Callable[..., None]) -> Callable[..., None]:
             return
         session.loss_scale = loss_scale(self)
         session.before_step()
+        node_sums.cross(self.optimizer)
         original(self, *args, **kwargs)
         overflow, scale = bool(getattr(self.optimizer, "overflow", False)), loss_scale(self)
         if getattr(self, Z0_SCALER, None) is not None:  # it says by its scale what it has skipped
@@ -305,6 +307,7 @@ def make_destroy(original: Callable[..., None]) -> Callable[..., None]:
         if session is not None:
             session.close()
             session.channels.residuals.clear()
+            session.channels.node_sums.drop()
 
     return destroy
 

@@ -148,6 +148,7 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             saved_session.take_over(session, found, loss_scale(self), step, bring)
             with together(exact_weights.WHAT, error=CheckpointError):
                 exact_weights.resume(folder, self, session.channels)
+        session.channels.node_sums.drop()
         return result
 
     return load_checkpoint

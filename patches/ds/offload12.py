@@ -32,10 +32,10 @@ from torch import Tensor
 
 from hybridcomp.channels import Channels, HostMoves, channels_of
 from hybridcomp.codecs.base import Codec
+from hybridcomp.patches.ds.node_sums import at_boundary
 from hybridcomp.patches.ds.offload_accumulation import add_on_host, adds_on_device, sums_of
 from hybridcomp.patches.ds.offload_sums import (
     Uploads,
-    at_boundary,
     count_last_copy,
     has,
     make_finalize,

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from hybridcomp.channels import Channels, channels_of
 from hybridcomp.log import say
+from hybridcomp.patches.ds import node_sums
 from hybridcomp.patches.ds.offload_accumulation import forget, sums_of
 from hybridcomp.seams.patching import has_module
 
@@ -137,12 +138,6 @@ def close_step(optimizer: Any, channels: Channels) -> None:
     channels.host.note()
 
 
-def at_boundary(optimizer: Any) -> bool:
-    """Return whether this micro-batch is the last before a step; in 0.19.0 a plain attribute."""
-    found = optimizer.is_gradient_accumulation_boundary
-    return bool(found() if callable(found) else found)
-
-
 def norm_dtype(optimizer: Any) -> torch.dtype:
     """Return the dtype in which upstream takes norms of gradients; always fp64 in 0.19.0."""
     module = importlib.import_module("deepspeed.runtime.zero.utils")
@@ -152,10 +147,14 @@ def norm_dtype(optimizer: Any) -> torch.dtype:
 
 
 def make_finalize(original: Callable[..., None]) -> Callable[..., None]:
-    """Close the open sums at a boundary set by the script; one method at stages 1, 2 and 3."""
+    """Close the open sums at a boundary set by the script; one method at stages 1, 2 and 3.
+
+    Before it what was summed inside of nodes crosses between them.
+    """
 
     @functools.wraps(original)
     def finalize_gradient_accumulation_boundary(self: Any) -> None:
+        node_sums.cross(self)
         original(self)
         channels = channels_of(self)
         if channels is not None and offloads(self):

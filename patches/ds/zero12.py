@@ -28,6 +28,7 @@ from hybridcomp.channels import (
 from hybridcomp.channels.pieces import Piece, cut
 from hybridcomp.codecs.base import Codec
 from hybridcomp.patches.common.scope import Scope
+from hybridcomp.patches.ds import node_sums
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.seams.patching import Seam
 
@@ -114,6 +115,7 @@ def make_allreduce_and_scatter(original: Callable[..., None]) -> Callable[..., N
             bucket_dtype=communication_data_type,
             slices=slices,
             divides=divide and self.gradient_average,
+            crosses=node_sums.crosses(self) if self.partition_gradients else None,
         )
         channels["dp"].run(message, native=native, encoded=message.deliver)
 

@@ -29,6 +29,7 @@ from hybridcomp.channels.pieces import Piece
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import ReduceScatterHandle, Shards
 from hybridcomp.patches.common.scope import Scope
+from hybridcomp.patches.ds import node_sums
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.seams.patching import Seam
 
@@ -42,8 +43,9 @@ AVG_SCATTER = Seam(
     ("self", "params_to_reduce", "communication_data_type"),
 )
 
-#: the channel and the parameters whose gradients are being reduced
-_REDUCING: Scope[tuple[Channel, Sequence[Any]] | None] = Scope("stage3", None)
+#: the channel, the parameters whose gradients are being reduced, and whether for the last time
+#: before a step
+_REDUCING: Scope[tuple[Channel, Sequence[Any], bool] | None] = Scope("stage3", None)
 
 
 def make_avg_scatter_grads(original: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
@@ -54,7 +56,10 @@ def make_avg_scatter_grads(original: Callable[..., list[Tensor]]) -> Callable[..
         self: Any, params_to_reduce: list[Any], communication_data_type: torch.dtype
     ) -> list[Tensor]:
         channels = channels_of(self)
-        with _REDUCING.inside(None if channels is None else (channels["dp"], params_to_reduce)):
+        reducing = None
+        if channels is not None:
+            reducing = channels["dp"], params_to_reduce, node_sums.crosses(self)
+        with _REDUCING.inside(reducing):
             return original(self, params_to_reduce, communication_data_type)
 
     return __avg_scatter_grads
@@ -70,7 +75,7 @@ def make_reduce_scatter_coalesced(
         reducing = _REDUCING.get()
         if reducing is None:
             return original(tensors, group)
-        channel, params = reducing
+        channel, params, crosses = reducing
         message = _Gradients(
             numel=sum(tensor.numel() for tensor in tensors),
             dtype=tensors[0].dtype,
@@ -78,6 +83,7 @@ def make_reduce_scatter_coalesced(
             tensors=tensors,
             params=params,
             in_fp32=channel.error_feedback,
+            crosses=crosses,
         )
         return channel.run(message, native=lambda: original(tensors, group), encoded=message.finish)
 

@@ -16,6 +16,10 @@ def _keeps_copy(block: CompressionConfig) -> bool:
     return block.zero.keeps_copy
 
 
+def _accumulates(block: CompressionConfig) -> bool:
+    return block.dp.accumulate == "node"
+
+
 RULES: tuple[Rule[DeepSpeedJob], ...] = (
     Rule(
         "refuse", ("pp", "dp", "zero"), "a PipelineModule with ZeRO stage 2 or 3",
@@ -110,6 +114,17 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         "gradients are cut for their owners before they are reduced, and a piece of a matrix has "
         "no rows and columns", "use stage 0, 1 or 2, or another codec",
         lambda job: job.stage == 3, settings=lambda block: "dp" in block.policy().low_rank,
+    ),
+    Rule(
+        "refuse", ("dp",), '"accumulate": "node" below ZeRO stage 2',
+        "each rank adds up its micro-batches itself there, and gradients cross once a step anyway",
+        "remove accumulate", lambda job: job.stage < 2, settings=_accumulates,
+    ),
+    Rule(
+        "note", ("dp",), '"accumulate": "node" with one micro-batch a step',
+        "there is nothing to sum, unless the script sets the boundaries", "",
+        lambda job: job.stage >= 2 and job.get("gradient_accumulation_steps") == 1,
+        settings=_accumulates,
     ),
     Rule(
         "bypass", ("dp",), '"compile.deepcompile": true',

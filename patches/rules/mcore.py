@@ -186,6 +186,12 @@ _KNOWN: tuple[Rule[MegatronJob], ...] = (
         lambda job: bool(job.get("reduce_scatter_with_fp32_accumulation", False)),
     ),
     Rule(
+        "refuse", ("dp",), '"accumulate": "node" under megatron-core',
+        "each rank adds up its micro-batches itself, and gradients cross once a step anyway",
+        "remove accumulate", lambda job: True,
+        settings=lambda block: block.dp.accumulate == "node",
+    ),
+    Rule(
         "refuse", ("zero",), "a lossy codec for fp32 parameters",
         "the distributed optimizer keeps no other copy of fp32 parameters, so that every step "
         "would lose digits of the masters", "train in bf16 or use a lossless codec",

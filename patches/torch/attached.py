@@ -122,6 +122,7 @@ class Attached:
         with ExitStack() as ends:  # the others where one fails
             ends.callback(self.session.close)
             ends.callback(self.channels.residuals.clear)
+            ends.callback(self.channels.node_sums.drop)
             ends.callback(self._say_lost)
             for undo in self._undo:
                 ends.callback(undo)

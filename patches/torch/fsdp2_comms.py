@@ -43,6 +43,8 @@ def fill(
         group.mesh_info = copy.copy(group.mesh_info)
         group.mesh_info.replicate_process_group = encoded
     members.follow_messages()
+    if attached.channels.sums_in_node:
+        members.reduce_unused(scatter.unused)
 
 
 def empty(members: Members) -> None:

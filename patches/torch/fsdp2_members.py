@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -74,6 +74,7 @@ class Members:
         self.before_first: Callable[[], None] | None = None
         self._announced: tuple[int, ...] | None = None  # parameters of the message to come
         self._prepare: Any = None  # torch's own, while ours is in its place
+        self._ends: Any = None  # torch's end of a backward pass, while ours is in its place
         self._touched: set[int] = set()
         self._hooks: dict[int, Any] = {}  # by id of the unsharded parameter
         #: returns the pieces of a message with these parameters, by rank; the same tuple for those
@@ -150,8 +151,31 @@ class Members:
                 lambda _, touched=self._touched, place=place: touched.add(place)
             )
 
+    def reduce_unused(self, names: Callable[[], Collection[str]]) -> None:
+        """Have torch reduce zeros of the parameters ``names`` that a backward pass did not use.
+
+        ``names`` is asked at the end of each backward pass of the group.
+        """
+        original = self._ends = self.group.post_backward
+
+        def post_backward(*unused: Any) -> None:
+            wanted = names()
+            for place, parameter in enumerate(self.group.fsdp_params if wanted else ()):
+                whole: Any = getattr(parameter, "_unsharded_param", None)
+                lacks = whole is not None and whole.requires_grad and whole.grad is None
+                lacks = lacks and parameter.unsharded_accumulated_grad is None
+                if lacks and self.members[place].name in wanted:
+                    whole.grad = torch.zeros_like(whole)
+                    self._touched.add(place)
+            original(*unused)
+
+        self.group.post_backward = post_backward
+
     def unwatch(self) -> None:
-        """Take away what ``follow_messages`` and ``watch`` have put there."""
+        """Take away what ``follow_messages``, ``watch`` and ``reduce_unused`` have put there."""
+        if self._ends is not None:
+            del self.group.post_backward  # its class has torch's own
+            self._ends = None
         if self._prepare is not None:  # a group of torch holds it itself, its class does not
             setattr(self.group, PREPARE, self._prepare)
             self._prepare, self._announced = None, None

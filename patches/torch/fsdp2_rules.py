@@ -189,6 +189,12 @@ _FSDP2: tuple[Rule[ShardedJob], ...] = (
         lambda job: True, lambda block: _keeps_copy(block) and block.zero.keeps_frozen is not None,
     ),
     Rule(
+        "refuse", ("dp",), '"accumulate": "node" with an HSDP mesh',
+        "torch itself sums micro-batches inside a shard group then, between calls of "
+        "set_requires_all_reduce(False) and (True)", "remove accumulate",
+        lambda job: job.replicas > 1, lambda block: block.dp.accumulate == "node",
+    ),
+    Rule(
         "refuse", ("dp",), "powersgd under fully_shard",
         "gradients are cut for their owners before they are reduced, and each cut would have "
         "factors of its own", "use DistributedDataParallel, or another codec",

@@ -45,10 +45,12 @@ class EncodedReduceScatter(EncodedSlot[ReduceScatter], ReduceScatter):
         """Put this rank's part of the sum over ``group`` into ``output_tensor``."""
         self.attached.reduced()
         self.places = self.members.of_message(input_tensor.numel(), group.size())
+        self._forget_zeroed()
         message = _GradientScatter(
             numel=input_tensor.numel(), dtype=input_tensor.dtype, group=group,
             shards=channels.Shards(input_tensor.detach(), output_tensor.numel()),
             members=self.members, places=self.places, ranks=group.size(),
+            crosses=bool(self.members.group.all_reduce_grads),
         )  # fmt: skip
 
         def native() -> dist.Work | None:
@@ -60,6 +62,23 @@ class EncodedReduceScatter(EncodedSlot[ReduceScatter], ReduceScatter):
         if self._native_inside:
             return self.channel.run_native(message, native)
         return self.channel.run(message, native=native, encoded=deliver)
+
+    def _forget_zeroed(self) -> None:
+        """Drop what the node has kept of parameters whose gradients somebody has set to None.
+
+        After the first micro-batch they have one: the zeros in place of what was kept.
+        """
+        sums, members = self.channel.state.node_sums, self.members
+        if sums.has_kept:
+            both = zip(members.members, members.sharded, strict=True)
+            sums.drop({member.name for member, parameter in both if parameter.grad is None})
+
+    def unused(self) -> set[str]:
+        """Return the parameters whose kept sums the last micro-batch of a step has to send."""
+        if not self.members.group.all_reduce_grads:
+            return set()
+        self._forget_zeroed()
+        return self.channel.state.node_sums.left
 
 
 @dataclass(eq=False, kw_only=True)

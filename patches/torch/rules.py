@@ -107,6 +107,11 @@ _DDP: tuple[Rule[Any], ...] = (
         lambda model: any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()),
     ),
     Rule(
+        "refuse", ("dp",), '"accumulate": "node" under DistributedDataParallel',
+        "each rank adds up the micro-batches inside of no_sync() itself, and the last one crosses",
+        "remove accumulate", lambda model: True, lambda block: block.dp.accumulate == "node",
+    ),
+    Rule(
         "absent", ("dp",), "one rank", "nothing is sent", "leave dp out, or add ranks",
         lambda model: dist.get_world_size(model.process_group) < 2,
     ),

@@ -17,6 +17,8 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
+from hybridcomp.config import BLOCK
+from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common import optimizer_steps
 from hybridcomp.patches.torch import torch_versions
 from hybridcomp.patches.torch.attached import Attached
@@ -41,7 +43,7 @@ def follow(attached: Attached) -> None:
     _attached.add(attached)
     attached.on_detach(functools.partial(_attached.discard, attached))
     if not _handles:
-        _handles.extend(optimizer_steps.register(None, _after_step))
+        _handles.extend(optimizer_steps.register(_before_step, _after_step))
     if _heeds_overflows(attached) and not _patches:
         _patches.extend(apply_all([Patch(STEP, make_step), Patch(UPDATE, make_update)]))
 
@@ -71,6 +73,17 @@ def forget_all() -> None:
         _handles.pop().remove()
     revert_all(_patches)
     _patches.clear()
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise ConfigError where micro-batches of the step have not crossed between nodes."""
+    for attached in models():
+        if attached.channels.node_sums.left and attached.owns(optimizer):
+            todo = (
+                "the micro-batches before this optimizer step were summed inside the nodes and "
+                "none has crossed; call model.set_requires_all_reduce(True) before the last one"
+            )
+            raise ConfigError(f"{BLOCK}.dp.accumulate", "node", todo)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

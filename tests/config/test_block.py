@@ -248,6 +248,21 @@ BROKEN: list[tuple[Any, str, tuple[str, ...]]] = [
         "compression.dp.error_feedback",
         ("true or false",),
     ),
+    ({"dp": {"codec": "none", "accumulate": "node"}}, "compression.dp.accumulate", ("expcode",)),
+    (
+        {"dp": {"codec": "powersgd", "accumulate": "node"}},
+        "compression.dp.accumulate",
+        ("in one level",),
+    ),
+    ({"dp": {**BLOCKINT, "accumulate": "rank"}}, "compression.dp.accumulate", ("'node'",)),
+    *(
+        (
+            {"dp": {**BLOCKINT, "accumulate": "node"}, "hierarchy": found},
+            "compression.hierarchy",
+            ("nodes of several ranks", "remove dp.accumulate"),
+        )
+        for found in ("none", 1)
+    ),
     ({"dp": {**BLOCKINT, "backward": "none"}}, "compression.dp.backward", ("only tp, pp, ep, cp",)),
     ({"tp": {**BLOCKINT, "backward": {"bits": 9}}}, "compression.tp.backward.bits", ("found 9",)),
     (
@@ -530,6 +545,14 @@ def test_secondary_copies_have_codecs_of_their_own() -> None:
     assert native.digest() == parse({"zero": "expcode"}).digest()
     every = parse({"zero": {"secondary": "exact", "resync_every": 9}})
     assert "whole every 9 steps" in every.zero.remark
+
+
+def test_ranks_agree_on_where_micro_batches_are_summed() -> None:
+    config = parse({"dp": {"codec": "expcode", "accumulate": "node"}, "hierarchy": 2})
+    assert config.flat()["compression.dp.accumulate"] == "node"
+    assert any("micro-batches summed in the node" in line for line in describe(config))
+    native = parse({"dp": {"codec": "expcode", "accumulate": "native"}})
+    assert native.digest() == parse({"dp": "expcode"}).digest()
 
 
 @pytest.mark.parametrize("zero", ["stepcode", {"codec": "stepcode", "delta": True}])

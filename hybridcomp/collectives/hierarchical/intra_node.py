@@ -51,17 +51,42 @@ from hybridcomp.collectives.wire import (
 
 
 def node_sum(
-    values: Tensor, lengths: Sequence[int], codec: Codec, how: Transfer
+    values: Tensor, lengths: Sequence[int], codec: Codec, how: Reduction
 ) -> Steps[tuple[Tensor, Tensor]]:
-    """Sum over the node: ``(buffer to give back, the sum of this rank's stretch)``.
+    """Sum over the node what will cross: ``(buffer to give back, sum of this rank's stretch)``.
+
+    ``_sum_levels`` of ``values`` and ``lengths``, plus what ``how`` has kept of earlier messages.
+    The sum is fp32, or of the dtype of ``values`` for a lossless codec that flushes no residuals.
+    """
+    buffer, total = yield from _sum_levels(values, lengths, how)
+    if how.kept is not None:
+        with how.meter.coding():
+            total.add_(how.kept)
+    return buffer, total.to(values.dtype) if codec.lossless and not how.flush else total
+
+
+def keep_sum(values: Tensor, lengths: Sequence[int], how: Transfer, total: Tensor) -> Steps[None]:
+    """Sum over the node and add this rank's stretch to ``total`` (fp32); nothing leaves the node.
+
+    ``values`` and ``lengths`` as in ``_sum_levels``.
+    """
+    buffer, found = yield from _sum_levels(values, lengths, how)
+    with how.meter.coding():
+        total.add_(found)
+    POOL.give(buffer)
+
+
+def _sum_levels(
+    values: Tensor, lengths: Sequence[int], how: Transfer
+) -> Steps[tuple[Tensor, Tensor]]:
+    """Sum over the node: ``(buffer to give back, the fp32 sum of this rank's stretch)``.
 
     ``values`` (1-D, contiguous) holds a stretch of ``lengths[l]`` elements for every local rank l.
     They travel in their dtype and are summed in fp32 in local order: an all-to-all costs the bytes
-    of a reduce-scatter, and no 16-bit rounding of partial sums. The sum is fp32, or of the dtype of
-    ``values`` for a lossless codec that flushes no residuals. In more than two levels the sums of a
-    level are the fp32 values of the next.
+    of a reduce-scatter, and no 16-bit rounding of partial sums. In more than two levels the sums of
+    a level are the fp32 values of the next.
     """
-    levels, dtype = how.group.levels, values.dtype
+    levels = how.group.levels
     assert levels is not None
     buffer: Tensor | None = None
     for number, group in enumerate(levels.stages):
@@ -76,7 +101,7 @@ def node_sum(
         POOL.give(buffer)
         buffer = summed
     assert buffer is not None
-    return buffer, values.to(dtype) if codec.lossless and not how.flush else values
+    return buffer, values
 
 
 def _sum_stretch(

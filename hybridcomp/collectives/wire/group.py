@@ -246,11 +246,14 @@ class Reduction(Transfer):
             ``chunk_ranges(len, group.encoders)[group.index]``. Only reductions that quantize twice
             use it. Each of the two must be there on all ranks or on none.
         probe: called with the values before they are encoded.
+        kept: in two levels, the sum of earlier messages of this rank's stretch of its node's sum,
+            fp32, which is added to that (``keep_to_owners``, ``keep_shards``).
     """
 
     residual: Residual | None = None
     owner_residual: Residual | None = None
     probe: Probe | None = None
+    kept: Tensor | None = None
 
     def between_nodes(self, codec: Codec) -> Reduction:
         """Return the same reduction among the ranks with this local index, one on each node."""

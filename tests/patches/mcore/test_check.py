@@ -184,6 +184,12 @@ def test_refused_whatever_the_block_says(
             check(monkeypatch, {dimension: B8, "on_unsupported": behaviour}, **job)
 
 
+def test_micro_batches_are_summed_on_each_rank_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = {"dp": {**B8, "accumulate": "node"}, "on_unsupported": "native"}
+    with pytest.raises(ConfigError, match=r"adds up its micro-batches itself.*remove accumulate"):
+        check(monkeypatch, block)
+
+
 def test_deltas_need_parameters_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     reused: dict[str, Any] = {"reuse_grad_buf_for_mxfp8_param_ag": True}
     with pytest.raises(ConfigError, match="gradients overwrite the gathered parameters"):

@@ -183,6 +183,18 @@ def test_frozen_weights_are_gathered_at_stage_3_only(policy: str) -> None:
     assert check(block(zero={"frozen": "gathered", "codec": "blockint"}), zero(1)) == []
 
 
+@pytest.mark.parametrize("policy", ["error", "native"])
+def test_nodes_sum_what_upstream_reduces_in_every_micro_batch(policy: str) -> None:
+    sums = block(dp={"codec": "expcode", "accumulate": "node"}, on_unsupported=policy)
+    for stage in (0, 1):
+        with pytest.raises(ConfigError, match="below ZeRO stage 2.*once a step.*remove accumulate"):
+            check(sums, {**zero(stage), "gradient_accumulation_steps": 4})
+    for stage in (2, 3):
+        assert check(sums, {**zero(stage), "gradient_accumulation_steps": 4}) == []
+        (told,) = check(sums, {**zero(stage), "gradient_accumulation_steps": 1})
+        assert "one micro-batch a step" in told
+
+
 def test_secondary_copies_of_stage_3() -> None:
     bf16 = {"bf16": {"enabled": True}}
     for size in ({}, {"zero_hpz_partition_size": 2}):  # else the launcher tells it
@@ -214,6 +226,7 @@ def test_note(
 def test_every_rule_is_met_by_a_row() -> None:
     jobs = [DeepSpeedJob(ds_json, **facts) for _, ds_json, facts, _ in CANNOT + NOTES]
     jobs += [DeepSpeedJob(ds_json, **facts) for ds_json, facts, _ in NO_COPIES]
+    jobs.append(DeepSpeedJob({**zero(2), "gradient_accumulation_steps": 1}))
     assert [rule.reason for rule in TABLES if not any(rule.applies(job) for job in jobs)] == []
     assert [rule.reason for rule in TABLES if all(map(rule.applies, jobs))] == []
 

@@ -55,6 +55,13 @@ def test_seventy_billion_parameters_on_a_laptop(
     assert f"residuals {size(nbytes_of(8, N))}," in told(capsys, few, *SIZED)
 
 
+def test_sums_of_micro_batches_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dp = {"codec": "blockint", "bits": 4, "accumulate": "node"}
+    for stage in (2, 3):
+        line = told(capsys, file(tmp_path, stage, dp=dp), *SIZED, "--ranks-per-node", "8")
+        assert f"sums of micro-batches {size(4 * N / 8)}," in line
+
+
 def test_buckets_of_a_few_values_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

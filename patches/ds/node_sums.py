@@ -1,0 +1,117 @@
+"""Have the sums of micro-batches cross between nodes before a step (``dp.accumulate``).
+
+``zero12`` and ``zero3`` tell each message whether its micro-batch is the last of a step. Here what
+is left is reduced: of parameters that the last micro-batch gave no gradient. They get zeros for
+one, at the end of its backward pass, and upstream reduces these like all others.
+
+Seams:
+
+* ``independent_gradient_partition_epilogue`` of stages 2 and 3, which ends a backward pass.
+* ``zero_grad`` of stage 3, by which upstream forgets the micro-batches so far; at stage 2 it keeps
+  them, and so do the nodes.
+
+A script may call a boundary only after the last backward pass (``managed_gradient_accumulation``
+false); then all of it crosses in the step, called by ``attach`` and ``offload_sums``. Checkpoints
+hold no sums, as upstream's hold no gradients; a load drops them, and so does ``destroy``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from hybridcomp.channels import NAME, channels_of
+from hybridcomp.patches.common.scope import Scope
+from hybridcomp.patches.ds.requirement import REQUIREMENT
+from hybridcomp.seams.patching import Seam
+
+STAGE2 = "deepspeed.runtime.zero.stage_1_and_2"
+STAGE3 = "deepspeed.runtime.zero.stage3"
+EPILOGUE = "independent_gradient_partition_epilogue"
+EPILOGUES = (
+    Seam(REQUIREMENT, STAGE2, f"DeepSpeedZeroOptimizer.{EPILOGUE}", ("self",)),
+    Seam(REQUIREMENT, STAGE3, f"DeepSpeedZeroOptimizer_Stage3.{EPILOGUE}", ("self",)),
+)
+ZERO_GRAD = Seam(
+    REQUIREMENT, STAGE3, "DeepSpeedZeroOptimizer_Stage3.zero_grad", ("self", "set_to_none")
+)
+#: whether a step is about to come although upstream does not know of it
+_CROSSING: Scope[bool] = Scope("node_sums_cross", False)
+
+
+def crosses(optimizer: Any) -> bool:
+    """Return whether what is reduced now is for the last time before a step."""
+    return _CROSSING.get() or at_boundary(optimizer)
+
+
+def at_boundary(optimizer: Any) -> bool:
+    """Return whether this micro-batch is the last before a step; in 0.19.0 a plain attribute."""
+    found = optimizer.is_gradient_accumulation_boundary
+    return bool(found() if callable(found) else found)
+
+
+def cross(optimizer: Any) -> None:
+    """Reduce what no micro-batch has sent between nodes; every rank calls it before a step."""
+    channels = channels_of(optimizer)
+    if channels is None or not channels.node_sums.left:
+        return
+    with _CROSSING.inside(True):
+        optimizer.independent_gradient_partition_epilogue()
+
+
+def make_epilogue(original: Callable[..., None]) -> Callable[..., None]:
+    """Reduce zeros of parameters whose sums are left, before upstream ends the backward pass."""
+
+    @functools.wraps(original)
+    def independent_gradient_partition_epilogue(self: Any) -> None:
+        channels = channels_of(self)
+        if channels is not None and channels.node_sums.left and crosses(self):
+            _reduce_zeros(self, channels.node_sums.left)
+        original(self)
+
+    return independent_gradient_partition_epilogue
+
+
+def _reduce_zeros(optimizer: Any, left: set[str]) -> None:
+    """Give zeros to the parameters ``left`` that are in no bucket yet, and put them into one."""
+    if hasattr(optimizer, "bit16_groups"):
+        waiting = {
+            param_id for one in optimizer.ipg_buckets.values() for *_, param_id in one.params
+        }
+        for index, group in enumerate(optimizer.bit16_groups):
+            for param in _named(group, left):
+                if optimizer.get_param_id(param) not in waiting:
+                    param.grad = torch.zeros_like(param)
+                    optimizer.process_gradients(param, index)
+        return
+    waiting = {id(param) for one in optimizer.ipg_buckets.values() for param in one.params}
+    for group in optimizer.fp16_groups:
+        for param in _named(group, left):
+            if id(param) not in waiting:
+                param.grad = torch.zeros_like(param.data)
+                # whole, though the parameter is partitioned, as in a backward pass
+                param.grad.data = param.data.new_zeros(param.ds_shape)
+                optimizer.reduce_ready_partitions_and_remove_grads(param)
+
+
+def _named(group: Any, names: set[str]) -> Iterator[Any]:
+    return (param for param in group if getattr(param, NAME, None) in names)
+
+
+def make_zero_grad(original: Callable[..., None]) -> Callable[..., None]:
+    """Forget the micro-batches so far, as upstream does."""
+
+    @functools.wraps(original)
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        original(self, set_to_none)
+        channels = channels_of(self)
+        if channels is not None:
+            channels.node_sums.drop()
+
+    return zero_grad
+
+
+PATCHES = (*((seam, make_epilogue) for seam in EPILOGUES), (ZERO_GRAD, make_zero_grad))

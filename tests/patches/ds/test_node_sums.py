@@ -1,0 +1,178 @@
+"""Sums of micro-batches inside the node under DeepSpeed, 4 ranks as 2 nodes: ``dp.accumulate``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.ranks import RankPool
+
+if find_spec("deepspeed") is None:
+    pytest.skip("needs deepspeed", allow_module_level=True)
+
+from tests.training.integers import USED, Integers
+from tests.training.trainer import Job, digests, make_engine, run
+
+NODE = {"codec": "expcode", "accumulate": "node"}
+BLOCK: dict[str, Any] = {"dp": NODE, "min_bytes": 0, "hierarchy": 2}
+STEPS = 2
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+UNMANAGED = {"managed_gradient_accumulation": False}
+JOBS = {
+    "ZeRO 2": Job(2),
+    "ZeRO 2, bf16 and overlap": Job(2, "bf16", zero={"overlap_comm": True}),
+    "ZeRO 2, summed in fp32": Job(2, "bf16", bf16_optimizer=True),
+    "ZeRO 2, offload": Job(2, "bf16", zero=OFFLOAD),
+    "ZeRO 2, unmanaged": Job(2, ds_json=UNMANAGED),
+    "ZeRO 3": Job(3),
+    "ZeRO 3, bf16 and offload": Job(3, "bf16", zero=OFFLOAD),
+    "ZeRO 3, unmanaged": Job(3, ds_json=UNMANAGED),
+}
+#: cases of ``USED`` by job; all where it is not here. With an optimizer on the host upstream loses
+#: gradients of parameters that the last micro-batch does not use, and the nodes lose none.
+CASES = {name: ["one in the last"] for name in JOBS if "," in name}
+CASES |= {name: ["all", "some in the last alone"] for name in JOBS if "offload" in name}
+
+
+@dataclass
+class Found:
+    """What a rank has seen: parameters, the most bytes kept, bytes between nodes, native bytes."""
+
+    digests: dict[str, str]
+    kept: int = 0
+    between: int = 0
+    raw: int = 0
+
+
+def trained(job: Job, used: list[str]) -> Found:
+    """Train ``STEPS`` steps, whose micro-batches use the parts ``used``."""
+    from hybridcomp.channels import channels_of
+
+    unmanaged = job.ds_json == UNMANAGED
+    engine = make_engine(replace(job, accumulation=len(used)), Integers())
+    channels, kept = channels_of(engine), 0
+    for step in range(STEPS):
+        for number, names in enumerate(used):
+            engine.backward(engine(names, 1000 * step + 10 * number + dist.get_rank()))
+            if channels is not None:
+                kept = max(kept, channels.node_sums.nbytes)
+            if not unmanaged or number == len(used) - 1:
+                engine.step()
+        assert channels is None or not channels.node_sums.nbytes, "all has crossed"
+    found = Found(digests(engine), kept)
+    if channels is not None:
+        entry = channels.ledger.interval["dp", "forward"]
+        found.between, found.raw = int(entry.inter_nbytes), int(entry.raw_nbytes)
+    engine.destroy()
+    return found
+
+
+def all_trained(jobs: list[tuple[Any, ...]]) -> list[Found]:
+    return [trained(*job) for job in jobs]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_integers_are_summed_as_natively(pool: RankPool, name: str) -> None:
+    """Whichever parameters the micro-batches use: the same bits, and nothing is left."""
+    native, node = JOBS[name], replace(JOBS[name], block=BLOCK)
+    cases = CASES.get(name, list(USED))
+    jobs = [(job, USED[case]) for case in cases for job in (native, node)]
+    for of_rank in pool.run(all_trained, jobs, timeout=400):
+        for case, expected, found in zip(cases, of_rank[::2], of_rank[1::2], strict=True):
+            assert found.digests == expected.digests, case
+            assert found.kept > 0, case
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_eighth_crosses(pool: RankPool, stage: int) -> None:
+    """Of 8 micro-batches, also where messages are below ``min_bytes`` and cross without loss."""
+    fixed = {"codec": "bf16"}
+    block = {**BLOCK, "dp": fixed}
+    blocks = [
+        block,
+        {**block, "dp": {**fixed, "accumulate": "node"}},
+        {**BLOCK, "min_bytes": 1 << 20},
+    ]
+    jobs = [(Job(stage, block=one), USED["all"]) for one in blocks]
+    every, once, small = (
+        [sum(getattr(found, name) for found in ranks) for name in ("between", "raw")]
+        for ranks in zip(*pool.run(all_trained, jobs, timeout=400), strict=True)
+    )
+    assert every[0] == 8 * once[0] > 0
+    assert every[1] == once[1] == small[1], "native bytes are those of all micro-batches"
+    assert 0 < small[0] < 3 * once[0], "fp32 without loss, once"
+
+
+def test_losses_follow_and_overflows_are_seen(pool: RankPool) -> None:
+    """With 4 bits and error feedback; an infinite gradient in any micro-batch skips the step."""
+    dp = {"codec": "blockint", "bits": 4, "error_feedback": True, "accumulate": "node"}
+    for stage in (2, 3):
+        native = Job(stage, "fp16", accumulation=4, steps=10, nan_step=7,
+                     ds_json={"fp16": {"enabled": True, "initial_scale_power": 8}})  # fmt: skip
+        jobs = [native, replace(native, block={**BLOCK, "dp": dp})]
+        for expected, found in pool.run(run, jobs, timeout=400):
+            assert found.skipped == expected.skipped and sum(found.skipped) == 1
+            del expected.losses[7], found.losses[7]
+            assert sum(found.losses) == pytest.approx(sum(expected.losses), rel=0.03)
+
+
+def freed(stage: int, how: str, folder: str) -> tuple[int, int, list[str]]:
+    """Bytes kept before and after ``how``, and the names that are left."""
+    from hybridcomp.channels import channels_of
+
+    engine = make_engine(Job(stage, accumulation=2, block=BLOCK), Integers())
+    channels = channels_of(engine)
+    assert channels is not None
+    engine.save_checkpoint(folder, tag="x")
+    engine.backward(engine("abc", dist.get_rank()))
+    engine.step()
+    before = channels.node_sums.nbytes
+    if how == "load":
+        engine.load_checkpoint(folder, tag="x")
+    elif how == "zero_grad":
+        engine.optimizer.zero_grad()
+    elif how == "save":
+        engine.save_checkpoint(folder, tag="y")
+    if how != "save":
+        engine.destroy()
+    return before, channels.node_sums.nbytes, sorted(channels.node_sums.left)
+
+
+@pytest.mark.parametrize(
+    ("stage", "how"), [(2, "load"), (3, "zero_grad"), (2, "destroy"), (2, "save")]
+)
+def test_who_frees_what_is_kept(pool: RankPool, stage: int, how: str, tmp_path: Any) -> None:
+    """A load, ``zero_grad`` at stage 3, ``destroy``; a checkpoint holds none and frees none."""
+    for before, after, left in pool.run(freed, stage, how, str(tmp_path), timeout=200):
+        assert before > 0
+        assert (after == before and left) if how == "save" else (after == 0 and not left)
+
+
+def refused() -> list[str]:
+    """What an engine says on this rank, by number of ranks of a node."""
+    from hybridcomp.errors import ConfigError
+
+    found = []
+    for hierarchy in (4, "auto"):
+        try:
+            make_engine(Job(2, accumulation=2, block={**BLOCK, "hierarchy": hierarchy}))
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+def test_one_node_is_refused_on_all_ranks(pool: RankPool) -> None:
+    for told in pool.run(refused):
+        assert len(told) == 2 and all("all ranks share one node" in one for one in told)
+        assert all(one.startswith("compression.dp.accumulate") for one in told)
