@@ -85,6 +85,7 @@ def test_zero_1_and_2(gpu: Gpu, overlaps: bool, name: str) -> None:
         sequence_parallel_size=1, dp_process_group=GROUP, gradient_average=True,
         overlap_comm=overlaps, reduction_stream=cuda.Stream(), bit16_groups=[parameters((NUMEL,))],
         ipg_buckets={torch.bfloat16: SimpleNamespace(params=[(0, 0, 0)])},
+        partition_gradients=True, is_gradient_accumulation_boundary=True,
     )  # fmt: skip
     setattr(optimizer, ATTRIBUTE, state)
     scatter = zero12.make_allreduce_and_scatter(lambda *_: None)
@@ -127,7 +128,7 @@ def test_gradients_of_zero_3(gpu: Gpu, name: str) -> None:
     block, waits = BLOCKS[name]
     state, side = channels(**block), cuda.Stream()
     bucket = values_of(NUMEL)
-    optimizer = SimpleNamespace()
+    optimizer = SimpleNamespace(is_gradient_accumulation_boundary=True)
     setattr(optimizer, ATTRIBUTE, state)
     reduce = zero3.make_reduce_scatter_coalesced(lambda *_: [])
     params, held = parameters((NUMEL // 2,) * 2), []

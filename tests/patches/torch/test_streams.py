@@ -76,7 +76,8 @@ def test_gradients_of_fsdp2(gpu: Gpu, name: str) -> None:
     state, side, numel = channels(**BLOCKS[name]), cuda.Stream(), 4 * 256
     pieces = [[Piece("weight", 256 * rank, 256)] for rank in range(RANKS)]
     members: Any = SimpleNamespace(
-        group=SimpleNamespace(gradient_divide_factor=None), of_message=lambda numel, size: (0,),
+        group=SimpleNamespace(gradient_divide_factor=None, all_reduce_grads=True),
+        of_message=lambda numel, size: (0,),
         pieces=lambda places, size: pieces,
     )  # fmt: skip
     attached: Any = SimpleNamespace(channels=state, reduced=lambda: None)
