@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -57,27 +58,35 @@ class Workers:
             raise PublishError(problem)
 
 
+@dataclass
+class _Outcome:
+    """The result of a piece of work, or its error."""
+
+    found: Any = None
+    error: Exception | None = None
+
+
 class Beside:
     """Work of a worker beside the requests that it answers, one piece at a time, in a thread."""
 
     def __init__(self) -> None:
         self._wanted: object = None
         self._thread: threading.Thread | None = None
-        self._found: Any = None
-        self._error: Exception | None = None
+        self._outcome = _Outcome()
 
     def begin(self, wanted: object, work: Callable[[], object]) -> None:
         """Begin ``work`` once what went before has ended; ``wanted`` is what it is for."""
-        before, self._wanted, self._found, self._error = self._thread, wanted, None, None
+        before, outcome = self._thread, _Outcome()  # its own: the one before may still be told
 
         def run() -> None:
             if before is not None:
                 before.join()
             try:
-                self._found = work()
+                outcome.found = work()
             except Exception as error:
-                self._error = error
+                outcome.error = error
 
+        self._wanted, self._outcome = wanted, outcome
         self._thread = threading.Thread(target=run, name="hybridcomp-beside", daemon=True)
         self._thread.start()
 
@@ -87,9 +96,9 @@ class Beside:
         if self._wanted != wanted or wanted is None:
             return work()
         self._wanted = None
-        if self._error is not None:
-            raise self._error
-        return self._found
+        if self._outcome.error is not None:
+            raise self._outcome.error
+        return self._outcome.found
 
     def end(self) -> None:
         """Wait until the thread has ended."""
