@@ -56,7 +56,9 @@ class ReduceScatter(Message[ReduceScatterHandle]):
     def send(self, channel: Channel, codec: Codec) -> ReduceScatterHandle:
         """Sum the loaded shards; see ``collectives.reduce_scatter``."""
         shards, handling = self.load(codec), channel.handling(codec)
-        sums = channel.state.node_sums if channel.accumulates(self) else None
+        sums = None
+        if self.crosses is not None and channel.state.config.dp.accumulate == "node":
+            sums = channel.state.node_sums if channel.accumulates(self) else None
         pieces = self.pieces() if handling.by_parameter or sums is not None else None
         like = shards.flat if isinstance(shards, Shards) else shards[0]
         known, meter = channel.group(self.group), channel.meter(like.device)

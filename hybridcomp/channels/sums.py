@@ -143,7 +143,9 @@ class ReduceToOwners(Sum[list[Tensor]]):
     def send(self, channel: Channel, codec: Codec) -> list[Tensor]:
         """Sum the loaded tensor to its owners; see ``collectives.reduce_to_owners``."""
         tensor, ranges, handling = self.load(codec), self.ranges, channel.handling(codec)
-        sums = channel.state.node_sums if channel.accumulates(self) else None
+        sums = None
+        if self.crosses is not None and channel.state.config.dp.accumulate == "node":
+            sums = channel.state.node_sums if channel.accumulates(self) else None
         pieces = self.pieces() if handling.by_parameter or sums is not None else None
         known, meter = channel.group(self.group), channel.meter(tensor.device)
         kept: Tensor | None = None
