@@ -55,7 +55,7 @@ class _Stretch:
 
 @dataclass(eq=False)
 class NodeSums:
-    """What one engine's rank keeps for its node; empty between two optimizer steps.
+    """Keep this rank's part of its node's sums; empty between two optimizer steps.
 
     Attributes:
         has_kept: whether any message was kept since the engine began.

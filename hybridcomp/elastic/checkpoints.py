@@ -55,7 +55,7 @@ class SavedJob:
 
 @dataclass(frozen=True)
 class ResumedJob:
-    """Where a job goes on.
+    """Name the checkpoint and the step at which a job goes on.
 
     Attributes:
         folder: of the checkpoint that was loaded; None: there was none, the job begins.

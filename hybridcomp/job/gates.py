@@ -18,7 +18,7 @@ Ranks = tuple[int, ...]
 
 
 class Operation(ABC):
-    """What ranks do together, as one of them sees it.
+    """Stand on one rank for an operation that several ranks do together.
 
     Attributes:
         name: in the keys of the store, the same on all of its ranks and no other operation's.

@@ -23,7 +23,7 @@ MakesManifest = Callable[[Sequence[Mapping[str, Any]]], Manifest]
 
 @dataclass(frozen=True)
 class VersionStart:
-    """What is known of a version when it begins, equal on all ranks but for ``rank``.
+    """Describe a version when it begins; equal on all ranks but for ``rank``.
 
     Attributes:
         version, full: its number, and whether it needs none before it.

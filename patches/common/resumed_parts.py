@@ -1,4 +1,4 @@
-"""What resuming has in common under every engine: the sampler, the learning rate, the messages."""
+"""Resume sampler and learning rate and say so, alike under every engine."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _NUMEL, _RANKS = 1 << 20, 2
 
 @dataclass(frozen=True)
 class Message:
-    """What the ranks of a job send once in a step, of all parameters."""
+    """A message of all parameters that the ranks of a job send once in a step."""
 
     operation: Operation
     bits: float  # of a value on the wire

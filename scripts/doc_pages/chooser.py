@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
+
+from doc_pages.json_rows import dumps
 
 #: link of a node -> what stands beside the preset; None: native messages are as fast
 LINKS = {
@@ -93,5 +94,5 @@ def chosen() -> dict[str, Any]:
 
 def script() -> str:
     """Return docs/site/blocks.js, which a page opened as a file can load, too."""
-    text = json.dumps(chosen(), indent=1)
+    text = dumps(chosen(), depth=2).strip()
     return f"// made by scripts/make_docs.py\nvar hybridcompBlocks = {text};\n"
