@@ -57,6 +57,11 @@ class CompressionConfig(DimensionFields):
         description=f"`when` of each of {listed(MEASURED)} that is compressed, can be measured and "
         "says nothing itself. Default: auto with preset recommended, else always.",
     )
+    remember: bool = Field(
+        True,
+        description="Take over what the last run of this job on the same machines has measured, "
+        "and leave what this one measures in the user's cache. false: measure in every run.",
+    )
     min_bytes: int = Field(
         65536,
         ge=0,
@@ -123,6 +128,7 @@ class CompressionConfig(DimensionFields):
             raise problem("", NOTHING, f"{todo} {', '.join(DIMENSIONS)} {meant}")
         config._check_samples(data)
         config._check_when()
+        config._check_remember(data)
         config._check_islands()
         config._check_accumulates()
         if data.get("hierarchy", "none") != "none":
@@ -183,6 +189,12 @@ class CompressionConfig(DimensionFields):
             return cls.model_validate(block)
         except ValidationError as error:
             raise translate(error, cls, BLOCK) from None
+
+    def _check_remember(self, written: Mapping[str, Any]) -> None:
+        """Refuse ``remember`` where nothing is measured."""
+        if "remember" in written and not self.measured() and self.enabled:
+            todo = 'is about what "when": "auto" finds, and no dimension has it; remove it'
+            raise problem("remember", self.remember, todo)
 
     @property
     def explicit(self) -> frozenset[Dimension]:
@@ -253,6 +265,8 @@ class CompressionConfig(DimensionFields):
             for key, value in getattr(self, name).agreed().items()
         }
         settings.update({f"{BLOCK}.{name}.when": self._when(name) for name in MEASURED})
+        if not self.remember:  # who remembers states what it sends
+            settings[f"{BLOCK}.remember"] = False
         settings[f"{BLOCK}.ledger.every"] = self.ledger.every  # a report is a collective
         if self.pipeline.waitless:
             settings |= {f"{BLOCK}.pipeline.{key}": value for key, value in self.pipeline}
