@@ -23,6 +23,7 @@ from hybridcomp.config.codec_settings import NONE
 from hybridcomp.config.dimension import DimensionConfig, MeasuredConfig
 from hybridcomp.config.dimension_fields import DimensionFields
 from hybridcomp.config.error_messages import NOTHING, problem, translate
+from hybridcomp.config.generation import GenerateConfig
 from hybridcomp.config.hierarchy_level import (
     Units,
     Widths,
@@ -101,6 +102,11 @@ class CompressionConfig(DimensionFields):
         "steps. Default: none.",
     )
 
+    generate: GenerateConfig | None = Field(
+        None,
+        description="How `hybridcomp.generate` sends, and what it keeps. Default: native.",
+    )
+
     _explicit: frozenset[Dimension] = PrivateAttr(frozenset())
     _planned: planned.Planned | None = PrivateAttr(None)
     _native: frozenset[Dimension] = PrivateAttr(frozenset())
@@ -121,7 +127,7 @@ class CompressionConfig(DimensionFields):
         config = handler(merged(data, plan))
         config._planned = plan
         config._explicit = frozenset(name for name in DIMENSIONS if name in data)
-        idle = not config._explicit and config.publish is None and not config.pipeline.waitless
+        idle = not config._explicit and not config.others
         if data.get("preset") is None and idle and config.enabled:
             todo = 'names no dimension, so nothing would be compressed; add "preset" or one of'
             meant = f'("preset": "{NATIVE}" where that is meant)'
@@ -195,6 +201,11 @@ class CompressionConfig(DimensionFields):
         if "remember" in written and not self.measured() and self.enabled:
             todo = 'is about what "when": "auto" finds, and no dimension has it; remove it'
             raise problem("remember", self.remember, todo)
+
+    @property
+    def others(self) -> bool:
+        """Return whether a key that is no dimension does something."""
+        return bool(self.publish or self.generate or self.pipeline.waitless)
 
     @property
     def explicit(self) -> frozenset[Dimension]:
@@ -272,6 +283,8 @@ class CompressionConfig(DimensionFields):
             settings |= {f"{BLOCK}.pipeline.{key}": value for key, value in self.pipeline}
         if self.publish is not None:
             settings |= {f"{BLOCK}.publish.{key}": value for key, value in self.publish}
+        if self.generate is not None:
+            settings |= {f"{BLOCK}.generate.{k}": v for k, v in self.generate.model_dump().items()}
         for name in ("enabled", "min_bytes", "start_step", "on_unsupported"):
             settings[f"{BLOCK}.{name}"] = getattr(self, name)
         settings[f"{BLOCK}.hierarchy"] = self.widths
