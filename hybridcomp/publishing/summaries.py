@@ -75,4 +75,4 @@ def check_all(said: Sequence[Mapping[str, Any]], ranks: tuple[int, ...], what: s
     if bad:
         rank, problem = bad[0]
         more = f" (also rank(s) {', '.join(str(r) for r, _ in bad[1:5])})" if bad[1:] else ""
-        raise PublishError(f"{what} was not published: rank {rank}: {problem}{more}")
+        raise PublishError.naming_rank(f"{what} was not published: rank {rank}: {problem}{more}")
