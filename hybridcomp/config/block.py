@@ -55,8 +55,8 @@ class CompressionConfig(DimensionFields):
 
     when: Literal["always", "auto"] | None = Field(
         None,
-        description=f"`when` of each of {listed(MEASURED)} that is compressed, can be measured and "
-        "says nothing itself. Default: auto with preset recommended, else always.",
+        description=f"Default of `when` in {listed(MEASURED)}: auto with preset "
+        "recommended, else always.",
     )
     remember: bool = Field(
         True,
@@ -66,30 +66,30 @@ class CompressionConfig(DimensionFields):
     min_bytes: int = Field(
         65536,
         ge=0,
-        description="Messages of fewer bytes stay native. Lower: more messages are compressed, "
-        "where latency counts more than bytes.",
+        description="Messages of fewer bytes stay native. Lower it where bytes count more "
+        "than latency.",
     )
     start_step: int = Field(
         0,
         ge=0,
-        description="Optimizer steps that are native before compression starts; for a warm-up.",
+        description="Optimizer steps before compression starts.",
     )
     hierarchy: Literal["auto", "none"] | Annotated[int, Field(ge=1)] | Units = Field(
         "auto",
         description=f"Two levels for {listed(TWO_LEVELS)} where a group spans nodes: native "
-        "inside a node, encoded between nodes, which then carry the bytes of one rank instead of "
-        "those of all its ranks. auto: nodes as the launcher numbers them (CROSS_RANK, "
-        "GROUP_RANK), else by host. N: every N consecutive ranks share a node. none: one level. A "
-        "group inside one node, or with one rank on each, is always compressed in one level. "
-        "[8, 4]: three levels, nodes of 8 ranks, switches or sites of 4 nodes, and what is encoded "
-        'between these; more numbers, more levels. "auto" in place of a number: as the launcher '
-        "tells, of switches Slurm's SLURM_TOPOLOGY_ADDR. An object in place of a number, such as "
-        '{"size": 4, "codec": "blockint", "bits": 8}: dp\'s sums of this level are encoded, too.',
+        "inside a node, encoded between nodes, which then send one rank's bytes instead of "
+        "those of all. auto: nodes by the launcher's numbers (CROSS_RANK, GROUP_RANK), else by "
+        "host. N: every N consecutive ranks. none: one level, as always in a group inside one "
+        "node or with one rank on each. [8, 4]: three levels, nodes of 8 ranks and sites (or "
+        'switches) of 4 nodes, encoded between sites; more numbers, more levels. "auto" in a '
+        "list: by the launcher, for switches Slurm's SLURM_TOPOLOGY_ADDR. An object in a list, "
+        'such as {{"size": 4, "codec": "blockint", "bits": 8}}: dp\'s sums of this level are '
+        "encoded, too.",
     )
     on_unsupported: Literal["error", "native"] = Field(
         "error",
-        description="When a key cannot take effect. error: stop before training. native: say once "
-        "what stays uncompressed, and train.",
+        description="If a key cannot take effect: error stops before training; native says "
+        "once what stays uncompressed, and trains.",
     )
     ledger: LedgerConfig = Field(LedgerConfig(), description="What is written down.")
     pipeline: AsyncPipelineConfig = Field(

@@ -43,9 +43,9 @@ MOST_FINISHED = 1000
 class Publisher:
     """Sends versions of an engine's weights to one destination; every rank has one.
 
-    All ranks of the job make the same calls together. The publisher reads weights and never
-    changes them. It keeps a 16-bit copy of what this rank sends on the host, and a second one where
-    versions are written beside the training (``publish(wait=False)``).
+    All ranks of the job make the same calls together. The publisher never changes the weights. It
+    keeps a 16-bit copy of what this rank sends on the host, and a second one for versions that are
+    written beside the training (``publish(wait=False)``).
     """
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import takewhile
 from pathlib import Path
 
@@ -56,14 +56,19 @@ def _entry(name: str, found: object) -> Iterator[str]:
     yield ""
     if inspect.isfunction(found):
         yield "```python"
-        yield f"{name.rpartition('.')[2]}{inspect.signature(found)}".replace(
-            "'", ""
-        )  # annotations are strings
+        yield f"{name.rpartition('.')[2]}{_signature(found)}"
         yield "```"
         yield ""
     yield _markdown(inspect.getdoc(found) or "")
     if inspect.isclass(found) and (rows := list(_methods(found))):
         yield from ("", "| method | |", "|---|---|", *rows)
+
+
+def _signature(function: Callable[..., object]) -> str:
+    """Return names, defaults and the result; the list of arguments below has the types."""
+    whole = inspect.signature(function)
+    bare = [one.replace(annotation=inspect.Parameter.empty) for one in whole.parameters.values()]
+    return str(whole.replace(parameters=bare)).replace("'", "")  # annotations are strings
 
 
 def _methods(found: type) -> Iterator[str]:
