@@ -11,6 +11,8 @@ resync(engine)       make the next gather of parameters exact, where deltas are 
 island_group(block)  the ranks of this rank's island, for a model under FSDP2 or DDP
 island_pg_collection()  the groups of this rank's island, for megatron-core
 resume(engine, folder) go on from a checkpoint on another number of ranks
+freeze(engine, what) stop training parameters, which then cost nothing
+thaw(engine)         train them again
 ElasticSampler       each sample once, whatever the number of ranks
 publish(engine, to)  send versions of an engine's weights, exact deltas, to inference engines
 WeightReceiver       the other side: a mirror of published weights
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
     from hybridcomp.config import CompressionConfig, load_config
     from hybridcomp.elastic.sampler import ElasticSampler
+    from hybridcomp.patches.frozen import freeze, thaw
     from hybridcomp.patches.mcore.islands import island_pg_collection
     from hybridcomp.patches.resumed import resume
     from hybridcomp.patches.torch.attach import detach, stateful
@@ -78,6 +81,7 @@ __all__ = [
     "__version__",
     "attach",
     "detach",
+    "freeze",
     "install",
     "island_group",
     "island_pg_collection",
@@ -88,6 +92,7 @@ __all__ = [
     "resync",
     "save_state",
     "stateful",
+    "thaw",
     "uninstall",
 ]
 
@@ -308,11 +313,13 @@ _LATE = {
     "VersionSummary": "publishing",
     "WeightReceiver": "publishing",
     "detach": "patches.torch.attach",
+    "freeze": "patches.frozen",
     "island_group": "patches.torch.session",
     "island_pg_collection": "patches.mcore.islands",
     "load_config": "config",
     "resume": "patches.resumed",
     "stateful": "patches.torch.attach",
+    "thaw": "patches.frozen",
 }
 
 

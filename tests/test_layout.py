@@ -207,6 +207,7 @@ ASKS: dict[str, set[str]] = {
     "ds": {"common", "mcore", "neox", "rules"},
     "trainers": {"common", "ds", "torch"},
     "published": {"common", "ds", "mcore", "torch"},
+    "frozen": {"common", "ds", "torch"},
     "resumed": {"common", "ds", "torch"},
     "registry": {"common", "ds", "mcore", "neox", "torch"},
     "template": {"common"},
