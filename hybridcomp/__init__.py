@@ -11,6 +11,8 @@ resync(engine)       make the next gather of parameters exact, where deltas are 
 island_group(block)  the ranks of this rank's island, for a model under FSDP2 or DDP
 island_pg_collection()  the groups of this rank's island, for megatron-core
 resume(engine, folder) go on from a checkpoint on another number of ranks
+freeze(engine, what) stop training parameters, which then cost nothing
+thaw(engine)         train them again
 ElasticSampler       each sample once, whatever the number of ranks
 generate(engine, prompts) answer prompts from the ranks of a training, stage by stage
 rollout(engine, tokenizer) the same as a RolloutEngine of DeepSpeed
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
     from hybridcomp.config import CompressionConfig, load_config
     from hybridcomp.elastic.sampler import ElasticSampler
+    from hybridcomp.patches.frozen import freeze, thaw
     from hybridcomp.patches.generated import generate, rollout
     from hybridcomp.patches.mcore.islands import island_pg_collection
     from hybridcomp.patches.resumed import resume
@@ -82,6 +85,7 @@ __all__ = [
     "attach",
     "detach",
     "generate",
+    "freeze",
     "install",
     "island_group",
     "island_pg_collection",
@@ -93,6 +97,7 @@ __all__ = [
     "rollout",
     "save_state",
     "stateful",
+    "thaw",
     "uninstall",
 ]
 
@@ -308,12 +313,14 @@ _LATE = {
     "WeightReceiver": "publishing",
     "detach": "patches.torch.attach",
     "generate": "patches.generated",
+    "freeze": "patches.frozen",
     "island_group": "patches.torch.session",
     "island_pg_collection": "patches.mcore.islands",
     "load_config": "config",
     "resume": "patches.resumed",
     "rollout": "patches.generated",
     "stateful": "patches.torch.attach",
+    "thaw": "patches.frozen",
 }
 
 

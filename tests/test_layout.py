@@ -210,6 +210,7 @@ ASKS: dict[str, set[str]] = {
     "trainers": {"common", "ds", "torch"},
     "generated": {"common", "ds"},
     "published": {"common", "ds", "mcore", "torch"},
+    "frozen": {"common", "ds", "torch"},
     "resumed": {"common", "ds", "torch"},
     "registry": {"common", "ds", "mcore", "neox", "torch"},
     "template": {"common"},
