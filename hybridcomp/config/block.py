@@ -23,6 +23,7 @@ from hybridcomp.config.codec_settings import NONE
 from hybridcomp.config.dimension import DimensionConfig, MeasuredConfig
 from hybridcomp.config.dimension_fields import DimensionFields
 from hybridcomp.config.error_messages import NOTHING, problem, translate
+from hybridcomp.config.generation import GenerateConfig
 from hybridcomp.config.hierarchy_level import (
     Units,
     Widths,
@@ -56,6 +57,11 @@ class CompressionConfig(DimensionFields):
         None,
         description=f"Default of `when` in {listed(MEASURED)}: auto with preset "
         "recommended, else always.",
+    )
+    remember: bool = Field(
+        True,
+        description="Take over what the last run of this job on the same machines has measured, "
+        "and leave what this one measures in the user's cache. false: measure in every run.",
     )
     min_bytes: int = Field(
         65536,
@@ -96,6 +102,11 @@ class CompressionConfig(DimensionFields):
         "steps. Default: none.",
     )
 
+    generate: GenerateConfig | None = Field(
+        None,
+        description="How `hybridcomp.generate` sends, and what it keeps. Default: native.",
+    )
+
     _explicit: frozenset[Dimension] = PrivateAttr(frozenset())
     _planned: planned.Planned | None = PrivateAttr(None)
     _native: frozenset[Dimension] = PrivateAttr(frozenset())
@@ -116,13 +127,14 @@ class CompressionConfig(DimensionFields):
         config = handler(merged(data, plan))
         config._planned = plan
         config._explicit = frozenset(name for name in DIMENSIONS if name in data)
-        idle = not config._explicit and config.publish is None and not config.pipeline.waitless
+        idle = not config._explicit and not config.others
         if data.get("preset") is None and idle and config.enabled:
             todo = 'names no dimension, so nothing would be compressed; add "preset" or one of'
             meant = f'("preset": "{NATIVE}" where that is meant)'
             raise problem("", NOTHING, f"{todo} {', '.join(DIMENSIONS)} {meant}")
         config._check_samples(data)
         config._check_when()
+        config._check_remember(data)
         config._check_islands()
         config._check_accumulates()
         if data.get("hierarchy", "none") != "none":
@@ -183,6 +195,17 @@ class CompressionConfig(DimensionFields):
             return cls.model_validate(block)
         except ValidationError as error:
             raise translate(error, cls, BLOCK) from None
+
+    def _check_remember(self, written: Mapping[str, Any]) -> None:
+        """Refuse ``remember`` where nothing is measured."""
+        if "remember" in written and not self.measured() and self.enabled:
+            todo = 'is about what "when": "auto" finds, and no dimension has it; remove it'
+            raise problem("remember", self.remember, todo)
+
+    @property
+    def others(self) -> bool:
+        """Return whether a key that is no dimension does something."""
+        return bool(self.publish or self.generate or self.pipeline.waitless)
 
     @property
     def explicit(self) -> frozenset[Dimension]:
@@ -253,11 +276,15 @@ class CompressionConfig(DimensionFields):
             for key, value in getattr(self, name).agreed().items()
         }
         settings.update({f"{BLOCK}.{name}.when": self._when(name) for name in MEASURED})
+        if not self.remember:  # who remembers states what it sends
+            settings[f"{BLOCK}.remember"] = False
         settings[f"{BLOCK}.ledger.every"] = self.ledger.every  # a report is a collective
         if self.pipeline.waitless:
             settings |= {f"{BLOCK}.pipeline.{key}": value for key, value in self.pipeline}
         if self.publish is not None:
             settings |= {f"{BLOCK}.publish.{key}": value for key, value in self.publish}
+        if self.generate is not None:
+            settings |= {f"{BLOCK}.generate.{k}": v for k, v in self.generate.model_dump().items()}
         for name in ("enabled", "min_bytes", "start_step", "on_unsupported"):
             settings[f"{BLOCK}.{name}"] = getattr(self, name)
         settings[f"{BLOCK}.hierarchy"] = self.widths

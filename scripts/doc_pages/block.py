@@ -33,6 +33,9 @@ PARTS = (
     ("publish", "PublishConfig",
      'Versions of the weights for inference engines: `"publish": {"to": "runs/weights"}` '
      "([publishing](publishing.md))."),
+    ("generate", "GenerateConfig",
+     'What `hybridcomp.generate` sends and keeps: `"generate": {"pp": {"codec": "blockint", '
+     '"bits": 8}}` ([generation](generation.md)).'),
     ("outer", "OuterConfig",
      'The outer optimizer of `sync`: `"outer": {"lr": 0.7, "momentum": 0.9}`.'),
     ("islands that are jobs", "RendezvousConfig",
