@@ -22,16 +22,22 @@ PUBLIC = (("", hybridcomp), ("nn.", nn), ("codecs.", codecs), ("session.", sessi
 def api() -> str:
     """Return every public name of ``PUBLIC``; errors have a table.
 
-    What users hold has its signature and docstring, what authors need a row: ``help`` has the rest.
+    What users hold has its signature and docstring, what authors need a row, a codec its name:
+    ``help`` has the rest.
     """
-    told, rows = [], ["| for authors | |", "|---|---|"]
+    entries, names, rows = [], [], ["| for authors | |", "|---|---|"]
     for name, found in public():
-        if name.startswith(("codecs.", "session.")):
+        if inspect.isclass(found) and issubclass(found, codecs.Codec) and found is not codecs.Codec:
+            names.append(f"`{name.removeprefix('codecs.')}`")
+        elif name.startswith(("codecs.", "session.")):
             rows.append(f"| `hybridcomp.{name}` | {_first(found)} |")
         else:
-            told.append("\n".join(_entry(name, found)))
-    head = "## Codecs and engines\n\n`help(hybridcomp.codecs.Codec)` and so on have the contracts."
-    return "\n\n".join([*told, head, "\n".join(rows)])
+            entries.append("\n".join(_entry(name, found)))
+    head = (
+        "## Codecs and engines\n\n`help(hybridcomp.codecs.Codec)` and so on have the contracts. "
+        f"[Codecs](codecs.md) in `hybridcomp.codecs`: {', '.join(names)}."
+    )
+    return "\n\n".join([*entries, head, "\n".join(rows)])
 
 
 def _first(found: object) -> str:
