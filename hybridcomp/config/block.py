@@ -23,6 +23,7 @@ from hybridcomp.config.codec_settings import NONE
 from hybridcomp.config.dimension import DimensionConfig, MeasuredConfig
 from hybridcomp.config.dimension_fields import DimensionFields
 from hybridcomp.config.error_messages import NOTHING, problem, translate
+from hybridcomp.config.gathered import GatheredConfig
 from hybridcomp.config.hierarchy_level import (
     Units,
     Widths,
@@ -95,6 +96,11 @@ class CompressionConfig(DimensionFields):
         description="Versions of the weights for inference engines, exact deltas after optimizer "
         "steps. Default: none.",
     )
+    gathered: GatheredConfig | None = Field(
+        None,
+        description="All weights on every rank for a roll-out, in `with hybridcomp.gathered(...)`. "
+        "Default: gathered natively.",
+    )
 
     _explicit: frozenset[Dimension] = PrivateAttr(frozenset())
     _planned: planned.Planned | None = PrivateAttr(None)
@@ -116,7 +122,8 @@ class CompressionConfig(DimensionFields):
         config = handler(merged(data, plan))
         config._planned = plan
         config._explicit = frozenset(name for name in DIMENSIONS if name in data)
-        idle = not config._explicit and config.publish is None and not config.pipeline.waitless
+        others = config.publish or config.gathered or config.pipeline.waitless
+        idle = not config._explicit and not others
         if data.get("preset") is None and idle and config.enabled:
             todo = 'names no dimension, so nothing would be compressed; add "preset" or one of'
             meant = f'("preset": "{NATIVE}" where that is meant)'
@@ -125,7 +132,8 @@ class CompressionConfig(DimensionFields):
         config._check_when()
         config._check_islands()
         config._check_accumulates()
-        if data.get("hierarchy", "none") != "none":
+        gathers = config.gathered is not None and config.gathered.codec_of() is not None
+        if data.get("hierarchy", "none") != "none" and not gathers:
             check_hierarchy(config.hierarchy, config.codecs())
         return config
 
@@ -258,6 +266,9 @@ class CompressionConfig(DimensionFields):
             settings |= {f"{BLOCK}.pipeline.{key}": value for key, value in self.pipeline}
         if self.publish is not None:
             settings |= {f"{BLOCK}.publish.{key}": value for key, value in self.publish}
+        if self.gathered is not None:
+            written = self.gathered.agreed()
+            settings |= {f"{BLOCK}.gathered.{key}": value for key, value in written.items()}
         for name in ("enabled", "min_bytes", "start_step", "on_unsupported"):
             settings[f"{BLOCK}.{name}"] = getattr(self, name)
         settings[f"{BLOCK}.hierarchy"] = self.widths

@@ -34,6 +34,9 @@ PARTS = (
     ("publish", "PublishConfig",
      'Versions of the weights for inference engines: `"publish": {"to": "runs/weights"}` '
      "([publishing](publishing.md))."),
+    ("gathered", "GatheredConfig",
+     'All weights on every rank for a roll-out: `"gathered": "stepcode"` '
+     "([gathered weights](gathered.md))."),
     ("outer", "OuterConfig",
      'The outer optimizer of `sync`: `"outer": {"lr": 0.7, "momentum": 0.9}`.'),
     ("islands that are jobs", "RendezvousConfig",

@@ -1,0 +1,1 @@
+"""Generate text from the ranks of a training, with their weights as they stand."""
