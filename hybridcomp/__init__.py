@@ -12,6 +12,8 @@ island_group(block)  the ranks of this rank's island, for a model under FSDP2 or
 island_pg_collection()  the groups of this rank's island, for megatron-core
 resume(engine, folder) go on from a checkpoint on another number of ranks
 ElasticSampler       each sample once, whatever the number of ranks
+generate(engine, prompts) answer prompts from the ranks of a training, stage by stage
+rollout(engine, tokenizer) the same as a RolloutEngine of DeepSpeed
 publish(engine, to)  send versions of an engine's weights, exact deltas, to inference engines
 WeightReceiver       the other side: a mirror of published weights
 gathered(engine)     all weights on every rank for a roll-out, gathered once
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
     from hybridcomp.config import CompressionConfig, load_config
     from hybridcomp.elastic.sampler import ElasticSampler
+    from hybridcomp.patches.generated import generate, rollout
     from hybridcomp.patches.mcore.islands import island_pg_collection
     from hybridcomp.patches.resumed import resume
     from hybridcomp.patches.torch.attach import detach, stateful
@@ -81,6 +84,7 @@ __all__ = [
     "attach",
     "detach",
     "gathered",
+    "generate",
     "install",
     "island_group",
     "island_pg_collection",
@@ -89,6 +93,7 @@ __all__ = [
     "publish",
     "resume",
     "resync",
+    "rollout",
     "save_state",
     "stateful",
     "uninstall",
@@ -333,10 +338,12 @@ _LATE = {
     "VersionSummary": "publishing",
     "WeightReceiver": "publishing",
     "detach": "patches.torch.attach",
+    "generate": "patches.generated",
     "island_group": "patches.torch.session",
     "island_pg_collection": "patches.mcore.islands",
     "load_config": "config",
     "resume": "patches.resumed",
+    "rollout": "patches.generated",
     "stateful": "patches.torch.attach",
 }
 

@@ -24,6 +24,7 @@ from hybridcomp.config.dimension import DimensionConfig, MeasuredConfig
 from hybridcomp.config.dimension_fields import DimensionFields
 from hybridcomp.config.error_messages import NOTHING, problem, translate
 from hybridcomp.config.gathered import GatheredConfig
+from hybridcomp.config.generation import GenerateConfig
 from hybridcomp.config.hierarchy_level import (
     Units,
     Widths,
@@ -102,6 +103,11 @@ class CompressionConfig(DimensionFields):
         "Default: gathered natively.",
     )
 
+    generate: GenerateConfig | None = Field(
+        None,
+        description="How `hybridcomp.generate` sends, and what it keeps. Default: native.",
+    )
+
     _explicit: frozenset[Dimension] = PrivateAttr(frozenset())
     _planned: planned.Planned | None = PrivateAttr(None)
     _native: frozenset[Dimension] = PrivateAttr(frozenset())
@@ -122,8 +128,7 @@ class CompressionConfig(DimensionFields):
         config = handler(merged(data, plan))
         config._planned = plan
         config._explicit = frozenset(name for name in DIMENSIONS if name in data)
-        others = config.publish or config.gathered or config.pipeline.waitless
-        idle = not config._explicit and not others
+        idle = not config._explicit and not config.others
         if data.get("preset") is None and idle and config.enabled:
             todo = 'names no dimension, so nothing would be compressed; add "preset" or one of'
             meant = f'("preset": "{NATIVE}" where that is meant)'
@@ -191,6 +196,12 @@ class CompressionConfig(DimensionFields):
             return cls.model_validate(block)
         except ValidationError as error:
             raise translate(error, cls, BLOCK) from None
+
+    @property
+    def others(self) -> bool:
+        """Return whether a key that is no dimension does something."""
+        waitless = self.pipeline.waitless
+        return bool(self.publish or self.gathered or self.generate or waitless)
 
     @property
     def explicit(self) -> frozenset[Dimension]:
@@ -269,6 +280,8 @@ class CompressionConfig(DimensionFields):
         if self.gathered is not None:
             written = self.gathered.agreed()
             settings |= {f"{BLOCK}.gathered.{key}": value for key, value in written.items()}
+        if self.generate is not None:
+            settings |= {f"{BLOCK}.generate.{k}": v for k, v in self.generate.model_dump().items()}
         for name in ("enabled", "min_bytes", "start_step", "on_unsupported"):
             settings[f"{BLOCK}.{name}"] = getattr(self, name)
         settings[f"{BLOCK}.hierarchy"] = self.widths

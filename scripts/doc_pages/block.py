@@ -37,6 +37,9 @@ PARTS = (
     ("gathered", "GatheredConfig",
      'All weights on every rank for a roll-out: `"gathered": "stepcode"` '
      "([gathered weights](gathered.md))."),
+    ("generate", "GenerateConfig",
+     'What `hybridcomp.generate` sends and keeps: `"generate": {"pp": {"codec": "blockint", '
+     '"bits": 8}}` ([generation](generation.md)).'),
     ("outer", "OuterConfig",
      'The outer optimizer of `sync`: `"outer": {"lr": 0.7, "momentum": 0.9}`.'),
     ("islands that are jobs", "RendezvousConfig",
