@@ -210,6 +210,7 @@ ASKS: dict[str, set[str]] = {
     # DeepSpeed trains models whose groups Megatron or GPT-NeoX has made
     "ds": {"common", "mcore", "neox", "rules"},
     "trainers": {"common", "ds", "torch"},
+    "gathered": {"common", "ds", "torch"},
     "generated": {"common", "ds"},
     "published": {"common", "ds", "mcore", "torch"},
     "resumed": {"common", "ds", "torch"},

@@ -180,9 +180,7 @@ def published(config: CompressionConfig, share: int) -> list[MemoryItem]:
     return [MemoryItem("copies of published weights", copies * PUBLISHED * share, on_host=True)]
 
 
-def rolled_out(
-    config: CompressionConfig, numel: int, ranks: int, width: int
-) -> list[MemoryItem]:
+def rolled_out(config: CompressionConfig, numel: int, ranks: int, width: int) -> list[MemoryItem]:
     """Return what ``gathered`` keeps of ``numel`` 16-bit weights from one roll-out to the next.
 
     ``ranks``: of the job, ``width`` of them on a node.

@@ -98,7 +98,8 @@ def engine_of(way: str, lr: float) -> Any:
     adam = {"type": "AdamW", "params": {"lr": lr, "torch_adam": True}}
     settings = {
         "train_micro_batch_size_per_gpu": 4, "optimizer": adam, "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3}, "compression": block,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "compression": block,
     }  # fmt: skip
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=settings
