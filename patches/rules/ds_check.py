@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridcomp.config import BLOCK, CompressionConfig
-from hybridcomp.config.error_messages import idle
+from hybridcomp.config.error_messages import Shown, idle
 from hybridcomp.dimensions import DEEPSPEED, Dimension
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.rules import ds, ds_offload, ds_pipeline, engine
@@ -44,11 +44,11 @@ def check(
     rules: list[tuple[Rule[Any], Any]] = [(rule, job) for rule in TABLES]
     if neox is not None:
         rules += [(rule, neox) for rule in NEOX_RULES]
-    return [*_idle_keys(block), *hold(block, rules)]
+    return [*_idle_keys(block, job), *hold(block, rules)]
 
 
-def _idle_keys(block: CompressionConfig) -> list[str]:
-    """Find keys for megatron-core whose work DeepSpeed does by its own settings."""
+def _idle_keys(block: CompressionConfig, job: DeepSpeedJob) -> list[str]:
+    """Find keys that do nothing in the job, or whose work DeepSpeed's own settings do."""
     found = []
     if block.pp.scatter_gather:
         todo = (
@@ -56,6 +56,9 @@ def _idle_keys(block: CompressionConfig) -> list[str]:
             "(pipeline.pipe_partitioned and pipeline.grad_partitioned); remove it"
         )
         found.append(idle(f"{BLOCK}.pp.scatter_gather", True, todo, block.on_unsupported))
+    if block.generate is not None and job.pipeline is False and not job.slices:
+        shown = Shown("a model that is no PipelineModule")
+        found.append(engine.no_generation(block, shown))
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 from hybridcomp.config import BLOCK, CompressionConfig
-from hybridcomp.config.error_messages import Shown
+from hybridcomp.config.error_messages import Shown, idle
 from hybridcomp.dimensions import DIMENSIONS, ROWS, Dimension, listed
 from hybridcomp.errors import ConfigError
 
@@ -105,6 +105,12 @@ def without_seam(engine: str, table: Sequence[Rule[Any]]) -> tuple[Rule[Any], ..
         for name, row in ROWS.items()
         if engine not in row.engines and name not in told
     )  # fmt: skip
+
+
+def no_generation(block: CompressionConfig, found: Shown) -> str:
+    """Return a sentence for a job whose stages cannot generate. Raises ConfigError by the block."""
+    todo = "hybridcomp.generate takes DeepSpeed's pipelines and token slices; remove it"
+    return idle(f"{BLOCK}.generate", found, todo, block.on_unsupported)
 
 
 def lossy(block: CompressionConfig) -> frozenset[Dimension]:
