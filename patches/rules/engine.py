@@ -118,6 +118,12 @@ def ungathered(block: CompressionConfig, why: str) -> list[str]:
     return [idle(f"{BLOCK}.gathered", found, todo, block.on_unsupported)]
 
 
+def no_generation(block: CompressionConfig, found: Shown) -> str:
+    """Return a sentence for a job whose stages cannot generate. Raises ConfigError by the block."""
+    todo = "hybridcomp.generate takes DeepSpeed's pipelines and token slices; remove it"
+    return idle(f"{BLOCK}.generate", found, todo, block.on_unsupported)
+
+
 def lossy(block: CompressionConfig) -> frozenset[Dimension]:
     """Return the dimensions whose codec changes values, in one direction at least."""
     codecs = block.codecs().items()
