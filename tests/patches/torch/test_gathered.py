@@ -216,9 +216,11 @@ def _too_large(who: int) -> tuple[str, str, int, bool]:
         return 1000 if dist.get_rank() == who else free_nbytes(device)
 
     try:
-        with mock.patch("hybridcomp.generation.rolling_out.free_nbytes", free):
-            with hybridcomp.gathered(model):
-                raise AssertionError("entered")
+        with (
+            mock.patch("hybridcomp.generation.rolling_out.free_nbytes", free),
+            hybridcomp.gathered(model),
+        ):
+            raise AssertionError("entered")
     except (ConfigError, PeerError) as error:
         return type(error).__name__, str(error), sent_of(model), hooks_of(model) == before
 
