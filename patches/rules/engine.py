@@ -23,8 +23,8 @@ J = TypeVar("J")
 Verdict = Literal["refuse", "bypass", "absent", "note"]
 
 #: of every engine: the rows of a process without tables
-NO_TABLES = "a job without tables of hybridcomp.nn.CachedEmbedding"
-NO_ROWS, TABLES_TODO = "no rows go to their owners", "make the tables before the engine"
+NO_TABLES = "a job without tables: CachedEmbedding of hybridcomp.nn, or Embedding(sparse=True)"
+NO_ROWS, TABLES_TODO = "no rows of tables are sent", "make the tables before the engine"
 
 
 def _any_block(block: CompressionConfig) -> bool:

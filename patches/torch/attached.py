@@ -19,6 +19,7 @@ from hybridcomp.patches.common.optimizer_steps import (
     backward_pass,
 )
 from hybridcomp.patches.torch import stateful
+from hybridcomp.patches.torch.ignored_tables import IgnoredTables
 from hybridcomp.patches.torch.loss_scale import LossScale
 from hybridcomp.patches.torch.session import say
 from hybridcomp.patches.torch.unseen_steps import LOCAL, PATIENCE, UnseenSteps
@@ -89,6 +90,7 @@ class Attached:
         self.loss_scale = LossScale(self.rescale)
         self.optimizer_calls = 0  # calls of optimizers' step, maybe several per training step
         self.is_detached = False
+        self.ignored: IgnoredTables | None = None  # tables whose gradients nobody reduces
         self._undo: list[Callable[[], object]] = []
 
     @property

@@ -40,11 +40,12 @@ from hybridcomp.patches.torch import torch_versions as windows
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.fsdp2_members import Members, names_of
 from hybridcomp.patches.torch.identity import identity_of
+from hybridcomp.patches.torch.ignored_tables import IgnoredTables
 from hybridcomp.patches.torch.session import Source, agree_on, read, session_of
 from hybridcomp.session.engine_session import EngineSession
 
 REQUIREMENT = windows.FSDP2
-COVERS = ("zero", "dp", "sync")
+COVERS = ("zero", "dp", "sync", "embed")
 ZERO: tuple[Dimension, ...] = ("zero",)
 DP: tuple[Dimension, ...] = ("dp",)
 ROOT = (
@@ -111,6 +112,9 @@ def attach(model: nn.Module, source: Source | None, undo: ExitStack) -> Attached
             attached.on_detach(module.register_forward_pre_hook(_Enter(one, attached)).remove)
             if not one.hears_of_messages:
                 attached.on_detach(module.register_forward_hook(_Leave(one)).remove)
+    if job.ignores_tables and session.channels["embed"].active:
+        attached.ignored = IgnoredTables(model, session.channels["embed"], None)
+        attached.on_detach(attached.ignored.tables.leave)
     steps.follow(attached)
     if job.ranks[0] == dist.get_rank():
         named = (

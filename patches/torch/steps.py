@@ -76,8 +76,10 @@ def forget_all() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise ConfigError where micro-batches of the step have not crossed between nodes."""
+    """Average what nobody has; raise ConfigError where micro-batches have not crossed nodes."""
     for attached in models():
+        if attached.ignored is not None:
+            attached.ignored.exchange(optimizer)
         if attached.channels.node_sums.left and attached.owns(optimizer):
             todo = (
                 "the micro-batches before this optimizer step were summed inside the nodes and "
