@@ -36,6 +36,7 @@ from hybridcomp.errors import (
     PeerError,
     PublishError,
     SeamError,
+    StateFileError,
 )
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ __all__ = [
     "PublishError",
     "Publisher",
     "SeamError",
+    "StateFileError",
     "StartedVersion",
     "VersionSummary",
     "WeightReceiver",

@@ -35,6 +35,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "ds.frozen",
         "ds.offload12",
         "ds.offload3",
+        "ds.nvme",
         "ds.pipeline",
         "ds.pipeline_partition",
         "ds.tied_weights",
