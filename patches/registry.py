@@ -36,6 +36,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "ds.offload12",
         "ds.offload3",
         "ds.nvme",
+        "ds.planned_memory",
         "ds.pipeline",
         "ds.pipeline_partition",
         "ds.tied_weights",

@@ -32,6 +32,7 @@ from hybridcomp.config.hierarchy_level import (
     widths_of,
 )
 from hybridcomp.config.ledger import LedgerConfig
+from hybridcomp.config.memory_policy import MemoryPolicy
 from hybridcomp.config.policy import Limits, Policy, Rung
 from hybridcomp.config.presets import MEASURING, NATIVE, merged
 from hybridcomp.config.publish import PublishConfig
@@ -90,6 +91,9 @@ class CompressionConfig(DimensionFields):
         AsyncPipelineConfig(),
         description="DeepSpeed's pipeline without a flush after every batch; experimental.",
     )
+    memory: MemoryPolicy = Field(
+        MemoryPolicy(), description="What DeepSpeed's ZeRO 3 keeps on the device and the host."
+    )
     publish: PublishConfig | None = Field(
         None,
         description="Versions of the weights for inference engines, exact deltas after optimizer "
@@ -117,6 +121,7 @@ class CompressionConfig(DimensionFields):
         config._planned = plan
         config._explicit = frozenset(name for name in DIMENSIONS if name in data)
         idle = not config._explicit and config.publish is None and not config.pipeline.waitless
+        idle = idle and not config.memory.planned
         if data.get("preset") is None and idle and config.enabled:
             todo = 'names no dimension, so nothing would be compressed; add "preset" or one of'
             meant = f'("preset": "{NATIVE}" where that is meant)'
@@ -256,6 +261,8 @@ class CompressionConfig(DimensionFields):
         settings[f"{BLOCK}.ledger.every"] = self.ledger.every  # a report is a collective
         if self.pipeline.waitless:
             settings |= {f"{BLOCK}.pipeline.{key}": value for key, value in self.pipeline}
+        if self.memory.planned:
+            settings |= {f"{BLOCK}.memory.{key}": value for key, value in self.memory}
         if self.publish is not None:
             settings |= {f"{BLOCK}.publish.{key}": value for key, value in self.publish}
         for name in ("enabled", "min_bytes", "start_step", "on_unsupported"):

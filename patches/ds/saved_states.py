@@ -98,12 +98,13 @@ def _states(optimizer: Any) -> dict[str, Any]:
         info = optimizer.optimizer_swapper.swap_params_info.get(flat.ds_id)
         entries = optimizer.optimizer.state.get(flat, {})
         if info is None:
-            found[str(flat.ds_id)] = {"names": [], "rest": dict(entries), "master": flat.data}
+            whole = {"numel": flat.numel(), "names": [], "rest": dict(entries), "master": flat.data}
+            found[str(flat.ds_id)] = whole
             continue
         paths = {os.path.basename(path) for path in info.get_swap_paths()}
         names = [name for name in entries if f"{name}-{flat.ds_id}{SWAPPED}" in paths]
         rest = {name: value for name, value in entries.items() if name not in names}
-        found[str(flat.ds_id)] = {"names": names, "rest": rest}
+        found[str(flat.ds_id)] = {"numel": info.numel(), "names": names, "rest": rest}
     return found
 
 
@@ -121,11 +122,26 @@ def read(folder: Path, engine: Any) -> None:
     path = path_of(folder, dist.get_rank())
     loaded = stored(folder, dist.get_rank()) if path.is_file() else None
     if loaded is not None:
+        _hold_to_groups(folder, loaded, optimizer)
         own = engine.local_rank if engine.use_node_local_storage() else dist.get_rank()
         for name, data in footers_of(loaded).items():
             there = folder_of(folder, own) / name
             check(str(there), contents(there), dist.get_rank(), data)
     setattr(optimizer, LOADED, loaded)
+
+
+def _hold_to_groups(folder: Path, loaded: Mapping[str, Any], optimizer: Any) -> None:
+    """Raise CheckpointError where the checkpoint has other sub-groups, so other names of files."""
+    numels = optimizer.fp16_partitioned_groups_flat_numel
+    flats = optimizer.fp32_partitioned_groups_flat
+    here = {str(flat.ds_id): int(n) for flat, n in zip(flats, numels, strict=True)}
+    there = {name: int(one["numel"]) for name, one in loaded["states"].items()}
+    if there != here:
+        raise CheckpointError(
+            f"{folder}: its sub-groups are {there} (numbers of parameters and values), those here "
+            f"{here}: resume the same model with the same ranks, sub_group_size and nvme settings, "
+            "as the first engine of its process"
+        )
 
 
 def refuse(folder: Path) -> None:

@@ -62,64 +62,53 @@ def test_trains_as_on_the_host(pool: RankPool, tmp_path: Path) -> None:
             assert messages > 40 and 0.6 < wire / raw < 0.75
 
 
-def saved_and_resumed(job: NvmeJob, other: str, checkpoint: str) -> list[dict[str, Any]]:
-    """Train on, in this engine after a load, and in a fresh one with its files elsewhere."""
+def saved(job: NvmeJob, checkpoint: str) -> list[dict[str, str]]:
+    """Digests of a run at its second step, which is saved, of its fourth, and of that again."""
     from tests.training.trainer import digests
 
-    found = []
     engine = make_engine(job)
-    for number in range(2):
-        step(engine, job, number)
+    train(engine, job, 0)
     engine.save_checkpoint(checkpoint, tag="two")
-    for number in range(2, 4):
-        step(engine, job, number)
+    found = [digests(engine)]
+    train(engine, job, 2)
     found.append(digests(engine))
     engine.load_checkpoint(checkpoint, tag="two")
-    for number in range(2, 4):
-        step(engine, job, number)
+    train(engine, job, 2)
     found.append(digests(engine))
     engine.destroy()
-    fresh = make_engine(replace(job, folder=other))
-    fresh.load_checkpoint(checkpoint, tag="two")
-    for number in range(2, 4):
-        step(fresh, job, number)
-    found.append(digests(fresh))
-    fresh.destroy()
     return found
+
+
+def train(engine: Any, job: NvmeJob, first: int) -> None:
+    """Two steps."""
+    for number in (first, first + 1):
+        step(engine, job, number)
 
 
 @pytest.mark.parametrize("optimizer", by_day([{}, PIPELINED], [PIPELINED]), ids=str)
 def test_resumes_exactly(pool: RankPool, tmp_path: Path, optimizer: dict[str, Any]) -> None:
-    job = NvmeJob(str(tmp_path / "one"), optimizer=optimizer)
-    for straight, again, fresh in pool.run(
-        saved_and_resumed, job, str(tmp_path / "two"), str(tmp_path / "saved"), timeout=280
-    ):
-        assert straight == again == fresh
-    note = json.loads((tmp_path / "saved" / "two" / "hybridcomp_checkpoint.json").read_text())
+    """In the same engine, and in another job that has its files elsewhere."""
+    job, folder = NvmeJob(str(tmp_path / "one"), optimizer=optimizer), tmp_path / "saved"
+    first = pool.run(saved, job, str(folder), timeout=280)
+    assert all(straight == again for _, straight, again in first)
+    note = json.loads((folder / "two" / "hybridcomp_checkpoint.json").read_text())
     assert "hybridcomp states" in note["README"] and "hybridcomp_states_rank_*.pt" in note["files"]
+    with RankPool(2) as others:
+        elsewhere = replace(job, folder=str(tmp_path / "two"))
+        found = others.run(loaded, elsewhere, str(folder), timeout=280)
+    assert found == [[two, four] for two, four, _ in first]
 
 
-def saved(job: NvmeJob, checkpoint: str) -> dict[str, str]:
-    """Digests of the run whose second step is saved."""
-    from tests.training.trainer import digests
-
-    engine = make_engine(job)
-    for number in range(2):
-        step(engine, job, number)
-    engine.save_checkpoint(checkpoint, tag="two")
-    found = digests(engine)
-    engine.destroy()
-    return found
-
-
-def loaded(job: NvmeJob, checkpoint: str) -> dict[str, str] | str:
-    """Digests after loading, or the error."""
+def loaded(job: NvmeJob, checkpoint: str) -> list[dict[str, str]] | str:
+    """Digests after loading and two steps later, or the error."""
     from tests.training.trainer import digests
 
     engine = make_engine(job)
     try:
         engine.load_checkpoint(checkpoint, tag="two")
-        return digests(engine)
+        found = [digests(engine)]
+        train(engine, job, 2)
+        return [*found, digests(engine)]
     except (CheckpointError, StateFileError) as error:
         return str(error)
     finally:
@@ -130,29 +119,35 @@ def test_checkpoints_that_cannot_be_read_and_plain_ones(
     pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job, folder = NvmeJob(str(tmp_path / "one")), tmp_path / "saved"
-    whole = pool.run(saved, job, str(folder), timeout=280)
+    with RankPool(2) as others:
+        first = others.run(saved, job, str(folder), timeout=280)
+        for error in others.run(loaded, job, str(folder), timeout=280):  # counts on in a process
+            assert "its sub-groups are {" in error and "first engine of its process" in error
     path = next((folder / "two" / "offloaded_tensors" / "rank01").glob("exp_avg-*"))
     data = path.read_bytes()
     path.write_bytes(data[:5000] + bytes([data[5000] ^ 1]) + data[5001:])
-    for error in pool.run(loaded, job, str(folder), timeout=280):
-        assert "rank 1" in error and str(path) in error and "bits of it have changed" in error
+    with RankPool(2) as others:
+        for error in others.run(loaded, job, str(folder), timeout=280):
+            assert "rank 1" in error and str(path) in error and "bits of it have changed" in error
     assert main(["states", str(folder / "two")]) == 2  # checked before the first is replaced
     assert str(path) in capsys.readouterr().err
     path.write_bytes(data)
-    native = replace(job, folder=str(tmp_path / "two"), block={"dp": "none"}, zero={"x": 1})
-    for error in pool.run(refused, native, str(folder / "two"), timeout=280):
+    for error in pool.run(refused, str(folder / "two"), timeout=280):
         assert f"`hybridcomp states {folder / 'two'}`" in error
     assert main(["states", str(folder / "two")]) == 0
     assert "files of 2 ranks are plain now" in capsys.readouterr().out
     assert path.stat().st_size > len(data)
     note = json.loads((folder / "two" / "hybridcomp_checkpoint.json").read_text())
     assert not note["files"] and "hybridcomp states" not in note["README"]
-    assert pool.run(loaded, job, str(folder), timeout=280) == whole
+    with RankPool(2) as others:
+        found = others.run(loaded, job, str(folder), timeout=280)
+    # the moments begin anew, as they do for DeepSpeed alone
+    assert [two for two, _ in found] == [two for two, _, _ in first]
     assert main(["states", str(folder / "two")]) == 2
     assert "no encoded optimizer states" in capsys.readouterr().err
 
 
-def refused(job: NvmeJob, folder: str) -> str:
+def refused(folder: str) -> str:
     """The error of a job whose states are DeepSpeed's own, for which no libaio is needed here."""
     from hybridcomp.patches.ds import saved_states
 
