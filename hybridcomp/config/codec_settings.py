@@ -33,7 +33,8 @@ DIMENSION_KEYS = frozenset(
         "codec", "error_bound", "error_bound_mode", "segment", "guard", "ramp", "when",
         "error_feedback", "delta", "resync_every", "secondary", "frozen", "scatter_gather", "sums",
         "every", "islands", "decay", "outer", "fragments", "delay", "mix", "staleness", "preset",
-        "states", *DIRECTIONS, *KINDS,
+        "keep", "limit_gb", "states",
+        *DIRECTIONS, *KINDS,
     }
 )  # fmt: skip
 #: names of attributes of the models

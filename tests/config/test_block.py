@@ -313,6 +313,8 @@ BROKEN: list[tuple[Any, str, tuple[str, ...]]] = [
     ({"dp": {"codec": "powersgd", "when": "auto"}}, "compression.dp.when", ("not measured",)),
     ({"zero": {"codec": "bf16", "when": "fast"}}, "compression.zero.when", ("'auto'",)),
     ({"pp": {"codec": "none", "when": "auto"}}, "compression.pp.when", ("none is native",)),
+    ({"dp": "bf16", "remember": False}, "compression.remember", ("no dimension has it",)),
+    ({"preset": "recommended", "remember": "x"}, "compression.remember", ("true or false",)),
     ({"ep": "bf16", "when": "auto"}, "compression.when", ("dp, zero, tp, pp can be measured",)),
     (
         {"offload": {"codec": "none", "when": "auto"}},
@@ -420,7 +422,7 @@ def test_policy_resolves_directions_sizes_and_steps() -> None:
     def choose(dimension: Any, direction: Any = "forward", numel: int = 1024, step: int = 5) -> Any:
         return policy.choose(Traffic(dimension, direction, torch.float32, numel, 2, step))
 
-    assert choose("dp") == BlockInt(4)
+    assert choose("dp") == BlockInt(8)
     assert choose("dp", numel=1023) is None
     assert choose("dp", step=4) is None
     assert choose("pp") == make_codec("bf16")
@@ -462,7 +464,7 @@ def test_ranks_agree_on_who_sends_and_when_to_report() -> None:
 def test_states_of_offload_are_apart_from_copies() -> None:
     """They never take the dimension's codec, which may lose something, and are agreed on."""
     codecs = parse({"offload": "blockint"}).codecs()
-    assert codecs["offload", "forward"] == codecs["offload", "backward"] == BlockInt(4)
+    assert codecs["offload", "forward"] == codecs["offload", "backward"] == BlockInt(8)
     assert codecs["offload", "states"] is None
     alone = parse({"offload": {"states": "expcode"}})
     named = {way: codec for (name, way), codec in alone.codecs().items() if name == "offload"}
@@ -511,6 +513,9 @@ def test_when_of_the_whole_block() -> None:
     )  # fmt: skip
     assert parse({"preset": "zhybrid"}).measured() == ()
     assert parse({"preset": "recommended", "when": "always"}).measured() == ()
+    assert "compression.remember" not in preset.flat()
+    forgets = parse({"preset": "recommended", "remember": False})
+    assert forgets.flat()["compression.remember"] is False
     asked = parse({"dp": "bf16", "ep": "bf16", "pp": {"codec": "bf16", "when": "always"},
                    "when": "auto"})  # fmt: skip
     assert asked.measured() == ("dp",) and asked.insists("dp") and not asked.insists("pp")
