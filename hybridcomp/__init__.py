@@ -42,6 +42,7 @@ from hybridcomp.errors import (
     PeerError,
     PublishError,
     SeamError,
+    StateFileError,
 )
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ __all__ = [
     "PublishError",
     "Publisher",
     "SeamError",
+    "StateFileError",
     "StartedVersion",
     "VersionSummary",
     "WeightReceiver",

@@ -36,6 +36,8 @@ MODULES: dict[str, tuple[str, ...]] = {
         "ds.frozen",
         "ds.offload12",
         "ds.offload3",
+        "ds.nvme",
+        "ds.planned_memory",
         "ds.pipeline",
         "ds.pipeline_partition",
         "ds.tied_weights",

@@ -64,6 +64,7 @@ class EngineState:
         common: names of small parameters that tensor-parallel ranks share (``replicated``).
         generation: of the references that parameter deltas are added to.
         islands: those that meet; the job without them is one data-parallel group of all.
+        keeps_files: whether optimizer states are in files that are encoded.
         on_pass: called with ``passes`` when one more has sent gradients.
     """
 
@@ -91,6 +92,7 @@ class EngineState:
     common: frozenset[str] = frozenset()
     generation: int = 0
     islands: int = 1
+    keeps_files: bool = False
     on_pass: Callable[[int], None] | None = None
     running: int = -1  # the backward pass that has sent gradients last
 

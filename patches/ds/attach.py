@@ -31,6 +31,7 @@ from hybridcomp.patches.ds import (
     job_facts,
     layer_scope,
     node_sums,
+    nvme,
     record,
     secondary,
     settings,
@@ -107,7 +108,8 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
             early_engines.register(self, attached=block is not None)
             given = island_unit.give(bound.arguments, block)
         try:
-            original(*bound.args, **bound.kwargs)
+            with nvme.BLOCK_OF.inside(block):
+                original(*bound.args, **bound.kwargs)
         except Exception as error:
             if advice := wandb_run.ended_by(error):
                 say(advice)  # before the tracebacks of all ranks

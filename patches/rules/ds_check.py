@@ -12,7 +12,7 @@ from hybridcomp.config import BLOCK, CompressionConfig
 from hybridcomp.config.error_messages import Shown, idle
 from hybridcomp.dimensions import DEEPSPEED, Dimension
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.rules import ds, ds_offload, ds_pipeline, engine
+from hybridcomp.patches.rules import ds, ds_memory, ds_offload, ds_pipeline, engine
 from hybridcomp.patches.rules.ds_job import DeepSpeedJob
 from hybridcomp.patches.rules.ds_pipeline import Stages
 from hybridcomp.patches.rules.engine import Rule, hold
@@ -41,6 +41,7 @@ def check(
     job = DeepSpeedJob(ds_config, **facts)
     _hold_to_ranks(job)
     ds_pipeline.check(block.pipeline, job, stages)
+    ds_memory.check(block.memory, job)
     rules: list[tuple[Rule[Any], Any]] = [(rule, job) for rule in TABLES]
     if neox is not None:
         rules += [(rule, neox) for rule in NEOX_RULES]

@@ -31,7 +31,7 @@ def codecs(plan: Plan) -> str:
     """Name the encoded dimensions and their codecs: ``dp blockint(bits=4) feedback; pp ...``."""
     parts = []
     for name in DIMENSIONS:
-        ways = {way: plan.choices[name, way] for way in ROWS[name].directions}
+        ways = {way: plan.choices[name, way] for way in ROWS[name].together}
         if all(choice.native for choice in ways.values()):
             continue
         same = len(set(ways.values())) == 1
