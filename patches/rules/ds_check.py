@@ -48,7 +48,7 @@ def check(
 
 
 def _idle_keys(block: CompressionConfig, job: DeepSpeedJob) -> list[str]:
-    """Find keys that do nothing in the job, or whose work DeepSpeed's own settings do."""
+    """Find keys that cannot act in this job, or whose work DeepSpeed does by its own settings."""
     found = []
     if block.pp.scatter_gather:
         todo = (
@@ -59,6 +59,14 @@ def _idle_keys(block: CompressionConfig, job: DeepSpeedJob) -> list[str]:
     if block.generate is not None and job.pipeline is False and not job.slices:
         shown = Shown("a model that is no PipelineModule")
         found.append(engine.no_generation(block, shown))
+    if job.pipeline is True:
+        found += engine.ungathered(block, "stages of a pipeline are not gathered")
+    elif job.stage < 3:
+        found += engine.ungathered(block, "every rank has all weights below ZeRO stage 3")
+    elif job.zero("offload_param.device") == "nvme":
+        found += engine.ungathered(block, "weights on a disk (offload_param) are not gathered")
+    elif job.zero("mics_shard_size") > 0:
+        found += engine.ungathered(block, "weights that MiCS cuts are not gathered")
     return found
 
 

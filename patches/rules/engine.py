@@ -113,6 +113,17 @@ def no_generation(block: CompressionConfig, found: Shown) -> str:
     return idle(f"{BLOCK}.generate", found, todo, block.on_unsupported)
 
 
+def ungathered(block: CompressionConfig, why: str) -> list[str]:
+    """Say that the key ``gathered`` cannot act, where it is written, and ``why``.
+
+    Raises ConfigError unless ``on_unsupported`` is "native".
+    """
+    if block.gathered is None:
+        return []
+    found, todo = block.gathered.agreed()["codec"], f"{why}; remove it"
+    return [idle(f"{BLOCK}.gathered", found, todo, block.on_unsupported)]
+
+
 def lossy(block: CompressionConfig) -> frozenset[Dimension]:
     """Return the dimensions whose codec changes values, in one direction at least."""
     codecs = block.codecs().items()
