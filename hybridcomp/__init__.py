@@ -13,6 +13,7 @@ island_pg_collection()  the groups of this rank's island, for megatron-core
 resume(engine, folder) go on from a checkpoint on another number of ranks
 ElasticSampler       each sample once, whatever the number of ranks
 generate(engine, prompts) answer prompts from the ranks of a training, stage by stage
+train_draft(engine, text) a small model that drafts for generate; experimental
 rollout(engine, tokenizer) the same as a RolloutEngine of DeepSpeed
 publish(engine, to)  send versions of an engine's weights, exact deltas, to inference engines
 WeightReceiver       the other side: a mirror of published weights
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 
     from hybridcomp.config import CompressionConfig, load_config
     from hybridcomp.elastic.sampler import ElasticSampler
+    from hybridcomp.generation.draft import Draft
+    from hybridcomp.patches.drafts import train_draft
     from hybridcomp.patches.generated import generate, rollout
     from hybridcomp.patches.mcore.islands import island_pg_collection
     from hybridcomp.patches.resumed import resume
@@ -71,6 +74,7 @@ __all__ = [
     "CodecError",
     "CompressionConfig",
     "ConfigError",
+    "Draft",
     "ElasticSampler",
     "HybridcompError",
     "PeerError",
@@ -96,6 +100,7 @@ __all__ = [
     "rollout",
     "save_state",
     "stateful",
+    "train_draft",
     "uninstall",
 ]
 
@@ -332,6 +337,7 @@ _LATE = {
     "AppliedVersion": "publishing",
     "Attached": "patches.torch.attached",
     "CompressionConfig": "config",
+    "Draft": "generation.draft",
     "ElasticSampler": "elastic.sampler",
     "Publisher": "publishing",
     "StartedVersion": "publishing",
@@ -345,6 +351,7 @@ _LATE = {
     "resume": "patches.resumed",
     "rollout": "patches.generated",
     "stateful": "patches.torch.attach",
+    "train_draft": "patches.drafts",
 }
 
 
