@@ -214,6 +214,7 @@ ASKS: dict[str, set[str]] = {
     "gathered": {"common", "ds", "torch"},
     "generated": {"common", "ds"},
     "published": {"common", "ds", "mcore", "torch"},
+    "frozen": {"common", "ds", "torch"},
     "resumed": {"common", "ds", "torch"},
     "registry": {"common", "ds", "mcore", "neox", "torch"},
     "template": {"common"},

@@ -56,36 +56,41 @@ class CompressionConfig(DimensionFields):
 
     when: Literal["always", "auto"] | None = Field(
         None,
-        description=f"`when` of each of {listed(MEASURED)} that is compressed, can be measured and "
-        "says nothing itself. Default: auto with preset recommended, else always.",
+        description=f"Default of `when` in {listed(MEASURED)}: auto with preset "
+        "recommended, else always.",
+    )
+    remember: bool = Field(
+        True,
+        description="Take over what the last run of this job on the same machines has measured, "
+        "and leave what this one measures in the user's cache. false: measure in every run.",
     )
     min_bytes: int = Field(
         65536,
         ge=0,
-        description="Messages of fewer bytes stay native. Lower: more messages are compressed, "
-        "where latency counts more than bytes.",
+        description="Messages of fewer bytes stay native. Lower it where bytes count more "
+        "than latency.",
     )
     start_step: int = Field(
         0,
         ge=0,
-        description="Optimizer steps that are native before compression starts; for a warm-up.",
+        description="Optimizer steps before compression starts.",
     )
     hierarchy: Literal["auto", "none"] | Annotated[int, Field(ge=1)] | Units = Field(
         "auto",
         description=f"Two levels for {listed(TWO_LEVELS)} where a group spans nodes: native "
-        "inside a node, encoded between nodes, which then carry the bytes of one rank instead of "
-        "those of all its ranks. auto: nodes as the launcher numbers them (CROSS_RANK, "
-        "GROUP_RANK), else by host. N: every N consecutive ranks share a node. none: one level. A "
-        "group inside one node, or with one rank on each, is always compressed in one level. "
-        "[8, 4]: three levels, nodes of 8 ranks, switches or sites of 4 nodes, and what is encoded "
-        'between these; more numbers, more levels. "auto" in place of a number: as the launcher '
-        "tells, of switches Slurm's SLURM_TOPOLOGY_ADDR. An object in place of a number, such as "
-        '{"size": 4, "codec": "blockint", "bits": 8}: dp\'s sums of this level are encoded, too.',
+        "inside a node, encoded between nodes, which then send one rank's bytes instead of "
+        "those of all. auto: nodes by the launcher's numbers (CROSS_RANK, GROUP_RANK), else by "
+        "host. N: every N consecutive ranks. none: one level, as always in a group inside one "
+        "node or with one rank on each. [8, 4]: three levels, nodes of 8 ranks and sites (or "
+        'switches) of 4 nodes, encoded between sites; more numbers, more levels. "auto" in a '
+        "list: by the launcher, for switches Slurm's SLURM_TOPOLOGY_ADDR. An object in a list, "
+        'such as {{"size": 4, "codec": "blockint", "bits": 8}}: dp\'s sums of this level are '
+        "encoded, too.",
     )
     on_unsupported: Literal["error", "native"] = Field(
         "error",
-        description="When a key cannot take effect. error: stop before training. native: say once "
-        "what stays uncompressed, and train.",
+        description="If a key cannot take effect: error stops before training; native says "
+        "once what stays uncompressed, and trains.",
     )
     ledger: LedgerConfig = Field(LedgerConfig(), description="What is written down.")
     pipeline: AsyncPipelineConfig = Field(
@@ -135,6 +140,7 @@ class CompressionConfig(DimensionFields):
             raise problem("", NOTHING, f"{todo} {', '.join(DIMENSIONS)} {meant}")
         config._check_samples(data)
         config._check_when()
+        config._check_remember(data)
         config._check_islands()
         config._check_accumulates()
         gathers = config.gathered is not None and config.gathered.codec_of() is not None
@@ -196,6 +202,12 @@ class CompressionConfig(DimensionFields):
             return cls.model_validate(block)
         except ValidationError as error:
             raise translate(error, cls, BLOCK) from None
+
+    def _check_remember(self, written: Mapping[str, Any]) -> None:
+        """Refuse ``remember`` where nothing is measured."""
+        if "remember" in written and not self.measured() and self.enabled:
+            todo = 'is about what "when": "auto" finds, and no dimension has it; remove it'
+            raise problem("remember", self.remember, todo)
 
     @property
     def others(self) -> bool:
@@ -272,6 +284,8 @@ class CompressionConfig(DimensionFields):
             for key, value in getattr(self, name).agreed().items()
         }
         settings.update({f"{BLOCK}.{name}.when": self._when(name) for name in MEASURED})
+        if not self.remember:  # who remembers states what it sends
+            settings[f"{BLOCK}.remember"] = False
         settings[f"{BLOCK}.ledger.every"] = self.ledger.every  # a report is a collective
         if self.pipeline.waitless:
             settings |= {f"{BLOCK}.pipeline.{key}": value for key, value in self.pipeline}
