@@ -15,6 +15,7 @@ freeze(engine, what) stop training parameters, which then cost nothing
 thaw(engine)         train them again
 ElasticSampler       each sample once, whatever the number of ranks
 generate(engine, prompts) answer prompts from the ranks of a training, stage by stage
+train_draft(engine, text) a small model that drafts for generate; experimental
 rollout(engine, tokenizer) the same as a RolloutEngine of DeepSpeed
 publish(engine, to)  send versions of an engine's weights, exact deltas, to inference engines
 WeightReceiver       the other side: a mirror of published weights
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 
     from hybridcomp.config import CompressionConfig, load_config
     from hybridcomp.elastic.sampler import ElasticSampler
+    from hybridcomp.generation.draft import Draft
+    from hybridcomp.patches.drafts import train_draft
     from hybridcomp.patches.frozen import freeze, thaw
     from hybridcomp.patches.generated import generate, rollout
     from hybridcomp.patches.mcore.islands import island_pg_collection
@@ -75,6 +78,7 @@ __all__ = [
     "CodecError",
     "CompressionConfig",
     "ConfigError",
+    "Draft",
     "ElasticSampler",
     "HybridcompError",
     "PeerError",
@@ -88,9 +92,9 @@ __all__ = [
     "__version__",
     "attach",
     "detach",
+    "freeze",
     "gathered",
     "generate",
-    "freeze",
     "install",
     "island_group",
     "island_pg_collection",
@@ -102,6 +106,7 @@ __all__ = [
     "rollout",
     "save_state",
     "stateful",
+    "train_draft",
     "thaw",
     "uninstall",
 ]
@@ -333,6 +338,7 @@ _LATE = {
     "AppliedVersion": "publishing",
     "Attached": "patches.torch.attached",
     "CompressionConfig": "config",
+    "Draft": "generation.draft",
     "ElasticSampler": "elastic.sampler",
     "Publisher": "publishing",
     "StartedVersion": "publishing",
@@ -347,6 +353,7 @@ _LATE = {
     "resume": "patches.resumed",
     "rollout": "patches.generated",
     "stateful": "patches.torch.attach",
+    "train_draft": "patches.drafts",
     "thaw": "patches.frozen",
 }
 

@@ -35,14 +35,16 @@ class KeptSlice:
         self._of = (-1, -1)  # generation of the channels and step, then
 
     @torch.no_grad()
-    def gather(self, own: Tensor, native: tuple[int, torch.dtype]) -> Tensor:
+    def gather(self, own: Tensor, native: tuple[int, torch.dtype] | None = None) -> Tensor:
         """Return all ranks' shares, (W, n); a collective of all ranks.
 
         Args:
             own: (n,) bf16, fp16 or uint8, this rank's share.
-            native: elements of a share and their dtype, as the job would gather them natively.
+            native: elements of a share and their dtype, as the job would gather them natively;
+                None: those of ``own``.
         """
         channel, groups = self._channel, self._groups
+        native = native or (own.numel(), own.dtype)
         values = own.view(torch.bfloat16) if own.dtype == torch.uint8 else own
         now = int(digest(values))
         generation, step = self._of

@@ -23,7 +23,7 @@ from hybridcomp.errors import AgreementError, ConfigError
 from hybridcomp.generation.flight import Flight, GenerationFigures, Hops
 from hybridcomp.generation.frames import KEY
 from hybridcomp.generation.past import KeyStore
-from hybridcomp.generation.picking import Picker, Sampling
+from hybridcomp.generation.picking import Picker, Sampling, StageReader
 from hybridcomp.generation.requests import Requests
 from hybridcomp.generation.stage_runner import StageRunner
 from hybridcomp.job import agreement, peer_liveness, small_messages
@@ -87,6 +87,7 @@ def answer(
     tokenizer: int | None = None,
     picker: Picker | None = None,
     tree: int = 1,
+    wants: int = 1,
     figures: GenerationFigures | None = None,
 ) -> list[list[int]]:
     """Answer ``prompts``; every rank of the job calls it, those of a replica with equal arguments.
@@ -98,6 +99,7 @@ def answer(
         tokenizer: number of its tokens, compared with the logits; None: not compared.
         picker: decides in the place of ``sampling``, which then only says where answers stop.
         tree: most tokens that ``picker`` asks for of a sequence in one pass.
+        wants: of how many of a prompt's last tokens ``picker`` gets logits.
 
     Raises on every rank ConfigError, or PeerError that names the rank that has failed.
     """
@@ -105,7 +107,7 @@ def answer(
         try:
             return _answered(
                 stage, prompts, tokens, sampling, in_flight, tokenizer, picker or sampling, tree,
-                figures or GenerationFigures(),
+                wants, figures or GenerationFigures(),
             )  # fmt: skip
         except (RuntimeError, OSError) as problem:
             lost = peer_liveness.lost(problem, KEY)
@@ -118,21 +120,29 @@ def answer(
 def _answered(
     stage: GeneratingStage, prompts: Sequence[Sequence[int]], tokens: int, sampling: Sampling,
     in_flight: int | None, tokenizer: int | None, picker: Picker, tree: int,
-    figures: GenerationFigures,
+    wants: int, figures: GenerationFigures,
 ) -> list[list[int]]:  # fmt: skip
     settings, line = stage.settings, Group.of(stage.group)
     _check(prompts, tokens, settings.room, in_flight)
-    _agree(stage, [prompts, tokens, repr(sampling), in_flight, tree])
+    _agree(stage, [prompts, tokens, repr(sampling), in_flight, tree, wants])
     asked = settings.in_flight if in_flight is None else in_flight
     slots = (2 * line.size if line.size > 1 else 1) if asked == "auto" else asked
     requests = Requests(
-        prompts, tokens, sampling.stops, batch=settings.batch, slots=slots, tree=tree
+        prompts,
+        tokens,
+        sampling.stops,
+        batch=settings.batch,
+        slots=slots,
+        tree=tree,
+        wants=wants,
     )
     with stage.prepared() as channels:
         runner = StageRunner(
             stage.layers, KeyStore(settings.room + tree), stage.device, is_first=line.rank == 0,
             is_last=line.rank == line.size - 1, whole=_whole(stage, channels),
         )  # fmt: skip
+        if isinstance(picker, StageReader):
+            picker.begin(runner)
         width, dtype, vocabulary = _tried(runner, line)
         _check_ids(prompts, vocabulary, tokenizer)
         parts = stage.tensor if width % (stage.tensor.size() if stage.tensor else 1) == 0 else None

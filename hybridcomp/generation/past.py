@@ -147,6 +147,11 @@ class KeyStore:
             kept[:, start:stop] = new
         return [kept[:, :stop] for kept in held]
 
+    @property
+    def layers(self) -> list[Hashable]:
+        """Return the layers that hold keys, in their order; none before the first pass."""
+        return next((list(held) for held in self._held.values() if held), [])
+
     def of(self, sequence: int, layer: Hashable) -> tuple[Tensor, Tensor]:
         """Return keys and values held of a sequence by a layer, (H, length, D) each, as views."""
         length = self.lengths[sequence]
