@@ -229,7 +229,7 @@ def _caught(work: Future[Any]) -> StateFileError | None:
 def _read(path: str, room: Tensor) -> None:
     try:
         with open(path, "rb") as file:
-            data = memoryview(room.numpy())
+            data: memoryview = room.numpy().data
             while data:
                 count = file.readinto(data[:CALL])
                 if not count:
@@ -242,7 +242,7 @@ def _read(path: str, room: Tensor) -> None:
 def _write(path: str, data: Tensor) -> None:
     try:
         with open(path + NEW, "wb", buffering=0) as file:
-            left = memoryview(data.numpy())
+            left: memoryview = data.numpy().data
             while left:
                 left = left[file.write(left[:CALL]) :]
     except OSError as error:

@@ -32,7 +32,7 @@ from hybridcomp.channels import Channels, state_files
 from hybridcomp.channels.state_files import StateFiles
 from hybridcomp.channels.state_io import StateHandle
 from hybridcomp.codecs.base import Codec
-from hybridcomp.config import CompressionConfig, load_config
+from hybridcomp.config import BLOCK, CompressionConfig, load_config
 from hybridcomp.config.memory import size
 from hybridcomp.errors import ConfigError, StateFileError
 from hybridcomp.job.agreement import tell
@@ -42,6 +42,7 @@ from hybridcomp.patches.common.scope import Scope
 from hybridcomp.patches.ds import saved_states, settings
 from hybridcomp.patches.ds.requirement import REQUIREMENT
 from hybridcomp.seams.patching import Seam
+from hybridcomp.session import process
 
 STAGE3 = "deepspeed.runtime.zero.stage3"
 CLASS = "DeepSpeedZeroOptimizer_Stage3"
@@ -130,7 +131,7 @@ def make_configure_parameters(original: Callable[..., None]) -> Callable[..., No
 
     @functools.wraps(original)
     def _configure_aio(self: Any, ds_config: Any) -> None:
-        codec = _codec(BLOCK_OF.get() or load_config(settings.of_config(ds_config)))
+        codec = _codec(BLOCK_OF.get() or _block_of(ds_config))
         if codec is None:
             original(self, ds_config)
             return
@@ -140,6 +141,12 @@ def make_configure_parameters(original: Callable[..., None]) -> Callable[..., No
             original(self, ds_config)
 
     return _configure_aio
+
+
+def _block_of(ds_config: Any) -> CompressionConfig | None:
+    """Return the block of a job whose engine there is not yet."""
+    ds_json = settings.of_config(ds_config)
+    return load_config(ds_json) if BLOCK in ds_json else process.configured()
 
 
 def make_moved(original: Callable[..., None]) -> Callable[..., None]:
@@ -234,7 +241,8 @@ def _hold_to_disk(optimizer: Any) -> None:
     moved = [n for i, n in enumerate(numels) if optimizer._swappable_optimizer_subgroup(i)]
     if not any(rank["moved"] for rank in tell({"moved": len(moved)}, what=WHAT)):
         least = optimizer.optimizer_swapper.min_aio_bytes
-        say(f"offload states: no sub-group has {least} bytes, and none goes to a file")
+        say(f"offload states: nothing goes to a file, as no sub-group has {least} bytes, or "
+            "memory.host_gb keeps all")  # fmt: skip
         return
     folder = optimizer.optimizer_swapper.swap_folder
     there = sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file())

@@ -55,7 +55,7 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         settings=_states,
     ),
     Rule(
-        "bypass", ("offload",), '"aio.use_gds": true with "states"',
+        "refuse", ("offload",), '"aio.use_gds": true with "states"',
         "GPUDirect Storage moves files between drive and GPU, past the host that encodes them",
         "remove use_gds", lambda job: bool(job.get("aio.use_gds", False)), settings=_states,
     ),

@@ -46,7 +46,7 @@ class AioHandle:
     def wait(self) -> int:
         posted, self.posted = self.posted, []
         for buffer, path, is_read in posted:
-            data = memoryview(buffer.view(torch.uint8).numpy())
+            data = buffer.view(torch.uint8).numpy().data
             if is_read:
                 assert os.path.getsize(path) == buffer.nbytes, "buffer nbytes != file bytes"
                 with open(path, "rb") as file:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +18,12 @@ CODEC = {"states": "expcode"}
 
 @dataclass(frozen=True)
 class NvmeJob:
-    """One training; ``folder``: None keeps the states on the host."""
+    """One training; ``folder``: None keeps the states on the host. ``libaio``: used if there."""
 
     folder: str | None
     steps: int = 3
     accumulation: int = 1
+    libaio: bool = False
     optimizer: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)
     block: dict[str, Any] | None = field(default_factory=lambda: {"offload": CODEC})
@@ -76,7 +76,7 @@ def make_engine(job: NvmeJob) -> Any:
     import hybridcomp
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if os.environ.get("HYBRIDCOMP_LIBAIO") != "1":
+    if not job.libaio:
         AsyncIOBuilder.is_compatible = lambda self, verbose=False: False
     hybridcomp.install()
     torch.manual_seed(0)

@@ -62,6 +62,25 @@ def test_trains_as_on_the_host(pool: RankPool, tmp_path: Path) -> None:
             assert messages > 40 and 0.6 < wire / raw < 0.75
 
 
+def has_libaio() -> bool:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return bool(AsyncIOBuilder().is_compatible())
+
+
+@pytest.mark.nightly
+def test_trains_through_libaio(tmp_path: Path) -> None:
+    """DeepSpeed's own handle moves the files; compiling it takes minutes."""
+    with RankPool(1) as one:
+        if one.run(has_libaio, timeout=60) != [True]:
+            pytest.skip("needs libaio-dev")
+        host = NvmeJob(None, libaio=True)
+        jobs = [host, *(replace(host, folder=str(tmp_path / str(n)), optimizer=told)
+                        for n, told in enumerate(({}, PIPELINED)))]  # fmt: skip
+        ((base, *others),) = one.run(nvme_trainer.run, jobs, timeout=2400)
+    assert all(other["digests"] == base["digests"] for other in others)
+
+
 def saved(job: NvmeJob, checkpoint: str) -> list[dict[str, str]]:
     """Digests of a run at its second step, which is saved, of its fourth, and of that again."""
     from tests.training.trainer import digests
@@ -179,7 +198,7 @@ def damaged(job: NvmeJob, pattern: str, rank: int) -> str:
     return ""
 
 
-CASES = {
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
     "states": ({}, {}, "optimizer/rank1/exp_avg_sq-*.swp"),
     "masters": (PIPELINED, {}, "optimizer/rank1/[0-9]*_[0-9]*.tensor.swp"),
     "parameters": ({}, None, "bfloat16params/rank1/*.swp"),

@@ -64,6 +64,6 @@ def _decode(folder: Path, rank: int, write: bool) -> int:
         unpack(str(path), data, footer, halves.get(name), values)
         if write:
             new = path.with_name(path.name + NEW)
-            new.write_bytes(memoryview(values.view(torch.uint8).numpy()))
+            new.write_bytes(values.view(torch.uint8).numpy().data)
             os.replace(new, path)
     return len(footers)
