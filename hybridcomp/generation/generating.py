@@ -21,15 +21,13 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.config.generation import GenerateConfig
 from hybridcomp.errors import AgreementError, ConfigError
 from hybridcomp.generation.flight import Flight, GenerationFigures, Hops
+from hybridcomp.generation.frames import KEY
 from hybridcomp.generation.past import KeyStore
 from hybridcomp.generation.picking import Picker, Sampling, StageReader
 from hybridcomp.generation.requests import Requests
 from hybridcomp.generation.stage_runner import StageRunner
 from hybridcomp.job import agreement, peer_liveness, small_messages
 from hybridcomp.job.together import together
-
-#: the operation, and the key of the block, in messages
-KEY = "generate"
 
 
 @dataclass(frozen=True)
@@ -115,6 +113,7 @@ def answer(
             lost = peer_liveness.lost(problem, KEY)
             if lost is None:
                 raise
+            lost.names_rank = True
             raise lost from problem
 
 
@@ -124,7 +123,7 @@ def _answered(
     wants: int, figures: GenerationFigures,
 ) -> list[list[int]]:  # fmt: skip
     settings, line = stage.settings, Group.of(stage.group)
-    _check(prompts, tokens, settings.room)
+    _check(prompts, tokens, settings.room, in_flight)
     _agree(stage, [prompts, tokens, repr(sampling), in_flight, tree, wants])
     asked = settings.in_flight if in_flight is None else in_flight
     slots = (2 * line.size if line.size > 1 else 1) if asked == "auto" else asked
@@ -156,11 +155,13 @@ def _answered(
     return found
 
 
-def _check(prompts: Sequence[Sequence[int]], tokens: int, room: int) -> None:
+def _check(prompts: Sequence[Sequence[int]], tokens: int, room: int, in_flight: int | None) -> None:
     """Raise ConfigError for prompts or lengths that cannot be answered."""
     if not prompts or tokens < 1:
         found = Shown(f"{len(prompts)} prompts and answers of {tokens} tokens")
         raise ConfigError(KEY, found, "expected at least one prompt and one token")
+    if in_flight is not None and in_flight < 1:
+        raise ConfigError(f"{KEY}: in_flight", in_flight, "expected at least one batch")
     for number, prompt in enumerate(prompts):
         if not len(prompt):
             raise ConfigError(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hybridcomp.channels import Channels
+from hybridcomp.config.error_messages import Shown
 from hybridcomp.dimensions import DIMENSIONS
 from hybridcomp.log import say_once
 from hybridcomp.patches.common import early_engines
@@ -50,6 +51,8 @@ def check(
     )  # fmt: skip
     if (sentence := mcore.scatter_gather(block, job)) is not None:
         say_once(sentence)
+    if block.generate is not None:
+        say_once(engine.no_generation(block, Shown("a job under megatron-core")))
     for sentence in engine.ungathered(block, "Megatron samples from its ranks itself"):
         say_once(sentence)
     rules = list(mcore.RULES)

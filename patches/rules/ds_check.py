@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridcomp.config import BLOCK, CompressionConfig
-from hybridcomp.config.error_messages import idle
+from hybridcomp.config.error_messages import Shown, idle
 from hybridcomp.dimensions import DEEPSPEED, Dimension
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.rules import ds, ds_offload, ds_pipeline, engine
@@ -56,6 +56,9 @@ def _idle_keys(block: CompressionConfig, job: DeepSpeedJob) -> list[str]:
             "(pipeline.pipe_partitioned and pipeline.grad_partitioned); remove it"
         )
         found.append(idle(f"{BLOCK}.pp.scatter_gather", True, todo, block.on_unsupported))
+    if block.generate is not None and job.pipeline is False and not job.slices:
+        shown = Shown("a model that is no PipelineModule")
+        found.append(engine.no_generation(block, shown))
     if job.pipeline is True:
         found += engine.ungathered(block, "stages of a pipeline are not gathered")
     elif job.stage < 3:

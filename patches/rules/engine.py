@@ -107,6 +107,12 @@ def without_seam(engine: str, table: Sequence[Rule[Any]]) -> tuple[Rule[Any], ..
     )  # fmt: skip
 
 
+def no_generation(block: CompressionConfig, found: Shown) -> str:
+    """Return a sentence for a job whose stages cannot generate. Raises ConfigError by the block."""
+    todo = "hybridcomp.generate takes DeepSpeed's pipelines and token slices; remove it"
+    return idle(f"{BLOCK}.generate", found, todo, block.on_unsupported)
+
+
 def ungathered(block: CompressionConfig, why: str) -> list[str]:
     """Say that the key ``gathered`` cannot act, where it is written, and ``why``.
 

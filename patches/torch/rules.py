@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from hybridcomp import dimensions, nn
 from hybridcomp.config import CompressionConfig
+from hybridcomp.config.error_messages import Shown
 from hybridcomp.dimensions import Dimension
 from hybridcomp.patches.rules import engine
 from hybridcomp.patches.rules.engine import Rule
@@ -131,6 +132,8 @@ def check(
     rank 0 instead prints once which messages stay native, and why.
     """
     rules = [(rule, job) for rule in table]
+    if block.generate is not None:
+        say(engine.no_generation(block, Shown(f"a model under {type(job).__name__}")))
     for sentence in engine.hold(block, rules):
         say(sentence)
     for sentence in engine.ungathered(block, ungathered) if ungathered else ():
