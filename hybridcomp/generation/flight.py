@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from hybridcomp.channels import Channels, Posted, PostReceive, PostSend
 from hybridcomp.collectives import Group
 from hybridcomp.errors import PeerError
-from hybridcomp.generation.frames import HopFrame, Incoming, Outgoing
+from hybridcomp.generation.frames import KEY, HopFrame, Incoming, Outgoing
 from hybridcomp.generation.past import PackedPass
 from hybridcomp.generation.picking import Picked, Picker
 from hybridcomp.generation.requests import Requests
