@@ -19,13 +19,11 @@ from torch.distributed import ProcessGroup
 
 from hybridcomp.channels import Channels, Posted, PostReceive, PostSend
 from hybridcomp.collectives import Group
-from hybridcomp.errors import PeerError
-from hybridcomp.generation.frames import KEY, HopFrame, Incoming, Outgoing
+from hybridcomp.generation.frames import HopFrame, Incoming, Outgoing
 from hybridcomp.generation.past import PackedPass
 from hybridcomp.generation.picking import Picked, Picker
 from hybridcomp.generation.requests import Requests
 from hybridcomp.generation.stage_runner import StageRunner
-from hybridcomp.job.gates import gate
 
 #: bytes of a frame's header for a token and for a part of a pass, and of the rest of it
 TOKEN_NBYTES, PART_NBYTES, REST_NBYTES = 24, 160, 4096
@@ -145,9 +143,8 @@ class Flight:
             if not waiting:
                 slot = under_way.popleft()
                 said = self._incoming.take().said
-                if said is None:  # the last stage has failed, and tells all ranks why
-                    gate()
-                    raise PeerError(f"{KEY}: the last stage has ended before its answers")
+                if said is None:
+                    return  # the last stage has failed: the gate of the next message says why
                 requests.take(slot, [_picked(one) for one in said["picked"]])
                 waiting.append(slot)
             slot = waiting.popleft()
