@@ -13,6 +13,8 @@ island_pg_collection()  the groups of this rank's island, for megatron-core
 resume(engine, folder) go on from a checkpoint on another number of ranks
 freeze(engine, what) stop training parameters, which then cost nothing
 thaw(engine)         train them again
+FreezeSchedule       freeze the front of a model as its training goes
+FrozenFront          what a frozen front makes of each sample, kept on the host
 ElasticSampler       each sample once, whatever the number of ranks
 publish(engine, to)  send versions of an engine's weights, exact deltas, to inference engines
 WeightReceiver       the other side: a mirror of published weights
@@ -44,7 +46,9 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from hybridcomp.config import CompressionConfig, load_config
+    from hybridcomp.elastic.frozen_front import FrozenFront
     from hybridcomp.elastic.sampler import ElasticSampler
+    from hybridcomp.patches.freeze_schedule import FreezeSchedule
     from hybridcomp.patches.frozen import freeze, thaw
     from hybridcomp.patches.mcore.islands import island_pg_collection
     from hybridcomp.patches.resumed import resume
@@ -70,6 +74,8 @@ __all__ = [
     "CompressionConfig",
     "ConfigError",
     "ElasticSampler",
+    "FreezeSchedule",
+    "FrozenFront",
     "HybridcompError",
     "PeerError",
     "PublishError",
@@ -308,6 +314,8 @@ _LATE = {
     "Attached": "patches.torch.attached",
     "CompressionConfig": "config",
     "ElasticSampler": "elastic.sampler",
+    "FreezeSchedule": "patches.freeze_schedule",
+    "FrozenFront": "elastic.frozen_front",
     "Publisher": "publishing",
     "StartedVersion": "publishing",
     "VersionSummary": "publishing",
