@@ -70,6 +70,11 @@ def test_an_unfinished_checkpoint_is_skipped_and_named(saved: Path, tmp_path: Pa
     assert job is None and len(skipped) == 2 and "there is no" in skipped[0]
 
 
+def test_a_folder_that_is_not_there_yet_has_no_checkpoint(tmp_path: Path) -> None:
+    for find in (of_deepspeed.find, of_torch.find):
+        assert find(tmp_path / "later") == (None, [])
+
+
 def test_files_of_an_earlier_save_on_more_ranks_do_not_count(saved: Path, tmp_path: Path) -> None:
     tag = tmp_path / "global_step6"
     shutil.copytree(saved / "zero1_none" / "global_step6", tag)
@@ -223,6 +228,10 @@ def test_replan_plans_on_the_cluster(
     assert told["now"]["micro_batch"] * told["now"]["accumulation"] * 4 == SAMPLES
     assert not (tmp_path / "out" / "ds_config.json").exists()
     assert "planned: " in capsys.readouterr().out
+    assert cli.main(["replan", str(saved / "ddp_none"), "--ranks", "4", *words,
+                     "--frozen", "2"]) == 0  # fmt: skip
+    frozen = json.loads((tmp_path / "out" / "replan.json").read_text())
+    assert frozen["plan"]["seconds"] < told["plan"]["seconds"]
 
 
 @pytest.mark.parametrize(
@@ -233,6 +242,7 @@ def test_replan_plans_on_the_cluster(
         (["--ranks", "4", "--stages", "2"], "the model is no PipelineModule"),
         (["--ranks", "4", "--samples", "32"], "or name what becomes of the learning rate"),
         (["--ranks", "4", "--model", "m"], "needed with --model"),
+        (["--ranks", "4", "--frozen", "2"], "--frozen: found 2; needed with it: --model"),
     ],
 )
 def test_replan_refuses_in_one_line_and_writes_nothing(

@@ -29,6 +29,11 @@ runs the best three for some steps and keeps the fastest; {tensor}, {stages}, {c
   hybridcomp plan --check runs/first --plan plans/plan.json
 
 holds a finished run against its plan.
+
+  hybridcomp plan --jobs jobs.json
+
+decides how many ranks each of several jobs gets, and writes what starts them; --replay holds that
+against other ways to share.
 """
 #: what the planner knows by these names; a test holds them against it
 ENGINES, DTYPES = ("deepspeed", "megatron", "neox"), ("bf16", "fp16", "fp32")
@@ -47,6 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="what hybridcomp measure wrote, or a description by hand (cluster.json)",
     )
+    add("--jobs", type=Path, metavar="FILE", help="share the cluster among the jobs of FILE")
+    add("--replay", action="store_true", help="with --jobs: from their arrival to their ends")
+    add("--now", type=float, default=0.0, metavar="S", help="with --jobs: later ones wait (0)")
+    add("--scheduler", choices=("plain", "slurm"), default="plain", help="with --jobs: who starts")
     add("--samples", type=int, metavar="N", help="sequences of an optimizer step, whole job")
     add("--length", type=int, metavar="N", help="tokens of a sequence")
     add(
@@ -86,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="cuts of hybridcomp.nn that your script can build, of ring, tp2d and slices with "
         "commas between; {mesh} and {slices} in its command say so as well",
     )
+    add("--frozen", type=int, metavar="N", help="first blocks that train no more (none)")
     add("--offload", action="store_true", help="optimizer states may lie on the host")
     add("--out", type=Path, default=Path("plans"), metavar="FOLDER", help="of all files (plans)")
     add(
