@@ -13,6 +13,8 @@ island_pg_collection()  the groups of this rank's island, for megatron-core
 resume(engine, folder) go on from a checkpoint on another number of ranks
 freeze(engine, what) stop training parameters, which then cost nothing
 thaw(engine)         train them again
+FreezeSchedule       freeze the front of a model as its training goes
+FrozenFront          what a frozen front makes of each sample, kept on the host
 ElasticSampler       each sample once, whatever the number of ranks
 generate(engine, prompts) answer prompts from the ranks of a training, stage by stage
 train_draft(engine, text) a small model that drafts for generate; experimental
@@ -50,9 +52,11 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from hybridcomp.config import CompressionConfig, load_config
+    from hybridcomp.elastic.frozen_front import FrozenFront
     from hybridcomp.elastic.sampler import ElasticSampler
     from hybridcomp.generation.draft import Draft
     from hybridcomp.patches.drafts import train_draft
+    from hybridcomp.patches.freeze_schedule import FreezeSchedule
     from hybridcomp.patches.frozen import freeze, thaw
     from hybridcomp.patches.generated import generate, rollout
     from hybridcomp.patches.mcore.islands import island_pg_collection
@@ -80,6 +84,8 @@ __all__ = [
     "ConfigError",
     "Draft",
     "ElasticSampler",
+    "FreezeSchedule",
+    "FrozenFront",
     "HybridcompError",
     "PeerError",
     "PublishError",
@@ -340,6 +346,8 @@ _LATE = {
     "CompressionConfig": "config",
     "Draft": "generation.draft",
     "ElasticSampler": "elastic.sampler",
+    "FreezeSchedule": "patches.freeze_schedule",
+    "FrozenFront": "elastic.frozen_front",
     "Publisher": "publishing",
     "StartedVersion": "publishing",
     "VersionSummary": "publishing",

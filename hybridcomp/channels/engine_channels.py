@@ -157,6 +157,15 @@ class Channels(EngineState):
         """Take over the guard of a checkpoint; returns messages for the user."""
         return self._fall_back(self.guard.restore(state))
 
+    def will_freeze(self, state: dict[str, Any]) -> list[str]:
+        """Take over what is frozen in a checkpoint; returns messages for the user."""
+        self.to_freeze = dict(state)
+        count = len(state.get("since", ()))
+        if not count or state == self.frozen():
+            return []
+        todo = "hybridcomp.resume freezes them again; behind another load call hybridcomp.freeze"
+        return [f"{count} parameters are frozen in the checkpoint: {todo}"]
+
     def _fall_back(self, names: Iterable[Dimension]) -> list[str]:
         fallen = {name: self.guard.trips[name] for name in names}
         self.ledger.native_since.update({name: trip.step for name, trip in fallen.items()})

@@ -57,9 +57,10 @@ def states(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float
     # experts are sharded only over the replicas of these experts
     replicas = layout.size("replicas")
     share = (stage.dense + stage.experts * layout.expert) / replicas
-    own = share if job.sharded(layout) else values
-    optimizer = job.limits.states_nbytes * own
     weights = width * (share if layout.zero_stage == 3 else values)
+    dense, experts = stage.trained
+    values, share = dense + experts, (dense + experts * layout.expert) / replicas
+    optimizer = job.limits.states_nbytes * (share if job.sharded(layout) else values)
     main = job.gradient_dtype.itemsize
     gradients = main * (share if layout.zero_stage >= 2 else values)
     if layout.zero_stage == 0 and job.sharded(layout):
@@ -91,7 +92,7 @@ def kept_by_codecs(
     gradients, parameters = choices["dp", "forward"], choices["zero", "forward"]
     codec = gradients.codec
     if codec is not None and gradients.error_feedback and stage.reduce + stage.micro:
-        reduced = _reduced(job, layout, values)
+        reduced = _reduced(job, layout, sum(stage.trained))
         found["residuals"] = float(sum(residual_nbytes(reduced, codec, gradients.residual_bits)))
     if parameters.delta and stage.gather:
         gathered = RankMessages((round(values),), "gather", job.dtype, layout.size("replicas"))

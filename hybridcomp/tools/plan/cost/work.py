@@ -63,6 +63,13 @@ class StageWork:
     copies: Items = ()
 
     @property
+    def trained(self) -> tuple[float, float]:
+        """Parameters of this rank that train: those of ``dense``, and of ``experts``."""
+        frozen = [layer for _, layer in self.layers if layer.frozen]
+        dense = self.dense - sum(layer.parameters for layer in frozen)
+        return dense, self.experts - sum(layer.expert_parameters for layer in frozen)
+
+    @property
     def compute(self) -> float:
         """Seconds of compute of one micro-batch."""
         return sum(one.compute.value for one in (*self.forward, *self.backward))
@@ -128,7 +135,7 @@ def _behind(
             items += job.layer_items(layout, stage, layers[one].forward, "forward")
             compute = compute.plus(job.compute(layers[one], rank)[0])
     sent: list[Item] = []
-    if number:
+    if number and not layers[min(chunk) - 1].frozen:
         sent = job.sends(layout, stage, crossing(layout, layers, number - 1), "backward")
     return Pass(compute, merged(items), merged(sent))
 
@@ -149,7 +156,7 @@ def crossing(layout: Layout, layers: Sequence[ModelLayer], number: int) -> float
 
 def _with_step(job: PlannedJob, layout: Layout, index: int, stage: StageWork) -> StageWork:
     """Return ``stage`` with the reductions, gathers, optimizer and copies of a step."""
-    dense, experts = stage.dense, stage.experts
+    dense, experts = stage.trained
     reduce = job.gradient_items(layout, index, dense, "replicas")
     gather = job.gather_items(layout, index, dense, "replicas")
     if experts:
@@ -175,6 +182,9 @@ def _with_step(job: PlannedJob, layout: Layout, index: int, stage: StageWork) ->
         times = 1 if dense + experts <= LIVE else 2
         parts = [_in_parts(item, per_layer) for item in gather]
         micro, reduce, gather = reduce + parts * times, [], []
+        if still := stage.dense + stage.experts - dense - experts:  # gathered in forward alone
+            micro += [one for one in job.gather_items(layout, index, still, "replicas")
+                      if one.call.ranks > 1]  # fmt: skip
         if layout.hpz > 1:
             micro = micro[: -len(parts) * times] + _inside(layout, parts, times)
             gather = _crossing(layout, parts)
