@@ -18,6 +18,7 @@ generate(engine, prompts) answer prompts from the ranks of a training, stage by 
 rollout(engine, tokenizer) the same as a RolloutEngine of DeepSpeed
 publish(engine, to)  send versions of an engine's weights, exact deltas, to inference engines
 WeightReceiver       the other side: a mirror of published weights
+gathered(engine)     all weights on every rank for a roll-out, gathered once
 load_config(source)  the block of a ds_config.json (path, dict or base64), or None
 CompressionConfig    the block as a model
 Attached             what attach returns: detach, count_step, its part of a checkpoint
@@ -27,6 +28,7 @@ HybridcompError      base of every error that is raised on purpose; see ``hybrid
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,6 +86,7 @@ __all__ = [
     "__version__",
     "attach",
     "detach",
+    "gathered",
     "generate",
     "freeze",
     "install",
@@ -298,6 +301,28 @@ def publish(
 
     given = {"every": every, "anchor_every": anchor_every, "keep": keep, "limit_s": limit_s}
     return publish(engine, to, names, still_s, as_, lora, **given, dtype=dtype, codec=codec)
+
+
+def gathered(engine: Any) -> AbstractContextManager[Module]:
+    """Have every rank compute with all weights: ``with hybridcomp.gathered(engine) as model:``.
+
+    For roll-outs under ZeRO 3 and FSDP2: the weights are gathered once, as the block's key
+    ``gathered`` says, and ``model.generate(...)`` of transformers, or any forward pass, sends
+    nothing then. The model is in eval mode and computes no gradients. Every rank enters, between
+    two optimizer steps, and takes none inside. On leaving, also by an error, all is as before.
+
+    Args:
+        engine: an engine of DeepSpeed or the root of fully_shard. Under ZeRO 0 to 2 and
+            DistributedDataParallel, where every rank has all weights, nothing is sent.
+
+    Returns a context manager that yields the model, without the engine around it. Entering raises
+    ConfigError where a rank has no memory for the weights (PeerError on the others), and on engines
+    whose ranks hold parts of a layer or stages. Leaving raises PeerError where the body has failed
+    on another rank.
+    """
+    from hybridcomp.patches.gathered import gathered
+
+    return gathered(engine)
 
 
 #: lazily imported public names -> their module, so that `import hybridcomp` loads neither
