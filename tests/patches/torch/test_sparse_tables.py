@@ -19,6 +19,7 @@ from tests.ranks import RunRanks, run_ranks
 
 ROWS, WIDTH = 600, 16
 QUIET: dict[str, Any] = {"min_bytes": 0, "ledger": {"every": 1_000_000}}
+LR = 0.02
 B8 = {"codec": "blockint", "bits": 8}
 
 
@@ -71,12 +72,12 @@ def _ddp(embed: Any, **given: Any) -> tuple[str, str, tuple[int, int, int]]:
     return native, found, (rows.messages - rows.native, rows.raw_nbytes, rows.wire_nbytes)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_lossless_codec_changes_no_bit_under_ddp(on_ranks: RunRanks, ranks: int) -> None:
     for native, found, (encoded, raw, wire) in on_ranks(ranks, _ddp, "expcode"):
         assert found == native
-        assert encoded == 8, "two tables, four steps"
-        assert 0 < wire < raw
+        assert encoded == (8 if ranks > 1 else 0), "two tables, four steps"
+        assert 0 < wire < raw or ranks == wire + 1 == raw + 1
 
 
 def _more_ddp() -> list[tuple[str, str]]:
@@ -105,8 +106,8 @@ def fsdp(block: dict[str, Any] | None, steps: int = 4) -> tuple[Tensor, Tensor, 
     ignored = {model.one.weight, model.bags.weight}
     fully_shard(model, ignored_params=ignored)
     attached = None if block is None else hybridcomp.attach(model, {**block, **QUIET})
-    dense = torch.optim.SGD([p for p in model.parameters() if p not in ignored], lr=0.5)
-    tables = torch.optim.SGD(list(ignored), lr=0.5)
+    dense = torch.optim.SGD([p for p in model.parameters() if p not in ignored], lr=LR)
+    tables = torch.optim.SGD(list(ignored), lr=LR)
     for step in range(steps):
         for _ in range(2):  # micro-batches
             model(batch(step, dist.get_rank())).square().mean().backward()
@@ -120,7 +121,7 @@ def fsdp(block: dict[str, Any] | None, steps: int = 4) -> tuple[Tensor, Tensor, 
 def _fsdp(embed: Any) -> tuple[float, list[str], tuple[int, int]]:
     """How far FSDP2 with ignored tables is from DDP over both micro-batches, and digests."""
     model = DistributedDataParallel(seeded())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for step in range(4):
         with model.no_sync():
             model(batch(step, dist.get_rank())).square().mean().backward()
@@ -153,18 +154,17 @@ def test_ignored_tables_stay_replicas_with_a_lossy_codec(on_ranks: RunRanks) -> 
 
 def _unused() -> str:
     """A table that no batch of rank 1 has used, and then nobody's."""
-    tables = {"table": nn.Embedding(ROWS, WIDTH, sparse=True), "head": nn.Linear(4, 4)}
-    model: Any = nn.ModuleDict(tables)
-    fully_shard(model, ignored_params={model["table"].weight})
-    attached = hybridcomp.attach(model, {"embed": B8, "dp": "none", **QUIET})
-    optimizer: Any = torch.optim.SparseAdam([model["table"].weight], lr=0.1)
+    model: Any = seeded()
+    fully_shard(model, ignored_params={model.one.weight, model.bags.weight})
+    hybridcomp.attach(model, {"embed": B8, "dp": "none", **QUIET})
+    optimizer: Any = torch.optim.SparseAdam([model.one.weight], lr=0.1)
     if dist.get_rank() == 0:
-        model["table"](torch.tensor([1, 5])).sum().backward()
+        model.one(torch.tensor([1, 5])).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     optimizer.step()
-    assert attached is not None and model["table"].weight.grad is None
-    return digest(model["table"])
+    assert model.one.weight.grad is None
+    return digest(model.one)
 
 
 def test_a_rank_without_gradients_takes_part_under_fsdp2(on_ranks: RunRanks) -> None:
