@@ -62,6 +62,31 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True)
+class _Walk:
+    """Parameters of the modules as they begin.
+
+    before: elements of the trace before each moment, and of all; moments: of each parameter's uses.
+    """
+
+    before: list[int]
+    moments: dict[int, list[int]]
+
+    @classmethod
+    def of(cls, order: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> _Walk:
+        moments: dict[int, list[int]] = {}
+        for moment, own in enumerate(order):
+            for p in own:
+                moments.setdefault(p, []).append(moment)
+        return cls([0, *itertools.accumulate(sum(sizes[p] for p in own) for own in order)], moments)
+
+    def next_use(self, p: int, moment: int) -> int | None:
+        """Return the first use of ``p`` from ``moment`` on."""
+        uses = self.moments.get(p, [])
+        place = bisect.bisect_left(uses, moment)
+        return uses[place] if place < len(uses) else None
+
+
+@dataclass(frozen=True)
 class Trace:
     """One forward and backward pass, as DeepSpeed has recorded it.
 
@@ -71,6 +96,9 @@ class Trace:
         sizes: elements of each parameter.
         persistent: parameters that never leave.
         external: parameters that leave with the optimizer's step only.
+        leaves: modules that are fetched with all modules inside them.
+        shallow, deep: parameters of each module without and with those inside; None: as ``uses``.
+            DeepSpeed looks for later uses in all modules as the released one is fetched.
     """
 
     events: tuple[Event, ...]
@@ -78,6 +106,9 @@ class Trace:
     sizes: Sequence[int]
     persistent: frozenset[int] = frozenset()
     external: frozenset[int] = frozenset()
+    leaves: frozenset[int] = frozenset()
+    shallow: Sequence[tuple[int, ...]] | None = None
+    deep: Sequence[tuple[int, ...]] | None = None
 
     @cached_property
     def order(self) -> list[tuple[int, ...]]:
@@ -85,30 +116,23 @@ class Trace:
         return [self.uses[event.module] for event in self.events if event.fetches]
 
     @cached_property
-    def before(self) -> list[int]:
-        """Elements of the trace before each of its moments, and of all."""
-        numels = (sum(self.sizes[p] for p in own) for own in self.order)
-        return [0, *itertools.accumulate(numels)]
+    def walk(self) -> _Walk:
+        """The pass as its parameters are gathered."""
+        return _Walk.of(self.order, self.sizes)
 
     @cached_property
-    def moments(self) -> dict[int, list[int]]:
-        """Moments at which each parameter is used."""
-        found: dict[int, list[int]] = {}
-        for moment, own in enumerate(self.order):
-            for p in own:
-                found.setdefault(p, []).append(moment)
-        return found
+    def walks(self) -> tuple[_Walk, _Walk]:
+        """The pass as a module that is no leaf, and a leaf, look for later uses in it."""
+        found = []
+        for uses in (self.shallow or self.uses, self.deep or self.uses):
+            order = [uses[event.module] for event in self.events if event.fetches]
+            found.append(_Walk.of(order, self.sizes))
+        return found[0], found[1]
 
     @cached_property
     def moved(self) -> int:
         """Elements of the parameters that are used and not persistent."""
-        return sum(self.sizes[p] for p in self.moments if p not in self.persistent)
-
-    def next_use(self, p: int, moment: int) -> int | None:
-        """Return the first use of ``p`` from ``moment`` on."""
-        uses = self.moments.get(p, [])
-        place = bisect.bisect_left(uses, moment)
-        return uses[place] if place < len(uses) else None
+        return sum(self.sizes[p] for p in self.walk.moments if p not in self.persistent)
 
 
 @dataclass
@@ -167,13 +191,13 @@ class _Pass:
 
     def release(self, event: Event) -> None:
         trace, own = self.trace, self.trace.uses[event.module]
+        walk = trace.walks[event.module in trace.leaves]
         if not event.forward:
             self.backward.pop(event.module, None)
         for p in own:
             self.running.get(p, set()).discard(event.module)
-            following = trace.next_use(p, self.moment)
-            start = trace.before[self.moment]
-            reused = following is not None and trace.before[following] - start < self.knobs.reuse
+            following, start = walk.next_use(p, self.moment), walk.before[self.moment]
+            reused = following is not None and walk.before[following] - start < self.knobs.reuse
             if not reused and self.passed.get(p, -1) <= self.moment:
                 self.leave(p)
 
@@ -232,7 +256,7 @@ def fewest(trace: Trace, limit: int) -> int | None:
 
 
 def _next(trace: Trace, p: int, moment: int) -> int:
-    following = trace.next_use(p, moment)
+    following = trace.walk.next_use(p, moment)
     return len(trace.order) if following is None else following
 
 
@@ -262,7 +286,7 @@ def choose(trace: Trace, limit: int, passes: int = 1) -> Choice | None:
 
 def _settings(trace: Trace, limit: int) -> Iterator[Knobs]:
     """Yield settings to try: reuse on a grid, refined around what fits without a prefetch."""
-    whole, step = trace.before[-1], 4 if len(trace.order) > LONG else 1
+    whole, step = max(walk.before[-1] for walk in trace.walks), 4 if len(trace.order) > LONG else 1
     reuses = {int(share * whole) + 1 for share in REUSE[::step]} | {0}
     low, high = 0, whole + 1  # the longest distance that fits without a prefetch
     while high - low > max(1, whole // 4096):

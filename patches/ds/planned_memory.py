@@ -149,26 +149,31 @@ def trace_of(events: list[tuple[Any, bool, bool]]) -> tuple[Trace, list[Any]]:
     from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
     from deepspeed.utils import z3_leaf_module
 
-    modules: dict[int, int] = {}
+    modules = {module.ds_id: module for module, _, _ in events}
+    numbers = {ds_id: number for number, ds_id in enumerate(modules)}
     places: dict[int, int] = {}
     params: list[Any] = []
-    uses = []
-    for module, _, _ in events:
-        if module.ds_id in modules:
-            continue
-        modules[module.ds_id] = len(modules)
-        own = set(iter_params(module, recurse=z3_leaf_module(module)))
-        for param in sorted(own, key=lambda p: int(p.ds_id)):
+
+    def of(module: Any, recurse: bool) -> tuple[int, ...]:
+        own = sorted(set(iter_params(module, recurse=recurse)), key=lambda p: int(p.ds_id))
+        for param in own:
             if param.ds_id not in places:
                 places[param.ds_id] = len(params)
                 params.append(param)
-        uses.append(tuple(places[p.ds_id] for p in sorted(own, key=lambda p: int(p.ds_id))))
+        return tuple(places[param.ds_id] for param in own)
+
+    leaves = [bool(z3_leaf_module(module)) for module in modules.values()]
+    shallow, deep = ([of(one, way) for one in modules.values()] for way in (False, True))
+    uses = [(shallow, deep)[leaf][number] for number, leaf in enumerate(leaves)]
     trace = Trace(
-        tuple(Event(modules[module.ds_id], *kind) for module, *kind in events),
+        tuple(Event(numbers[module.ds_id], *kind) for module, *kind in events),
         uses,
         [int(param.ds_numel) for param in params],
         frozenset(place for place, param in enumerate(params) if param.ds_persist),
         frozenset(place for place, param in enumerate(params) if param.is_external_param),
+        frozenset(number for number, leaf in enumerate(leaves) if leaf),
+        shallow,
+        deep,
     )
     return trace, params
 

@@ -26,6 +26,7 @@ class NvmeJob:
     libaio: bool = False
     optimizer: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)
+    aio: dict[str, Any] = field(default_factory=dict)
     block: dict[str, Any] | None = field(default_factory=lambda: {"offload": CODEC})
 
 
@@ -59,6 +60,7 @@ def ds_config(job: NvmeJob) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "bf16": {"enabled": True},
         "zero_optimization": zero,
+        "aio": job.aio,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10_000,
