@@ -139,9 +139,8 @@ class FreezeSchedule:
             for parameter in held.values():  # DeepSpeed takes gradients away as they come
                 block = owner.get(id(parameter))
                 if block is not None and parameter.requires_grad:
-                    self._hooks.append(
-                        parameter.register_hook(lambda grad, block=block: add(grad, block))
-                    )
+                    hook: Any = parameter.register_hook
+                    self._hooks.append(hook(lambda grad, block=block: add(grad, block)))
             return
 
         def before_step(optimizer: Any, *_: Any) -> None:

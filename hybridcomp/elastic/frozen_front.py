@@ -117,6 +117,7 @@ class FrozenFront:
             by_depth = {0: list(range(len(numbers)))}
         rows: list[Tensor | None] = [None] * len(numbers)
         for start, places in sorted(by_depth.items()):
+            values: Sequence[Tensor]
             if start == depth and depth:
                 values = [self._take(numbers[place], inputs.device) for place in places]
                 self.hits += len(places)
