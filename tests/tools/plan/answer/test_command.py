@@ -317,7 +317,7 @@ def test_a_frozen_front_asks_for_other_stages(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Fewer stages and more replicas, where what is frozen needs neither memory nor messages."""
-    small = {**CLUSTER, "memory_gb": 1.7}
+    small = {**CLUSTER, "memory_gb": 2.0, "between": {"gbytes_per_second": 20}}
     (tmp_path / "cluster.json").write_text(json.dumps(small))
     fixed = ["--fix", "tensor=1", "--fix", "zero_stage=0", "--fix", "context=1", "--no-recompute"]
     fixed += ["--fix", "micro_batch=1", "--budget", "native"]
