@@ -18,6 +18,7 @@ from hybridcomp.autotune.memory_limits import room_for
 from hybridcomp.autotune.trials import Run, StepTraffic
 from hybridcomp.autotune.verdicts import Decision
 from hybridcomp.job import small_messages
+from hybridcomp.job.together import close_connections
 
 #: values of the messages of the trials, in order
 SIZES = (1 << 19, 1 << 21, 1 << 23)
@@ -148,11 +149,18 @@ def _race(
 
 
 def seconds(run: Run, device: torch.device) -> float:
-    """Return the seconds of ``run``, on a GPU until its work is done there."""
+    """Return the seconds of ``run``, on a GPU until its work is done there.
+
+    Where it fails in the middle of a message this rank's connections are closed.
+    """
     _finish(device)
     start = time.perf_counter()
-    run()
-    _finish(device)
+    try:
+        run()
+        _finish(device)
+    except BaseException as problem:  # gates between its messages would take part of the time
+        close_connections(problem)
+        raise
     return time.perf_counter() - start
 
 

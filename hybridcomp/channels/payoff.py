@@ -17,7 +17,7 @@ from hybridcomp.autotune.memory_limits import has_room
 from hybridcomp.autotune.sum_trials import reductions
 from hybridcomp.autotune.timing import judge, judge_seen
 from hybridcomp.autotune.trials import StepTraffic, TrialGroup, agree_on, gathers, messages
-from hybridcomp.autotune.verdicts import WARM
+from hybridcomp.autotune.verdicts import WARM, Decision
 from hybridcomp.channels import memory_use
 from hybridcomp.channels.channel import Channel
 from hybridcomp.channels.engine_state import UNCOUNTED, EngineState
@@ -25,9 +25,12 @@ from hybridcomp.codecs import require_kernels
 from hybridcomp.config.memory import size
 from hybridcomp.dimensions import DIMENSIONS, MEASURED_EARLY, ROWS, Dimension
 from hybridcomp.job import small_messages
+from hybridcomp.job.together import together
 
 #: number of parameters where it is not known yet: more than any trial takes
 UNKNOWN = 1 << 62
+#: the operation, for messages
+MEASURING = "measuring whether encoding pays"
 #: why a run compresses nothing
 ALL_NATIVE = 'the link is faster than the codecs ("when": "auto")'
 
@@ -76,7 +79,7 @@ class Payoff:
             return []
         place = TrialGroup(self._channels["zero"].group(group), dtype, device)
         common = small_messages.least(torch.tensor(numel, device=device), group)
-        with state.gains.measuring():
+        with together(MEASURING), state.gains.measuring():
             self._judge(names, group, int(common), known, place)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the buffers of the trials are as large as the messages
@@ -118,13 +121,15 @@ class Payoff:
         waits = state.seen.waiting and state.step > state.config.start_step
         if not waits or not state.seen.is_due():
             return []
-        told = []
-        for name, (plan, nbytes) in state.seen.plans().items():
-            with state.gains.measuring():
-                verdict = judge_seen(messages(plan, device), nbytes, device)
+        found: dict[Dimension, Decision] = {}
+        with together(MEASURING):
+            for name, (plan, nbytes) in state.seen.plans().items():
+                with state.gains.measuring():
+                    found[name] = judge_seen(messages(plan, device), nbytes, device)
+        for name, verdict in found.items():
             state.verdicts.by_dimension[name] = verdict
             state.seen.forget(name)
-            told.append(verdict.describe(name))
+        told = [verdict.describe(name) for name, verdict in found.items()]
         self._note_verdicts()
         return told + (self._nothing_left() if told else [])
 

@@ -30,6 +30,7 @@ from hybridcomp.errors import (
 from hybridcomp.job import agreement, small_messages
 from hybridcomp.job.devices import default_device
 from hybridcomp.job.gates import Operation, Ranks, here
+from hybridcomp.log import complain
 
 #: operations so far among the ranks of a part of the job; None: all ranks
 _numbers: Counter[Ranks | None] = Counter()
@@ -45,6 +46,7 @@ def together(
     ranks: Sequence[int] | None = None,
     error: type[HybridcompError] = PeerError,
     votes: bool = False,
+    group: dist.ProcessGroup | None = None,
     alone: bool = False,
 ) -> Iterator[None]:
     """Have the body end on all ranks, or raise on all of them; every rank enters it.
@@ -60,12 +62,15 @@ def together(
         error: what other ranks raise.
         votes: gates are sums over the job, which take a large job less time than the store; all
             ranks come to the same gates then. For what is done in the middle of training.
+        group: with ``votes``, the ranks that enter and vote; None: all.
         alone: this rank waits for no other: a failure is an error here, and others miss the rank.
     """
     operation: _Stated | None = None
+    if group is not None:
+        ranks = dist.get_process_group_ranks(group)
     if not (here.operations or alone or not dist.is_initialized() or _is_alone(ranks)):
         part = None if ranks is None else tuple(ranks)
-        operation = (_Voting if votes else _Stated)(what, part, error)
+        operation = _Voting(what, part, error, group) if votes else _Stated(what, part, error)
         here.operations.append(operation)
     try:
         yield
@@ -78,7 +83,8 @@ def together(
         undo()
         if operation is None and here.operations:
             raise  # the operation around this one says it
-        told = named(problem, what, error)
+        first = None if operation is None else operation.told_before(problem)
+        told = first or named(problem, what, error)
         raise told from told.__cause__
     else:
         if operation is not None:
@@ -87,6 +93,23 @@ def together(
 
 def _is_alone(ranks: Sequence[int] | None) -> bool:
     return (dist.get_world_size() if ranks is None else len(ranks)) == 1
+
+
+def close_connections(problem: BaseException) -> None:
+    """End the waits of others for a message that this rank has begun and cannot finish.
+
+    Tells ``problem`` to the ranks of the operation and closes this rank's connections: they fail at
+    once there, and name this rank. Nothing can be sent any more, so the job ends. For messages in
+    front of which there can be no gate, as their seconds count.
+    """
+    for operation in here.operations:
+        operation.fail(problem)
+    complain(
+        f"rank {dist.get_rank()} fails in the middle of a message ({_words(problem)}); it closes "
+        "its connections, so that no rank waits for it: the job ends"
+    )
+    for group in list(dist.distributed_c10d._world.pg_map):
+        small_messages.cut_off(group)
 
 
 def named(problem: BaseException, what: str, error: type[HybridcompError]) -> BaseException:
@@ -142,13 +165,33 @@ class _Stated(Operation):
         with contextlib.suppress(RuntimeError, dist.DistError):  # the store may have gone
             self._store.compare_set(self._key, "", text)
 
+    def told_before(self, problem: BaseException) -> HybridcompError | None:
+        """Return the failure of another rank that ``problem`` follows from, if one was told."""
+        told = isinstance(problem, HybridcompError) and not isinstance(problem, PeerError)
+        if told or not isinstance(problem, Exception):
+            return None  # a failure of this rank's own, or one that was told
+        with contextlib.suppress(RuntimeError, dist.DistError):  # the store may have gone
+            if self._store.check([self._key]):
+                rank, words = json.loads(self._store.get(self._key))
+                if rank != dist.get_rank():
+                    found = self.error.naming_rank(f"{self.what}: rank {rank}: {words}")
+                    found.__cause__ = problem
+                    return found
+        return None
+
 
 class _Voting(_Stated):
-    """An operation whose gates are votes of the whole job."""
+    """An operation whose gates are votes of ``group``, None: of the whole job."""
 
-    def __init__(self, what: str, ranks: Ranks | None, error: type[HybridcompError]) -> None:
+    def __init__(
+        self,
+        what: str,
+        ranks: Ranks | None,
+        error: type[HybridcompError],
+        group: dist.ProcessGroup | None,
+    ) -> None:
         super().__init__(what, ranks, error)
-        self._is_over = False
+        self._group, self._is_over = group, False
 
     def gate(self, group: dist.ProcessGroup | None = None) -> None:
         """Return once all ranks have come here; raise where one has failed."""
@@ -170,4 +213,4 @@ class _Voting(_Stated):
 
     def _vote(self, well: bool) -> bool:
         flag = torch.tensor(int(well), dtype=torch.int32, device=default_device())
-        return bool(small_messages.start_least(flag)())
+        return bool(small_messages.start_least(flag, self._group)())

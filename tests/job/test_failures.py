@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,10 +23,12 @@ import torch.distributed as dist
 
 import hybridcomp
 from hybridcomp.channels import ATTRIBUTE
-from hybridcomp.errors import HybridcompError
+from hybridcomp.codecs.blockint import BlockInt
+from hybridcomp.errors import HybridcompError, PeerError
 from hybridcomp.job import agreement
 from hybridcomp.patches.torch import attach, fsdp2, fsdp2_comms
 from hybridcomp.session.engine_session import session_of
+from tests.job import renewing
 from tests.job.failing import steps
 from tests.ranks import run_ranks
 from tests.sync.torch_job import Job
@@ -262,7 +265,7 @@ class EngineSubject:
         return True
 
 
-AnySubject = Subject | EngineSubject
+AnySubject = Subject | EngineSubject | renewing.Renewing
 
 
 def told(subject: AnySubject, what: str, fails_at: int | None) -> tuple[Any, ...]:
@@ -308,6 +311,59 @@ def one(subject: AnySubject, what: str, rank: int, step: int, found: Outcome) ->
         found.problems.append(f"{name}: half done on {changed}")
 
 
+def told_in_a_trial(fails_at: int) -> tuple[float, str]:
+    """What an attach comes to whose trial of a codec fails on rank 1 at an encoding."""
+    job = Job(None).build()
+    block = {"dp": {"codec": "blockint", "bits": 4, "when": "auto"}, "min_bytes": 0}
+    calls, plain = [0], BlockInt.encode
+
+    def encode(self: BlockInt, *args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == fails_at and dist.get_rank() == 1:
+            raise RuntimeError("no memory is left")
+        return plain(self, *args)
+
+    began = time.monotonic()
+    with patch.object(BlockInt, "encode", encode), pytest.raises(PeerError) as error:
+        hybridcomp.attach(job.model, block)
+    assert attach.channels_of_model(job.model) is None
+    return time.monotonic() - began, str(error.value)
+
+
+@pytest.mark.parametrize("fails_at", [1, 4])
+def test_a_failure_in_the_message_of_a_trial_ends_all_ranks(fails_at: int) -> None:
+    """Nobody waits in it: the rank that fails says so, and closes its connections."""
+    for seconds, said in run_ranks(3, told_in_a_trial, fails_at):
+        assert said.endswith("rank 1: RuntimeError: no memory is left"), said
+        assert seconds < LIMIT_S
+
+
+NAMED = "hybridcomp.detach: rank 1: hybridcomp.detach"
+
+
+def detached_alone() -> tuple[bool, str]:
+    """Whether a model is attached after a detach in which rank 1 gave something else."""
+    job = Job(None).build()
+    job.attached = hybridcomp.attach(job.model, {"dp": {"codec": "blockint"}, "min_bytes": 0})
+    assert job.attached is not None
+    job.train(1)
+    with pytest.raises(HybridcompError) as error:
+        hybridcomp.detach(torch.nn.Linear(1, 1) if dist.get_rank() == 1 else job.model)
+    was_kept = not job.attached.is_detached
+    job.train(1)
+    hybridcomp.detach(job.model)
+    hybridcomp.detach(job.model)
+    assert job.attached.is_detached
+    return was_kept, str(error.value)
+
+
+def test_a_detach_of_something_else_on_one_rank_lets_go_of_none() -> None:
+    for was_kept, said in run_ranks(3, detached_alone):
+        assert was_kept
+        assert "expected a model that is attached" in said
+        assert said.partition(": found Linear")[0] in ("hybridcomp.detach", NAMED)
+
+
 def failing(folder: Path, engine: str, what: str, count: int, seed: int) -> Outcome:
     """``count`` failures of an operation, at steps and on ranks that ``seed`` draws."""
     agreement.LOOK_S = 0.05
@@ -315,6 +371,8 @@ def failing(folder: Path, engine: str, what: str, count: int, seed: int) -> Outc
     subject: AnySubject
     if engine.startswith("deepspeed"):
         subject = EngineSubject(folder, engine, {"dp": BLOCK["dp"], "min_bytes": 0})
+    elif engine in renewing.ENGINES:
+        subject = renewing.subject(folder, engine)
     else:
         subject = Subject(folder, engine, BLOCK)
     getattr(subject, f"prepare_{what}", lambda: None)()
@@ -355,6 +413,10 @@ CASES = (
     ("attach", "deepspeed3", 2, 0, 10),
     ("save", "deepspeed3", 2, 0, 25),
     ("load", "deepspeed3", 2, 0, 20),
+    ("renew", "copies", 4, 12, 60),
+    ("renew", "frozen", 4, 12, 60),
+    ("renew", "copies3", 4, 4, 40),
+    ("renew", "frozen3", 4, 4, 40),
 )  # fmt: skip
 
 
