@@ -17,7 +17,6 @@ from hybridcomp.job.together import named
 FAILED = -1
 
 
-@torch.no_grad()
 def words_of_all(
     channel: Channel,
     own: Callable[[], Sequence[int] | torch.Tensor],
@@ -38,7 +37,8 @@ def words_of_all(
     problem: Exception | None = None
     words = torch.full((count,), FAILED, dtype=torch.int64, device=device)
     try:
-        words.copy_(torch.as_tensor(own(), dtype=torch.int64, device=device))
+        with torch.no_grad():
+            words.copy_(torch.as_tensor(own(), dtype=torch.int64, device=device))
     except Exception as error:
         problem = error
         words.fill_(FAILED)

@@ -36,6 +36,8 @@ from hybridcomp.log import complain
 _numbers: Counter[Ranks | None] = Counter()
 #: most characters of a message of ours, which may name files, and of anybody else's
 OWN_WORDS, OTHERS_WORDS = 4096, 200
+#: errors of a mistake that every rank meets
+_COMMON = (ConfigError, AgreementError, SeamError)
 
 
 @contextlib.contextmanager
@@ -48,6 +50,7 @@ def together(
     votes: bool = False,
     group: dist.ProcessGroup | None = None,
     alone: bool = False,
+    ends: bool = False,
 ) -> Iterator[None]:
     """Have the body end on all ranks, or raise on all of them; every rank enters it.
 
@@ -64,6 +67,8 @@ def together(
             ranks come to the same gates then. For what is done in the middle of training.
         group: with ``votes``, the ranks that enter and vote; None: all.
         alone: this rank waits for no other: a failure is an error here, and others miss the rank.
+        ends: no gate stands in front of its messages, as seconds count: a rank that fails closes
+            its connections, so that the others' waits for it end, and the job with them.
     """
     operation: _Stated | None = None
     if group is not None:
@@ -71,12 +76,16 @@ def together(
     if not (here.operations or alone or not dist.is_initialized() or _is_alone(ranks)):
         part = None if ranks is None else tuple(ranks)
         operation = _Voting(what, part, error, group) if votes else _Stated(what, part, error)
+        if ends:
+            operation = _Ending(what, part, error)
         here.operations.append(operation)
     try:
         yield
         if operation is not None:
             operation.gate()
     except BaseException as problem:
+        if ends and here.operations and not isinstance(problem, _COMMON):
+            _close_connections(problem)
         if operation is not None:
             operation.fail(problem)
             here.operations.remove(operation)  # no gates in front of what ``undo`` does
@@ -95,27 +104,22 @@ def _is_alone(ranks: Sequence[int] | None) -> bool:
     return (dist.get_world_size() if ranks is None else len(ranks)) == 1
 
 
-def close_connections(problem: BaseException) -> None:
-    """End the waits of others for a message that this rank has begun and cannot finish.
-
-    Tells ``problem`` to the ranks of the operation and closes this rank's connections: they fail at
-    once there, and name this rank. Nothing can be sent any more, so the job ends. For messages in
-    front of which there can be no gate, as their seconds count.
-    """
+def _close_connections(problem: BaseException) -> None:
+    """End the waits of others for a message that this rank has begun and cannot finish."""
     for operation in here.operations:
         operation.fail(problem)
-    complain(
-        f"rank {dist.get_rank()} fails in the middle of a message ({_words(problem)}); it closes "
-        "its connections, so that no rank waits for it: the job ends"
-    )
+    if not any(operation.told_before(problem) for operation in here.operations):
+        complain(
+            f"rank {dist.get_rank()} fails in the middle of a message ({_words(problem)}); it "
+            "closes its connections, so that no rank waits for it: the job ends"
+        )
     for group in list(dist.distributed_c10d._world.pg_map):
         small_messages.cut_off(group)
 
 
 def named(problem: BaseException, what: str, error: type[HybridcompError]) -> BaseException:
     """Return ``problem``, or one in its place, with a message that names this rank."""
-    common = (ConfigError, AgreementError, SeamError)  # every rank meets the same mistake
-    if not isinstance(problem, Exception) or isinstance(problem, common):
+    if not isinstance(problem, Exception) or isinstance(problem, _COMMON):
         return problem
     if isinstance(problem, HybridcompError) and problem.names_rank:
         return problem
@@ -178,6 +182,13 @@ class _Stated(Operation):
                     found.__cause__ = problem
                     return found
         return None
+
+
+class _Ending(_Stated):
+    """An operation without gates, at whose failure the job ends."""
+
+    def gate(self, group: dist.ProcessGroup | None = None) -> None:
+        """Return at once."""
 
 
 class _Voting(_Stated):

@@ -19,6 +19,7 @@ from hybridcomp.tools.plan.machines import cluster_file
 from tests.docs.pages import DOCS, Fence, commands, fences, prose_of, texts_in_named_commits
 from tests.patches.trainers.launched import launch
 from tests.paths import ROOT
+from tests.scripts_on_ranks import run_script
 from tests.selection import by_day
 
 JSON = list(fences("json"))
@@ -150,6 +151,62 @@ def test_scripts_know_the_options_that_pages_give_them() -> None:
                 assert known, f"{fence.place}: {script.name} {foreign}"
             tried += len(given)
     assert tried > 60
+
+
+def ranks_of(line: str) -> int | None:
+    """The ranks that a launcher starts on one machine; None: no launcher, or several machines."""
+    found = re.search(r"--(?:num_gpus|nproc[-_]per[-_]node)[ =](\d+)", line)
+    alone = found is not None and not re.search(r"--nnodes|--hostfile|srun", line)
+    return int(found[1]) if found is not None and alone else None
+
+
+def test_commands_of_the_training_example_fit_their_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of four and eight ranks among them: arguments, layout and, where it is there, file."""
+    pytest.importorskip("deepspeed")
+    import train_gpt
+    from gpt import layouts
+
+    found = set()
+    for _, line in commands():
+        ranks = ranks_of(line)
+        if ranks is None or "scripts/examples/train_gpt.py" not in line:
+            continue
+        words = shlex.split(line.partition("train_gpt.py")[2], comments=True)
+        if any("{" in word for word in words) or "..." in words:
+            continue
+        arguments = train_gpt.parse(words)
+        file = ROOT / str(arguments.deepspeed_config)
+        settings = json.loads(file.read_text()) if file.is_file() else {}
+        layouts.check(arguments, settings)
+        copies = arguments.tp * arguments.pp * arguments.cp * arguments.tp2d**2
+        assert ranks % copies == 0, line
+        if not file.is_file():  # of the reader, or in a fence of the page
+            assert not str(file).startswith(str(ROOT / "configs")), line
+        found.add(ranks)
+    assert found >= {2, 4, 8}
+
+
+#: so small that a training of three ranks takes a second
+SMALL = ("--rows", "2000", "--resident", "200", "--width", "16", "--batch", "2", "--length", "16",
+         "--steps", "20")  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_table_is_saved_and_loaded_on_other_ranks_as_its_page_says(tmp_path: Path) -> None:
+    losses = []
+    for _, line in commands():
+        if "train_ngrams.py --block" in line:
+            words = shlex.split(line)
+            given = words[words.index("scripts/examples/train_ngrams.py") + 1 :]
+            script, ranks = str(ROOT / "scripts/examples/train_ngrams.py"), ranks_of(line)
+            assert ranks is not None
+            ended = run_script(tmp_path, script, *given, *SMALL, ranks=ranks)
+            assert ended.returncode == 0, ended.output
+            losses.append(float(ended.output.partition("step 20: loss ")[2].split(",")[0]))
+    first, second = losses
+    assert second < first, "the second begins where the first has ended"
 
 
 def test_blocks_and_files_of_commands_are_valid(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,7 @@ SPARED = tuple(
     for name in (
         "job/gates", "job/agreement", "job/together", "job/statements", "job/processes",
         "job/small_messages", "errors", "log", "collectives/wire/transport", "sync/exact_sends",
+        "channels/comparisons",
     )
 )  # fmt: skip
 #: what stands in front of an operation, and looks at arguments that are alike on all ranks, and
@@ -47,7 +48,10 @@ KEPT = {
     ("sync_follower.py", "resume"), ("kept_gradients.py", "stop"),
     ("fsdp2_frozen.py", "_natively"), ("fsdp2_frozen.py", "gather"),
     ("fsdp2_frozen.py", "_put"), ("frozen.py", "_gather"),
-    ("comparisons.py", "words_of_all"),
+    ("fsdp2_frozen.py", "_stretches"), ("fsdp2_members.py", "chunk"),
+    ("moves.py", "gather_words"), ("channel.py", "group"), ("channel.py", "meter"),
+    ("parameter_gathers.py", "_dist_allgather_fn"), ("scope.py", "get"),
+    ("steps.py", "transfer"), ("steps.py", "steps"), ("handle.py", "_advance"),
 }  # fmt: skip
 #: what C functions belong to that fail for want of memory alone: containers, types
 HARMLESS = (dict, list, set, tuple, str, bytes, frozenset, int, float, type, deque, Counter)

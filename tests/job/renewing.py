@@ -44,6 +44,14 @@ class Renewing:
     def ends_well(self) -> bool:
         return self.is_right and self.check()
 
+    def renew(self) -> None:
+        """Renew it; fails somewhere."""
+        raise NotImplementedError
+
+    def held(self) -> Any:
+        """What a failure leaves as it is; a copy that was dropped is made anew, see ``check``."""
+        return True
+
     def check(self) -> bool:
         """Gather; whether that is what the ranks have."""
         raise NotImplementedError
@@ -73,9 +81,6 @@ class Copies(Renewing):
 
     def renew(self) -> None:
         self.copies.renew(self.share)
-
-    def held(self) -> bool:
-        return True  # a copy that was dropped is made anew: ``check`` looks at it
 
 
 class Frozen(Renewing):
@@ -111,9 +116,6 @@ class Frozen(Renewing):
 
     def renew(self) -> None:
         self.gather(self.out)
-
-    def held(self) -> bool:
-        return True
 
 
 class Engine3(Renewing):

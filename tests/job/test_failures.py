@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -31,6 +32,8 @@ from hybridcomp.session.engine_session import session_of
 from tests.job import renewing
 from tests.job.failing import steps
 from tests.ranks import run_ranks
+from tests.sync.jobs import beside, rendezvous
+from tests.sync.jobs import block as islands
 from tests.sync.torch_job import Job
 from tests.training import trainer
 
@@ -309,6 +312,57 @@ def one(subject: AnySubject, what: str, rank: int, step: int, found: Outcome) ->
     if (is_local or any(row[1] for row in every)) and not all(row[3] for row in every):
         changed = [number for number, row in enumerate(every) if not row[3]]
         found.problems.append(f"{name}: half done on {changed}")
+
+
+def met(address: str, first: int, count: int, fails: int) -> tuple[dict[int, Any], Outcome]:
+    """Hold ``count`` meetings as an island of two ranks that is a job; ``fails`` calls fail.
+
+    Returns the start copies after each meeting, and what is wrong.
+    """
+    agreement.LOOK_S = 0.05
+    sync = {key: value for key, value in BLOCK["sync"].items() if key != "islands"}
+    job = Job({**BLOCK, **islands(address, **sync)}, first=first).build().train(1)
+    of, found, draw = job.job_meetings, Outcome(), random.Random(first + count)
+    subject: Any = SimpleNamespace(meet=lambda: of.after_step(0))
+    starts: dict[int, Any] = {}
+    while of.membership.last.number < count:
+        job.train(1)
+        if of.membership.last.number >= count:
+            break
+        fails_at = draw.randrange(80) if found.tried < fails else None
+        rank, me = draw.randrange(2), dist.get_rank()
+        seconds, said, where, _ = told(subject, "meet", fails_at if rank == me else None)
+        number = of.membership.last.number
+        state = number, len(of.under_way), digest(job.weights())
+        every: list[Any] = [None, None]
+        dist.all_gather_object(every, (seconds, said, where, state))
+        found.tried += fails_at is not None
+        found.failed += any(row[1] for row in every)
+        found.longest_s = max(found.longest_s, *(row[0] for row in every))
+        if every[0][3] != every[1][3]:
+            found.problems.append(f"half done: {every}")
+        if any(row[1] for row in every) and not all(f"rank {rank}" in row[1] for row in every):
+            found.problems.append(f"not named: {every}")
+        starts[number] = [part.fragment.start.clone() for part in of.parts]
+    hybridcomp.detach(job.model)
+    return starts, found
+
+
+@pytest.mark.parametrize("fails", [8, pytest.param(60, marks=pytest.mark.nightly)])
+def test_a_failure_in_an_island_that_is_a_job_is_one_of_its_ranks(fails: int) -> None:
+    """The island goes on, and the other one, which waits for it, has the same start copies."""
+    count = 2 * fails
+    with rendezvous() as address:
+        ones, others = beside(
+            (2, met, (address, 0, count, fails)), (2, met, (address, 2, count, 0))
+        )
+    for (starts, found), (same, healthy) in zip(ones, others, strict=True):
+        assert not found.problems and not healthy.problems
+        assert found.tried == fails and found.failed > fails // 2 and not healthy.failed
+        shared = starts.keys() & same.keys()
+        assert len(shared) > fails // 2
+        for number in shared:
+            assert all(map(torch.equal, starts[number], same[number])), number
 
 
 def told_in_a_trial(fails_at: int) -> tuple[float, str]:
