@@ -19,7 +19,6 @@ from hybridcomp.tools.plan.machines import cluster_file
 from tests.docs.pages import DOCS, Fence, commands, fences, prose_of, texts_in_named_commits
 from tests.patches.trainers.launched import launch
 from tests.paths import ROOT
-from tests.scripts_on_ranks import run_script
 from tests.selection import by_day
 
 JSON = list(fences("json"))
@@ -186,27 +185,6 @@ def test_commands_of_the_training_example_fit_their_ranks(
             assert not str(file).startswith(str(ROOT / "configs")), line
         found.add(ranks)
     assert found >= {2, 4, 8}
-
-
-#: so small that a training of three ranks takes a second
-SMALL = ("--rows", "2000", "--resident", "200", "--width", "16", "--batch", "2", "--length", "16",
-         "--steps", "20")  # fmt: skip
-
-
-@pytest.mark.slow
-def test_a_table_is_saved_and_loaded_on_other_ranks_as_its_page_says(tmp_path: Path) -> None:
-    losses = []
-    for _, line in commands():
-        if "train_ngrams.py --block" in line:
-            words = shlex.split(line)
-            given = words[words.index("scripts/examples/train_ngrams.py") + 1 :]
-            script, ranks = str(ROOT / "scripts/examples/train_ngrams.py"), ranks_of(line)
-            assert ranks is not None
-            ended = run_script(tmp_path, script, *given, *SMALL, ranks=ranks)
-            assert ended.returncode == 0, ended.output
-            losses.append(float(ended.output.partition("step 20: loss ")[2].split(",")[0]))
-    first, second = losses
-    assert second < first, "the second begins where the first has ended"
 
 
 def test_blocks_and_files_of_commands_are_valid(capsys: pytest.CaptureFixture[str]) -> None:
