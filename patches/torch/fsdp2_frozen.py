@@ -92,9 +92,16 @@ class FrozenGather:
         if moves:
             shards()
             trained(message[0], message[1], moves)
-            for place, values in self._apart(message[0], rows, moves, stretches):
-                rows[:, stretches[place]].copy_(values)
         self._put(rows, stretches, lacking, group)
+        if moves:
+            self._take(message[0], rows, moves, stretches)
+
+    def _take(
+        self, found: Tensor, rows: Tensor, places: Sequence[int], stretches: Sequence[slice]
+    ) -> None:
+        """Write what was gathered of some parameters into ``rows``."""
+        for place, values in self._apart(found, rows, places, stretches):
+            rows[:, stretches[place]].copy_(values)
 
     def _apart(
         self, found: Tensor, rows: Tensor, places: Sequence[int], stretches: Sequence[slice]

@@ -161,7 +161,7 @@ def test_all_pages_install_one_torch_for_cpus() -> None:
     for line in (line for text in pages for line in text.splitlines()):
         if "pip install torch" in line:
             assert index in line or "for your CUDA" in line, line
-    lines = [{line.split("  ")[0].strip() for line in text.splitlines() if "whl/cpu" in line}
+    lines = [{line.strip().split("  ")[0] for line in text.splitlines() if "whl/cpu" in line}
              for text in pages]  # fmt: skip
     assert lines[0] == lines[1]
     for tells in ("later ones reuse it", "compiles only what has changed"):
