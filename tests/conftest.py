@@ -20,6 +20,7 @@ from tests.ranks import RankPool, RunRanks, forget_inherited
 # before the rank server imports DeepSpeed, which looks for an accelerator only once
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HYBRIDCOMP_CACHE"] = ""  # no test takes over what another one has measured
 
 # a thread of gloo that wakes must not take the core from the one that holds the lock it then polls
 # for (scripts/lab/namespaces.py). Ranks of tests may change cores, so unlike the lab's they gain

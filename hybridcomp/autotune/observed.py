@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,20 @@ class Kind:
         """Text about the kind on which all its ranks agree, and that sorts alike on all of them."""
         how = [self.ranks, self.is_send, self.direction, str(self.dtype), self.numel]
         return json.dumps([*how, self.codec.spec])
+
+
+class SeenMessages(NamedTuple):
+    """Messages of a dimension to time.
+
+    Attributes:
+        plan: those of this rank.
+        nbytes: of the largest in the job; 0: there are messages, but none on which ranks agree.
+        stated: texts about the messages of all ranks.
+    """
+
+    plan: list[PlannedMessage]
+    nbytes: int
+    stated: list[str]
 
 
 class TrafficProfile:
@@ -87,11 +102,8 @@ class TrafficProfile:
         """Drop the messages of ``dimension``, which has a verdict now."""
         self.counts.pop(dimension, None)
 
-    def plans(self) -> dict[Dimension, tuple[list[PlannedMessage], int]]:
-        """Plan the messages to time, with the bytes of the largest, by dimension with messages.
-
-        A collective over the job. 0 bytes: there are messages, but none on which its ranks agree.
-        """
+    def plans(self) -> dict[Dimension, SeenMessages]:
+        """Plan the messages to time, by dimension with messages; a collective over the job."""
         own = {name: _heaviest(counts) for name, counts in self.counts.items()}
         said = tell(
             {
@@ -100,7 +112,7 @@ class TrafficProfile:
             },
             what="messages of tp and pp",
         )
-        found: dict[Dimension, tuple[list[PlannedMessage], int]] = {}
+        found: dict[Dimension, SeenMessages] = {}
         for name, kinds in own.items():
             rows = [row[name] for row in said]
             if not any(rows):
@@ -108,7 +120,7 @@ class TrafficProfile:
             common = _common(rows)
             mine = sorted((k for k in kinds if k.stated in common), key=lambda kind: kind.stated)
             plan = [self._planned(kind) for kind in mine]
-            found[name] = plan, max(common.values(), default=0)
+            found[name] = SeenMessages(plan, max(common.values(), default=0), sorted(common))
         return found
 
     def _planned(self, kind: Kind) -> PlannedMessage:

@@ -54,42 +54,22 @@ class Finding:
     changes: bool
 
 
-class Recheck:
-    """Comparison of an engine's steps: its dimensions, its first step, and its clock."""
+class StepClock:
+    """Clock of a run's steps from ``first`` up to ``stop``, each from its first forward pass."""
 
-    def __init__(self, names: Sequence[Dimension], first: int) -> None:
-        assert 0 < len(names) <= MOST
-        self.names = tuple(names)
-        self.first = first
-        self.rounds = 1
-        self._cut: int | None = None
+    def __init__(self, first: int, steps: int) -> None:
+        self.first, self._steps = first, steps
         self._starts: dict[int, Any] = {}
         self._stops: dict[int, Any] = {}
 
     @property
     def stop(self) -> int:
-        """First step after the comparison."""
-        if self._cut is not None:
-            return self._cut
-        return self.first + REHEARSED + self.rounds * CELLS
-
-    @property
-    def last(self) -> int:
-        """The last step of the comparison where all rounds are needed."""
-        return self.first + REHEARSED + ROUNDS * CELLS - 1
+        """First step that is not timed any more."""
+        return self.first + self._steps
 
     def covers(self, step: int) -> bool:
-        """Return whether the comparison chooses the modes of ``step``."""
+        """Return whether ``step`` is timed."""
         return self.first <= step < self.stop
-
-    def coded(self, name: Dimension, step: int) -> bool | None:
-        """Return whether ``name`` is encoded in ``step``; None: not decided by the comparison."""
-        if name not in self.names or not self.covers(step):
-            return None
-        turn = step - self.first
-        if turn < REHEARSED:
-            return turn == 1
-        return bool((turn - REHEARSED) >> self.names.index(name) & 1)
 
     def open(self, step: int, device: torch.device) -> None:
         """Start the clock of ``step`` at its first forward pass; later calls do nothing.
@@ -108,6 +88,52 @@ class Recheck:
         """Stop the clock of the step before ``step``, on a GPU after its queued work."""
         self._stops[step - 1] = _mark(device)
 
+    def slowest(self, begin: int, stop: int, device: torch.device) -> list[float]:
+        """Return the seconds of the slowest rank in each step; a collective over the job.
+
+        0 for a step that was not timed, as in a resumed run. On a GPU waits for the steps' work.
+        """
+        found = torch.tensor([self._seconds(s) for s in range(begin, stop)], dtype=torch.float64)
+        seconds: list[float] = small_messages.most(found.to(device)).tolist()
+        return seconds
+
+    def _seconds(self, step: int) -> float:
+        """Return the seconds of one step; one without a start begins at the end of the last."""
+        start, stop = self._starts.get(step, self._stops.get(step - 1)), self._stops.get(step)
+        return 0.0 if start is None or stop is None else _between(start, stop)
+
+
+class Recheck(StepClock):
+    """Comparison of an engine's steps: its dimensions, its first step, and its clock."""
+
+    def __init__(self, names: Sequence[Dimension], first: int) -> None:
+        assert 0 < len(names) <= MOST
+        super().__init__(first, 0)
+        self.names = tuple(names)
+        self.rounds = 1
+        self._cut: int | None = None
+
+    @property
+    def stop(self) -> int:
+        """First step after the comparison."""
+        if self._cut is not None:
+            return self._cut
+        return self.first + REHEARSED + self.rounds * CELLS
+
+    @property
+    def last(self) -> int:
+        """The last step of the comparison where all rounds are needed."""
+        return self.first + REHEARSED + ROUNDS * CELLS - 1
+
+    def coded(self, name: Dimension, step: int) -> bool | None:
+        """Return whether ``name`` is encoded in ``step``; None: not decided by the comparison."""
+        if name not in self.names or not self.covers(step):
+            return None
+        turn = step - self.first
+        if turn < REHEARSED:
+            return turn == 1
+        return bool((turn - REHEARSED) >> self.names.index(name) & 1)
+
     def end_early(self, step: int, pays: Mapping[Dimension, bool], device: torch.device) -> None:
         """End before ``step`` where its pairs are sure; a collective after some of its steps.
 
@@ -116,19 +142,13 @@ class Recheck:
         begin, cells = self.first + REHEARSED, 1 << len(self.names)
         if not begin < step < self.stop or self.rounds > 1 or (step - begin) % cells:
             return
-        seconds = self._slowest(begin, step, device)
+        seconds = self.slowest(begin, step, device)
         pairs = {name: self._pairs(name, seconds) for name in self.names}
         if all(
             found and all(p[not pays[n]] >= (1 + SURELY / len(found)) * p[pays[n]] for p in found)
             for n, found in pairs.items()
         ):
             self._cut = step
-
-    def _slowest(self, begin: int, stop: int, device: torch.device) -> list[float]:
-        """Return the seconds of the slowest rank in each step; a collective over the job."""
-        found = torch.tensor([self._seconds(s) for s in range(begin, stop)], dtype=torch.float64)
-        seconds: list[float] = small_messages.most(found.to(device)).tolist()
-        return seconds
 
     def judge(
         self, pays: Mapping[Dimension, bool], device: torch.device
@@ -137,7 +157,7 @@ class Recheck:
 
         ``pays``: whether each dimension is encoded now.
         """
-        seconds = self._slowest(self.first + REHEARSED, self.stop, device)
+        seconds = self.slowest(self.first + REHEARSED, self.stop, device)
         findings = {name: self._judged(name, pays[name], seconds) for name in self.names}
         if self.rounds < ROUNDS and any(one is None for one in findings.values()):
             self.rounds += 1
@@ -145,14 +165,6 @@ class Recheck:
         return {
             name: Finding(0.0, 0.0, False) if one is None else one for name, one in findings.items()
         }
-
-    def _seconds(self, step: int) -> float:
-        """Return the seconds of one step; 0 where it was not timed, as in a resumed run.
-
-        A step without a start mark starts at the end of the step before.
-        """
-        start, stop = self._starts.get(step, self._stops.get(step - 1)), self._stops.get(step)
-        return 0.0 if start is None or stop is None else _between(start, stop)
 
     def _judged(self, name: Dimension, pays: bool, seconds: Sequence[float]) -> Finding | None:
         """Return the finding for ``name``; None while it is unclear and another round may come."""

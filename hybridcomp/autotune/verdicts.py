@@ -7,7 +7,7 @@ are compared once, and a verdict may change (``recheck``).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any
 
@@ -77,6 +77,7 @@ class Verdicts:
         self.by_dimension: dict[Dimension, Decision] = {}
         self.recheck: Recheck | None = None
         self._is_planned = False
+        self._doubted: frozenset[Dimension] = frozenset()
 
     def native(self, dimension: Dimension, step: int) -> bool:
         """Return whether ``dimension`` is native in ``step``."""
@@ -103,12 +104,27 @@ class Verdicts:
         """Return whether steps will be compared, or are being compared."""
         if self._is_planned:
             return self.may_compare
-        return any(verdict.is_close for verdict in self.by_dimension.values())
+        return any(map(self._is_open, self.by_dimension))
+
+    def _is_open(self, dimension: Dimension) -> bool:
+        """Return whether steps have to decide on ``dimension``."""
+        verdict = self.by_dimension[dimension]
+        return verdict.is_close or (dimension in self._doubted and not verdict.checked)
+
+    def doubt(self, names: Iterable[Dimension]) -> list[Dimension]:
+        """Have the verdicts on ``names``, taken over from an earlier run, compared in steps.
+
+        Returns those that there are verdicts on.
+        """
+        self._doubted = frozenset(names) & frozenset(self.by_dimension)
+        for name in self._doubted:
+            self.by_dimension[name] = replace(self.by_dimension[name], checked=False)
+        self._is_planned, self.recheck = False, None
+        return [name for name in self.by_dimension if name in self._doubted]
 
     def begins(self, dimension: Dimension) -> bool:
         """Return whether a comparison that began now would include ``dimension``."""
-        verdict = self.by_dimension.get(dimension)
-        return not self._is_planned and verdict is not None and verdict.is_close
+        return not self._is_planned and dimension in self.by_dimension and self._is_open(dimension)
 
     def flushes(self, dimension: Dimension, step: int) -> bool:
         """Return whether messages of ``step`` also send the residuals, losslessly."""
@@ -131,7 +147,7 @@ class Verdicts:
         told = []
         if not self._is_planned:
             self._is_planned = True
-            close = [n for n, v in self.by_dimension.items() if v.is_close and n not in without]
+            close = [n for n in self.by_dimension if self._is_open(n) and n not in without]
             if close:
                 told.append(self._begin(close[: recheck.MOST], step))
         if self.recheck is not None and step <= self.recheck.stop:

@@ -8,16 +8,18 @@ are in the state of the engine, whose channels follow them (``autotune/verdicts`
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hybridcomp.autotune.memory_limits import has_room
+from hybridcomp.autotune.remembered import Remembered
 from hybridcomp.autotune.sum_trials import reductions
 from hybridcomp.autotune.timing import judge, judge_seen
 from hybridcomp.autotune.trials import StepTraffic, TrialGroup, agree_on, gathers, messages
-from hybridcomp.autotune.verdicts import WARM, Decision
+from hybridcomp.autotune.verdicts import WARM
 from hybridcomp.channels import memory_use
 from hybridcomp.channels.channel import Channel
 from hybridcomp.channels.engine_state import UNCOUNTED, EngineState
@@ -44,6 +46,8 @@ class Payoff:
     def __init__(self, state: EngineState, channels: Mapping[Dimension, Channel]) -> None:
         """Write into ``state``, which ``channels`` share."""
         self._state, self._channels = state, channels
+        config = state.config
+        self._remembered = Remembered(config.digest() if config.remember else None)
 
     def run_autotune(
         self,
@@ -80,12 +84,33 @@ class Payoff:
         place = TrialGroup(self._channels["zero"].group(group), dtype, device)
         common = small_messages.least(torch.tensor(numel, device=device), group)
         with together(MEASURING), state.gains.measuring():
-            self._judge(names, group, int(common), known, place)
+            told = self._recall(names, group, int(common), known, place)
+            anew = [name for name in names if name not in state.verdicts.by_dimension]
+            self._judge(anew, group, int(common), known, place)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the buffers of the trials are as large as the messages
         self._note_verdicts()
-        told = [state.verdicts.by_dimension[name].describe(name) for name in names]
+        told += [state.verdicts.by_dimension[name].describe(name) for name in anew]
         return told + self._nothing_left()
+
+    def _recall(
+        self,
+        names: Iterable[Dimension],
+        group: dist.ProcessGroup | None,
+        numel: int,
+        sent: Mapping[Dimension, StepTraffic],
+        place: TrialGroup,
+    ) -> list[str]:
+        """Take over verdicts on the messages of ``names``; a collective over the job."""
+        state = self._state
+        nodes = None if state.nodes is None else state.nodes.units
+        messages = {
+            name: [str(place.dtype), numel, nodes, asdict(sent[name]) if name in sent else None]
+            for name in names
+        }
+        found, told = self._remembered.recall(messages, state.numels, place.device, group)
+        state.verdicts.by_dimension.update(found)
+        return told
 
     def _judge(
         self,
@@ -121,15 +146,18 @@ class Payoff:
         waits = state.seen.waiting and state.step > state.config.start_step
         if not waits or not state.seen.is_due():
             return []
-        found: dict[Dimension, Decision] = {}
+        plans = state.seen.plans()
+        stated = {name: seen.stated for name, seen in plans.items() if seen.nbytes}
         with together(MEASURING):
-            for name, (plan, nbytes) in state.seen.plans().items():
-                with state.gains.measuring():
-                    found[name] = judge_seen(messages(plan, device), nbytes, device)
-        for name, verdict in found.items():
-            state.verdicts.by_dimension[name] = verdict
+            found, told = self._remembered.recall(stated, state.numels, device)
+            for name, seen in plans.items():
+                if name not in found:
+                    with state.gains.measuring():
+                        found[name] = judge_seen(messages(seen.plan, device), seen.nbytes, device)
+                    told.append(found[name].describe(name))
+        for name in plans:
             state.seen.forget(name)
-        told = [verdict.describe(name) for name, verdict in found.items()]
+        state.verdicts.by_dimension.update(found)
         self._note_verdicts()
         return told + (self._nothing_left() if told else [])
 
@@ -141,10 +169,10 @@ class Payoff:
         state = self._state
         if not state.verdicts.by_dimension or state.step < state.config.start_step + WARM:
             return []
-        if not state.verdicts.may_compare:
-            return []  # nothing changes any more, and the ledger knows
         if state.pace.is_measuring:
             return []  # these steps differ in how offload copies
+        if not state.verdicts.may_compare:
+            return self._remembered.check(state.step, device, state.verdicts)
         without, told = set(state.guard.trips), []
         allocates = state.verdicts.begins("dp") and state.verdicts.native("dp", state.step)
         allocates = allocates and state.config.error_feedback("dp")
@@ -224,21 +252,25 @@ class Payoff:
         told = state.verdicts.restore(stored, state.seen.waiting)
         for name in state.verdicts.by_dimension:
             state.seen.forget(name)
+        if stored:
+            self._remembered.stop()
         self._note_verdicts()
         return told
 
     def open_step(self, device: torch.device) -> bool:
-        """Note the first forward pass of a step; return whether later steps may be compared."""
+        """Note the first forward pass of a step; return whether later steps are timed, too."""
         state = self._state
         if state.verdicts.recheck is not None:
             state.verdicts.recheck.open(state.step, device)
-        return state.verdicts.may_compare
+        self._remembered.open(state.step, device)
+        return state.verdicts.may_compare or self._remembered.is_due
 
     def reopen_step(self) -> None:
         """Note that the step was skipped; it begins again with the next first forward pass."""
         state = self._state
         if state.verdicts.recheck is not None:
             state.verdicts.recheck.reopen(state.step)
+        self._remembered.reopen(state.step)
 
     def _note_verdicts(self) -> None:
         """Write into the ledger which dimensions are native, and since which step."""

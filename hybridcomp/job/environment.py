@@ -15,8 +15,10 @@ RECORD = f"{PREFIX}RECORD"
 TRACEBACK = f"{PREFIX}TRACEBACK"
 #: runs GPT-NeoX on CPUs
 NEOX_CPU = f"{PREFIX}NEOX_CPU"
+#: path of the folder in which ``"when": "auto"`` leaves its findings; empty: nowhere
+CACHE = f"{PREFIX}CACHE"
 #: variables that a job reads
-VARIABLES = (CONFIG, RECORD, TRACEBACK, NEOX_CPU)
+VARIABLES = (CONFIG, RECORD, TRACEBACK, NEOX_CPU, CACHE)
 #: variables that the tests and scripts of a checkout read, which may be set in a job
 CHECKOUT = tuple(
     PREFIX + name

@@ -22,18 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import Channel, Channels
-from hybridcomp.channels.delta_references import digest, is_exact
-from hybridcomp.channels.node_copies import (
-    CopyGroups,
-    gather_inside,
-    renew,
-    state_of,
-    width_of,
-)
+from hybridcomp.channels.kept_slices import KeptSlice
+from hybridcomp.channels.node_copies import CopyGroups, width_of
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.stepcode import STEP_DTYPES
 from hybridcomp.collectives.topology import discover
-from hybridcomp.job.together import together
 from hybridcomp.patches.torch.fsdp2_members import Members
 
 
@@ -54,9 +47,7 @@ class NodeCopyGather:
 
     def __init__(self, members: Members, channel: Channel, groups: CopyGroups) -> None:
         self._members, self._channel, self._groups = members, channel, groups
-        self._slice: Tensor | None = None
-        self._sent: int | None = None  # digest of this rank's share when it was sent last
-        self._of = (-1, -1)  # generation of the channels and step, then
+        self.kept = KeptSlice(channel, groups)
         exact = channel.state.config.zero.secondary == "exact"
         self._codec: Codec | None = (
             None if exact else channel.state.policy.codecs["zero", "forward"]
@@ -69,46 +60,17 @@ class NodeCopyGather:
     @torch.no_grad()
     def gather(self, output: Tensor, share: Tensor) -> None:
         """Fill ``output`` (W n values) with all ranks' ``share``; a collective of all ranks."""
-        native = share.numel(), share.dtype
-        rows, is_renewed = self.renew(share)
-        assert self._slice is not None, "renewed"
-        gather_inside(self._channel, self._groups, self._slice, native, is_renewed, rows)
+        rows = self.kept.gather(
+            lambda: self._sent(share), (share.numel(), share.dtype), share.device
+        )
         if self._codec is None:
             output.view(rows.shape).copy_(rows)
         else:
             self._decode(rows, output.view(len(rows), -1))
 
-    def renew(self, share: Tensor) -> tuple[Tensor, bool]:
-        """Renew the copy where any rank's ``share`` has changed, on all ranks or on none.
-
-        A collective of all ranks. Returns a room for all shares, and whether the copy was renewed.
-        """
-        channel, groups = self._channel, self._groups
-        own = rows = share
-        now, held = 0, None
-
-        def prepared() -> tuple[list[Tensor] | None, bool]:
-            nonlocal own, rows, now, held
-            own = self._bytes_of(share) if self._codec is not None else share
-            rows = own.new_empty(groups.size, own.numel())
-            now = int(digest(own.view(torch.bfloat16) if own.dtype == torch.uint8 else own))
-            generation, step = self._of
-            known = self._slice is not None and generation == channel.generation
-            known = known and (step == channel.step or not is_exact(channel))
-            held = self._slice if known else None
-            return (None if held is None else [held.view(-1)]), now == self._sent
-
-        state = state_of(channel, groups, prepared, share.device)
-        if state == "current":
-            return rows, False
-        with together("zero: renewing the copies of a node", self._forget, votes=True):
-            table, self._slice = held if state == "steps" else None, None
-            self._slice = renew(channel, groups, own, table, (share.numel(), share.dtype))
-        self._sent, self._of = now, (channel.generation, channel.step)
-        return rows, True
-
-    def _forget(self) -> None:
-        self._slice = None
+    def _sent(self, share: Tensor) -> Tensor:
+        """Return what is sent of this rank's share: its values, or their encoded bytes."""
+        return self._bytes_of(share) if self._codec is not None else share
 
     def _parts(self, ranks: int) -> Iterator[tuple[slice, bool]]:
         """Yield the stretch of a share that each parameter has, and whether it is encoded."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -120,6 +121,37 @@ def test_what_a_group_does_not_agree_on_is_not_timed(pool: RankPool) -> None:
         collectives = [numel for hop, numel, _ in found["planned"] if hop is None]
         assert collectives == ([] if rank < 2 else [1000, 1000])
         assert not found["verdicts"]["tp"]["pays"]
+
+
+def two_steps_kept(times: tuple[float, float], odd_rank: int | None, folder: str) -> Any:
+    """Two steps, and those after which rank 0 writes what was found."""
+    ends: list[Channels] = []
+    made = Channels.__init__
+
+    def noted(channels: Channels, config: CompressionConfig) -> None:
+        made(channels, config)
+        ends.append(channels)
+
+    with patch.dict(os.environ, HYBRIDCOMP_CACHE=folder), patch.object(Channels, "__init__", noted):
+        found = two_steps(times, odd_rank)
+        (channels,) = ends
+        for step in range(3, 13):
+            channels.payoff.open_step(CPU)
+            channels.step = step
+            channels.close_step(False, CPU)
+    return found
+
+
+def test_the_next_run_takes_over_what_is_sent_alike(pool: RankPool, tmp_path: Path) -> None:
+    """After the first step, which is native and shows that these are the same messages."""
+    pool.run(two_steps_kept, SLOW, None, str(tmp_path))
+    for found in pool.run(two_steps_kept, FAST, None, str(tmp_path)):
+        assert not found["planned"], "no trial"
+        first, second, _ = found["native"]
+        assert all(first) and not any(second)
+        assert ["on the same machines" in line for line in found["told"][0]] == [True, True]
+    for found in pool.run(two_steps_kept, FAST, 1, str(tmp_path)):  # rank 1 sends another size
+        assert not found["verdicts"]["tp"]["pays"] and found["verdicts"]["pp"]["pays"]
 
 
 def only_odd() -> tuple[Any, ...]:

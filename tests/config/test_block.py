@@ -313,6 +313,8 @@ BROKEN: list[tuple[Any, str, tuple[str, ...]]] = [
     ({"dp": {"codec": "powersgd", "when": "auto"}}, "compression.dp.when", ("not measured",)),
     ({"zero": {"codec": "bf16", "when": "fast"}}, "compression.zero.when", ("'auto'",)),
     ({"pp": {"codec": "none", "when": "auto"}}, "compression.pp.when", ("none is native",)),
+    ({"dp": "bf16", "remember": False}, "compression.remember", ("no dimension has it",)),
+    ({"preset": "recommended", "remember": "x"}, "compression.remember", ("true or false",)),
     ({"ep": "bf16", "when": "auto"}, "compression.when", ("dp, zero, tp, pp can be measured",)),
     (
         {"offload": {"codec": "none", "when": "auto"}},
@@ -486,6 +488,9 @@ def test_when_of_the_whole_block() -> None:
     )  # fmt: skip
     assert parse({"preset": "zhybrid"}).measured() == ()
     assert parse({"preset": "recommended", "when": "always"}).measured() == ()
+    assert "compression.remember" not in preset.flat()
+    forgets = parse({"preset": "recommended", "remember": False})
+    assert forgets.flat()["compression.remember"] is False
     asked = parse({"dp": "bf16", "ep": "bf16", "pp": {"codec": "bf16", "when": "always"},
                    "when": "auto"})  # fmt: skip
     assert asked.measured() == ("dp",) and asked.insists("dp") and not asked.insists("pp")

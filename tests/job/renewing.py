@@ -81,7 +81,8 @@ class Copies(Renewing):
         self.share[::10] *= 1.0 + 2**-6
 
     def renew(self) -> None:
-        self.copies.renew(self.share)
+        of, native = self.copies, (self.share.numel(), self.share.dtype)
+        of.kept.renew(lambda: of._sent(self.share), native, self.share.device)
 
 
 class Frozen(Renewing):

@@ -1,0 +1,186 @@
+"""Take over what the last run of a job found on the same machines, and check it in passing.
+
+So a run sends no trial messages and compares no steps in which it sends what native sends:
+
+1. ``recall`` asks in place of each trial: every rank states what it would send and where, rank 0
+   also what the file of this job says. A verdict on the same messages is taken over by all ranks;
+2. ``check`` times the first warm steps of the run. Where they take another time than those of the
+   run that found the verdicts, these are doubted, and steps are compared as after a close trial;
+3. what was measured anew is written by rank 0, with the seconds of the steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridcomp.autotune import remembered_file
+from hybridcomp.autotune.recheck import StepClock
+from hybridcomp.autotune.remembered_file import FoundVerdicts
+from hybridcomp.autotune.verdicts import Decision, Verdicts
+from hybridcomp.config.policy import Dimension
+from hybridcomp.job.agreement import tell, versions
+from hybridcomp.job.devices import device_name
+
+#: steps whose median is compared with that of the run before
+STEPS = 8
+#: a step that takes this many times as long, or as short, makes its verdicts doubtful
+MOVED = 1.15
+#: what a verdict keeps: not the steps at which things happened
+KEPT = ("pays", "nbytes", "native_s", "coded_s", "messages", "of", "gain_s")
+#: environment variables that choose the network of a backend
+NETWORK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_NET")
+
+
+class Remembered:
+    """What this engine takes over from an earlier run, and what it leaves for a later one."""
+
+    def __init__(self, block: str | None) -> None:
+        """``block``: digest of the block; None where nothing is to be remembered."""
+        self._block = block
+        self._path: Path | None = None
+        self._clock: StepClock | None = None
+        self._facts: dict[Dimension, str] = {}
+        self._found = FoundVerdicts()
+        self._taken: list[Dimension] = []
+        self.is_due = False  # whether steps are still to be timed
+
+    def recall(
+        self,
+        messages: Mapping[Dimension, Any],
+        model: Mapping[str, int],
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ) -> tuple[dict[Dimension, Decision], list[str]]:
+        """Return the verdicts that hold for ``messages``, with sentences; a collective.
+
+        Args:
+            messages: by dimension, what tells the messages of this rank apart, as JSON types.
+            model: numbers of values, by the name of the parameter.
+            device: of the messages.
+            group: over which they are sent.
+        """
+        if self._block is None or not messages:
+            return {}, []
+        said = tell(self._statement(messages, model, device, group), what="remembered verdicts")
+        hosts = [row["host"] for row in said]
+        here = [hosts.index(host) for host in hosts]
+        facts = {name: _hash([here, [row["sent"][name] for row in said]]) for name in messages}
+        self._facts.update(facts)
+        self._clock = None
+        self.is_due, found = said[0]["keeps"], said[0]["found"]
+        if not isinstance(found, dict):
+            return {}, [f"measured anew: {found}"] if found else []
+        self._found = FoundVerdicts(**found)
+        same = [name for name in messages if self._found.facts.get(name) == facts[name]]
+        self._taken += same
+        taken = {name: Decision(**self._found.verdicts[name], checked=True) for name in same}
+        told = [_told(name, verdict, self._found.day) for name, verdict in taken.items()]
+        others = [n for n in messages if n not in same and n in self._found.facts]
+        if others:
+            why = "the machines, groups or messages are not those of the last run"
+            told.append(f"{', '.join(others)}: measured anew, as {why}")
+        return taken, told
+
+    def _statement(
+        self,
+        messages: Mapping[Dimension, Any],
+        model: Mapping[str, int],
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ) -> dict[str, Any]:
+        """Return what this rank says: what it sends and where, and rank 0 what it has read."""
+        ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+        network = {name: os.environ.get(name) for name in NETWORK}
+        where = [device_name(device), str(dist.get_backend(group)), network, versions()]
+        sent = {name: _hash([where, len(ranks), ranks[0], row]) for name, row in messages.items()}
+        found: Any = None
+        if dist.get_rank() == 0:
+            job = [self._block, dist.get_world_size(), where[:2], sorted(model.items())]
+            self._path = remembered_file.path_of(_hash(job))
+            found = None if self._path is None else remembered_file.read(self._path)
+            found = asdict(found) if isinstance(found, FoundVerdicts) else found
+        keeps = self._path is not None
+        return {"host": platform.node(), "sent": sent, "keeps": keeps, "found": found}
+
+    def stop(self) -> None:
+        """Check and write nothing, as the verdicts are now those of a checkpoint."""
+        self.is_due = False
+
+    def open(self, step: int, device: torch.device) -> None:
+        """Note the first forward pass of ``step``."""
+        if self._clock is not None:
+            self._clock.open(step, device)
+
+    def reopen(self, step: int) -> None:
+        """Note that ``step`` was skipped, and begins again."""
+        if self._clock is not None:
+            self._clock.reopen(step)
+
+    def check(self, step: int, device: torch.device, verdicts: Verdicts) -> list[str]:
+        """Time the steps before ``step`` of a warm run; a collective at the last of them.
+
+        Call it while no steps are compared. Doubts verdicts that were taken over where steps take
+        another time now. Returns messages for the user; only rank 0 knows what was written.
+        """
+        if not self.is_due:
+            return []
+        if self._clock is None:
+            self._clock = StepClock(step, STEPS)
+            return []
+        clock = self._clock
+        clock.close(step, device)
+        if step < clock.stop:
+            return []
+        self._clock = None
+        seconds = [one for one in clock.slowest(clock.first, clock.stop, device) if one]
+        self.is_due = False
+        if len(seconds) < STEPS // 2:
+            return []
+        now, was = statistics.median(seconds), self._found.step_s if self._taken else 0.0
+        if was and not was / MOVED <= now <= was * MOVED:
+            names, self._taken = verdicts.doubt(self._taken), []
+            self.is_due = True
+            figures = f"steps take {now * 1e3:.1f} ms, and took {was * 1e3:.1f} ms"
+            return [f"{', '.join(names)}: {figures} on {self._found.day}: compared anew"]
+        return self._write(now, verdicts)
+
+    def _write(self, step_s: float, verdicts: Verdicts) -> list[str]:
+        """Have rank 0 write verdicts that no file has yet."""
+        known = {n: v for n, v in verdicts.by_dimension.items() if n in self._facts and v.nbytes}
+        if self._path is None or not set(known) - set(self._taken):
+            return []
+        rows: dict[str, dict[str, Any]] = {
+            name: {key: getattr(verdict, key) for key in KEPT} for name, verdict in known.items()
+        }
+        facts: dict[str, str] = {name: self._facts[name] for name in known}
+        problem = remembered_file.write(self._path, FoundVerdicts(step_s, facts, rows))
+        names = ", ".join(known)
+        if problem:
+            return [f"{names}: not remembered for the next run: {problem}"]
+        return [f"{names}: remembered for the next run on these machines ({self._path})"]
+
+
+def _told(name: Dimension, verdict: Decision, day: str) -> str:
+    """Say in a sentence what was taken over."""
+    how = "compressed" if verdict.pays else "native"
+    figures = (
+        f"{verdict.nbytes / 1e6:.3g} MB took {verdict.native_s * 1e3:.1f} ms natively and "
+        f"{verdict.coded_s * 1e3:.1f} ms encoded"
+    )
+    todo = 'checked in passing; "remember": false measures anew'
+    return f"{name}: {how}, as found on {day} on the same machines ({figures}; {todo})"
+
+
+def _hash(facts: Sequence[Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]

@@ -1,0 +1,139 @@
+"""Read and write the file of what a job has found, in a folder of the user's cache.
+
+One file a job: its name is a hash of what the job is. It is written whole or not at all, so two
+jobs may write at once. The next one that writes deletes those that are older than ``DAYS``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridcomp.autotune.verdicts import are_decisions
+from hybridcomp.job.environment import CACHE
+
+FORMAT = 1
+#: days after which a finding is not taken over, as clusters and drivers change
+DAYS = 30
+DAY_S = 24 * 3600
+#: names of our files, and of those that a job has begun
+FILES, PARTS = "verdicts-*.json", "verdicts-*.part"
+
+
+@dataclass(frozen=True)
+class FoundVerdicts:
+    """What a job found.
+
+    Attributes:
+        step_s: seconds of a step with these verdicts; 0: not known.
+        facts: by dimension, a hash of its messages and of where they are sent.
+        verdicts: by dimension, in the form of ``Verdicts.state``.
+        written: seconds since 1970.
+    """
+
+    step_s: float = 0.0
+    facts: Mapping[str, str] = field(default_factory=dict)
+    verdicts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    written: float = 0.0
+
+    @property
+    def day(self) -> str:
+        """The day on which it was written."""
+        return time.strftime("%d %b %Y", time.localtime(self.written))
+
+
+def folder() -> Path | None:
+    """Return the folder of the files: HYBRIDCOMP_CACHE, or in the user's cache; None: none."""
+    named = os.environ.get(CACHE)
+    if named is not None:
+        return Path(named) if named else None
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(base or Path.home() / ".cache") / "hybridcomp"
+    except RuntimeError:  # the user has no home
+        return None
+
+
+def path_of(name: str) -> Path | None:
+    """Return the file of the job with the hash ``name``; None where none is kept."""
+    here = folder()
+    return None if here is None else here / FILES.replace("*", name)
+
+
+def read(path: Path) -> FoundVerdicts | str | None:
+    """Read a finding; None where there is no file, and why a file is of no use."""
+    try:
+        written = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:  # nested too deeply
+        return f"{path} cannot be read ({error})"
+    if not _is_right(written):
+        return f"{path} is damaged, or of another version"
+    del written["format"]
+    found = FoundVerdicts(**written)
+    age = (time.time() - found.written) / DAY_S
+    if not 0 <= age <= DAYS:
+        return f"{path} is of {found.day}, and {DAYS} days are the limit"
+    return found
+
+
+def write(path: Path, found: FoundVerdicts) -> str:
+    """Write a finding, and delete what is too old beside it; return why that failed, or ""."""
+    text = json.dumps({"format": FORMAT, **vars(found), "written": time.time()}, indent=1)
+    part = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        start, end = PARTS.split("*")
+        handle, part = tempfile.mkstemp(end, start, path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(f"{text}\n")
+        os.replace(part, path)
+    except OSError as error:
+        if part is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+        return str(error)
+    _sweep(path.parent)
+    return ""
+
+
+def _sweep(here: Path) -> None:
+    """Delete files of jobs that have not run for long, and what a job that was killed has left."""
+    for pattern, days in ((FILES, DAYS), (PARTS, 1)):
+        for old in here.glob(pattern):
+            with contextlib.suppress(OSError):  # another job deletes as well
+                if old.stat().st_mtime < time.time() - days * DAY_S:
+                    old.unlink()
+
+
+def _is_right(written: Any) -> bool:
+    """Return whether ``written`` is what ``write`` has written."""
+    names = {"format", *vars(FoundVerdicts())}
+    return (
+        isinstance(written, dict)
+        and set(written) == names
+        and written["format"] == FORMAT
+        and all(map(_is_seconds, (written["step_s"], written["written"])))
+        and isinstance(written["facts"], dict)
+        and are_decisions(written["verdicts"])
+        and set(written["facts"]) == set(written["verdicts"])
+        and all(isinstance(value, str) for value in written["facts"].values())
+        and all(
+            isinstance(verdict["pays"], bool) and all(map(math.isfinite, numbers))
+            for verdict in written["verdicts"].values()
+            if (numbers := [value for value in verdict.values() if value is not None])
+        )
+    )
+
+
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 <= value < math.inf

@@ -1,0 +1,134 @@
+"""Keep what the last gather brought of all ranks' shares, as what the next one takes steps from.
+
+Over several nodes of equally many ranks a rank keeps its slice of the node's copy (``KeptSlice``),
+in other groups all shares (``KeptRows``). Before each gather the ranks compare digests of what they
+keep: where these differ, or a rank keeps nothing, the shares are sent whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.channels.channel import Channel
+from hybridcomp.channels.delta_references import alike, digest, is_exact
+from hybridcomp.channels.moves import AllGather
+from hybridcomp.channels.node_copies import CopyGroups, gather_inside, renew, state_of
+from hybridcomp.channels.parameter_deltas import gather_steps
+from hybridcomp.codecs.exact_steps import ExactSteps
+from hybridcomp.codecs.expcode import ExpCode
+from hybridcomp.job.together import together
+
+
+class KeptSlice:
+    """Gathers over all ranks of the job from this rank's slice of its node's copy.
+
+    Attributes:
+        slice: (N, n); None before the first gather.
+        on_host: whether it lies in host memory between gathers.
+    """
+
+    def __init__(self, channel: Channel, groups: CopyGroups, on_host: bool = False) -> None:
+        self._channel, self._groups, self.on_host = channel, groups, on_host
+        self.slice: Tensor | None = None
+        self._sent: int | None = None  # digest of this rank's share when it was sent last
+        self._of = (-1, -1)  # generation of the channels and step, then
+
+    @torch.no_grad()
+    def gather(
+        self, own: Callable[[], Tensor], native: tuple[int, torch.dtype], device: torch.device
+    ) -> Tensor:
+        """Return all ranks' shares, (W, n), on ``device``; a collective of all ranks.
+
+        Args:
+            own: returns this rank's share, (n,) bf16, fp16 or uint8.
+            native: elements of a share and their dtype, as the job would gather them natively.
+        """
+        rows, held, was_renewed = self.renew(own, native, device)
+        gather_inside(self._channel, self._groups, held, native, was_renewed, rows)
+        return rows
+
+    def renew(
+        self, own: Callable[[], Tensor], native: tuple[int, torch.dtype], device: torch.device
+    ) -> tuple[Tensor, Tensor, bool]:
+        """Renew the slice where any rank's share has changed, on all ranks or on none.
+
+        After a failure the next renewal is whole. Returns a room for all shares, (W, n), the slice
+        on ``device``, and whether it was renewed.
+        """
+        channel, groups = self._channel, self._groups
+        share = rows = held = torch.empty(0)
+        now, known = 0, False
+
+        def prepared() -> tuple[list[Tensor] | None, bool]:
+            nonlocal share, rows, held, now, known
+            share = own()
+            rows = share.new_empty(groups.size, share.numel())
+            now = int(digest(share.view(torch.bfloat16) if share.dtype == torch.uint8 else share))
+            generation, step = self._of
+            known = self.slice is not None and generation == channel.generation
+            known = known and (step == channel.step or not is_exact(channel))
+            if known and self.slice is not None:
+                held = self.slice.to(device)
+            return ([held.view(-1)] if known else None), now == self._sent
+
+        state = state_of(channel, groups, prepared, device)
+        if state == "current":
+            return rows, held, False
+        with together("zero: renewing the copies of a node", self._forget, votes=True):
+            self.slice = None  # until it is complete
+            held = renew(channel, groups, share, held if state == "steps" else None, native)
+            self.slice = held.cpu() if self.on_host else held
+        self._sent, self._of = now, (channel.generation, channel.step)
+        return rows, held, True
+
+    def _forget(self) -> None:
+        self.slice = None
+
+
+class KeptRows:
+    """Gathers over one group from all shares, which every rank of it keeps.
+
+    Attributes:
+        rows: (W, n); None before the first gather.
+    """
+
+    def __init__(
+        self, channel: Channel, group: dist.ProcessGroup | None, on_host: bool = False
+    ) -> None:
+        self._channel, self._group, self.on_host = channel, group, on_host
+        self.rows: Tensor | None = None
+        self._generation = -1
+
+    @torch.no_grad()
+    def gather(self, own: Tensor) -> Tensor:
+        """Return all ranks' shares, (W, n), which are not to be modified; a collective.
+
+        ``own``: (n,) bf16 or fp16, this rank's share.
+        """
+        channel, group, rank = self._channel, self._group, dist.get_rank(self._group)
+        held, self.rows = self.rows, None  # until they are complete
+        rows: Tensor | None = None
+
+        def state() -> tuple[bool, int]:
+            nonlocal rows
+            if held is not None and self._generation == channel.generation:
+                rows = held.to(own.device)
+            return rows is not None, 0 if rows is None else int(digest(rows.view(-1)))
+
+        if alike(channel, state, own.device, group) and rows is not None:
+            before = rows[rank].clone()
+            rows[rank].copy_(own)
+            gather_steps(channel, rows, before, ExactSteps(), group).wait()
+        else:
+            rows = own.new_empty(dist.get_world_size(group), own.numel())
+            message = AllGather(
+                numel=rows.numel(), dtype=own.dtype, group=group, shard=own, out=rows.view(-1)
+            )
+            message.send(channel, ExpCode()).wait()
+        self._generation = channel.generation
+        self.rows = rows.cpu() if self.on_host else rows
+        return rows

@@ -1,0 +1,280 @@
+"""What the last run on the same machines found is taken over, checked in passing, or left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridcomp.autotune import recheck, remembered, remembered_file
+from hybridcomp.autotune.remembered import STEPS
+from hybridcomp.autotune.remembered_file import DAYS, FoundVerdicts
+from hybridcomp.autotune.verdicts import WARM
+from hybridcomp.channels import Channels, StepTraffic
+from hybridcomp.config import CompressionConfig
+from tests.ranks import RankPool
+from tests.stand_ins.link_clock import clock
+
+EIGHT = {"codec": "blockint", "bits": 8, "when": "auto"}
+BLOCK = {"dp": EIGHT, "zero": EIGHT, "min_bytes": 0, "hierarchy": "none"}
+CPU = torch.device("cpu")
+#: trials in which encoding wins and loses so clearly that no steps are compared, and a close one
+CODED, NATIVE, CLOSE = (0.09, 0.01), (0.01, 0.09), (0.012, 0.010)
+#: steps after which a run has written what it found
+WRITTEN = WARM + STEPS + 1
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+@contextmanager
+def kept_in(folder: str) -> Iterator[None]:
+    """Rank 0 has a folder; no other rank may look for one."""
+    named = {"HYBRIDCOMP_CACHE": folder if dist.get_rank() == 0 else "/nobody/reads/this"}
+    with patch.dict(os.environ, named):
+        yield
+
+
+def run(folder: str, times: tuple[float, float], **how: Any) -> dict[str, Any]:
+    """A run whose trials take ``times``; rank 1 is a little slower. ``how``, all optional:
+
+    ``steps``, and the seconds of one, ``step_s``; ``costs``: seconds more of an encoded one;
+    ``numel`` of a message; ``block``; ``model``: numbers of values; ``stored`` in a checkpoint.
+    """
+    channels = Channels(CompressionConfig.parse({**BLOCK, **how.get("block", {})}))
+    channels.numels.update(how.get("model", {"weight": 5000}))
+    sent: dict[Any, StepTraffic] = {"dp": StepTraffic((how.get("numel", 3000), 900), "own")}
+    seconds, modes = 0.0, []
+    with kept_in(folder), clock(*times) as sizes, patch.object(recheck, "now", lambda: seconds):
+        told = channels.payoff.run_autotune(None, torch.bfloat16, CPU, 5000, sent)
+        if "stored" in how:
+            told += channels.payoff.resume(how["stored"])
+        for step in range(how.get("steps", WRITTEN)):
+            channels.payoff.open_step(CPU)
+            modes.append([not channels.verdicts.native(name, step) for name in ("dp", "zero")])
+            seconds += how.get("step_s", 1.0) * (1 + dist.get_rank() / 100)
+            seconds += how.get("costs", 0.0) * sum(modes[-1])
+            channels.step = step + 1
+            told += channels.close_step(False, CPU)
+            seconds += 60.0 * step  # an evaluation
+    return {"trials": sizes, "told": told, "modes": modes, "state": channels.verdicts.state(),
+            "timed": channels.payoff.open_step(CPU)}  # fmt: skip
+
+
+def kept(folder: str, times: tuple[float, float], how: dict[str, Any]) -> dict[str, Any]:
+    return run(folder, times, **how)
+
+
+def run_elsewhere(folder: str, times: tuple[float, float]) -> dict[str, Any]:
+    """Ranks on hosts of their own."""
+    with patch.object(platform, "node", lambda: f"host{dist.get_rank()}"):
+        return run(folder, times)
+
+
+def run_newer(folder: str, times: tuple[float, float]) -> dict[str, Any]:
+    """With another version on rank 1."""
+    with patch.object(remembered, "versions", lambda: {"torch": f"9.{dist.get_rank()}"}):
+        return run(folder, times)
+
+
+def said(found: dict[str, Any], words: str) -> list[str]:
+    return [line for line in found["told"] if words in line]
+
+
+@pytest.mark.parametrize("times", [CODED, NATIVE])
+def test_the_next_run_sends_no_trial(
+    pool: RankPool, tmp_path: Path, times: tuple[float, float]
+) -> None:
+    first = pool.run(run, str(tmp_path), times)
+    (path,) = tmp_path.iterdir()
+    (line,) = said(first[0], "remembered for the next run")
+    assert line.startswith("dp, zero: ") and str(path) in line
+    before = path.read_bytes()
+    other = NATIVE if times == CODED else CODED  # nobody asks
+    for old, found in zip(first, pool.run(run, str(tmp_path), other), strict=True):
+        assert old["trials"] and found["trials"] == []
+        assert found["modes"] == old["modes"] == [[times == CODED] * 2] * WRITTEN
+        assert len(said(found, "on the same machines")) == 2
+        assert "checked in passing" in found["told"][0] and not found["timed"]
+        assert all(row["checked"] for row in found["state"].values())
+    assert path.read_bytes() == before, "it was found once, and grows old"
+
+
+@pytest.mark.parametrize(("step_s", "doubted"), [(1.1, False), (1.3, True), (0.7, True)])
+def test_steps_of_another_length_are_compared(
+    pool: RankPool, tmp_path: Path, step_s: float, doubted: bool
+) -> None:
+    """Also where the trial of the run before was clear."""
+    pool.run(run, str(tmp_path), NATIVE)
+    (path,) = tmp_path.iterdir()
+    before = json.loads(path.read_text())
+    how: dict[str, Any] = {"step_s": step_s, "steps": WRITTEN + 20 + STEPS, "costs": step_s / 5}
+    for found in pool.run(kept, str(tmp_path), CODED, how):
+        assert found["trials"] == []
+        assert bool(said(found, "compared anew")) == doubted
+        assert ([True, True] in found["modes"]) == doubted, "natively before and after"
+        assert found["modes"][:WARM] == [[False, False]] * WARM == found["modes"][-WARM:]
+        assert all(row["checked"] for row in found["state"].values()) and not found["timed"]
+    after = json.loads(path.read_text())
+    assert before["step_s"] == pytest.approx(1.01)
+    assert after["step_s"] == pytest.approx(1.01 * step_s if doubted else 1.01)
+    assert (after["written"] > before["written"]) == doubted
+
+
+def test_what_a_comparison_changed_is_remembered(pool: RankPool, tmp_path: Path) -> None:
+    """Encoding won a close trial, and lost each pair of steps."""
+    how: dict[str, Any] = {"steps": WRITTEN + 10, "costs": 0.3}
+    first = pool.run(kept, str(tmp_path), CLOSE, how)
+    for old, found in zip(first, pool.run(kept, str(tmp_path), CLOSE, how), strict=True):
+        assert old["modes"][0] == [True, True] and old["modes"][-1] == [False, False]
+        assert found["trials"] == [] and found["modes"] == [[False, False]] * how["steps"]
+
+
+def test_a_run_that_ends_before_it_knows_leaves_nothing(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(kept, str(tmp_path), CLOSE, {"steps": WARM + 5})
+    pool.run(kept, str(tmp_path), CODED, {"steps": WRITTEN - 1})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_that_is_another_one_is_measured(pool: RankPool, tmp_path: Path) -> None:
+    """By its own file, and without a word."""
+    pool.run(run, str(tmp_path), CODED)
+    for how in ({"block": {"min_bytes": 1}}, {"model": {"weight": 5001}}):
+        for found in pool.run(kept, str(tmp_path), NATIVE, how):
+            assert found["trials"] and found["modes"][0] == [False, False]
+            assert not said(found, "measured anew")
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_other_messages_machines_and_versions_are_measured_anew(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    pool.run(run, str(tmp_path), CODED)
+    (path,) = tmp_path.iterdir()
+    before = path.read_bytes()
+    for found in pool.run(kept, str(tmp_path), NATIVE, {"numel": 3001}):
+        assert found["modes"][0] == [False, True], "the gathers are the same"
+        (told,) = said(found, "are not those of the last run")
+        assert told.startswith("dp: measured anew")
+    for function in (run_elsewhere, run_newer):
+        path.write_bytes(before)
+        for found in pool.run(function, str(tmp_path), NATIVE):
+            assert found["modes"][0] == [False, False]
+            (told,) = said(found, "are not those of the last run")
+            assert told.startswith("dp, zero: measured anew")
+
+
+def test_a_checkpoint_counts_and_the_file_does_not(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(run, str(tmp_path), CODED)
+    stored = {"pays": False, "nbytes": 10, "native_s": 0.1, "coded_s": 0.2, "checked": True}
+    how: dict[str, Any] = {
+        "stored": {"dp": stored, "zero": stored},
+        "step_s": 9.0,
+        "steps": WRITTEN + 5,
+    }
+    for found in pool.run(kept, str(tmp_path), CODED, how):
+        assert found["modes"] == [[False, False]] * how["steps"] and not found["timed"]
+        assert len(said(found, "stays native, as in the run that is continued")) == 2
+
+
+def test_it_is_switched_off(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(run, str(tmp_path), CODED)
+    (path,) = tmp_path.iterdir()
+    for found in pool.run(kept, str(tmp_path), NATIVE, {"block": {"remember": False}}):
+        assert found["trials"] and not found["timed"]
+    for found in pool.run(run, "", NATIVE):
+        assert found["trials"] and not found["timed"]
+    assert [path] == list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda text: text[:40], "cannot be read"),
+        (lambda text: "[" * 100_000, "cannot be read"),
+        (lambda text: text.replace('"format": 1', '"format": 2'), "is damaged, or of another"),
+        (lambda text: text.replace('"pays": true', '"pays": 3'), "is damaged"),
+        (lambda text: text.replace('"native_s": 0.09', '"native_s": NaN'), "is damaged"),
+        (lambda text: text.replace('"step_s": ', '"step_s": -'), "is damaged"),
+        (lambda text: text.replace('"written": 1', '"written": '), f"{DAYS} days are the limit"),
+        (lambda text: text.replace('"written": 1', '"written": 3'), f"{DAYS} days are the limit"),
+    ],
+)
+def test_a_file_that_is_of_no_use_is_said(
+    pool: RankPool, tmp_path: Path, spoil: Callable[[str], str], why: str
+) -> None:
+    """All ranks measure, and the file is written anew."""
+    pool.run(run, str(tmp_path), CODED)
+    (path,) = tmp_path.iterdir()
+    text = path.read_text()
+    path.write_text(spoil(text))
+    assert path.read_text() != text
+    for found in pool.run(run, str(tmp_path), NATIVE):
+        assert found["trials"] and found["modes"][0] == [False, False]
+        (told,) = said(found, "measured anew")
+        assert why in told and str(path) in told
+    assert isinstance(remembered_file.read(path), FoundVerdicts)
+
+
+def test_a_folder_that_cannot_be_written_is_said(pool: RankPool, tmp_path: Path) -> None:
+    """The file is in the place of a folder, which nobody can write, root included."""
+    (tmp_path / "file").write_text("")
+    first, second = pool.run(run, str(tmp_path / "file"), CODED)
+    (told,) = said(first, "not remembered for the next run")
+    assert told.startswith("dp, zero: ") and str(tmp_path / "file") in told
+    assert len(said(first, "measured anew")) == 1 and not said(second, "not remembered")
+
+
+def test_two_jobs_at_once_leave_a_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "verdicts-x.json"
+    row = {"pays": True, "nbytes": 1, "native_s": 0.2, "coded_s": 0.1}
+    texts = [FoundVerdicts(float(n), {"dp": "x" * 50_000 * n}, {"dp": row}) for n in (1, 2)]
+    writers = [
+        threading.Thread(target=lambda one: [remembered_file.write(path, one) for _ in range(50)],
+                         args=(one,)) for one in texts
+    ]  # fmt: skip
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        found = remembered_file.read(path)
+        assert found is None or isinstance(found, FoundVerdicts), found
+        assert found is None or len(found.facts["dp"]) == 50_000 * found.step_s
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_who_writes_deletes_what_is_too_old(tmp_path: Path) -> None:
+    names = {"verdicts-a.json": DAYS + 1, "verdicts-b.json": DAYS - 1, "verdicts-c.part": 2,
+             "verdicts-d.part": 0, "cluster.json": 400}  # fmt: skip
+    for name, days in names.items():
+        (tmp_path / name).write_text("{}")
+        os.utime(tmp_path / name, (0, time.time() - days * 24 * 3600))
+    assert remembered_file.write(tmp_path / "verdicts-e.json", FoundVerdicts()) == ""
+    left = {"verdicts-b.json", "verdicts-d.part", "cluster.json", "verdicts-e.json"}
+    assert {path.name for path in tmp_path.iterdir()} == left
+
+
+def test_where_the_files_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HYBRIDCOMP_CACHE", str(tmp_path))
+    assert remembered_file.path_of("x") == tmp_path / "verdicts-x.json"
+    monkeypatch.setenv("HYBRIDCOMP_CACHE", "")
+    assert remembered_file.path_of("x") is None
+    monkeypatch.delenv("HYBRIDCOMP_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert remembered_file.folder() == tmp_path / "hybridcomp"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert remembered_file.folder() == tmp_path / ".cache" / "hybridcomp"
