@@ -18,6 +18,7 @@ from hybridcomp.autotune.memory_limits import room_for
 from hybridcomp.autotune.trials import Run, StepTraffic
 from hybridcomp.autotune.verdicts import Decision
 from hybridcomp.job import small_messages
+from hybridcomp.job.together import together
 
 #: values of the messages of the trials, in order
 SIZES = (1 << 19, 1 << 21, 1 << 23)
@@ -148,12 +149,16 @@ def _race(
 
 
 def seconds(run: Run, device: torch.device) -> float:
-    """Return the seconds of ``run``, on a GPU until its work is done there."""
-    _finish(device)
-    start = time.perf_counter()
-    run()
-    _finish(device)
-    return time.perf_counter() - start
+    """Return the seconds of ``run``, on a GPU until its work is done there.
+
+    Where it fails on one rank the job ends: gates between its messages would take part of the time.
+    """
+    with together("a trial", ends=True):
+        _finish(device)
+        start = time.perf_counter()
+        run()
+        _finish(device)
+        return time.perf_counter() - start
 
 
 def _finish(device: torch.device) -> None:

@@ -152,7 +152,7 @@ class OffloadConfig(ActivationConfig):
         """Take copies as native where a block names the codec of states and no other setting."""
         states = data.get("states") if isinstance(data, Mapping) else None
         if not isinstance(states, (str, Mapping, CodecSettings, NoneType)):
-            todo = 'expected the name of a lossless codec, or an object such as {"codec": "expcode"}'
+            todo = 'expected expcode or mpc, or an object such as {"codec": "expcode"}'
             raise problem("states", states, todo)
         if isinstance(data, Mapping) and set(data) == {"states"}:
             return {"codec": NONE, **data}

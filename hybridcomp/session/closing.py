@@ -150,6 +150,11 @@ def _megabytes(nbytes: float) -> str:
 def _saved(accounts: list[Account]) -> str:
     encoded = dict.fromkeys(name for a in accounts for name in sorted(a.dimensions))
     timed = [n for n in encoded if any(n in a.gains.by_dimension for a in accounts)]
+    alone = [n for n in encoded if any(n in a.gains.timed_alone for a in accounts)]
+    if not timed and alone:
+        return (
+            f"single messages of {', '.join(alone)} were timed, and no step: seconds are not known"
+        )
     if not timed:
         return UNTIMED
     saved = sum(a.gains.net_s for a in accounts)

@@ -73,6 +73,7 @@ class Attached:
             reduces: whether torch has gradients reduced: on one rank FSDP2 does not.
         """
         self.kind, self.identity = kind, identity
+        self.ranks: tuple[int, ...] | None = None  # that attach the model together; None: all
         self.number = next(_numbers)  # in the order of attaching, equal on all ranks
         self.session = session
         self.layout = dict(layout)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hybridcomp.autotune.verdicts import Decision, Verdicts
 from hybridcomp.channels import Channels
 from hybridcomp.channels.gains import Gains
 from hybridcomp.channels.ledger import Entry
@@ -186,6 +187,20 @@ def test_lines_are_sentences_for_every_end() -> None:
         f"this run {published}, and compressed nothing else: the block names no codec for any "
         "dimension (no report file)"
     )
+
+
+def test_messages_that_were_timed_alone_are_not_called_unmeasured() -> None:
+    """Of tp and pp ``"when": "auto"`` times single messages, and knows no gain of a step."""
+    one, verdicts = account(), Verdicts()
+    verdicts.by_dimension["tp"] = Decision(True, 1000, 2.0, 1.0)
+    one.gains.count(verdicts, 5, ())
+    one.add(sent("tp", 40e6, 10e6))
+    text = last_line([one])
+    assert "single messages of tp were timed, and no step: seconds are not known" in text
+    one.gains.count(Verdicts(), 6, ())
+    one.gains.by_dimension["dp"] = 3.0
+    one.add(sent("dp", 40e6, 10e6))
+    assert "saved about 3.0 s as far as measured (dp alone)" in last_line([one])
 
 
 def test_islands_without_a_codec_have_sent_less() -> None:

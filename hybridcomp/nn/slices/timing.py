@@ -21,6 +21,7 @@ from hybridcomp.codecs import Codec
 from hybridcomp.config.policy import Traffic
 from hybridcomp.dimensions import DIRECTIONS, Direction
 from hybridcomp.job import small_messages
+from hybridcomp.job.together import together
 from hybridcomp.nn.slices.past import Past
 from hybridcomp.nn.slices.pipeline import SlicePipeline, StageLayers
 from hybridcomp.nn.slices.stage import OnLeaves, SlicedStage, leaves_of
@@ -61,10 +62,11 @@ def slice_times(
         agree: ranks that have to choose the same slices.
     """
     size, pipeline = granule or granule_of(length), stage.pipeline
-    with undisturbed(pipeline):
-        lines = _Timer(pipeline, length, batch, repeats).lines(size)
-        own = FittedTimes(*lines, *_messages(pipeline, length, size, batch, repeats))
-    every = small_messages.gather_objects(own, agree)
+    with together("timing token slices", ends=True, group=agree):
+        with undisturbed(pipeline):
+            lines = _Timer(pipeline, length, batch, repeats).lines(size)
+            own = FittedTimes(*lines, *_messages(pipeline, length, size, batch, repeats))
+        every = small_messages.gather_objects(own, agree)
     return SliceTimes(every, pipeline.count, size, length // size)
 
 
