@@ -212,7 +212,7 @@ ASKS: dict[str, set[str]] = {
     "trainers": {"common", "ds", "torch"},
     "drafts": {"common", "generated"},
     "gathered": {"common", "ds", "torch"},
-    "generated": {"common", "ds"},
+    "generated": {"common", "drafts", "ds"},
     "published": {"common", "ds", "mcore", "torch"},
     "frozen": {"common", "ds", "torch"},
     "resumed": {"common", "ds", "torch"},
