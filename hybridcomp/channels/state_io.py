@@ -34,7 +34,7 @@ DIRECT = 512
 
 
 @dataclass
-class Move:
+class FileMove:
     """One file under way.
 
     Attributes:
@@ -56,7 +56,7 @@ class StateHandle:
     """What DeepSpeed's swappers ask of ``aio_handle``: calls post, and ``wait`` completes them."""
 
     def __init__(self, files: StateFiles, inner: Any = None, threads: int = 1) -> None:
-        """Move the files of ``files``.
+        """FileMove the files of ``files``.
 
         Args:
             inner: DeepSpeed's handle, which then reads and writes; None: threads of this process.
@@ -64,7 +64,7 @@ class StateHandle:
         """
         self._files, self._inner = files, inner
         self._aligned = ALIGNED * max(1, threads)
-        self._moves: list[Move] = []
+        self._moves: list[FileMove] = []
         self._spare: list[Tensor] = []
         self._pinned: dict[int, Tensor] = {}
 
@@ -105,7 +105,7 @@ class StateHandle:
     def _post(self, buffer: Tensor, path: str, nbytes: int, is_read: bool) -> None:
         files, values = self._files, buffer.detach().view(-1)
         whole = self._take(nbytes)
-        move = Move(path, values, files.half(path), whole, whole[:nbytes], is_read)
+        move = FileMove(path, values, files.half(path), whole, whole[:nbytes], is_read)
         self._moves.append(move)
         if not is_read:
             move.work = files.pool.submit(self._encode, move)
@@ -137,10 +137,10 @@ class StateHandle:
         self._tell(failed)
         return len(moves)
 
-    def _write_all(self, moves: list[Move]) -> list[tuple[Move, StateFileError]]:
+    def _write_all(self, moves: list[FileMove]) -> list[tuple[FileMove, StateFileError]]:
         """Write the files that are encoded, and give them their names."""
-        failed: list[tuple[Move, StateFileError]] = []
-        ready: list[tuple[Move, int, bytes, Future[None] | None]] = []
+        failed: list[tuple[FileMove, StateFileError]] = []
+        ready: list[tuple[FileMove, int, bytes, Future[None] | None]] = []
         for move in moves:
             assert move.work is not None
             size, footer, seconds = move.work.result()
@@ -166,7 +166,7 @@ class StateHandle:
                 failed.append((move, error))
         return failed
 
-    def _encode(self, move: Move) -> tuple[int, bytes, float]:
+    def _encode(self, move: FileMove) -> tuple[int, bytes, float]:
         start = time.perf_counter()
         files, name = self._files, os.path.basename(move.path)
         size, footer = pack(
@@ -174,7 +174,7 @@ class StateHandle:
         )
         return size, footer.pack(), time.perf_counter() - start
 
-    def _decode(self, move: Move) -> None:
+    def _decode(self, move: FileMove) -> None:
         """Check a file that was read, and write its values in their place."""
         files, start, nbytes = self._files, time.perf_counter(), move.room.numel()
         expected = files.known.get(move.path)
@@ -188,7 +188,7 @@ class StateHandle:
         files.loaded.pop(move.path, None)
         files.count(move.values.nbytes, nbytes, time.perf_counter() - start)
 
-    def _tell(self, failed: list[tuple[Move, StateFileError]]) -> None:
+    def _tell(self, failed: list[tuple[FileMove, StateFileError]]) -> None:
         files = self._files
         for move, error in failed:
             if files.failed is None:
