@@ -260,23 +260,23 @@ def _next(trace: Trace, p: int, moment: int) -> int:
     return len(trace.order) if following is None else following
 
 
-class KnobChoice(NamedTuple):
+class GatherChoice(NamedTuple):
     """Settings that a search has found, and what a step then moves."""
 
     knobs: Knobs
     moves: Moves
 
 
-def choose(trace: Trace, limit: int, passes: int = 1) -> KnobChoice | None:
+def choose(trace: Trace, limit: int, passes: int = 1) -> GatherChoice | None:
     """Return the settings that gather least with at most ``limit`` elements at once; None: none do.
 
     Of settings within ``SLACK`` of the fewest the one with the longest prefetch.
     """
-    found: list[KnobChoice] = []
+    found: list[GatherChoice] = []
     for knobs in _settings(trace, limit):
         moves = simulate(trace, knobs, passes)
         if moves.peak <= limit:
-            found.append(KnobChoice(knobs, moves))
+            found.append(GatherChoice(knobs, moves))
     if not found:
         return None
     least = min(one.moves.gathered for one in found)

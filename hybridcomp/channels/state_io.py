@@ -56,7 +56,7 @@ class StateHandle:
     """What DeepSpeed's swappers ask of ``aio_handle``: calls post, and ``wait`` completes them."""
 
     def __init__(self, files: StateFiles, inner: Any = None, threads: int = 1) -> None:
-        """Move the files of ``files``.
+        """FileMove the files of ``files``.
 
         Args:
             inner: DeepSpeed's handle, which then reads and writes; None: threads of this process.

@@ -22,7 +22,7 @@ import torch
 
 from hybridcomp.autotune.zero3_moves import (
     Event,
-    KnobChoice,
+    GatherChoice,
     Knobs,
     Moves,
     Trace,
@@ -84,7 +84,7 @@ class PlannedMemory:
     gathered: int = 0
     peak: int = 0
     count: int = 0
-    choice: KnobChoice | None = None
+    choice: GatherChoice | None = None
     trace: Trace | None = None
     external: list[Any] = field(default_factory=list)
     is_fresh: bool = True

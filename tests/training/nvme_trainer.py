@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-#: of a layer: half of its gradient has more than 1 MiB of fp32, so that it goes to a file, too
-WIDTH, LAYERS = 768, 3
+#: of a layer: half of it has 1 MiB of bf16, so that parameters and gradients go to files, too
+WIDTH, LAYERS = 1024, 3
 CODEC = {"states": "expcode"}
 
 

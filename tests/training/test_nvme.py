@@ -105,10 +105,11 @@ def train(engine: Any, job: NvmeJob, first: int) -> None:
 
 
 @pytest.mark.parametrize("optimizer", by_day([{}, PIPELINED], [PIPELINED]), ids=str)
-def test_resumes_exactly(pool: RankPool, tmp_path: Path, optimizer: dict[str, Any]) -> None:
+def test_resumes_exactly(tmp_path: Path, optimizer: dict[str, Any]) -> None:
     """In the same engine, and in another job that has its files elsewhere."""
     job, folder = NvmeJob(str(tmp_path / "one"), optimizer=optimizer), tmp_path / "saved"
-    first = pool.run(saved, job, str(folder), timeout=280)
+    with RankPool(2) as ones:  # numbers of parameters, and so names of files, begin at 0
+        first = ones.run(saved, job, str(folder), timeout=280)
     assert all(straight == again for _, straight, again in first)
     note = json.loads((folder / "two" / "hybridcomp_checkpoint.json").read_text())
     assert "hybridcomp states" in note["README"] and "hybridcomp_states_rank_*.pt" in note["files"]
@@ -160,8 +161,10 @@ def test_checkpoints_that_cannot_be_read_and_plain_ones(
     assert not note["files"] and "hybridcomp states" not in note["README"]
     with RankPool(2) as others:
         found = others.run(loaded, job, str(folder), timeout=280)
-    # the moments begin anew, as they do for DeepSpeed alone
-    assert [two for two, _ in found] == [two for two, _, _ in first]
+    # what is in files; moments and sub-groups in memory begin anew, as for DeepSpeed alone
+    for (two, _), (before, _, _) in zip(found, first, strict=True):
+        weights = [name for name in two if name.startswith("layers") and name.endswith("weight")]
+        assert len(weights) == 3 and all(two[name] == before[name] for name in weights)
     assert main(["states", str(folder / "two")]) == 2
     assert "no encoded optimizer states" in capsys.readouterr().err
 
@@ -185,7 +188,8 @@ def damaged(job: NvmeJob, pattern: str, rank: int) -> str:
     step(engine, job, 0)
     if dist.get_rank() == rank:
         assert job.folder is not None
-        path = sorted(Path(job.folder).rglob(pattern))[-1]
+        every = (path for path in Path(job.folder).rglob(pattern) if "gradient" not in path.name)
+        path = sorted(every)[-1]
         data = bytearray(path.read_bytes())
         data[3000] ^= 1
         path.write_bytes(data)
