@@ -11,9 +11,14 @@ resync(engine)       make the next gather of parameters exact, where deltas are 
 island_group(block)  the ranks of this rank's island, for a model under FSDP2 or DDP
 island_pg_collection()  the groups of this rank's island, for megatron-core
 resume(engine, folder) go on from a checkpoint on another number of ranks
+freeze(engine, what) stop training parameters, which then cost nothing
+thaw(engine)         train them again
 ElasticSampler       each sample once, whatever the number of ranks
+generate(engine, prompts) answer prompts from the ranks of a training, stage by stage
+rollout(engine, tokenizer) the same as a RolloutEngine of DeepSpeed
 publish(engine, to)  send versions of an engine's weights, exact deltas, to inference engines
 WeightReceiver       the other side: a mirror of published weights
+gathered(engine)     all weights on every rank for a roll-out, gathered once
 load_config(source)  the block of a ds_config.json (path, dict or base64), or None
 CompressionConfig    the block as a model
 Attached             what attach returns: detach, count_step, its part of a checkpoint
@@ -23,6 +28,7 @@ HybridcompError      base of every error that is raised on purpose; see ``hybrid
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +49,8 @@ if TYPE_CHECKING:
 
     from hybridcomp.config import CompressionConfig, load_config
     from hybridcomp.elastic.sampler import ElasticSampler
+    from hybridcomp.patches.frozen import freeze, thaw
+    from hybridcomp.patches.generated import generate, rollout
     from hybridcomp.patches.mcore.islands import island_pg_collection
     from hybridcomp.patches.resumed import resume
     from hybridcomp.patches.torch.attach import detach, stateful
@@ -78,6 +86,9 @@ __all__ = [
     "__version__",
     "attach",
     "detach",
+    "gathered",
+    "generate",
+    "freeze",
     "install",
     "island_group",
     "island_pg_collection",
@@ -86,8 +97,10 @@ __all__ = [
     "publish",
     "resume",
     "resync",
+    "rollout",
     "save_state",
     "stateful",
+    "thaw",
     "uninstall",
 ]
 
@@ -95,22 +108,19 @@ __all__ = [
 def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = None) -> None:
     """Arm all patches.
 
-    Patches upstream packages that are imported already now, and others when they are imported.
-    Another call without a config changes nothing.
+    It patches imported upstream packages at once, others when they are imported. Another call
+    without a config changes nothing. Call it before engines and wrappers are built; existing models
+    under FSDP2 and DDP are attached in their next forward pass. From then on hybridcomp's errors
+    end a job as one line on one rank (``HYBRIDCOMP_TRACEBACK=1`` shows the traceback).
 
     Args:
         config: the block of this process, for jobs without a ds_config.json: a CompressionConfig, a
-            block, or a dict or file that holds one under "compression". A DeepSpeed engine keeps
-                the block of its configuration, if it has one. The environment variable
-                HYBRIDCOMP_CONFIG names such a file too.
-
-    Call it before engines and wrappers are built; models under FSDP2 and DDP that exist already are
-    attached in their next forward pass. hybridcomp's errors, and those of a block, end a job as one
-    line on one rank (``HYBRIDCOMP_TRACEBACK=1`` shows the traceback).
+            block, or a dict or file that holds one under "compression"; None: the file that the
+            environment variable HYBRIDCOMP_CONFIG names. A DeepSpeed engine keeps its own block.
 
     Raises SeamError when an imported upstream is outside the supported versions or was patched by
-    another package (nothing stays half-patched), ConfigError on a config that cannot act, and where
-    the DeepSpeed engine or Megatron's data-parallel wrapper that it is for was built before.
+    another package (nothing stays half-patched), ConfigError on a config that cannot act, or when
+    its DeepSpeed engine or Megatron's data-parallel wrapper was built before.
     """
     from hybridcomp.job import environment, uncaught
     from hybridcomp.log import say_once
@@ -151,17 +161,17 @@ def attach(
     """Compress the messages of a model under torch's FSDP2 or DDP.
 
     Every rank calls it after ``fully_shard`` or ``DistributedDataParallel`` and before the first
-    forward pass, every rank for as many models and in the same order. Under ``hybridcomp.run``, or
-    after ``install``, models are attached by themselves.
+    forward pass, for the same models in the same order. Under ``hybridcomp.run``, or after
+    ``install``, models are attached by themselves.
 
     Args:
-        model: the root that ``fully_shard`` was applied to, or the DistributedDataParallel; also
-            what torch.compile made of them, or a module around one DistributedDataParallel.
+        model: the root of ``fully_shard``, the DistributedDataParallel, what torch.compile made of
+            them, or a module around one DistributedDataParallel.
         block: a CompressionConfig, a block, or a dict or file that holds one under "compression";
             None: that of ``install`` or HYBRIDCOMP_CONFIG.
 
-    Returns the attached model, a ``Stateful`` of torch.distributed.checkpoint; None where there is
-    no block. Raises ConfigError on a setting that cannot act here, AgreementError where ranks have
+    Returns the attached model, a ``Stateful`` of torch.distributed.checkpoint; None without a
+    block. Raises ConfigError on a setting that cannot act here, AgreementError where ranks have
     different blocks, SeamError on a version of torch outside the window.
     """
     from hybridcomp.job import uncaught
@@ -174,8 +184,8 @@ def attach(
 def save_state(folder: str | Path, loss_scale: float | None = None) -> None:
     """Write the residuals of error feedback and the step, for jobs on megatron-core, FSDP2 and DDP.
 
-    Every rank calls it where the job saves its checkpoint; a restart needs the files of all ranks
-    in its folder. DeepSpeed's checkpoints contain this state: nothing is written for them.
+    Every rank calls it where the job saves its checkpoint; a restart needs all ranks' files.
+    DeepSpeed's checkpoints contain this state: nothing is written for them.
 
     Args:
         folder: one for each checkpoint.
@@ -218,14 +228,14 @@ def load_state(folder: str | Path, loss_scale: float | None = None) -> None:
 def resync(engine: Any = None) -> None:
     """Make the next gather of parameters exact, with deltas or stepcode under ``"zero"``.
 
-    For master weights that were rewritten by hand: a large change takes several gathers to arrive
-    by deltas. Loading a checkpoint does it by itself. One rank that calls it is enough, all may.
+    For master weights that were rewritten by hand, as a large change takes several gathers to
+    arrive by deltas. Loading a checkpoint does it by itself. One rank that calls it is enough.
 
     Args:
         engine: the DeepSpeed engine, or the model under FSDP2; None for megatron-core, and for a
             process with one engine.
 
-    Raises ConfigError where nothing is compressed, so that there is nothing to resynchronize.
+    Raises ConfigError where nothing is compressed.
     """
     from hybridcomp.channels import channels_of
     from hybridcomp.errors import ConfigError
@@ -259,34 +269,31 @@ def publish(
 ) -> Publisher:
     """Publish the weights of an engine, version by version, to inference engines.
 
-    Every rank calls it, after a checkpoint was loaded; each compares, encodes and sends its own
-    part. ``Publisher.publish`` sends a version, ``Publisher.stepped`` one in every ``every`` calls.
-    Training is not changed by it.
+    Every rank calls it, after a checkpoint was loaded. ``Publisher.publish`` sends a version,
+    ``Publisher.stepped`` one in every ``every`` calls. Training does not change.
 
     Args:
-        engine: an engine of DeepSpeed (ZeRO 0 to 3), torch's DistributedDataParallel or the root of
-            fully_shard, or megatron-core's DistributedDataParallel (a list of them with virtual
-            pipeline stages).
+        engine: an engine of DeepSpeed (ZeRO 0 to 3), a DistributedDataParallel of torch or
+            megatron-core (a list of them with virtual pipeline stages), or the root of fully_shard.
         to: a folder (``file:///...``), on the first rank a socket, a stream with ``write``, or a
-            process group of torch.distributed that the first rank shares with the receivers. Where
-            islands of ``sync`` train, each publishes its own weights, and needs one of its own.
+            process group of torch.distributed that the first rank shares with the receivers. Each
+            island of ``sync`` needs one of its own.
         every: optimizer steps from one version to the next.
         anchor_every: versions from one full version to the next.
-        dtype: "bf16" or "fp16" for weights that have no 16 bits; None: what the model computes
-            with.
+        dtype: "bf16" or "fp16" for wider weights; None: what the model computes with.
         codec: "stepcode" for exact steps, "raw" for values as they are, or "auto": stepcode, and on
-            streams and groups raw where encoding and decoding take longer than they save.
+            streams and groups raw where coding takes longer than it saves.
         keep: full versions that remain in a folder, with those that follow them; None: all.
         names: "own", or "hf": names and tensors as Hugging Face has them, from megatron-core models
             of the families of Llama and GPT-2.
-        still_s: seconds that the receiver at a socket may take nothing; then the version is given
-            up, which raises PublishError, and each later one at once while it stands still.
-        limit_s: seconds that a version may take beside the training (``publish(wait=False)``); then
-            it is given up, which the next one raises as PublishError.
+        still_s: seconds that the receiver at a socket may take nothing; then the version, and each
+            later one while it stands still, raises PublishError.
+        limit_s: seconds that a version may take beside the training (``publish(wait=False)``); the
+            next one then raises PublishError.
         as_: "fp8" (E4M3 in blocks of 128 x 128) or "mxfp8" (in blocks of 32) for matrices that
             engines hold in 8 bits, with their scales; None: 16 bits. The block's key is ``as``.
-        lora: of a model of PEFT, "adapters": these alone, under the names of PEFT's checkpoints, or
-            "merged": what it computes with, under the names of its base; None: as they are.
+        lora: of a model of PEFT, "adapters" alone under the names of PEFT's checkpoints, or
+            "merged" with their base under its names; None: as they are.
 
     Raises ConfigError where the engine's weights or the destination do not fit.
     """
@@ -294,6 +301,28 @@ def publish(
 
     given = {"every": every, "anchor_every": anchor_every, "keep": keep, "limit_s": limit_s}
     return publish(engine, to, names, still_s, as_, lora, **given, dtype=dtype, codec=codec)
+
+
+def gathered(engine: Any) -> AbstractContextManager[Module]:
+    """Have every rank compute with all weights: ``with hybridcomp.gathered(engine) as model:``.
+
+    For roll-outs under ZeRO 3 and FSDP2: the weights are gathered once, as the block's key
+    ``gathered`` says, and ``model.generate(...)`` of transformers, or any forward pass, sends
+    nothing then. The model is in eval mode and computes no gradients. Every rank enters, between
+    two optimizer steps, and takes none inside. On leaving, also by an error, all is as before.
+
+    Args:
+        engine: an engine of DeepSpeed or the root of fully_shard. Under ZeRO 0 to 2 and
+            DistributedDataParallel, where every rank has all weights, nothing is sent.
+
+    Returns a context manager that yields the model, without the engine around it. Entering raises
+    ConfigError where a rank has no memory for the weights (PeerError on the others), and on engines
+    whose ranks hold parts of a layer or stages. Leaving raises PeerError where the body has failed
+    on another rank.
+    """
+    from hybridcomp.patches.gathered import gathered
+
+    return gathered(engine)
 
 
 #: lazily imported public names -> their module, so that `import hybridcomp` loads neither
@@ -308,11 +337,15 @@ _LATE = {
     "VersionSummary": "publishing",
     "WeightReceiver": "publishing",
     "detach": "patches.torch.attach",
+    "generate": "patches.generated",
+    "freeze": "patches.frozen",
     "island_group": "patches.torch.session",
     "island_pg_collection": "patches.mcore.islands",
     "load_config": "config",
     "resume": "patches.resumed",
+    "rollout": "patches.generated",
     "stateful": "patches.torch.attach",
+    "thaw": "patches.frozen",
 }
 
 

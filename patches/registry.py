@@ -87,9 +87,13 @@ def patches_of(package: str) -> list[Patch]:
 
 def support_matrix() -> str:
     """Return a Markdown table of the compressed messages, made from the seams themselves."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name, what, requirement in compressed():
+        rows.setdefault((what, requirement), []).append(f"`{name}`")
     lines = ["| dimension | what | upstream |", "|---|---|---|"]
     lines += [
-        f"| `{name}` | {what} | `{requirement}` |" for name, what, requirement in compressed()
+        f"| {', '.join(names)} | {what} | `{requirement}` |"
+        for (what, requirement), names in rows.items()
     ]
     return "\n".join(lines)
 

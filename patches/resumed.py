@@ -27,23 +27,23 @@ def resume(
     sampler: ElasticSampler | None = None,
     lr: str | None = None,
 ) -> ResumedJob:
-    """Go on from the newest whole checkpoint in a folder, on however many ranks there are now.
+    """Resume from the newest whole checkpoint in a folder, on any number of ranks.
 
     Every rank calls it, once, before the first step. Weights, optimizer states and step are exact;
     the sum of the residuals of error feedback is kept, and what guard and ``"when": "auto"``
-    decided. DeepSpeed's checkpoints at ZeRO 1 to 3 are converted first where the number of replicas
-    or of pipeline stages is another one. A checkpoint that is not whole is skipped, with a line;
-    without any the job begins at step 0.
+    decided. DeepSpeed's checkpoints at ZeRO 1 to 3 are converted first if the number of replicas
+    or pipeline stages differs. A checkpoint that is not whole is skipped, with a line; without any
+    the job begins at step 0.
 
     Args:
         engine: an engine of DeepSpeed, a model under DistributedDataParallel, or the root of
             fully_shard.
-        folder: where the job saves its checkpoints, each into a folder of its own whose name ends
-            in a number, or one of them.
+        folder: where the job saves its checkpoints, each into a folder whose name ends in a number,
+            or one of them.
         optimizer, scheduler: of a model under DDP or FSDP2; DeepSpeed's engine has them.
-        sampler: the job's, to go on with the first sample that was not trained on.
-        lr: what becomes of the learning rate where a step has other samples than in the checkpoint:
-            times their ratio ("linear"), times its root ("sqrt"), or the same ("keep").
+        sampler: the job's, to begin with the first sample that was not trained on.
+        lr: the learning rate if a step has other samples than in the checkpoint: times their ratio
+            ("linear"), times its root ("sqrt"), or the same ("keep").
 
     Raises, on every rank and before anything changes: ConfigError where this job cannot go on from
     the checkpoint, CheckpointError where none is whole or it is of another model.

@@ -53,6 +53,7 @@ OWN_WORDS = {
     "tools/commands/link_picture.py": "which dimensions the picture draws",
     "tools/commands/memory.py": "which messages a job of such a file sends",
     "config/codec_settings.py": "which codecs one dimension alone may name",
+    "config/generation.py": "which messages generation sends",
     "config/memory.py": "which buffers gradients and parameters of ZeRO take",
     "config/other_names.py": "what other tools call a dimension",
     "config/presets.py": "what the paper calls model parallel",

@@ -54,11 +54,15 @@ ALLOWED: dict[str, set[str]] = {
         "channels", "codecs", "collectives", "config", "dimensions", "errors", "foreign", "job",
         "log", "session",
     },
+    # text and weights for it from the ranks of a training
+    "generation": {
+        "channels", "codecs", "collectives", "config", "errors", "job", "log", "nn", "session",
+    },
     # all that knows an upstream: seams, rules, checkpoints, callbacks of trainers
     "patches": {
         "autotune", "channels", "codecs", "collectives", "config", "dimensions", "elastic",
-        "errors", "foreign", "job", "log", "metric_names", "nn", "publishing", "seams", "session",
-        "sync",
+        "errors", "foreign", "generation", "job", "log", "metric_names", "nn", "publishing",
+        "seams", "session", "sync",
         "",  # callbacks and the start of GPT-NeoX call the public functions, as a script does
     },
     # jobs that go on with another number of ranks: what every engine's adapter needs for that
@@ -206,7 +210,10 @@ ASKS: dict[str, set[str]] = {
     # DeepSpeed trains models whose groups Megatron or GPT-NeoX has made
     "ds": {"common", "mcore", "neox", "rules"},
     "trainers": {"common", "ds", "torch"},
+    "gathered": {"common", "ds", "torch"},
+    "generated": {"common", "ds"},
     "published": {"common", "ds", "mcore", "torch"},
+    "frozen": {"common", "ds", "torch"},
     "resumed": {"common", "ds", "torch"},
     "registry": {"common", "ds", "mcore", "neox", "torch"},
     "template": {"common"},

@@ -41,9 +41,9 @@ class AsyncPipelineConfig(Strict):
     slack: int = Field(
         0,
         ge=0,
-        description="Micro-batches that every link between two stages has under way beyond the one "
-        "that its later stage works on, so that messages travel meanwhile. Gradients are so much "
-        "later: (1 + slack) micro-batches for each stage that follows.",
+        description="Micro-batches under way on every link between two stages beyond the "
+        "one in work, to hide messages. Gradients get later: (1 + slack) micro-batches for "
+        "each stage that follows.",
     )
     warmup: int = Field(
         0, ge=0, description="Optimizer steps that DeepSpeed's schedule makes first."
@@ -53,14 +53,14 @@ class AsyncPipelineConfig(Strict):
         0.135,
         gt=0,
         lt=1,
-        description="pipemare: what is left of a step's weight in the trend of the weights after "
-        "as many steps as a gradient is late.",
+        description="pipemare: weight of a step in the trend after as many steps as a "
+        "gradient is late.",
     )
     anneal: int = Field(
         500,
         ge=0,
-        description="pipemare: steps over which the smaller learning rates of early stages grow to "
-        "the schedule's. 0: learning rates are the schedule's.",
+        description="pipemare: steps until early stages' smaller learning rates reach the "
+        "schedule's. 0: at once.",
     )
 
     @field_validator("versions", mode="before")

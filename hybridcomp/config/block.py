@@ -23,6 +23,8 @@ from hybridcomp.config.codec_settings import NONE
 from hybridcomp.config.dimension import DimensionConfig, MeasuredConfig
 from hybridcomp.config.dimension_fields import DimensionFields
 from hybridcomp.config.error_messages import NOTHING, problem, translate
+from hybridcomp.config.gathered import GatheredConfig
+from hybridcomp.config.generation import GenerateConfig
 from hybridcomp.config.hierarchy_level import (
     Units,
     Widths,
@@ -54,8 +56,8 @@ class CompressionConfig(DimensionFields):
 
     when: Literal["always", "auto"] | None = Field(
         None,
-        description=f"`when` of each of {listed(MEASURED)} that is compressed, can be measured and "
-        "says nothing itself. Default: auto with preset recommended, else always.",
+        description=f"Default of `when` in {listed(MEASURED)}: auto with preset "
+        "recommended, else always.",
     )
     remember: bool = Field(
         True,
@@ -65,30 +67,30 @@ class CompressionConfig(DimensionFields):
     min_bytes: int = Field(
         65536,
         ge=0,
-        description="Messages of fewer bytes stay native. Lower: more messages are compressed, "
-        "where latency counts more than bytes.",
+        description="Messages of fewer bytes stay native. Lower it where bytes count more "
+        "than latency.",
     )
     start_step: int = Field(
         0,
         ge=0,
-        description="Optimizer steps that are native before compression starts; for a warm-up.",
+        description="Optimizer steps before compression starts.",
     )
     hierarchy: Literal["auto", "none"] | Annotated[int, Field(ge=1)] | Units = Field(
         "auto",
         description=f"Two levels for {listed(TWO_LEVELS)} where a group spans nodes: native "
-        "inside a node, encoded between nodes, which then carry the bytes of one rank instead of "
-        "those of all its ranks. auto: nodes as the launcher numbers them (CROSS_RANK, "
-        "GROUP_RANK), else by host. N: every N consecutive ranks share a node. none: one level. A "
-        "group inside one node, or with one rank on each, is always compressed in one level. "
-        "[8, 4]: three levels, nodes of 8 ranks, switches or sites of 4 nodes, and what is encoded "
-        'between these; more numbers, more levels. "auto" in place of a number: as the launcher '
-        "tells, of switches Slurm's SLURM_TOPOLOGY_ADDR. An object in place of a number, such as "
-        '{"size": 4, "codec": "blockint", "bits": 8}: dp\'s sums of this level are encoded, too.',
+        "inside a node, encoded between nodes, which then send one rank's bytes instead of "
+        "those of all. auto: nodes by the launcher's numbers (CROSS_RANK, GROUP_RANK), else by "
+        "host. N: every N consecutive ranks. none: one level, as always in a group inside one "
+        "node or with one rank on each. [8, 4]: three levels, nodes of 8 ranks and sites (or "
+        'switches) of 4 nodes, encoded between sites; more numbers, more levels. "auto" in a '
+        "list: by the launcher, for switches Slurm's SLURM_TOPOLOGY_ADDR. An object in a list, "
+        'such as {{"size": 4, "codec": "blockint", "bits": 8}}: dp\'s sums of this level are '
+        "encoded, too.",
     )
     on_unsupported: Literal["error", "native"] = Field(
         "error",
-        description="When a key cannot take effect. error: stop before training. native: say once "
-        "what stays uncompressed, and train.",
+        description="If a key cannot take effect: error stops before training; native says "
+        "once what stays uncompressed, and trains.",
     )
     ledger: LedgerConfig = Field(LedgerConfig(), description="What is written down.")
     pipeline: AsyncPipelineConfig = Field(
@@ -99,6 +101,16 @@ class CompressionConfig(DimensionFields):
         None,
         description="Versions of the weights for inference engines, exact deltas after optimizer "
         "steps. Default: none.",
+    )
+    gathered: GatheredConfig | None = Field(
+        None,
+        description="All weights on every rank for a roll-out, in `with hybridcomp.gathered(...)`. "
+        "Default: gathered natively.",
+    )
+
+    generate: GenerateConfig | None = Field(
+        None,
+        description="How `hybridcomp.generate` sends, and what it keeps. Default: native.",
     )
 
     _explicit: frozenset[Dimension] = PrivateAttr(frozenset())
@@ -121,7 +133,7 @@ class CompressionConfig(DimensionFields):
         config = handler(merged(data, plan))
         config._planned = plan
         config._explicit = frozenset(name for name in DIMENSIONS if name in data)
-        idle = not config._explicit and config.publish is None and not config.pipeline.waitless
+        idle = not config._explicit and not config.others
         if data.get("preset") is None and idle and config.enabled:
             todo = 'names no dimension, so nothing would be compressed; add "preset" or one of'
             meant = f'("preset": "{NATIVE}" where that is meant)'
@@ -131,7 +143,8 @@ class CompressionConfig(DimensionFields):
         config._check_remember(data)
         config._check_islands()
         config._check_accumulates()
-        if data.get("hierarchy", "none") != "none":
+        gathers = config.gathered is not None and config.gathered.codec_of() is not None
+        if data.get("hierarchy", "none") != "none" and not gathers:
             check_hierarchy(config.hierarchy, config.codecs())
         return config
 
@@ -195,6 +208,12 @@ class CompressionConfig(DimensionFields):
         if "remember" in written and not self.measured() and self.enabled:
             todo = 'is about what "when": "auto" finds, and no dimension has it; remove it'
             raise problem("remember", self.remember, todo)
+
+    @property
+    def others(self) -> bool:
+        """Return whether a key that is no dimension does something."""
+        waitless = self.pipeline.waitless
+        return bool(self.publish or self.gathered or self.generate or waitless)
 
     @property
     def explicit(self) -> frozenset[Dimension]:
@@ -272,6 +291,11 @@ class CompressionConfig(DimensionFields):
             settings |= {f"{BLOCK}.pipeline.{key}": value for key, value in self.pipeline}
         if self.publish is not None:
             settings |= {f"{BLOCK}.publish.{key}": value for key, value in self.publish}
+        if self.gathered is not None:
+            written = self.gathered.agreed()
+            settings |= {f"{BLOCK}.gathered.{key}": value for key, value in written.items()}
+        if self.generate is not None:
+            settings |= {f"{BLOCK}.generate.{k}": v for k, v in self.generate.model_dump().items()}
         for name in ("enabled", "min_bytes", "start_step", "on_unsupported"):
             settings[f"{BLOCK}.{name}"] = getattr(self, name)
         settings[f"{BLOCK}.hierarchy"] = self.widths

@@ -32,16 +32,15 @@ class GuardConfig(Strict):
         1.0,
         gt=0,
         allow_inf_nan=False,
-        description="Largest relative L2 error of one encoding, over the job. At 1 a message "
-        "arrives as wrong as if zeros had been sent. null: not looked at.",
+        description="Largest relative L2 error of one encoding, over the job. 1: as wrong "
+        "as zeros. null: no limit.",
     )
     residual: float | None = Field(
         20.0,
         gt=0,
         allow_inf_nan=False,
-        description=f"{listed(FED_BACK)} with error feedback: largest norm of what is left out, "
-        "over the norm of the gradients. Residuals that grow without end pass it. null: not looked "
-        "at.",
+        description=f"{listed(FED_BACK)} with error feedback: largest norm of the residuals "
+        "over that of the gradients. Residuals that diverge pass it. null: no limit.",
     )
 
     @model_validator(mode="before")
@@ -62,14 +61,14 @@ class DimensionConfig(CodecSettings):
 
     guard: GuardConfig = Field(
         GuardConfig(),
-        description="Limits of the sampled error and of the residuals; beyond one of them the "
-        'dimension is native for the rest of the run, on all ranks. "none": no limits.',
+        description="Limits of the sampled error and of the residuals; beyond one the "
+        'dimension stays native for the rest of the run, on all ranks. "none": no limits.',
     )
 
     ramp: RampConfig | None = Field(
         None,
-        description="Start with a milder setting than the one written, which holds from step "
-        "`steps` on: early gradients are the most sensitive.",
+        description="Start with a milder setting and reach the written one at step "
+        "`steps`: early gradients are the most sensitive.",
     )
 
     def settings(self, direction: Direction) -> dict[str, Any]:
@@ -156,13 +155,12 @@ class MeasuredConfig(DimensionConfig):
 
     when: Literal["always", "auto"] | None = Field(
         None,
-        description="always, or auto (default: the block's `when`): messages are timed natively "
-        "and encoded, on all ranks, and where encoding is not faster (one machine, a fast network) "
-        "the dimension stays native for the run. "
-        f"{listed(MEASURED_EARLY)}: at start-up. {listed(_LATE)}: after the first step, which is "
-        "native, with messages as large as those that it sent. Takes a second "
-        "or two a dimension. Where it was close, ten or eighteen steps of the run are then "
-        "compared in both ways, and may change it once.",
+        description="Default: the block's `when`. always: compress. auto: time messages "
+        "natively and encoded on all ranks, for a second or two a dimension, and stay native "
+        "for the run where encoding is not faster (one machine, a fast network). "
+        f"{listed(MEASURED_EARLY)}: at start-up. {listed(_LATE)}: after the first step, which "
+        "is native, with messages of its sizes. A close result is settled, once, by ten or "
+        "eighteen steps of the run in both ways.",
     )
 
     def _check_measured(self, codec: Codec | None) -> None:

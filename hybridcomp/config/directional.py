@@ -84,9 +84,9 @@ class PipelineConfig(TensorConfig):
 
     scatter_gather: bool = Field(
         False,
-        description="Megatron-core without sequence parallelism: every tensor rank sends its part "
-        "of a message, and the receivers gather the parts. With `codec` none too. DeepSpeed does "
-        "so itself (pipe_partitioned): an error there.",
+        description="Megatron-core without sequence parallelism: every tensor rank sends "
+        "its part of a message, and the receivers gather them; also with codec none. An error "
+        "under DeepSpeed, which does so itself (pipe_partitioned).",
     )
 
     @property
@@ -104,16 +104,16 @@ class OffloadConfig(ActivationConfig):
 
     when: Literal["always", "auto"] = Field(
         "always",
-        description="always (default), or auto: the first steps of the run are made natively, with "
-        "encoded gradients, and with parameters encoded as well, in turns, and timed; what is "
-        "fastest on the slowest rank stays, native where neither makes a step faster.",
+        description="always (default), or auto: the first steps take turns natively, with "
+        "encoded gradients, and with encoded parameters too; the way that is fastest on the "
+        "slowest rank stays.",
     )
     sums: Literal["auto", "device", "host"] = Field(
         "auto",
-        description="Where gradients of several micro-batches are added up. device: they cross "
-        "once a step, and this rank's gradients (2 bytes a value in bf16) take memory of the "
-        "device. host: each crosses, and the host adds. auto (default): on the device where a "
-        "tenth of its memory stays free in the first backward pass.",
+        description="Where gradients of several micro-batches are summed. device: they "
+        "cross once a step, for device memory of this rank's gradients (2 bytes a value in "
+        "bf16). host: each crosses. auto (default): device if a tenth of its memory stays free "
+        "in the first backward pass.",
     )
     forward: DirectionConfig | None = Field(
         None, description="What differs for updated parameters, host to device."

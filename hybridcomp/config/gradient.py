@@ -40,9 +40,9 @@ class FeedbackConfig(Strict):
 
     bits: Literal[4, 8, 16, 32] = Field(
         32,
-        description="Bits of a value that was left out. 32 (default): fp32. 8 and 4: integers with "
-        "a step for every 32 values, 1.06 and 0.56 bytes a value; what they leave out themselves "
-        "is at most half a step. 16: bf16. Fewer: less memory, smaller checkpoints.",
+        description="Bits of a residual's value. 32 (default): fp32. 16: bf16. 8 and 4: "
+        "integers with a step for every 32 values, 1.06 and 0.56 bytes a value, off by at most "
+        "half a step. Fewer: less memory, smaller checkpoints.",
     )
 
 
@@ -58,19 +58,18 @@ class GradientConfig(_Declared):
     )
     error_feedback: bool | FeedbackConfig = Field(
         False,
-        description="Add what one reduction left out to the next one. true: costs one fp32 value a "
-        'gradient element of memory; {"bits": 8} a byte. Makes 4 bits and fewer usable. '
-        f"{_ALWAYS}",
+        description="Add what one reduction left out to the next. true: 4 bytes of memory "
+        'a gradient element; {{"bits": 8}}: one. Makes 4 bits and fewer usable. {_ALWAYS}',
     )
 
     accumulate: Literal["native", "node"] = Field(
         "native",
-        description="Where gradients are summed that upstream reduces in every micro-batch of a "
-        "step (DeepSpeed at ZeRO 2 and 3, fully_shard). native (default): over all ranks. node: "
-        "inside the node, in fp32, each rank keeping its share, and between nodes once, in the "
-        "last micro-batch: 1/N of the bytes between nodes with N micro-batches, for 4 bytes of "
-        "memory a trained parameter divided by the ranks of a node. What the block leaves native "
-        "(below min_bytes, before start_step) then crosses once, too, without loss.",
+        description="Where the micro-batches of a step are summed that upstream reduces "
+        "one by one (DeepSpeed at ZeRO 2 and 3, fully_shard). native (default): over all "
+        "ranks. node: in fp32 inside the node, and once between nodes, in the last "
+        "micro-batch: 1/N of the bytes there with N micro-batches, for 4 bytes a trained "
+        "parameter divided by a node's ranks. Native messages (below min_bytes, before "
+        "start_step) then cross once, too, without loss.",
     )
 
     @field_validator("error_feedback", mode="before")

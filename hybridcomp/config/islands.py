@@ -54,15 +54,15 @@ class IslandConfig(_Declared):
     every: int = Field(30, ge=1, description="Optimizer steps from one meeting to the next.")
     islands: Literal["node"] | Annotated[int, Field(ge=1)] | RendezvousConfig = Field(
         "node",
-        description="node: each node is an island. N: every N consecutive ranks. The engine's "
-        "data-parallel group is the island: DeepSpeed gets it from here, torch's wrappers by "
-        "`hybridcomp.island_group`. An object: each island is a job of its own, "
-        "[see below](#islands-that-are-jobs).",
+        description="node: each node is an island. N: every N consecutive ranks. The "
+        "island is the engine's data-parallel group: DeepSpeed takes it, torch's wrappers get "
+        "it by `hybridcomp.island_group`. An object: each island is a job of its own, [see "
+        "below](#islands-that-are-jobs).",
     )
     error_feedback: bool = Field(
         False,
-        description="Add what one message left out to the next. Costs a value an element of memory "
-        "in the dtype of the weights.",
+        description="Add what one message left out to the next, for a value an element in "
+        "the dtype of the weights.",
     )
     decay: float = Field(
         1.0,
@@ -81,8 +81,8 @@ class IslandConfig(_Declared):
     delay: int = Field(
         0,
         ge=0,
-        description="Steps after which the mean of a meeting is taken; it is sent meanwhile. Below "
-        "`every`.",
+        description="Steps from a meeting's start until its mean is taken; it is sent "
+        "meanwhile. Below `every`.",
     )
     mix: float = Field(
         0.0,
@@ -93,16 +93,16 @@ class IslandConfig(_Declared):
     staleness: int = Field(
         0,
         ge=0,
-        description="Meetings that an island may be ahead of the slowest: a mean is taken that "
-        "many meetings later, and what the island has moved since stays.",
+        description="Meetings that an island may be ahead of the slowest: it takes a mean "
+        "that many meetings later and keeps its changes since.",
     )
 
     outlier: float | None = Field(
         None,
         gt=1,
         allow_inf_nan=False,
-        description="An island counts as one that sent NaN where what it sends has a norm above "
-        "that many times the median of all, three islands or more. Default: none does.",
+        description="Treat an island as if it had sent NaN if its message's norm is above "
+        "that many times the median of three or more islands. Default: never.",
     )
 
     @field_validator("islands", mode="before")

@@ -28,9 +28,9 @@ class LedgerConfig(Strict):
     sample_every: int = Field(
         10,
         ge=0,
-        description="Steps between samples of the relative error of an encoding. More often: more "
-        "time in the codec (one extra encoding of up to 65536 values a message). On a GPU as many "
-        "steps have the device's time taken. 0: never.",
+        description="Steps between samples of an encoding's relative error, which take one "
+        "extra encoding of up to 65536 values a message; on a GPU also between timed steps. 0: "
+        "never.",
     )
 
     @property

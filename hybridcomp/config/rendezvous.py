@@ -21,9 +21,8 @@ class RendezvousConfig(Strict):
     name: str | None = Field(
         None,
         min_length=1,
-        description="What the island is called, in messages and when it comes again. Each has its "
-        "own: a name that a living island has is an error. Default: a number, from 0 on as they "
-        "come.",
+        description="Name of the island in messages and when it returns; no two living "
+        "islands share one. Default: a number, from 0 on as they come.",
     )
     at_start: int = Field(
         2, ge=1, description="Islands with which a run begins. Others join at a later meeting."
@@ -32,15 +31,15 @@ class RendezvousConfig(Strict):
         120.0,
         gt=0,
         allow_inf_nan=False,
-        description="Seconds for which an island waits at a meeting for those that are missing. "
-        "They are left out then, and lose what they have moved since the meeting before.",
+        description="Seconds that an island waits at a meeting for others. It then leaves "
+        "them out, and they lose their changes since the last meeting.",
     )
     join_timeout_s: float = Field(
         3600.0,
         gt=0,
         allow_inf_nan=False,
-        description="Seconds for which an island that comes waits for the rendezvous, and for a "
-        "meeting: more than the others take from one to the next.",
+        description="Seconds that a new island waits for the rendezvous and for a meeting; "
+        "more than the others take between meetings.",
     )
 
     @classmethod

@@ -61,6 +61,13 @@ def describe(
         lines.append(
             f"{'publish':13} to {to}, every {every} step(s), in full every {full} versions{rest}"
         )
+    if config.gathered is not None:
+        codec = config.gathered.codec_of()
+        kept = f", steps from a copy on the {config.gathered.keep}"
+        kept = kept if codec is not None and codec.references else ""
+        lines.append(f"{'gathered':13} for roll-outs: {codec.spec if codec else 'none'}{kept}")
+    if config.generate is not None:
+        lines.append(f"{'generate':13} {config.generate.summary()}")
     start = f"; all messages before step {config.start_step}" if config.start_step else ""
     lines.append(f"{'also native':13} messages under {config.min_bytes} bytes{start}")
     return lines
@@ -167,7 +174,7 @@ def idle_notes(config: CompressionConfig, largest_nbytes: int | None = None) -> 
     ``largest_nbytes``: size of the job's largest message, where that is known.
     """
     active = any(config.active(name) for name in DIMENSIONS)
-    if not active and (config.preset == NATIVE or config.publish or config.pipeline.waitless):
+    if not active and (config.preset == NATIVE or config.others):
         return []
     if not active:
         meant = f'name a codec, or write "preset": "{NATIVE}" where that is meant'

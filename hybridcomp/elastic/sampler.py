@@ -30,10 +30,9 @@ class ElasticSampler(Sampler[int]):
     """Sampler of torch's DataLoader for jobs whose number of ranks changes between two steps.
 
     ``DataLoader(data, batch_size=micro, sampler=sampler)`` gives this rank its samples from the
-    position on to the end of the epoch; each new iterator begins at the position. The script calls
-    ``stepped`` after every optimizer step, which moves the position: what workers of the loader
-    have read ahead is not lost. Saved with the job and loaded on any number of ranks, it goes on
-    where the job was: each sample of an epoch is trained on once.
+    position to the end of the epoch. The script calls ``stepped`` after every optimizer step, which
+    moves the position; what workers of the loader have read ahead is not lost. Saved with the job
+    and loaded on any number of ranks, it trains on each sample of an epoch once.
     """
 
     def __init__(

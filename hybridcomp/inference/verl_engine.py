@@ -28,7 +28,7 @@ from hybridcomp.job.saved import attempt
 from hybridcomp.job.waits import Notices
 from hybridcomp.publishing import Publisher, WeightReceiver
 from hybridcomp.publishing.destinations import Folder, folder_of
-from hybridcomp.publishing.summaries import check_all
+from hybridcomp.publishing.summaries import VersionSummary, check_all
 
 BACKEND = "hybridcomp"
 SETTINGS = f"checkpoint_engine.engine_kwargs.{BACKEND}"
@@ -39,6 +39,9 @@ check(SEAMS)
 @CheckpointEngineRegistry.register(BACKEND)
 class HybridcompCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """Exact deltas by way of a folder; an engine is on the side of an actor or of a rollout.
+
+    Attributes:
+        summary: of the last version, on an actor's side; None before.
 
     An actor keeps a 16-bit copy of its share, twice during a sync; a rollout worker keeps a mirror
     of the whole model on its host. Both go with the object.
@@ -77,6 +80,7 @@ class HybridcompCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._publisher: Publisher | None = None
         self._receiver: WeightReceiver | None = None
         self._before = 0
+        self.summary: VersionSummary | None = None
 
     def prepare(self) -> dict[str, Any]:
         """Do nothing: a folder needs no rendezvous."""
@@ -122,7 +126,7 @@ class HybridcompCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._publisher = Publisher(
                 self._shares.weights(), Folder(folder_of(self._to)), anchor_every=self._anchor_every
             )
-        told = self._publisher.publish(step=global_steps)
+        told = self.summary = self._publisher.publish(step=global_steps)
         self._shares.drop_values()
         return {
             "checkpoint_engine/changed_ratio": told.changed_share,

@@ -132,9 +132,10 @@ class _Stated(Operation):
             raise self.error.naming_rank(f"{self.what}: rank {rank}: {words}")
 
     def gate(self, group: dist.ProcessGroup | None = None) -> None:
-        """Return once all ranks of ``group`` have come here."""
+        """Return once all ranks of ``group`` have come here; at once where others are in it."""
         ranks = self.ranks if group is None else dist.get_process_group_ranks(group)
-        agreement.tell({}, what=self.what, ranks=ranks)
+        if ranks is None or self.takes_in(ranks):
+            agreement.tell({}, what=self.what, ranks=ranks)
 
     def fail(self, problem: BaseException) -> None:
         """Tell the others, unless somebody has told them of another failure."""

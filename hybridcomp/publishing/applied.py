@@ -13,16 +13,16 @@ from hybridcomp.publishing.records import Manifest
 class AppliedVersion:
     """Versions that ``WeightReceiver.update`` has applied since its last result.
 
-    Those that an update applied before it raised an error are among those of the next result.
+    It includes those that an update applied before it raised an error.
 
     Attributes:
         version: the version that the mirror holds now.
         names: parameters of which a value changed, in order.
         versions: how many versions were applied.
         full: whether one of them was a full version.
-        changed: number of values that changed, those that changed twice counted twice.
+        changed: number of changed values; one that changed twice counts twice.
         check_s, apply_s, seconds: of checking and decoding, of writing the mirror, of the call.
-        since: the version of the last result, which all this comes after; 0: the first result.
+        since: the version of the last result; 0: this is the first.
     """
 
     version: int

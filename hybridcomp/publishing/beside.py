@@ -45,7 +45,6 @@ class BesideVersion:
     """The version that is being written; all ranks call ``settle`` together.
 
     Attributes:
-        is_over: whether no thread of any rank works on it any more, equal on all ranks.
         manifest: on rank 0 what it has written; None before.
     """
 
@@ -71,14 +70,13 @@ class BesideVersion:
         """
         self._of, self._encoder, self._folder = begin, encoder, folder
         self._make, self._clean, self._limit_s = make, clean, limit_s
-        self.is_over = False
         self.manifest: Manifest | None = None
         self._begun = time.perf_counter()
         self._problem: str | None = problem
         self._unwritten: str | None = None
         self._statement: dict[str, Any] = {}
         self._said: list[dict[str, Any]] | None = None
-        self._given_up = self._is_committing = False
+        self.is_given_up = self._is_committing = False
         self._lock = threading.Lock()
         self._copied, self._written, self._ended = (threading.Event() for _ in range(3))
         self._news = threading.Event()  # for rank 0's thread, which waits for parts
@@ -155,7 +153,7 @@ class BesideVersion:
         """Write the manifest once all parts are there, unless the version was given up before."""
         said = self._parts()
         with self._lock:
-            if said is None or self._given_up:
+            if said is None or self.is_given_up:
                 return
             self._is_committing = True
         manifest = self._make(said)
@@ -182,7 +180,7 @@ class BesideVersion:
                     found[place] = there
             self._news.wait(min(pause, max(left, LOOK_S)))
             pause = min(2 * pause, LOOKS_S)
-            if self._given_up:
+            if self.is_given_up:
                 return None
         return self._said or [found[place] for place in range(len(self._of.tokens))]
 
@@ -204,28 +202,19 @@ class BesideVersion:
 
     # the caller's thread
 
-    def settle(self) -> tuple[Manifest, list[dict[str, Any]]] | None:
+    def settle(self) -> tuple[Manifest, list[dict[str, Any]]]:
         """Wait until the version is readable; a collective over the job's ranks.
 
-        Returns its manifest and what the ranks say of their parts; None: it was given up before.
-        Raises PublishError, on every rank, where it is not readable, and again as long as a thread
-        of one rank is in the middle of writing it.
+        Returns its manifest and what the ranks say of their parts. Raises PublishError, on every
+        rank, where it is not readable.
         """
-        if self._given_up:
-            problem = None if self._ended.is_set() else self._late("written")
-            said = self._of.tell(problem=problem)
-            self.is_over = not any(one["problem"] for one in said)
-            if self.is_over:
-                saved.attempt(self._folder.abandon)
-                return None
-            check_all(said, self._of.ranks, f"version {self.version}")
         if not self._written.is_set():
             say(f"publish: waits for version {self.version}, which is being written", anywhere=True)
         is_there = self._written.wait(self._left())
         problem = self._problem if is_there else self._late("written")
         said = self._of.tell(problem=problem, **(self._statement if is_there else {}))
         if any(one["problem"] for one in said):
-            return self._give_up(said)
+            return self._unreadable(said)
         if self._of.rank == 0:
             self._said = said
             self._news.set()
@@ -233,32 +222,42 @@ class BesideVersion:
             problem = self._unwritten if is_there else self._late("written")
         ends = self._of.tell(problem=problem)
         if any(one["problem"] for one in ends):
-            return self._give_up(ends, said)
-        self.is_over = True
+            return self._unreadable(ends, said)
         return self._make(said), said
 
-    def _give_up(
+    def give_up(self) -> None:
+        """Write no manifest of it, unless that has begun. No collective."""
+        with self._lock:
+            self.is_given_up = True
+        self._news.set()
+
+    def still_writing(self) -> str | None:
+        """Wait for the thread of a version that was given up; return what to say where it goes on.
+
+        No collective.
+        """
+        return None if self._ended.wait(self._left()) else self._late("written")
+
+    def _unreadable(
         self, bad: list[dict[str, Any]], said: list[dict[str, Any]] | None = None
     ) -> tuple[Manifest, list[dict[str, Any]]]:
-        """Take the parts back, unless the manifest is there in spite of an error."""
-        with self._lock:
-            self._given_up = True
-        self._news.set()
+        """Give the version up, unless the manifest is there in spite of an error."""
+        self.give_up()
         if self._is_committing:
             self._ended.wait(self._left())
         kept = None if self.manifest is None else self.manifest.to_json().decode()
         ends = self._of.tell(manifest=kept, is_writing=not self._ended.wait(LOOKS_S))
-        self.is_over = not any(one["is_writing"] for one in ends)
-        if ends[0]["manifest"] is not None:  # all parts were there, so all references are its own
-            found = read_manifest(ends[0]["manifest"].encode(), "the version beside the training")
-            if self._of.rank == 0:
-                there = f"publish: version {found.version} is there, in spite of an error"
-                say(f"{there}: {next(one['problem'] for one in bad if one['problem'])}")
-            return found, said or bad
-        if self._ended.is_set():
-            saved.attempt(self._folder.abandon)
-        check_all(bad, self._of.ranks, f"version {self.version}")
-        raise AssertionError("one of the ranks has a problem")
+        if ends[0]["manifest"] is None:
+            if not any(one["is_writing"] for one in ends):
+                saved.attempt(self._folder.abandon)
+            check_all(bad, self._of.ranks, f"version {self.version}")
+            raise AssertionError("one of the ranks has a problem")
+        # all parts were there, so all references are its own
+        found = read_manifest(ends[0]["manifest"].encode(), "the version beside the training")
+        if self._of.rank == 0:
+            there = f"publish: version {found.version} is there, in spite of an error"
+            say(f"{there}: {next(one['problem'] for one in bad if one['problem'])}")
+        return found, said or bad
 
     def close(self) -> None:
         """Wait until this rank has done its work, and say what has failed. No collective.

@@ -165,6 +165,8 @@ class Folder(Destination):
         self._version = 0
         self._part = self._unfinished = path
         self._asks: list[Path] = []  # those that were there before this version
+        #: version, part and unfinished manifest of those that have failed and may have left files
+        self._aside: list[tuple[int, Path, Path]] = []
 
     def latest(self) -> Manifest | None:
         """Return the newest version in the folder. Raises PublishError where it is damaged."""
@@ -296,20 +298,34 @@ class Folder(Destination):
 
         A part that a readable manifest names stays, whatever error there was about it.
         """
+        self.put_aside()
+        self.remove_aside()
+
+    def put_aside(self) -> None:
+        """End this rank's part of a version that has failed; the next part has another name.
+
+        A part that could not be removed is not taken for that of the next try.
+        """
         with contextlib.suppress(PublishError, OSError):
             self.finish("abandoned")
-        failed = self._part.with_name(f"{self._part.name}{FAILED}")
-        files = [self._unfinished, failed, self._new_manifest(self._version)]
-        for path in files if self._is_named() else [*files, self._part]:
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
-        # a part that could not be removed is not taken for that of the next try
+        if self._version:
+            self._aside.append((self._version, self._part, self._new_manifest(self._version)))
         self._tokens.append(secrets.token_hex(4))
 
-    def _is_named(self) -> bool:
+    def remove_aside(self) -> None:
+        """Remove the files of versions that have failed, where no manifest names them."""
+        aside, self._aside = self._aside, []
+        for version, part, manifest in aside:
+            files = [part.with_name(f"{part.name}{end}") for end in (".unfinished", FAILED)]
+            kept = [] if self._is_named(version, part) else [part]
+            for path in (*files, manifest, *kept):
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
+
+    def _is_named(self, version: int, part: Path) -> bool:
         """Return whether the version's manifest names this rank's part, or may do so."""
         try:
-            return any(part.file == self._part.name for part in self.read(self._version).parts)
+            return any(one.file == part.name for one in self.read(version).parts)
         except FileNotFoundError:
             return False
         except PublishError:

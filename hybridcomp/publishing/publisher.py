@@ -6,6 +6,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -16,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.job import saved
 from hybridcomp.job.agreement import tell
+from hybridcomp.job.together import together
 from hybridcomp.log import say
 from hybridcomp.publishing.beside import LIMIT_S, BesideVersion
 from hybridcomp.publishing.choosing import AUTO, CHOICES, PublishedCodec, ReceiverTimes
@@ -41,9 +43,9 @@ MOST_FINISHED = 1000
 class Publisher:
     """Sends versions of an engine's weights to one destination; every rank has one.
 
-    All ranks of the job make the same calls together. The publisher reads weights and never
-    changes them. It keeps a 16-bit copy of what this rank sends on the host, and a second one where
-    versions are written beside the training (``publish(wait=False)``).
+    All ranks of the job make the same calls together. The publisher never changes the weights. It
+    keeps a 16-bit copy of what this rank sends on the host, and a second one for versions that are
+    written beside the training (``publish(wait=False)``).
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Publisher:
         self._base, self._version, self._digest = "", 0, ""
         self._since_full = 0
         self._is_held = False  # whether the references are those of self._version
+        self._is_torn = False  # whether there may be parts of a version that has failed
         self._asked = self._is_closed = False
         self._steps = 0
         #: what the parts of the last version took, and whether it was a full one
@@ -139,10 +142,27 @@ class Publisher:
         To be called after a checkpoint was loaded, before training goes on. Does nothing once this
         publisher has published. Returns whether the chain goes on without a full version.
         """
-        self._take_over()
-        if not self._is_held and self._steps == 0:
-            self._look()
+        with self._all_or_none():
+            self._take_over()
+            if not self._is_held and self._steps == 0:
+                self._look()
         return self._is_held
+
+    def _all_or_none(self) -> AbstractContextManager[None]:
+        """Have what follows end on all ranks, or raise PublishError on all of them."""
+        return together(WHAT, self._give_up, ranks=self.ranks, error=PublishError)
+
+    def _give_up(self) -> None:
+        """Go on with a full version, after an error on any rank. No collective.
+
+        Rank 0 may have written the manifest all the same, so parts stay until all ranks have come
+        to the next version.
+        """
+        self._is_held, self._is_torn = False, True
+        if self._beside is not None:
+            self._beside.give_up()
+        if not isinstance(self._destination, Folder):
+            saved.attempt(self._destination.abandon)
 
     def _look(self) -> None:
         found: Resumed = resume(
@@ -201,6 +221,12 @@ class Publisher:
         if not wait and not isinstance(self._destination, Folder):
             todo = "only a folder is written beside the training; leave it out"
             raise ConfigError("publish.wait", wait, todo)
+        with self._all_or_none():
+            return self._publish(step, wait, begun)
+
+    def _publish(
+        self, step: int | None, wait: bool, begun: float
+    ) -> VersionSummary | StartedVersion:
         self._take_over()  # 1
         full, apply_s, tokens = self._begin()  # 2
         version = self._version + 1
@@ -233,7 +259,8 @@ class Publisher:
 
         Returns its summary, None where there is none. Raises as ``publish``.
         """
-        return self._take_over()
+        with self._all_or_none():
+            return self._take_over()
 
     def take_finished(self) -> list[VersionSummary]:
         """Return the versions that have become readable since the last call, the oldest first."""
@@ -261,17 +288,11 @@ class Publisher:
     def _take_over(self) -> VersionSummary | None:
         """Settle the version that is written beside the training; a collective if there is one."""
         beside = self._beside
-        if beside is None:
+        if beside is None or beside.is_given_up:
             return None
         begun = time.perf_counter()
-        try:
-            found = beside.settle()
-        finally:
-            if beside.is_over:
-                self._beside = None
-        if found is None:
-            return None
-        manifest, said = found
+        manifest, said = beside.settle()
+        self._beside = None
         waited_s = self._waited_s + time.perf_counter() - begun
         seconds = max(one.get("seconds", 0.0) for one in said)
         return self._took(manifest, said, seconds, waited_s, None)
@@ -326,7 +347,12 @@ class Publisher:
         names of all ranks' parts have in common.
         """
         wanted, problem = False, None
-        if self._rank == 0:
+        if self._beside is not None:
+            problem = self._beside.still_writing()
+            self._beside = self._beside if problem else None
+        if self._is_torn and problem is None and isinstance(self._destination, Folder):
+            _, problem = saved.attempt(self._destination.put_aside)
+        if self._rank == 0 and problem is None:
             found, problem = saved.attempt(self._destination.wants_full)
             wanted = bool(found)
             self._base = self._base or secrets.token_hex(16)
@@ -341,6 +367,9 @@ class Publisher:
         }  # fmt: skip
         said = tell(mine, what=WHAT, ranks=self._weights.ranks)
         check_all(said, self._weights.ranks, f"version {self._version + 1}")
+        if self._is_torn and isinstance(self._destination, Folder):
+            self._destination.remove_aside()  # nobody can write a manifest that names them any more
+        self._is_torn = False
         self._base, self._version = said[0]["base"], said[0]["version"]
         since_full = max(one["since_full"] for one in said)
         full = any(one["full"] for one in said) or since_full >= self.anchor_every

@@ -32,9 +32,8 @@ from hybridcomp.publishing.weights import FP32, PATTERNS, Table
 class WeightReceiver:
     """A mirror of published weights, and the source that it is updated from.
 
-    A version is applied as a whole or not at all. Parameters have the names that they have in the
-    trained model, as Hugging Face writes them; a tied parameter comes once, and ``aliases`` has
-    its other names.
+    It applies a version as a whole or not at all. Parameters have the trained model's names, as
+    Hugging Face writes them; a tied parameter comes once, and ``aliases`` has its other names.
     """
 
     def __init__(

@@ -22,12 +22,11 @@ class VersionSummary:
         nbytes: bytes of all ranks' parts.
         raw: whether changes were sent as they are, without a codec.
         compare_s, encode_s, wire_s: seconds of the slowest rank in each.
-        apply_s: seconds in which the slowest receiver applied the version before; None where
-            receivers do not answer.
-        seconds: from its begin until it was readable.
-        wait_s: of these, those in which training waited on this rank.
-        estimate: the seconds by which "auto" chose between coded and raw; None where it does not
-            choose, or knows no link yet.
+        apply_s: seconds in which the slowest receiver applied the version before; None without
+            an answer.
+        seconds: from its begin until it was readable; ``wait_s``: those of them in which training
+            waited on this rank.
+        estimate: the seconds by which "auto" chose between coded and raw; None if it did not.
     """
 
     version: int
@@ -62,7 +61,7 @@ class StartedVersion:
     Attributes:
         version: its number.
         full: whether it needs no version before it.
-        wait_s: seconds in which training waited for it until now, on this rank.
+        wait_s: seconds that training has waited for it on this rank.
     """
 
     version: int
@@ -76,4 +75,4 @@ def check_all(said: Sequence[Mapping[str, Any]], ranks: tuple[int, ...], what: s
     if bad:
         rank, problem = bad[0]
         more = f" (also rank(s) {', '.join(str(r) for r, _ in bad[1:5])})" if bad[1:] else ""
-        raise PublishError(f"{what} was not published: rank {rank}: {problem}{more}")
+        raise PublishError.naming_rank(f"{what} was not published: rank {rank}: {problem}{more}")

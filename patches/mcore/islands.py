@@ -75,9 +75,9 @@ def island_pg_collection() -> Any:
 
     A ProcessGroupCollection: give it to DistributedDataParallel and to ``get_megatron_optimizer``
     (with ``use_gloo_process_groups=False``) as ``pg_collection``. Every rank calls it, after
-    ``initialize_model_parallel``; a second call returns the same. Where islands are jobs of their
-    own, the groups are the job's. Raises ConfigError where the process has no block with ``sync``,
-    or where islands do not hold whole copies of the model.
+    ``initialize_model_parallel``; a second call returns the same. If islands are jobs of their own,
+    the groups are the job's. Raises ConfigError if the process has no block with ``sync``, or if
+    islands do not hold whole copies of the model.
     """
     session = process.own_session()
     if session is None or not session.channels.config.sync.acts:

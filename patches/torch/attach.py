@@ -181,12 +181,10 @@ def _inside(model: Module) -> list[DistributedDataParallel]:
 def detach(model: Module) -> None:
     """Restore the native communication of a model under FSDP2 or DDP; drops its state.
 
-    Every rank calls it between two steps. Messages, their bytes and values are native's from then
-    on. ``attach`` may follow, with another block too. The residuals of error feedback are dropped,
-    with a notice; ``save_state`` before saves them. Harmless when called twice.
-
-    Under FSDP2 torch's communication is back in its slots. DDP's reducer cannot drop a hook: ours
-    stays there and averages natively, with the values that DDP has without one.
+    Every rank calls it between two steps; ``attach`` may follow, with another block too. Messages,
+    their bytes and values are native's from then on. The residuals of error feedback are dropped,
+    with a notice; ``save_state`` before saves them. Harmless when called twice. DDP's reducer
+    cannot drop a hook: ours stays and averages natively, with the values that DDP has without one.
 
     Args:
         model: the argument of ``attach``, or a model that was attached automatically.

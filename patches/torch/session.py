@@ -54,11 +54,10 @@ def island_group(
 ) -> ProcessGroup:
     """Return the process group of this rank's island, for a model whose block has ``sync``.
 
-    Build DistributedDataParallel with it, or the mesh of fully_shard; DeepSpeed's engines take it
-    by themselves. Every rank calls it, after ``init_process_group``; a second call returns the same
-    group. It is that of the whole job where islands are jobs of their own. ``block``: as for
-    ``attach``. Raises ConfigError where the block has no islands, or the job cannot be cut into
-    them.
+    Build DistributedDataParallel or the mesh of fully_shard with it; DeepSpeed's engines take it by
+    themselves. Every rank calls it, after ``init_process_group``; a second call returns the same
+    group. If islands are jobs of their own it is the whole job's. ``block``: as for ``attach``.
+    Raises ConfigError if the block has no islands, or the job cannot be cut into them.
     """
     found, whole = read(block), dist.group.WORLD
     if found is not None and found.sync.jobs is not None and whole is not None:

@@ -14,16 +14,15 @@ Schema = Mapping[str, Any]
 HEAD = f"""\
 # The block, key by key
 
-This page is made from the schema by `scripts/make_docs.py`; `hybridcomp schema` prints the schema
-itself, and `configs/compression.schema.json` is the file for editors. The block stands in the
-DeepSpeed file under `"{BLOCK}"`, for jobs without one in [a file of its own](engines/megatron.md).
-An unknown key, a wrong type or a setting that cannot act is an error in one line that names the key
-([errors](errors.md)).
+`hybridcomp schema` prints the schema from which this page is made; editors take
+`configs/compression.schema.json`. The block stands in the DeepSpeed file under `"{BLOCK}"`, for
+jobs without one in [a file of its own](engines/megatron.md). An unknown key, a wrong type or a
+setting that cannot act is an error in one line that names the key ([errors](errors.md)).
 
 A dimension is an object, or the bare name of a codec: `"zero": "mpc"` is short for
-`"zero": {{"codec": "mpc"}}`. Beside a `preset`, a dimension that is written with a codec (or with
-an `error_bound`) replaces the preset's; one without changes only the settings that it names. The
-same holds for `forward` and `backward` inside a dimension.
+`"zero": {{"codec": "mpc"}}`. Beside a `preset`, a dimension with a codec (or an `error_bound`)
+replaces the preset's; one without changes only the settings that it names. The same holds for
+`forward` and `backward` inside a dimension.
 """
 #: sections behind the block's own keys: title, model of the schema, what stands above the table
 PARTS = (
@@ -34,6 +33,12 @@ PARTS = (
     ("publish", "PublishConfig",
      'Versions of the weights for inference engines: `"publish": {"to": "runs/weights"}` '
      "([publishing](publishing.md))."),
+    ("gathered", "GatheredConfig",
+     'All weights on every rank for a roll-out: `"gathered": "stepcode"` '
+     "([gathered weights](gathered.md))."),
+    ("generate", "GenerateConfig",
+     'What `hybridcomp.generate` sends and keeps: `"generate": {"pp": {"codec": "blockint", '
+     '"bits": 8}}` ([generation](generation.md)).'),
     ("outer", "OuterConfig",
      'The outer optimizer of `sync`: `"outer": {"lr": 0.7, "momentum": 0.9}`.'),
     ("islands that are jobs", "RendezvousConfig",
@@ -60,47 +65,54 @@ def page() -> str:
     lines = [HEAD, "## Keys of the block", "", *table(block), ""]
     lines += [
         "## Codec settings", "",
-        "Every dimension takes these, and so do its directions `forward` and `backward`, of `tp2d` "
-        "its kinds `activations`, `weights` and `gradients`. Which codec takes which setting is "
-        "said at its start; a setting that the codec does not have is an error. "
-        "[Codecs](codecs.md) says what each of them is for.", "", *table(common), "",
+        "Every dimension takes these, and so do `forward` and `backward`, of `tp2d` `activations`, "
+        "`weights` and `gradients`. A setting that the codec does not have is an error. "
+        "[Codecs](codecs.md) says what each codec is for.", "", *table(common), "",
     ]  # fmt: skip
-    told: dict[str, str] = {}
+    seen: dict[tuple[str, str], str] = {}
     for name in DIMENSIONS:
-        lines += [*dimension(name, block[name], models, common, told), ""]
+        lines += [*dimension(name, block[name], models, common, seen), ""]
     for title, model, words in PARTS:
         lines += [f"## {title}", "", words, "", *table(models[model]["properties"]), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def dimension(
-    name: str, entry: Schema, models: Schema, common: Schema, told: dict[str, str]
+    name: str, entry: Schema, models: Schema, common: Schema, seen: dict[tuple[str, str], str]
 ) -> Iterator[str]:
-    """A section: what the dimension is, its codecs, and the keys that it has beside the common.
+    """Yield a section: the dimension, its own codecs, and the keys that it has beside the common.
 
-    ``told`` has the dimension that each meaning stands at; it gets those of this one.
+    ``seen`` maps the lines of a key to the first dimension that has them; it gets those of this
+    one. Keys that an earlier dimension has are one line that refers to it.
     """
     model = models[_reference(entry)]["properties"]
     names = next(part["enum"] for part in entry["anyOf"] if "enum" in part)
+    more = [f"`{codec}`" for codec in names if codec not in common["codec"]["enum"]]
     yield f"## {name}"
     yield ""
-    yield entry["description"]
+    yield entry["description"] + (f" A codec of its own: {', '.join(more)}." if more else "")
     yield ""
-    yield f"Codecs: {', '.join(f'`{codec}`' for codec in names)}."
-    yield ""
-    own = {key: part for key, part in model.items() if key not in common}
-    for line in table(own):
-        first = told.setdefault(line, name)
-        yield f"  As in [{first}](#{first})." if line[0] == " " and first != name else line
+    again: dict[str, list[str]] = {}
+    for key, part in model.items():
+        if key in common:
+            continue
+        first, second = table({key: part})
+        where = seen.setdefault((first, second), name)
+        if where == name:
+            yield from (first, second)
+        else:
+            again.setdefault(where, []).append(f"**`{key}`**")
+    for where, keys in again.items():
+        yield f"* {', '.join(keys)}: as in [{where}](#{where})."
 
 
 def table(properties: Schema) -> Iterator[str]:
-    """Yield an entry for each key: a list, of which a phone shows the meaning, too."""
+    """Yield two lines for each key: a list, of which a phone shows the meaning, too."""
     for key, entry in properties.items():
         words = " ".join(str(entry.get("description", "")).split())
         words = words.removesuffix(" Default: native.")
-        told = [kind(key, entry), f"default {found}" if (found := default(entry)) else ""]
-        yield f"* **`{key}`**: {', '.join(text for text in told if text)}  "
+        given = [kind(key, entry), f"default {found}" if (found := default(entry)) else ""]
+        yield f"* **`{key}`**: {', '.join(text for text in given if text)}  "
         yield f"  {words}"
 
 
@@ -135,10 +147,10 @@ def _kind(part: Schema) -> str:
 
 
 def default(entry: Schema) -> str:
-    """Return the default; of whole dimensions it is to be native."""
+    """Return the default, of dimensions "native"; "" where a section has the defaults."""
     found = entry.get("default")
     if isinstance(found, Mapping):
-        return "native" if found.get("codec") == "none" else "as below"
+        return "native" if found.get("codec") == "none" else ""
     return "" if found is None else _code(found)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import takewhile
 from pathlib import Path
 
@@ -22,16 +22,22 @@ PUBLIC = (("", hybridcomp), ("nn.", nn), ("codecs.", codecs), ("session.", sessi
 def api() -> str:
     """Return every public name of ``PUBLIC``; errors have a table.
 
-    What users hold has its signature and docstring, what authors need a row: ``help`` has the rest.
+    What users hold has its signature and docstring, what authors need a row, a codec its name:
+    ``help`` has the rest.
     """
-    told, rows = [], ["| for authors | |", "|---|---|"]
+    entries, names, rows = [], [], ["| for authors | |", "|---|---|"]
     for name, found in public():
-        if name.startswith(("codecs.", "session.")):
+        if inspect.isclass(found) and issubclass(found, codecs.Codec) and found is not codecs.Codec:
+            names.append(f"`{name.removeprefix('codecs.')}`")
+        elif name.startswith(("codecs.", "session.")):
             rows.append(f"| `hybridcomp.{name}` | {_first(found)} |")
         else:
-            told.append("\n".join(_entry(name, found)))
-    head = "## Codecs and engines\n\n`help(hybridcomp.codecs.Codec)` and so on have the contracts."
-    return "\n\n".join([*told, head, "\n".join(rows)])
+            entries.append("\n".join(_entry(name, found)))
+    head = (
+        "## Codecs and engines\n\n`help(hybridcomp.codecs.Codec)` and so on have the contracts. "
+        f"[Codecs](codecs.md) in `hybridcomp.codecs`: {', '.join(names)}."
+    )
+    return "\n\n".join([*entries, head, "\n".join(rows)])
 
 
 def _first(found: object) -> str:
@@ -56,14 +62,19 @@ def _entry(name: str, found: object) -> Iterator[str]:
     yield ""
     if inspect.isfunction(found):
         yield "```python"
-        yield f"{name.rpartition('.')[2]}{inspect.signature(found)}".replace(
-            "'", ""
-        )  # annotations are strings
+        yield f"{name.rpartition('.')[2]}{_signature(found)}"
         yield "```"
         yield ""
     yield _markdown(inspect.getdoc(found) or "")
     if inspect.isclass(found) and (rows := list(_methods(found))):
         yield from ("", "| method | |", "|---|---|", *rows)
+
+
+def _signature(function: Callable[..., object]) -> str:
+    """Return names, defaults and the result; the list of arguments below has the types."""
+    whole = inspect.signature(function)
+    bare = [one.replace(annotation=inspect.Parameter.empty) for one in whole.parameters.values()]
+    return str(whole.replace(parameters=bare)).replace("'", "")  # annotations are strings
 
 
 def _methods(found: type) -> Iterator[str]:

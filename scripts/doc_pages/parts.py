@@ -13,12 +13,12 @@ from hybridcomp.patches import registry
 from hybridcomp.patches.rules import ds_check, mcore, neox
 from hybridcomp.patches.rules.engine import Rule
 
-#: verdict -> what it means for the user
+#: verdict -> what it means for the user; the page has a table for each, in this order
 VERDICTS = {
-    "refuse": "always an error",
-    "bypass": "an error, or native",
-    "absent": "an error where you wrote it",
-    "note": "acts, and is said",
+    "refuse": "Always an error",
+    "bypass": "An error, or native",
+    "absent": "An error where you wrote it",
+    "note": "Acts, with a line",
 }
 
 
@@ -71,22 +71,32 @@ def support_matrix() -> str:
 
 def deepspeed_rules() -> str:
     """Return settings of DeepSpeed and GPT-NeoX that concern the block."""
-    return "\n".join(_rows([*ds_check.TABLES, *neox.RULES]))
+    return "\n".join(_rows([*ds_check.TABLES, *neox.RULES])).rstrip()
 
 
 def megatron_rules() -> str:
     """Return settings of megatron-core that concern the block."""
-    return "\n".join(_rows(mcore.RULES))
+    return "\n".join(_rows(mcore.RULES)).rstrip()
 
 
-def _rows(table: Sequence[Rule[Any]]) -> Iterator[str]:
-    yield "| found | dimensions | what happens | why, and what to do |"
-    yield "|---|---|---|---|"
-    for rule in table:
-        names = ", ".join(f"`{name}`" for name in rule.dimensions)
-        todo = f"; {rule.todo}" if rule.todo else ""
-        told = f"{_breakable(rule.found)} | {names} | {VERDICTS[rule.verdict]}"
-        yield f"| {told} | {_breakable(f'{rule.reason}{todo}')} |"
+def _rows(rules: Sequence[Rule[Any]]) -> Iterator[str]:
+    """Yield a table for each verdict; rules that differ in the dimension alone share a row."""
+    for verdict, title in VERDICTS.items():
+        rows: dict[tuple[str, str], list[str]] = {}
+        for rule in rules:
+            if rule.verdict == verdict:
+                todo = f"; {rule.todo}" if rule.todo else ""
+                dimensions = rows.setdefault((rule.found, f"{rule.reason}{todo}"), [])
+                dimensions += [f"`{name}`" for name in rule.dimensions]
+        yield from (
+            f"**{title}**",
+            "",
+            "| found | dimensions | why, and what to do |",
+            "|---|---|---|",
+        )
+        for (found, why), names in rows.items():
+            yield f"| {_breakable(found)} | {', '.join(dict.fromkeys(names))} | {_breakable(why)} |"
+        yield ""
 
 
 def _breakable(text: str) -> str:

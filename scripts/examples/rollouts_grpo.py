@@ -41,7 +41,8 @@ class PublishedRollouts:
         told = self.publisher.publish()
         self.follower.update(told.version)
         if trainer.is_world_process_zero():
-            print(f"version {told.version}: {told.bits_per_weight:.2f} bits a weight")
+            paused = f"generation stood still for {1e3 * self.follower.pause_s:.1f} ms"
+            print(f"version {told.version}: {told.bits_per_weight:.2f} bits a weight, {paused}")
         return self.generate(trainer.processing_class(prompts)["input_ids"])
 
     @torch.no_grad()

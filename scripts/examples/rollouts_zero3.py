@@ -3,15 +3,21 @@
 
 torchrun --standalone --nproc-per-node 2 scripts/examples/rollouts_zero3.py
 torchrun --standalone --nproc-per-node 2 scripts/examples/rollouts_zero3.py --stage 1
+torchrun --standalone --nproc-per-node 2 scripts/examples/rollouts_zero3.py --engine verl
 torchrun --standalone --nproc-per-node 1 scripts/examples/rollouts_zero3.py --engine vllm
 
 Each round publishes the weights, loads them into the model that generates, rewards what it wrote,
-and trains one step. ``--engine vllm`` needs a GPU that both fit on.
+and trains one step; it prints for how long the model that generates stood still. ``--engine verl``
+sends weights as verl's actors and rollouts do, by verl's own registry. ``--engine vllm`` needs a
+GPU that both fit on.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +34,13 @@ WORDS, LENGTH, PROMPTS = 64, 12, 32
 
 
 class Rollout(Protocol):
-    """A model that generates with published weights; only rank 0 has one."""
+    """A model that generates with published weights; only rank 0 has one.
+
+    Attributes:
+        pause_s: seconds of the last update in which it could not generate.
+    """
+
+    pause_s: float
 
     def update(self) -> int:
         """Load the version that ``publish`` has just written; returns its number."""
@@ -49,6 +61,7 @@ class Transformers:
     def update(self) -> int:
         self.follower.update()
         assert self.follower.version is not None
+        self.pause_s = self.follower.pause_s
         return self.follower.version
 
     @torch.no_grad()
@@ -58,6 +71,58 @@ class Transformers:
             min_new_tokens=LENGTH, max_new_tokens=LENGTH, pad_token_id=0,
         )  # fmt: skip
         return found
+
+
+class Verl(Transformers):
+    """A model of transformers whose weights come as verl's rollout workers get them."""
+
+    def __init__(self, config: LlamaConfig, source: str) -> None:
+        self.model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        self.receives = verl_engine(source)
+        self.receives.init_process_group(is_rollout=True)
+        self.version = 0
+
+    def update(self) -> int:
+        asyncio.run(self._receive())
+        self.receives.init_process_group(is_rollout=True)  # verl does so in front of each sync
+        self.version += 1
+        return self.version
+
+    async def _receive(self) -> None:
+        mine = {name: one.detach() for name, one in self.model.named_parameters()}
+        begun = None
+        async for name, tensor in self.receives.receive_weights():
+            begun = begun or time.perf_counter()
+            mine[name].copy_(tensor)
+        assert begun is not None
+        self.pause_s = time.perf_counter() - begun
+
+
+class VerlPublisher:
+    """Publishes from all ranks as verl's actors do: whole tensors of an export pass by."""
+
+    def __init__(self, engine: Any, source: str) -> None:
+        self.engine, self.sends = engine, verl_engine(source)
+        self.sends.init_process_group(is_rollout=False)
+        self.close = self.sends.finalize
+
+    def publish(self) -> Any:
+        asyncio.run(self.sends.send_weights(self._export()))
+        return self.sends.summary
+
+    def _export(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.engine.module.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter]):
+                yield name, parameter.detach()
+
+
+def verl_engine(source: str) -> Any:
+    """Return what verl makes of ``checkpoint_engine.backend: hybridcomp``."""
+    from verl.checkpoint_engine.base import CheckpointEngineRegistry
+
+    import hybridcomp.inference.verl_engine  # noqa: F401  # as custom_backend_module
+
+    return CheckpointEngineRegistry.new("hybridcomp", bucket_size=1 << 20, to=source)
 
 
 class VLLM:
@@ -78,10 +143,12 @@ class VLLM:
 
     def update(self) -> int:
         self.version += 1
+        begun = time.perf_counter()
         self.llm.start_weight_update()
         self.llm.update_weights({"update_info": {"version": self.version}})
         self.llm.finish_weight_update(weight_version=str(self.version))
         self.llm.reset_prefix_cache()  # its keys and values are of the version before
+        self.pause_s = time.perf_counter() - begun
         return self.version
 
     def generate(self, prompts: Tensor) -> Tensor:
@@ -141,6 +208,8 @@ def rollout_of(arguments: argparse.Namespace, config: LlamaConfig, source: str) 
     """Return what generates, on rank 0."""
     if dist.get_rank():
         return None
+    if arguments.engine == "verl":
+        return Verl(config, source)
     if arguments.engine == "vllm":
         return VLLM(config, source, Path(arguments.output, "model").absolute())
     return Transformers(config, source)
@@ -162,7 +231,9 @@ def one_round(engine: Any, publisher: Any, rollout: Rollout | None) -> tuple[flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    parser.add_argument(
+        "--engine", choices=("transformers", "verl", "vllm"), default="transformers"
+    )
     parser.add_argument("--stage", type=int, default=3, help="of ZeRO")
     parser.add_argument("--lr", type=float, default=3e-3, help="1e-6, as in RL: few weights move")
     parser.add_argument("--rounds", type=int, default=20)
@@ -178,21 +249,26 @@ def main() -> None:
     )  # fmt: skip
     source = Path(arguments.output, "weights").absolute().as_uri()
     engine = engine_of(config, arguments.stage, arguments.lr)
-    publisher = hybridcomp.publish(engine, source)
+    publisher: Any = (
+        VerlPublisher(engine, source)
+        if arguments.engine == "verl"
+        else hybridcomp.publish(engine, source)
+    )
     rollout = rollout_of(arguments, config, source)
     gained = []
     for _ in range(arguments.rounds):
         reward, told = one_round(engine, publisher, rollout)
         gained.append(reward)
-        if dist.get_rank() == 0:
+        if rollout is not None:
             print(
                 f"version {told.version}: reward {reward:.3f}, {told.changed_share:.1%} of the "
-                f"weights changed, {told.bits_per_weight:.2f} bits a weight"
+                f"weights changed, {told.bits_per_weight:.2f} bits a weight, generation stood "
+                f"still for {1e3 * rollout.pause_s:.1f} ms"
             )
     told = publisher.publish()
     if rollout is not None:
         rollout.update()
-    equal = arguments.engine != "transformers" or same_bits(rollout, engine)  # type: ignore[arg-type]
+    equal = arguments.engine == "vllm" or same_bits(rollout, engine)  # type: ignore[arg-type]
     if dist.get_rank() == 0:
         print(f"rewards {gained[0]:.3f} to {gained[-1]:.3f}, version {told.version}, "
               f"weights equal bit by bit: {'yes' if equal else 'no'}")  # fmt: skip

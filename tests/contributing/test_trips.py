@@ -147,7 +147,10 @@ def test_messages_of_the_dimension_are_encoded_and_counted(walked: Walked) -> No
 def test_the_pages_have_the_dimension(walked: Walked) -> None:
     section = walked.page("block.md").partition("\n## sites\n")[2].partition("\n## ")[0]
     assert "Averages of sites that meet every few steps. Default: native." in section
-    assert "* **`guard`**: [see below](#guard)" in section and "`error_feedback`" not in section
+    assert (
+        "* **`guard`**, **`ramp`**: as in [dp](#dp)." in section
+        and "`error_feedback`" not in section
+    )
     assert "`sites`" in walked.page("choosing.md")
     seam = "| `sites` | Gradients that toytrain averages over its ranks"
     assert f"{seam} | `toytrain >= 1.0, < 2.0` |" in walked.page("support.md")

@@ -127,6 +127,7 @@ def test_chromium_finds_nothing_wrong(
         high = {page: height for page, height in found["heights"].items()
                 if page.startswith("results/") and height > HIGHEST}  # fmt: skip
         assert not high
+        assert found["heights"]["index.html"] <= 900, "the front page is one screen"
     (tmp_path / "ds_config.json").write_text(found["chosen"])
     assert found["clicks"] == 3 and json.loads(found["chosen"])["zero_optimization"] == {"stage": 2}
     assert cli.main(["validate", str(tmp_path / "ds_config.json")]) == 0

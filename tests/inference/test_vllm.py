@@ -250,20 +250,25 @@ def raising(_: object) -> None:
     raise RuntimeError("out of memory")
 
 
-def together(folder: Path, fails: str) -> list[Any]:
-    """Two workers of one engine, each a rank; version 3 fails on rank 0 alone. What each saw."""
+def worker_of(model: Packed) -> Any:
+    """The engine of a worker of the stand-in; each rank is one, of a server of two."""
     for name in [one for one in sys.modules if one.startswith("hybridcomp.inference.vllm")]:
         del sys.modules[name]
     stand_in_for_vllm.install(lambda modules, *_: sys.modules.update(modules))
     torch.accelerator.synchronize = lambda *_: None
     upstream.check = lambda _: None  # type: ignore[assignment]
     worker = importlib.import_module("hybridcomp.inference.vllm_worker")
-    model = Packed(dist.get_rank())
     config = SimpleNamespace(quantization=None, dtype=torch.bfloat16)
     vllm_config = SimpleNamespace(
         model_config=config, parallel_config=SimpleNamespace(world_size=2)
     )
-    engine = worker.HybridcompWeightTransferEngine(None, vllm_config, torch.device("cpu"), model)
+    return worker.HybridcompWeightTransferEngine(None, vllm_config, torch.device("cpu"), model)
+
+
+def together(folder: Path, fails: str) -> list[Any]:
+    """Two workers of one engine, each a rank; version 3 fails on rank 0 alone. What each saw."""
+    model = Packed(dist.get_rank())
+    engine = worker_of(model)
     found: list[Any] = []
 
     def load(version: int) -> None:

@@ -29,6 +29,7 @@ SPARED = tuple(
     for name in (
         "job/gates", "job/agreement", "job/together", "job/statements", "job/processes",
         "job/small_messages", "errors", "log", "collectives/wire/transport", "sync/exact_sends",
+        "inference/together",
     )
 )  # fmt: skip
 #: what stands in front of an operation, and looks at arguments that are alike on all ranks, and

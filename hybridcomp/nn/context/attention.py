@@ -49,7 +49,7 @@ def ring_attention(
         layout: how sequences are cut: ``zigzag``, or ``contiguous``, which leaves the first ranks
             idle under a causal mask.
         documents: document numbers of the whole sequence, (B or 1, tokens), equal on every rank. A
-            token sees the tokens with its number; -1 is padding. None: all tokens see each other.
+            token sees those with its number; -1 is padding. None: all tokens see each other.
 
     Returns the context (B, H, S, E), of the dtype of ``q``; B and S may be 0. Raises ValueError on
     shapes that do not fit.

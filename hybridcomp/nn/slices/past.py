@@ -104,6 +104,23 @@ class Past:
         """Tokens before the slice; its first position."""
         return self._start
 
+    @property
+    def room(self) -> int:
+        """Return the tokens of the sequence, 0 if unknown."""
+        return self._tokens
+
+    def positions(self, tokens: int, device: torch.device) -> Tensor:
+        """Return the positions of the slice's tokens, (T,) int64."""
+        return torch.arange(self._start, self._start + tokens, device=device)
+
+    def attend(self, layer: Hashable, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Extend the keys and values by the slice's, and attend to them, (B, H, T, D).
+
+        Arguments as for ``extend``, and the slice's queries (B, H, T, D), positions applied. A
+        layer that calls this and ``positions`` also generates (``hybridcomp.generate``).
+        """
+        return attend(query, *self.extend(layer, key, value))
+
     def at(self, start: int) -> Past:
         """Return the past of the slice that begins with token ``start``, on the same memory."""
         later = Past(self._tokens)

@@ -37,11 +37,11 @@ _numbers = count()
 class CachedEmbedding(nn.Module):
     """An ``nn.Embedding``, or with ``mode`` an ``nn.EmbeddingBag``, for tables of any size.
 
-    Row i belongs to rank i % ranks of ``group`` at place i // ranks, which keeps it, with its
-    optimizer states, in host memory or a mapped file; ``resident`` rows are on the device. A batch
-    asks the owners for its rows; gradients go back to them, are added in rank order, and wait for
-    ``RowOptimizer.step``. Every rank calls forward, prefetch and backward as often as the others,
-    if need be with an empty batch; a mistake of one raises on all.
+    Row i belongs to rank i % ranks of ``group``, which keeps it, with its optimizer states, in host
+    memory or a mapped file; ``resident`` rows are on the device. A batch asks the owners for its
+    rows; gradients go back to them, are added in rank order, and wait for ``RowOptimizer.step``.
+    Every rank calls forward, prefetch and backward as often as the others, if need be with an empty
+    batch; a mistake of one raises on all.
 
     Attributes:
         anchor: a parameter of one element, always zero, whose dtype is that of the outputs.

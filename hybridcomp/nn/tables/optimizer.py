@@ -33,9 +33,9 @@ Rows = dict[str, Tensor]
 class RowOptimizer(torch.optim.Optimizer):
     """SGD, Adagrad, row-wise Adagrad or SparseAdam of ``CachedEmbedding``; schedulers take it.
 
-    A step takes the gradients of all backward passes since the last one, in their order, and drops
-    them. Rows have the bits that torch's optimizer gives them: ``SGD``, ``Adagrad`` (of dense
-    gradients, with ``sparse_formula`` of sparse ones) and ``SparseAdam``.
+    A step takes the gradients of all backward passes since the last one, in order, and drops them.
+    Rows have the bits that torch's optimizer gives them: ``SGD``, ``Adagrad`` (of dense gradients,
+    with ``sparse_formula`` of sparse ones) and ``SparseAdam``.
     """
 
     def __init__(

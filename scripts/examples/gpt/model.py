@@ -74,12 +74,15 @@ class Block(nn.Module):
         self.number = number - 1  # layer 0 is the embedding
         self.segment: list[Block] = []  # that runs again in backward, this block first
         self.is_led = False  # runs with the first block of its segment
-        self.past: Any = None  # of a slice: the tokens before it, and what looks at them
-        self.attend: Any = None  # (gpt.token_slices)
-        self.whole = 0  # tokens of the sequences that are sliced
 
-    def forward(self, hidden: Tensor, leads: bool = True) -> Tensor:
-        """(B, T, C) to (B, T, C); ``leads``: not called by the first block of a segment."""
+    def forward(self, hidden: Tensor, past: Any = None, leads: bool = True) -> Tensor:
+        """(B, T, C) to (B, T, C).
+
+        ``past``: the tokens before these, in slices of a sequence (``hybridcomp.nn.slices``) and in
+        generation. ``leads``: not called by the first block of a segment.
+        """
+        if past is not None:
+            return self._run(hidden, past)
         if not (leads and self.segment):
             return hidden if leads and self.is_led else self._run(hidden)
         if not torch.is_grad_enabled():
@@ -92,19 +95,19 @@ class Block(nn.Module):
             hidden = block(hidden, leads=False)
         return hidden
 
-    def _run(self, hidden: Tensor) -> Tensor:
-        hidden = hidden + self._attend(self.norm1(hidden))
+    def _run(self, hidden: Tensor, past: Any = None) -> Tensor:
+        hidden = hidden + self._attend(self.norm1(hidden), past)
         out: Tensor = hidden + self.down(F.gelu(self.up(self.norm2(hidden))))
         return out
 
-    def _attend(self, hidden: Tensor) -> Tensor:
+    def _attend(self, hidden: Tensor, past: Any) -> Tensor:
         batch, length, _ = hidden.shape
         qkv = self.qkv(hidden).view(batch, length, 3, self.heads, self.head_width)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
-        cos, sin = self._angles(length, hidden.device)
+        cos, sin = self._angles(length, hidden.device, past)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        if self.past is not None:
-            mixed = self.attend(query, *self.past.extend(self, key, value))
+        if past is not None:
+            mixed = past.attend(self, query, key, value)
         elif self.ring is None:
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
@@ -112,12 +115,12 @@ class Block(nn.Module):
         out: Tensor = self.attention_out(mixed.transpose(1, 2).flatten(2))
         return out
 
-    def _angles(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _angles(self, length: int, device: torch.device, past: Any) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines of the positions of this rank's tokens."""
-        if self.past is not None:
-            cos, sin = rotary_table(self.whole, self.head_width, device)
-            here = slice(self.past.start, self.past.start + length)
-            return cos[here], sin[here]
+        if past is not None:
+            cos, sin = rotary_table(past.room, self.head_width, device)
+            places = past.positions(length, device)
+            return cos[places], sin[places]
         if self.ring is None:
             return rotary_table(length, self.head_width, device)
         places = _ring().places(length, device)

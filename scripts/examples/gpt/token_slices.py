@@ -19,36 +19,25 @@ from gpt.errors import ParallelismError
 from gpt.loop import PlainTrainer
 from gpt.model import Block, kinds, loss_of
 from gpt.weights import ModelConfig
-from hybridcomp.nn.slices import Past, SlicedStage, attend, chosen_slices
+from hybridcomp.nn.slices import Past, SlicedStage, chosen_slices
 
 
 class Layers(nn.Module):
     """The layers of one stage: tokens or hidden states of a slice to hidden states or logits."""
 
-    def __init__(self, config: ModelConfig, cuts: Sequence[int], stage: int, length: int) -> None:
-        """``cuts``: blocks of each stage. ``length``: tokens of a whole sequence."""
+    def __init__(self, config: ModelConfig, cuts: Sequence[int], stage: int) -> None:
+        """``cuts``: blocks of each stage."""
         super().__init__()
         every = kinds(config)
         stops = [0, *(1 + stop for stop in accumulate(cuts))]  # the embedding with the first
         stops[-1] = len(every)  # norm and output with the last
         first, last = list(pairwise(stops))[stage]
         self.layers = nn.ModuleList(every[n](config, n) for n in range(first, last))
-        for block in self.blocks:
-            block.whole, block.attend = length, attend
-
-    @property
-    def blocks(self) -> list[Block]:
-        """Those of the layers that look at earlier slices."""
-        return [layer for layer in self.layers if isinstance(layer, Block)]
 
     def forward(self, values: Tensor, past: Past) -> Tensor:
         """Run one slice, behind the tokens of ``past``."""
-        for block in self.blocks:
-            block.past = past
         for layer in self.layers:
-            values = layer(values)
-        for block in self.blocks:
-            block.past = None
+            values = layer(values, past) if isinstance(layer, Block) else layer(values)
         return values
 
 
@@ -67,7 +56,7 @@ def build(config: ModelConfig, arguments: argparse.Namespace, topology: Any) -> 
     stage = grid.get_stage_id()
     each, rest = divmod(config.layers, stages)
     blocks = arguments.cuts or [each + (number < rest) for number in range(stages)]
-    layers = Layers(config, blocks, stage, length)
+    layers = Layers(config, blocks, stage)
     if stage and config.tp == 1:  # else DeepSpeed's norm of gradients (ZeRO 0) leaves them out
         for parameter in layers.parameters():
             parameter.model_parallel = True  # type: ignore[attr-defined]

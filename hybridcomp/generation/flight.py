@@ -1,0 +1,177 @@
+"""Batches in flight: each stage takes the next pass as soon as it has handed on the last one.
+
+The stages of a pipeline form a ring. The first stage keeps several passes under way; their frames
+describe themselves, so that the others take what comes, run it, and send it on. The last stage
+picks tokens, and the first puts them into the next pass (NBPP of EnergonAI, without a controller).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from types import TracebackType
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hybridcomp.channels import Channels, Posted, PostReceive, PostSend
+from hybridcomp.collectives import Group
+from hybridcomp.generation.frames import ENDS_S, HopFrame, Incoming, Outgoing
+from hybridcomp.generation.past import PackedPass
+from hybridcomp.generation.picking import Picked, Picker
+from hybridcomp.generation.requests import Requests
+from hybridcomp.generation.stage_runner import StageRunner
+
+#: bytes of a frame's header for a token and for a part of a pass, and of the rest of it
+TOKEN_NBYTES, PART_NBYTES, REST_NBYTES = 24, 160, 4096
+
+
+@dataclass
+class GenerationFigures:
+    """What a rank has done: add up over calls of ``generate``.
+
+    Attributes:
+        passes: of its stage.
+        tokens: that its layers have computed; nothing is padded.
+        hops: frames with hidden states that it has sent.
+    """
+
+    passes: int = 0
+    tokens: int = 0
+    hops: int = 0
+
+
+@dataclass(frozen=True)
+class Hops:
+    """Hidden states (1, N, width) between two stages, by dimension ``pp`` of ``channels``.
+
+    Attributes:
+        group: the ranks that exchange frames, in the order of stages; gloo between CPUs.
+        tensor: the tensor ranks of a stage, each of which sends its part; None: all is sent.
+    """
+
+    channels: Channels
+    group: ProcessGroup
+    tensor: ProcessGroup | None
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def packed(self, values: Tensor, ranks: tuple[int, int]) -> tuple[Tensor, Posted | None]:
+        """Return the bytes of ``values``, and what counts them once they are sent."""
+        flat = values.to(self.dtype).contiguous().view(-1)
+        posted = self._posted(PostSend, flat, ranks)
+        return (flat.view(torch.uint8), None) if posted is None else (posted.message, posted)
+
+    def unpacked(self, payload: Tensor, tokens: int, ranks: tuple[int, int]) -> Tensor:
+        """Return the hidden states of ``tokens`` tokens from their bytes."""
+        flat = torch.empty(tokens * self.width, dtype=self.dtype, device=self.device)
+        posted = self._posted(PostReceive, flat, ranks)
+        room = flat.view(torch.uint8) if posted is None else posted.message
+        room[: payload.numel()].copy_(payload)
+        if posted is not None:
+            posted.done()
+        return flat.view(1, tokens, self.width)
+
+    def _posted(
+        self, kind: type[PostSend | PostReceive], flat: Tensor, ranks: tuple[int, int]
+    ) -> Posted | None:
+        channel = self.channels["pp"]
+        message = kind(
+            numel=flat.numel(), dtype=flat.dtype, group=self.group, between=ranks, values=flat,
+            holders=self.tensor,
+        )  # fmt: skip
+        native = partial(message.post, channel, None) if self.tensor else lambda: None
+        return channel.run(message, native=native, encoded=lambda posted: posted)
+
+
+class Flight:
+    """One stage's part in answering all prompts."""
+
+    def __init__(
+        self, runner: StageRunner, hops: Hops, requests: Requests, batch: int,
+        figures: GenerationFigures,
+    ) -> None:  # fmt: skip
+        """Begin; on all stages with equal ``requests``, of which the first stage's are used."""
+        self._runner, self._hops, self._requests, self._figures = runner, hops, requests, figures
+        group = Group.of(hops.group)
+        self._me, line = group.global_ranks[group.rank], group.global_ranks
+        self._before = line[group.rank - 1]
+        self._after = line[(group.rank + 1) % group.size]
+        room = REST_NBYTES + requests.most * TOKEN_NBYTES
+        room += batch * (requests.slots + 1) * PART_NBYTES
+        room += requests.most * hops.width * hops.dtype.itemsize * 5 // 4
+        self._alone = group.size == 1
+        if not self._alone:
+            self._incoming = Incoming(self._before, group, requests.slots, room)
+            self._outgoing = Outgoing(self._after, group, requests.slots, room)
+
+    def __enter__(self) -> Flight:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Have the neighbours meet what was posted, so that nothing is left of this flight."""
+        if self._alone:
+            return
+        self._outgoing.close(failed=error is not None)
+        self._incoming.close(None if error is None else ENDS_S)
+
+    def run(self, picker: Picker) -> None:
+        """Answer all prompts, on the first stage; elsewhere run all that comes until the end."""
+        if self._runner.is_first:
+            self._lead(picker)
+            return
+        while (frame := self._incoming.take()).said is not None:
+            passed = PackedPass.from_json(frame.said)
+            values = self._hops.unpacked(frame.payload, passed.count, (self._before, self._me))
+            self._hand_on(passed, self._run(passed, values), picker)
+
+    def _lead(self, picker: Picker) -> None:
+        """Keep a pass of each slot under way."""
+        requests, under_way = self._requests, deque[int]()
+        waiting = deque(range(requests.slots))
+        while waiting or under_way:
+            if not waiting:
+                slot = under_way.popleft()
+                said = self._incoming.take().said
+                assert said is not None, "the last stage ends after the first"
+                requests.take(slot, [_picked(one) for one in said["picked"]])
+                waiting.append(slot)
+            slot = waiting.popleft()
+            while (passed := requests.next(slot)) is not None:
+                values = self._run(passed)
+                if not self._alone:
+                    self._hand_on(passed, values, picker)
+                    under_way.append(slot)
+                    break
+                requests.take(slot, picker(passed, values))
+
+    def _run(self, passed: PackedPass, values: Tensor | None = None) -> Tensor:
+        self._figures.passes += 1
+        self._figures.tokens += passed.count
+        return self._runner(passed, values)
+
+    def _hand_on(self, passed: PackedPass, values: Tensor, picker: Picker) -> None:
+        """Send hidden states to the next stage, or picked tokens to the first."""
+        if self._runner.is_last:
+            picked = [asdict(one) for one in picker(passed, values)]
+            self._outgoing.send(HopFrame({"picked": picked}, torch.empty(0, dtype=torch.uint8)))
+            return
+        payload, posted = self._hops.packed(values, (self._me, self._after))
+        self._outgoing.send(HopFrame(passed.as_json(), payload))
+        self._figures.hops += 1
+        if posted is not None:
+            posted.done()
+
+
+def _picked(said: dict[str, Sequence[int] | None]) -> Picked:
+    lists = {key: None if found is None else tuple(found) for key, found in said.items()}
+    return Picked(**lists)  # type: ignore[arg-type]

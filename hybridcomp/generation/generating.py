@@ -1,0 +1,235 @@
+"""Answer prompts on the stages of an engine: what every rank checks, tries, runs and puts back."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from hybridcomp.channels import Channels, native_nbytes
+from hybridcomp.collectives import Group, Meter
+from hybridcomp.collectives.wire import transport
+from hybridcomp.config import CompressionConfig
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.config.generation import GenerateConfig
+from hybridcomp.errors import AgreementError, ConfigError
+from hybridcomp.generation.flight import Flight, GenerationFigures, Hops
+from hybridcomp.generation.past import KeyStore
+from hybridcomp.generation.picking import Picker, Sampling
+from hybridcomp.generation.requests import Requests
+from hybridcomp.generation.stage_runner import StageRunner
+from hybridcomp.job import agreement, peer_liveness, small_messages
+from hybridcomp.job.together import together
+
+#: the operation, and the key of the block, in messages
+KEY = "generate"
+
+
+@dataclass(frozen=True)
+class GeneratingStage:
+    """This rank's stage of an engine, as an engine's adapter describes it.
+
+    Attributes:
+        layers: ``layer(values)`` or ``layer(values, past=past)`` each (``StageRunner``).
+        modules: those of the layers, whose mode and buffers are put back.
+        group: the ranks of this pipeline, in the order of stages; gloo between CPUs.
+        tensor: the ranks that share the stage's layers; None: this one alone.
+        replica: number of this pipeline in the job.
+        channels: of the engine; None: without a block.
+        is_cut: whether each tensor rank's last layer returns its part of the vocabulary.
+    """
+
+    layers: Sequence[Callable[..., Any]]
+    modules: Sequence[nn.Module]
+    device: torch.device
+    group: ProcessGroup
+    tensor: ProcessGroup | None
+    replica: int
+    channels: Channels | None
+    is_cut: bool
+    settings: GenerateConfig
+    min_bytes: int
+
+    @contextlib.contextmanager
+    def prepared(self) -> Iterator[Channels]:
+        """Compute as in an evaluation, through channels of generation; put back what was before."""
+        config = CompressionConfig.parse(self.settings.block(self.min_bytes))
+        channels, own = Channels(config), self.channels
+        modes = [(one, one.training) for module in self.modules for one in module.modules()]
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            try:
+                for one, _ in modes:
+                    one.training = False
+                if own is not None:
+                    channels.ledger = own.ledger
+                    before, own.by_dimension = own.by_dimension, channels.by_dimension
+                yield channels
+            finally:
+                for one, mode in modes:
+                    one.training = mode
+                if own is not None:
+                    own.by_dimension = before
+
+
+def answer(
+    stage: GeneratingStage,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    sampling: Sampling,
+    *,
+    in_flight: int | None = None,
+    tokenizer: int | None = None,
+    picker: Picker | None = None,
+    tree: int = 1,
+    figures: GenerationFigures | None = None,
+) -> list[list[int]]:
+    """Answer ``prompts``; every rank of the job calls it, those of a replica with equal arguments.
+
+    Args:
+        prompts: ids of each, at least one.
+        tokens: most tokens of an answer.
+        in_flight: batches under way; None: what the block says.
+        tokenizer: number of its tokens, compared with the logits; None: not compared.
+        picker: decides in the place of ``sampling``, which then only says where answers stop.
+        tree: most tokens that ``picker`` asks for of a sequence in one pass.
+
+    Raises on every rank ConfigError, or PeerError that names the rank that has failed.
+    """
+    with together(KEY):
+        try:
+            return _answered(
+                stage, prompts, tokens, sampling, in_flight, tokenizer, picker or sampling, tree,
+                figures or GenerationFigures(),
+            )  # fmt: skip
+        except (RuntimeError, OSError) as problem:
+            lost = peer_liveness.lost(problem, KEY)
+            if lost is None:
+                raise
+            raise lost from problem
+
+
+def _answered(
+    stage: GeneratingStage, prompts: Sequence[Sequence[int]], tokens: int, sampling: Sampling,
+    in_flight: int | None, tokenizer: int | None, picker: Picker, tree: int,
+    figures: GenerationFigures,
+) -> list[list[int]]:  # fmt: skip
+    settings, line = stage.settings, Group.of(stage.group)
+    _check(prompts, tokens, settings.room)
+    _agree(stage, [prompts, tokens, repr(sampling), in_flight, tree])
+    asked = settings.in_flight if in_flight is None else in_flight
+    slots = (2 * line.size if line.size > 1 else 1) if asked == "auto" else asked
+    requests = Requests(
+        prompts, tokens, sampling.stops, batch=settings.batch, slots=slots, tree=tree
+    )
+    with stage.prepared() as channels:
+        runner = StageRunner(
+            stage.layers, KeyStore(settings.room + tree), stage.device, is_first=line.rank == 0,
+            is_last=line.rank == line.size - 1, whole=_whole(stage, channels),
+        )  # fmt: skip
+        width, dtype, vocabulary = _tried(runner, line)
+        _check_ids(prompts, vocabulary, tokenizer)
+        parts = stage.tensor if width % (stage.tensor.size() if stage.tensor else 1) == 0 else None
+        hops = Hops(channels, stage.group, parts, width, dtype, stage.device)
+        with Flight(runner, hops, requests, settings.batch, figures) as flight:
+            flight.run(picker)
+    answers = requests.answers if runner.is_first else None
+    found = small_messages.gather_objects(answers, stage.group)[0]
+    assert found is not None, "the first stage has the answers"
+    return found
+
+
+def _check(prompts: Sequence[Sequence[int]], tokens: int, room: int) -> None:
+    """Raise ConfigError for prompts or lengths that cannot be answered."""
+    if not prompts or tokens < 1:
+        found = Shown(f"{len(prompts)} prompts and answers of {tokens} tokens")
+        raise ConfigError(KEY, found, "expected at least one prompt and one token")
+    for number, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ConfigError(
+                f"{KEY}: prompt {number}", Shown("no tokens"), "expected at least one"
+            )
+        if len(prompt) + tokens > room:
+            found = Shown(f"{len(prompt)} tokens and an answer of up to {tokens}")
+            todo = f"room is {room} tokens a sequence: raise it, or ask for fewer"
+            raise ConfigError(f"{KEY}: prompt {number}", found, todo)
+
+
+def _check_ids(prompts: Sequence[Sequence[int]], size: int, tokenizer: int | None) -> None:
+    """Raise ConfigError for ids, or a tokenizer of so many tokens, that ``size`` logits do not fit.
+
+    Models may have some more rows than tokens, as their vocabulary is padded.
+    """
+    if tokenizer is not None and not tokenizer <= size <= tokenizer + max(127, size // 32):
+        found = Shown(f"{tokenizer} tokens, and a model with logits of {size}")
+        raise ConfigError(f"{KEY}: tokenizer", found, "expected the model's own tokenizer")
+    for number, prompt in enumerate(prompts):
+        for token in prompt:
+            if not 0 <= token < size:
+                todo = f"the model has {size}; use its own tokenizer"
+                raise ConfigError(f"{KEY}: prompt {number}", Shown(f"token {token}"), todo)
+
+
+def _agree(stage: GeneratingStage, said: object) -> None:
+    """Raise AgreementError where the ranks of a replica were called with other arguments."""
+    digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()
+    mine = {"replica": stage.replica, "asked": digest, "settings": stage.settings.model_dump_json()}
+    every = agreement.tell(mine, what=KEY)
+    first: dict[int, tuple[int, dict[str, Any]]] = {}
+    for rank, other in enumerate(every):
+        known, theirs = first.setdefault(other["replica"], (rank, other))
+        if theirs != other:
+            what = "prompts or arguments" if theirs["asked"] != other["asked"] else "settings"
+            told = f"ranks {known} and {rank} share a replica and have other {what}"
+            raise AgreementError(f"{KEY}: {told}; give all ranks of a replica the same")
+
+
+def _tried(runner: StageRunner, line: Group) -> tuple[int, torch.dtype, int]:
+    """Return width and dtype of hidden states, and the size of the vocabulary; a collective."""
+    device, generator = runner.device, torch.Generator().manual_seed(0)
+    said = None
+    if runner.is_first:
+        out = runner.tried()
+        said = (out.shape[-1], str(out.dtype).removeprefix("torch."))
+    told = small_messages.gather_objects(said)[line.global_ranks[0]]
+    assert told is not None, "the first stage has said it"
+    width, dtype = told[0], getattr(torch, told[1])
+    last = width if runner.is_first else 0
+    if not runner.is_first:
+        values = torch.randn(1, 3, width, generator=generator).to(device, dtype)
+        last = runner.tried(values).shape[-1]
+        if last != width and not runner.is_last:
+            found = Shown(f"hidden states of width {last} after others of {width}")
+            raise ConfigError(KEY, found, "expected one width between all stages")
+    return width, dtype, small_messages.gather_objects(last)[line.global_ranks[-1]]
+
+
+def _whole(stage: GeneratingStage, channels: Channels) -> Callable[[Tensor], Tensor]:
+    """Return what makes whole logits (n, V) of a tensor rank's (n, V / ranks).
+
+    Where no weight says that the vocabulary is cut, the first logits do: whole ones are equal.
+    """
+    if stage.tensor is None:
+        return Tensor.detach
+    group, cut = Group.of(stage.tensor), [True] if stage.is_cut else []
+
+    def whole(logits: Tensor) -> Tensor:
+        own = logits.detach().contiguous()
+        if cut == [False]:
+            return own
+        every = own.new_empty(group.size, *own.shape)
+        transport.all_gather(every.view(-1), own.view(-1), group, Meter()).wait()
+        nbytes = native_nbytes.all_gather_nbytes(own.numel(), own.dtype, group.size)
+        channels["tp"].count_native(nbytes)
+        if not cut:
+            cut.append(bool((every != own).any()))
+        return every.permute(1, 0, 2).reshape(len(own), -1) if cut[0] else own
+
+    return whole

@@ -1,0 +1,236 @@
+"""Keys and values of a stage's layers, by sequence, and what a layer sees of them in one pass.
+
+The tokens of a pass lie one behind the other, (1, N, ...), without padding: layers that look at one
+token at a time compute real tokens alone, and attention runs sequence by sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SequencePart:
+    """New tokens of one sequence in a pass, behind those that the stages hold of it.
+
+    Several candidates are verified in one pass as a tree: ``tokens`` are its nodes, ``parents``
+    says which node each follows, and ``wants`` is the number of nodes. The answers' next pass says
+    by ``kept`` which nodes were right; all stages forget the others before they compute.
+
+    Attributes:
+        sequence: its number.
+        tokens: ids, at least one.
+        place: tokens of its answer so far.
+        wants: of how many of the last tokens the last stage returns logits.
+        parents: for each token the index of the token in this part that it follows, -1 for one that
+            follows the held tokens; always an earlier index. A token sees the held tokens, those
+            on its path, and itself; its position is its depth behind the held tokens. None: each
+            follows the one before.
+        kept: of this sequence's tokens in its last pass, the indices of those that stay, a path of
+            that tree from its root; () forgets all of them, None keeps all.
+    """
+
+    sequence: int
+    tokens: tuple[int, ...]
+    place: int = 0
+    wants: int = 1
+    parents: tuple[int, ...] | None = None
+    kept: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class PackedPass:
+    """One pass through all stages: parts of different sequences, and sequences that have ended."""
+
+    parts: tuple[SequencePart, ...]
+    ended: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """Return the number of tokens."""
+        return sum(len(part.tokens) for part in self.parts)
+
+    @property
+    def wanted(self) -> list[int]:
+        """Return the indices of the tokens whose logits are wanted, in order."""
+        stops = accumulate(len(part.tokens) for part in self.parts)
+        ends = zip(stops, self.parts, strict=True)
+        return [at for stop, part in ends for at in range(stop - part.wants, stop)]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what ``from_json`` takes."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, said: dict[str, Any]) -> PackedPass:
+        """Return the pass that ``as_json`` has described."""
+        parts = []
+        for one in said["parts"]:
+            lists = {k: tuple(v) if isinstance(v, list) else v for k, v in one.items()}
+            parts.append(SequencePart(**cast(Any, lists)))
+        return cls(tuple(parts), tuple(said["ended"]))
+
+
+class KeyStore:
+    """Keys and values of every layer of a stage, for each sequence, on the layers' device.
+
+    Attributes:
+        room: most tokens of a sequence.
+        lengths: tokens held of each sequence.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.lengths: dict[int, int] = {}
+        self._before: dict[int, int] = {}  # tokens held before the last pass
+        self._held: dict[int, dict[Hashable, tuple[Tensor, Tensor]]] = {}
+
+    def begin(self, passed: PackedPass) -> None:
+        """Forget ended sequences and rejected tokens, before a pass. Raises ConfigError on room."""
+        for sequence in passed.ended:
+            self.drop(sequence)
+        for part in passed.parts:
+            if part.kept is not None:
+                self.keep(part.sequence, part.kept)
+            start = self.lengths.setdefault(part.sequence, 0)
+            if start + len(part.tokens) > self.room:
+                found = Shown(f"sequence {part.sequence} of {start + len(part.tokens)} tokens")
+                raise ConfigError("generate.room", found, f"room is {self.room}; make it larger")
+            self._held.setdefault(part.sequence, {})
+
+    def end(self, passed: PackedPass) -> None:
+        """Count the tokens of a pass that all layers have computed."""
+        for part in passed.parts:
+            self._before[part.sequence] = self.lengths[part.sequence]
+            self.lengths[part.sequence] += len(part.tokens)
+
+    def keep(self, sequence: int, path: Sequence[int]) -> None:
+        """Keep the tokens ``path`` of the last pass of a sequence, in this order, and no others."""
+        start = self._before[sequence]
+        self.lengths[sequence] = stop = start + len(path)
+        if list(path) == list(range(len(path))):
+            return  # they lie at the beginning already
+        for held in self._held[sequence].values():
+            for values in held:
+                values[:, start:stop] = values[:, [start + at for at in path]]
+
+    def drop(self, sequence: int) -> None:
+        """Forget a sequence."""
+        for table in (self.lengths, self._before, self._held):
+            table.pop(sequence, None)
+
+    def put(self, layer: Hashable, part: SequencePart, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Store new keys and values, (H, n, D) each; return those of all tokens of the sequence."""
+        start, layers = self.lengths[part.sequence], self._held[part.sequence]
+        stop = start + key.shape[1]
+        held = layers.get(layer)
+        if held is None or held[0].shape[1] < stop:
+            size = min(self.room, max(2 * stop, 64))
+            grown = (key.new_empty(key.shape[0], size, key.shape[2]),
+                     value.new_empty(value.shape[0], size, value.shape[2]))  # fmt: skip
+            for new, old in zip(grown, held or (), strict=False):
+                new[:, :start] = old[:, :start]
+            layers[layer] = held = grown
+        for kept, new in zip(held, (key, value), strict=True):
+            kept[:, start:stop] = new
+        return [kept[:, :stop] for kept in held]
+
+    def of(self, sequence: int, layer: Hashable) -> tuple[Tensor, Tensor]:
+        """Return keys and values held of a sequence by a layer, (H, length, D) each, as views."""
+        length = self.lengths[sequence]
+        key, value = self._held[sequence][layer]
+        return key[:, :length], value[:, :length]
+
+
+class PackedPast:
+    """What layers see in one pass: positions of its tokens, and attention to what each may see.
+
+    Has ``positions``, ``room`` and ``attend`` as ``hybridcomp.nn.slices.Past`` has them, so that a
+    layer that uses these trains in slices and generates.
+    """
+
+    def __init__(self, store: KeyStore, passed: PackedPass, device: torch.device) -> None:
+        self._store, self._parts = store, passed.parts
+        self._edges = list(pairwise(accumulate((len(p.tokens) for p in passed.parts), initial=0)))
+        starts = [store.lengths[part.sequence] for part in passed.parts]
+        places = [s + d for s, p in zip(starts, passed.parts, strict=True) for d in _depths(p)]
+        self._positions = torch.tensor(places, dtype=torch.int64, device=device)
+        self._masks = [_mask(s, p, device) for s, p in zip(starts, passed.parts, strict=True)]
+
+    @property
+    def room(self) -> int:
+        """Return the number that all positions are below."""
+        return self._store.room
+
+    def positions(self, tokens: int, device: torch.device) -> Tensor:
+        """Return the positions of the pass's tokens in their sequences, (N,) int64."""
+        assert tokens == len(self._positions), "a layer sees all tokens of the pass"
+        return self._positions
+
+    def attend(
+        self, layer: Hashable, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
+    ) -> Tensor:
+        """Store keys and values, and return what every token sees, (1, H, N, D).
+
+        Args:
+            layer: the attention layer, by which keys are kept.
+            query: (1, H, N, D), positions applied.
+            key, value: (1, K, N, D) with K heads, of which H is a multiple.
+            scale: of the products; None: one over the root of D.
+        """
+        out = [
+            self._one(layer, part, mask, [x[..., a:b, :] for x in (query, key, value)], scale)
+            for part, mask, (a, b) in zip(self._parts, self._masks, self._edges, strict=True)
+        ]
+        return torch.cat(out, dim=2)
+
+    def _one(
+        self, layer: Hashable, part: SequencePart, mask: Tensor | None, new: Sequence[Tensor],
+        scale: float | None,
+    ) -> Tensor:  # fmt: skip
+        query, key, value = new
+        held = self._store.put(layer, part, key[0], value[0])
+        causal = mask is None and query.shape[2] > 1  # the first tokens of a sequence
+        return F.scaled_dot_product_attention(
+            query, held[0][None], held[1][None], attn_mask=mask, is_causal=causal, scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name not in ("start", "extend"):
+            raise AttributeError(name)
+        todo = "a pass holds several sequences; use past.positions and past.attend in the layer"
+        raise ConfigError("generate", Shown(f"a layer that asks for past.{name}"), todo)
+
+
+def _depths(part: SequencePart) -> Iterator[int]:
+    """Yield how far each token lies behind the held ones."""
+    depths: list[int] = []
+    for index in range(len(part.tokens)):
+        parent = index - 1 if part.parents is None else part.parents[index]
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+        yield depths[-1]
+
+
+def _mask(start: int, part: SequencePart, device: torch.device) -> Tensor | None:
+    """Return which tokens the new ones see, (n, start + n) bool; None: all, or causally."""
+    count = len(part.tokens)
+    if part.parents is None and (count == 1 or start == 0):
+        return None
+    own = torch.eye(count, dtype=torch.bool)
+    if part.parents is None:
+        own = own.new_ones(count, count).tril()
+    for index, parent in enumerate(part.parents or ()):
+        if parent >= 0:
+            own[index] |= own[parent]
+    return torch.cat([own.new_ones(count, start), own], dim=1).to(device)

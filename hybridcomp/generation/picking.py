@@ -1,0 +1,119 @@
+"""Pick tokens from logits: the same ones whatever the layout of the job and the batch."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hybridcomp.config.error_messages import NOTHING
+from hybridcomp.errors import ConfigError
+from hybridcomp.generation.past import PackedPass
+
+
+@dataclass(frozen=True)
+class Picked:
+    """What the last stage decides about one sequence after a pass.
+
+    Attributes:
+        answer: tokens that the answer gets, at least one.
+        tokens: those of the next pass; the last token of the answer, or a tree behind it.
+        parents, kept: of the next part, as ``SequencePart`` has them.
+    """
+
+    answer: tuple[int, ...]
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...] | None = None
+    kept: tuple[int, ...] | None = None
+
+
+class Picker(Protocol):
+    """Decides for each part of a pass, on all tensor ranks of the last stage alike.
+
+    ``logits``: (n, V) of the wanted tokens, those of the first part first.
+    """
+
+    def __call__(self, passed: PackedPass, logits: Tensor) -> list[Picked]: ...
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is picked.
+
+    Attributes:
+        temperature: 0 takes the most likely token.
+        top_k: of how many most likely tokens; 0: all.
+        top_p: of the fewest tokens that have this probability together.
+        seed: of the random numbers; each token has its own, by seed, sequence and place.
+        vocabulary: tokens below this id alone; None: all.
+        stop: answers end behind one of these tokens or runs of tokens.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    vocabulary: int | None = None
+    stop: tuple[tuple[int, ...], ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        wrong = {
+            "temperature": (not 0 <= self.temperature < float("inf"), "a number of at least 0"),
+            "top_k": (self.top_k < 0, "a number of at least 0; 0 takes all tokens"),
+            "top_p": (not 0 < self.top_p <= 1, "a number above 0 and at most 1"),
+        }
+        for name, (is_wrong, todo) in wrong.items():
+            if is_wrong:
+                raise ConfigError(f"generate: {name}", getattr(self, name), f"expected {todo}")
+        if () in self.stop:
+            raise ConfigError("generate: stop", NOTHING, "expected a token, or several, to stop at")
+
+    def __call__(self, passed: PackedPass, logits: Tensor) -> list[Picked]:
+        """Pick one token for each part (``Picker``)."""
+        counts = [part.wants for part in passed.parts]
+        rows = zip(passed.parts, torch.split(logits, counts), strict=True)
+        found = [self.pick(row[-1], part.sequence, part.place) for part, row in rows]
+        return [Picked((token,), (token,)) for token in found]
+
+    def pick(self, logits: Tensor, sequence: int, place: int) -> int:
+        """Pick token ``place`` of the answer of a sequence from its logits (V,)."""
+        logits = logits[: self.vocabulary].double().cpu()
+        if self.temperature == 0:
+            return int(logits.argmax())
+        # in the order of ids: rounding may change the order of probabilities from layout to layout
+        shares = self._kept((logits / self.temperature).softmax(0)).cumsum(0)
+        drawn = self._random(sequence, place) * shares[-1]
+        return int(torch.searchsorted(shares, drawn, right=True).clamp(max=len(shares) - 1))
+
+    def _kept(self, shares: Tensor) -> Tensor:
+        """Return the probabilities, zeros for tokens that may not be drawn."""
+        if not 0 < self.top_k < len(shares) and self.top_p == 1:
+            return shares
+        ordered, ids = shares.sort(descending=True, stable=True)
+        if 0 < self.top_k < len(ordered):
+            ordered, ids = ordered[: self.top_k], ids[: self.top_k]
+        before = (ordered / ordered.sum()).cumsum(0).roll(1)
+        before[0] = 0.0
+        within = before < self.top_p
+        return torch.zeros_like(shares).index_copy(0, ids[within], ordered[within])
+
+    def _random(self, sequence: int, place: int) -> float:
+        """Return a number in [0, 1) for one token."""
+        key = struct.pack("<qqq", self.seed, sequence, place)
+        digest = hashlib.blake2b(key, digest_size=8).digest()
+        return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+    def stops(self, answer: Sequence[int], known: int) -> int | None:
+        """Return how many tokens of ``answer`` stay, up to its first stop; None: it has none.
+
+        ``known``: of its first tokens that have been looked at.
+        """
+        for end in range(known + 1, len(answer) + 1):
+            if any(tuple(answer[max(0, end - len(run)) : end]) == run for run in self.stop):
+                return end
+        return None

@@ -1,0 +1,78 @@
+"""Which sequences the next pass of each batch in flight has; decided on the first stage."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from hybridcomp.generation.past import PackedPass, SequencePart
+from hybridcomp.generation.picking import Picked
+
+#: tokens of a pass up to which prompts join it; a longer prompt joins an empty one
+JOINED = 2048
+
+Stops = Callable[[Sequence[int], int], int | None]
+
+
+class Requests:
+    """Prompts to answer, in slots: each slot is one batch in flight.
+
+    Finished sequences leave their slot, and waiting prompts enter it in its next pass.
+
+    Attributes:
+        answers: tokens of each answer so far.
+        slots: number of batches in flight, at most as many as there are prompts to fill.
+        most: tokens of the largest pass.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], tokens: int, stops: Stops,
+        *, batch: int, slots: int, tree: int = 1,
+    ) -> None:  # fmt: skip
+        """Ask for ``tokens`` tokens for each of ``prompts``.
+
+        ``stops``: says of an answer with new tokens from an index on how many of its tokens stay
+        where it has ended, None where it goes on. ``batch``: sequences of a slot. ``tree``: most
+        tokens of a sequence in a pass behind its prompt.
+        """
+        self.answers: list[list[int]] = [[] for _ in prompts]
+        self.slots = min(slots, -(-len(prompts) // batch))
+        self.most = max([JOINED, batch * tree, *map(len, prompts)])
+        self._prompts, self._tokens, self._stops, self._batch = prompts, tokens, stops, batch
+        self._waiting = deque(range(len(prompts)))
+        self._live: list[dict[int, SequencePart]] = [{} for _ in range(self.slots)]
+        self._ended: list[int] = []
+
+    def next(self, slot: int) -> PackedPass | None:
+        """Return the next pass of a slot; None where all its sequences have ended."""
+        live, prompts = self._live[slot], self._prompts
+        count = sum(len(part.tokens) for part in live.values())
+        while self._waiting and len(live) < self._batch:
+            first = self._waiting[0]
+            if live and count + len(prompts[first]) > self.most:
+                break
+            count += len(prompts[first])
+            live[first] = SequencePart(self._waiting.popleft(), tuple(prompts[first]))
+        ended, self._ended = self._ended, []
+        if not live:
+            self._ended = ended
+            return None
+        return PackedPass(tuple(live.values()), tuple(ended))
+
+    def take(self, slot: int, picked: Sequence[Picked]) -> None:
+        """Take what the last stage has picked for the last pass of a slot."""
+        live = self._live[slot]
+        for sequence, found in zip(list(live), picked, strict=True):
+            answer = self.answers[sequence]
+            known = len(answer)
+            answer += found.answer
+            stop = self._stops(answer, known)
+            if stop is None and len(answer) < self._tokens:
+                live[sequence] = SequencePart(
+                    sequence, found.tokens, len(answer), len(found.tokens), found.parents,
+                    found.kept,
+                )  # fmt: skip
+                continue
+            del answer[min(stop or self._tokens, self._tokens) :]
+            del live[sequence]
+            self._ended.append(sequence)

@@ -1,0 +1,114 @@
+"""Run the layers of one stage over a packed pass."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError
+from hybridcomp.generation.past import KeyStore, PackedPass, PackedPast, SequencePart
+
+#: the number of the sequence with which layers are tried
+TRIED = -1
+
+
+class StageRunner:
+    """The layers of this rank's stage, with the keys and values of all sequences.
+
+    One call is one pass over packed tokens. To verify several candidates in one pass, give a
+    sequence's part their tree (``SequencePart.parents``) and ``wants`` for all of its nodes, and
+    tell the right ones in its next part (``SequencePart.kept``): all stages then hold what they
+    would hold had the right tokens come one by one.
+
+    Attributes:
+        layers: of the stage, in order.
+        store: keys and values; ``store.of(sequence, layer)`` reads them, ``layer`` being what the
+            layer has given to ``past.attend``.
+    """
+
+    def __init__(
+        self, layers: Sequence[Callable[..., Any]], store: KeyStore, device: torch.device,
+        *, is_first: bool, is_last: bool, whole: Callable[[Tensor], Tensor] = torch.Tensor.detach,
+    ) -> None:  # fmt: skip
+        """Run ``layers``, each ``layer(values)`` or ``layer(values, past=past)`` by its signature.
+
+        Layers with ``past`` look at other tokens through it alone; those without one look at each
+        token by itself. The first stage's first layer takes ids (1, N); between layers values are
+        (1, N, C). ``whole``: makes whole logits (n, V) of those that the last layer returns.
+        """
+        self.layers, self.store, self.device = list(layers), store, device
+        self.is_first, self.is_last, self.whole = is_first, is_last, whole
+        self._with_past = [takes_past(layer) for layer in self.layers]
+        self._looks = max((at for at, takes in enumerate(self._with_past) if takes), default=-1)
+
+    @torch.no_grad()
+    def __call__(self, passed: PackedPass, values: Tensor | None = None) -> Tensor:
+        """Run a pass; returns hidden states (1, N, C), on the last stage the wanted logits (n, V).
+
+        ``values``: hidden states of the stage before, (1, N, C); None on the first stage. Raises
+        ConfigError where a sequence gets longer than its room.
+        """
+        self.store.begin(passed)
+        past = PackedPast(self.store, passed, self.device)
+        if values is None:
+            ids = [token for part in passed.parts for token in part.tokens]
+            values = torch.tensor([ids], dtype=torch.int64, device=self.device)
+        for at, layer in enumerate(self.layers):
+            if self.is_last and at == self._looks + 1:
+                values = values[:, passed.wanted]
+            values = self._one(at, layer, values, past)
+        if self.is_last and self._looks + 1 == len(self.layers):
+            values = values[:, passed.wanted]
+        self.store.end(passed)
+        return self.whole(values[0]) if self.is_last else values
+
+    def _one(self, at: int, layer: Callable[..., Any], values: Tensor, past: PackedPast) -> Tensor:
+        found = layer(values, past=past) if self._with_past[at] else layer(values)
+        if not isinstance(found, Tensor) or found.shape[:2] != values.shape[:2]:
+            shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            todo = (
+                f"expected a tensor (1, {values.shape[1]}, width) for its {values.shape[1]} tokens"
+            )
+            raise ConfigError("generate", Shown(f"{_name(layer)} that returns {shape}"), todo)
+        return found
+
+    @torch.no_grad()
+    def tried(self, values: Tensor | None = None) -> Tensor:
+        """Run three tokens and forget them; returns what a pass would, of all three.
+
+        ``values``: as for a pass. Raises ConfigError where a layer without ``past`` looks at other
+        tokens, or at positions, which it would see wrong in a pass.
+        """
+        passed = PackedPass((SequencePart(TRIED, (0, 1, 1), wants=3),))
+        self.store.begin(passed)
+        past = PackedPast(self.store, passed, self.device)
+        if values is None:
+            values = torch.tensor([[0, 1, 1]], device=self.device)
+        for at, layer in enumerate(self.layers):
+            found = self._one(at, layer, values, past)
+            if not self._with_past[at]:
+                alone = self._one(at, layer, values[:, 2:], past)
+                exact = 1e-3 if found.dtype == torch.float32 else 0.05
+                if not torch.allclose(alone, found[:, 2:], rtol=exact, atol=exact):
+                    told = Shown(f"{_name(layer)}, which looks at other tokens or positions")
+                    todo = "its forward needs a parameter past: see docs/generation.md"
+                    raise ConfigError("generate", told, todo)
+            values = found
+        self.store.drop(TRIED)
+        return self.whole(values[0]) if self.is_last else values
+
+
+def takes_past(layer: Callable[..., Any]) -> bool:
+    """Return whether a layer has a parameter ``past``."""
+    called = layer.forward if isinstance(layer, nn.Module) else layer
+    return "past" in inspect.signature(called).parameters
+
+
+def _name(layer: Callable[..., Any]) -> str:
+    kind = type(layer).__name__ if isinstance(layer, nn.Module) else "a layer"
+    return getattr(layer, "__name__", kind)

@@ -1,0 +1,100 @@
+"""Implement ``hybridcomp.generate`` and ``hybridcomp.rollout``: find the engine's adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridcomp.config.error_messages import NOTHING, Shown
+from hybridcomp.errors import ConfigError
+from hybridcomp.generation import GeneratingStage, GenerationFigures, Sampling, answer
+from hybridcomp.job import uncaught
+from hybridcomp.job.together import together
+
+#: the operation, and the key, in messages
+KEY = "generate"
+
+
+def generate(
+    engine: Any,
+    prompts: Sequence[Tensor | Sequence[int]],
+    *,
+    tokens: int,
+    in_flight: int | None = None,
+    samples: int = 1,
+    stop: Sequence[int | Sequence[int]] = (),
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    figures: GenerationFigures | None = None,
+) -> list[Tensor]:
+    """Answer prompts from the ranks of a training, whose weights and state stay as they are.
+
+    Every rank calls it between two steps; the ranks of a replica give the same arguments, and other
+    replicas may give others. Keys and values stay on their stages, several batches are under way
+    at once, and the block's key ``generate`` says how messages are sent.
+
+    Args:
+        engine: a DeepSpeed engine of a PipelineModule, or of a SlicedStage (token slices), whose
+            attention layers take ``past`` (``docs/generation.md``).
+        prompts: ids of each, 1-D.
+        tokens: most tokens of an answer.
+        in_flight: batches under way; None: what the block says.
+        samples: answers to each prompt, side by side in the result.
+        stop: tokens, or runs of tokens, behind which an answer ends; they are its last tokens.
+        temperature: of sampling; 0 takes the most likely token.
+        top_k, top_p: sample among so many most likely tokens (0: all), and among the fewest that
+            have the probability ``top_p`` together.
+        seed: of sampling. The same seed gives the same answers on any number of stages and ranks.
+        figures: adds up what this rank does.
+
+    Returns the answers, int64 (n,) each on the CPU, on every rank of the replica.
+
+    Raises on every rank ConfigError for what cannot be answered, AgreementError where ranks of a
+    replica were called differently, PeerError that names a rank that has failed.
+    """
+    with together(KEY):
+        stage = stage_of(engine)
+        runs = tuple((one,) if isinstance(one, int) else tuple(one) for one in stop)
+        sampling = Sampling(temperature, top_k, top_p, seed, None, runs)
+        asked = [p.tolist() if isinstance(p, Tensor) else list(p) for p in prompts]
+        asked = [prompt for prompt in asked for _ in range(samples)]
+        found = answer(stage, asked, tokens, sampling, in_flight=in_flight, figures=figures)
+    return [torch.tensor(each, dtype=torch.int64) for each in found]
+
+
+def rollout(engine: Any, tokenizer: Any, *, seed: int = 0) -> Any:
+    """Return a ``RolloutEngine`` of DeepSpeed's that generates as ``generate`` does.
+
+    ``tokenizer``: the model's own, with a pad or an EOS token. ``seed``: of sampling; every call
+    and every replica draws other numbers. Raises ConfigError as ``generate`` does.
+    """
+    stage_of(engine)
+    from hybridcomp.patches.ds.rollout import StagesRollout
+
+    return StagesRollout(engine, tokenizer, seed)
+
+
+def stage_of(engine: Any) -> GeneratingStage:
+    """Return this rank's stage of an engine. Raises ConfigError where it has none."""
+    uncaught.install()
+    if not dist.is_initialized():
+        raise ConfigError(KEY, NOTHING, "torch.distributed is not up; generate from a built engine")
+    kinds = {cls.__module__.partition(".")[0] for cls in type(engine).__mro__}
+    if "megatron" in kinds or isinstance(engine, (list, tuple)):
+        todo = (
+            "megatron-core generates by its own DynamicInferenceEngine, with weights from "
+            "swap_model_weights of its resharding; hybridcomp.publish feeds vLLM and SGLang"
+        )
+        raise ConfigError(KEY, Shown("megatron-core"), todo)
+    if "deepspeed" not in kinds:
+        todo = "expected an engine of DeepSpeed; under FSDP2 and DDP use hybridcomp.gathered(model)"
+        raise ConfigError(KEY, Shown(type(engine).__name__), todo)
+    from hybridcomp.patches.ds.generation import stage_of as of_deepspeed
+
+    return of_deepspeed(engine)

@@ -1,0 +1,105 @@
+"""Small pipelines that generate, for tests: the example's GPT, whole and cut over ranks."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.paths import ROOT
+
+VOCAB, WIDTH, HEADS, LAYERS = 61, 32, 4, 4
+
+
+def example() -> None:
+    """Have the example's modules importable."""
+    folder = str(ROOT / "scripts" / "examples")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
+def config(tp: int = 1, tied: bool = False) -> Any:
+    """Sizes of the model."""
+    example()
+    from gpt.weights import ModelConfig
+
+    return ModelConfig(VOCAB, LAYERS, WIDTH, HEADS, tied=tied, tp=tp)
+
+
+def prompts(count: int, longest: int = 24, seed: int = 0) -> list[list[int]]:
+    """Random prompts of random lengths."""
+    draw = random.Random(seed)
+    return [[draw.randrange(VOCAB) for _ in range(draw.randint(1, longest))] for _ in range(count)]
+
+
+def sharpen(layers: Any) -> None:
+    """Make the logits of a fresh model as far apart as those of a trained one."""
+    with torch.no_grad():
+        for layer in layers:
+            for name, weight in layer.named_parameters():
+                if "norm" not in name:
+                    weight.mul_(6.0)
+
+
+def engine(tp: int = 1, pp: int = 1, block: Any = None, tied: bool = False) -> Any:
+    """Build a DeepSpeed engine around a pipeline of the model."""
+    import deepspeed
+
+    from tests.training.pipe_trainer import start_deepspeed
+
+    start_deepspeed()
+    sizes = config(tp, tied)
+    from gpt import tensor_parallel
+    from gpt.model import pipeline
+
+    topology = tensor_parallel.start(tp, pp) if tp > 1 else None
+    cut = {"topology": topology} if topology is not None else {"num_stages": pp}
+    module = pipeline(sizes, **cut)
+    sharpen([one for one in module.forward_funcs if isinstance(one, torch.nn.Module)])
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+        "steps_per_print": 10**9,
+    }
+    if block is not None:
+        settings["compression"] = block
+    found, *_ = deepspeed.initialize(model=module, config=settings)
+    return found
+
+
+def whole_model(tied: bool = False) -> Any:
+    """The same model in one piece."""
+    sizes = config(tied=tied)
+    from gpt.model import GPT
+
+    model = GPT(sizes)
+    sharpen(model.layers[: -1 if tied else None])
+    return model.eval()
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: Sequence[int], tokens: int) -> tuple[list[int], Tensor]:
+    """Answer by whole passes over all tokens so far; returns the answer and its logits (n, V)."""
+    ids, rows = list(prompt), []
+    for _ in range(tokens):
+        rows.append(model(torch.tensor([ids]))[0, -1])
+        ids.append(int(rows[-1].argmax()))
+    return ids[len(prompt) :], torch.stack(rows)
+
+
+class Recording:
+    """A picker that keeps all logits, by sequence."""
+
+    def __init__(self, sampling: Any) -> None:
+        self.sampling = sampling
+        self.logits: dict[int, list[Tensor]] = {}
+
+    def __call__(self, passed: Any, logits: Tensor) -> Any:
+        for part, row in zip(passed.parts, logits, strict=True):
+            self.logits.setdefault(part.sequence, []).append(row)
+        return self.sampling(passed, logits)
