@@ -141,7 +141,7 @@ def test_a_slow_link_is_worth_a_codec() -> None:
 def test_what_the_user_has_decided_stays() -> None:
     found = first(1.0, tensor=2, stages=2, zero_stage=0, cuts=(3, 3)).plans[0]
     assert (found.layout.tensor, found.layout.stages, found.layout.cuts) == (2, 2, (3, 3))
-    with pytest.raises(ConfigError, match=r"fixed.tensors: found 2; expected one of accumulation"):
+    with pytest.raises(ConfigError, match=r"fixed.tensors: found 2; expected one of accumulate"):
         SearchLimits(fixed={"tensors": 2})
 
 
