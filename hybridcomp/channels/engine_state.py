@@ -62,7 +62,7 @@ class EngineState:
         replicas: ranks over which gradients of these weights are averaged, once it is known.
         nodes: with hierarchy, once the groups of the job are known.
         numels: elements of each parameter, by the name that its residuals have; empty: not known.
-        frozen: values that no optimizer changes, by dtype and whether they are of vectors.
+        frozen_numels: values that no optimizer changes, by dtype and whether they are of vectors.
         common: names of small parameters that tensor-parallel ranks share (``replicated``).
         generation: of the references that parameter deltas are added to.
         islands: those that meet; the job without them is one data-parallel group of all.
@@ -91,7 +91,7 @@ class EngineState:
     replicas: int = 1
     nodes: Nodes | None = None
     numels: dict[str, int] = field(default_factory=dict)
-    frozen: Counter[tuple[torch.dtype, bool]] = field(default_factory=Counter)
+    frozen_numels: Counter[tuple[torch.dtype, bool]] = field(default_factory=Counter)
     common: frozenset[str] = frozenset()
     generation: int = 0
     islands: int = 1

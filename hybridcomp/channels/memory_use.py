@@ -80,7 +80,7 @@ def memory_of(state: EngineState) -> list[MemoryItem]:
         for name, one in state.messages.items()
         if not state.verdicts.native(name, state.step)
     }
-    found = taken(state.config, encoded) + frozen(state.config, state.frozen)
+    found = taken(state.config, encoded) + frozen(state.config, state.frozen_numels)
     if state.share:
         found += meetings(state.config, state.share, _islands(state))
         found += published(state.config, state.share)

@@ -168,7 +168,7 @@ class EngineSession:
             self.channels.factors.learn(name, (*parameter.shape, *pair))
             if not parameter.requires_grad:
                 shape = getattr(parameter, "ds_shape", parameter.shape)
-                self.channels.frozen[parameter.dtype, len(shape) < 2] += numel
+                self.channels.frozen_numels[parameter.dtype, len(shape) < 2] += numel
         self.channels.common |= frozenset(common)
 
     def pieces(self, parameters: Iterable[Tensor]) -> list[Piece]:

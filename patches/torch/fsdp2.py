@@ -93,7 +93,7 @@ def attach(model: nn.Module, source: Source | None, undo: ExitStack) -> Attached
             session.channels.factors.learn(member.name, (member.rows, member.numel // member.rows))
         for place in set(range(len(one.members))) - set(one.trained):
             member, dtype = one.members[place], next(iter(job.dtypes))
-            session.channels.frozen[dtype, member.numel == member.rows] += member.numel
+            session.channels.frozen_numels[dtype, member.numel == member.rows] += member.numel
     session.place(job.process_groups, of_user=True)
     _measure(session, job, members)
     session.warn(job.dtypes)
