@@ -164,15 +164,14 @@ def test_all_pages_install_one_torch_for_cpus() -> None:
     lines = [{line.strip().split("  ")[0] for line in text.splitlines() if "whl/cpu" in line}
              for text in pages]  # fmt: skip
     assert lines[0] == lines[1]
-    for tells in ("later ones reuse it", "compiles only what has changed"):
-        assert sum(tells in text for text in pages) == 1
+    assert "with other extras compiles only what changed" in pages[1]
     assert "or later, without a build: `pip install wandb" in pages[1]
 
 
 def test_bits_of_published_weights_are_those_of_the_table() -> None:
     """From a learning rate of 1e-6 to one of 1e-3, rounded; a full version has at most 16."""
     told = re.search(
-        r"at (\S+) bits a weight \(learning rate 1e-6\) to (\S+) \(1e-3\) and never more than 16",
+        r"at (\S+) bits a weight \(learning rate 1e-6\) to (\S+) \(1e-3\), at most 16",
         README,
     )
     table = (ROOT / "docs/publishing.md").read_text("utf-8")
@@ -201,7 +200,7 @@ def test_the_ledgers_page_says_that_the_trial_halves_the_first_factors() -> None
     """And until which step: of the comparison's rounds, behind those that warm up."""
     page = " ".join((ROOT / "docs/ledger.md").read_text("utf-8").split())
     one = recheck.Recheck(["dp", "zero"], verdicts.WARM)
-    first = f"until step {one.stop - 1}, or {one.last} where it is close"
+    first = f"until step {one.stop - 1}, or {one.last} in a close case"
     assert "first report shows about half of the later factors" in page and first in page
 
 
