@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hybridcomp.config.error_messages import Shown
-from hybridcomp.elastic.freezing import What, asked, chosen, target
+from hybridcomp.elastic.freezing import ELSEWHERE, What, asked, chosen, target
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import small_messages
 from hybridcomp.job.devices import default_device
@@ -83,18 +84,17 @@ class FreezeSchedule:
     def frozen(self) -> int:
         """Return how many blocks at the front are frozen."""
         known = frozen_of(self._engine)
-        if known is None:
-            return 0
+        everywhere = {} if known is None else known.everywhere
         held = frozen.adapter_of(self._engine, KEY).named
-        count = 0
-        for block in self._blocks:
+        for count, block in enumerate(self._blocks):
             given = asked(block, held, KEY)
-            names = chosen(given, held)[0] or list(given)
-            inside = [n for n in known.everywhere if n in names or n.startswith(f"{names[0]}.")]
-            if not inside:
-                break
-            count += 1
-        return count
+            own = chosen(given, held)[0]
+            inside = (n == one or n.startswith(f"{one}.") for one in given for n in everywhere)
+            if any(held[name].requires_grad for name in own):
+                return count
+            if not own and given != [ELSEWHERE] and not any(inside):  # of another stage
+                return count
+        return len(self._blocks)
 
     def step(self) -> int:
         """Count an optimizer step, and freeze what is due; every rank calls it.

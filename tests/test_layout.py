@@ -66,7 +66,7 @@ ALLOWED: dict[str, set[str]] = {
         "",  # callbacks and the start of GPT-NeoX call the public functions, as a script does
     },
     # jobs that go on with another number of ranks: what every engine's adapter needs for that
-    "elastic": {"codecs", "config", "errors", "job", "log"},
+    "elastic": {"channels", "codecs", "config", "errors", "job", "log"},
     # adapters to inference engines; each module imports its own
     "inference": {"errors", "foreign", "job", "log", "publishing", "seams"},
     "run": {"", "job", "log"},

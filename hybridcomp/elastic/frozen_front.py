@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hybridcomp.channels.kept_weights import hashes_of
 from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.config.error_messages import Shown
@@ -119,7 +120,9 @@ class FrozenFront:
         for start, places in sorted(by_depth.items()):
             values: Sequence[Tensor]
             if start == depth and depth:
-                values = [self._take(numbers[place], inputs.device) for place in places]
+                values: Sequence[Tensor] = [
+                    self._take(numbers[place], inputs.device) for place in places
+                ]
                 self.hits += len(places)
             else:
                 values = self._run(start, depth, [numbers[p] for p in places], inputs[places])
@@ -194,18 +197,15 @@ class FrozenFront:
             say(text)
 
 
-def _mark(block: nn.Module) -> list[Any]:
+def _mark(block: nn.Module) -> list[int]:
     """Return what shows whether the weights of a block have changed: sums of their bits."""
-    found: list[Any] = []
+    shares: list[Tensor] = []
     for value in (*block.parameters(), *block.buffers()):
         share: Any = getattr(value, "ds_tensor", value)  # of ZeRO 3, and of FSDP2
         share = share.to_local() if hasattr(share, "to_local") else share
-        flat = share.detach().reshape(-1).contiguous()
-        if flat.is_floating_point() and flat.itemsize in (2, 4):
-            flat = flat.view({2: torch.int16, 4: torch.int32}[flat.itemsize])
-        weights = torch.arange(1, 1 + len(flat), device=flat.device) % 8191
-        found.append((flat.long() * weights).sum())
-    return torch.stack(found).tolist() if found else found
+        if share.dtype in VALUE_DTYPES and share.numel():
+            shares.append(share.detach().reshape(-1))
+    return hashes_of(shares)
 
 
 def _check(front: Sequence[nn.Module]) -> None:

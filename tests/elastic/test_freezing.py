@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from io import StringIO
@@ -23,7 +26,7 @@ from hybridcomp.patches.torch.attached import Attached
 from tests.elastic.jobs import FEEDBACK, WIDTH, Layer, loss_of
 from tests.elastic.jobs import target as wanted
 from tests.patches.torch.trainer import forget
-from tests.ranks import run_ranks
+from tests.ranks import python_path, run_ranks
 
 pytest.importorskip("deepspeed")
 
@@ -661,3 +664,16 @@ def test_a_schedule_freezes_the_front() -> None:
         assert all(value > 0 for value in norms[0]) and norms[1][0] == 0 < norms[1][1]
         keys = ["FreezeSchedule: ", "alpha: found 1.0", "every: found 0", "most: found 4", "steps"]
         assert all(key in text for key, text in zip(keys, wrong, strict=True)), wrong
+
+
+def test_a_job_that_freezes_nothing_imports_nothing_of_it() -> None:
+    script = (
+        "import sys, deepspeed, torch.distributed.fsdp, hybridcomp; hybridcomp.install(); "
+        "from hybridcomp.patches.ds import attach; from hybridcomp.patches.torch import attach; "
+        "print([m for m in sys.modules if m.startswith('hybridcomp') and any(w in m for w in "
+        "('elastic', 'freez', 'patches.frozen', 'frozen_', 'stepped', 'trained_gathers'))])"
+    )
+    environment = {**os.environ, "PYTHONPATH": python_path(), "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], env=environment,
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "[]"
