@@ -208,8 +208,9 @@ ROWS: Mapping[Dimension, DimensionRow] = {
         "gradients back (backward); of Embedding(sparse=True): gradients of the rows that a step "
         "has touched (backward).",
         "all_to_all",
+        engines=(DEEPSPEED, FSDP2, DDP),
         in_layers=True,
-        by_script=True,
+        by_request=True,
     ),
 }
 

@@ -51,6 +51,7 @@ def parsed() -> argparse.Namespace:
     """Return the arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
+    add("--local_rank", type=int, help="set by some launchers")
     add("--text", type=Path, nargs="*", help="files; by default the pages of this repository")
     add("--rows", type=int, default=5_000_000, help="rows of the table; 0: a model without one")
     add("--row-width", type=int, default=64)
