@@ -132,7 +132,7 @@ class Channels(EngineState):
             self.gains.count(self.verdicts, self.step - 1, self.guard.trips)
         payoff = self.payoff
         told = self.node_sums.idle() if self.sums_in_node else []
-        told += payoff.unmeasured() + payoff.weigh_seen(device) + payoff.compare(device)
+        told += payoff.unmeasured() + payoff.tune_from_profile(device) + payoff.compare(device)
         if self.guard.flushed("dp", self.step) or self.verdicts.holds_nothing("dp", self.step):
             told += self._drop_residuals()
         if not sampled or not self.guard.watching:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hybridcomp.autotune.observed import TrafficProfile
+from hybridcomp.autotune.traffic_profile import TrafficProfile
 from hybridcomp.autotune.verdicts import Verdicts
 from hybridcomp.channels.error_feedback import Residuals
 from hybridcomp.channels.gains import Gains

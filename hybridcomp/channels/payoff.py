@@ -134,7 +134,7 @@ class Payoff:
             state.verdicts.by_dimension[name] = judge(trials, known, dtype.itemsize, device, whole)
             del trials
 
-    def weigh_seen(self, device: torch.device) -> list[str]:
+    def tune_from_profile(self, device: torch.device) -> list[str]:
         """Time those of tp and pp that wait for a verdict, with messages like those observed.
 
         A collective. Returns messages for the user, the same on all ranks.

@@ -91,7 +91,7 @@ class Capabilities:
         """
         return 0
 
-    def shortfall(self, *, summed: bool) -> Shortfall | None:
+    def unreachable_bound(self, *, summed: bool) -> Shortfall | None:
         """Return why the bound cannot be kept even in fp32; None where it can, or there is none.
 
         ``summed``: messages are sums, so that a value may be quantized twice.

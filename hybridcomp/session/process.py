@@ -29,7 +29,7 @@ from hybridcomp.config import BLOCK, SOURCE, CompressionConfig, load_config, rea
 from hybridcomp.config.error_messages import NOTHING
 from hybridcomp.dimensions import ROWS
 from hybridcomp.errors import ConfigError
-from hybridcomp.job import environment, last_messages
+from hybridcomp.job import drain_gloo, environment
 from hybridcomp.log import say_once
 from hybridcomp.session.engine_session import EngineSession
 
@@ -61,7 +61,7 @@ def _let_go() -> None:
     message.
     """
     _hold(_Holder())
-    last_messages.let_go()
+    drain_gloo.let_go()
 
 
 def _hold(holder: _Holder) -> None:

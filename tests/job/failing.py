@@ -43,8 +43,8 @@ KEPT = {
     ("attach.py", "unwrapped"), ("island_masters.py", "_sharded"),
     ("island_masters.py", "_mesh_ranks"), ("island_masters.py", "<setcomp>"),
     ("island_masters.py", "ranks_of_model"), ("topology.py", "ranks_of"),
-    ("membership.py", "post"), ("courier.py", "send"),
-    ("courier.py", "expect"), ("sync_follower.py", "close"),
+    ("membership.py", "post"), ("transfer.py", "send"),
+    ("transfer.py", "expect"), ("sync_follower.py", "close"),
     ("sync_follower.py", "resume"), ("kept_gradients.py", "stop"),
 }  # fmt: skip
 #: what C functions belong to that fail for want of memory alone: containers, types
