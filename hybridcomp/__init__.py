@@ -11,11 +11,14 @@ resync(engine)       make the next gather of parameters exact, where deltas are 
 island_group(block)  the ranks of this rank's island, for a model under FSDP2 or DDP
 island_pg_collection()  the groups of this rank's island, for megatron-core
 resume(engine, folder) go on from a checkpoint on another number of ranks
+freeze(engine, what) stop training parameters, which then cost nothing
+thaw(engine)         train them again
 ElasticSampler       each sample once, whatever the number of ranks
 generate(engine, prompts) answer prompts from the ranks of a training, stage by stage
 rollout(engine, tokenizer) the same as a RolloutEngine of DeepSpeed
 publish(engine, to)  send versions of an engine's weights, exact deltas, to inference engines
 WeightReceiver       the other side: a mirror of published weights
+gathered(engine)     all weights on every rank for a roll-out, gathered once
 load_config(source)  the block of a ds_config.json (path, dict or base64), or None
 CompressionConfig    the block as a model
 Attached             what attach returns: detach, count_step, its part of a checkpoint
@@ -25,6 +28,7 @@ HybridcompError      base of every error that is raised on purpose; see ``hybrid
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
 
     from hybridcomp.config import CompressionConfig, load_config
     from hybridcomp.elastic.sampler import ElasticSampler
+    from hybridcomp.patches.frozen import freeze, thaw
     from hybridcomp.patches.generated import generate, rollout
     from hybridcomp.patches.mcore.islands import island_pg_collection
     from hybridcomp.patches.resumed import resume
@@ -81,7 +86,9 @@ __all__ = [
     "__version__",
     "attach",
     "detach",
+    "gathered",
     "generate",
+    "freeze",
     "install",
     "island_group",
     "island_pg_collection",
@@ -93,6 +100,7 @@ __all__ = [
     "rollout",
     "save_state",
     "stateful",
+    "thaw",
     "uninstall",
 ]
 
@@ -295,6 +303,28 @@ def publish(
     return publish(engine, to, names, still_s, as_, lora, **given, dtype=dtype, codec=codec)
 
 
+def gathered(engine: Any) -> AbstractContextManager[Module]:
+    """Have every rank compute with all weights: ``with hybridcomp.gathered(engine) as model:``.
+
+    For roll-outs under ZeRO 3 and FSDP2: the weights are gathered once, as the block's key
+    ``gathered`` says, and ``model.generate(...)`` of transformers, or any forward pass, sends
+    nothing then. The model is in eval mode and computes no gradients. Every rank enters, between
+    two optimizer steps, and takes none inside. On leaving, also by an error, all is as before.
+
+    Args:
+        engine: an engine of DeepSpeed or the root of fully_shard. Under ZeRO 0 to 2 and
+            DistributedDataParallel, where every rank has all weights, nothing is sent.
+
+    Returns a context manager that yields the model, without the engine around it. Entering raises
+    ConfigError where a rank has no memory for the weights (PeerError on the others), and on engines
+    whose ranks hold parts of a layer or stages. Leaving raises PeerError where the body has failed
+    on another rank.
+    """
+    from hybridcomp.patches.gathered import gathered
+
+    return gathered(engine)
+
+
 #: lazily imported public names -> their module, so that `import hybridcomp` loads neither
 #: pydantic nor torch
 _LATE = {
@@ -308,12 +338,14 @@ _LATE = {
     "WeightReceiver": "publishing",
     "detach": "patches.torch.attach",
     "generate": "patches.generated",
+    "freeze": "patches.frozen",
     "island_group": "patches.torch.session",
     "island_pg_collection": "patches.mcore.islands",
     "load_config": "config",
     "resume": "patches.resumed",
     "rollout": "patches.generated",
     "stateful": "patches.torch.attach",
+    "thaw": "patches.frozen",
 }
 
 

@@ -54,8 +54,10 @@ ALLOWED: dict[str, set[str]] = {
         "channels", "codecs", "collectives", "config", "dimensions", "errors", "foreign", "job",
         "log", "session",
     },
-    # answers from the stages of a training, whose keys and values stay where they are
-    "generation": {"channels", "collectives", "config", "errors", "job"},
+    # text and weights for it from the ranks of a training
+    "generation": {
+        "channels", "codecs", "collectives", "config", "errors", "job", "log", "nn", "session",
+    },
     # all that knows an upstream: seams, rules, checkpoints, callbacks of trainers
     "patches": {
         "autotune", "channels", "codecs", "collectives", "config", "dimensions", "elastic",
@@ -208,8 +210,10 @@ ASKS: dict[str, set[str]] = {
     # DeepSpeed trains models whose groups Megatron or GPT-NeoX has made
     "ds": {"common", "mcore", "neox", "rules"},
     "trainers": {"common", "ds", "torch"},
+    "gathered": {"common", "ds", "torch"},
     "generated": {"common", "ds"},
     "published": {"common", "ds", "mcore", "torch"},
+    "frozen": {"common", "ds", "torch"},
     "resumed": {"common", "ds", "torch"},
     "registry": {"common", "ds", "mcore", "neox", "torch"},
     "template": {"common"},

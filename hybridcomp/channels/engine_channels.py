@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,6 +49,9 @@ class Channels(EngineState):
         self.by_dimension = {name: Channel(name, self) for name in DIMENSIONS}
         self.host = HostMoves(self, self.by_dimension["offload"])
         self.payoff = Payoff(self, self.by_dimension)
+        #: returns what of the model is frozen; and what a checkpoint says of it, until it is so
+        self.frozen: Callable[[], dict[str, Any]] = dict
+        self.to_freeze: dict[str, Any] = {}
 
     def __getitem__(self, dimension: Dimension) -> Channel:
         return self.by_dimension[dimension]

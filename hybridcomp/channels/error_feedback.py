@@ -35,6 +35,7 @@ from hybridcomp.channels.saved_residuals import (
     NodeStretch,
     copy_of,
     for_checkpoint,
+    held_in,
 )
 from hybridcomp.codecs import read_together
 from hybridcomp.codecs.quantized_residual import (
@@ -221,6 +222,23 @@ class Residuals:
             stretch.flat.zero_()
         self._restored.clear()
         self._common.clear()
+
+    def forget(self, is_of: Callable[[str], bool]) -> float:
+        """Free the residuals of parameters whose name ``is_of``; return their norm on this rank.
+
+        The others wait as loaded ones for a message, through the host's memory.
+        """
+        state = self.state_dict()
+        gone = {hop: {n: held for n, held in names.items() if is_of(n)}
+                for hop, names in state.items()}  # fmt: skip
+        if not any(gone.values()):
+            return 0.0
+        for hop, names in gone.items():
+            for name in names:
+                del state[hop][name]
+        self.load(state)
+        squared = sum(float(values.square().sum()) for _, (_, values) in held_in(gone))
+        return float(squared**0.5)
 
     def clear(self) -> None:
         """Drop all residuals and free their memory; changes no tensor."""

@@ -23,6 +23,7 @@ from hybridcomp.config.codec_settings import NONE
 from hybridcomp.config.dimension import DimensionConfig, MeasuredConfig
 from hybridcomp.config.dimension_fields import DimensionFields
 from hybridcomp.config.error_messages import NOTHING, problem, translate
+from hybridcomp.config.gathered import GatheredConfig
 from hybridcomp.config.generation import GenerateConfig
 from hybridcomp.config.hierarchy_level import (
     Units,
@@ -101,6 +102,11 @@ class CompressionConfig(DimensionFields):
         description="Versions of the weights for inference engines, exact deltas after optimizer "
         "steps. Default: none.",
     )
+    gathered: GatheredConfig | None = Field(
+        None,
+        description="All weights on every rank for a roll-out, in `with hybridcomp.gathered(...)`. "
+        "Default: gathered natively.",
+    )
 
     generate: GenerateConfig | None = Field(
         None,
@@ -137,7 +143,8 @@ class CompressionConfig(DimensionFields):
         config._check_remember(data)
         config._check_islands()
         config._check_accumulates()
-        if data.get("hierarchy", "none") != "none":
+        gathers = config.gathered is not None and config.gathered.codec_of() is not None
+        if data.get("hierarchy", "none") != "none" and not gathers:
             check_hierarchy(config.hierarchy, config.codecs())
         return config
 
@@ -205,7 +212,8 @@ class CompressionConfig(DimensionFields):
     @property
     def others(self) -> bool:
         """Return whether a key that is no dimension does something."""
-        return bool(self.publish or self.generate or self.pipeline.waitless)
+        waitless = self.pipeline.waitless
+        return bool(self.publish or self.gathered or self.generate or waitless)
 
     @property
     def explicit(self) -> frozenset[Dimension]:
@@ -283,6 +291,9 @@ class CompressionConfig(DimensionFields):
             settings |= {f"{BLOCK}.pipeline.{key}": value for key, value in self.pipeline}
         if self.publish is not None:
             settings |= {f"{BLOCK}.publish.{key}": value for key, value in self.publish}
+        if self.gathered is not None:
+            written = self.gathered.agreed()
+            settings |= {f"{BLOCK}.gathered.{key}": value for key, value in written.items()}
         if self.generate is not None:
             settings |= {f"{BLOCK}.generate.{k}": v for k, v in self.generate.model_dump().items()}
         for name in ("enabled", "min_bytes", "start_step", "on_unsupported"):

@@ -180,6 +180,19 @@ def published(config: CompressionConfig, share: int) -> list[MemoryItem]:
     return [MemoryItem("copies of published weights", copies * PUBLISHED * share, on_host=True)]
 
 
+def rolled_out(config: CompressionConfig, numel: int, ranks: int, width: int) -> list[MemoryItem]:
+    """Return what ``gathered`` keeps of ``numel`` 16-bit weights from one roll-out to the next.
+
+    ``ranks``: of the job, ``width`` of them on a node.
+    """
+    codec = config.gathered.codec_of() if config.gathered else None
+    if config.gathered is None or codec is None or not codec.references:
+        return []
+    kept = PUBLISHED * numel // (width if 1 < width < ranks else 1)
+    on_host = config.gathered.keep == "host"
+    return [MemoryItem("weights kept for roll-outs", kept, on_host)]
+
+
 def memory_lines(items: Iterable[MemoryItem]) -> Iterator[str]:
     """Yield a line with the bytes of all ``items``, if any, by where they are."""
     every = list(items)

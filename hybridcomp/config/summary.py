@@ -61,6 +61,11 @@ def describe(
         lines.append(
             f"{'publish':13} to {to}, every {every} step(s), in full every {full} versions{rest}"
         )
+    if config.gathered is not None:
+        codec = config.gathered.codec_of()
+        kept = f", steps from a copy on the {config.gathered.keep}"
+        kept = kept if codec is not None and codec.references else ""
+        lines.append(f"{'gathered':13} for roll-outs: {codec.spec if codec else 'none'}{kept}")
     if config.generate is not None:
         lines.append(f"{'generate':13} {config.generate.summary()}")
     start = f"; all messages before step {config.start_step}" if config.start_step else ""

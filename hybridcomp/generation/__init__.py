@@ -7,6 +7,8 @@ requests      which sequences the next pass has
 frames        messages between stages
 flight        batches in flight through all stages
 generating    all of it on the ranks of an engine
+gathered      all weights of a model whose ranks hold shares, in few messages
+rolling_out   a model that computes with them, and is put back as it was
 """
 
 from __future__ import annotations

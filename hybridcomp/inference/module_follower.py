@@ -50,6 +50,11 @@ class ModuleFollower:
         """Return the version that the module holds; None where it holds none as a whole."""
         return self._follower.version
 
+    @property
+    def pause_s(self) -> float:
+        """Return the seconds of the last update in which the module was being written."""
+        return self._follower.pause_s
+
     def update(self, version: int | None = None) -> tuple[str, ...]:
         """Bring the module to ``version``, None: to the newest one.
 

@@ -61,6 +61,13 @@ class TrainedSet:
         stopped = {name: one for name, one in changed if not one.requires_grad}
         return stopped, {name: one for name, one in changed if one.requires_grad}
 
+    def accept(self) -> None:
+        """Take the parameters that require gradients now for those of the first look as well."""
+        self._hold()
+        self.first |= {
+            n for n, one in zip(self._names, self._parameters, strict=True) if one.requires_grad
+        }
+
     def tell(self, names: Iterable[str], verb: str, rest: str) -> None:
         """Say on this rank that parameters ``verb`` requiring gradients; each name once."""
         fresh = [name for name in names if name not in self._told]
@@ -81,6 +88,10 @@ class TrainedFollower:
         """Look, and say what has changed."""
         raise NotImplementedError
 
+    def accept(self) -> None:
+        """Say nothing of what has changed until now: ``hybridcomp.freeze`` has seen to it."""
+        raise NotImplementedError
+
     def after_step(self, step: int) -> None:
         """Do nothing."""
 
@@ -93,6 +104,13 @@ class TrainedFollower:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def accept(followers: Iterable[object]) -> None:
+    """Have the followers of a session take what trains as it is now."""
+    for one in followers:
+        if isinstance(one, TrainedFollower):
+            one.accept()
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -86,10 +86,16 @@ class FrozenWeights:
         self._before_passes = module.register_forward_pre_hook(
             lambda *_: self.check(), prepend=True
         )
-        self.all = [FrozenWeight(p, self) for p in sorted(params, key=lambda p: p.ds_id)]
+        self.all: list[FrozenWeight] = []
+        self.add(params)
+        self._has_told = False
+
+    def add(self, params: Iterable[Any]) -> None:
+        """Keep further parameters, from their next gather on."""
+        self.all += [FrozenWeight(p, self) for p in params]
+        self.all.sort(key=lambda weight: weight.param.ds_id)
         for weight in self.all:
             setattr(weight.param, ATTRIBUTE, weight)
-        self._has_told = False
 
     @property
     def nbytes(self) -> int:
@@ -207,21 +213,30 @@ def make_partition_param(original: Callable[..., None]) -> Callable[..., None]:
 
 def attached(engine: Any, channels: Channels) -> None:
     """Keep the frozen weights of an engine from their first gather on."""
-    settings = channels.config.zero.keeps_frozen
     before = weights_of(engine.module.parameters())
     if before is not None:  # of an engine that had the model before
         before.leave()
-    if settings is None:
-        return
-    params = [
-        p for p in engine.module.parameters()
-        if hasattr(p, "ds_id") and not p.requires_grad and p.is_floating_point()
-        and not p.ds_persist
-    ]  # fmt: skip
-    if not params:
+    if channels.config.zero.keeps_frozen is not None and not keep(engine, channels):
         say("zero: no parameter is frozen, so none is kept")
-        return
-    FrozenWeights(channels["zero"], settings, params, engine.module)
+
+
+def keep(engine: Any, channels: Channels) -> bool:
+    """Keep what is frozen by now, where the block says so; return whether anything is kept."""
+    settings = channels.config.zero.keeps_frozen
+    if settings is None:
+        return False
+    every = list(engine.module.parameters())
+    params = [
+        p for p in every
+        if hasattr(p, "ds_id") and not p.requires_grad and p.is_floating_point()
+        and not p.ds_persist and _of(p) is None
+    ]  # fmt: skip
+    found = weights_of(every)
+    if found is None and params:
+        FrozenWeights(channels["zero"], settings, params, engine.module)
+    elif found is not None:
+        found.add(params)
+    return bool(params)
 
 
 COVERS = ("zero",)

@@ -66,6 +66,8 @@ FETCH = Seam(
 #: attributes of the optimizers that hold the flat groups which are gathered after a step
 FLAT_GROUPS = ("bit16_groups_flat", "bf16_groups_flat")
 
+#: attribute of a flat group of which parts are frozen (``trained_gathers``)
+TRAINED = "_hybridcomp_trained_gather"
 #: elements of one gather after a step: bounds the memory of payloads, which upstream's single call
 #: for all parameters of a group does not need
 GATHER_NUMEL = 1 << 27
@@ -121,8 +123,14 @@ def make_all_gather_into_tensor_dp_groups(original: Callable[..., None]) -> Call
             channels = channels_of(flat)
             if channels is None:
                 native()
+                continue
+            shard = partitions[dist.get_rank(group)]
+            whole = functools.partial(_gather, channels["zero"], flat, shard, group, native)
+            trained = getattr(flat, TRAINED, None)
+            if trained is None:
+                whole()
             else:
-                _gather(channels["zero"], flat, partitions[dist.get_rank(group)], group, native)
+                trained.run(channels["zero"], flat, group, whole)
 
     return all_gather_into_tensor_dp_groups
 

@@ -44,7 +44,8 @@ def _is_tag(folder: Path) -> bool:
 
 
 def _tags(place: Path) -> list[Path]:
-    return [path for path in place.iterdir() if path.is_dir() and _is_tag(path)]
+    inside = place.iterdir() if place.is_dir() else ()  # a job's first start
+    return [path for path in inside if path.is_dir() and _is_tag(path)]
 
 
 def find(place: Path) -> checkpoints.Picked:

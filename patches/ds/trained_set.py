@@ -24,8 +24,8 @@ from hybridcomp.session.engine_session import EngineSession
 TRAINED = "_hybridcomp_trained_set"
 MOVES = (
     ", and DeepSpeed goes on changing them: its optimizer steps with gradients of zero, and "
-    "momentum and weight decay move them. To keep them as they are, build the engine anew, or give "
-    "them a parameter group and set its lr to 0 before every step, as schedulers write it again"
+    "momentum and weight decay move them. To keep them as they are, call hybridcomp.freeze(engine, "
+    "names) in place of requires_grad_(False)"
 )
 IGNORED = (
     " that did not when the engine was built: DeepSpeed neither reduces nor uses their gradients, "
@@ -65,6 +65,12 @@ class _Engine(TrainedFollower):
         held = _held(engine.optimizer) if plain else set()
         later = [n for n, p in begun.items() if n not in trained.first and id(p) not in held]
         trained.tell(later, "began", IGNORED)
+
+    def accept(self) -> None:
+        """Take all parameters as they are."""
+        engine = self._engine()
+        if engine is not None:
+            getattr(engine, TRAINED).accept()
 
 
 def _held(optimizer: Any) -> set[int]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import NAME, AllReduce, channels_of
-from hybridcomp.channels.pieces import Piece
+from hybridcomp.channels.pieces import Piece, cut
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle
 from hybridcomp.errors import SeamError
@@ -138,6 +138,10 @@ def pieces_of(engine: Any, bucket: Sequence[Tensor]) -> list[Piece]:
         pieces = [_whole(parameter) for parameter in group]
         padding = flat.numel() - sum(piece.numel for piece in pieces)
         found[flat.data_ptr()] = [*pieces, Piece("", 0, padding)] if padding else pieces
+        for grad in bucket:  # views of it, where a part is frozen
+            start = (grad.data_ptr() - flat.data_ptr()) // flat.itemsize
+            if 0 <= start < flat.numel() and grad.numel() < flat.numel():
+                found[grad.data_ptr()] = cut(pieces, start, start + grad.numel())
     missing = [tuple(grad.shape) for grad in bucket if grad.data_ptr() not in found]
     if missing:
         raise SeamError(

@@ -50,6 +50,8 @@ def check(
     )  # fmt: skip
     if (sentence := mcore.scatter_gather(block, job)) is not None:
         say_once(sentence)
+    for sentence in engine.ungathered(block, "Megatron samples from its ranks itself"):
+        say_once(sentence)
     rules = list(mcore.RULES)
     if (reason := missing("transformer_engine.pytorch")) is not None:
         rules.insert(0, mcore.out_of_reach(reason))

@@ -44,11 +44,11 @@ def check(
     rules: list[tuple[Rule[Any], Any]] = [(rule, job) for rule in TABLES]
     if neox is not None:
         rules += [(rule, neox) for rule in NEOX_RULES]
-    return [*_idle_keys(block), *hold(block, rules)]
+    return [*_idle_keys(block, job), *hold(block, rules)]
 
 
-def _idle_keys(block: CompressionConfig) -> list[str]:
-    """Find keys for megatron-core whose work DeepSpeed does by its own settings."""
+def _idle_keys(block: CompressionConfig, job: DeepSpeedJob) -> list[str]:
+    """Find keys that cannot act in this job, or whose work DeepSpeed does by its own settings."""
     found = []
     if block.pp.scatter_gather:
         todo = (
@@ -56,6 +56,14 @@ def _idle_keys(block: CompressionConfig) -> list[str]:
             "(pipeline.pipe_partitioned and pipeline.grad_partitioned); remove it"
         )
         found.append(idle(f"{BLOCK}.pp.scatter_gather", True, todo, block.on_unsupported))
+    if job.pipeline is True:
+        found += engine.ungathered(block, "stages of a pipeline are not gathered")
+    elif job.stage < 3:
+        found += engine.ungathered(block, "every rank has all weights below ZeRO stage 3")
+    elif job.zero("offload_param.device") == "nvme":
+        found += engine.ungathered(block, "weights on a disk (offload_param) are not gathered")
+    elif job.zero("mics_shard_size") > 0:
+        found += engine.ungathered(block, "weights that MiCS cuts are not gathered")
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 from hybridcomp.config import BLOCK, CompressionConfig
-from hybridcomp.config.error_messages import Shown
+from hybridcomp.config.error_messages import Shown, idle
 from hybridcomp.dimensions import DIMENSIONS, ROWS, Dimension, listed
 from hybridcomp.errors import ConfigError
 
@@ -105,6 +105,17 @@ def without_seam(engine: str, table: Sequence[Rule[Any]]) -> tuple[Rule[Any], ..
         for name, row in ROWS.items()
         if engine not in row.engines and name not in told
     )  # fmt: skip
+
+
+def ungathered(block: CompressionConfig, why: str) -> list[str]:
+    """Say that the key ``gathered`` cannot act, where it is written, and ``why``.
+
+    Raises ConfigError unless ``on_unsupported`` is "native".
+    """
+    if block.gathered is None:
+        return []
+    found, todo = block.gathered.agreed()["codec"], f"{why}; remove it"
+    return [idle(f"{BLOCK}.gathered", found, todo, block.on_unsupported)]
 
 
 def lossy(block: CompressionConfig) -> frozenset[Dimension]:

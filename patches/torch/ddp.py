@@ -44,7 +44,7 @@ def attach(
     if block is None:
         return None
     torch_versions.check("ddp", REQUIREMENT)
-    absent = rules.check(block, rules.DDP, model)
+    absent = rules.check(block, rules.DDP, model, "every rank has all weights under DDP")
     parameters = [p for p in model._module_parameters if p.requires_grad]
     session = session_of(block, parameters[0].device, absent, ranks, undo)
     session.name_parameters(model.module.named_parameters())

@@ -125,14 +125,29 @@ class Reducer:
         self._is_rebuilt = False
         #: names of parameters that got a gradient since the last sum, where DDP finds unused ones
         self._used: set[str] | None = None
+        self._noted: set[str] = set()
         if self.error_feedback and (model.find_unused_parameters or model.static_graph):
             self._used = set()
-            for parameter in model._module_parameters:
-                if parameter.requires_grad:  # runs before DDP's hook on it, which calls the reducer
-                    name = getattr(parameter, NAME)
-                    note = parameter.register_post_accumulate_grad_hook(_Note(self._used, name))
-                    attached.on_detach(note.remove)
+            self._note_used()
         self._stream: Any = None
+
+    def _note_used(self) -> None:
+        """Note of each parameter that trains when it gets a gradient."""
+        for parameter in self._model._module_parameters:
+            name = getattr(parameter, NAME)
+            if self._used is None or not parameter.requires_grad or name in self._noted:
+                continue
+            self._noted.add(name)  # runs before DDP's hook on it, which calls the reducer
+            note = parameter.register_post_accumulate_grad_hook(_Note(self._used, name))
+            self._attached.on_detach(note.remove)
+
+    def renew(self) -> None:
+        """Follow a reducer of torch that was made anew, for other parameters."""
+        self._is_rebuilt = False
+        self._layouts.clear()
+        residuals = self._attached.channels.residuals
+        residuals.load(residuals.state_dict())
+        self._note_used()
 
     def __call__(self, bucket: Any) -> Bucket:
         """Start to average a bucket over the ranks; return the future of the averaged gradients."""

@@ -81,7 +81,8 @@ def attach(model: nn.Module, source: Source | None, undo: ExitStack) -> Attached
     agree_on(block, "fsdp2", job.ranks)
     if block is None:
         return None
-    absent = rules.check(block, fsdp2_rules.FSDP2, job)
+    cut = "layers that DTensor cuts are not gathered" if job.tensor_parallel else ""
+    absent = rules.check(block, fsdp2_rules.FSDP2, job, cut)
     fsdp2_rules.check_hierarchy(block, job)
     session = session_of(block, groups[0].device, absent, job.ranks, undo)
     names = names_of(model)

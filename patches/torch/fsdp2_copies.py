@@ -22,14 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels import Channel, Channels
-from hybridcomp.channels.delta_references import digest, is_exact
-from hybridcomp.channels.node_copies import (
-    CopyGroups,
-    gather_inside,
-    renew,
-    state_of,
-    width_of,
-)
+from hybridcomp.channels.kept_slices import KeptSlice
+from hybridcomp.channels.node_copies import CopyGroups, width_of
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.stepcode import STEP_DTYPES
 from hybridcomp.collectives.topology import discover
@@ -53,9 +47,7 @@ class NodeCopyGather:
 
     def __init__(self, members: Members, channel: Channel, groups: CopyGroups) -> None:
         self._members, self._channel, self._groups = members, channel, groups
-        self._slice: Tensor | None = None
-        self._sent: int | None = None  # digest of this rank's share when it was sent last
-        self._of = (-1, -1)  # generation of the channels and step, then
+        self.kept = KeptSlice(channel, groups)
         exact = channel.state.config.zero.secondary == "exact"
         self._codec: Codec | None = (
             None if exact else channel.state.policy.codecs["zero", "forward"]
@@ -68,23 +60,8 @@ class NodeCopyGather:
     @torch.no_grad()
     def gather(self, output: Tensor, share: Tensor) -> None:
         """Fill ``output`` (W n values) with all ranks' ``share``; a collective of all ranks."""
-        channel, groups = self._channel, self._groups
         own = self._bytes_of(share) if self._codec is not None else share
-        values = own.view(torch.bfloat16) if own.dtype == torch.uint8 else own
-        now, native = int(digest(values)), (share.numel(), share.dtype)
-        generation, step = self._of
-        known = self._slice is not None and generation == channel.generation
-        known = known and (step == channel.step or not is_exact(channel))
-        held = self._slice if known else None
-        copies = None if held is None else [held.view(-1)]
-        state = state_of(channel, groups, copies, share.device, now == self._sent)
-        if state != "current":
-            table = held if state == "steps" else None
-            self._slice = None  # until it is complete
-            self._slice = renew(channel, groups, own, table, native)
-            self._sent, self._of = now, (channel.generation, channel.step)
-        assert self._slice is not None, "renewed"
-        rows = gather_inside(channel, groups, self._slice, native, state != "current")
+        rows = self.kept.gather(own, (share.numel(), share.dtype))
         if self._codec is None:
             output.view(rows.shape).copy_(rows)
         else:

@@ -54,7 +54,8 @@ def find(place: Path) -> checkpoints.Picked:
     """
     if _is_one(place):
         return checkpoints.newest([place], read)
-    found = [path for path in place.iterdir() if path.is_dir() and _is_one(path)]
+    inside = place.iterdir() if place.is_dir() else ()  # a job's first start
+    found = [path for path in inside if path.is_dir() and _is_one(path)]
     found.sort(key=lambda path: (checkpoints.number_of(path), path.name), reverse=True)
     done = [path for path in found if (path / INDEX).is_file()]
     job, skipped = checkpoints.newest(done, read)

@@ -120,13 +120,19 @@ _DDP: tuple[Rule[Any], ...] = (
 DDP: tuple[Rule[Any], ...] = (*_DDP, *engine.without_seam(dimensions.DDP, _DDP))
 
 
-def check(block: CompressionConfig, table: Sequence[Rule[Any]], job: Any) -> frozenset[Dimension]:
+def check(
+    block: CompressionConfig, table: Sequence[Rule[Any]], job: Any, ungathered: str = ""
+) -> frozenset[Dimension]:
     """Check the block against a model; return the dimensions of which it has no messages.
+
+    ``ungathered``: why the key ``gathered`` cannot act; empty where it can.
 
     Raises ConfigError for the first dimension that cannot act. With ``"on_unsupported": "native"``
     rank 0 instead prints once which messages stay native, and why.
     """
     rules = [(rule, job) for rule in table]
     for sentence in engine.hold(block, rules):
+        say(sentence)
+    for sentence in engine.ungathered(block, ungathered) if ungathered else ():
         say(sentence)
     return engine.absent(rules)

@@ -57,6 +57,11 @@ class _Model(TrainedFollower):
             later = [name for name in self._begun if name not in self._trained.first]
             self._trained.tell(later, "began", NOT_AVERAGED)
 
+    def accept(self) -> None:
+        """Take all parameters as they are."""
+        self._stopped, self._begun = {}, {}
+        self._trained.accept()
+
     def _judge(self) -> None:
         """Say what the step behind a change has left of its parameters."""
         stopped = [

@@ -33,6 +33,9 @@ PARTS = (
     ("publish", "PublishConfig",
      'Versions of the weights for inference engines: `"publish": {"to": "runs/weights"}` '
      "([publishing](publishing.md))."),
+    ("gathered", "GatheredConfig",
+     'All weights on every rank for a roll-out: `"gathered": "stepcode"` '
+     "([gathered weights](gathered.md))."),
     ("generate", "GenerateConfig",
      'What `hybridcomp.generate` sends and keeps: `"generate": {"pp": {"codec": "blockint", '
      '"bits": 8}}` ([generation](generation.md)).'),

@@ -15,6 +15,7 @@ from hybridcomp.config import BLOCK, CompressionConfig, load_config
 from hybridcomp.job import environment
 from hybridcomp.patches.rules import ds_check as check
 from hybridcomp.tools.commands import cli
+from hybridcomp.tools.plan.jobs import request
 from hybridcomp.tools.plan.machines import cluster_file
 from tests.docs.pages import DOCS, Fence, commands, fences, prose_of, texts_in_named_commits
 from tests.patches.trainers.launched import launch
@@ -34,6 +35,8 @@ def test_blocks_parse(fence: Fence) -> None:
     found = json.loads(fence.body)
     if "kind" in found:  # a cluster described by hand
         assert cluster_file.parse(found).ranks
+    elif "jobs" in found:  # that share a cluster
+        assert request.parse(found, fence.place, world_size=16).jobs
     elif BLOCK in found:
         block = load_config(found)
         assert block is not None

@@ -70,6 +70,11 @@ def test_an_unfinished_checkpoint_is_skipped_and_named(saved: Path, tmp_path: Pa
     assert job is None and len(skipped) == 2 and "there is no" in skipped[0]
 
 
+def test_a_folder_that_is_not_there_yet_has_no_checkpoint(tmp_path: Path) -> None:
+    for find in (of_deepspeed.find, of_torch.find):
+        assert find(tmp_path / "later") == (None, [])
+
+
 def test_files_of_an_earlier_save_on_more_ranks_do_not_count(saved: Path, tmp_path: Path) -> None:
     tag = tmp_path / "global_step6"
     shutil.copytree(saved / "zero1_none" / "global_step6", tag)

@@ -176,9 +176,11 @@ def _pays(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from hybridcomp.tools.plan.answer import command
-
-    return command.run(options)
+    if options.jobs is not None:
+        from hybridcomp.tools.plan.jobs.command import run
+    else:
+        from hybridcomp.tools.plan.answer.command import run
+    return run(options)
 
 
 def _print_seams(options: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from hybridcomp.config.memory import (
     meetings,
     memory_lines,
     published,
+    rolled_out,
     size,
     taken,
 )
@@ -130,7 +131,10 @@ def lines(block: CompressionConfig, file: JobFile, job: JobSize) -> Iterator[str
     share = -(-numel // replicas)
     jobs = block.sync.jobs
     islands = whole // replicas if jobs is None else jobs.at_start
-    others = [*meetings(block, share, islands), *published(block, share)]
+    others = [
+        *meetings(block, share, islands), *published(block, share),
+        *rolled_out(block, numel, job.world_size, job.ranks_per_node),
+    ]  # fmt: skip
     items = [*taken(block, messages), *others]
     yield from (f"  {line}" for line in memory_lines(items))
     if not items:

@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     """Convert and write; returns the exit status. Raises HybridcompError, before any file."""
     from hybridcomp.patches.ds import conversion
 
-    job, is_deepspeed = _found(options.checkpoint)
+    job, is_deepspeed = saved_job(options.checkpoint)
     base = _settings(options.base, job)
     samples = options.samples or job.samples
     if samples is None:
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _found(place: Path) -> tuple[SavedJob, bool]:
+def saved_job(place: Path) -> tuple[SavedJob, bool]:
     """Return the newest whole checkpoint, and whether it is DeepSpeed's. Raises ConfigError."""
     from hybridcomp.patches.ds import replanned as of_deepspeed
     from hybridcomp.patches.torch import replanned as of_torch

@@ -52,12 +52,12 @@ def outcome(job: Job, disturb: str = "") -> tuple[list[float], str, list[int], i
         if step == 3 and disturb == "resync" and attached is not None and dist.get_rank() == 1:
             attached.channels.resync()
         if step == 3 and disturb == "written" and attached is not None and dist.get_rank() == 2:
-            gathers(model)[0]._copies._slice.view(-1)[3] = 1.0
+            gathers(model)[0]._copies.kept.slice.view(-1)[3] = 1.0
         losses += train(job, model, optimizer, step, step + 1)
         if attached is not None:
             entry = attached.channels.ledger.interval["zero", "forward"]
             sent.append(int(entry.inter_nbytes) - sum(sent))
-            held = sum(one._copies._slice.nbytes for one in gathers(model))
+            held = sum(one._copies.kept.slice.nbytes for one in gathers(model))
     if attached is not None:
         attached.detach()
     return losses, digest(model), sent, held

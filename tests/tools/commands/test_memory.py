@@ -125,6 +125,19 @@ def test_both_hops_and_references(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert f"references of deltas {size(2 * N / 64)}, " in line
 
 
+@pytest.mark.parametrize(
+    ("gathered", "part"),
+    [("stepcode", f"{size(2 * N / 4)}"), ({"keep": "host"}, f"{size(2 * N / 4)} (host)")],
+)
+def test_weights_kept_for_roll_outs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], gathered: Any, part: str
+) -> None:
+    path = file(tmp_path, 3, gathered=gathered)
+    line = told(capsys, path, *SIZED, "--ranks-per-node", "4")
+    assert f"weights kept for roll-outs {part}" in line
+    assert "roll-outs" not in told(capsys, file(tmp_path, 3, gathered="expcode"), *SIZED)
+
+
 def test_islands_and_published_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = file(tmp_path, 2, sync={"islands": 8}, publish={"to": str(tmp_path / "weights")})
     line = told(capsys, path, *SIZED)

@@ -29,6 +29,11 @@ runs the best three for some steps and keeps the fastest; {tensor}, {stages}, {c
   hybridcomp plan --check runs/first --plan plans/plan.json
 
 holds a finished run against its plan.
+
+  hybridcomp plan --jobs jobs.json
+
+decides how many ranks each of several jobs gets, and writes what starts them; --replay holds that
+against other ways to share.
 """
 #: what the planner knows by these names; a test holds them against it
 ENGINES, DTYPES = ("deepspeed", "megatron", "neox"), ("bf16", "fp16", "fp32")
@@ -47,6 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="what hybridcomp measure wrote, or a description by hand (cluster.json)",
     )
+    add("--jobs", type=Path, metavar="FILE", help="share the cluster among the jobs of FILE")
+    add("--replay", action="store_true", help="with --jobs: from their arrival to their ends")
+    add("--now", type=float, default=0.0, metavar="S", help="with --jobs: later ones wait (0)")
+    add("--scheduler", choices=("plain", "slurm"), default="plain", help="with --jobs: who starts")
     add("--samples", type=int, metavar="N", help="sequences of an optimizer step, whole job")
     add("--length", type=int, metavar="N", help="tokens of a sequence")
     add(

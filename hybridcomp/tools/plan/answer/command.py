@@ -139,20 +139,35 @@ def dtype_of(wanted: str | None, cluster: Cluster) -> str:
 
 
 def _search(options: argparse.Namespace, model: Model, cluster: Cluster) -> Found:
-    limits = SearchLimits(
+    fixed, keep = fixed_of(options.fix), max(SHOWN, options.tries)
+    limits = limits_of(options, fixed, options.ranks, options.command, keep)
+    batch = Batch(options.samples, options.length)
+    return search(model, cluster, budget_of(options.budget), batch, limits)
+
+
+def limits_of(
+    options: argparse.Namespace,
+    fixed: Mapping[str, Any],
+    ranks: int | None,
+    command: Sequence[str],
+    keep: int,
+) -> SearchLimits:
+    """Return the limits that the options set for a job on ``ranks``, of which ``keep`` plans stay.
+
+    Raises ConfigError.
+    """
+    return SearchLimits(
         engine=options.engine,
         dtype=options.dtype,
-        fixed=fixed_of(options.fix),
+        fixed=fixed,
         memory_share=options.memory,
-        ranks=options.ranks,
+        ranks=ranks,
         most_micro_batch=options.most_micro_batch,
         recompute=not options.no_recompute,
         offload=options.offload,
-        own=own_cuts(options.own_cuts, options.command),
-        keep=max(SHOWN, options.tries),
+        own=own_cuts(options.own_cuts, command),
+        keep=keep,
     )
-    batch = Batch(options.samples, options.length)
-    return search(model, cluster, budget_of(options.budget), batch, limits)
 
 
 def _tried(options: argparse.Namespace, found: Found, cluster: Cluster, base: Base) -> Plan:

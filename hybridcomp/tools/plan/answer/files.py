@@ -42,6 +42,7 @@ def write(
     base: Base | None = None,
     command: Sequence[str] = (),
     ledger: Path | None = None,
+    before: Sequence[str] = (),
 ) -> list[Path]:
     """Write everything that starts ``plan`` into ``folder``; return the files written.
 
@@ -49,6 +50,7 @@ def write(
         base: the user's configuration of the engine; the plan's settings replace those in it.
         command: the user's command with places to fill in (``filled``); empty: a general one.
         ledger: where the run writes its ledger; None: as the user's block says.
+        before: lines of ``start.sh`` above the command.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = (folder / PLAN_FILE).resolve()
@@ -67,9 +69,9 @@ def write(
     if command:
         words = filled(command, plan, cluster, folder)
     # a name comes from somebody's config.json: a line feed in it would end the comment
-    name = foreign.one_line(plan.model)
+    why = f"# {plan.layout}, planned for {foreign.one_line(plan.model)}"
     start.write_text(
-        f"#!/bin/sh\n# {plan.layout}, planned for {name}\nexec {words}\n",
+        "\n".join(["#!/bin/sh", *before, why, f"exec {words}", ""]),
         encoding="utf-8", errors="surrogateescape",
     )  # fmt: skip
     start.chmod(0o755)

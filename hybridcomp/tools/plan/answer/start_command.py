@@ -37,10 +37,15 @@ def recomputed_blocks(plan: Plan) -> list[str]:
     return found
 
 
+def nodes_of(plan: Plan, cluster: Cluster) -> int:
+    """Return the number of nodes that the ranks of ``plan`` fill."""
+    return cluster.nodes_of(range(min(plan.layout.ranks, cluster.world_size)))
+
+
 def general(plan: Plan, cluster: Cluster, folder: Path) -> str:
     """Return the command that starts ``plan``, with a place for the user's script."""
     config = shlex.quote(str((folder / CONFIGS[plan.engine]).resolve()))
-    nodes, per_node = cluster.nodes, min(cluster.ranks_per_node, plan.layout.ranks)
+    nodes, per_node = nodes_of(plan, cluster), min(cluster.ranks_per_node, plan.layout.ranks)
     if plan.engine == "neox":
         return f'"${{PYTHON:-python}}" -m hybridcomp.patches.neox {config}'
     if plan.engine == "megatron":
@@ -102,7 +107,7 @@ def places(plan: Plan, cluster: Cluster, folder: Path) -> dict[str, str]:
         "{layers}": ",".join(map(str, layout.cuts)),
         "{recompute}": ",".join(recomputed_blocks(plan)) or "none",
         "{ranks}": str(layout.ranks),
-        "{nodes}": str(cluster.nodes),
+        "{nodes}": str(nodes_of(plan, cluster)),
         "{samples}": str(layout.samples),
         "{length}": str(plan.length),
         "{config}": str((folder / CONFIGS[plan.engine]).resolve()),

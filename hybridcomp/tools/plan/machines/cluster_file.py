@@ -38,17 +38,21 @@ def read(path: str | Path) -> Cluster:
 
     Raises ConfigError, one sentence that names the key, where the file cannot be used.
     """
+    return parse(document(path, AGAIN), str(path))
+
+
+def document(path: str | Path, todo: str) -> object:
+    """Parse the JSON of a file. Raises ConfigError, which ends with ``todo``."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(str(path), "no such file", AGAIN) from None
+        raise ConfigError(str(path), "no such file", todo) from None
     except (OSError, ValueError) as error:  # no text, or a name that no file can have
-        raise ConfigError(str(path), f"{type(error).__name__}: {error}", AGAIN) from error
+        raise ConfigError(str(path), f"{type(error).__name__}: {error}", todo) from error
     try:
-        found = parsed_json(text)
+        return parsed_json(text)
     except ValueError as error:
-        raise ConfigError(str(path), str(error), f"expected JSON; {AGAIN}") from error
-    return parse(found, str(path))
+        raise ConfigError(str(path), str(error), f"expected JSON; {todo}") from error
 
 
 def parse(found: object, name: str = "cluster") -> Cluster:
@@ -68,7 +72,7 @@ def parse(found: object, name: str = "cluster") -> Cluster:
             return _DESCRIBED.validate_python(rest).cluster()
         cluster = _MEASURED.validate_python(rest)
     except ValidationError as error:
-        raise _config_error(error, name) from error
+        raise config_error(error, name) from error
     if not cluster.ranks:
         raise ConfigError(f"{name}: ranks", [], f"expected at least one rank; {AGAIN}")
     if bool(cluster.nodes_per_site) != bool(cluster.uplinks):
@@ -137,8 +141,8 @@ def _plain(value: Any) -> Any:
     return [_plain(one) for one in value] if isinstance(value, (tuple, list)) else value
 
 
-def _config_error(error: ValidationError, name: str) -> ConfigError:
-    """Turn the first error of pydantic into a ConfigError, one sentence."""
+def config_error(error: ValidationError, name: str) -> ConfigError:
+    """Turn the first error of pydantic about the file ``name`` into a ConfigError, one sentence."""
     first = error.errors()[0]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
     where = f"{name}: {path[1:]}" if path else name

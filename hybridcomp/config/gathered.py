@@ -1,0 +1,60 @@
+"""The block's key ``gathered``: all weights on every rank while ``hybridcomp.gathered`` lasts."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from hybridcomp.codecs.base import Codec
+from hybridcomp.config.codec_settings import (
+    PARAMETER_CODEC,
+    CodecSettings,
+    build_codec,
+    codec_schema,
+)
+
+#: codec where none is written
+STEPS = "stepcode"
+
+
+class GatheredConfig(CodecSettings):
+    """How the weights are gathered for a roll-out, and what is kept of them for the next one."""
+
+    codec: str | None = Field(
+        None,
+        description=f"Default: {STEPS}. {PARAMETER_CODEC}",
+        json_schema_extra=codec_schema(f"Default: {STEPS}. {PARAMETER_CODEC}", "zero"),
+    )
+    keep: Literal["device", "host"] = Field(
+        "device",
+        description=f"{STEPS}: where the weights of the last gather are kept, from which the next "
+        "one takes its steps. They take the 16-bit weights divided by the ranks of a node where "
+        "several nodes have equally many ranks, else all 16-bit weights, on every rank.",
+    )
+    limit_gb: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="GB (1e9 bytes) that a rank may take for the gathered weights and their "
+        "buffers. What needs more is refused before anything is sent. Default: the memory that is "
+        "free.",
+    )
+
+    def codec_of(self) -> Codec | None:
+        """Build the codec of the gathers; None for native."""
+        return build_codec(self.given() or {"codec": STEPS}, "", under="zero")
+
+    @model_validator(mode="after")
+    def _can_act(self) -> GatheredConfig:
+        self.codec_of()
+        return self
+
+    def agreed(self) -> dict[str, Any]:
+        """Return the settings on which the ranks have to agree."""
+        codec = self.codec_of()
+        return {
+            "codec": "none" if codec is None else codec.spec,
+            "keep": self.keep,
+            "limit_gb": self.limit_gb,
+        }

@@ -1,0 +1,80 @@
+"""Say which parameters are meant by names and modules, and how many blocks to freeze next."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from hybridcomp.errors import ConfigError
+
+#: what ``hybridcomp.freeze`` takes: the name of a parameter or module, one of them, or several
+What = str | nn.Module | Tensor | Iterable[Any]
+#: parts of names that wrappers add
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+#: where no parameter of this process is meant
+ELSEWHERE = "(elsewhere)"
+
+
+def plain(name: str) -> str:
+    """Return a parameter's name without what torch.compile and checkpointing add to it."""
+    for part in _WRAPPERS:
+        name = name.replace(part, "")
+    return name
+
+
+def asked(what: What, named: Mapping[str, Tensor], key: str) -> list[str]:
+    """Return ``what`` as names of parameters and modules, in the order given.
+
+    A module or tensor without a parameter of ``named`` is ELSEWHERE: on another pipeline stage.
+    Raises ConfigError, under ``key``, for anything else.
+    """
+    if isinstance(what, str):
+        return [plain(what)]
+    names = {id(parameter): name for name, parameter in named.items()}
+    if isinstance(what, Tensor):
+        return [names.get(id(what), ELSEWHERE)]
+    if isinstance(what, nn.Module):
+        found = [names[id(one)] for one in what.parameters() if id(one) in names]
+        return found or [ELSEWHERE]
+    if isinstance(what, Iterable) and not isinstance(what, (bytes, Mapping)):
+        return [name for one in what for name in asked(one, named, key)]
+    todo = "expected names of parameters or modules, or modules or parameters of the model"
+    raise ConfigError(key, type(what).__name__, todo)
+
+
+def chosen(names: Iterable[str], named: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
+    """Return the parameters meant by ``names``, in the model's order, and names of nothing."""
+    unknown, wanted = [], set()
+    for name in dict.fromkeys(names):
+        inside = f"{name}."
+        found = [name] if name in named else [one for one in named if one.startswith(inside)]
+        wanted.update(found)
+        if not found and name != ELSEWHERE:
+            unknown.append(name)
+    return [name for name in named if name in wanted], unknown
+
+
+def nearest(name: str, named: Iterable[str]) -> str:
+    """Return the name of a parameter or module that looks like ``name``; "" where none does."""
+    every: dict[str, None] = {}
+    for one in named:
+        parts = one.split(".")
+        every.update({".".join(parts[:n]): None for n in range(1, len(parts) + 1)})
+    return next(iter(difflib.get_close_matches(name, every, n=1)), "")
+
+
+def target(blocks: int, frozen: int, alpha: float, norms: Sequence[float] | None = None) -> int:
+    """Return how many front blocks PipeTransformer freezes next (arXiv 2102.03161, section 3.1).
+
+    At least those ``frozen``; at most ``alpha`` of the others more, and up to the active block
+    with the smallest of ``norms``, the norm of each block's gradients. Without norms the share
+    alone, as in the authors' code: 4, 7, 9, 10, 11 of 12 with ``alpha`` 1/3.
+    """
+    most = frozen + math.ceil(alpha * (blocks - frozen))
+    if norms is None:
+        return most
+    return min(most, min(range(frozen, blocks), key=lambda block: norms[block]))

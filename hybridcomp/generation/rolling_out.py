@@ -1,0 +1,110 @@
+"""Have a model compute with all its weights, in eval mode, and put everything back afterwards."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hybridcomp.errors import PeerError
+from hybridcomp.generation.gathered import WeightGather, free_nbytes
+from hybridcomp.job import small_messages
+from hybridcomp.job.gates import gate
+from hybridcomp.job.together import together
+
+WHAT = "hybridcomp.gathered"
+
+
+@contextmanager
+def rolling_out(
+    model: nn.Module,
+    gather: Callable[[], WeightGather | None],
+    put: Callable[[Sequence[Tensor], ExitStack], None],
+    ranks: tuple[int, ...] | None,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> Iterator[nn.Module]:
+    """Yield ``model`` with whole weights, in eval mode and without gradients; all ranks enter.
+
+    1 check on all ranks that the weights fit  2 gather them and give them to the model, on all
+    ranks or none  3 the body, which sends nothing of ours  4 put everything back, and learn whether
+    the body has failed on another rank
+
+    Args:
+        gather: checks the engine and returns what gathers; None: the model has all weights.
+        put: gives the weights to the model; the stack gets what takes them away again.
+        ranks, group: global ranks that enter and their process group; None: all.
+        device: where the ranks' messages about the body's end are.
+
+    Raises ConfigError where the weights do not fit, PeerError on the ranks whose body ended well
+    where it failed on another one; there the error is that of the body.
+    """
+    with ExitStack() as undo:
+        with together(WHAT, undo.close, ranks=ranks):
+            found = gather()
+            if found is not None:
+                found.check(free_nbytes(found.device))
+                gate()  # no message before it fits on all ranks
+                put(found.gather(), undo)
+            _evaluate(model, undo)
+        failed: BaseException | None = None
+        try:
+            with torch.no_grad():
+                yield model
+        except Exception as error:
+            failed = error
+            raise
+        finally:
+            undo.close()
+            first = _first_to_fail(failed is not None, group, device)
+        if first is not None:
+            raise PeerError.naming_rank(
+                f"{WHAT}: rank {first}: its roll-out raised an error; this rank's ended well, and "
+                "the weights are as before on all ranks"
+            )
+
+
+def _first_to_fail(
+    failed: bool, group: dist.ProcessGroup | None, device: torch.device
+) -> int | None:
+    """Return the first global rank whose body has failed, None where none has; a collective."""
+    none = torch.iinfo(torch.int32).max
+    mine = torch.tensor(dist.get_rank() if failed else none, dtype=torch.int32, device=device)
+    rank = int(small_messages.least(mine, group))
+    return None if rank == none else rank
+
+
+def _evaluate(model: nn.Module, undo: ExitStack) -> None:
+    """Put the model into eval mode; ``undo`` gets what puts each module back into its own."""
+    modes = [(module, module.training) for module in model.modules()]
+
+    def put_back() -> None:
+        for module, mode in modes:
+            module.training = mode
+
+    undo.callback(put_back)
+    model.eval()
+
+
+def without_hooks(handles: Iterable[Any], undo: ExitStack) -> None:
+    """Take the hooks of ``handles`` (RemovableHandle) away; ``undo`` puts them back in order."""
+    for handle in handles:
+        hooks = handle.hooks_dict_ref()
+        if hooks is not None and handle.id in hooks:
+            undo.callback(_restore, hooks, list(hooks), handle.id, hooks.pop(handle.id))
+
+
+def _restore(hooks: OrderedDict[int, Any], order: list[int], key: int, hook: Any) -> None:
+    """Put one hook back before those that came after it."""
+    hooks[key] = hook
+    for later in order[order.index(key) + 1 :]:
+        if later in hooks:
+            hooks.move_to_end(later)
+    known = set(order)
+    for new in [other for other in hooks if other not in known]:  # registered meanwhile
+        hooks.move_to_end(new)

@@ -1,0 +1,170 @@
+"""Who gets how many ranks: first in, first out, greedily, or by an evolutionary search."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from hybridcomp.tools.plan.jobs.state import Allocation, ClusterState, JobRates
+
+#: what decides, at every arrival and end
+Policy = Callable[[ClusterState], Mapping[str, int]]
+#: an allocation that can be looked up
+Key = tuple[tuple[str, int], ...]
+POPULATION, GENERATIONS, KEPT = 16, 25, 6
+#: share of ranks that are free which go where they save most seconds, of children that mutate,
+#: and of the jobs of such a child that get another number of ranks
+GREEDILY, MUTATED, CHANGED = 0.7, 0.5, 1.5
+
+
+@dataclass(frozen=True)
+class FirstIn:
+    """Start jobs in the order of their arrival, with the ranks they asked for; nobody changes.
+
+    size: what all of them get instead, or the nearest that they can have.
+    """
+
+    size: int | None = None
+
+    def __call__(self, state: ClusterState) -> dict[str, int]:
+        """Return what runs, and the next ones as far as there is room."""
+        found = {name: len(ranks) for name, ranks in state.running.items()}
+        waiting = [one for one in state.tasks.values() if one.name not in found]
+        for task in sorted(waiting, key=lambda one: (one.arrival, one.name)):
+            tried = {**found, task.name: self._size(task)}
+            places = state.place(tried)
+            if places is None or not state.running.items() <= places.items():
+                break
+            found = tried
+        return found
+
+    def _size(self, task: JobRates) -> int:
+        wanted = self.size or task.asked
+        return next((size for size in task.sizes if size >= wanted), task.sizes[-1])
+
+
+def greedy(state: ClusterState) -> dict[str, int]:
+    """Start the shortest jobs on the fewest ranks, then grow those that this shortens most.
+
+    What runs has no claim to its ranks. A step is from a job's number of ranks to the next that it
+    can have, and counts the seconds saved for each rank, weighted by priority (as Optimus does,
+    Peng et al., EuroSys 2018).
+    """
+    found = dict(state.fixed)
+    order = sorted(state.tasks.values(), key=lambda one: (_first_seconds(state, one), one.name))
+    for task in order:
+        tried = {**found, task.name: task.sizes[0]}
+        if task.name not in found and state.fits(tried):
+            found = tried
+    while True:
+        steps = growths(state, found)
+        if not steps:
+            return found
+        saved = {name: seconds / (size - found[name]) for name, (size, seconds) in steps.items()}
+        name = max(saved, key=lambda one: (saved[one], one))
+        found[name] = steps[name][0]
+
+
+def growths(state: ClusterState, allocation: Allocation) -> dict[str, tuple[int, float]]:
+    """Return by job the next number of ranks, where it fits and saves seconds, and the seconds."""
+    found = {}
+    for name, ranks in allocation.items():
+        task = state.tasks[name]
+        size = next((one for one in task.sizes if one > ranks), None)
+        if size is None or task.is_fixed:
+            continue
+        saved = task.priority * (state.seconds(name, ranks) - state.seconds(name, size))
+        if saved > 0 and state.fits({**allocation, name: size}):
+            found[name] = size, saved
+    return found
+
+
+def _first_seconds(state: ClusterState, task: JobRates) -> float:
+    return state.seconds(task.name, task.sizes[0]) / task.priority
+
+
+@dataclass
+class Evolution:
+    """Search the allocation with the fewest expected seconds, from the greedy one and the last.
+
+    The same moments and ``seed`` give the same answers. ``kept``: the best of the last search,
+    with which the next one begins; a call replaces it.
+    """
+
+    seed: int = 0
+    kept: list[Mapping[str, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    def __call__(self, state: ClusterState) -> dict[str, int]:
+        """Return the best allocation found; none is expected to take longer than ``greedy``'s.
+
+        1. Refresh: jobs that have ended leave the last population, new ones are admitted.
+        2. Crossover: a child has each job's ranks from one of two parents.
+        3. Mutation: some jobs get another number of ranks, or none.
+        4. Repair: shrink jobs until all fit, start waiting ones, give away what is left.
+        5. The best live on. Reorder is ``ClusterState.place``: it numbers the ranks of each child.
+        """
+        if not state.tasks:
+            return {}
+        draw, names = self._random, list(state.tasks)
+        first = greedy(state)
+        now = {name: len(ranks) for name, ranks in state.running.items()}
+        people: dict[Key, float] = {}
+
+        def add(one: Mapping[str, int]) -> None:
+            key = tuple(sorted(one.items()))
+            if key not in people:
+                people[key] = state.expected(one)
+
+        for one in (first, *(self._repaired(state, one) for one in (now, first, *self.kept))):
+            add(one)  # 1
+        for _ in range(2 * POPULATION):
+            if len(people) < POPULATION:
+                add(self._repaired(state, {n: draw.choice(choices(state, n)) for n in names}))
+        for _ in range(GENERATIONS):
+            parents = list(people)
+            for _ in range(POPULATION // 2):
+                pair = dict(draw.choice(parents)), dict(draw.choice(parents))
+                child = {name: draw.choice(pair).get(name, 0) for name in names}  # 2
+                if draw.random() < MUTATED:
+                    for name in names:
+                        if draw.random() < CHANGED / len(names):
+                            child[name] = draw.choice(choices(state, name))  # 3
+                add(self._repaired(state, child))
+            best = sorted(people, key=lambda one: (people[one], one))[:POPULATION]
+            people = {one: people[one] for one in best}
+        self.kept = [dict(one) for one in list(people)[:KEPT]]  # 5
+        return dict(next(iter(people)))
+
+    def _repaired(self, state: ClusterState, child: Mapping[str, int]) -> dict[str, int]:
+        """Return ``child`` (ranks by job, 0: it waits) with ranks that exist, all given away."""
+        draw, tasks = self._random, state.tasks
+        found = {name: size for name, size in child.items()
+                 if name in tasks and size in tasks[name].rates}  # fmt: skip
+        found |= state.fixed
+        while not state.fits(found):
+            name = draw.choice([one for one in found if one not in state.fixed])
+            smaller = [size for size in tasks[name].sizes if size < found[name]]
+            if smaller:
+                found[name] = smaller[-1]
+            else:
+                del found[name]
+        weighed = {name: state.left[name] / task.priority for name, task in tasks.items()}
+        for name in sorted(tasks, key=lambda one: (weighed[one], one)):
+            tried = {**found, name: tasks[name].sizes[0]}
+            if name not in found and state.fits(tried):
+                found = tried
+        while steps := growths(state, found):
+            most = max(steps, key=lambda one: (steps[one][1], one))
+            name = most if draw.random() < GREEDILY else draw.choice(list(steps))
+            found[name] = steps[name][0]
+        return found
+
+
+def choices(state: ClusterState, name: str) -> tuple[int, ...]:
+    """Return the numbers of ranks that a job may get; 0: it waits."""
+    task = state.tasks[name]
+    return (state.fixed[name],) if task.is_fixed else (0, *task.sizes)

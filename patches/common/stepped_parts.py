@@ -1,0 +1,149 @@
+"""Have an optimizer step parts of the flat tensors that DeepSpeed gives it.
+
+DeepSpeed's optimizers hold flat copies of the parameters and step all of them, frozen ones with
+gradients of zero, which momentum and weight decay go on moving. Around each step the flat tensor is
+exchanged for views of what trains; the rest is neither read nor written, so that moments, too, stay
+as they were. Optimizers whose state is element by element take no notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+#: key of the count of steps in an optimizer's state
+STEP = "step"
+
+
+class FlatFragment(NamedTuple):
+    """Elements ``[start, start + numel)`` of ``flat``, which are of the parameter ``name``."""
+
+    flat: Tensor
+    name: str
+    start: int
+    numel: int
+
+
+class SteppedParts:
+    """The trained parts of the flat tensors of some optimizers.
+
+    Attributes:
+        frozen: names of parameters that no step touches.
+        missed: steps, by name, that a parameter has missed before it was thawed: its own count of
+            steps is that of its flat tensor without these, as where each parameter has a count.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer], fragments: Iterable[FlatFragment]) -> None:
+        """Have the optimizers call this object around their steps until ``close``."""
+        self.frozen: set[str] = set()
+        self.missed: dict[str, int] = {}
+        self._flats: dict[int, list[FlatFragment]] = {}
+        for one in fragments:
+            self._flats.setdefault(id(one.flat), []).append(one)
+        for held in self._flats.values():
+            held.sort(key=lambda one: one.start)
+        self._lent: list[tuple[dict[str, Any], list[Any]]] = []  # groups and their tensors
+        self._parts: list[tuple[Tensor, list[Tensor]]] = []
+        self._kept: list[tuple[Tensor, Tensor]] = []  # views of a first step, and their values
+        self._hooks: list[Any] = []
+        for optimizer in optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(self._before))
+            self._hooks.append(optimizer.register_step_post_hook(self._after))
+
+    def close(self) -> None:
+        """Leave the optimizers to themselves."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    @torch.no_grad()
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._put_back(optimizer)  # of a step that raised an error
+        for group in optimizer.param_groups:
+            params = group["params"]
+            parts = [part for flat in params for part in self._parts_of(optimizer, flat)]
+            if len(parts) != len(params) or any(a is not b for a, b in zip(parts, params)):  # noqa: B905
+                self._lent.append((group, params))
+                group["params"] = parts
+
+    @torch.no_grad()
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for flat, _ in self._parts:
+            state = optimizer.state[flat]
+            if STEP in state:
+                state[STEP] = state[STEP] + 1
+        for view, values in self._kept:
+            view.copy_(values)
+        self._put_back(optimizer)
+
+    def _put_back(self, optimizer: Optimizer) -> None:
+        for group, params in self._lent:
+            group["params"] = params
+        for _, parts in self._parts:
+            for part in parts:
+                optimizer.state.pop(part, None)
+        for left in (self._lent, self._parts, self._kept):
+            left.clear()
+
+    def _parts_of(self, optimizer: Optimizer, flat: Tensor) -> list[Tensor]:
+        """Return the views of ``flat`` to step in its place; itself where all of it trains."""
+        held = self._flats.get(id(flat), [])
+        touched = any(one.name in self.frozen or one.name in self.missed for one in held)
+        if not touched or flat.grad is None:
+            return [flat]
+        values, gradients = flat.data.view(-1), flat.grad.view(-1)
+        state = optimizer.state.get(flat)
+        if not state:  # the first step makes the state, all of it
+            for one in held:
+                if one.name in self.frozen:
+                    view = values[one.start : one.start + one.numel]
+                    self._kept.append((view, view.clone()))
+            return [flat]
+        parts: list[Tensor] = []
+        for start, stop, missed in self._runs(held, values.numel()):
+            part = nn.Parameter(values[start:stop])
+            part.grad = gradients[start:stop]
+            optimizer.state[part] = {
+                name: _cut(value, flat.numel(), start, stop, missed if name == STEP else 0)
+                for name, value in state.items()
+            }
+            parts.append(part)
+        self._parts.append((flat, parts))
+        return parts
+
+    def _runs(self, held: list[FlatFragment], numel: int) -> Iterator[tuple[int, int, int]]:
+        """Yield stretches of trained elements that have missed as many steps, and how many."""
+        run: tuple[int, int, int] | None = None
+        for one in held:
+            missed = self.missed.get(one.name, 0)
+            if one.name in self.frozen:
+                missed = -1
+            if run is not None and run[2] == missed:
+                run = run[0], one.start + one.numel, missed
+                continue
+            if run is not None and run[2] >= 0:
+                yield run
+            run = one.start, one.start + one.numel, missed
+        if run is not None and run[2] >= 0:
+            yield run
+
+
+def _cut(value: Any, numel: int, start: int, stop: int, missed: int) -> Any:
+    """Return the part of a value of an optimizer's state for some elements."""
+    if isinstance(value, Tensor) and value.numel() == numel and value.dim():
+        return value.view(-1)[start:stop]
+    if isinstance(value, Tensor):
+        return (value - missed).clamp(min=0) if missed else value.clone()
+    return max(0, value - missed) if missed else value
+
+
+def unfit(optimizer: Optimizer, flats: Iterable[Tensor]) -> str:
+    """Return the key of a state that is neither one value nor one for each element, else ""."""
+    for flat in flats:
+        for name, value in optimizer.state.get(flat, {}).items():
+            if isinstance(value, Tensor) and value.numel() not in (1, flat.numel()):
+                return str(name)
+    return ""

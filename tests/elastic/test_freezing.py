@@ -1,0 +1,428 @@
+"""Frozen parameters stay as they are, send nothing and train again, under every engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from io import StringIO
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hybridcomp
+from hybridcomp.channels import channels_of
+from hybridcomp.elastic.freezing import asked, chosen, nearest, target
+from hybridcomp.errors import AgreementError, ConfigError, PeerError
+from hybridcomp.patches.torch.attached import Attached
+from tests.elastic.jobs import FEEDBACK, WIDTH, Layer, loss_of
+from tests.elastic.jobs import target as wanted
+from tests.patches.torch.trainer import forget
+from tests.ranks import run_ranks
+
+pytest.importorskip("deepspeed")
+
+LAYERS, CLIP, FRONT = 4, 0.05, ("0", "1")
+#: what happens in front of a step
+FREEZE: dict[int, tuple[str, Any]] = {3: ("freeze", "0"), 5: ("freeze", ["1.up", "1.down"])}
+THAW = {**FREEZE, 8: ("thaw", "1"), 10: ("thaw", None)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine, "ddp", "fsdp2" or "zero0" to "zero3", and what is set for it."""
+
+    engine: str
+    lossy: bool = False
+    dtype: str = "fp32"
+    offload: bool = False
+    native: bool = False
+    block: tuple[tuple[str, Any], ...] = ()
+    plan: str = "freeze"
+
+    def __str__(self) -> str:
+        parts = [self.engine, self.dtype, "4bits" if self.lossy else "none", self.plan]
+        parts += ["offload"] * self.offload + ["native"] * self.native
+        return "-".join([*parts, *(name for name, _ in self.block)])
+
+    @property
+    def is_torch(self) -> bool:
+        return self.engine in ("ddp", "fsdp2")
+
+    @property
+    def compression(self) -> dict[str, Any] | None:
+        dp = FEEDBACK if self.lossy else "none"
+        shared = {"dp": dp, "min_bytes": 0, "hierarchy": "none", "ledger": {"every": 10**6}}
+        return None if self.native else {**shared, **dict(self.block)}
+
+
+@dataclass
+class Seen:
+    """What one rank has seen of a training.
+
+    Attributes:
+        moved: largest change of a weight while it was frozen; and afterwards, when it trains again.
+        sent: by step and dimension, the bytes that native would have sent.
+        residuals: by step, the bytes of residuals.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    moved: dict[str, float] = field(default_factory=dict)
+    thawed: dict[str, float] = field(default_factory=dict)
+    sent: list[dict[str, int]] = field(default_factory=list)
+    residuals: list[int] = field(default_factory=list)
+    said: str = ""
+
+
+def model_of() -> nn.Sequential:
+    return nn.Sequential(*(Layer(seed) for seed in range(LAYERS)))
+
+
+def deepspeed_engine(case: Case) -> Any:
+    import deepspeed
+    import deepspeed.ops
+    from deepspeed.accelerator import get_accelerator
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+    deepspeed.init_distributed(dist.get_backend(), verbose=False)
+    hybridcomp.uninstall() if case.native else hybridcomp.install()
+    model = model_of()
+    zero: dict[str, Any] = {"stage": int(case.engine[-1]), "reduce_bucket_size": 4000,
+                            "stage3_param_persistence_threshold": 0}  # fmt: skip
+    if case.offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1,
+                                                  "torch_adam": True}},
+        "zero_optimization": zero, "zero_allow_untested_optimizer": True,
+        "gradient_clipping": CLIP, "steps_per_print": 10**9,
+    }  # fmt: skip
+    if case.dtype != "fp32":
+        config[case.dtype] = {"enabled": True}
+    if case.dtype == "fp16":
+        config["fp16"]["initial_scale_power"] = 8
+    if case.compression is not None:
+        config["compression"] = case.compression
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config
+    )
+    return engine
+
+
+def torch_model(case: Case) -> tuple[Any, Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = model_of()
+    if case.engine == "ddp":
+        model = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    else:
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    if case.compression is not None:
+        assert hybridcomp.attach(model, case.compression) is not None
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def weights(case: Case, engine: Any) -> dict[str, Tensor]:
+    """Whole weights, by name."""
+    if case.engine == "zero3":
+        from deepspeed import zero
+
+        found = {}
+        for name, p in engine.module.named_parameters():
+            with zero.GatheredParameters([p]):
+                found[name] = p.detach().clone()
+        return found
+    inner = engine if case.engine == "fsdp2" else engine.module
+    whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p
+             for n, p in inner.named_parameters()}  # fmt: skip
+    return {n: p.detach().clone() for n, p in whole.items()}
+
+
+def channels_for(case: Case, engine: Any) -> Any:
+    if case.native:
+        return None
+    attached = hybridcomp.attach(engine) if case.is_torch else engine
+    return attached.channels if isinstance(attached, Attached) else channels_of(engine)
+
+
+def one_step(case: Case, engine: Any, optimizer: Any, step: int) -> float:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    values = torch.randn(4, WIDTH, generator=generator)
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    values = values.to(dtypes[case.dtype])
+    for group in optimizer.param_groups:  # as a scheduler does
+        group["lr"] = 1e-2 * 0.95**step
+    loss = loss_of(engine(values).float(), wanted(values).float())
+    if case.is_torch:
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(engine.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    else:
+        engine.backward(loss)
+        engine.step()
+    return loss.item()
+
+
+def trained(case: Case, steps: int = 12) -> Seen:
+    """Train, and freeze and thaw on the way."""
+    if case.is_torch:
+        engine, optimizer = torch_model(case)
+    else:
+        engine = deepspeed_engine(case)
+        optimizer = engine.optimizer
+    plan, seen, said = THAW if case.plan == "thaw" else FREEZE, Seen(), StringIO()
+    channels = channels_for(case, engine)
+    frozen: dict[str, Tensor] = {}
+    with contextlib.redirect_stdout(said):
+        for step in range(steps):
+            if step in plan:
+                call, what = plan[step]
+                before = weights(case, engine)
+                if call == "freeze":
+                    names = hybridcomp.freeze(engine, what)
+                    frozen.update({name: before[name] for name in names})
+                else:
+                    for name in hybridcomp.thaw(engine, what):
+                        seen.moved[name] = distance(before[name], frozen[name])
+            at = total(channels)
+            seen.losses.append(mean(one_step(case, engine, optimizer, step)))
+            now = total(channels)
+            seen.sent.append({name: now[name] - at.get(name, 0) for name in now})
+            seen.residuals.append(0 if channels is None else channels.residuals.nbytes)
+    now_weights = weights(case, engine)
+    for name, values in frozen.items():
+        (seen.thawed if name in seen.moved else seen.moved)[name] = distance(
+            now_weights[name], values
+        )
+    seen.said = said.getvalue()
+    if case.is_torch:
+        if not case.native:
+            hybridcomp.detach(engine)
+        forget()
+    else:
+        engine.destroy()
+    return seen
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return float((one.float() - other.float()).abs().max())
+
+
+def total(channels: Any) -> dict[str, int]:
+    entries = {} if channels is None else channels.ledger.interval
+    found: dict[str, int] = {}
+    for (dimension, _), entry in entries.items():
+        found[dimension] = found.get(dimension, 0) + int(entry.raw_nbytes)
+    return found
+
+
+def mean(loss: float) -> float:
+    summed = torch.tensor(loss, dtype=torch.float64)
+    dist.all_reduce(summed)
+    return float(summed) / dist.get_world_size()
+
+
+def every(cases: list[Case]) -> list[Seen]:
+    return [trained(case) for case in cases]
+
+
+ENGINES = ("ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3")
+EXACT = [Case(engine, plan="thaw") for engine in ENGINES]
+EXACT += [Case(engine, offload=True, plan="thaw") for engine in ("zero2", "zero3")]
+EXACT += [Case(engine, native=True, plan="thaw") for engine in ("ddp", "zero2")]
+LOSSY = [Case(engine, lossy=True) for engine in ENGINES]
+ZERO = ("zero", {"codec": "blockint", "bits": 8})
+OTHERS = [Case("zero0", dtype="bf16"), Case("zero1", dtype="bf16"), Case("zero1", dtype="fp16"),
+          Case("zero3", dtype="bf16"), Case("zero2", dtype="bf16", block=(ZERO,)),
+          Case("zero3", block=(("zero", {"codec": "none", "frozen": "device"}),))]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, list[Seen]]:
+    cases = EXACT + LOSSY + OTHERS
+    ranks = run_ranks(2, every, cases, timeout=600.0)
+    return dict(zip(map(str, cases), map(list, zip(*ranks, strict=True)), strict=True))
+
+
+@pytest.mark.parametrize("case", EXACT + LOSSY + OTHERS, ids=str)
+def test_what_is_frozen_stays_to_the_last_bit(case: Case, outcomes: Any) -> None:
+    for seen in outcomes[str(case)]:
+        names = {f"{n}.{part}" for n in FRONT for part in ("up", "down")}
+        assert set(seen.moved) == names
+        # a lossy gather leaves decoded weights; the first one behind it brings the exact ones
+        most = 0.01 if case.block == (ZERO,) else 0.0
+        assert all(moved <= most for moved in seen.moved.values()), seen.moved
+        assert all(moved > 1e-4 for moved in seen.thawed.values())
+        assert set(seen.thawed) == (names if case.plan == "thaw" else set())
+        assert "WARNING" not in seen.said
+
+
+@pytest.mark.parametrize("case", EXACT, ids=str)
+def test_losses_are_those_of_the_same_freezes_under_ddp(case: Case, outcomes: Any) -> None:
+    reference = outcomes[str(Case("ddp", native=True, plan="thaw"))][0].losses
+    apart = [abs(a - b) for a, b in zip(outcomes[str(case)][0].losses, reference, strict=True)]
+    assert len(reference) == 12 and max(apart) < 1e-6, apart
+
+
+#: bytes of a layer's gradients, in fp32
+LAYER = 2 * 3 * WIDTH * WIDTH * 4
+
+
+@pytest.mark.parametrize("case", LOSSY, ids=str)
+def test_what_is_frozen_sends_no_gradient_and_keeps_no_residual(case: Case, outcomes: Any) -> None:
+    both = outcomes[str(case)]
+    for seen in both:
+        whole, front, half = (seen.sent[step]["dp"] for step in (2, 3, 5))
+        assert whole > 0 and (front, half) == (whole * 3 // 4, whole // 2)
+        assert "what error feedback held back of them" in both[0].said and not both[1].said
+    sums = [sum(seen.residuals[step] for seen in both) for step in (2, 3, 5, 11)]
+    assert sums[1] == sums[0] * 3 // 4 and sums[2] == sums[3] == sums[0] // 2
+
+
+def test_gathers_leave_out_what_is_frozen(outcomes: Any) -> None:
+    for engine in ("zero1", "zero2"):
+        both = outcomes[str(Case(engine, plan="thaw"))]
+        steps = [sum(seen.sent[step]["zero"] for seen in both) for step in range(12)]
+        whole, rest = 4 * LAYER, [3 * LAYER, 2 * LAYER]
+        # all of it once more in the first gather after a freeze
+        assert steps[2:8] == [whole, whole, rest[0], whole, rest[1], rest[1]]
+        assert steps[10:] == [whole, whole]
+    kept = outcomes[str(OTHERS[-1])]
+    assert kept[0].sent[2]["zero"] == kept[0].sent[11]["zero"] > 0  # what native would send
+
+
+def test_fully_sharded_and_bf16_optimizers_reduce_what_trains(outcomes: Any) -> None:
+    for seen in outcomes[str(Case("zero1", dtype="bf16"))]:
+        assert seen.sent[6]["dp"] * 2 == seen.sent[2]["dp"] > 0
+    for seen in outcomes[str(Case("fsdp2", plan="thaw"))]:
+        assert seen.sent[6]["dp"] * 2 == seen.sent[2]["dp"] == seen.sent[11]["dp"]
+        assert seen.sent[6]["zero"] < seen.sent[2]["zero"] == seen.sent[11]["zero"]
+
+
+def attempt(call: Callable[..., Any], *args: Any) -> str:
+    try:
+        call(*args)
+    except (ConfigError, AgreementError, PeerError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refused() -> list[str]:
+    """What wrong calls say; nothing changes."""
+    case, rank = Case("zero1"), dist.get_rank()
+    engine = deepspeed_engine(case)
+    before = [p.requires_grad for p in engine.module.parameters()]
+    found = [
+        attempt(hybridcomp.freeze, engine, "4"),
+        attempt(hybridcomp.freeze, engine, ["0", "1.upp"]),
+        attempt(hybridcomp.freeze, engine, 3),
+        attempt(hybridcomp.freeze, engine, []),
+        attempt(hybridcomp.freeze, engine, str(rank)),
+        attempt(hybridcomp.freeze if rank else hybridcomp.thaw, engine, "0"),
+        attempt(hybridcomp.freeze, engine, engine.module),
+        attempt(hybridcomp.thaw, engine),
+        attempt(hybridcomp.freeze, nn.Linear(2, 2), "weight"),
+        attempt(hybridcomp.freeze, [engine], "0"),
+    ]
+    assert before == [p.requires_grad for p in engine.module.parameters()]
+    hybridcomp.freeze(engine, engine.module[0])
+    found.append(attempt(hybridcomp.freeze, engine, ["1", "0.up"]))
+    found.append(attempt(hybridcomp.thaw, engine, "1"))
+    from hybridcomp.patches.ds import trained_gathers
+
+    fails_once = Mock(side_effect=[OSError("full"), None])
+    if rank:
+        with patch.object(trained_gathers, "follow", fails_once):
+            found.append(attempt_any(engine))
+    else:
+        found.append(attempt_any(engine))
+    assert [p.requires_grad for p in engine.module.parameters()] == [False] * 2 + [True] * 6
+    assert hybridcomp.freeze(engine, "1") == ("1.up", "1.down")
+    engine.destroy()
+    return found
+
+
+def attempt_any(engine: Any) -> str:
+    try:
+        hybridcomp.freeze(engine, "1")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_wrong_calls_are_one_line_on_all_ranks_and_change_nothing() -> None:
+    first, second = run_ranks(2, refused)
+    for here, there, part in zip(
+        first, second,
+        [
+            "ConfigError: hybridcomp.freeze: found '4'; the model has no parameter or module",
+            "found '1.upp'; the model has no parameter or module of this name; did you mean '1.up'",
+            "ConfigError: hybridcomp.freeze: found 'int'; expected names of parameters or modules",
+            "ConfigError: hybridcomp.freeze: found nothing; expected at least one parameter",
+            "AgreementError: hybridcomp.freeze: rank 1 asks for other names than rank 0 "
+            "(['1.down', '1.up'] against ['0.down', '0.up'])",
+            "rank 1 asks for other call than rank 0 (hybridcomp.freeze against hybridcomp.thaw)",
+            "ConfigError: hybridcomp.freeze: found all that trains; leave something to train",
+            "ConfigError: hybridcomp.thaw: found nothing; expected at least one parameter",
+            "ConfigError: hybridcomp.freeze: found Linear; expected an engine of DeepSpeed",
+            "ConfigError: hybridcomp.freeze: found megatron-core; its buffers hold",
+            "ConfigError: hybridcomp.freeze: found '0.up'; is frozen already",
+            "ConfigError: hybridcomp.thaw: found nothing; expected at least one parameter that is",
+            "PeerError: hybridcomp.freeze: rank 1: OSError: full",
+        ],
+        strict=True,
+    ):  # fmt: skip
+        assert part in here and part in there.replace(
+            "hybridcomp.thaw: rank 1", "hybridcomp.freeze: rank 1"
+        ), (here, there)
+        assert "\n" not in here + there
+
+
+def alone() -> str:
+    """Rank 1 freezes, rank 0 does not: what each is told."""
+    from hybridcomp.job import agreement
+
+    model, _ = torch_model(Case("ddp"))
+    agreement._timeout_s = lambda: 1.0
+    said = ""
+    if dist.get_rank():
+        said = attempt(hybridcomp.freeze, model, "0")
+        assert all(p.requires_grad for p in model.parameters())
+    dist.barrier()
+    hybridcomp.detach(model)
+    return said
+
+
+def test_a_freeze_on_one_rank_alone_ends_and_names_the_others() -> None:
+    assert "hybridcomp.freeze: rank(s) 0 never stated theirs" in run_ranks(2, alone)[1]
+
+
+def test_names_modules_and_parameters_mean_the_same() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), *(nn.Identity() for _ in range(9)), nn.Linear(2, 2))
+    named = dict(model.named_parameters())
+    both = ["0.weight", "0.bias"]
+    for what in ("0", model[0], [model[0].weight, "0.bias"], both[::-1]):
+        assert chosen(asked(what, named, "x"), named) == (both, [])
+    assert chosen(["1"], named) == ([], ["1"])  # not that of 10
+    assert chosen(asked(nn.Linear(2, 2), named, "x"), named) == ([], [])  # of another stage
+    assert nearest("10.weigth", named) == "10.weight" and not nearest("zzzz", named)
+
+
+def test_the_rule_is_pipetransformers() -> None:
+    frozen, counts = 0, []
+    for _ in range(5):
+        frozen = target(12, frozen, 1 / 3)
+        counts.append(frozen)
+    assert counts == [4, 7, 9, 10, 11]
+    assert target(12, 0, 1 / 3, [5.0, 4.0, 1.0, *[9.0] * 9]) == 2
+    assert target(12, 0, 1 / 3, [9.0] * 11 + [1.0]) == 4
