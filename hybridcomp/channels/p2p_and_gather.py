@@ -13,7 +13,7 @@ from hybridcomp import collectives
 from hybridcomp.channels.channel import Channel, Message
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle, Meter, Splits, Transfer, native_nbytes
-from hybridcomp.collectives.posted import Posting
+from hybridcomp.collectives.async_p2p import Posting
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError

@@ -34,7 +34,7 @@ UNKNOWN = 1 << 62
 ALL_NATIVE = 'the link is faster than the codecs ("when": "auto")'
 
 
-class Payoff:
+class OnlineTuner:
     """Measurements of one engine, and their verdicts; makes collectives, sends no gradient.
 
     Methods whose text says so are called by all ranks together, and return the same on all.
