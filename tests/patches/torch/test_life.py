@@ -25,7 +25,7 @@ from hybridcomp.job import error_exit
 from hybridcomp.patches.torch import attached as attached_module
 from hybridcomp.patches.torch import steps
 from hybridcomp.session import process
-from tests.job.test_uncaught import ranks
+from tests.job.test_error_exit import ranks
 from tests.patches.torch.sent_bytes import sent_in
 from tests.patches.torch.trainer import Job, build, digest, optimizer_of, train
 from tests.ranks import run_ranks
