@@ -35,7 +35,7 @@ from hybridcomp.session.engine_session import EngineSession
 
 #: environment variable with the block of a process without a file of upstream
 ENVIRONMENT = environment.CONFIG
-#: package of an upstream -> the ranks in each of its groups; its patches put this here
+#: upstream package -> function that returns the size of each of its groups; set by its patches
 GROUP_SIZES: dict[str, Callable[[], Mapping[Any, int]]] = {}
 
 

@@ -97,7 +97,7 @@ class JobMeetings(SyncFollower):
         super().close()
 
     def __del__(self) -> None:
-        """Leave the run, where the model was dropped and nobody has closed this."""
+        """Leave the run if the model was dropped without a call of ``close``."""
         if getattr(self, "_membership", None) is not None:
             self.close()
 
