@@ -135,7 +135,7 @@ def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = 
     another package (nothing stays half-patched), ConfigError on a config that cannot act, or when
     its DeepSpeed engine or Megatron's data-parallel wrapper was built before.
     """
-    from hybridcomp.job import environment, uncaught
+    from hybridcomp.job import environment, error_exit
     from hybridcomp.log import say_once
     from hybridcomp.patches import registry
     from hybridcomp.patches.common import early_engines
@@ -143,7 +143,7 @@ def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = 
     from hybridcomp.seams import arming
     from hybridcomp.session import process
 
-    uncaught.install()
+    error_exit.install()
     say_once(*environment.unknown())
     if config is not None:
         process.configure(config)
@@ -158,11 +158,11 @@ def uninstall() -> None:
     Every rank calls it between two steps; all of them send natively afterwards.
     """
     from hybridcomp.collectives import topology
-    from hybridcomp.job import uncaught
+    from hybridcomp.job import error_exit
     from hybridcomp.patches import registry
     from hybridcomp.patches.torch import auto_attach
 
-    uncaught.uninstall()
+    error_exit.uninstall()
     registry.disarm()
     auto_attach.disarm()
     topology.let_go()
@@ -187,10 +187,10 @@ def attach(
     block. Raises ConfigError on a setting that cannot act here, AgreementError where ranks have
     different blocks, SeamError on a version of torch outside the window.
     """
-    from hybridcomp.job import uncaught
+    from hybridcomp.job import error_exit
     from hybridcomp.patches.torch.attach import attach
 
-    uncaught.install()  # blocks that differ are one line of the job, not a traceback of each rank
+    error_exit.install()  # blocks that differ are one line of the job, not a traceback of each rank
     return attach(model, block)
 
 

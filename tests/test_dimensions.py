@@ -47,8 +47,8 @@ ENGINES = {
 OWN_WORDS = {
     "channels/channel.py": "the settings that zero alone has",
     "channels/engine_channels.py": "the residuals of gradients",
-    "channels/payoff.py": "what comparing steps takes, and the group of trials",
-    "channels/host_pace.py": "the settings that offload alone has",
+    "channels/online_tuner.py": "what comparing steps takes, and the group of trials",
+    "channels/offload_tuner.py": "the settings that offload alone has",
     "tools/commands/job_files.py": "what a DeepSpeed file shows of a job",
     "tools/commands/link_picture.py": "which dimensions the picture draws",
     "tools/commands/memory.py": "which messages a job of such a file sends",

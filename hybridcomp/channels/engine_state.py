@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hybridcomp.autotune.observed import TrafficProfile
+from hybridcomp.autotune.traffic_profile import TrafficProfile
 from hybridcomp.autotune.verdicts import Verdicts
 from hybridcomp.channels.error_feedback import Residuals
-from hybridcomp.channels.gains import Gains
 from hybridcomp.channels.guard import Guard
-from hybridcomp.channels.host_pace import Pace
 from hybridcomp.channels.late_samples import LateSamples
 from hybridcomp.channels.ledger import Ledger
 from hybridcomp.channels.low_rank import Factors
 from hybridcomp.channels.node_sums import NodeSums
+from hybridcomp.channels.offload_tuner import OffloadTuner
+from hybridcomp.channels.time_saved import TimeSaved
 from hybridcomp.collectives.topology import Nodes
 from hybridcomp.collectives.wire import HOST, Clock
 from hybridcomp.collectives.wire.device_clock import SILENT
@@ -75,7 +75,7 @@ class EngineState:
     ledger: Ledger
     guard: Guard
     seen: TrafficProfile
-    pace: Pace
+    pace: OffloadTuner
     residuals: Residuals = field(default_factory=Residuals)
     factors: Factors = field(default_factory=Factors)
     node_sums: NodeSums = field(default_factory=NodeSums)
@@ -84,7 +84,7 @@ class EngineState:
     passes: int = 0
     is_weighed: bool = False
     absent: frozenset[Dimension] = frozenset()
-    gains: Gains = field(default_factory=Gains)
+    gains: TimeSaved = field(default_factory=TimeSaved)
     late_samples: LateSamples = field(default_factory=LateSamples)
     messages: dict[Dimension, tuple[RankMessages, ...]] = field(default_factory=dict)
     share: int = 0

@@ -215,7 +215,7 @@ def _between(messages: RankMessages, own: int, codec: Codec, bits: int) -> int:
         return exchanged
     if messages.fused(codec):
         return exchanged + gathered
-    in_residual = bits == FULL  # where the sums of a rank are made then
+    in_residual = bits == FULL  # a rank sums in the fp32 residual's memory then
     return max(exchanged, gathered) + FP32 * part * (not in_residual)
 
 

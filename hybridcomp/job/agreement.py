@@ -164,7 +164,7 @@ def _await_all(this: StatementRound, what: str) -> None:
         _check_peers(this, what)
         silent = notices.seconds
         if silent > patience:
-            if missing := this.unheard():
+            if missing := this.missing_ranks():
                 raise AgreementError(
                     f"{what}: rank(s) {_ranks(missing)} never stated theirs, in {silent:.0f} s; "
                     f"{ALIKE.format(start=start_command())}"
@@ -176,7 +176,7 @@ def _await_all(this: StatementRound, what: str) -> None:
 
 def _complain(this: StatementRound, what: str, silent: float, patience: float) -> None:
     """Name the ranks that are missing, on the one rank that does."""
-    missing = this.unheard()
+    missing = this.missing_ranks()
     if not missing:
         this.collect()
         return

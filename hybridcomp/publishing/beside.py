@@ -27,9 +27,9 @@ from hybridcomp.job import saved
 from hybridcomp.log import say
 from hybridcomp.publishing.destinations import FAILED, PARTS, Folder, part_name
 from hybridcomp.publishing.encoding import PartEncoder, PartSummary
+from hybridcomp.publishing.part_buffers import FileBytes, open_file
 from hybridcomp.publishing.parts import summary_of
 from hybridcomp.publishing.records import Manifest, read_manifest
-from hybridcomp.publishing.spools import FileBytes, open_file
 from hybridcomp.publishing.summaries import check_all
 from hybridcomp.publishing.waited import MakesManifest, VersionStart, commit
 

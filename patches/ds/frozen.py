@@ -183,7 +183,7 @@ class FrozenWeights:
                 weight.param.ds_secondary_tensor = None  # hpZ's, which has the old values
 
     def forget(self) -> None:
-        """Have all be gathered anew from their owners, as after a load; the same on all ranks."""
+        """Drop all kept weights: the next pass gathers them again. Called on all ranks."""
         for weight in self.all:
             weight.kept = weight.param.ds_secondary_tensor = None
 

@@ -22,7 +22,7 @@ from hybridcomp.patches.torch import stateful
 from hybridcomp.patches.torch.ignored_tables import IgnoredTables
 from hybridcomp.patches.torch.loss_scale import LossScale
 from hybridcomp.patches.torch.session import say
-from hybridcomp.patches.torch.unseen_steps import LOCAL, PATIENCE, UnseenSteps
+from hybridcomp.patches.torch.step_detection import LOCAL, PATIENCE, UnseenSteps
 from hybridcomp.session.engine_session import EngineSession
 
 Kind = Literal["ddp", "fsdp2"]
@@ -157,7 +157,7 @@ class Attached:
             return
         if self._has_news and not compiles:
             self._has_news = False
-            if self._unseen.have_come(self.channels.passes, self.optimizer_calls > 0):
+            if self._unseen.stepped_since_begin(self.channels.passes, self.optimizer_calls > 0):
                 self.stepped()
         if not self._is_open:
             self._say_if_forgetful()

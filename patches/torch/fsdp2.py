@@ -76,7 +76,7 @@ def attach(model: nn.Module, source: Source | None, undo: ExitStack) -> Attached
     ``undo``: gets what detaches the model. Raises ConfigError, AgreementError.
     """
     block, groups = read(source), groups_of(model)
-    if block is not None and any(map(fsdp2_comms.is_filled, groups)):
+    if block is not None and any(map(fsdp2_comms.has_output, groups)):
         raise ConfigError("hybridcomp.attach", Shown("a part that is attached already"), ROOT)
     job = fsdp2_rules.job_of(model, groups)
     agree_on(block, "fsdp2", job.ranks)
@@ -130,7 +130,7 @@ def attach(model: nn.Module, source: Source | None, undo: ExitStack) -> Attached
 def is_served(model: nn.Module) -> bool:
     """Return whether the slots of all groups of ``model`` are filled."""
     groups = groups_of(model)
-    return bool(groups) and all(map(fsdp2_comms.is_filled, groups))
+    return bool(groups) and all(map(fsdp2_comms.has_output, groups))
 
 
 @dataclass
@@ -158,7 +158,7 @@ def _check_whole(module: Any) -> None:
     FSDP determines in the first pass, before the hooks of ``attach``, which groups belong together.
     """
     for state in module._get_fsdp_state()._state_ctx.all_states:
-        if not all(map(fsdp2_comms.is_filled, _groups(state))):
+        if not all(map(fsdp2_comms.has_output, _groups(state))):
             raise ConfigError(
                 "hybridcomp.attach", Shown("fully_shard or a slot set after it"), ROOT
             )

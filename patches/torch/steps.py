@@ -4,7 +4,7 @@ Steps by the public hooks of torch's optimizers (``optimizer_steps``). A loss sc
 and residuals are in units of the scaled loss: so ``GradScaler.step`` and ``update`` are replaced,
 but only once a model with error feedback, or with ``when: auto``, is attached. A step that the
 scaler skips runs no optimizer, hence no hook. For optimizers that are no ``torch.optim.Optimizer``
-see ``unseen_steps``.
+see ``step_detection``.
 """
 
 from __future__ import annotations

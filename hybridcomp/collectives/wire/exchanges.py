@@ -19,7 +19,7 @@ from hybridcomp.codecs.base import MultiTensorKernel
 from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual, as_fp32
 from hybridcomp.codecs.residual_runs import ALL, ResidualRun, runs
 from hybridcomp.collectives.wire import transport
-from hybridcomp.collectives.wire.at_once import add_at_once
+from hybridcomp.collectives.wire.batched_kernels import add_at_once
 from hybridcomp.collectives.wire.encoding import (
     POOL,
     Coder,

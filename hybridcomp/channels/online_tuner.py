@@ -37,7 +37,7 @@ MEASURING = "measuring whether encoding pays"
 ALL_NATIVE = 'the link is faster than the codecs ("when": "auto")'
 
 
-class Payoff:
+class OnlineTuner:
     """Measurements of one engine, and their verdicts; makes collectives, sends no gradient.
 
     Methods whose text says so are called by all ranks together, and return the same on all.
@@ -137,7 +137,7 @@ class Payoff:
             state.verdicts.by_dimension[name] = judge(trials, known, dtype.itemsize, device, whole)
             del trials
 
-    def weigh_seen(self, device: torch.device) -> list[str]:
+    def tune_from_profile(self, device: torch.device) -> list[str]:
         """Time those of tp and pp that wait for a verdict, with messages like those observed.
 
         A collective. Returns messages for the user, the same on all ranks.

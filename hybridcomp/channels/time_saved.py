@@ -12,7 +12,7 @@ from hybridcomp.config.policy import Dimension
 
 
 @dataclass
-class Gains:
+class TimeSaved:
     """Seconds that the encoded steps of this process have saved over native ones.
 
     A verdict has the gain of one step: native minus encoded seconds of its trial or, once steps of
