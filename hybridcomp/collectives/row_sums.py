@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.row_ids import decode_ids, encode_ids
-from hybridcomp.collectives.moves import all_to_all, gather_words
+from hybridcomp.collectives.all_gather_all_to_all import all_to_all, gather_words
 from hybridcomp.collectives.wire import Group, Meter, Transfer, transfer, transport
 
 Form = Literal["gather", "owner"]

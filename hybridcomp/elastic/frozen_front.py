@@ -120,9 +120,7 @@ class FrozenFront:
         for start, places in sorted(by_depth.items()):
             values: Sequence[Tensor]
             if start == depth and depth:
-                values: Sequence[Tensor] = [
-                    self._take(numbers[place], inputs.device) for place in places
-                ]
+                values = [self._take(numbers[place], inputs.device) for place in places]
                 self.hits += len(places)
             else:
                 values = self._run(start, depth, [numbers[p] for p in places], inputs[places])
