@@ -422,7 +422,7 @@ def test_policy_resolves_directions_sizes_and_steps() -> None:
     def choose(dimension: Any, direction: Any = "forward", numel: int = 1024, step: int = 5) -> Any:
         return policy.choose(Traffic(dimension, direction, torch.float32, numel, 2, step))
 
-    assert choose("dp") == BlockInt(8)
+    assert choose("dp") == BlockInt(4)
     assert choose("dp", numel=1023) is None
     assert choose("dp", step=4) is None
     assert choose("pp") == make_codec("bf16")
