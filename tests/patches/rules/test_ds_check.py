@@ -264,6 +264,7 @@ def test_note(
 def test_every_rule_is_met_by_a_row() -> None:
     jobs = [DeepSpeedJob(ds_json, **facts) for _, ds_json, facts, _ in CANNOT + NOTES]
     jobs += [DeepSpeedJob(ds_json, **facts) for ds_json, facts, _ in NO_COPIES]
+    jobs += [DeepSpeedJob(ds_json) for ds_json, _ in STATES]
     jobs.append(DeepSpeedJob({**zero(2), "gradient_accumulation_steps": 1}))
     assert [rule.reason for rule in TABLES if not any(rule.applies(job) for job in jobs)] == []
     assert [rule.reason for rule in TABLES if all(map(rule.applies, jobs))] == []
