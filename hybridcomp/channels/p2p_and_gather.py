@@ -67,7 +67,7 @@ class AllGather(Message[Handle]):
         via = Transfer(codec, known, meter, cuts)
         async_op = self.async_op
         if self.single_post:
-            # a size comes before payloads of variable size, another message after the first level
+            # variable sizes and a second level need a second message
             async_op = async_op and codec.fixed_size and known.levels is None
         handle = collectives.all_gather(shard, self.out, via, async_op)
         nbytes = self.native_nbytes(known.size)

@@ -33,7 +33,7 @@ class NodeStretch:
 
     offset: int
     values: Residual
-    index: int  # of this rank among those that hold it
+    index: int  # this rank's place among the ``count`` ranks that hold it
     count: int
 
     @property

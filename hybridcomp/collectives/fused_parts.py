@@ -57,7 +57,7 @@ def _planned_parts(
 def _parts_of(
     codec: Codec, dtype: torch.dtype, splits: Splits, me: int, device: torch.device
 ) -> tuple[StretchTable, Splits, int]:
-    """Return the parts for all ranks but ``me``, their payloads' bytes, and where that of it is."""
+    """Return the other ranks' parts, all payloads' bytes, and where the part of ``me`` begins."""
     nbytes = codec.wire_nbytes_of(splits.array, dtype)
     table, total, start = StretchTable.of_parts(splits.array, nbytes, me, device)
     return table, Splits(nbytes, total), start

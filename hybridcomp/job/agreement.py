@@ -37,7 +37,7 @@ PATIENCE = 0.9
 #: advice about ranks that are silent
 ALIKE = "start every rank with {start}, or call hybridcomp.install() in every one"
 
-#: rounds so far outside of operations among the ranks of a part of the job; None: all ranks
+#: ranks of a part of the job (None: all) -> their rounds so far outside of operations
 _rounds: Counter[Ranks | None] = Counter()
 #: the last round among the ranks of a part, which the next one forgets
 _last: dict[Ranks | None, StatementRound] = {}

@@ -245,7 +245,7 @@ def attached(engine: Any, channels: Channels) -> None:
 
 
 def keep(engine: Any, channels: Channels) -> bool:
-    """Keep what is frozen by now, where the block says so; return whether anything is kept."""
+    """Keep the weights frozen by now if the block asks for it; return whether any is kept."""
     settings = channels.config.zero.keeps_frozen
     if settings is None:
         return False

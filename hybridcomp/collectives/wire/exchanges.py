@@ -40,9 +40,9 @@ from hybridcomp.collectives.wire.varying import Varying, cut_payloads
 def exchange(
     plan: ExchangePlan, jobs: Sequence[EncodeRequest], group: Group, meter: Meter
 ) -> Steps[Payloads]:
-    """Encode ``jobs``, those of ``plan``, and exchange their payloads in an all-to-all.
+    """Encode the ``jobs`` of ``plan``, and exchange their payloads in an all-to-all.
 
-    Who is done with the payloads gives their ``buffers`` back to the pool.
+    The caller returns their ``buffers`` to the pool after use.
 
     1 encode every job once, into slots that follow each other by destination
     2 variable-size codecs: exchange the sizes, where they do not stand in front of the payloads
