@@ -31,8 +31,7 @@ REPEATS_SEEN = 2, 8
 WORK_NUMEL = 1 << 24
 #: seconds that the trials of a dimension aim at; on a slow link small messages are enough
 BUDGET_S = 1.0
-#: where the messages of a step are known: share of the budget after which single messages have
-#: shown how many there is time for
+#: share of the budget spent on single messages of a known step, to estimate how many fit
 FIRST_LOOK = 0.1
 #: encoded messages must be this much faster: the codec takes cores that the model needs as well
 MARGIN = 1.1

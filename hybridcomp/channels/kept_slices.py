@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hybridcomp.channels.channel import Channel
 from hybridcomp.channels.delta_references import alike, digest, is_exact
-from hybridcomp.channels.moves import AllGather
 from hybridcomp.channels.node_copies import CopyGroups, gather_inside, renew, state_of
+from hybridcomp.channels.p2p_and_gather import AllGather
 from hybridcomp.channels.parameter_deltas import gather_steps
 from hybridcomp.codecs.exact_steps import ExactSteps
 from hybridcomp.codecs.expcode import ExpCode

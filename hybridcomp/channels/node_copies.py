@@ -266,7 +266,7 @@ def _crossing(groups: CopyGroups, native: tuple[int, torch.dtype]) -> int:
 
 
 def _as_steps(values: Tensor) -> Tensor:
-    """Return 16-bit values whose steps can be encoded: bytes each as one, others as they are."""
+    """Return 16-bit values whose steps can be encoded: one for each byte, or ``values`` as is."""
     if values.dtype != torch.uint8:
         return values
     return values.to(torch.int16).add_(FIRST).view(torch.bfloat16)

@@ -183,7 +183,7 @@ class FrozenWeights:
                 weight.param.ds_secondary_tensor = None  # hpZ's, which has the old values
 
     def forget(self) -> None:
-        """Have all be gathered anew from their owners, as after a load; the same on all ranks."""
+        """Drop all kept weights: the next pass gathers them again. Called on all ranks."""
         for weight in self.all:
             weight.kept = weight.param.ds_secondary_tensor = None
 
@@ -245,7 +245,7 @@ def attached(engine: Any, channels: Channels) -> None:
 
 
 def keep(engine: Any, channels: Channels) -> bool:
-    """Keep what is frozen by now, where the block says so; return whether anything is kept."""
+    """Keep the weights frozen by now if the block asks for it; return whether any is kept."""
     settings = channels.config.zero.keeps_frozen
     if settings is None:
         return False

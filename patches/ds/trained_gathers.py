@@ -103,7 +103,7 @@ class TrainedGather:
 
 
 def _within(found: Iterable[Stretch], rank: int, share: int) -> list[Stretch]:
-    """Return what of some stretches lies in a rank's share."""
+    """Return the parts of the stretches that lie in a rank's share."""
     low, high = rank * share, (rank + 1) * share
     cut = ((max(start, low), min(stop, high)) for start, stop in found)
     return [(start, stop) for start, stop in cut if start < stop]

@@ -222,7 +222,7 @@ def channels_of_model(model: object) -> Channels | None:
     return attached.channels if isinstance(attached, Attached) else None
 
 
-def look_again() -> None:
+def retry_pending() -> None:
     """Retry models that were skipped for lack of a block."""
     for model in list(without_block):
         vars(model).pop(ATTRIBUTE, None)

@@ -178,7 +178,7 @@ class Subject:
         """Whether the model is native on this rank, and nothing is left of the operation."""
         self.job.attached = None
         model = self.job.model
-        slots = [fsdp2_comms.is_filled(one) for one in fsdp2.groups_of(model)]
+        slots = [fsdp2_comms.has_output(one) for one in fsdp2.groups_of(model)]
         return (
             self.before_detach.is_detached
             and attach.ATTRIBUTE not in vars(model)

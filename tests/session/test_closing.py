@@ -14,8 +14,8 @@ import pytest
 
 from hybridcomp.autotune.verdicts import Decision, Verdicts
 from hybridcomp.channels import Channels
-from hybridcomp.channels.gains import Gains
 from hybridcomp.channels.ledger import Entry
+from hybridcomp.channels.time_saved import TimeSaved
 from hybridcomp.config import CompressionConfig
 from hybridcomp.publishing.following import PublishedSteps
 from hybridcomp.session.closing import UNTIMED, Account, last_line
@@ -144,7 +144,7 @@ def test_seconds_are_those_of_the_verdicts(ends: Ends) -> None:
 
 
 def account(**given: Any) -> Account:
-    gains = Gains(given.pop("gains", {}), given.pop("spent_s", 0.0))
+    gains = TimeSaved(given.pop("gains", {}), given.pop("spent_s", 0.0))
     found = Account(gains, step=given.pop("step", 10))
     for name, value in given.items():
         setattr(found, name, value)
@@ -258,9 +258,9 @@ def test_a_run_that_never_stepped_is_not_said_to_have_begun_too_early() -> None:
 def test_trainings_of_a_measurement_are_no_job() -> None:
     """Behind "wrote cluster.json" it said what the small trainings of the measurement had sent."""
     code = (
-        "from hybridcomp.channels.gains import Gains\n"
+        "from hybridcomp.channels.time_saved import TimeSaved\n"
         "from hybridcomp.session import closing\n"
-        "closing.open_account(Gains(), 'l.jsonl')\n"
+        "closing.open_account(TimeSaved(), 'l.jsonl')\n"
         "closing.forget()\n"
         "closing._end()\n"
     )

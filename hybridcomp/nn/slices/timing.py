@@ -22,7 +22,7 @@ from hybridcomp.config.policy import Traffic
 from hybridcomp.dimensions import DIRECTIONS, Direction
 from hybridcomp.job import small_messages
 from hybridcomp.job.together import together
-from hybridcomp.nn.slices.past import Past
+from hybridcomp.nn.slices.kv_cache import KVCache
 from hybridcomp.nn.slices.pipeline import SlicePipeline, StageLayers
 from hybridcomp.nn.slices.stage import OnLeaves, SlicedStage, leaves_of
 from hybridcomp.nn.slices.times import FittedTimes, Line, SliceTimes, fitted, of_computing
@@ -98,7 +98,7 @@ class _Timer:
 
     def __init__(self, pipeline: SlicePipeline, length: int, batch: int, repeats: int) -> None:
         self._pipeline, self._batch, self._repeats = pipeline, batch, repeats
-        self._length, self._past = length, Past(length)
+        self._length, self._past = length, KVCache(length)
         shape, device = (batch, length), pipeline.device
         self._labels = self._values = torch.zeros(shape, dtype=torch.int64, device=device)
         if not pipeline.is_first:

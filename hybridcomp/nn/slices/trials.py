@@ -31,7 +31,7 @@ PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 CALLS = (2.0, 0.5)
 #: most ways to try, and how much slower than the fastest they may be predicted to be
 MOST, WORSE = 6, 1.25
-#: timed turns of all ways, after one for allocations
+#: timed turns of each way, after one warm-up turn that allocates
 TURNS = 8
 #: share of the turns in which other slices must beat the predicted ones to be taken instead:
 #: single steps vary by more than the difference between two good ways

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hybridcomp.channels.gains import Gains
+from hybridcomp.channels.time_saved import TimeSaved
 from hybridcomp.codecs import make_codec
 from hybridcomp.collectives.topology import Nodes
 from hybridcomp.errors import ConfigError
@@ -231,7 +231,7 @@ def test_trainings_of_a_measurement_leave_no_last_line(tmp_path: Path) -> None:
 
 
 def without_last_line(path: str) -> bool:
-    closing.open_account(Gains(), "of a small training")
+    closing.open_account(TimeSaved(), "of a small training")
     return started(path) == 0 and not closing._accounts
 
 
