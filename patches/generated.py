@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridcomp.config.error_messages import NOTHING, Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.generation import GeneratingStage, GenerationFigures, Sampling, answer
-from hybridcomp.job import uncaught
+from hybridcomp.job import error_exit
 from hybridcomp.job.together import together
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def rollout(engine: Any, tokenizer: Any, *, seed: int = 0) -> Any:
 
 def stage_of(engine: Any) -> GeneratingStage:
     """Return this rank's stage of an engine. Raises ConfigError where it has none."""
-    uncaught.install()
+    error_exit.install()
     if not dist.is_initialized():
         raise ConfigError(KEY, NOTHING, "torch.distributed is not up; generate from a built engine")
     kinds = {cls.__module__.partition(".")[0] for cls in type(engine).__mro__}

@@ -66,7 +66,7 @@ ALLOWED: dict[str, set[str]] = {
         "",  # callbacks and the start of GPT-NeoX call the public functions, as a script does
     },
     # jobs that go on with another number of ranks: what every engine's adapter needs for that
-    "elastic": {"config", "errors"},
+    "elastic": {"channels", "codecs", "config", "errors", "job", "log"},
     # adapters to inference engines; each module imports its own
     "inference": {"errors", "foreign", "job", "log", "publishing", "seams"},
     "run": {"", "job", "log"},
@@ -215,7 +215,8 @@ ASKS: dict[str, set[str]] = {
     "generated": {"common", "drafts", "ds"},
     "published": {"common", "ds", "mcore", "torch"},
     "frozen": {"common", "ds", "torch"},
-    "resumed": {"common", "ds", "torch"},
+    "freeze_schedule": {"common", "frozen"},
+    "resumed": {"common", "ds", "frozen", "torch"},
     "registry": {"common", "ds", "mcore", "neox", "torch"},
     "template": {"common"},
 }

@@ -225,7 +225,9 @@ class WeightGather:
                 KeptRows(channel, bucket.group, on_host) if nodes is None
                 else KeptSlice(channel, nodes, on_host)
             )  # fmt: skip
-        return bucket.kept.gather(own)
+        if isinstance(bucket.kept, KeptRows):
+            return bucket.kept.gather(own)
+        return bucket.kept.gather(lambda: own, (own.numel(), own.dtype), own.device)
 
     def _native(self, bucket: _Bucket, own: Tensor) -> Tensor:
         group, meter = Group.of(bucket.group), Meter(where="gathered weights")

@@ -162,8 +162,8 @@ class KeyStore:
 class PackedPast:
     """What layers see in one pass: positions of its tokens, and attention to what each may see.
 
-    Has ``positions``, ``room`` and ``attend`` as ``hybridcomp.nn.slices.Past`` has them, so that a
-    layer that uses these trains in slices and generates.
+    Has ``positions``, ``room`` and ``attend`` as ``hybridcomp.nn.slices.KVCache`` has them, so a
+    layer that uses these both trains in slices and generates.
     """
 
     def __init__(self, store: KeyStore, passed: PackedPass, device: torch.device) -> None:

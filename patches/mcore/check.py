@@ -51,10 +51,10 @@ def check(
     )  # fmt: skip
     if (sentence := mcore.scatter_gather(block, job)) is not None:
         say_once(sentence)
-    if block.generate is not None:
-        say_once(engine.no_generation(block, Shown("a job under megatron-core")))
     for sentence in engine.ungathered(block, "Megatron samples from its ranks itself"):
         say_once(sentence)
+    if block.generate is not None:
+        say_once(engine.no_generation(block, Shown("a job under megatron-core")))
     rules = list(mcore.RULES)
     if (reason := missing("transformer_engine.pytorch")) is not None:
         rules.insert(0, mcore.out_of_reach(reason))

@@ -56,7 +56,7 @@ def trained() -> Any:
         ids = text(16, step)
         loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
     return model.eval()
 

@@ -14,7 +14,7 @@ from tests.generation import generating_jobs as jobs
 from tests.ranks import run_ranks
 
 rollouts = pytest.importorskip("deepspeed.runtime.rollout")
-PAD, EOS = 0, 3
+PAD, EOS = 0, 53
 
 
 class Tokenizer:
@@ -63,14 +63,14 @@ def rolled_out() -> dict[str, Any]:
     """Roll-outs of two stages, which share the embedding's weight."""
     engine = jobs.engine(1, 2, tied=True)
     found: dict[str, Any] = {}
-    for name, tokenizer in (("own", Tokenizer()), ("pads", Tokenizer(pad=None, eos=[17, 3]))):
+    for name, tokenizer in (("own", Tokenizer()), ("pads", Tokenizer(pad=None, eos=[16, 53]))):
         rollout = hybridcomp.rollout(engine, tokenizer)
         assert isinstance(rollout, rollouts.RolloutEngine)
         greedy = rollouts.SamplingConfig(7, temperature=0.0, n_samples_per_prompt=2)
         found[name] = fields(rollout.generate(request(), greedy))
     sampling = rollouts.SamplingConfig(7, n_samples_per_prompt=2, continuous_batch_size=5)
     found["texts"] = [fields(rollout.generate(request(), sampling))[0] for _ in range(2)]
-    again = hybridcomp.rollout(engine, Tokenizer(pad=None, eos=[17, 3]))
+    again = hybridcomp.rollout(engine, Tokenizer(pad=None, eos=[16, 53]))
     again.generate(request(), greedy)
     found["again"] = fields(again.generate(request(), sampling))[0]
     rollout.sync_weights(3)
@@ -86,9 +86,9 @@ def test_roll_outs_are_those_of_the_hybrid_engine() -> None:
     first, second = run_ranks(2, rolled_out)
     assert first == second
     greedy = rollouts.SamplingConfig(7, temperature=0.0, n_samples_per_prompt=2)
-    for name, tokenizer in (("own", Tokenizer()), ("pads", Tokenizer(pad=None, eos=[17, 3]))):
+    for name, tokenizer in (("own", Tokenizer()), ("pads", Tokenizer(pad=None, eos=[16, 53]))):
         if isinstance(tokenizer.eos_token_id, list):
-            tokenizer.pad_token_id = 17  # which transformers takes of several, too
+            tokenizer.pad_token_id = 16  # which transformers takes of several, too
         engine = SimpleNamespace(module=Generating())
         want = rollouts.HybridEngineRollout(engine, tokenizer).generate(request(), greedy)
         assert first[name] == fields(want)
