@@ -298,7 +298,7 @@ def attached(engine: Any, channels: Channels) -> None:
     dtype = next(engine.module.parameters()).dtype
     plan = PlannedMemory(policy, dtype.itemsize, engine.device, knobs_of(coordinator))
     setattr(coordinator, ATTRIBUTE, plan)
-    kept = getattr(engine.optimizer, HOST, frozenset())
+    kept: frozenset[int] = getattr(engine.optimizer, HOST, frozenset())
     if policy.host_gb is not None:
         count = len(engine.optimizer.fp16_partitioned_groups_flat_numel)
         say(f"memory: planned: the states of {len(kept)} of {count} sub-groups stay in memory")

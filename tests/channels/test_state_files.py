@@ -238,6 +238,7 @@ def killed(path: Path, count: int) -> None:
         here, there = context.Pipe()
         child = context.Process(target=write_versions, args=(path, there))
         child.start()
+        there.close()  # a child that ends is then an error here, and no wait
         while here.recv() < trial % 10:
             pass
         time.sleep(0.0003 * (trial % 17))
