@@ -204,11 +204,13 @@ ROWS: Mapping[Dimension, DimensionRow] = {
         by_request=True,
     ),
     "embed": DimensionRow(
-        "Rows of tables of hybridcomp.nn.CachedEmbedding: rows from their owners (forward), their "
-        "gradients back (backward).",
+        "Rows of tables. Of hybridcomp.nn.CachedEmbedding: rows from their owners (forward), their "
+        "gradients back (backward); of Embedding(sparse=True): gradients of the rows that a step "
+        "has touched (backward).",
         "all_to_all",
+        engines=(DEEPSPEED, FSDP2, DDP),
         in_layers=True,
-        by_script=True,
+        by_request=True,
     ),
 }
 

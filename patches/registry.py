@@ -26,6 +26,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "ds.checkpoints",
         "ds.universal",
         "ds.zero0",
+        "ds.sparse_rows",
         "ds.zero12",
         "ds.zero12_elsewhere",
         "ds.zero3",

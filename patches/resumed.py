@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from hybridcomp.channels import channels_of
 from hybridcomp.config.error_messages import NOTHING, Shown
 from hybridcomp.elastic.checkpoints import ResumedJob
 from hybridcomp.errors import ConfigError
-from hybridcomp.job import uncaught
+from hybridcomp.job import error_exit
 from hybridcomp.log import say
 from hybridcomp.patches.common.resumed_parts import KEY
 
@@ -30,10 +31,10 @@ def resume(
     """Resume from the newest whole checkpoint in a folder, on any number of ranks.
 
     Every rank calls it, once, before the first step. Weights, optimizer states and step are exact;
-    the sum of the residuals of error feedback is kept, and what guard and ``"when": "auto"``
-    decided. DeepSpeed's checkpoints at ZeRO 1 to 3 are converted first if the number of replicas
-    or pipeline stages differs. A checkpoint that is not whole is skipped, with a line; without any
-    the job begins at step 0.
+    the sum of the residuals of error feedback is kept, what is frozen, and what guard and
+    ``"when": "auto"`` decided. DeepSpeed's checkpoints at ZeRO 1 to 3 are converted first if the
+    number of replicas or pipeline stages differs. A checkpoint that is not whole is skipped, with a
+    line; without any the job begins at step 0.
 
     Args:
         engine: an engine of DeepSpeed, a model under DistributedDataParallel, or the root of
@@ -48,7 +49,7 @@ def resume(
     Raises, on every rank and before anything changes: ConfigError where this job cannot go on from
     the checkpoint, CheckpointError where none is whole or it is of another model.
     """
-    uncaught.install()
+    error_exit.install()
     if not dist.is_initialized():
         todo = "torch.distributed is not up; call resume after the engine was built"
         raise ConfigError(KEY, NOTHING, todo)
@@ -82,7 +83,20 @@ def resume(
             raise ConfigError(KEY, Shown(type(engine).__name__), todo)
         found = of_torch.resume(model, place, optimizer, scheduler, sampler, lr)
     say(_told(found, place))
+    _freeze_again(engine)
     return found
+
+
+def _freeze_again(engine: Any) -> None:
+    """Freeze what was frozen in the checkpoint that was loaded."""
+    from hybridcomp.patches.torch.attach import channels_of_model
+
+    channels = channels_of(engine) or channels_of_model(engine)
+    if channels is not None and channels.to_freeze:
+        from hybridcomp.patches import frozen
+
+        state, channels.to_freeze = channels.to_freeze, {}
+        frozen.restore(engine, state)
 
 
 def _told(found: ResumedJob, place: Path) -> str:

@@ -66,15 +66,15 @@ ALLOWED: dict[str, set[str]] = {
         "",  # callbacks and the start of GPT-NeoX call the public functions, as a script does
     },
     # jobs that go on with another number of ranks: what every engine's adapter needs for that
-    "elastic": {"config", "errors"},
+    "elastic": {"channels", "codecs", "config", "errors", "job", "log"},
     # adapters to inference engines; each module imports its own
     "inference": {"errors", "foreign", "job", "log", "publishing", "seams"},
     "run": {"", "job", "log"},
     "missing_run": {"config", "errors", "job", "log"},
     # hybridcomp/__init__.py: the public names, imported late
     "": {
-        "channels", "collectives", "config", "elastic", "errors", "job", "log", "patches",
-        "publishing", "seams", "session", "sync",
+        "channels", "collectives", "config", "elastic", "errors", "generation", "job", "log",
+        "patches", "publishing", "seams", "session", "sync",
     },
 }  # fmt: skip
 FREE = {"tools"}  # offline: it may look into every room, and no job imports it
@@ -210,11 +210,13 @@ ASKS: dict[str, set[str]] = {
     # DeepSpeed trains models whose groups Megatron or GPT-NeoX has made
     "ds": {"common", "mcore", "neox", "rules"},
     "trainers": {"common", "ds", "torch"},
+    "drafts": {"common", "generated"},
     "gathered": {"common", "ds", "torch"},
-    "generated": {"common", "ds"},
+    "generated": {"common", "drafts", "ds"},
     "published": {"common", "ds", "mcore", "torch"},
     "frozen": {"common", "ds", "torch"},
-    "resumed": {"common", "ds", "torch"},
+    "freeze_schedule": {"common", "frozen"},
+    "resumed": {"common", "ds", "frozen", "torch"},
     "registry": {"common", "ds", "mcore", "neox", "torch"},
     "template": {"common"},
 }

@@ -43,6 +43,7 @@ class State:
     step: int  # optimizer steps taken
     loss_scale: float  # factor on the gradients, and so on the residuals
     groups: dict[str, int] = field(default_factory=dict)  # ranks in each, by dimension
+    frozen: dict[str, Any] = field(default_factory=dict)  # what trains no more, since which step
     format: int = saved.FORMAT
 
 
@@ -64,9 +65,13 @@ def save(
     all files are complete. Raises CheckpointError, on every rank, where one could not write.
     """
     _, problem = saved.attempt(
-        lambda: _save(folder, channels, State(channels.step, loss_scale, dict(groups)), references)
+        lambda: _save(folder, channels, _state(channels, loss_scale, groups), references)
     )
     saved.all_well(problem, WHAT)
+
+
+def _state(channels: Channels, loss_scale: float, groups: Mapping[str, int]) -> State:
+    return State(channels.step, loss_scale, dict(groups), channels.frozen())
 
 
 def _save(folder: Path, channels: Channels, state: State, references: bool) -> None:
@@ -101,7 +106,8 @@ def read_state(folder: Path) -> State | None:
     stored = small_messages.from_first(found)
     if stored is None:
         return None
-    return State(stored["step"], float(stored["loss_scale"]), dict(stored["groups"]))
+    frozen = dict(stored.get("frozen", {}))  # earlier versions lack it
+    return State(stored["step"], float(stored["loss_scale"]), dict(stored["groups"]), frozen)
 
 
 def _read_state(path: Path) -> dict[str, Any] | None:
@@ -111,6 +117,8 @@ def _read_state(path: Path) -> dict[str, Any] | None:
     saved.expect(path, stored, "step", saved.is_count)
     saved.expect(path, stored, "loss_scale", saved.is_scale)
     saved.expect(path, stored, "groups", lambda value: isinstance(value, dict))
+    if "frozen" in stored:
+        saved.expect(path, stored, "frozen", lambda value: isinstance(value, dict))
     return stored
 
 
@@ -165,7 +173,7 @@ def read(folder: Path, channels: Channels, step: int | None = None) -> StoredSta
     """
     found = StoredState(folder)
     feedback = saved_state.has_feedback(channels)
-    choices = any(part.wanted(channels) for part in saved_state.OF_JOB)
+    choices = any(part.anew and part.wanted(channels) for part in saved_state.OF_JOB)
     if not feedback:
         say(*checkpoint_note.dropped(folder, channels.config))
     if not feedback and not choices:

@@ -9,7 +9,7 @@ the units of residuals: the loss scale, or the divisors of sums.
 |---|---|---|
 | residuals | a rank | their sum over the ranks is kept (``resharing``) |
 | factors | a rank, for the parameters whose residuals it has | whoever has the residuals has them |
-| guard, link, offload | the job | all take rank 0's |
+| guard, link, offload, frozen | the job | all take rank 0's |
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hybridcomp.autotune.verdicts import are_decisions
 from hybridcomp.channels import resharing
 from hybridcomp.channels.engine_channels import Channels
 from hybridcomp.channels.guard import are_trips
-from hybridcomp.channels.host_pace import is_pace
+from hybridcomp.channels.offload_tuner import is_pace
 from hybridcomp.channels.saved_residuals import are_residuals
 from hybridcomp.job import saved, small_messages
 
@@ -106,6 +106,15 @@ PARTS = (
         anew="powersgd begins with new factors",
         wanted=lambda channels: bool(channels.policy.low_rank),
     ),
+    SavedPart(
+        "frozen", "job",
+        lambda channels: channels.frozen(),
+        Channels.will_freeze,
+        right=_is_dict,
+        anew="",  # without it nothing was frozen
+        wanted=lambda channels: True,
+        required=False,
+    ),
 )  # fmt: skip
 OF_JOB = tuple(part for part in PARTS if part.of == "job")
 OF_RANK = tuple(part for part in PARTS if part.of == "rank")
@@ -134,7 +143,7 @@ def has_any(channels: Channels) -> bool:
 
 def anew(channels: Channels) -> list[str]:
     """Return what this run begins anew without the ranks' files of a checkpoint, by its block."""
-    return [part.anew for part in PARTS if part.wanted(channels)]
+    return [part.anew for part in PARTS if part.anew and part.wanted(channels)]
 
 
 def of_rank_0(

@@ -261,7 +261,7 @@ def _built(name: str, settings: Mapping[str, Any], at: Callable[[str], str]) -> 
     except CodecError as error:
         named = [key for key in settings if key in str(error)] or list(settings) or ["codec"]
         named.sort(key=str(error).find)  # what is wrong comes first
-        said = str(error).partition(", found ")[0]  # what was found stands in front already
+        said = str(error).partition(", found ")[0]  # ``problem`` states the found value itself
         raise problem(at(named[0]), settings.get(named[0], name), said) from None
 
 

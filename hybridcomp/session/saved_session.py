@@ -140,6 +140,7 @@ def _take_over(
     session.loaded = True
     channels.residuals.clear()
     stored = 1.0 if state is None else state.loss_scale
+    session.say(*channels.will_freeze({} if state is None else state.frozen))
     session.loss_scale = stored if loss_scale is None else loss_scale
     if step is not None:
         channels.step = step

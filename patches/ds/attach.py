@@ -35,6 +35,7 @@ from hybridcomp.patches.ds import (
     record,
     secondary,
     settings,
+    sparse_rows,
     step_messages,
     trained_set,
     weights,
@@ -200,6 +201,7 @@ def _attach(
         step_messages.sent(engine),
     )
     step_messages.note_tied(engine, session)
+    sparse_rows.follow(engine, channels, undo)
     step_messages.watch(engine, session)
     trained_set.watch(engine, session)
     if block.sync.acts:
@@ -305,6 +307,7 @@ def make_destroy(original: Callable[..., None]) -> Callable[..., None]:
         close(self)
         process.release(self)
         island_unit.release(self)
+        sparse_rows.leave(self)
         session = session_of(self)
         if session is not None:
             session.close()

@@ -78,6 +78,10 @@ class EngineLayers:
                 return f"{type(one).__name__}, whose {key!r} is of several elements", ANEW
         if is_dualpipev(engine) or (pipe is not None and pipe.waitless is not None):
             return "a pipeline with a schedule of its own", ANEW
+        if hasattr(engine, "num_stages") and type(optimizer).__name__.startswith("FP16"):
+            return "a pipeline in fp16 without ZeRO", "set ZeRO 1, or bf16"
+        if any(name.startswith("tied_modules.") for name in self.named):
+            return "layers that stages share (TiedLayerSpec)", ANEW
         if any(type(one).__name__ == SLICED_STAGE for one in engine.module.modules()):
             return "token slices", ANEW
         if self.channels is not None and self.channels.config.sync.acts:
@@ -176,7 +180,7 @@ def _in_order(
 
 
 def _trained_gradients(optimizer: Any) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return what BF16_Optimizer reduces: views of what trains in its buffers of gradients."""
+    """Return BF16_Optimizer's gradients to reduce: views of the trained parts of its buffers."""
     plain_ones, experts = getattr(type(optimizer), REDUCED)(optimizer)
     flats = zip(optimizer.fp32_groups_gradients_flat, optimizer.bf16_groups, strict=True)
     views: list[Tensor] = []
@@ -194,7 +198,7 @@ def _as_built(engine: Any, name: str, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _requiring_gradients(engine: Any) -> Iterator[None]:
-    """Have what is frozen look as it did when the engine was built."""
+    """Let frozen parameters require gradients within the context, as when the engine was built."""
 
     def set_all(requires: bool) -> None:
         frozen = frozen_of(engine)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridcomp.config import BLOCK, CompressionConfig
-from hybridcomp.config.error_messages import idle
+from hybridcomp.config.error_messages import Shown, idle
 from hybridcomp.dimensions import DEEPSPEED, Dimension
 from hybridcomp.errors import ConfigError
 from hybridcomp.patches.rules import ds, ds_memory, ds_offload, ds_pipeline, engine
@@ -65,6 +65,9 @@ def _idle_keys(block: CompressionConfig, job: DeepSpeedJob) -> list[str]:
         found += engine.ungathered(block, "weights on a disk (offload_param) are not gathered")
     elif job.zero("mics_shard_size") > 0:
         found += engine.ungathered(block, "weights that MiCS cuts are not gathered")
+    if block.generate is not None and job.pipeline is False and not job.slices:
+        shown = Shown("a model that is no PipelineModule")
+        found.append(engine.no_generation(block, shown))
     return found
 
 

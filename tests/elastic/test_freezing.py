@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from io import StringIO
@@ -23,7 +26,7 @@ from hybridcomp.patches.torch.attached import Attached
 from tests.elastic.jobs import FEEDBACK, WIDTH, Layer, loss_of
 from tests.elastic.jobs import target as wanted
 from tests.patches.torch.trainer import forget
-from tests.ranks import run_ranks
+from tests.ranks import python_path, run_ranks
 
 pytest.importorskip("deepspeed")
 
@@ -426,3 +429,251 @@ def test_the_rule_is_pipetransformers() -> None:
     assert counts == [4, 7, 9, 10, 11]
     assert target(12, 0, 1 / 3, [5.0, 4.0, 1.0, *[9.0] * 9]) == 2
     assert target(12, 0, 1 / 3, [9.0] * 11 + [1.0]) == 4
+
+
+PIPE = {"pp": {"codec": "blockint", "bits": 8}, "min_bytes": 0, "hierarchy": "none",
+        "ledger": {"every": 10**6}}  # fmt: skip
+MICROS = 4
+
+
+def pipeline(stage: int, dtype: str, clip: float, **more: Any) -> Any:
+    import deepspeed
+    import deepspeed.ops
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist.get_backend(), verbose=False)
+    hybridcomp.install()
+    model = PipelineModule([LayerSpec(Layer, seed) for seed in range(LAYERS)], num_stages=2,
+                           loss_fn=loss_of, partition_method="uniform")  # fmt: skip
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": MICROS,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1,
+                                                  "torch_adam": True}},
+        "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
+        "gradient_clipping": clip, "steps_per_print": 10**9, "compression": PIPE, **more,
+    }  # fmt: skip
+    if dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config
+    )
+    return engine
+
+
+@dataclass
+class Piped:
+    losses: list[float]
+    moved: float
+    backward: list[int]  # bytes of gradients between stages, by step
+
+
+def piped(stage: int, dtype: str, clip: float, whole: bool, more: dict[str, Any]) -> Piped:
+    """Freeze layers 0 and 1, all of the first stage, or one of them, for four steps of ten.
+
+    ``whole`` False: the same, with the backward passes of the schedule left in for one weight.
+    """
+    engine = pipeline(stage, dtype, clip, **more)
+    channels, data = channels_of(engine), engine.grid.get_data_parallel_id()
+    assert channels is not None
+    found = Piped([], 0.0, [])
+    start: dict[str, Tensor] = {}
+    names: tuple[str, ...] = ()
+    for step in range(10):
+        if step == 4:
+            start = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+            names = hybridcomp.freeze(engine, ["0", "1"] if whole else ["0", "1.up"])
+        if step == 8:
+            now = dict(engine.module.named_parameters())
+            found.moved = max((distance(now[n], start[n]) for n in names), default=0.0)
+            hybridcomp.thaw(engine)
+
+        def batches(step: int = step) -> Any:
+            for micro in range(MICROS):
+                seed = 1000 * step + 10 * micro + data
+                x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+                x = x.to(next(engine.module.parameters()).dtype)
+                yield x, wanted(x)
+
+        before = int(channels.ledger.interval["pp", "backward"].raw_nbytes)
+        found.losses.append(float(engine.train_batch(batches())))
+        found.backward.append(int(channels.ledger.interval["pp", "backward"].raw_nbytes) - before)
+    engine.destroy()
+    return found
+
+
+def stepless(clip: float) -> list[float]:
+    """The losses of a first stage that runs all passes and skips its optimizer steps."""
+    engine = pipeline(0, "fp32", clip)
+    step = engine.optimizer.step
+    losses = []
+    for number in range(8):
+        if number == 4 and engine.stage_id == 0:
+            engine.optimizer.step = lambda *_, **__: None
+        x = [torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1000 * number + 10 * n))
+             for n in range(MICROS)]  # fmt: skip
+        losses.append(float(engine.train_batch(iter([(one, wanted(one)) for one in x]))))
+    engine.optimizer.step = step
+    engine.destroy()
+    return losses
+
+
+FLOATS = {"data_types": {"grad_accum_dtype": "fp32"}}
+PIPES: list[tuple[int, str, float, dict[str, Any]]] = [
+    (0, "fp32", 0.0, {}), (0, "fp32", CLIP, {}), (1, "fp32", CLIP, {}), (1, "bf16", CLIP, {}),
+    (1, "bf16", CLIP, FLOATS),
+]  # fmt: skip
+
+
+def every_pipeline() -> list[Any]:
+    found: list[Any] = [stepless(0.0)]
+    for stage, dtype, clip, more in PIPES:
+        found += [piped(stage, dtype, clip, whole, more) for whole in (True, False)]
+    return found
+
+
+def test_a_frozen_first_stage_runs_no_backward_pass() -> None:
+    first, second = run_ranks(2, every_pipeline, timeout=600.0)
+    assert first[0] == first[1].losses[:8]  # without clipping: equal to the last bit
+    sends, other = second[1:], first[1:]
+    for number, (front, behind) in enumerate(zip(other, sends, strict=True)):
+        assert front.moved == 0.0 and front.losses == behind.losses
+        assert front.losses[-1] < front.losses[0]
+        whole, sent = number % 2 == 0, behind.backward
+        assert sent[0] > 0 and sent[9] == sent[0]
+        assert sent[5] == (0 if whole else sent[0])
+
+
+SAVED = Case("zero1", lossy=True)
+
+
+def saves(folder: str) -> tuple[list[float], list[float]]:
+    """Train, freeze, save, train on; the losses behind the save, of DeepSpeed and of FSDP2."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+
+    engine = deepspeed_engine(SAVED)
+    for step in range(6):
+        if step == 3:
+            hybridcomp.freeze(engine, FRONT)
+        one_step(SAVED, engine, engine.optimizer, step)
+    engine.save_checkpoint(f"{folder}/ds")
+    assert not any(p.requires_grad for p in engine.module[0].parameters())
+    first = [one_step(SAVED, engine, engine.optimizer, step) for step in range(6, 9)]
+    hybridcomp.thaw(engine)
+    first += [one_step(SAVED, engine, engine.optimizer, step) for step in range(9, 12)]
+    engine.destroy()
+    case = Case("fsdp2")
+    model, optimizer = torch_model(case)
+    for step in range(6):
+        if step == 3:
+            hybridcomp.freeze(model, FRONT)
+        one_step(case, model, optimizer, step)
+    weights, states = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": states, "hybridcomp": hybridcomp.stateful(model)}
+    save_sharded(state, checkpoint_id=f"{folder}/torch/step6")
+    hybridcomp.detach(model)
+    forget()
+    return first, []
+
+
+def goes_on(folder: str) -> tuple[list[float], list[str], int]:
+    """Resume; what is frozen then, and the losses."""
+    said = StringIO()
+    engine = deepspeed_engine(SAVED)
+    with contextlib.redirect_stdout(said):
+        hybridcomp.resume(engine, f"{folder}/ds")
+    frozen = [n for n, p in engine.module.named_parameters() if not p.requires_grad]
+    losses = [one_step(SAVED, engine, engine.optimizer, step) for step in range(6, 9)]
+    hybridcomp.thaw(engine)
+    losses += [one_step(SAVED, engine, engine.optimizer, step) for step in range(9, 12)]
+    engine.destroy()
+    model, optimizer = torch_model(Case("fsdp2"))
+    hybridcomp.resume(model, f"{folder}/torch", optimizer=optimizer)
+    same = frozen == [n for n, p in model.named_parameters() if not p.requires_grad]
+    hybridcomp.detach(model)
+    forget()
+    return losses, [*frozen, said.getvalue()], int(same)
+
+
+def test_a_checkpoint_keeps_what_is_frozen_on_any_number_of_ranks(tmp_path: Any) -> None:
+    saved = run_ranks(2, saves, str(tmp_path))
+    again = run_ranks(2, goes_on, str(tmp_path))
+    names = ["0.up", "0.down", "1.up", "1.down"]
+    for (losses, _), (resumed, (*frozen, said), same) in zip(saved, again, strict=True):
+        assert frozen == names and same
+        assert max(abs(a - b) for a, b in zip(losses, resumed, strict=True)) < 1e-6
+        assert "WARNING" not in said
+    assert "4 parameters are frozen in the checkpoint" in again[0][1][-1]
+    (alone,) = run_ranks(1, goes_on, str(tmp_path))
+    assert alone[1][:-1] == names and alone[2]
+    shapes = torch.load(tmp_path / "ds" / "global_step6" / "mp_rank_00_model_states.pt",
+                        weights_only=False)["param_shapes"]  # fmt: skip
+    assert set(shapes[0]) >= set(names)  # as of a job that froze nothing
+
+
+def refuses_schedule(engine: Any, **given: Any) -> str:
+    return attempt(lambda: hybridcomp.FreezeSchedule(engine, list("0123"), **given))
+
+
+def scheduled_one(case: Case) -> tuple[list[int], list[Any], list[str]]:
+    """How many blocks are frozen after each step, the norms of decisions, and what is refused."""
+    if case.is_torch:
+        engine, optimizer = torch_model(case)
+    else:
+        engine = deepspeed_engine(case)
+        optimizer = engine.optimizer
+    given = hybridcomp.FreezeSchedule(engine, list("0123"), steps={2: 1, 4: 3})
+    counts = []
+    for step in range(5):
+        one_step(case, engine, optimizer, step)
+        counts.append(given.step())
+    hybridcomp.thaw(engine)
+    rule = hybridcomp.FreezeSchedule(engine, list("0123"), every=2, alpha=0.5, most=2)
+    decide = Mock(side_effect=[1, 2])
+    with patch("hybridcomp.patches.freeze_schedule.target", decide):
+        for step in range(5, 11):
+            one_step(case, engine, optimizer, step)
+            counts.append(rule.step())
+    norms = [call.args[3] for call in decide.call_args_list]
+    wrong = [
+        refuses_schedule(engine),
+        refuses_schedule(engine, every=2, alpha=1.0),
+        refuses_schedule(engine, every=0),
+        refuses_schedule(engine, every=2, most=4),
+        refuses_schedule(engine, steps={1: 3, 2: 1}),
+    ]
+    if case.is_torch:
+        hybridcomp.detach(engine)
+        forget()
+    else:
+        engine.destroy()
+    return counts, norms, wrong
+
+
+def scheduled() -> list[Any]:
+    return [scheduled_one(Case(engine)) for engine in ("ddp", "fsdp2", "zero2")]
+
+
+def test_a_schedule_freezes_the_front() -> None:
+    first, second = run_ranks(2, scheduled)
+    assert first == second
+    for counts, norms, wrong in first:
+        assert counts == [0, 1, 1, 3, 3, 0, 1, 1, 2, 2, 2]
+        assert [len(one) for one in norms] == [LAYERS] * 2
+        assert all(value > 0 for value in norms[0]) and norms[1][0] == 0 < norms[1][1]
+        keys = ["FreezeSchedule: ", "alpha: found 1.0", "every: found 0", "most: found 4", "steps"]
+        assert all(key in text for key, text in zip(keys, wrong, strict=True)), wrong
+
+
+def test_a_job_that_freezes_nothing_imports_nothing_of_it() -> None:
+    script = (
+        "import sys, deepspeed, torch.distributed.fsdp, hybridcomp; hybridcomp.install(); "
+        "from hybridcomp.patches.ds import attach; from hybridcomp.patches.torch import attach; "
+        "print([m for m in sys.modules if m.startswith('hybridcomp') and any(w in m for w in "
+        "('elastic', 'freez', 'patches.frozen', 'frozen_', 'stepped', 'trained_gathers'))])"
+    )
+    environment = {**os.environ, "PYTHONPATH": python_path(), "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], env=environment,
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "[]"

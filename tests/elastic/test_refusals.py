@@ -228,6 +228,10 @@ def test_replan_plans_on_the_cluster(
     assert told["now"]["micro_batch"] * told["now"]["accumulation"] * 4 == SAMPLES
     assert not (tmp_path / "out" / "ds_config.json").exists()
     assert "planned: " in capsys.readouterr().out
+    assert cli.main(["replan", str(saved / "ddp_none"), "--ranks", "4", *words,
+                     "--frozen", "2"]) == 0  # fmt: skip
+    frozen = json.loads((tmp_path / "out" / "replan.json").read_text())
+    assert frozen["plan"]["seconds"] < told["plan"]["seconds"]
 
 
 @pytest.mark.parametrize(
@@ -238,6 +242,7 @@ def test_replan_plans_on_the_cluster(
         (["--ranks", "4", "--stages", "2"], "the model is no PipelineModule"),
         (["--ranks", "4", "--samples", "32"], "or name what becomes of the learning rate"),
         (["--ranks", "4", "--model", "m"], "needed with --model"),
+        (["--ranks", "4", "--frozen", "2"], "--frozen: found 2; needed with it: --model"),
     ],
 )
 def test_replan_refuses_in_one_line_and_writes_nothing(

@@ -44,6 +44,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--base", type=Path, metavar="FILE", help="your DeepSpeed file (of the checkpoint)")
     add("--model", metavar="MODEL", help="with --length: plan the layout, as hybridcomp plan does")
     add("--length", type=int, metavar="N", help="tokens of a sequence")
+    add("--frozen", type=int, metavar="N", help="with --model: its first blocks train no more")
     add("--cluster", type=Path, metavar="FILE", default=Path("cluster.json"),
         help="what hybridcomp measure wrote (cluster.json)")  # fmt: skip
     add("--out", type=Path, default=Path("replanned"), metavar="FOLDER", help="(replanned)")
@@ -62,7 +63,11 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--samples", None, todo)
     factor = batches.lr_factor(job.samples, samples, options.lr)
     stages = _stages(options, job)
+    if options.frozen is not None and not options.model:
+        raise ConfigError("--frozen", options.frozen, "needed with it: --model and --length")
     plan = _planned(options, job, samples, stages, base) if options.model else None
+    if plan is not None:
+        stages = plan["stages"]
     replicas = options.ranks // (stages * job.tensor)
     most = options.micro_batch or job.micro or samples
     micro, accumulation = batches.micro_batches(samples, replicas, most)
@@ -130,6 +135,7 @@ def _planned(
     """Return the fastest layout for these ranks, with the block's codecs left out of account."""
     from hybridcomp.tools.plan.answer.command import infeasible
     from hybridcomp.tools.plan.machines import cluster_file
+    from hybridcomp.tools.plan.models.frozen import FrozenModel
     from hybridcomp.tools.plan.models.reading import read_model
     from hybridcomp.tools.plan.request import Batch, SearchLimits
     from hybridcomp.tools.plan.search.budget import AllowedChoices
@@ -139,11 +145,16 @@ def _planned(
         raise ConfigError("--length", None, "needed with --model")
     dtype = next((name for name in ("bf16", "fp16") if base.get(name, {}).get("enabled")), "fp32")
     fixed = {"zero_stage": job.zero, "tensor": job.tensor, "stages": stages}
+    model = read_model(options.model)
+    if options.frozen is not None:
+        model = FrozenModel(model, options.frozen)
+        if options.stages is None and job.is_pipeline:
+            del fixed["stages"]  # fewer of them may be faster now
     limits = SearchLimits(dtype=dtype, fixed=fixed, ranks=options.ranks, keep=1)
     budget = AllowedChoices.parse("recommended")
     batch = Batch(samples, options.length)
     cluster = cluster_file.read(options.cluster)
-    found = search(read_model(options.model), cluster, budget, batch, limits)
+    found = search(model, cluster, budget, batch, limits)
     if not found.plans:
         raise ConfigError("--ranks", options.ranks, infeasible(found))
     best = found.plans[0]

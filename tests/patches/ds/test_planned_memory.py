@@ -112,7 +112,8 @@ def compared(kind: str, threshold: int) -> list[tuple[tuple[int, ...], tuple[int
     coordinator = coordinator_of(engine)
     plan = getattr(coordinator, planned.ATTRIBUTE)
     assert plan.choice is not None and planned.knobs_of(coordinator) == plan.choice.knobs
-    found, numel = [], plan.trace.moved
+    numel: int = plan.trace.moved
+    found: list[Any] = []
     for shares in SHARES:
         knobs = Knobs(*(int(share * numel) for share in shares))
         planned.apply(coordinator, knobs)

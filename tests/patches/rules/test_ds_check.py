@@ -37,7 +37,8 @@ def compiled(name: str) -> dict[str, Any]:
 #: dimension, ds_config, facts about the job, fragment of the message; one row for every rule
 CANNOT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("dp", zero(2), {"pipeline": True}, "a PipelineModule with ZeRO stage 2 or 3"),
-    ("embed", zero(1), {"tables": False}, "no rows go to their owners"),
+    ("embed", zero(1), {"tables": False}, "no rows of tables are sent"),
+    ("embed", zero(1), {"sparse": True}, "sparse gradients at stage 0 only"),
     ("zero", zero(3, zero_quantized_weights=True), {}, "quantizes the same gathers"),
     ("zero", zero(3, zero_quantized_nontrainable_weights=True), {}, "scales must arrive exactly"),
     ("zero", zero(2, zenflow={"topk_ratio": 0.1}), {}, "fp32 master weights"),

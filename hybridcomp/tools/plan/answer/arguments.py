@@ -95,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="cuts of hybridcomp.nn that your script can build, of ring, tp2d and slices with "
         "commas between; {mesh} and {slices} in its command say so as well",
     )
+    add("--frozen", type=int, metavar="N", help="first blocks that train no more (none)")
     add("--offload", action="store_true", help="optimizer states may lie on the host")
     add("--out", type=Path, default=Path("plans"), metavar="FOLDER", help="of all files (plans)")
     add(

@@ -19,6 +19,7 @@ from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.machines.missing import missing
 from hybridcomp.tools.plan.meetings import proposal
 from hybridcomp.tools.plan.models.decoder import Decoder
+from hybridcomp.tools.plan.models.frozen import FrozenModel
 from hybridcomp.tools.plan.models.model import Model
 from hybridcomp.tools.plan.models.reading import read_model
 from hybridcomp.tools.plan.plan import Plan
@@ -49,7 +50,9 @@ def _run(options: argparse.Namespace) -> int:
             raise ConfigError(shown, None, "needed; see hybridcomp plan --help")
     _look(options)
     base = base_of(options.base, options.engine)
-    model = read_model(options.model)
+    whole = model = read_model(options.model)
+    if options.frozen is not None:
+        model = FrozenModel(whole, options.frozen)
     cluster = cluster_file.read(options.cluster)
     options.dtype = dtype_of(options.dtype, cluster)
     found = _search(options, model, cluster)
@@ -70,7 +73,8 @@ def _run(options: argparse.Namespace) -> int:
         print(f"note: {unpriced(found, options)}")
     for line in missing(cluster, offload, options.engine):
         print(f"note: {options.cluster} says {line}")
-    for note in (model.remark if isinstance(model, Decoder) else "",
+    for note in (whole.remark if isinstance(whole, Decoder) else "",
+                 None if whole is model else _moved(options, found.plans[0], whole, cluster),
                  *start_command.left_to_user(best, options.command, base),
                  *without_effect(options, cluster),
                  islands(found.plans[0], cluster, model),
@@ -80,6 +84,30 @@ def _run(options: argparse.Namespace) -> int:
             print(f"note: {printable(note)}")
     _draw(options, found, cluster)
     return 0
+
+
+def _moved(options: argparse.Namespace, best: Plan, whole: Model, cluster: Cluster) -> str | None:
+    """Say what the layout of a job that froze nothing would cost now, where it is another one."""
+    before = _search(options, whole, cluster)
+    if not before.plans:
+        return f"with nothing frozen there is no plan: {before.reason}"
+    old, now = before.plans[0].layout, best.layout
+    if (old.stages, old.data) == (now.stages, now.data):
+        return f"{old.stages} stage(s) x {old.data} replicas are fastest with nothing frozen, too"
+    fixed = {**fixed_of(options.fix), "stages": old.stages, "tensor": old.tensor}
+    kept = limits_of(options, fixed, options.ranks, options.command, 1)
+    still = search(
+        FrozenModel(whole, options.frozen), cluster, budget_of(options.budget),
+        Batch(options.samples, options.length), kept,
+    )  # fmt: skip
+    costs = f"takes {duration(still.plans[0].prediction.seconds)} a step" if still.plans else (
+        "does not fit")  # fmt: skip
+    return (
+        f"{now.stages} stage(s) x {now.data} replicas take "
+        f"{duration(best.prediction.seconds)} a step; the layout with nothing frozen, {old.stages} "
+        f"x {old.data}, {costs}: hybridcomp replan CHECKPOINT --ranks {now.ranks} --stages "
+        f"{now.stages} goes over to this one"
+    )
 
 
 def islands(best: Plan, cluster: Cluster, model: Model) -> str | None:

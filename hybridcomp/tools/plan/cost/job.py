@@ -139,9 +139,10 @@ class PlannedJob:
 
     def compute(self, layer: ModelLayer, rank: int) -> tuple[Estimate, Estimate]:
         """Return the seconds of forward and of backward of one layer on ``rank``."""
-        key = layer.kind, layer.flops, layer.backward_flops, layer.moved_nbytes, rank
+        key = layer.kind, layer.flops, layer.backward_flops, layer.moved_nbytes, rank, layer.frozen
         if key not in self._seconds:
-            self._seconds[key] = self._compute(layer, rank)
+            ahead, behind = self._compute(layer, rank)
+            self._seconds[key] = ahead, NOTHING if layer.frozen else behind
         return self._seconds[key]
 
     def _compute(self, layer: ModelLayer, rank: int) -> tuple[Estimate, Estimate]:

@@ -11,7 +11,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hybridcomp.config.rank_messages import RankMessages, Way, reference_nbytes, residual_nbytes
+from hybridcomp.config.rank_messages import (
+    RankMessages,
+    Way,
+    node_sums_nbytes,
+    reference_nbytes,
+    residual_nbytes,
+)
 from hybridcomp.tools.plan.choices import Choices
 from hybridcomp.tools.plan.cost.copies import MOST_NUMEL, Copying
 from hybridcomp.tools.plan.cost.job import PlannedJob
@@ -57,9 +63,10 @@ def states(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float
     # experts are sharded only over the replicas of these experts
     replicas = layout.size("replicas")
     share = (stage.dense + stage.experts * layout.expert) / replicas
-    own = share if job.sharded(layout) else values
-    optimizer = job.limits.states_nbytes * own
     weights = width * (share if layout.zero_stage == 3 else values)
+    dense, experts = stage.trained
+    values, share = dense + experts, (dense + experts * layout.expert) / replicas
+    optimizer = job.limits.states_nbytes * (share if job.sharded(layout) else values)
     main = job.gradient_dtype.itemsize
     gradients = main * (share if layout.zero_stage >= 2 else values)
     if layout.zero_stage == 0 and job.sharded(layout):
@@ -71,15 +78,18 @@ def states(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float
 
 
 def kept(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float]:
-    """Return the bytes of gathered parameters, and of the node's copy, at ZeRO 3."""
+    """Return the bytes of gathered parameters, of the node's copy, and of its sums."""
+    found: dict[str, float] = {}
     if layout.zero_stage == 3:
         values = stage.dense + stage.experts
         found = {"gathered": job.dtype.itemsize * min(values, LIVE)}
         if layout.hpz > 1:
             width = COPIED[layout.copy].bits(job.dtype) / 8
             found["copy"] = width * values / layout.hpz
-        return found
-    return {}
+    if layout.accumulate == "node":
+        sums = _reduced(job, layout, stage.dense + stage.experts)
+        found["sums"] = float(node_sums_nbytes(sums))
+    return found
 
 
 def kept_by_codecs(
@@ -91,7 +101,7 @@ def kept_by_codecs(
     gradients, parameters = choices["dp", "forward"], choices["zero", "forward"]
     codec = gradients.codec
     if codec is not None and gradients.error_feedback and stage.reduce + stage.micro:
-        reduced = _reduced(job, layout, values)
+        reduced = _reduced(job, layout, sum(stage.trained))
         found["residuals"] = float(sum(residual_nbytes(reduced, codec, gradients.residual_bits)))
     if parameters.delta and stage.gather:
         gathered = RankMessages((round(values),), "gather", job.dtype, layout.size("replicas"))

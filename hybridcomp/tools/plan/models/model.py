@@ -85,7 +85,7 @@ class ModelLayer:
     ``expert`` ranks. kept_nbytes: kept for backward, the input included. input_nbytes: its input
     alone. work_nbytes: workspace at the peak, beside the kept bytes. output: values of its output
     on this rank. tensors, expert_tensors: values of each of its parameters, in their order; empty
-    where not known.
+    where not known. frozen: it has no backward pass, and no gradients and optimizer states.
     """
 
     name: str
@@ -104,6 +104,7 @@ class ModelLayer:
     inputs: tuple[int, ...] = ()  # layers whose output it reads, in a model that is no chain
     tensors: tuple[float, ...] = ()
     expert_tensors: tuple[float, ...] = ()
+    frozen: bool = False
 
 
 class Model(Protocol):

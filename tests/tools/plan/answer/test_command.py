@@ -311,3 +311,39 @@ def test_options_of_the_users_command_are_not_ours() -> None:
     )
     assert own == ["plan", "m", "--try", "2"]
     assert command == ["torchrun", "--", "--try", "x"]
+
+
+def test_a_frozen_front_asks_for_other_stages(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fewer stages and more replicas, where what is frozen needs neither memory nor messages."""
+    small = {**CLUSTER, "memory_gb": 2.0, "between": {"gbytes_per_second": 20}}
+    (tmp_path / "cluster.json").write_text(json.dumps(small))
+    fixed = ["--fix", "tensor=1", "--fix", "zero_stage=0", "--fix", "context=1", "--no-recompute"]
+    fixed += ["--fix", "micro_batch=1", "--budget", "native"]
+    assert cli.main([*words, *fixed]) == 0
+    before = Plan.read(tmp_path / "plans" / "plan.json")
+    assert cli.main([*words, *fixed, "--frozen", "6"]) == 0
+    said = capsys.readouterr().out
+    after = Plan.read(tmp_path / "plans" / "plan.json")
+    assert after.layout.stages < before.layout.stages
+    assert after.prediction.seconds < before.prediction.seconds
+    assert f"note: {after.layout.stages} stage(s) x {after.layout.data} replicas take" in said
+    assert f"--stages {after.layout.stages} goes over to this one" in said
+    assert cli.main([*words, *fixed, "--fix", "stages=4", "--frozen", "4"]) == 0
+    assert "replicas are fastest with nothing frozen, too" in capsys.readouterr().out
+    kept = Plan.read(tmp_path / "plans" / "plan.json")
+    assert cli.main([*words, *fixed, "--fix", "stages=4"]) == 0
+    whole = Plan.read(tmp_path / "plans" / "plan.json")
+    assert kept.prediction.seconds < whole.prediction.seconds
+
+
+@pytest.mark.parametrize("frozen", ["0", "8"])
+def test_no_block_or_all_cannot_be_frozen(
+    frozen: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*words, "--frozen", frozen]) == 2
+    assert "--frozen: found " in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": True}))
+    assert cli.main([*words, "--frozen", "2"]) == 2
+    assert "untie them to freeze the front" in capsys.readouterr().err

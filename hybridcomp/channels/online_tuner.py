@@ -27,14 +27,17 @@ from hybridcomp.codecs import require_kernels
 from hybridcomp.config.memory import size
 from hybridcomp.dimensions import DIMENSIONS, MEASURED_EARLY, ROWS, Dimension
 from hybridcomp.job import small_messages
+from hybridcomp.job.together import together
 
 #: number of parameters where it is not known yet: more than any trial takes
 UNKNOWN = 1 << 62
+#: the operation, for messages
+MEASURING = "measuring whether encoding pays"
 #: why a run compresses nothing
 ALL_NATIVE = 'the link is faster than the codecs ("when": "auto")'
 
 
-class Payoff:
+class OnlineTuner:
     """Measurements of one engine, and their verdicts; makes collectives, sends no gradient.
 
     Methods whose text says so are called by all ranks together, and return the same on all.
@@ -80,7 +83,7 @@ class Payoff:
             return []
         place = TrialGroup(self._channels["zero"].group(group), dtype, device)
         common = small_messages.least(torch.tensor(numel, device=device), group)
-        with state.gains.measuring():
+        with together(MEASURING), state.gains.measuring():
             told = self._recall(names, group, int(common), known, place)
             anew = [name for name in names if name not in state.verdicts.by_dimension]
             self._judge(anew, group, int(common), known, place)
@@ -134,7 +137,7 @@ class Payoff:
             state.verdicts.by_dimension[name] = judge(trials, known, dtype.itemsize, device, whole)
             del trials
 
-    def weigh_seen(self, device: torch.device) -> list[str]:
+    def tune_from_profile(self, device: torch.device) -> list[str]:
         """Time those of tp and pp that wait for a verdict, with messages like those observed.
 
         A collective. Returns messages for the user, the same on all ranks.
@@ -145,13 +148,15 @@ class Payoff:
             return []
         plans = state.seen.plans()
         stated = {name: seen.stated for name, seen in plans.items() if seen.nbytes}
-        found, told = self._remembered.recall(stated, state.numels, device)
-        for name, seen in plans.items():
+        with together(MEASURING):
+            found, told = self._remembered.recall(stated, state.numels, device)
+            for name, seen in plans.items():
+                if name not in found:
+                    with state.gains.measuring():
+                        found[name] = judge_seen(messages(seen.plan, device), seen.nbytes, device)
+                    told.append(found[name].describe(name))
+        for name in plans:
             state.seen.forget(name)
-            if name not in found:
-                with state.gains.measuring():
-                    found[name] = judge_seen(messages(seen.plan, device), seen.nbytes, device)
-                told.append(found[name].describe(name))
         state.verdicts.by_dimension.update(found)
         self._note_verdicts()
         return told + (self._nothing_left() if told else [])

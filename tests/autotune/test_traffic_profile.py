@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hybridcomp.autotune import trials
 from hybridcomp.autotune.trials import PlannedMessage
-from hybridcomp.channels import Channels, channels_of, payoff
+from hybridcomp.channels import Channels, channels_of, online_tuner
 from hybridcomp.config import CompressionConfig
 from tests.ranks import RankPool
 from tests.stand_ins.link_clock import clock
@@ -72,7 +72,7 @@ def two_steps(times: tuple[float, float], odd_rank: int | None) -> dict[str, Any
         return trials.messages(plan, device)
 
     found: dict[str, Any] = {"native": [], "told": [], "planned": planned}
-    with clock(*times), patch.object(payoff, "messages", kept):
+    with clock(*times), patch.object(online_tuner, "messages", kept):
         for step in (1, 2):
             found["native"].append(send_messages(channels, tensor, odd_rank))
             channels.step = step

@@ -31,7 +31,7 @@ REQUEST_ENDS_S = 5.0
 Place = tuple[int, str]
 
 
-class Courier:
+class BackgroundTransfer:
     """Messages of one rank that are on their way; all methods are for the training's thread."""
 
     def __init__(self, meet: Rendezvous, ranks: int) -> None:
@@ -104,7 +104,7 @@ class Courier:
             self._wanted = {at: sure for at, sure in self._wanted.items() if at[0] > number}
             self._found = {at: data for at, data in self._found.items() if at[0] > number}
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Drop all that has not begun and all that was taken; return once nothing is on its way."""
         with self._changed:
             while len(self._unsent) > 1:
@@ -159,7 +159,7 @@ class Courier:
     def _started(self, work: Callable[[Rendezvous], None], meet: Rendezvous) -> threading.Thread:
         name = f"hybridcomp islands {work.__name__.strip('_')}"
         thread = threading.Thread(
-            target=self._guarded, args=(work, meet.beside()), name=name, daemon=True
+            target=self._guarded, args=(work, meet.clone_connection()), name=name, daemon=True
         )
         thread.start()
         return thread

@@ -10,7 +10,7 @@ import torch
 from torch.distributed import Work
 
 from hybridcomp.collectives import Group, Handle, Meter
-from hybridcomp.collectives.wire import relays, transport
+from hybridcomp.collectives.wire import chained_gather, transport
 
 
 class Posted(Work):
@@ -36,7 +36,7 @@ def group(rank: int) -> Group:
 def test_a_hop_is_posted_when_the_one_before_has_arrived() -> None:
     out, values = torch.zeros(24), torch.ones(4)
     with mock.patch.object(transport, "all_gather", return_value=Posted(False)) as posted:
-        work = relays.all_gather(out, values, group(4), Meter())
+        work = chained_gather.all_gather(out, values, group(4), Meter())
         (first,) = [call.args for call in posted.call_args_list]
         assert first[0].storage_offset() == 12 and first[0].numel() == 12, "its node's block"
         assert first[1] is values and first[2].size == 3
@@ -46,7 +46,7 @@ def test_a_hop_is_posted_when_the_one_before_has_arrived() -> None:
         assert held.storage_offset() == 12 and held.numel() == 12, "what the first has brought"
     with mock.patch.object(transport, "all_gather") as plain:
         single = Group(group(0).process_group, 0, 3)
-        assert relays.all_gather(out, values, single, Meter()) is plain.return_value
+        assert chained_gather.all_gather(out, values, single, Meter()) is plain.return_value
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -56,7 +56,7 @@ def test_a_hop_that_fails_is_raised_again_and_again(failing: int) -> None:
     with mock.patch.object(transport, "all_gather", side_effect=works) as posted:
 
         def steps() -> Any:
-            yield relays.all_gather(torch.zeros(24), torch.ones(4), group(0), Meter())
+            yield chained_gather.all_gather(torch.zeros(24), torch.ones(4), group(0), Meter())
             raise AssertionError("never decoded")
 
         handle = Handle(steps(), Meter(), True)

@@ -10,7 +10,7 @@ from hybridcomp.channels.pieces import Piece, ResidualStretch
 from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual, as_fp32
 
 
-class Withheld:
+class DeferredResiduals:
     """Residuals of parameters whose sum nobody will take: they stay out of a message.
 
     The device alone knows which ones these are; the host waits for nothing.

@@ -1,4 +1,4 @@
-"""Past: keys and values of the slices before the current one of a stage, with their gradients.
+"""KVCache: keys and values of the slices before the current one of a stage, with their gradients.
 
 One buffer holds those of the whole sequence, and every slice reads its beginning, so that only the
 new keys and values of a slice are copied. The backward pass runs from the last slice to the first.
@@ -85,12 +85,12 @@ class _Extend(torch.autograd.Function):
         return key, value, None, None, None
 
 
-class Past:
+class KVCache:
     """Keys and values of a step's sequence, as one slice of a stage sees them.
 
-    Each slice has its ``Past``, on memory that all slices share: a layer that is recomputed in the
-    backward pass (activation checkpointing) then reads the start and the tokens of its slice, even
-    if later slices have run since.
+    Each slice has its ``KVCache``, on memory that all slices share: a layer that is recomputed in
+    the backward pass (activation checkpointing) then reads the start and the tokens of its slice,
+    even if later slices have run since.
     """
 
     def __init__(self, tokens: int = 0) -> None:
@@ -121,9 +121,9 @@ class Past:
         """
         return attend(query, *self.extend(layer, key, value))
 
-    def at(self, start: int) -> Past:
+    def at(self, start: int) -> KVCache:
         """Return the past of the slice that begins with token ``start``, on the same memory."""
-        later = Past(self._tokens)
+        later = KVCache(self._tokens)
         later._start, later._kept = start, self._kept
         return later
 
@@ -156,7 +156,9 @@ class Past:
             return
         name = type(layer).__name__ if isinstance(layer, torch.nn.Module) else layer
         found = f"keys of {length} tokens from layer {name}, which gave {before} of the same slice"
-        todo = "expected one call a slice; give each layer a name and each slice a Past of its own"
+        todo = (
+            "expected one call a slice; give each layer a name and each slice a KVCache of its own"
+        )
         raise ConfigError("pp", Shown(found), f"{todo} (past.at(start))")
 
 

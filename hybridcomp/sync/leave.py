@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from hybridcomp.errors import PeerError
 from hybridcomp.job.waits import awaited
-from hybridcomp.sync.courier import Courier
+from hybridcomp.sync.background_transfer import BackgroundTransfer
 from hybridcomp.sync.rendezvous import Rendezvous
 
 #: seconds for which the first rank waits at the end for what its other ranks still send
@@ -20,7 +20,7 @@ OTHERS_S = 30.0
 
 def depart(
     meet: Rendezvous,
-    courier: Courier,
+    transfer: BackgroundTransfer,
     own: str,
     under_way: range,
     limit_s: float,
@@ -29,15 +29,15 @@ def depart(
     """Post what is left, and say goodbye on the first rank; never raises. No collective.
 
     Args:
-        meet, courier: of this rank; the courier ends.
+        meet, transfer: of this rank; the transfer ends.
         own: the island as it is called; "": it is in no run.
         under_way: meetings to which this rank has sent its message, or is sending it.
         limit_s: seconds for this rank's own messages.
         say: tells the user a sentence.
     """
-    unsent = courier.close(limit_s)
+    unsent = transfer.close(limit_s)
     if unsent:
-        why = courier.problem or f"they were not there within {limit_s:g} s"
+        why = transfer.problem or f"they were not there within {limit_s:g} s"
         say(
             f"sync: rank {meet.place} of island {own} ends and loses its message for "
             f"{unsent} meeting(s), which the others hold without the island: {why}",
@@ -64,7 +64,7 @@ def _of_all_ranks(meet: Rendezvous, own: str, numbers: range, seconds: float) ->
     Returns in how many they count, one after the other, after ``seconds`` at most.
     """
 
-    def counts(number: int) -> bool | None:
+    def is_counted(number: int) -> bool | None:
         decided = meet.decision(number)
         if decided is not None:
             return own in decided.present
@@ -77,7 +77,7 @@ def _of_all_ranks(meet: Rendezvous, own: str, numbers: range, seconds: float) ->
         )
 
     def look() -> bool | None:
-        return all(counts(one) is not None for one in reversed(numbers)) or None
+        return all(is_counted(one) is not None for one in reversed(numbers)) or None
 
     awaited(look, seconds, notice)
-    return next((at for at, number in enumerate(numbers) if not counts(number)), len(numbers))
+    return next((at for at, number in enumerate(numbers) if not is_counted(number)), len(numbers))

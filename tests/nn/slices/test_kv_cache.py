@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.errors import ConfigError
-from hybridcomp.nn.slices import Past
+from hybridcomp.nn.slices import KVCache
 
 LENGTH, SLICES = 12, (5, 1, 4, 2)
 EDGES = list(pairwise(accumulate(SLICES, initial=0)))
@@ -22,7 +22,7 @@ def draw(width: int, seed: int) -> Tensor:
     )
 
 
-def passed(past: Past, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
+def passed(past: KVCache, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
     """What each slice sees."""
     seen = []
     for start, stop in EDGES:
@@ -35,7 +35,7 @@ def passed(past: Past, key: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]
 def test_gradients_are_those_of_one_graph(known: int) -> None:
     leaves = [draw(4, 1).requires_grad_(), draw(6, 2).requires_grad_()]
     twins = [leaf.detach().requires_grad_() for leaf in leaves]
-    seen = passed(Past(known), *leaves)
+    seen = passed(KVCache(known), *leaves)
     for (_, stop), both in zip(EDGES, seen, strict=True):
         assert all(map(torch.equal, both, (twin[:, :, :stop] for twin in twins)))
     losses = []
@@ -58,15 +58,15 @@ def test_gradients_are_those_of_one_graph(known: int) -> None:
 
 def test_keys_lie_in_memory_once() -> None:
     leaves = draw(4, 1).requires_grad_(), draw(4, 2).requires_grad_()
-    seen = passed(Past(LENGTH), *leaves)
+    seen = passed(KVCache(LENGTH), *leaves)
     assert len({key.data_ptr() for key, _ in seen}) == 1
     assert len({key.untyped_storage().nbytes() for key, _ in seen}) == 1
-    key, value = Past(LENGTH).extend("layer", *leaves)
+    key, value = KVCache(LENGTH).extend("layer", *leaves)
     assert key is leaves[0] and value is leaves[1], "a whole sequence is not copied"
 
 
 def test_layers_and_passes_without_gradients_stand_for_themselves() -> None:
-    past, key = Past(), draw(4, 1)
+    past, key = KVCache(), draw(4, 1)
     with torch.no_grad():
         past.extend("a", key[:, :, :3], key[:, :, :3])
         past.extend("b", key[:, :, 6:9], key[:, :, 6:9])
@@ -78,7 +78,7 @@ def test_layers_and_passes_without_gradients_stand_for_themselves() -> None:
 
 def test_a_name_comes_once_a_slice() -> None:
     """Two layers of one name would overwrite each other's keys, and add gradients twice."""
-    past, key = Past(LENGTH), draw(4, 1)
+    past, key = KVCache(LENGTH), draw(4, 1)
     past.extend("a", key[:, :, :3], key[:, :, :3])
     with pytest.raises(ConfigError, match="layer a, which gave 3 of the same slice"):
         past.extend("a", key[:, :, :3], key[:, :, :3])

@@ -23,7 +23,7 @@ from hybridcomp.job.agreement import tell
 from hybridcomp.sync.exact_sends import broadcast
 from hybridcomp.sync.islands import Islands
 from hybridcomp.sync.progress import Meeting, Part, Progress
-from hybridcomp.sync.recurrence import UnderWay
+from hybridcomp.sync.recurrence import PendingRound
 
 FILES = "hybridcomp_sync_rank_*.pt"
 WHAT = "the state of islands"
@@ -250,7 +250,7 @@ def load_entry(entry: Mapping[str, Any], progress: Progress) -> None:
         for name in ("start", "momentum", "residual", "base"):
             setattr(fragment, name, _like(state[name], like))
         fragment.under_way = deque(
-            UnderWay(*(_like(one, like) for one in sent)) for sent in state["under_way"]
+            PendingRound(*(_like(one, like) for one in sent)) for sent in state["under_way"]
         )
     for index, due, rows in entry["meetings"]:
         like = progress.parts[index].fragment.start

@@ -18,9 +18,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 import hybridcomp
 from hybridcomp import log
 from hybridcomp.errors import PeerError
-from hybridcomp.sync import courier as courier_module
-from hybridcomp.sync.courier import Courier
-from hybridcomp.sync.departure import depart
+from hybridcomp.sync import background_transfer as transfer_module
+from hybridcomp.sync.background_transfer import BackgroundTransfer
+from hybridcomp.sync.leave import depart
 from hybridcomp.sync.rendezvous import BYE, HERE, Rendezvous
 from hybridcomp.sync.store_line import StoreLine
 from tests.ranks import run_ranks
@@ -42,21 +42,21 @@ class HeldUp(Rendezvous):
 
 
 @contextmanager
-def met(ranks: int = 1) -> Iterator[tuple[HeldUp, Callable[[], Courier]]]:
-    """Hold a store; gives one line to it, and makes couriers of ``ranks`` ranks of an island."""
+def met(ranks: int = 1) -> Iterator[tuple[HeldUp, Callable[[], BackgroundTransfer]]]:
+    """Hold a store; gives one line to it, and makes transfers of ``ranks`` ranks of an island."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meet = HeldUp(StoreLine("127.0.0.1", store.port, 30.0, 10.0), 0, 1, 10.0, 10.0, 2)
     meet.opened = threading.Event()
-    couriers: list[Courier] = []
+    transfers: list[BackgroundTransfer] = []
 
-    def make() -> Courier:
-        couriers.append(Courier(meet, ranks))
-        return couriers[-1]
+    def make() -> BackgroundTransfer:
+        transfers.append(BackgroundTransfer(meet, ranks))
+        return transfers[-1]
 
     yield meet, make
     meet.opened.set()
-    for courier in couriers:
-        courier.close(10.0)
+    for transfer in transfers:
+        transfer.close(10.0)
     assert not [one for one in threading.enumerate() if one.name.startswith("hybridcomp islands")]
 
 
@@ -97,30 +97,30 @@ def test_an_island_stands_once_all_of_its_ranks_have_posted() -> None:
 def test_a_failure_is_raised_by_every_later_call_that_waits(problem: Exception) -> None:
     with met() as (meet, make):
         meet.problem = problem
-        courier = make()
-        courier.check()
-        courier.send("a", 1, memoryview(b"x"))
+        transfer = make()
+        transfer.check()
+        transfer.send("a", 1, memoryview(b"x"))
         meet.opened.set()
         words = "^gone$" if isinstance(problem, PeerError) else "has failed: RuntimeError.'a bug'"
         with pytest.raises(PeerError, match=words):
-            courier.wait_sent(1)
+            transfer.wait_sent(1)
         with pytest.raises(PeerError, match=words):
-            courier.check()
+            transfer.check()
         with pytest.raises(PeerError, match=words):
-            courier.take(1, "b")
+            transfer.take(1, "b")
         with pytest.raises(PeerError, match=words):
-            courier.settle()
-        courier.send("a", 2, memoryview(b"x"))  # other ranks may have sent theirs
-        assert courier.close(10.0) == 2
+            transfer.flush()
+        transfer.send("a", 2, memoryview(b"x"))  # other ranks may have sent theirs
+        assert transfer.close(10.0) == 2
 
 
 def test_the_end_waits_no_longer_than_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courier_module, "REQUEST_ENDS_S", 0.1)
+    monkeypatch.setattr(transfer_module, "REQUEST_ENDS_S", 0.1)
     with met() as (meet, make):
-        courier = make()
+        transfer = make()
         for number in (1, 2, 3):
-            courier.send("a", number, memoryview(b"x"))
-        assert courier.close(0.05) == 3  # one is held up
+            transfer.send("a", number, memoryview(b"x"))
+        assert transfer.close(0.05) == 3  # one is held up
         monkeypatch.undo()
         meet.opened.set()
 
@@ -129,13 +129,13 @@ def test_what_is_lost_at_the_end_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second rank of an island cannot send its second message; the first says goodbye."""
-    monkeypatch.setattr(courier_module, "REQUEST_ENDS_S", 0.1)
+    monkeypatch.setattr(transfer_module, "REQUEST_ENDS_S", 0.1)
     with met(2) as (meet, make):
         first, second, held_up = make(), make(), copy.copy(meet)
         meet.opened.set()
-        for courier in (first, second):
-            courier.send("a", 1, memoryview(b"x"))
-            courier.wait_sent(1)
+        for transfer in (first, second):
+            transfer.send("a", 1, memoryview(b"x"))
+            transfer.wait_sent(1)
         first.send("a", 2, memoryview(b"x"))
         first.wait_sent(2)
         meet.opened.clear()
@@ -173,8 +173,8 @@ def ends_while_it_sends(address: str) -> None:
     if dist.get_rank():
         meet: Any = job.job_meetings.membership.meet
         meet.__class__ = Slow
-        job.job_meetings.membership.courier.close(10.0)
-        job.job_meetings.membership.courier = Courier(meet, 2)
+        job.job_meetings.membership.transfer.close(10.0)
+        job.job_meetings.membership.transfer = BackgroundTransfer(meet, 2)
     job.train(1)
 
 

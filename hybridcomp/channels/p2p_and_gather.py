@@ -13,7 +13,7 @@ from hybridcomp import collectives
 from hybridcomp.channels.channel import Channel, Message
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle, Meter, Splits, Transfer, native_nbytes
-from hybridcomp.collectives.posted import Posting
+from hybridcomp.collectives.async_p2p import Posting
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
@@ -67,7 +67,7 @@ class AllGather(Message[Handle]):
         via = Transfer(codec, known, meter, cuts)
         async_op = self.async_op
         if self.single_post:
-            # a size comes before payloads of variable size, another message after the first level
+            # variable sizes and a second level need a second message
             async_op = async_op and codec.fixed_size and known.levels is None
         handle = collectives.all_gather(shard, self.out, via, async_op)
         nbytes = self.native_nbytes(known.size)
@@ -108,7 +108,10 @@ class AllToAll(Message[Handle]):
         values = self.values.detach().contiguous().view(-1)
         gives = None if self.in_splits is None else Splits.of(self.in_splits, self.row)
         takes = None if self.out_splits is None else Splits.of(self.out_splits, self.row)
-        self.in_splits, self.out_splits = gives, takes  # lists are compared once a message
+        self.in_splits, self.out_splits = (
+            gives,
+            takes,
+        )  # so lists are compared once a message
         if self.out is None:
             self.out = values.new_empty(values.numel() if takes is None else takes.total)
         channel.sample(

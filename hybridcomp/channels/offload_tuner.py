@@ -37,7 +37,7 @@ _STATE = ("kinds", "begin", "seconds", "chosen", "medians")
 
 
 @dataclass
-class Pace:
+class OffloadTuner:
     """Kinds of steps of one engine, the seconds they took, and the verdict.
 
     ``begin``: optimizer steps taken before the first that is measured, None before that.
@@ -51,7 +51,7 @@ class Pace:
     _last: float | None = None  # when the last step ended
 
     @classmethod
-    def of(cls, config: CompressionConfig, policy: Policy) -> Pace:
+    def of(cls, config: CompressionConfig, policy: Policy) -> OffloadTuner:
         """Return the kinds of steps to measure, as the block asks; a single one for "always"."""
         coded: Kind = tuple(w for w in DIRECTIONS if policy.codecs.get(("offload", w)) is not None)
         if config.offload.when == "always" or not coded:
@@ -177,7 +177,7 @@ class Pace:
 
 
 def is_pace(value: Any) -> bool:
-    """Return whether ``value`` is a state of ``Pace``."""
+    """Return whether ``value`` is a state of ``OffloadTuner``."""
     if value == {}:
         return True
     if not isinstance(value, dict) or set(value) != set(_STATE):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hybridcomp.job import uncaught
+from hybridcomp.job import error_exit
 from tests.ranks import run_ranks
 from tests.selection import by_day
 
@@ -69,7 +69,7 @@ def ranks(code: str, folder: Path, **more: str) -> list[tuple[int, str]]:
 
 def test_a_mistake_is_one_line_on_one_rank(tmp_path: Path) -> None:
     (first, *texts), (second, *more) = ranks(MISTAKE, tmp_path)
-    assert first == second == uncaught.BAD_INPUT
+    assert first == second == error_exit.BAD_INPUT
     (said,) = (text for text in (*texts, *more) if text)
     assert said.startswith("hybridcomp: compression.dq: ") and len(said.splitlines()) == 1
 
@@ -77,7 +77,7 @@ def test_a_mistake_is_one_line_on_one_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", by_day([LATE, UNDER_RUN], [UNDER_RUN]), ids=["install", "run"])
 def test_in_a_process_group_it_is_told_once_as_well(tmp_path: Path, code: str) -> None:
     (first, *texts), (second, *more) = ranks(code, tmp_path)
-    assert first == second == uncaught.BAD_INPUT
+    assert first == second == error_exit.BAD_INPUT
     (said,) = (text for text in (*texts, *more) if "hybridcomp" in text)
     assert said.count("hybridcomp: compression block: rank(s) 1 differ") == 1
     assert "Traceback" not in said
@@ -85,7 +85,7 @@ def test_in_a_process_group_it_is_told_once_as_well(tmp_path: Path, code: str) -
 
 def test_a_rank_with_a_mistake_of_its_own_says_so(tmp_path: Path) -> None:
     (first, silent), (second, said) = ranks(OWN, tmp_path)
-    assert (first, silent, second) == (0, "", uncaught.BAD_INPUT)
+    assert (first, silent, second) == (0, "", error_exit.BAD_INPUT)
     assert "compression.dq" in said and "rank 1" in said and "Traceback" not in said
 
 
@@ -98,11 +98,11 @@ def test_other_errors_and_other_hooks_stay(monkeypatch: pytest.MonkeyPatch) -> N
     shown: list[type[BaseException]] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, traceback: shown.append(kind))
     theirs = sys.excepthook
-    uncaught.install()
-    uncaught.install()
+    error_exit.install()
+    error_exit.install()
     sys.excepthook(ValueError, ValueError("theirs"), None)
     assert shown == [ValueError]
-    uncaught.uninstall()
+    error_exit.uninstall()
     assert sys.excepthook is theirs
 
 
@@ -113,7 +113,7 @@ def test_a_hook_in_front_of_ours_that_calls_it_is_called_once(
     shown: list[str] = []
     monkeypatch.setattr(sys, "excepthook", lambda *_: shown.append("python's"))
     first = sys.excepthook
-    uncaught.install()
+    error_exit.install()
     ours = sys.excepthook
 
     def distributed(*error: Any) -> None:
@@ -121,18 +121,18 @@ def test_a_hook_in_front_of_ours_that_calls_it_is_called_once(
         ours(*error)
 
     sys.excepthook = distributed
-    uncaught.install()
+    error_exit.install()
     assert sys.excepthook is ours
     for _ in range(2):
         sys.excepthook(ValueError, ValueError("theirs"), None)
         assert shown == ["torch's", "python's"]
         shown.clear()
-    uncaught.uninstall()
+    error_exit.uninstall()
     assert sys.excepthook is distributed
     distributed(ValueError, ValueError("theirs"), None)
     assert shown == ["torch's", "python's"]
     sys.excepthook = ours
-    uncaught.uninstall()
+    error_exit.uninstall()
     assert sys.excepthook is first
 
 
@@ -140,7 +140,7 @@ def met() -> tuple[timedelta, timedelta]:
     """The time-out of the shared store before and after a rank has told what it fails of."""
     store: Any = dist.distributed_c10d._get_default_store()
     before = store.timeout
-    meeting = uncaught._InStore(dist, "name")
+    meeting = error_exit._InStore(dist, "name")
     meeting.tell()
     assert meeting.first and meeting.is_told()
     return before, store.timeout
@@ -148,4 +148,4 @@ def met() -> tuple[timedelta, timedelta]:
 
 def test_a_meeting_leaves_the_time_out_of_the_store_alone() -> None:
     ((before, after),) = run_ranks(1, met)
-    assert before == after > timedelta(seconds=uncaught.LINGER_S)
+    assert before == after > timedelta(seconds=error_exit.LINGER_S)

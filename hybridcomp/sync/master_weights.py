@@ -175,7 +175,7 @@ def in_memory(tensor: Tensor) -> Tensor:
 
 
 def piece_of(name: str, tensor: Tensor) -> tuple[str, int]:
-    """Return the elements of ``in_memory(tensor)``, and a name that another order would change."""
+    """Return a name that includes the memory order, unless it is plain, and the elements."""
     found = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     order = _order(found)
     how = "" if order == list(range(found.dim())) else f" by dimensions {order}"

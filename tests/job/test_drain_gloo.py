@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridcomp.job import last_messages
+from hybridcomp.job import drain_gloo
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks into /proc")
@@ -62,20 +62,20 @@ def fake(folder: Path, *threads: tuple[str, str]) -> Path:
 def test_threads_of_others_and_sleeping_ones_are_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(last_messages, "_TASKS", tmp_path / "none")
-    assert last_messages.let_go(0.0)  # not Linux
-    monkeypatch.setattr(last_messages, "_TASKS", fake(tmp_path, ("python (x)", "R")))
-    assert last_messages.let_go(0.0)
-    fake(tmp_path, ("python (x)", "R"), (last_messages.CARRIER, "S"))
-    assert last_messages.let_go(0.0)
+    monkeypatch.setattr(drain_gloo, "_TASKS", tmp_path / "none")
+    assert drain_gloo.let_go(0.0)  # not Linux
+    monkeypatch.setattr(drain_gloo, "_TASKS", fake(tmp_path, ("python (x)", "R")))
+    assert drain_gloo.let_go(0.0)
+    fake(tmp_path, ("python (x)", "R"), (drain_gloo.CARRIER, "S"))
+    assert drain_gloo.let_go(0.0)
 
 
 def test_a_thread_that_never_sleeps_is_waited_for_until_time_is_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(last_messages, "_TASKS", fake(tmp_path, (last_messages.CARRIER, "R")))
-    assert not last_messages.let_go(0.0)
-    waits = threading.Thread(target=last_messages.let_go)
+    monkeypatch.setattr(drain_gloo, "_TASKS", fake(tmp_path, (drain_gloo.CARRIER, "R")))
+    assert not drain_gloo.let_go(0.0)
+    waits = threading.Thread(target=drain_gloo.let_go)
     waits.start()
-    fake(tmp_path, (last_messages.CARRIER, "S"))
+    fake(tmp_path, (drain_gloo.CARRIER, "S"))
     waits.join()

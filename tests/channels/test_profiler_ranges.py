@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from hybridcomp.channels import AllReduce, Channels
 from hybridcomp.channels.ledger import Key
 from hybridcomp.collectives.wire.handle import Meter
-from hybridcomp.collectives.wire.marks import PREFIX, MarkedClock, MarkedMeter
+from hybridcomp.collectives.wire.profiler_ranges import PREFIX, MarkedClock, MarkedMeter
 from hybridcomp.config import CompressionConfig
 from tests.ranks import run_ranks
 from tests.stand_ins.device_events import Device

@@ -12,7 +12,7 @@ from hybridcomp.config.policy import Dimension
 
 
 @dataclass
-class Gains:
+class TimeSaved:
     """Seconds that the encoded steps of this process have saved over native ones.
 
     A verdict has the gain of one step: native minus encoded seconds of its trial or, once steps of
@@ -21,6 +21,8 @@ class Gains:
 
     by_dimension: dict[Dimension, float] = field(default_factory=dict)  # seconds
     spent_s: float = 0.0  # seconds of measuring
+    #: encoded ones of which messages were timed, but not those of a step
+    timed_alone: set[Dimension] = field(default_factory=set)
 
     @property
     def net_s(self) -> float:
@@ -30,9 +32,12 @@ class Gains:
     def count(self, verdicts: Verdicts, step: int, without: Collection[Dimension]) -> None:
         """Count the finished ``step``, in which all dimensions but ``without`` may be encoded."""
         for name, verdict in verdicts.by_dimension.items():
-            known = verdict.gain_s is not None and name not in without
-            if known and not verdicts.native(name, step):
-                self.by_dimension[name] = self.by_dimension.get(name, 0.0) + (verdict.gain_s or 0.0)
+            if name in without or verdicts.native(name, step):
+                continue
+            if verdict.gain_s is not None:
+                self.by_dimension[name] = self.by_dimension.get(name, 0.0) + verdict.gain_s
+            elif verdict.nbytes:
+                self.timed_alone.add(name)
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

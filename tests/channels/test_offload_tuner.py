@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hybridcomp.autotune.verdicts import Decision
 from hybridcomp.channels import Channels
-from hybridcomp.channels.host_pace import TIMED, TURNS, WARM_UP, Pace, is_pace
+from hybridcomp.channels.offload_tuner import TIMED, TURNS, WARM_UP, OffloadTuner, is_pace
 from hybridcomp.config import CompressionConfig
 
 CPU = torch.device("cpu")
@@ -20,22 +20,26 @@ BOTH = {"codec": "blockint", "bits": 8, "when": "auto"}
 GRADIENTS = {**BOTH, "forward": "none"}
 
 
-def pace_of(offload: dict[str, Any]) -> Pace:
+def pace_of(offload: dict[str, Any]) -> OffloadTuner:
     config = CompressionConfig.model_validate({"offload": offload})
-    return Pace.of(config, config.policy())
+    return OffloadTuner.of(config, config.policy())
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that have passed; the sum over ranks is one rank's."""
     now = [0.0]
-    monkeypatch.setattr("hybridcomp.channels.host_pace.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("hybridcomp.channels.offload_tuner.time.perf_counter", lambda: now[0])
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: None)
     return now
 
 
 def drive(
-    found: Pace, clock: list[float], cost: Callable[[bool, bool], float], first: int, last: int
+    found: OffloadTuner,
+    clock: list[float],
+    cost: Callable[[bool, bool], float],
+    first: int,
+    last: int,
 ) -> list[str]:
     """Steps that take ``cost(parameters encoded, gradients encoded)`` seconds."""
     told = []
@@ -46,7 +50,7 @@ def drive(
     return told
 
 
-def ways(found: Pace, step: int) -> tuple[bool, bool]:
+def ways(found: OffloadTuner, step: int) -> tuple[bool, bool]:
     return found.encodes("forward", step, 0), found.encodes("backward", step, 0)
 
 

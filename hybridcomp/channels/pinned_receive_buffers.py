@@ -110,7 +110,7 @@ class Payload:
         (POOL if self.copied is None else PINNED).give(self.buffer)
 
 
-class Landing:
+class PinnedReceiveBuffers:
     """Background thread and streams that take one engine's payloads to the host and decode them."""
 
     def __init__(self) -> None:

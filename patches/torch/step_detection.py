@@ -52,7 +52,7 @@ class UnseenSteps:
         """Note the versions of the parameters when their gradients are reduced."""
         self._versions = sum(map(_version, self._parameters()))
 
-    def have_come(self, passes: int, is_heard: bool) -> bool:
+    def stepped_since_begin(self, passes: int, is_heard: bool) -> bool:
         """Return whether the optimizer has stepped since ``begin``.
 
         The first forward pass after a reduction asks this.

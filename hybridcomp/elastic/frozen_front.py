@@ -1,0 +1,235 @@
+"""Keep the outputs of a model's frozen front on the host, for when the samples come again."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hybridcomp.channels.kept_weights import hashes_of
+from hybridcomp.codecs import Codec, make_codec
+from hybridcomp.codecs.base import VALUE_DTYPES
+from hybridcomp.config.error_messages import Shown
+from hybridcomp.errors import ConfigError
+from hybridcomp.job import small_messages
+from hybridcomp.log import say
+
+KEY = "hybridcomp.FrozenFront"
+#: share of the host's free memory that the fronts of its ranks may take together
+SHARE = 0.5
+
+
+class _Kept(NamedTuple):
+    """Output of one sample behind ``depth`` blocks, encoded, on the host."""
+
+    depth: int
+    payload: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class FrozenFront:
+    """The blocks at the front of a model, each a tensor to a tensor, of which some are frozen.
+
+    ``front(samples, inputs)`` returns what the frozen ones make of ``inputs``, without a gradient:
+    from the host for samples that were there before, else computed and kept. Each sample is encoded
+    alone, so that any batch may be made of them. Where more blocks are frozen since, only those
+    between run. Kept values go when a weight of the blocks changes or trains again, and the least
+    recently used where the host's memory is full. They are not saved: a restart computes anew.
+
+    Attributes:
+        hits, misses: samples that were kept, and that were not.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        codec: str = "expcode",
+        *,
+        host_bytes: int | None = None,
+        **settings: Any,
+    ) -> None:
+        """Begin with nothing kept.
+
+        Args:
+            blocks: the model's blocks in order, an embedding among them; front first.
+            codec: of the kept values. "expcode" keeps them exactly; "blockint" with ``bits=8`` in
+                a quarter of fp32's bytes, within its error; "none" as they are.
+            host_bytes: of the host that this rank may take; None: its share of half of what is
+                free.
+            settings: of the codec.
+
+        Raises ConfigError for a codec that there is not.
+        """
+        self._blocks = list(blocks)
+        self._codec: Codec | None = None if codec == "none" else make_codec(codec, **settings)
+        self._most = _free_bytes() if host_bytes is None else host_bytes
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()
+        self._marks: list[Any] = []
+        self._told: set[str] = set()
+        self.nbytes = self.hits = self.misses = 0
+
+    @property
+    def depth(self) -> int:
+        """Return how many blocks from the front on are frozen."""
+        count = 0
+        for block in self._blocks:
+            if any(parameter.requires_grad for parameter in block.parameters()):
+                break
+            count += 1
+        return count
+
+    def free(self) -> None:
+        """Free what is kept."""
+        self._kept.clear()
+        self.nbytes = 0
+
+    @torch.no_grad()
+    def __call__(self, samples: Sequence[int] | Tensor, inputs: Tensor) -> tuple[Tensor, int]:
+        """Return the outputs of the frozen blocks, and how many these are.
+
+        Under ZeRO 3 and FSDP2 every rank calls it: blocks run on all ranks or on none.
+
+        Args:
+            samples: the number of each sample of the batch in the data set.
+            inputs: (batch, ...) of the first block.
+
+        Raises ConfigError where the samples are not those of the batch, where a block draws random
+        numbers or counts its inputs (dropout, batch norm) or returns something else than a tensor.
+        """
+        numbers = [int(n) for n in (samples.tolist() if isinstance(samples, Tensor) else samples)]
+        if len(numbers) != len(inputs):
+            todo = f"expected the numbers of the {len(inputs)} samples of the batch"
+            raise ConfigError(f"{KEY}: samples", Shown(f"{len(numbers)} numbers"), todo)
+        depth = self.depth
+        front = self._blocks[:depth]
+        _check(front)
+        self._drop_changed(front, depth)
+        by_depth: dict[int, list[int]] = {}
+        for place, number in enumerate(numbers):
+            kept = self._kept.get(number)
+            by_depth.setdefault(0 if kept is None else kept.depth, []).append(place)
+        if _is_sharded(front) and _anywhere(set(by_depth) != {depth}):
+            by_depth = {0: list(range(len(numbers)))}
+        rows: list[Tensor | None] = [None] * len(numbers)
+        for start, places in sorted(by_depth.items()):
+            values: Sequence[Tensor]
+            if start == depth and depth:
+                values = [self._take(numbers[place], inputs.device) for place in places]
+                self.hits += len(places)
+            else:
+                values = self._run(start, depth, [numbers[p] for p in places], inputs[places])
+                self.misses += len(places)
+            for place, value in zip(places, values, strict=True):
+                rows[place] = value
+        return torch.stack([row for row in rows if row is not None]), depth
+
+    def _run(self, start: int, depth: int, numbers: list[int], inputs: Tensor) -> Sequence[Tensor]:
+        """Return the outputs of the blocks from ``start`` on, and keep them."""
+        values: Any = inputs
+        if start:
+            values = torch.stack([self._take(number, inputs.device) for number in numbers])
+        for block in self._blocks[start:depth]:
+            values = block(values)
+            if not isinstance(values, Tensor) or len(values) != len(numbers):
+                todo = "expected blocks that return a tensor of the batch"
+                raise ConfigError(KEY, Shown(type(block).__name__), todo)
+        if depth:
+            for number, row in zip(numbers, values, strict=True):
+                self._put(number, depth, row)
+        found: Sequence[Tensor] = values.unbind()
+        return found
+
+    def _put(self, number: int, depth: int, row: Tensor) -> None:
+        flat = row.reshape(-1).contiguous()
+        codec = self._codec if row.dtype in VALUE_DTYPES else None
+        if codec is None:
+            payload = flat.to("cpu", copy=True)
+        else:
+            room = flat.new_empty(codec.wire_nbytes(flat.numel(), flat.dtype), dtype=torch.uint8)
+            payload = room[: codec.encode(flat, room)].to("cpu", copy=True)
+        before = self._kept.pop(number, None)
+        self.nbytes += payload.nbytes - (0 if before is None else before.payload.nbytes)
+        self._kept[number] = _Kept(depth, payload, row.shape, row.dtype)
+        self._say(
+            "bound",
+            f"frozen front: a sample takes {payload.nbytes / 1e3:.3g} kB of the host, "
+            f"{payload.nbytes / max(1, flat.numel()):.2f} bytes a value; {self._most / 1e9:.3g} GB "
+            f"of a rank are room for about {self._most // max(1, payload.nbytes)} samples",
+        )
+        while self.nbytes > self._most and self._kept:
+            gone = self._kept.popitem(last=False)[1]
+            self.nbytes -= gone.payload.nbytes
+            self._say("full", f"frozen front: its {self._most / 1e9:.3g} GB are full: samples that "
+                      "were used least recently are computed anew")  # fmt: skip
+
+    def _take(self, number: int, device: torch.device) -> Tensor:
+        kept = self._kept[number]
+        self._kept.move_to_end(number)
+        payload = kept.payload.to(device, non_blocking=True)
+        if payload.dtype != torch.uint8 or self._codec is None or kept.dtype not in VALUE_DTYPES:
+            return payload.view(kept.shape)
+        out = torch.empty(kept.shape.numel(), dtype=kept.dtype, device=device)
+        self._codec.decode(payload, out)
+        return out.view(kept.shape)
+
+    def _drop_changed(self, front: Sequence[nn.Module], depth: int) -> None:
+        """Free what does not hold any more: weights have changed, or train again."""
+        marks = [_mark(block) for block in front]
+        shared = min(len(marks), len(self._marks))
+        if marks[:shared] != self._marks[:shared] or depth < len(self._marks):
+            if self._kept:
+                say(f"frozen front: weights of it have changed; {len(self._kept)} samples of rank "
+                    "0 are computed anew")  # fmt: skip
+            self.free()
+        self._marks = marks
+
+    def _say(self, once: str, text: str) -> None:
+        if once not in self._told:
+            self._told.add(once)
+            say(text)
+
+
+def _mark(block: nn.Module) -> list[int]:
+    """Return what shows whether the weights of a block have changed: sums of their bits."""
+    shares: list[Tensor] = []
+    for value in (*block.parameters(), *block.buffers()):
+        share: Any = getattr(value, "ds_tensor", value)  # of ZeRO 3, and of FSDP2
+        share = share.to_local() if hasattr(share, "to_local") else share
+        if share.dtype in VALUE_DTYPES and share.numel():
+            shares.append(share.detach().reshape(-1))
+    return hashes_of(shares)
+
+
+def _check(front: Sequence[nn.Module]) -> None:
+    for block in front:
+        for module in block.modules():
+            drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+            if module.training and (drops or isinstance(module, nn.modules.batchnorm._BatchNorm)):
+                todo = "its outputs are others at each pass; call eval() on the frozen blocks"
+                raise ConfigError(KEY, Shown(f"{type(module).__name__} in training"), todo)
+
+
+def _is_sharded(front: Sequence[nn.Module]) -> bool:
+    """Return whether the ranks gather the weights together: ZeRO 3, FSDP2."""
+    parameters = (p for block in front for p in block.parameters())
+    return any(hasattr(p, "ds_tensor") or hasattr(p, "to_local") for p in parameters)
+
+
+def _anywhere(flag: bool) -> bool:
+    if not dist.is_initialized():
+        return flag
+    from hybridcomp.job.devices import default_device
+
+    return bool(small_messages.most(torch.tensor(int(flag), device=default_device())))
+
+
+def _free_bytes() -> int:
+    """Return this rank's share of the host's free memory."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(SHARE * free) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

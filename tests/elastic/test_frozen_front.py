@@ -1,0 +1,185 @@
+"""Outputs of a frozen front are kept exactly, within their memory, and go when weights change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hybridcomp
+from hybridcomp.errors import ConfigError
+from tests.ranks import run_ranks
+
+WIDTH, SAMPLES, BATCH = 32, 24, 6
+
+
+class Counted(nn.Module):
+    """A block that counts the samples that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.seen = 0
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.seen += len(values)
+        changed: Tensor = self.down(torch.tanh(self.up(values)))
+        return values + changed
+
+
+def blocks_of(dtype: torch.dtype = torch.float32) -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(Counted() for _ in range(4)).to(dtype)
+
+
+def data(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def order(epoch: int) -> Any:
+    numbers = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(epoch))
+    return torch.split(numbers, BATCH)
+
+
+def losses(kept: bool, dtype: torch.dtype, **settings: Any) -> tuple[list[float], list[int]]:
+    """Train the back half of a model for three epochs; how often its front has run."""
+    blocks, values = blocks_of(dtype), data(dtype)
+    blocks[:2].requires_grad_(False)
+    front = hybridcomp.FrozenFront(list(blocks), **settings) if kept else None
+    optimizer = torch.optim.SGD(blocks[2:].parameters(), lr=0.1)
+    first: Any = blocks[0]
+    found: list[float] = []
+    runs: list[int] = []
+    for epoch in range(3):
+        for at in order(epoch):
+            if front is not None:
+                hidden, depth = front(at, values[at])
+                assert depth == 2 and not hidden.requires_grad
+            else:
+                with torch.no_grad():
+                    hidden = torch.cat([blocks[1](blocks[0](one[None])) for one in values[at]])
+            for block in blocks[2:]:
+                hidden = block(hidden)
+            loss = (hidden.float() - values[at].float().roll(1, 1)).square().mean()
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            optimizer.step()
+            found.append(loss.item())
+        runs.append(first.seen)
+    return found, runs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("codec", ["expcode", "none"])
+def test_kept_outputs_are_those_that_were_computed(codec: str, dtype: torch.dtype) -> None:
+    blocks, values = blocks_of(dtype), data(dtype)
+    blocks.requires_grad_(False)
+    front = hybridcomp.FrozenFront(list(blocks), codec)
+    for at in order(0):
+        computed, _ = front(at, values[at])
+        again, _ = front(at.flip(0), values[at.flip(0)])
+        assert torch.equal(again.flip(0), computed) and again.dtype == dtype
+    assert (front.hits, front.misses) == (SAMPLES, SAMPLES)
+    assert [block.seen for block in blocks] == [SAMPLES] * 4
+
+
+def test_later_epochs_run_no_block_of_the_front() -> None:
+    exact, runs = losses(True, torch.float32)
+    assert runs == [SAMPLES] * 3
+    plain, _ = losses(True, torch.float32, codec="none")
+    assert exact == plain  # to the last bit
+    again, _ = losses(False, torch.float32)  # sample by sample: another order of sums
+    assert max(abs(a - b) for a, b in zip(exact, again, strict=True)) < 1e-5
+    eight, _ = losses(True, torch.float32, codec="blockint", bits=8)
+    assert 0 < max(abs(a - b) for a, b in zip(exact, eight, strict=True)) < 1e-2
+
+
+def test_bytes_of_eight_bits() -> None:
+    blocks, values = blocks_of(), data()
+    blocks.requires_grad_(False)
+    front = hybridcomp.FrozenFront(list(blocks), "blockint", bits=8)
+    front(list(range(SAMPLES)), values)
+    assert front.nbytes <= 0.5 * values.nbytes  # of 32 values a sample, padded to 16 bytes
+
+
+def test_where_more_is_frozen_only_the_blocks_between_run() -> None:
+    blocks, values = blocks_of(), data()
+    blocks[:1].requires_grad_(False)
+    front = hybridcomp.FrozenFront(list(blocks))
+    front(range(SAMPLES), values)
+    blocks[:3].requires_grad_(False)
+    deep, depth = front(range(SAMPLES), values)
+    assert depth == 3 and [block.seen for block in blocks] == [SAMPLES] * 3 + [0]
+    assert torch.equal(front(range(SAMPLES), values)[0], deep)
+    assert blocks[2].seen == SAMPLES
+
+
+def test_weights_that_change_or_train_again_free_what_is_kept(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    blocks, values = blocks_of(), data()
+    blocks[:2].requires_grad_(False)
+    front = hybridcomp.FrozenFront(list(blocks))
+    old, _ = front(range(SAMPLES), values)
+    blocks[1].get_parameter("up.weight").data[0, 0] += 1.0  # which torch does not note
+    new, _ = front(range(SAMPLES), values)
+    assert not torch.equal(old, new) and blocks[0].seen == 2 * SAMPLES
+    assert "weights of it have changed" in capsys.readouterr().out
+    blocks[1].requires_grad_(True)
+    assert front(range(BATCH), values[:BATCH])[1] == 1 and front.nbytes > 0
+    blocks.requires_grad_(True)
+    passed, depth = front(range(BATCH), values[:BATCH])
+    assert depth == 0 and torch.equal(passed, values[:BATCH]) and front.nbytes == 0
+
+
+def test_the_least_recently_used_go_where_the_host_is_full(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    blocks, values = blocks_of(), data()
+    blocks.requires_grad_(False)
+    room = 4 * WIDTH * 4
+    front = hybridcomp.FrozenFront(list(blocks), "none", host_bytes=room)
+    for first in (0, 2, 0, 4):
+        front([first, first + 1], values[first : first + 2])
+    assert front.nbytes == room and (front.hits, front.misses) == (2, 6)
+    said = capsys.readouterr().out
+    assert "room for about 4 samples" in said and said.count("are full") == 1
+    front([0, 1], values[:2])
+    assert front.hits == 4  # 2 and 3 have gone
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    values = data()
+    drops = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)).requires_grad_(False)
+    front = hybridcomp.FrozenFront([drops])
+    with pytest.raises(ConfigError, match=r"Dropout in training; .*call eval\(\)"):
+        front(range(SAMPLES), values)
+    drops.eval()
+    front(range(SAMPLES), values)
+    with pytest.raises(ConfigError, match="found 2 numbers; expected the numbers of the 24"):
+        front([0, 1], values)
+    pair = nn.LSTM(WIDTH, WIDTH, batch_first=True).requires_grad_(False)
+    with pytest.raises(ConfigError, match="found LSTM; expected blocks that return a tensor"):
+        hybridcomp.FrozenFront([pair])(range(SAMPLES), values[:, None])
+
+
+def sharded() -> tuple[int, float]:
+    """Under FSDP2 a sample that one rank lacks is computed on all of them."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    blocks, values = blocks_of(), data()
+    blocks.requires_grad_(False)
+    for block in blocks:
+        fully_shard(block)
+    front = hybridcomp.FrozenFront(list(blocks))
+    first, _ = front([0, 1], values[:2])
+    for numbers in ([0, 1], [2 * dist.get_rank(), 1], [0, 1]):
+        found, _ = front(numbers, values[numbers])
+    return front.hits, float((found - first).abs().max())
+
+
+def test_sharded_blocks_run_on_all_ranks_or_none() -> None:
+    assert run_ranks(2, sharded) == [(4, 0.0)] * 2
