@@ -17,6 +17,7 @@ FreezeSchedule       freeze the front of a model as its training goes
 FrozenFront          what a frozen front makes of each sample, kept on the host
 ElasticSampler       each sample once, whatever the number of ranks
 generate(engine, prompts) answer prompts from the ranks of a training, stage by stage
+train_draft(engine, text) a small model that drafts for generate; experimental
 rollout(engine, tokenizer) the same as a RolloutEngine of DeepSpeed
 publish(engine, to)  send versions of an engine's weights, exact deltas, to inference engines
 WeightReceiver       the other side: a mirror of published weights
@@ -44,6 +45,7 @@ from hybridcomp.errors import (
     PeerError,
     PublishError,
     SeamError,
+    StateFileError,
 )
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
     from hybridcomp.config import CompressionConfig, load_config
     from hybridcomp.elastic.frozen_front import FrozenFront
     from hybridcomp.elastic.sampler import ElasticSampler
+    from hybridcomp.generation.draft import Draft
+    from hybridcomp.patches.drafts import train_draft
     from hybridcomp.patches.freeze_schedule import FreezeSchedule
     from hybridcomp.patches.frozen import freeze, thaw
     from hybridcomp.patches.generated import generate, rollout
@@ -78,6 +82,7 @@ __all__ = [
     "CodecError",
     "CompressionConfig",
     "ConfigError",
+    "Draft",
     "ElasticSampler",
     "FreezeSchedule",
     "FrozenFront",
@@ -86,15 +91,16 @@ __all__ = [
     "PublishError",
     "Publisher",
     "SeamError",
+    "StateFileError",
     "StartedVersion",
     "VersionSummary",
     "WeightReceiver",
     "__version__",
     "attach",
     "detach",
+    "freeze",
     "gathered",
     "generate",
-    "freeze",
     "install",
     "island_group",
     "island_pg_collection",
@@ -106,6 +112,7 @@ __all__ = [
     "rollout",
     "save_state",
     "stateful",
+    "train_draft",
     "thaw",
     "uninstall",
 ]
@@ -128,7 +135,7 @@ def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = 
     another package (nothing stays half-patched), ConfigError on a config that cannot act, or when
     its DeepSpeed engine or Megatron's data-parallel wrapper was built before.
     """
-    from hybridcomp.job import environment, uncaught
+    from hybridcomp.job import environment, error_exit
     from hybridcomp.log import say_once
     from hybridcomp.patches import registry
     from hybridcomp.patches.common import early_engines
@@ -136,7 +143,7 @@ def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = 
     from hybridcomp.seams import arming
     from hybridcomp.session import process
 
-    uncaught.install()
+    error_exit.install()
     say_once(*environment.unknown())
     if config is not None:
         process.configure(config)
@@ -151,11 +158,11 @@ def uninstall() -> None:
     Every rank calls it between two steps; all of them send natively afterwards.
     """
     from hybridcomp.collectives import topology
-    from hybridcomp.job import uncaught
+    from hybridcomp.job import error_exit
     from hybridcomp.patches import registry
     from hybridcomp.patches.torch import auto_attach
 
-    uncaught.uninstall()
+    error_exit.uninstall()
     registry.disarm()
     auto_attach.disarm()
     topology.let_go()
@@ -180,10 +187,10 @@ def attach(
     block. Raises ConfigError on a setting that cannot act here, AgreementError where ranks have
     different blocks, SeamError on a version of torch outside the window.
     """
-    from hybridcomp.job import uncaught
+    from hybridcomp.job import error_exit
     from hybridcomp.patches.torch.attach import attach
 
-    uncaught.install()  # blocks that differ are one line of the job, not a traceback of each rank
+    error_exit.install()  # blocks that differ are one line of the job, not a traceback of each rank
     return attach(model, block)
 
 
@@ -337,6 +344,7 @@ _LATE = {
     "AppliedVersion": "publishing",
     "Attached": "patches.torch.attached",
     "CompressionConfig": "config",
+    "Draft": "generation.draft",
     "ElasticSampler": "elastic.sampler",
     "FreezeSchedule": "patches.freeze_schedule",
     "FrozenFront": "elastic.frozen_front",
@@ -353,6 +361,7 @@ _LATE = {
     "resume": "patches.resumed",
     "rollout": "patches.generated",
     "stateful": "patches.torch.attach",
+    "train_draft": "patches.drafts",
     "thaw": "patches.frozen",
 }
 

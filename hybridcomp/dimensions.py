@@ -27,8 +27,8 @@ Dimension = Literal[
 #: ``forward`` moves activations or parameters, ``backward`` gradients of activations. Reductions of
 #: gradients and gathers of parameters are ``forward``; in offload that moves parameters to the
 #: device, and ``backward`` gradients to the host. Messages of tp2d have kinds in the place of
-#: directions, which are sent in both passes.
-Direction = Literal["forward", "backward", "activations", "weights", "gradients"]
+#: directions, which are sent in both passes. ``states`` of offload are files on NVMe.
+Direction = Literal["forward", "backward", "activations", "weights", "gradients", "states"]
 #: how a message is sent natively: ``all_reduce`` adds values up, the others move them, ``copy``
 #: between a device and its host
 Operation = Literal["all_reduce", "all_gather", "broadcast", "send", "all_to_all", "copy"]
@@ -57,6 +57,7 @@ class DimensionRow:
         operation: how upstream sends them.
         settings: which keys it has in the block.
         directions: for which it has codecs and counters: directions, or kinds.
+        apart: those of them that are native unless they name a codec of their own.
         timed: when ``"when": "auto"`` compares its codec with native; None: it cannot.
         recommended: its settings in the preset ``recommended``; None: no preset names it.
         engines: whose seams encode its messages.
@@ -72,6 +73,7 @@ class DimensionRow:
     operation: Operation
     settings: Settings = "activations"
     directions: tuple[Direction, ...] = DIRECTIONS
+    apart: tuple[Direction, ...] = ()
     timed: Timed | None = None
     recommended: Mapping[str, Any] | None = None
     engines: tuple[str, ...] = ALL
@@ -100,6 +102,11 @@ class DimensionRow:
     def one_way(self) -> bool:
         """Return whether messages have one direction, which names then leave out."""
         return len(self.directions) == 1
+
+    @property
+    def together(self) -> tuple[Direction, ...]:
+        """Return the directions that have the dimension's codec unless they name another."""
+        return tuple(way for way in self.directions if way not in self.apart)
 
     @property
     def keeps_residuals(self) -> bool:
@@ -171,9 +178,11 @@ ROWS: Mapping[Dimension, DimensionRow] = {
     ),
     "offload": DimensionRow(
         "Copies between a GPU and its host with ZeRO-Offload (offload_optimizer.device cpu): "
-        "gradients to the host, updated parameters back.",
+        "gradients to the host, updated parameters back; and files of optimizer states on NVMe.",
         "copy",
         "offload",
+        directions=(*DIRECTIONS, "states"),
+        apart=("states",),
         timed="in real steps",
         engines=(DEEPSPEED,),
     ),
@@ -195,11 +204,13 @@ ROWS: Mapping[Dimension, DimensionRow] = {
         by_request=True,
     ),
     "embed": DimensionRow(
-        "Rows of tables of hybridcomp.nn.CachedEmbedding: rows from their owners (forward), their "
-        "gradients back (backward).",
+        "Rows of tables. Of hybridcomp.nn.CachedEmbedding: rows from their owners (forward), their "
+        "gradients back (backward); of Embedding(sparse=True): gradients of the rows that a step "
+        "has touched (backward).",
         "all_to_all",
+        engines=(DEEPSPEED, FSDP2, DDP),
         in_layers=True,
-        by_script=True,
+        by_request=True,
     ),
 }
 

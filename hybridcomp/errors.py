@@ -7,6 +7,7 @@ HybridcompError
  +- AgreementError   ranks of one job disagree on block or versions
  +- CheckpointError  a file beside a checkpoint is damaged, missing or could not be written
  +- PeerError        a message to or from another rank failed; it says which ranks are gone
+ +- StateFileError   a file of optimizer states is damaged, missing or cannot be written
  +- PublishError     a version of published weights cannot be written, read or applied
 """
 
@@ -100,6 +101,13 @@ class AgreementError(HybridcompError, RuntimeError):
 
 class CheckpointError(HybridcompError, RuntimeError):
     """A file of hybridcomp beside a checkpoint cannot be written, or is damaged."""
+
+
+class StateFileError(HybridcompError, RuntimeError):
+    """A file of optimizer states on NVMe is damaged, missing or cannot be written.
+
+    The message names the file and the fault; nothing of the file was used.
+    """
 
 
 class PeerError(HybridcompError, RuntimeError):

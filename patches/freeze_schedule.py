@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -139,8 +138,8 @@ class FreezeSchedule:
             for parameter in held.values():  # DeepSpeed takes gradients away as they come
                 block = owner.get(id(parameter))
                 if block is not None and parameter.requires_grad:
-                    hook: Any = functools.partial(add, block=block)
-                    self._hooks.append(Tensor.register_hook(parameter, hook))  # type: ignore[no-untyped-call]
+                    hook: Any = parameter.register_hook
+                    self._hooks.append(hook(lambda grad, block=block: add(grad, block)))
             return
 
         def before_step(optimizer: Any, *_: Any) -> None:

@@ -17,7 +17,7 @@ from hybridcomp.channels import NAME
 from hybridcomp.config.error_messages import NOTHING, Shown
 from hybridcomp.elastic.freezing import What, asked, chosen, nearest
 from hybridcomp.errors import AgreementError, ConfigError
-from hybridcomp.job import uncaught
+from hybridcomp.job import error_exit
 from hybridcomp.job.agreement import tell
 from hybridcomp.job.together import together
 from hybridcomp.log import say
@@ -78,7 +78,7 @@ def restore(engine: Any, state: Mapping[str, Any]) -> None:
 
 
 def _change(engine: Any, what: What | None, trains: bool) -> tuple[str, ...]:
-    uncaught.install()
+    error_exit.install()
     key, engine = KEY[trains], unwrapped(engine)
     adapter = adapter_of(engine, key)
     frozen = frozen_of(engine) or Frozen()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,12 @@ from torch import Tensor
 from hybridcomp.config.error_messages import NOTHING, Shown
 from hybridcomp.errors import ConfigError
 from hybridcomp.generation import GeneratingStage, GenerationFigures, Sampling, answer
-from hybridcomp.job import uncaught
+from hybridcomp.job import error_exit
 from hybridcomp.job.together import together
+
+if TYPE_CHECKING:
+    from hybridcomp.generation.draft import Draft
+    from hybridcomp.generation.drafting import DraftFigures
 
 #: the operation, and the key, in messages
 KEY = "generate"
@@ -32,6 +36,9 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     figures: GenerationFigures | None = None,
+    draft: Draft | None = None,
+    cape: bool | Literal["auto"] = "auto",
+    drafted: DraftFigures | None = None,
 ) -> list[Tensor]:
     """Answer prompts from the ranks of a training, whose weights and state stay as they are.
 
@@ -52,6 +59,11 @@ def generate(
             have the probability ``top_p`` together.
         seed: of sampling. The same seed gives the same answers on any number of stages and ranks.
         figures: adds up what this rank does.
+        draft: what ``train_draft`` returned: each pass verifies several tokens that it guesses, and
+            answers stay those of temperature 0; experimental (``docs/drafts.md``).
+        cape: whether a draft gives more candidates where it is unsure; "auto" compares both ways by
+            the tokens a second of this link.
+        drafted: adds up what drafts save, on the last stage.
 
     Returns the answers, int64 (n,) each on the CPU, on every rank of the replica.
 
@@ -64,7 +76,15 @@ def generate(
         sampling = Sampling(temperature, top_k, top_p, seed, None, runs)
         asked = [p.tolist() if isinstance(p, Tensor) else list(p) for p in prompts]
         asked = [prompt for prompt in asked for _ in range(samples)]
-        found = answer(stage, asked, tokens, sampling, in_flight=in_flight, figures=figures)
+        picker, nodes = None, 1
+        if draft is not None:
+            from hybridcomp.patches import drafts
+
+            picker, nodes = drafts.picker_of(stage, draft, cape, sampling, drafted)
+        found = answer(
+            stage, asked, tokens, sampling, in_flight=in_flight, picker=picker, tree=nodes,
+            figures=figures,
+        )  # fmt: skip
     return [torch.tensor(each, dtype=torch.int64) for each in found]
 
 
@@ -82,7 +102,7 @@ def rollout(engine: Any, tokenizer: Any, *, seed: int = 0) -> Any:
 
 def stage_of(engine: Any) -> GeneratingStage:
     """Return this rank's stage of an engine. Raises ConfigError where it has none."""
-    uncaught.install()
+    error_exit.install()
     if not dist.is_initialized():
         raise ConfigError(KEY, NOTHING, "torch.distributed is not up; generate from a built engine")
     kinds = {cls.__module__.partition(".")[0] for cls in type(engine).__mro__}

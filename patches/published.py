@@ -11,8 +11,8 @@ from hybridcomp.patches.common.publishing_steps import destination_of
 from hybridcomp.patches.torch.attach import ATTRIBUTE, unwrapped
 from hybridcomp.publishing import EngineWeights, Publisher
 from hybridcomp.publishing.quantized import quantized
+from hybridcomp.publishing.socket_stream import MOST_STILL_S
 from hybridcomp.publishing.streams import Stream
-from hybridcomp.publishing.two_way import MOST_STILL_S
 from hybridcomp.publishing.weights import named
 from hybridcomp.session import process
 from hybridcomp.session.engine_session import EngineSession, session_of

@@ -11,7 +11,7 @@ from hybridcomp.channels import channels_of
 from hybridcomp.config.error_messages import NOTHING, Shown
 from hybridcomp.elastic.checkpoints import ResumedJob
 from hybridcomp.errors import ConfigError
-from hybridcomp.job import uncaught
+from hybridcomp.job import error_exit
 from hybridcomp.log import say
 from hybridcomp.patches.common.resumed_parts import KEY
 
@@ -49,7 +49,7 @@ def resume(
     Raises, on every rank and before anything changes: ConfigError where this job cannot go on from
     the checkpoint, CheckpointError where none is whole or it is of another model.
     """
-    uncaught.install()
+    error_exit.install()
     if not dist.is_initialized():
         todo = "torch.distributed is not up; call resume after the engine was built"
         raise ConfigError(KEY, NOTHING, todo)

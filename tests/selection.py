@@ -32,7 +32,7 @@ QUICK: dict[str, str] = {
     "codecs/test_zfp.py": "the codec of the paper",
     "kernels/cuda/test_warp_tiles.py": "kernels for CUDA in the emulator",
     "collectives/test_owner_reduction.py": "sums on gloo ranks",
-    "collectives/test_moves.py": "what is moved between ranks",
+    "collectives/test_all_gather_all_to_all.py": "what is moved between ranks",
     "collectives/test_pair_exchange.py": "what two ranks swap",
     "collectives/test_low_rank.py": "PowerSGD",
     "channels/test_flush.py": "residuals that are given out",

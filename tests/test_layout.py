@@ -73,8 +73,8 @@ ALLOWED: dict[str, set[str]] = {
     "missing_run": {"config", "errors", "job", "log"},
     # hybridcomp/__init__.py: the public names, imported late
     "": {
-        "channels", "collectives", "config", "elastic", "errors", "job", "log", "patches",
-        "publishing", "seams", "session", "sync",
+        "channels", "collectives", "config", "elastic", "errors", "generation", "job", "log",
+        "patches", "publishing", "seams", "session", "sync",
     },
 }  # fmt: skip
 FREE = {"tools"}  # offline: it may look into every room, and no job imports it
@@ -210,8 +210,9 @@ ASKS: dict[str, set[str]] = {
     # DeepSpeed trains models whose groups Megatron or GPT-NeoX has made
     "ds": {"common", "mcore", "neox", "rules"},
     "trainers": {"common", "ds", "torch"},
+    "drafts": {"common", "generated"},
     "gathered": {"common", "ds", "torch"},
-    "generated": {"common", "ds"},
+    "generated": {"common", "drafts", "ds"},
     "published": {"common", "ds", "mcore", "torch"},
     "frozen": {"common", "ds", "torch"},
     "freeze_schedule": {"common", "frozen"},

@@ -18,6 +18,7 @@ from hybridcomp.autotune.memory_limits import room_for
 from hybridcomp.autotune.trials import Run, StepTraffic
 from hybridcomp.autotune.verdicts import Decision
 from hybridcomp.job import small_messages
+from hybridcomp.job.together import together
 
 #: values of the messages of the trials, in order
 SIZES = (1 << 19, 1 << 21, 1 << 23)
@@ -30,8 +31,7 @@ REPEATS_SEEN = 2, 8
 WORK_NUMEL = 1 << 24
 #: seconds that the trials of a dimension aim at; on a slow link small messages are enough
 BUDGET_S = 1.0
-#: where the messages of a step are known: share of the budget after which single messages have
-#: shown how many there is time for
+#: share of the budget spent on single messages of a known step, to estimate how many fit
 FIRST_LOOK = 0.1
 #: encoded messages must be this much faster: the codec takes cores that the model needs as well
 MARGIN = 1.1
@@ -148,12 +148,16 @@ def _race(
 
 
 def seconds(run: Run, device: torch.device) -> float:
-    """Return the seconds of ``run``, on a GPU until its work is done there."""
-    _finish(device)
-    start = time.perf_counter()
-    run()
-    _finish(device)
-    return time.perf_counter() - start
+    """Return the seconds of ``run``, on a GPU until its work is done there.
+
+    Where it fails on one rank the job ends: gates between its messages would take part of the time.
+    """
+    with together("a trial", ends=True):
+        _finish(device)
+        start = time.perf_counter()
+        run()
+        _finish(device)
+        return time.perf_counter() - start
 
 
 def _finish(device: torch.device) -> None:

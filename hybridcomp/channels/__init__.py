@@ -8,7 +8,7 @@ from hybridcomp.channels.channel import Channel, Message
 from hybridcomp.channels.engine_channels import NAME, Channels, channels_of
 from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState
 from hybridcomp.channels.host_copies import HostMoves, Packed
-from hybridcomp.channels.moves import (
+from hybridcomp.channels.p2p_and_gather import (
     AllGather,
     AllToAll,
     Posted,

@@ -34,7 +34,7 @@ from hybridcomp.codecs import LOSSLESS, Codec
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.codecs.quantized_residual import Residual
 from hybridcomp.collectives import Group, Handle, Meter, ReduceScatterHandle
-from hybridcomp.collectives.wire import HOST, marks
+from hybridcomp.collectives.wire import HOST, profiler_ranges
 from hybridcomp.config.policy import Policy, Traffic
 from hybridcomp.dimensions import MEASURED_EARLY, ROWS, Dimension, Direction
 from hybridcomp.errors import ConfigError
@@ -172,7 +172,7 @@ class Channel:
             self._count_spared(message)
         if profiler._is_profiler_enabled:
             fields = message.direction, message.numel, message.dtype
-            with marks.sending(self.dimension, *fields, codec.spec):
+            with profiler_ranges.sending(self.dimension, *fields, codec.spec):
                 return encoded(message.send(self, codec))
         return encoded(message.send(self, codec))
 
@@ -340,7 +340,7 @@ class Channel:
     def meter(self, device: torch.device) -> Meter:
         """Return a meter for one message on ``device``."""
         clock = HOST if device.type == "cpu" else self.state.clock(device)
-        kind = marks.MarkedMeter if profiler._is_profiler_enabled else Meter
+        kind = profiler_ranges.MarkedMeter if profiler._is_profiler_enabled else Meter
         return kind(clock=clock, where=f"{self.dimension} at step {self.state.step}")
 
     def record(self, meter: Meter, raw_nbytes: int, direction: Direction, inter: float) -> None:

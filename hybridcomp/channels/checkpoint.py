@@ -87,6 +87,7 @@ def _save(folder: Path, channels: Channels, state: State, references: bool) -> N
         saved.write_json(folder / STATE, asdict(state))
         kinds = [checkpoint_note.RESIDUALS] if saved_state.has_any(channels) else []
         kinds += [checkpoint_note.PARAMETERS] if references else []
+        kinds += [checkpoint_note.STATES] if channels.keeps_files else []
         world_size = dist.get_world_size()
         checkpoint_note.write(folder, channels.config, state.step, world_size, kinds)
         saved.sweep(folder, FILES, world_size)

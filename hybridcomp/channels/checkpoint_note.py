@@ -31,9 +31,12 @@ FORMAT = 1
 MOST_RANKS = 10**6
 #: kind of file, one for each rank -> what its files hold
 RESIDUALS, PARAMETERS = "hybridcomp_residuals", "hybridcomp_parameters"
+STATES = "hybridcomp_states"
 HOLDS = {
     RESIDUALS: "what error feedback has left out so far, and what guard and when: auto decided",
     PARAMETERS: "the parameters that deltas (zero.delta) are added to",
+    STATES: "checksums of the encoded optimizer states in offloaded_tensors, and parameters that "
+    "their masters are encoded beside",
 }
 SELF_CONTAINED = (
     "Saved by a training whose communication hybridcomp compresses. Weights and optimizer states "
@@ -48,6 +51,11 @@ NEEDS_US = (
     "DS_CONFIG --checkpoint FOLDER`."
 )
 
+ENCODED = (
+    " Its optimizer states are encoded: DeepSpeed alone stops at them, and `hybridcomp states "
+    "FOLDER` writes plain files in their place."
+)
+
 
 def write(
     folder: Path, config: CompressionConfig, step: int, world_size: int, kinds: Sequence[str]
@@ -56,8 +64,9 @@ def write(
 
     ``kinds``: keys of ``HOLDS``; every rank writes a file of each. Raises CheckpointError.
     """
+    text = NEEDS_US.format(start=start_command()) if kinds else SELF_CONTAINED
     note = {
-        "README": NEEDS_US.format(start=start_command()) if kinds else SELF_CONTAINED,
+        "README": text + ENCODED * (STATES in kinds),
         "format": FORMAT,
         "hybridcomp": _version(),
         "step": step,
@@ -89,6 +98,15 @@ def read(folder: Path) -> dict[str, Any] | None:
         todo = "expected a sentence about each; remove the note"
         raise ConfigError(str(path), show(note["files"]), todo)
     return note
+
+
+def forget(folder: Path, kind: str) -> None:
+    """Take the files of ``kind`` out of the note in ``folder``. Raises CheckpointError."""
+    note = read(folder)
+    if note is not None:
+        note["files"].pop(f"{kind}_rank_*.pt", None)
+        note["README"] = note["README"].replace(ENCODED, "") if note["files"] else SELF_CONTAINED
+        saved.write_json(folder / FILE, note, indent=1)
 
 
 def lacking(folder: Path, lost: Sequence[str], bring: str) -> list[str]:

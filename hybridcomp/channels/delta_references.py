@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels.channel import Channel
+from hybridcomp.channels.comparisons import words_of_all
 from hybridcomp.codecs.base import Codec
-from hybridcomp.collectives import gather_words
 from hybridcomp.log import say
 
 #: attribute of a buffer that is gathered by deltas: its Reference
@@ -89,23 +89,21 @@ def agreed(channel: Channel, buffer: Tensor, codec: Codec, group: dist.ProcessGr
     """
     if is_exact(channel):
         return False
-    return alike(channel, _state(channel, buffer, codec, group), buffer.device, group)
+    return alike(channel, lambda: _state(channel, buffer, codec, group), buffer.device, group)
 
 
 def alike(
     channel: Channel,
-    state: tuple[bool, int],
+    state: Callable[[], tuple[bool, int]],
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> bool:
     """Return whether all ranks are ready and hold the same, the same on all ranks; a collective.
 
-    ``state``: whether this rank is ready, and the digest of what it holds.
+    ``state``: returns whether this rank is ready, and the digest of what it holds. Where it fails
+    on one rank this raises on all of them.
     """
-    mine = torch.tensor(state, dtype=torch.int64, device=device)
-    meter = channel.meter(device)
-    states = gather_words(mine, channel.group(group), meter)
-    channel.state.ledger.record_extra((channel.dimension, "forward"), meter)
+    states = words_of_all(channel, state, 2, device, group)
     if not all(ready for ready, _ in states):
         return False
     usual, count = Counter(digest for _, digest in states).most_common(1)[0]

@@ -12,9 +12,9 @@ from hybridcomp.channels.engine_state import ATTRIBUTE, EngineState, specs_of, w
 from hybridcomp.channels.error_feedback import Residuals
 from hybridcomp.channels.guard import Guard
 from hybridcomp.channels.host_copies import HostMoves
-from hybridcomp.channels.host_pace import Pace
 from hybridcomp.channels.ledger import Ledger
-from hybridcomp.channels.payoff import Payoff
+from hybridcomp.channels.offload_tuner import OffloadTuner
+from hybridcomp.channels.online_tuner import OnlineTuner
 from hybridcomp.codecs import poll_payloads
 from hybridcomp.collectives import finish_sends, poll_headers
 from hybridcomp.collectives.topology import Nodes, Ranks, discover
@@ -43,12 +43,12 @@ class Channels(EngineState):
             ledger=Ledger(codecs=specs_of(policy)),
             guard=Guard(config.limits()),
             seen=waiting_for(config),
-            pace=Pace.of(config, policy),
+            pace=OffloadTuner.of(config, policy),
             residuals=Residuals(config.dp.residual_bits),
         )
         self.by_dimension = {name: Channel(name, self) for name in DIMENSIONS}
         self.host = HostMoves(self, self.by_dimension["offload"])
-        self.payoff = Payoff(self, self.by_dimension)
+        self.payoff = OnlineTuner(self, self.by_dimension)
         #: returns what of the model is frozen; and what a checkpoint says of it, until it is so
         self.frozen: Callable[[], dict[str, Any]] = dict
         self.to_freeze: dict[str, Any] = {}
@@ -135,7 +135,7 @@ class Channels(EngineState):
             self.gains.count(self.verdicts, self.step - 1, self.guard.trips)
         payoff = self.payoff
         told = self.node_sums.idle() if self.sums_in_node else []
-        told += payoff.unmeasured() + payoff.weigh_seen(device) + payoff.compare(device)
+        told += payoff.unmeasured() + payoff.tune_from_profile(device) + payoff.compare(device)
         if self.guard.flushed("dp", self.step) or self.verdicts.holds_nothing("dp", self.step):
             told += self._drop_residuals()
         if not sampled or not self.guard.watching:
@@ -145,7 +145,8 @@ class Channels(EngineState):
     def _drop_residuals(self) -> list[str]:
         """Free residuals that no message takes any more; return what is lost by it.
 
-        A parameter that no rank used in the step that sent them keeps its own (``Withheld``).
+        A parameter that no rank used in the step that sent them keeps its own
+        (``DeferredResiduals``).
         """
         norm = self.residuals.norm()
         self.residuals.clear()

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from hybridcomp.autotune.observed import TrafficProfile
+from hybridcomp.autotune.traffic_profile import TrafficProfile
 from hybridcomp.autotune.verdicts import Verdicts
 from hybridcomp.channels.error_feedback import Residuals
-from hybridcomp.channels.gains import Gains
 from hybridcomp.channels.guard import Guard
-from hybridcomp.channels.host_pace import Pace
 from hybridcomp.channels.late_samples import LateSamples
 from hybridcomp.channels.ledger import Ledger
 from hybridcomp.channels.low_rank import Factors
 from hybridcomp.channels.node_sums import NodeSums
+from hybridcomp.channels.offload_tuner import OffloadTuner
+from hybridcomp.channels.time_saved import TimeSaved
 from hybridcomp.collectives.topology import Nodes
 from hybridcomp.collectives.wire import HOST, Clock
 from hybridcomp.collectives.wire.device_clock import SILENT
@@ -61,9 +62,11 @@ class EngineState:
         replicas: ranks over which gradients of these weights are averaged, once it is known.
         nodes: with hierarchy, once the groups of the job are known.
         numels: elements of each parameter, by the name that its residuals have; empty: not known.
+        frozen_numels: values that no optimizer changes, by dtype and whether they are of vectors.
         common: names of small parameters that tensor-parallel ranks share (``replicated``).
         generation: of the references that parameter deltas are added to.
         islands: those that meet; the job without them is one data-parallel group of all.
+        keeps_files: whether optimizer states are in files that are encoded.
         on_pass: called with ``passes`` when one more has sent gradients.
     """
 
@@ -72,7 +75,7 @@ class EngineState:
     ledger: Ledger
     guard: Guard
     seen: TrafficProfile
-    pace: Pace
+    pace: OffloadTuner
     residuals: Residuals = field(default_factory=Residuals)
     factors: Factors = field(default_factory=Factors)
     node_sums: NodeSums = field(default_factory=NodeSums)
@@ -81,16 +84,18 @@ class EngineState:
     passes: int = 0
     is_weighed: bool = False
     absent: frozenset[Dimension] = frozenset()
-    gains: Gains = field(default_factory=Gains)
+    gains: TimeSaved = field(default_factory=TimeSaved)
     late_samples: LateSamples = field(default_factory=LateSamples)
     messages: dict[Dimension, tuple[RankMessages, ...]] = field(default_factory=dict)
     share: int = 0
     replicas: int = 1
     nodes: Nodes | None = None
     numels: dict[str, int] = field(default_factory=dict)
+    frozen_numels: Counter[tuple[torch.dtype, bool]] = field(default_factory=Counter)
     common: frozenset[str] = frozenset()
     generation: int = 0
     islands: int = 1
+    keeps_files: bool = False
     on_pass: Callable[[int], None] | None = None
     running: int = -1  # the backward pass that has sent gradients last
 

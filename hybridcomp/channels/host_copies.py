@@ -30,15 +30,15 @@ from torch import Tensor
 from hybridcomp.channels.channel import Channel
 from hybridcomp.channels.engine_state import EngineState
 from hybridcomp.channels.error_samples import SAMPLE_NUMEL
-from hybridcomp.channels.host_landing import (
+from hybridcomp.channels.offload_tuner import OffloadTuner
+from hybridcomp.channels.pinned_receive_buffers import (
     CHUNK_NUMEL,
     LONG_NUMEL,
     PINNED,
-    Landing,
     Payload,
+    PinnedReceiveBuffers,
     fewer_threads,
 )
-from hybridcomp.channels.host_pace import Pace
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.wire import POOL, Meter
 from hybridcomp.config.policy import Direction
@@ -83,13 +83,13 @@ class HostMoves:
         """Copy for the engine of ``state``; ``channel``: its dimension ``offload``."""
         self._state = state
         self._channel = channel
-        self._landing = Landing()
+        self._landing = PinnedReceiveBuffers()
         self._uploads: deque[tuple[Any, Tensor]] = deque()  # events and host buffers
         self._all.add(self)
 
     @property
-    def pace(self) -> Pace:
-        """Return the ``Pace``, which decides in which steps copies are encoded."""
+    def pace(self) -> OffloadTuner:
+        """Return the ``OffloadTuner``, which decides in which steps copies are encoded."""
         return self._state.pace
 
     def copy_codec(self, numel: int, dtype: torch.dtype, direction: Direction) -> Codec | None:

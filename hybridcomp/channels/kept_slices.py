@@ -7,17 +7,20 @@ keep: where these differ, or a rank keeps nothing, the shares are sent whole.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels.channel import Channel
 from hybridcomp.channels.delta_references import alike, digest, is_exact
-from hybridcomp.channels.moves import AllGather
 from hybridcomp.channels.node_copies import CopyGroups, gather_inside, renew, state_of
+from hybridcomp.channels.p2p_and_gather import AllGather
 from hybridcomp.channels.parameter_deltas import gather_steps
 from hybridcomp.codecs.exact_steps import ExactSteps
 from hybridcomp.codecs.expcode import ExpCode
+from hybridcomp.job.together import together
 
 
 class KeptSlice:
@@ -35,32 +38,55 @@ class KeptSlice:
         self._of = (-1, -1)  # generation of the channels and step, then
 
     @torch.no_grad()
-    def gather(self, own: Tensor, native: tuple[int, torch.dtype]) -> Tensor:
-        """Return all ranks' shares, (W, n); a collective of all ranks.
+    def gather(
+        self, own: Callable[[], Tensor], native: tuple[int, torch.dtype], device: torch.device
+    ) -> Tensor:
+        """Return all ranks' shares, (W, n), on ``device``; a collective of all ranks.
 
         Args:
-            own: (n,) bf16, fp16 or uint8, this rank's share.
+            own: returns this rank's share, (n,) bf16, fp16 or uint8.
             native: elements of a share and their dtype, as the job would gather them natively.
         """
+        rows, held, was_renewed = self.renew(own, native, device)
+        gather_inside(self._channel, self._groups, held, native, was_renewed, rows)
+        return rows
+
+    def renew(
+        self, own: Callable[[], Tensor], native: tuple[int, torch.dtype], device: torch.device
+    ) -> tuple[Tensor, Tensor, bool]:
+        """Renew the slice where any rank's share has changed, on all ranks or on none.
+
+        After a failure the next renewal is whole. Returns a room for all shares, (W, n), the slice
+        on ``device``, and whether it was renewed.
+        """
         channel, groups = self._channel, self._groups
-        values = own.view(torch.bfloat16) if own.dtype == torch.uint8 else own
-        now = int(digest(values))
-        generation, step = self._of
-        known = self.slice is not None and generation == channel.generation
-        known = known and (step == channel.step or not is_exact(channel))
-        held = None
-        if known and self.slice is not None:
-            held = self.slice.to(own.device)
-        copies = None if held is None else [held.view(-1)]
-        state = state_of(channel, groups, copies, own.device, now == self._sent)
-        if state != "current":
-            table = held if state == "steps" else None
+        share = rows = held = torch.empty(0)
+        now, known = 0, False
+
+        def prepared() -> tuple[list[Tensor] | None, bool]:
+            nonlocal share, rows, held, now, known
+            share = own()
+            rows = share.new_empty(groups.size, share.numel())
+            now = int(digest(share.view(torch.bfloat16) if share.dtype == torch.uint8 else share))
+            generation, step = self._of
+            known = self.slice is not None and generation == channel.generation
+            known = known and (step == channel.step or not is_exact(channel))
+            if known and self.slice is not None:
+                held = self.slice.to(device)
+            return ([held.view(-1)] if known else None), now == self._sent
+
+        state = state_of(channel, groups, prepared, device)
+        if state == "current":
+            return rows, held, False
+        with together("zero: renewing the copies of a node", self._forget, votes=True):
             self.slice = None  # until it is complete
-            held = renew(channel, groups, own, table, native)
-            self._sent, self._of = now, (channel.generation, channel.step)
+            held = renew(channel, groups, share, held if state == "steps" else None, native)
             self.slice = held.cpu() if self.on_host else held
-        assert held is not None, "renewed"
-        return gather_inside(channel, groups, held, native, state != "current")
+        self._sent, self._of = now, (channel.generation, channel.step)
+        return rows, held, True
+
+    def _forget(self) -> None:
+        self.slice = None
 
 
 class KeptRows:
@@ -85,9 +111,14 @@ class KeptRows:
         """
         channel, group, rank = self._channel, self._group, dist.get_rank(self._group)
         held, self.rows = self.rows, None  # until they are complete
-        ready = held is not None and self._generation == channel.generation
-        rows = held.to(own.device) if ready and held is not None else None
-        state = (rows is not None, 0 if rows is None else int(digest(rows.view(-1))))
+        rows: Tensor | None = None
+
+        def state() -> tuple[bool, int]:
+            nonlocal rows
+            if held is not None and self._generation == channel.generation:
+                rows = held.to(own.device)
+            return rows is not None, 0 if rows is None else int(digest(rows.view(-1)))
+
         if alike(channel, state, own.device, group) and rows is not None:
             before = rows[rank].clone()
             rows[rank].copy_(own)

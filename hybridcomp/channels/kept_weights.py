@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybridcomp.channels.channel import Channel
+from hybridcomp.channels.comparisons import words_of_all
 from hybridcomp.channels.delta_references import digest
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.blockint import BlockInt
 from hybridcomp.codecs.expcode import ExpCode
-from hybridcomp.collectives import gather_words
 from hybridcomp.config.parameter import FrozenConfig
 
 #: flags in a word that ranks exchange; the sign is left out
@@ -55,17 +55,21 @@ def hashes_of(shares: Sequence[Tensor]) -> list[int]:
 
 def changed_anywhere(
     channel: Channel,
-    flags: Sequence[bool],
+    flags: Callable[[], Sequence[bool]],
+    count: int,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> list[bool]:
-    """Return which flags any rank of ``group`` has set; a collective of it."""
-    words = [0] * -(-len(flags) // FLAGS)
-    for place, flag in enumerate(flags):
-        words[place // FLAGS] |= int(flag) << place % FLAGS
-    meter = channel.meter(device)
-    rows = gather_words(torch.tensor(words, device=device), channel.group(group), meter)
-    channel.state.ledger.record_extra((channel.dimension, "forward"), meter)
-    return [
-        any(row[place // FLAGS] >> place % FLAGS & 1 for row in rows) for place in range(len(flags))
-    ]
+    """Return which of ``count`` flags any rank of ``group`` has set; a collective of it.
+
+    ``flags``: returns those of this rank. Where it fails on one rank this raises on all of them.
+    """
+
+    def words() -> list[int]:
+        found = [0] * -(-count // FLAGS)
+        for place, flag in enumerate(flags()):
+            found[place // FLAGS] |= int(flag) << place % FLAGS
+        return found
+
+    rows = words_of_all(channel, words, -(-count // FLAGS), device, group)
+    return [any(row[place // FLAGS] >> place % FLAGS & 1 for row in rows) for place in range(count)]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hybridcomp.errors import ConfigError
 from hybridcomp.job.agreement import tell
 
-#: how a ledger is opened: an empty one, which belongs to this run
+#: flags of ``os.open`` for a ledger: truncated, as it belongs to this run
 FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
 

@@ -13,6 +13,7 @@ from hybridcomp.channels.engine_state import EngineState
 from hybridcomp.collectives import Group
 from hybridcomp.config.memory import (
     MemoryItem,
+    frozen,
     meetings,
     published,
     taken,
@@ -79,7 +80,7 @@ def memory_of(state: EngineState) -> list[MemoryItem]:
         for name, one in state.messages.items()
         if not state.verdicts.native(name, state.step)
     }
-    found = taken(state.config, encoded)
+    found = taken(state.config, encoded) + frozen(state.config, state.frozen_numels)
     if state.share:
         found += meetings(state.config, state.share, _islands(state))
         found += published(state.config, state.share)

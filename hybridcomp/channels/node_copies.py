@@ -22,7 +22,7 @@ Shapes: n values (or bytes), this rank's share of all parameters of one renewal;
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -33,15 +33,17 @@ from torch import Tensor
 
 from hybridcomp import collectives
 from hybridcomp.channels.channel import Channel
+from hybridcomp.channels.comparisons import words_of_all
 from hybridcomp.channels.delta_references import digest
 from hybridcomp.codecs.exact_steps import ExactSteps
 from hybridcomp.codecs.expcode import ExpCode
-from hybridcomp.collectives import Levels, Meter, Transfer, gather_words, native_nbytes
+from hybridcomp.collectives import Levels, Meter, Transfer, native_nbytes
 from hybridcomp.collectives.topology import Nodes
 from hybridcomp.collectives.wire import transfer, transport
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
+from hybridcomp.job.gates import gate
 from hybridcomp.log import say
 
 KEY = f"{BLOCK}.zero.secondary"
@@ -146,6 +148,7 @@ class CopyGroups:
         """Send ``gives[i]`` rows to local rank i and receive ``takes[i]`` from it, in order."""
         numel, out, inner = rows.shape[1], torch.empty_like(rows), self.levels.inner
         sent, come = [count * numel for count in gives], [count * numel for count in takes]
+        gate()
         transfer(
             lambda: transport.all_to_all(out.view(-1), rows.view(-1), come, sent, inner, meter),
             meter,
@@ -153,31 +156,32 @@ class CopyGroups:
         return out
 
 
-@torch.no_grad()
 def state_of(
     channel: Channel,
     groups: CopyGroups,
-    copies: Iterable[Tensor] | None,
+    held: Callable[[], tuple[Iterable[Tensor] | None, bool]],
     device: torch.device,
-    is_sent: bool = False,
 ) -> State:
     """Return what has to be sent so that all nodes hold the same new copy; a collective.
 
     The same on all ranks. Says where nodes differ, as after somebody wrote into one of them.
 
     Args:
-        copies: what this rank holds of the old copy, 1-D contiguous; None: nothing that steps can
-            be taken from.
-        is_sent: whether the copy has this rank's share as it is now.
+        held: prepares what this rank is going to send, and returns what it holds of the old copy,
+            1-D contiguous, None: nothing that steps can be taken from; and whether that has its
+            share as it is now. Where it fails on one rank this raises on all of them.
     """
-    mine = torch.zeros(3, dtype=torch.int64, device=device)
-    if copies is not None:
-        mine[0], mine[1] = 1, int(is_sent)
-        for place, copy in enumerate(copies):
-            mine[2] += (2 * place + 1) * _digest(copy).to(device)  # odd: no difference is lost
-    meter = channel.meter(device)
-    states = gather_words(mine, channel.group(None), meter)
-    channel.state.ledger.record_extra((channel.dimension, "forward"), meter)
+
+    def words() -> Tensor:
+        mine = torch.zeros(3, dtype=torch.int64, device=device)
+        copies, is_sent = held()
+        if copies is not None:
+            mine[0], mine[1] = 1, int(is_sent)
+            for place, copy in enumerate(copies):
+                mine[2] += (2 * place + 1) * _digest(copy).to(device)  # odd: no difference is lost
+        return mine
+
+    states = words_of_all(channel, words, 3, device)
     if not all(ready for ready, _, _ in states):
         return "whole"
     width = groups.levels.width
@@ -202,6 +206,8 @@ def renew(
     native: tuple[int, torch.dtype],
 ) -> Tensor:
     """Return this rank's slice with the new values of all shares, (N, n); a collective.
+
+    A gate of the operation stands in front of each of its messages.
 
     Args:
         own: (n,) bf16, fp16 or uint8, the new values of this rank's share.
@@ -237,21 +243,20 @@ def gather_inside(
     slice_: Tensor,
     native: tuple[int, torch.dtype],
     was_renewed: bool,
-) -> Tensor:
-    """Return all shares, (W, n), from the slices of this node's ranks; a collective of the node.
+    out: Tensor,
+) -> None:
+    """Fill ``out`` (W, n) with all shares, from the slices of a node's ranks; a collective of it.
 
     ``native``: as for ``renew``, in a job that gathers over all ranks each time; ``was_renewed``:
     whether ``renew`` has counted the bytes between nodes of this gather.
     """
     levels, meter = groups.levels, channel.meter(slice_.device)
-    out = slice_.new_empty(groups.size, slice_.shape[1])
     flat, inner = slice_.contiguous().view(-1), levels.inner
     transfer(lambda: transport.all_gather(out.view(-1), flat, inner, meter), meter)
     raw = native_nbytes.all_gather_nbytes(*native, len(out))
     crossing = 0 if was_renewed else _crossing(groups, native)
     raw -= native_nbytes.all_gather_nbytes(*native, levels.nodes) if was_renewed else 0
     channel.record(meter, raw, "forward", crossing / raw)
-    return out
 
 
 def _crossing(groups: CopyGroups, native: tuple[int, torch.dtype]) -> int:
@@ -261,7 +266,7 @@ def _crossing(groups: CopyGroups, native: tuple[int, torch.dtype]) -> int:
 
 
 def _as_steps(values: Tensor) -> Tensor:
-    """Return 16-bit values whose steps can be encoded: bytes each as one, others as they are."""
+    """Return 16-bit values whose steps can be encoded: one for each byte, or ``values`` as is."""
     if values.dtype != torch.uint8:
         return values
     return values.to(torch.int16).add_(FIRST).view(torch.bfloat16)

@@ -36,7 +36,7 @@ from hybridcomp.channels.delta_references import (
     reference_of,
     rows_of,
 )
-from hybridcomp.channels.moves import AllGather
+from hybridcomp.channels.p2p_and_gather import AllGather
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle
 from hybridcomp.collectives.wire import POOL

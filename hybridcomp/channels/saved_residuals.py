@@ -33,7 +33,7 @@ class NodeStretch:
 
     offset: int
     values: Residual
-    index: int  # of this rank among those that hold it
+    index: int  # this rank's place among the ``count`` ranks that hold it
     count: int
 
     @property
@@ -98,7 +98,7 @@ def for_checkpoint(values: Residual) -> Any:
 
 
 def from_checkpoint(values: Any) -> Residual:
-    """Return the residual in a checkpoint, fp32 as it is there."""
+    """Return the residual in a checkpoint; fp32 residuals are the stored tensor itself."""
     return values if isinstance(values, Tensor) else QuantizedResidual.from_state(values)
 
 

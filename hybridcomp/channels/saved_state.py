@@ -26,7 +26,7 @@ from hybridcomp.autotune.verdicts import are_decisions
 from hybridcomp.channels import resharing
 from hybridcomp.channels.engine_channels import Channels
 from hybridcomp.channels.guard import are_trips
-from hybridcomp.channels.host_pace import is_pace
+from hybridcomp.channels.offload_tuner import is_pace
 from hybridcomp.channels.saved_residuals import are_residuals
 from hybridcomp.job import saved, small_messages
 

@@ -1,4 +1,4 @@
-"""Reduce-scatter: the sum of shards, each of which goes to the rank that it is for."""
+"""Reduce-scatter: sum shards over the ranks; each rank gets the sum of its own shard."""
 
 from __future__ import annotations
 

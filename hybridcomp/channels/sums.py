@@ -18,10 +18,10 @@ from torch import Tensor
 from hybridcomp import collectives
 from hybridcomp.channels import low_rank
 from hybridcomp.channels.channel import Channel, Handling, Message, R
+from hybridcomp.channels.deferred_residuals import DeferredResiduals
 from hybridcomp.channels.low_rank import Factored
 from hybridcomp.channels.pieces import Piece, borders, cut
 from hybridcomp.channels.replicated import UncompressedParams, stretches_of
-from hybridcomp.channels.withheld import Withheld
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.quantized_residual import Residual
 from hybridcomp.collectives import (
@@ -102,7 +102,7 @@ class AllReduce(Sum[Handle]):
         if handling.common and pieces is not None:
             exact = take_common(channel, [tensor], [pieces], known, meter)
         taken = self.taken()
-        kept = Withheld(taken) if taken and channel.error_feedback else None
+        kept = DeferredResiduals(taken) if taken and channel.error_feedback else None
         if codec.low_rank is not None:
             via, factors = Transfer(codec, known, meter), low_rank_of(channel, self.direction)
             if kept is not None and pieces is not None:

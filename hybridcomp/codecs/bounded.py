@@ -186,8 +186,8 @@ class Bounded(Codec):
         unit = " of the largest" if self.mode == "rel" else ""
         return f"error within {self.error_bound:g}{unit} in {self.segment} values: {listed}"
 
-    def shortfall(self, *, summed: bool) -> Shortfall | None:
-        """See ``Capabilities.shortfall``; ``auto`` and radix keep every bound."""
+    def unreachable_bound(self, *, summed: bool) -> Shortfall | None:
+        """See ``Capabilities.unreachable_bound``; ``auto`` and radix keep every bound."""
         if not self.choices:
             return None
         count = 2 if summed else 1

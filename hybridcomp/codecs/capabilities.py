@@ -48,7 +48,7 @@ class Capabilities:
     #: how many times longer than others' its rounds are, where long messages are cut into rounds:
     #: above 1 if each call has a constant cost
     round_scale: ClassVar[int] = 1
-    #: keeps a bound for whole collectives, whose messages are then cut at parameters' borders
+    #: keeps an error bound of whole collectives; their segments then end at parameters' borders
     bounded: ClassVar[bool] = False
     #: reduces gradients instead of encoding: for dp only, always with error feedback, without a
     #: bound, and its time is not measured
@@ -91,7 +91,7 @@ class Capabilities:
         """
         return 0
 
-    def shortfall(self, *, summed: bool) -> Shortfall | None:
+    def unreachable_bound(self, *, summed: bool) -> Shortfall | None:
         """Return why the bound cannot be kept even in fp32; None where it can, or there is none.
 
         ``summed``: messages are sums, so that a value may be quantized twice.

@@ -212,7 +212,7 @@ def families() -> tuple[str, ...]:
 
 
 def without_misfits(settings: Mapping[str, Any], written: Collection[str]) -> dict[str, Any]:
-    """Leave out settings of a codec that need others beside them, unless they were ``written``."""
+    """Drop settings that act only beside missing others, except those in ``written``."""
     codec = CODECS.get(settings.get("codec", ""))
     declared = () if codec is None else codec.settings
     misfits = {one.name for one in declared if not one.fits(settings)}.difference(written)

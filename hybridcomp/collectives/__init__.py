@@ -11,11 +11,16 @@ group, as ``wait()`` may post a second message.
 
 from __future__ import annotations
 
+from hybridcomp.collectives.all_gather_all_to_all import all_gather, all_to_all, gather_words
 from hybridcomp.collectives.all_reduce_plan import all_reduce_codecs
-from hybridcomp.collectives.moves import all_gather, all_to_all, gather_words
+from hybridcomp.collectives.all_reduction import all_reduce
+from hybridcomp.collectives.broadcast_reduce import (
+    broadcast,
+    broadcast_native,
+    reduce,
+    reduce_native,
+)
 from hybridcomp.collectives.owner_reduction import keep_to_owners, owner_hops, reduce_to_owners
-from hybridcomp.collectives.reductions import all_reduce
-from hybridcomp.collectives.rooted import broadcast, broadcast_native, reduce, reduce_native
 from hybridcomp.collectives.scatter_reduction import Shards, keep_shards, reduce_scatter
 from hybridcomp.collectives.send_recv import finish_sends, recv, send
 from hybridcomp.collectives.wire import (

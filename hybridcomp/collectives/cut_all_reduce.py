@@ -24,8 +24,8 @@ from hybridcomp.collectives.wire import (
     Reduction,
     Splits,
     Steps,
+    chained_gather,
     chunk_ranges,
-    relays,
     settle,
     show_overflow,
     stretches,
@@ -142,7 +142,7 @@ def cut_all_reduce(
         show_overflow(total, tensor.dtype)
         second.encode(plan.sent, total, payload)
     # 3
-    yield relays.all_gather(gathered, payload, group, meter)
+    yield chained_gather.all_gather(gathered, payload, group, meter)
     # 4
     with meter.coding():
         second.decode(plan.arriving, gathered, tensor)

@@ -24,8 +24,8 @@ from hybridcomp.collectives.wire import (
     Splits,
     Steps,
     Transfer,
+    chained_gather,
     chunk_ranges,
-    relays,
     transport,
 )
 
@@ -171,7 +171,7 @@ def fused_all_gather(
     with meter.coding():
         fused.encode(shard, numel, plan.slot, NO_CHUNK, payload)
     # 2
-    yield relays.all_gather(gathered, payload, group, meter)
+    yield chained_gather.all_gather(gathered, payload, group, meter)
     # 3
     with meter.coding():
         fused.decode(gathered, numel, plan.slot, out)

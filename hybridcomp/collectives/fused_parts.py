@@ -15,7 +15,15 @@ from torch import Tensor
 from hybridcomp.codecs.base import Codec, PlannedKernel
 from hybridcomp.codecs.launches import StretchTable
 from hybridcomp.collectives.fused import places_of, room_of
-from hybridcomp.collectives.wire import POOL, Splits, Steps, Transfer, relays, stretches, transport
+from hybridcomp.collectives.wire import (
+    POOL,
+    Splits,
+    Steps,
+    Transfer,
+    chained_gather,
+    stretches,
+    transport,
+)
 
 #: exchanges of unequal parts that are remembered; each has a row for every rank
 MOST_KNOWN = 64
@@ -49,7 +57,7 @@ def _planned_parts(
 def _parts_of(
     codec: Codec, dtype: torch.dtype, splits: Splits, me: int, device: torch.device
 ) -> tuple[StretchTable, Splits, int]:
-    """Return the parts for all ranks but ``me``, their payloads' bytes, and where that of it is."""
+    """Return the other ranks' parts, all payloads' bytes, and where the part of ``me`` begins."""
     nbytes = codec.wire_nbytes_of(splits.array, dtype)
     table, total, start = StretchTable.of_parts(splits.array, nbytes, me, device)
     return table, Splits(nbytes, total), start
@@ -110,7 +118,7 @@ def gather_parts(shard: Tensor, out: Tensor, kernel: PlannedKernel, via: Transfe
     with meter.coding():
         kernel.encode(parts, shard, payload)
     # 2
-    yield relays.all_gather(gathered, payload, group, meter)
+    yield chained_gather.all_gather(gathered, payload, group, meter)
     # 3
     with meter.coding():
         kernel.decode(parts, gathered, out, group.size, slot)

@@ -40,7 +40,7 @@ from hybridcomp.collectives.wire import (
 class Matrix:
     """A stretch of a flat tensor that is ``rows`` x ``columns`` values, row by row."""
 
-    key: str  # names it in the job, on all ranks alike
+    key: str  # name of the matrix, equal on all ranks
     start: int
     rows: int
     columns: int

@@ -27,7 +27,7 @@ from hybridcomp.collectives.wire import (
 
 @dataclass(frozen=True, eq=False)
 class AllGatherPlan:
-    """Plan by which a group gathers messages that are alike, on one level: by one of three ways.
+    """Cached plan of a single-level gather; one of ``fused``, ``parts``, ``rounds`` is used.
 
     Attributes:
         held: the codec of the gather, for the key.

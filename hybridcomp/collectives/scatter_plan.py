@@ -14,7 +14,7 @@ from hybridcomp.collectives.wire import Group, SummedPart, SumPlan, plan_sum, ro
 
 @dataclass(frozen=True, eq=False)
 class ReduceScatterPlan:
-    """Plan by which a group reduce-scatters messages that are alike, on one level.
+    """Cached plan of a single-level reduce-scatter of messages with equal shards.
 
     Attributes:
         held: the codec of the reduction, for the key.

@@ -34,6 +34,7 @@ from hybridcomp.config.hierarchy_level import (
     widths_of,
 )
 from hybridcomp.config.ledger import LedgerConfig
+from hybridcomp.config.memory_policy import MemoryPolicy
 from hybridcomp.config.policy import Limits, Policy, Rung
 from hybridcomp.config.presets import MEASURING, NATIVE, merged
 from hybridcomp.config.publish import PublishConfig
@@ -96,6 +97,9 @@ class CompressionConfig(DimensionFields):
     pipeline: AsyncPipelineConfig = Field(
         AsyncPipelineConfig(),
         description="DeepSpeed's pipeline without a flush after every batch; experimental.",
+    )
+    memory: MemoryPolicy = Field(
+        MemoryPolicy(), description="What DeepSpeed's ZeRO 3 keeps on the device and the host."
     )
     publish: PublishConfig | None = Field(
         None,
@@ -213,7 +217,8 @@ class CompressionConfig(DimensionFields):
     def others(self) -> bool:
         """Return whether a key that is no dimension does something."""
         waitless = self.pipeline.waitless
-        return bool(self.publish or self.gathered or self.generate or waitless)
+        others = self.publish or self.gathered or self.generate
+        return bool(others or waitless or self.memory.planned)
 
     @property
     def explicit(self) -> frozenset[Dimension]:
@@ -289,6 +294,8 @@ class CompressionConfig(DimensionFields):
         settings[f"{BLOCK}.ledger.every"] = self.ledger.every  # a report is a collective
         if self.pipeline.waitless:
             settings |= {f"{BLOCK}.pipeline.{key}": value for key, value in self.pipeline}
+        if self.memory.planned:
+            settings |= {f"{BLOCK}.memory.{key}": value for key, value in self.memory}
         if self.publish is not None:
             settings |= {f"{BLOCK}.publish.{key}": value for key, value in self.publish}
         if self.gathered is not None:

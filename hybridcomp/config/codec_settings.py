@@ -33,7 +33,7 @@ DIMENSION_KEYS = frozenset(
         "codec", "error_bound", "error_bound_mode", "segment", "guard", "ramp", "when",
         "error_feedback", "delta", "resync_every", "secondary", "frozen", "scatter_gather", "sums",
         "every", "islands", "decay", "outer", "fragments", "delay", "mix", "staleness", "preset",
-        "keep", "limit_gb",
+        "keep", "limit_gb", "states",
         *DIRECTIONS, *KINDS,
     }
 )  # fmt: skip
@@ -259,7 +259,7 @@ def _built(name: str, settings: Mapping[str, Any], at: Callable[[str], str]) -> 
     except CodecError as error:
         named = [key for key in settings if key in str(error)] or list(settings) or ["codec"]
         named.sort(key=str(error).find)  # what is wrong comes first
-        said = str(error).partition(", found ")[0]  # what was found stands in front already
+        said = str(error).partition(", found ")[0]  # ``problem`` states the found value itself
         raise problem(at(named[0]), settings.get(named[0], name), said) from None
 
 

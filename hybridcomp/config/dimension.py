@@ -89,7 +89,9 @@ class DimensionConfig(CodecSettings):
     @model_validator(mode="after")
     def _can_act(self) -> DimensionConfig:
         self._check_codecs()
-        ramps = [self.rungs_of(way) for way in self.ways]  # either may be wrong
+        ramps = [
+            self.rungs_of(way) for way in self.ways
+        ]  # raises if the settings of any direction are wrong
         if self.ramp is not None and not any(ramps):
             *first, last = movable()
             listed = f"{', '.join(first)} or {last}"

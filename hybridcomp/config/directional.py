@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import NoneType
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from hybridcomp.config.codec_settings import CodecSettings, build_codec
+from hybridcomp.config.codec_settings import NONE, CodecSettings, build_codec
 from hybridcomp.config.dimension import DimensionConfig, MeasuredConfig
 from hybridcomp.config.error_messages import problem
 from hybridcomp.dimensions import DIRECTIONS, KINDS, Direction
+
+#: codecs of files of optimizer states
+STATE_CODECS = ("expcode", "mpc")
 
 
 class DirectionConfig(CodecSettings):
@@ -17,11 +22,18 @@ class DirectionConfig(CodecSettings):
 
 
 class SplitConfig(DimensionConfig):
-    """A dimension whose directions, ``ways``, may each have settings of their own."""
+    """A dimension whose directions, ``ways``, may each have settings of their own.
+
+    Those of ``apart`` are native without.
+    """
+
+    apart: ClassVar[tuple[Direction, ...]] = ()
 
     def settings(self, direction: Direction) -> dict[str, Any]:
         """Return codec and codec settings of ``direction``, with its override."""
         override: DirectionConfig | None = getattr(self, direction)
+        if direction in self.apart:
+            return {"codec": NONE} if override is None else override.given()
         if override is None:
             return self.given()
         if override.codec is not None:
@@ -29,14 +41,16 @@ class SplitConfig(DimensionConfig):
         return {**self.given(), **override.given()}
 
     def _check_codecs(self) -> None:
-        overrides = [getattr(self, direction) for direction in self.ways]
-        *first, last = self.ways
+        ways = [direction for direction in self.ways if direction not in self.apart]
+        overrides = [getattr(self, direction) for direction in ways]
+        *first, last = ways
         every = f"{', '.join(first)} and {last} {'both' if len(first) == 1 else 'all'}"
         for name, found in self.given().items():
             if all(o is not None and (o.codec or name in o.given()) for o in overrides):
                 todo = f"never used: {every} name their codec or {name}; remove it"
                 raise problem(name, found, todo)
-        for direction, override in zip(self.ways, overrides, strict=True):
+        for direction in self.ways:
+            override = getattr(self, direction)
             own = set() if override is None else set(override.given())
             build_codec(self.settings(direction), direction, own)
 
@@ -100,7 +114,10 @@ class PipelineConfig(TensorConfig):
 
 
 class OffloadConfig(ActivationConfig):
-    """Copies between a device and its host (ZeRO-Offload)."""
+    """Copies between a device and its host (ZeRO-Offload), and files of states on NVMe."""
+
+    ways: ClassVar[tuple[Direction, ...]] = (*DIRECTIONS, "states")
+    apart: ClassVar[tuple[Direction, ...]] = ("states",)
 
     when: Literal["always", "auto"] = Field(
         "always",
@@ -121,6 +138,25 @@ class OffloadConfig(ActivationConfig):
     backward: DirectionConfig | None = Field(
         None, description="What differs for gradients, device to host."
     )
+    states: DirectionConfig | None = Field(
+        None,
+        description="ZeRO-Infinity (offload_optimizer.device nvme): the codec of files of "
+        "optimizer states, expcode or mpc. Each file is checked when it is read, and replaced "
+        "whole; master weights are encoded beside their bf16 parameters. Default: DeepSpeed's own "
+        "files.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _states_alone(cls, data: Any) -> Any:
+        """Take copies as native where a block names the codec of states and no other setting."""
+        states = data.get("states") if isinstance(data, Mapping) else None
+        if not isinstance(states, (str, Mapping, CodecSettings, NoneType)):
+            todo = 'expected expcode or mpc, or an object such as {"codec": "expcode"}'
+            raise problem("states", states, todo)
+        if isinstance(data, Mapping) and set(data) == {"states"}:
+            return {"codec": NONE, **data}
+        return data
 
     def agreed(self) -> dict[str, Any]:
         """Return what decides when a copy is made, and whether it is encoded."""
@@ -134,3 +170,7 @@ class OffloadConfig(ActivationConfig):
         if self.sums != "auto" and codecs["backward"] is None:
             todo = "native gradients are added up as DeepSpeed does; remove it, or name a codec"
             raise problem("sums", self.sums, todo)
+        states = self.codec_of("states")
+        if states is not None and states.name not in STATE_CODECS:
+            todo = f"optimizer states are kept without loss: {' or '.join(STATE_CODECS)}"
+            raise problem("states", states.spec, todo)

@@ -37,6 +37,8 @@ _OBJECTS: Mapping[str, Mapping[str, Any]] = {
     "pipeline": {"versions": 2},
     "ramp": {"from": 8, "steps": 1000},
     "outer": {"lr": 0.7, "momentum": 0.9},
+    "memory": {"policy": "planned"},
+    "generate": {"in_flight": 4},
 }
 
 

@@ -21,6 +21,8 @@ from hybridcomp.config.rank_messages import (
     REDUCED_EACH,
     RankMessages,
     buffer_nbytes,
+    copy_nbytes,
+    frozen_nbytes,
     node_sums_nbytes,
     reference_nbytes,
     residual_nbytes,
@@ -120,6 +122,9 @@ def _kept(
         found["sums of micro-batches"] = node_sums_nbytes(every)
     if state.references and ROWS[name].sends_deltas:
         found["references of deltas"] = reference_nbytes(sent)
+    if name == "zero" and config.zero.keeps_copy:
+        bits = None if config.zero.secondary == "exact" else 8
+        found["secondary copies"] = copy_nbytes(every, bits)
     return found
 
 
@@ -167,6 +172,24 @@ def meetings(config: CompressionConfig, share: int, islands: int) -> list[Memory
         each = FP32 * fragment if codec is None else codec.wire_nbytes(fragment, torch.float32)
         found.append(MemoryItem("messages of islands", at_once * islands * each, on_host=True))
     return found
+
+
+def frozen(
+    config: CompressionConfig, numels: Mapping[tuple[torch.dtype, bool], int]
+) -> list[MemoryItem]:
+    """Return the frozen weights that every rank keeps.
+
+    ``numels``: of values by dtype, and whether they are of vectors, which are kept exactly.
+    """
+    kept = config.zero.keeps_frozen
+    if kept is None or not config.enabled:
+        return []
+    nbytes = sum(
+        frozen_nbytes(numel, dtype, None if is_vector else kept.bits)
+        for (dtype, is_vector), numel in numels.items()
+    )
+    found = MemoryItem("frozen weights", nbytes, on_host=kept.on == "host")
+    return [found] if nbytes else []
 
 
 def published(config: CompressionConfig, share: int) -> list[MemoryItem]:

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.quantized_residual import BLOCK, nbytes_of
 from hybridcomp.codecs.residual_runs import LONGEST
@@ -22,6 +23,8 @@ MOST_GATHERED = 1 << 27
 Way = Literal["sum", "own", "scatter", "gather", "exchange", "send"]
 #: sums that upstream makes in every micro-batch of a step, at ZeRO 2 and 3 and under fully_shard
 REDUCED_EACH: tuple[Way, ...] = ("own", "scatter")
+#: bits of a weight by ``expcode``, of fp32 and of 16 bits: averages of trainings
+EXACT_BITS = (27.2, 11.2)
 #: bytes of a value in fp32, and its bits
 FP32, FULL = 4, 32
 
@@ -101,6 +104,30 @@ def reference_nbytes(messages: RankMessages) -> int:
     if not messages.copied:
         return 0
     return sum(-(-n // messages.ranks) for n in messages.numels) * messages.dtype.itemsize
+
+
+def copy_nbytes(messages: RankMessages, bits: int | None) -> int:
+    """Return the bytes of this rank's slice of its node's secondary copy of gathered parameters.
+
+    ``bits``: by ``blockint``; None: as they are. 0 in one level, where there is no node.
+    """
+    if messages.width == 1 or messages.how != "gather":
+        return 0
+    slices = [-(-numel // messages.width) for numel in messages.numels]
+    if bits is None:
+        return messages.dtype.itemsize * sum(slices)
+    codec = make_codec("blockint", bits=bits)
+    return sum(codec.wire_nbytes(numel, messages.dtype) for numel in slices)
+
+
+def frozen_nbytes(numel: int, dtype: torch.dtype, bits: int | None) -> int:
+    """Return the bytes of ``numel`` frozen values that a rank keeps: exactly, or in some bits.
+
+    Exact ones are as many as weights of trainings take (``EXACT_BITS``).
+    """
+    if bits is None:
+        return round(numel * EXACT_BITS[dtype != torch.float32] / 8)
+    return make_codec("blockint", bits=bits).wire_nbytes(numel, dtype)
 
 
 def node_sums_nbytes(messages: RankMessages) -> int:
@@ -188,7 +215,7 @@ def _between(messages: RankMessages, own: int, codec: Codec, bits: int) -> int:
         return exchanged
     if messages.fused(codec):
         return exchanged + gathered
-    in_residual = bits == FULL  # where the sums of a rank are made then
+    in_residual = bits == FULL  # a rank sums in the fp32 residual's memory then
     return max(exchanged, gathered) + FP32 * part * (not in_residual)
 
 

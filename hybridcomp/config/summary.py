@@ -102,6 +102,7 @@ def _encoded(config: CompressionConfig, name: Dimension) -> Iterator[str]:
     """Yield the lines of one dimension; none where it is native."""
     codecs = config.codecs()
     ways = {way: codecs[name, way] for way in ROWS[name].directions}
+    ways = {way: c for way, c in ways.items() if c is not None or way not in ROWS[name].apart}
     remark = getattr(config, name).remark
     if not config.active(name):
         return

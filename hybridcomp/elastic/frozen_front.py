@@ -113,10 +113,9 @@ class FrozenFront:
             by_depth.setdefault(0 if kept is None else kept.depth, []).append(place)
         rows: list[Tensor | None] = [None] * len(numbers)
         for start, places in sorted(by_depth.items()):
+            values: Sequence[Tensor]
             if start == depth and depth:
-                values: Sequence[Tensor] = [
-                    self._take(numbers[place], inputs.device) for place in places
-                ]
+                values = [self._take(numbers[place], inputs.device) for place in places]
                 self.hits += len(places)
             else:
                 values = self._run(start, depth, [numbers[p] for p in places], inputs[places])

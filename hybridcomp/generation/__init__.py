@@ -7,6 +7,10 @@ requests      which sequences the next pass has
 frames        messages between stages
 flight        batches in flight through all stages
 generating    all of it on the ranks of an engine
+tree          candidates of a draft, and the path that was right
+draft         a small model that guesses, with or without a look at the target's keys
+drafting      a picker that verifies what it guesses
+draft_training  a picker that trains drafts
 gathered      all weights of a model whose ranks hold shares, in few messages
 rolling_out   a model that computes with them, and is put back as it was
 """

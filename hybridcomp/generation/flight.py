@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from hybridcomp.channels import Channels, Posted, PostReceive, PostSend
 from hybridcomp.collectives import Group
-from hybridcomp.generation.frames import ENDS_S, HopFrame, Incoming, Outgoing
+from hybridcomp.generation.frames import HopFrame, Incoming, Outgoing
 from hybridcomp.generation.past import PackedPass
 from hybridcomp.generation.picking import Picked, Picker
 from hybridcomp.generation.requests import Requests
@@ -107,7 +107,8 @@ class Flight:
         self._alone = group.size == 1
         if not self._alone:
             self._incoming = Incoming(self._before, group, requests.slots, room)
-            self._outgoing = Outgoing(self._after, group, requests.slots, room)
+            extra = partial(hops.channels.ledger.record_extra, ("pp", "forward"))
+            self._outgoing = Outgoing(self._after, group, requests.slots, room, extra)
 
     def __enter__(self) -> Flight:
         return self
@@ -122,7 +123,7 @@ class Flight:
         if self._alone:
             return
         self._outgoing.close(failed=error is not None)
-        self._incoming.close(None if error is None else ENDS_S)
+        self._incoming.close(failed=error is not None)
 
     def run(self, picker: Picker) -> None:
         """Answer all prompts, on the first stage; elsewhere run all that comes until the end."""
@@ -142,7 +143,8 @@ class Flight:
             if not waiting:
                 slot = under_way.popleft()
                 said = self._incoming.take().said
-                assert said is not None, "the last stage ends after the first"
+                if said is None:
+                    return  # the last stage has failed: the gate of the next message says why
                 requests.take(slot, [_picked(one) for one in said["picked"]])
                 waiting.append(slot)
             slot = waiting.popleft()

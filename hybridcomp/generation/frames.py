@@ -11,9 +11,11 @@ import contextlib
 import json
 import queue
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,9 +23,12 @@ from torch.distributed import Work
 
 from hybridcomp.collectives import Group, Meter
 from hybridcomp.collectives.wire import transport
+from hybridcomp.errors import PeerError
 from hybridcomp.job.agreement import LOOK_S
 from hybridcomp.job.gates import check_failed
 
+#: the operation, and the key of the block, in messages
+KEY = "generate"
 #: payloads begin at multiples of this
 ALIGNED = 16
 #: seconds that a rank gives its neighbour to end, after a failure
@@ -40,7 +45,7 @@ class HopFrame:
     def packed(self) -> Tensor:
         """Return the frame as one uint8 tensor on the CPU."""
         said = self.said and {**self.said, "nbytes": self.payload.numel()}
-        text = json.dumps(said).encode()
+        text = json.dumps(said, separators=(",", ":")).encode()
         text = len(text).to_bytes(8, "little") + text
         text += b" " * (-len(text) % ALIGNED)
         head = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -55,15 +60,20 @@ class HopFrame:
         return cls(said, received[start:])
 
 
-END = HopFrame(None, torch.empty(0, dtype=torch.uint8))
+#: the last frames of a link: after the last pass, and after a failure
+END, FAILED = (HopFrame(said, torch.empty(0, dtype=torch.uint8)) for said in (None, False))
 
 
 class Outgoing:
     """Frames to the global rank ``to``; sends return at once."""
 
-    def __init__(self, to: int, group: Group, ahead: int, nbytes: int) -> None:
+    def __init__(
+        self, to: int, group: Group, ahead: int, nbytes: int, extra: Callable[[Meter], object]
+    ) -> None:
+        """Send to ``to``; ``extra`` counts the bytes of headers and of what stages tell."""
         self._to, self._group, self._ahead, self._nbytes = to, group, ahead, nbytes
         self._sent: deque[tuple[Work, Tensor]] = deque()
+        self._extra = extra
 
     def send(self, frame: HopFrame) -> None:
         """Post a frame. No more than ``ahead`` are under way, as many as the neighbour awaits."""
@@ -71,16 +81,21 @@ class Outgoing:
         assert message.numel() <= self._nbytes, "room was computed for the largest pass"
         if len(self._sent) >= self._ahead:
             self._sent.popleft()[0].wait()
+        self._post(message, message.numel() - frame.payload.numel())
+
+    def _post(self, message: Tensor, extra: int) -> None:
+        meter = Meter()
         work = transport.send(message, self._to, self._group, Meter())
         self._sent.append((work, message))
+        meter.sent(extra)
+        self._extra(meter)
 
     def close(self, failed: bool) -> None:
         """Meet the receives that the neighbour has posted ahead; wait unless something failed."""
         with contextlib.suppress(*([RuntimeError] if failed else [])):  # the neighbour has gone
             for _ in range(self._ahead):
-                message = END.packed()
-                work = transport.send(message, self._to, self._group, Meter())
-                self._sent.append((work, message))
+                message = (FAILED if failed else END).packed()
+                self._post(message, message.numel())
         while self._sent and not failed:
             self._sent.popleft()[0].wait()
 
@@ -88,9 +103,13 @@ class Outgoing:
 class Incoming:
     """Frames from the global rank ``source``, of at most ``nbytes`` each."""
 
+    _left: ClassVar[list[threading.Thread]] = []  # readers of links that have failed
+
     def __init__(self, source: int, group: Group, ahead: int, nbytes: int) -> None:
         self._source, self._group = source, group
         self._found: queue.SimpleQueue[HopFrame | Exception] = queue.SimpleQueue()
+        while self._left:
+            self._left.pop().join(ENDS_S)
         rooms = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(ahead)]
         self._posted = deque((self._post(room), room) for room in rooms)
         self._thread = threading.Thread(target=self._read, daemon=True, name="hybridcomp frames")
@@ -105,7 +124,7 @@ class Incoming:
                 work, room = self._posted.popleft()
                 work.wait()
                 frame = HopFrame.unpacked(room)
-                if frame.said is not None:
+                if frame.said:
                     length = frame.said["nbytes"]
                     frame = HopFrame(frame.said, frame.payload[:length].clone())
                     self._posted.append((self._post(room), room))
@@ -124,8 +143,17 @@ class Incoming:
             if isinstance(found, Exception):
                 check_failed()
                 raise found
-            return found
+            if found.said is not False:
+                return found
+            until = time.monotonic() + ENDS_S
+            while time.monotonic() < until:  # until the failed rank has said why
+                check_failed()
+                time.sleep(0.02)
+            raise PeerError(f"{KEY}: rank {self._source} has failed")
 
-    def close(self, seconds: float | None = None) -> None:
-        """Wait until the neighbour has met all receives; ``seconds``: at most."""
-        self._thread.join(seconds)
+    def close(self, failed: bool) -> None:
+        """Wait until the neighbour has met all receives; after a failure the next link waits."""
+        if failed:
+            self._left.append(self._thread)
+        else:
+            self._thread.join()

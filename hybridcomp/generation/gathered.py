@@ -25,7 +25,7 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.expcode import ExpCode
 from hybridcomp.codecs.stepcode import STEP_DTYPES
 from hybridcomp.collectives import Group, Meter, Transfer, native_nbytes
-from hybridcomp.collectives.topology import discover, ranks_of
+from hybridcomp.collectives.topology import discover
 from hybridcomp.collectives.wire import transfer, transport
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import Shown
@@ -89,9 +89,15 @@ class CutWeight:
 
 @dataclass(eq=False)
 class _Bucket:
-    """Weights that are gathered by one message, and what is kept of them."""
+    """Weights of one dtype and group that are gathered by one message.
+
+    Attributes:
+        codec: None: natively.
+        kept: of the last gather, where steps are sent.
+    """
 
     weights: list[CutWeight] = field(default_factory=list)
+    codec: Codec | None = None
     kept: KeptSlice | KeptRows | None = None
 
     @property
@@ -104,13 +110,17 @@ class _Bucket:
         return self.weights[0].group
 
     @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.weights[0].dtype
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of all shares."""
-        return self.numel * dist.get_world_size(self.group) * self.dtype.itemsize
+        return self.numel * self.size * self.dtype.itemsize
 
 
 class WeightGather:
@@ -136,14 +146,13 @@ class WeightGather:
             settings: None: natively.
             whole_job: whether all ranks of the job make one, and not those of an island alone.
         """
-        self.weights, self.device = list(weights), device
-        self.settings = settings if channel is not None else None
-        self.channel = channel
-        codec = None if self.settings is None else self.settings.codec_of()
-        self._codec: Codec | None = codec
-        asks = codec is not None and channel is not None and whole_job
-        self._nodes = _nodes_of(channel) if asks and channel is not None else None
+        self.weights, self.device, self.channel = list(weights), device, channel
+        self._settings = settings or GatheredConfig(codec="none")
+        codec = None if channel is None else self._settings.codec_of()
+        self._nodes = None if codec is None or not whole_job else _nodes_of(channel)
         self._buckets = list(_buckets(self.weights, codec is not None and not codec.lossless))
+        for bucket in self._buckets:
+            bucket.codec = _codec_for(bucket, codec, channel)
 
     def matches(self, weights: Sequence[CutWeight]) -> bool:
         """Return whether ``weights`` are those of this gather, by name, shape, dtype and group."""
@@ -157,38 +166,30 @@ class WeightGather:
     @property
     def kept_nbytes(self) -> int:
         """Return the bytes that this rank keeps between two gathers, once there was one."""
-        found = 0
-        for bucket in self._buckets:
-            if self._steps(bucket):
-                ranks = dist.get_world_size(bucket.group)
-                found += bucket.nbytes // (ranks // self._shares(bucket))
-        return found
+        steps = [one for one in self._buckets if one.codec is not None and one.codec.references]
+        widths = [1 if (n := self._over_nodes(one)) is None else n.levels.width for one in steps]
+        return sum(one.nbytes // width for one, width in zip(steps, widths, strict=True))
 
     def check(self, free: int) -> None:
         """Raise ConfigError where this rank has no memory for the weights.
 
         ``free``: bytes that are free on the device now.
         """
-        asked = None if self.settings is None else self.settings.limit_gb
+        asked = self._settings.limit_gb
         buffers = max((BUFFERS * bucket.nbytes for bucket in self._buckets), default=0)
-        needed, kept = self.nbytes + buffers, self._unkept_nbytes()
+        is_new = not any(bucket.kept for bucket in self._buckets)
+        kept = self.kept_nbytes if is_new and self._settings.keep == "device" else 0
+        needed = self.nbytes + buffers + kept
         limit = free if asked is None else min(free, int(asked * 1e9))
-        if needed + kept <= limit:
+        if needed <= limit:
             return
-        parts = f"{size(self.nbytes)} of weights, {size(buffers)} of buffers"
-        parts += f" and {size(kept)} kept for the next gather" if kept else ""
         which = "free" if limit == free else f"allowed by {KEY}.limit_gb"
         todo = (
-            f"a roll-out with all weights on every rank needs {parts}, and {size(limit)} are "
-            f"{which}; sample from an engine that hybridcomp.publish feeds"
+            f"a roll-out with all weights on every rank needs {size(self.nbytes)} of weights, "
+            f"{size(buffers)} of buffers and {size(kept)} kept for the next gather, and "
+            f"{size(limit)} are {which}; sample from an engine that hybridcomp.publish feeds"
         )
-        raise ConfigError(KEY, Shown(f"{size(needed + kept)} needed"), todo)
-
-    def _unkept_nbytes(self) -> int:
-        """Return the bytes on the device that the next gather keeps beside those kept already."""
-        if self.settings is None or self.settings.keep == "host":
-            return 0
-        return 0 if any(bucket.kept is not None for bucket in self._buckets) else self.kept_nbytes
+        raise ConfigError(KEY, Shown(f"{size(needed)} needed"), todo)
 
     @torch.no_grad()
     def gather(self) -> list[Tensor]:
@@ -200,10 +201,9 @@ class WeightGather:
             for weight, part in zip(bucket.weights, parts, strict=True):
                 found[id(weight)] = weight.whole_of(part)
         if kept := self.kept_nbytes:
-            assert self.settings is not None, "steps"
             say_once(
                 f"gathered: {size(self.nbytes)} of weights on every rank; each keeps {size(kept)} "
-                f"on the {self.settings.keep} to send only what changes until the next gather"
+                f"on the {self._settings.keep} to send only what changes until the next gather"
             )
         return [found[id(weight)] for weight in self.weights]
 
@@ -214,44 +214,20 @@ class WeightGather:
 
     def _rows(self, bucket: _Bucket, own: Tensor) -> Tensor:
         """Return all ranks' shares of a bucket, (W, n)."""
-        channel, codec = self.channel, self._codec
-        small = channel is not None and bucket.nbytes < channel.state.config.min_bytes
-        if channel is None or codec is None or small or dist.get_world_size(bucket.group) == 1:
-            return self._native(bucket, own)
-        if not codec.lossless and len(bucket.weights[0].shape) < 2:
-            codec = ExpCode()  # norms and biases: few bytes, and errors in them cost the most
-        if codec.references and own.dtype not in STEP_DTYPES:
-            codec = ExpCode()
-            kind = str(own.dtype).removeprefix("torch.")
-            say_once(f"gathered: weights of {kind} have no 16 bits; they are sent whole by expcode")
-        if not codec.takes(own.dtype):
+        channel, codec, nodes = self.channel, bucket.codec, self._over_nodes(bucket)
+        if channel is None or codec is None:
             return self._native(bucket, own)
         if not codec.references:
-            return self._whole(bucket, own, channel, codec)
+            return _whole(bucket, own, channel, codec, nodes)
+        if bucket.kept is None:
+            on_host = self._settings.keep == "host"
+            bucket.kept = (
+                KeptRows(channel, bucket.group, on_host) if nodes is None
+                else KeptSlice(channel, nodes, on_host)
+            )  # fmt: skip
         if isinstance(bucket.kept, KeptRows):
             return bucket.kept.gather(own)
-        on_host = self.settings is not None and self.settings.keep == "host"
-        if bucket.kept is None and (nodes := self._over_nodes(bucket)) is None:
-            bucket.kept = KeptRows(channel, bucket.group, on_host)
-            return bucket.kept.gather(own)
-        if bucket.kept is None:
-            assert nodes is not None
-            bucket.kept = KeptSlice(channel, nodes, on_host)
-        return bucket.kept.gather(own, (own.numel(), own.dtype))
-
-    def _whole(self, bucket: _Bucket, own: Tensor, channel: Channel, codec: Codec) -> Tensor:
-        """Gather encoded, between nodes alone where the group has several of several ranks."""
-        nodes, group = self._over_nodes(bucket), channel.group(bucket.group)
-        if nodes is not None:
-            group = nodes.nodes.group(None, two_levels=True)
-        meter = channel.meter(own.device)
-        out = own.new_empty(group.size, own.numel())
-        cuts = list(accumulate(weight.numel for weight in bucket.weights))[:-1]
-        via = Transfer(codec, group, meter, () if codec.lossless else cuts)
-        collectives.all_gather(own, out.view(-1), via).wait()
-        raw = native_nbytes.all_gather_nbytes(own.numel(), own.dtype, group.size)
-        channel.record(meter, raw, "forward", group.ring)
-        return out
+        return bucket.kept.gather(lambda: own, (own.numel(), own.dtype), own.device)
 
     def _native(self, bucket: _Bucket, own: Tensor) -> Tensor:
         group, meter = Group.of(bucket.group), Meter(where="gathered weights")
@@ -263,26 +239,43 @@ class WeightGather:
 
     def _over_nodes(self, bucket: _Bucket) -> CopyGroups | None:
         """Return the grid of nodes that a bucket's shares lie on; None: they cover no such grid."""
-        nodes = self._nodes
-        return nodes if nodes and len(ranks_of(bucket.group)) == nodes.size else None
-
-    def _steps(self, bucket: _Bucket) -> bool:
-        """Return whether a bucket is sent as steps."""
-        codec, channel = self._codec, self.channel
-        if codec is None or channel is None or not codec.references:
-            return False
-        least = channel.state.config.min_bytes
-        many = dist.get_world_size(bucket.group) > 1
-        return many and bucket.dtype in STEP_DTYPES and bucket.nbytes >= least
-
-    def _shares(self, bucket: _Bucket) -> int:
-        """Return how many ranks' shares of a bucket this rank keeps."""
-        nodes = self._over_nodes(bucket)
-        return dist.get_world_size(bucket.group) if nodes is None else nodes.levels.nodes
+        return self._nodes if self._nodes and bucket.size == self._nodes.size else None
 
 
-def _nodes_of(channel: Channel) -> CopyGroups | None:
+def _codec_for(bucket: _Bucket, codec: Codec | None, channel: Channel | None) -> Codec | None:
+    """Return the codec of a bucket's message, ``codec`` or what takes its place; None: native."""
+    if codec is None or channel is None or bucket.size == 1:
+        return None
+    if bucket.nbytes < channel.state.config.min_bytes:
+        return None
+    if codec.references and bucket.dtype not in STEP_DTYPES:
+        kind = str(bucket.dtype).removeprefix("torch.")
+        say_once(f"gathered: weights of {kind} have no 16 bits; they are sent whole by expcode")
+        codec = ExpCode()
+    if not codec.lossless and len(bucket.weights[0].shape) < 2:
+        codec = ExpCode()  # norms and biases: few bytes, and errors in them cost the most
+    return codec if codec.takes(bucket.dtype) else None
+
+
+def _whole(
+    bucket: _Bucket, own: Tensor, channel: Channel, codec: Codec, nodes: CopyGroups | None
+) -> Tensor:
+    """Gather encoded, between nodes alone where the group has several of several ranks."""
+    group, meter = channel.group(bucket.group), channel.meter(own.device)
+    if nodes is not None:
+        group = nodes.nodes.group(None, two_levels=True)
+    out = own.new_empty(group.size, own.numel())
+    cuts = list(accumulate(weight.numel for weight in bucket.weights))[:-1]
+    via = Transfer(codec, group, meter, () if codec.lossless else cuts)
+    collectives.all_gather(own, out.view(-1), via).wait()
+    raw = native_nbytes.all_gather_nbytes(own.numel(), own.dtype, group.size)
+    channel.record(meter, raw, "forward", group.ring)
+    return out
+
+
+def _nodes_of(channel: Channel | None) -> CopyGroups | None:
     """Return the job's ranks by node; None where nodes are not alike, or have one rank."""
+    assert channel is not None, "a codec of a block"
     config = channel.state.config
     nodes = discover("auto" if config.hierarchy == "none" else config.widths)
     try:

@@ -21,15 +21,13 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.config.generation import GenerateConfig
 from hybridcomp.errors import AgreementError, ConfigError
 from hybridcomp.generation.flight import Flight, GenerationFigures, Hops
+from hybridcomp.generation.frames import KEY
 from hybridcomp.generation.past import KeyStore
-from hybridcomp.generation.picking import Picker, Sampling
+from hybridcomp.generation.picking import Picker, Sampling, StageReader
 from hybridcomp.generation.requests import Requests
 from hybridcomp.generation.stage_runner import StageRunner
 from hybridcomp.job import agreement, peer_liveness, small_messages
 from hybridcomp.job.together import together
-
-#: the operation, and the key of the block, in messages
-KEY = "generate"
 
 
 @dataclass(frozen=True)
@@ -89,6 +87,7 @@ def answer(
     tokenizer: int | None = None,
     picker: Picker | None = None,
     tree: int = 1,
+    wants: int = 1,
     figures: GenerationFigures | None = None,
 ) -> list[list[int]]:
     """Answer ``prompts``; every rank of the job calls it, those of a replica with equal arguments.
@@ -100,6 +99,7 @@ def answer(
         tokenizer: number of its tokens, compared with the logits; None: not compared.
         picker: decides in the place of ``sampling``, which then only says where answers stop.
         tree: most tokens that ``picker`` asks for of a sequence in one pass.
+        wants: of how many of a prompt's last tokens ``picker`` gets logits.
 
     Raises on every rank ConfigError, or PeerError that names the rank that has failed.
     """
@@ -107,33 +107,42 @@ def answer(
         try:
             return _answered(
                 stage, prompts, tokens, sampling, in_flight, tokenizer, picker or sampling, tree,
-                figures or GenerationFigures(),
+                wants, figures or GenerationFigures(),
             )  # fmt: skip
         except (RuntimeError, OSError) as problem:
             lost = peer_liveness.lost(problem, KEY)
             if lost is None:
                 raise
+            lost.names_rank = True
             raise lost from problem
 
 
 def _answered(
     stage: GeneratingStage, prompts: Sequence[Sequence[int]], tokens: int, sampling: Sampling,
     in_flight: int | None, tokenizer: int | None, picker: Picker, tree: int,
-    figures: GenerationFigures,
+    wants: int, figures: GenerationFigures,
 ) -> list[list[int]]:  # fmt: skip
     settings, line = stage.settings, Group.of(stage.group)
-    _check(prompts, tokens, settings.room)
-    _agree(stage, [prompts, tokens, repr(sampling), in_flight, tree])
+    _check(prompts, tokens, settings.room, in_flight)
+    _agree(stage, [prompts, tokens, repr(sampling), in_flight, tree, wants])
     asked = settings.in_flight if in_flight is None else in_flight
     slots = (2 * line.size if line.size > 1 else 1) if asked == "auto" else asked
     requests = Requests(
-        prompts, tokens, sampling.stops, batch=settings.batch, slots=slots, tree=tree
+        prompts,
+        tokens,
+        sampling.stops,
+        batch=settings.batch,
+        slots=slots,
+        tree=tree,
+        wants=wants,
     )
     with stage.prepared() as channels:
         runner = StageRunner(
             stage.layers, KeyStore(settings.room + tree), stage.device, is_first=line.rank == 0,
             is_last=line.rank == line.size - 1, whole=_whole(stage, channels),
         )  # fmt: skip
+        if isinstance(picker, StageReader):
+            picker.begin(runner)
         width, dtype, vocabulary = _tried(runner, line)
         _check_ids(prompts, vocabulary, tokenizer)
         parts = stage.tensor if width % (stage.tensor.size() if stage.tensor else 1) == 0 else None
@@ -146,11 +155,13 @@ def _answered(
     return found
 
 
-def _check(prompts: Sequence[Sequence[int]], tokens: int, room: int) -> None:
+def _check(prompts: Sequence[Sequence[int]], tokens: int, room: int, in_flight: int | None) -> None:
     """Raise ConfigError for prompts or lengths that cannot be answered."""
     if not prompts or tokens < 1:
         found = Shown(f"{len(prompts)} prompts and answers of {tokens} tokens")
         raise ConfigError(KEY, found, "expected at least one prompt and one token")
+    if in_flight is not None and in_flight < 1:
+        raise ConfigError(f"{KEY}: in_flight", in_flight, "expected at least one batch")
     for number, prompt in enumerate(prompts):
         if not len(prompt):
             raise ConfigError(

@@ -68,17 +68,19 @@ class PackedPass:
         return [at for stop, part in ends for at in range(stop - part.wants, stop)]
 
     def as_json(self) -> dict[str, Any]:
-        """Return what ``from_json`` takes."""
-        return asdict(self)
+        """Return what ``from_json`` takes, short: most passes have one token a part."""
+        parts = [list(asdict(part).values()) for part in self.parts]
+        plain = list(asdict(SequencePart(0, ())).values())
+        for part in parts:
+            while part[-1] == plain[len(part) - 1]:
+                part.pop()
+        return {"parts": parts, "ended": self.ended}
 
     @classmethod
     def from_json(cls, said: dict[str, Any]) -> PackedPass:
         """Return the pass that ``as_json`` has described."""
-        parts = []
-        for one in said["parts"]:
-            lists = {k: tuple(v) if isinstance(v, list) else v for k, v in one.items()}
-            parts.append(SequencePart(**cast(Any, lists)))
-        return cls(tuple(parts), tuple(said["ended"]))
+        lists = [[tuple(v) if isinstance(v, list) else v for v in one] for one in said["parts"]]
+        return cls(tuple(SequencePart(*cast(Any, one)) for one in lists), tuple(said["ended"]))
 
 
 class KeyStore:
@@ -145,6 +147,11 @@ class KeyStore:
             kept[:, start:stop] = new
         return [kept[:, :stop] for kept in held]
 
+    @property
+    def layers(self) -> list[Hashable]:
+        """Return the layers that hold keys, in their order; none before the first pass."""
+        return next((list(held) for held in self._held.values() if held), [])
+
     def of(self, sequence: int, layer: Hashable) -> tuple[Tensor, Tensor]:
         """Return keys and values held of a sequence by a layer, (H, length, D) each, as views."""
         length = self.lengths[sequence]
@@ -155,8 +162,8 @@ class KeyStore:
 class PackedPast:
     """What layers see in one pass: positions of its tokens, and attention to what each may see.
 
-    Has ``positions``, ``room`` and ``attend`` as ``hybridcomp.nn.slices.Past`` has them, so that a
-    layer that uses these trains in slices and generates.
+    Has ``positions``, ``room`` and ``attend`` as ``hybridcomp.nn.slices.KVCache`` has them, so a
+    layer that uses these both trains in slices and generates.
     """
 
     def __init__(self, store: KeyStore, passed: PackedPass, device: torch.device) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -39,6 +39,14 @@ class Picker(Protocol):
     """
 
     def __call__(self, passed: PackedPass, logits: Tensor) -> list[Picked]: ...
+
+
+@runtime_checkable
+class StageReader(Protocol):
+    """A picker that reads the keys and values of its stage, too."""
+
+    def begin(self, runner: Any) -> None:
+        """Take the ``StageRunner`` of the last stage, before its first pass."""
 
 
 @dataclass(frozen=True)

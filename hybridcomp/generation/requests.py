@@ -27,18 +27,20 @@ class Requests:
 
     def __init__(
         self, prompts: Sequence[Sequence[int]], tokens: int, stops: Stops,
-        *, batch: int, slots: int, tree: int = 1,
+        *, batch: int, slots: int, tree: int = 1, wants: int = 1,
     ) -> None:  # fmt: skip
         """Ask for ``tokens`` tokens for each of ``prompts``.
 
         ``stops``: says of an answer with new tokens from an index on how many of its tokens stay
         where it has ended, None where it goes on. ``batch``: sequences of a slot. ``tree``: most
-        tokens of a sequence in a pass behind its prompt.
+        tokens of a sequence in a pass behind its prompt. ``wants``: of how many of the last tokens
+        of a prompt logits are wanted.
         """
         self.answers: list[list[int]] = [[] for _ in prompts]
         self.slots = min(slots, -(-len(prompts) // batch))
         self.most = max([JOINED, batch * tree, *map(len, prompts)])
         self._prompts, self._tokens, self._stops, self._batch = prompts, tokens, stops, batch
+        self._wants = wants
         self._waiting = deque(range(len(prompts)))
         self._live: list[dict[int, SequencePart]] = [{} for _ in range(self.slots)]
         self._ended: list[int] = []
@@ -52,7 +54,8 @@ class Requests:
             if live and count + len(prompts[first]) > self.most:
                 break
             count += len(prompts[first])
-            live[first] = SequencePart(self._waiting.popleft(), tuple(prompts[first]))
+            live[first] = SequencePart(first, tuple(prompts[first]), wants=self._wants)
+            self._waiting.popleft()
         ended, self._ended = self._ended, []
         if not live:
             self._ended = ended

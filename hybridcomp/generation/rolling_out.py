@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -96,15 +95,13 @@ def without_hooks(handles: Iterable[Any], undo: ExitStack) -> None:
     for handle in handles:
         hooks = handle.hooks_dict_ref()
         if hooks is not None and handle.id in hooks:
-            undo.callback(_restore, hooks, list(hooks), handle.id, hooks.pop(handle.id))
+            undo.callback(_restore, hooks, dict(hooks), handle.id)
+            del hooks[handle.id]
 
 
-def _restore(hooks: OrderedDict[int, Any], order: list[int], key: int, hook: Any) -> None:
-    """Put one hook back before those that came after it."""
-    hooks[key] = hook
-    for later in order[order.index(key) + 1 :]:
-        if later in hooks:
-            hooks.move_to_end(later)
-    known = set(order)
-    for new in [other for other in hooks if other not in known]:  # registered meanwhile
-        hooks.move_to_end(new)
+def _restore(hooks: dict[int, Any], before: dict[int, Any], key: int) -> None:
+    """Put one hook back to its place among those that are still there, and new ones behind."""
+    now = dict(hooks)
+    there = {other: hook for other, hook in before.items() if other == key or other in now}
+    hooks.clear()
+    hooks.update({**there, **now})

@@ -217,7 +217,7 @@ class Follower:
         held = self._loaded
         if held.version is None or not self.verify:
             return
-        if held.prints is None:  # ``verify`` was off when it was loaded: from now on
+        if held.prints is None:  # loaded with ``verify`` off: take prints for the next call
             self.settle()
             return
         odd = differing(held.prints, fingerprints(self._engine.weights()))

@@ -16,7 +16,7 @@ from hybridcomp.inference.checks import refuse_quantized
 from hybridcomp.inference.follower import Follower, Patched
 from hybridcomp.publishing import WeightReceiver
 
-#: weights that a sender may have, beside twice those of the module
+#: a sender may have this many weights more than twice those of the module
 SPARE_WEIGHTS = 1 << 20
 
 

@@ -37,7 +37,7 @@ PATIENCE = 0.9
 #: advice about ranks that are silent
 ALIKE = "start every rank with {start}, or call hybridcomp.install() in every one"
 
-#: rounds so far outside of operations among the ranks of a part of the job; None: all ranks
+#: ranks of a part of the job (None: all) -> their rounds so far outside of operations
 _rounds: Counter[Ranks | None] = Counter()
 #: the last round among the ranks of a part, which the next one forgets
 _last: dict[Ranks | None, StatementRound] = {}
@@ -164,7 +164,7 @@ def _await_all(this: StatementRound, what: str) -> None:
         _check_peers(this, what)
         silent = notices.seconds
         if silent > patience:
-            if missing := this.unheard():
+            if missing := this.missing_ranks():
                 raise AgreementError(
                     f"{what}: rank(s) {_ranks(missing)} never stated theirs, in {silent:.0f} s; "
                     f"{ALIKE.format(start=start_command())}"
@@ -176,7 +176,7 @@ def _await_all(this: StatementRound, what: str) -> None:
 
 def _complain(this: StatementRound, what: str, silent: float, patience: float) -> None:
     """Name the ranks that are missing, on the one rank that does."""
-    missing = this.unheard()
+    missing = this.missing_ranks()
     if not missing:
         this.collect()
         return

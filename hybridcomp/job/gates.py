@@ -48,6 +48,10 @@ class Operation(ABC):
     def fail(self, problem: BaseException) -> None:
         """Tell the others of a failure of this rank."""
 
+    @abstractmethod
+    def told_before(self, problem: BaseException) -> Exception | None:
+        """Return the failure of another rank that ``problem`` follows from, if one was told."""
+
 
 class _Here(threading.local):
     """The operation that a thread is in, if any; a thread beside the training is in none."""

@@ -7,9 +7,12 @@ training goes through ``collectives/wire/transport.py``: that counts it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -17,6 +20,8 @@ from torch.distributed import ProcessGroup
 from hybridcomp.job.gates import gate
 
 T = TypeVar("T")
+#: of a message that no rank sends
+TAG_OF_NONE = int.from_bytes(b"none", "big") >> 1
 
 
 def total(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -80,3 +85,21 @@ def wait_for_all(group: ProcessGroup | None = None) -> None:
     """Return once all ranks have called this."""
     gate(group)
     dist.barrier(group)
+
+
+def cut_off(group: ProcessGroup) -> None:
+    """Close this rank's connections in ``group``: whoever waits there for this rank fails at once.
+
+    Nothing can be sent in it any more. Over gloo a receive that is not given time closes them,
+    which ``abort`` does not; over NCCL ``abort`` does.
+    """
+    others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+    with contextlib.suppress(RuntimeError, AttributeError, dist.DistError):
+        if "gloo" in dist.get_backend_config(group) and others:
+            nothing = torch.empty(1)
+            work = dist.irecv(nothing, others[0], group=group, tag=TAG_OF_NONE)
+            assert work is not None, "this rank is in the group"
+            work.wait(timedelta(milliseconds=1))
+    with contextlib.suppress(RuntimeError, AttributeError, dist.DistError):
+        if "nccl" in dist.get_backend_config(group):
+            group.abort()

@@ -87,7 +87,7 @@ class StatementRound:
         """Return whether ``rank`` has stated."""
         return bool(self.store.check([self._key(rank)]))
 
-    def unheard(self) -> list[int]:
+    def missing_ranks(self) -> list[int]:
         """Return the ranks that have not stated; asks once for each half with such ranks."""
         return absent(self.store, self.speakers, self._key)
 

@@ -30,11 +30,14 @@ from hybridcomp.errors import (
 from hybridcomp.job import agreement, small_messages
 from hybridcomp.job.devices import default_device
 from hybridcomp.job.gates import Operation, Ranks, here
+from hybridcomp.log import complain
 
 #: operations so far among the ranks of a part of the job; None: all ranks
 _numbers: Counter[Ranks | None] = Counter()
 #: most characters of a message of ours, which may name files, and of anybody else's
 OWN_WORDS, OTHERS_WORDS = 4096, 200
+#: errors of a mistake that every rank meets
+_COMMON = (ConfigError, AgreementError, SeamError)
 
 
 @contextlib.contextmanager
@@ -45,7 +48,9 @@ def together(
     ranks: Sequence[int] | None = None,
     error: type[HybridcompError] = PeerError,
     votes: bool = False,
+    group: dist.ProcessGroup | None = None,
     alone: bool = False,
+    ends: bool = False,
 ) -> Iterator[None]:
     """Have the body end on all ranks, or raise on all of them; every rank enters it.
 
@@ -60,25 +65,35 @@ def together(
         error: what other ranks raise.
         votes: gates are sums over the job, which take a large job less time than the store; all
             ranks come to the same gates then. For what is done in the middle of training.
+        group: with ``votes``, the ranks that enter and vote; None: all.
         alone: this rank waits for no other: a failure is an error here, and others miss the rank.
+        ends: no gate stands in front of its messages, as seconds count: a rank that fails closes
+            its connections, so that the others' waits for it end, and the job with them.
     """
     operation: _Stated | None = None
+    if group is not None:
+        ranks = dist.get_process_group_ranks(group)
     if not (here.operations or alone or not dist.is_initialized() or _is_alone(ranks)):
         part = None if ranks is None else tuple(ranks)
-        operation = (_Voting if votes else _Stated)(what, part, error)
+        operation = _Voting(what, part, error, group) if votes else _Stated(what, part, error)
+        if ends:
+            operation = _Ending(what, part, error)
         here.operations.append(operation)
     try:
         yield
         if operation is not None:
             operation.gate()
     except BaseException as problem:
+        if ends and here.operations and not isinstance(problem, _COMMON):
+            _close_connections(problem)
         if operation is not None:
             operation.fail(problem)
             here.operations.remove(operation)  # no gates in front of what ``undo`` does
         undo()
         if operation is None and here.operations:
             raise  # the operation around this one says it
-        told = named(problem, what, error)
+        first = None if operation is None else operation.told_before(problem)
+        told = first or named(problem, what, error)
         raise told from told.__cause__
     else:
         if operation is not None:
@@ -89,10 +104,22 @@ def _is_alone(ranks: Sequence[int] | None) -> bool:
     return (dist.get_world_size() if ranks is None else len(ranks)) == 1
 
 
+def _close_connections(problem: BaseException) -> None:
+    """End the waits of others for a message that this rank has begun and cannot finish."""
+    for operation in here.operations:
+        operation.fail(problem)
+    if not any(operation.told_before(problem) for operation in here.operations):
+        complain(
+            f"rank {dist.get_rank()} fails in the middle of a message ({_words(problem)}); it "
+            "closes its connections, so that no rank waits for it: the job ends"
+        )
+    for group in list(dist.distributed_c10d._world.pg_map):
+        small_messages.cut_off(group)
+
+
 def named(problem: BaseException, what: str, error: type[HybridcompError]) -> BaseException:
     """Return ``problem``, or one in its place, with a message that names this rank."""
-    common = (ConfigError, AgreementError, SeamError)  # every rank meets the same mistake
-    if not isinstance(problem, Exception) or isinstance(problem, common):
+    if not isinstance(problem, Exception) or isinstance(problem, _COMMON):
         return problem
     if isinstance(problem, HybridcompError) and problem.names_rank:
         return problem
@@ -143,13 +170,40 @@ class _Stated(Operation):
         with contextlib.suppress(RuntimeError, dist.DistError):  # the store may have gone
             self._store.compare_set(self._key, "", text)
 
+    def told_before(self, problem: BaseException) -> HybridcompError | None:
+        """Return the failure of another rank that ``problem`` follows from, if one was told."""
+        told = isinstance(problem, HybridcompError) and not isinstance(problem, PeerError)
+        if told or not isinstance(problem, Exception):
+            return None  # a failure of this rank's own, or one that was told
+        with contextlib.suppress(RuntimeError, dist.DistError):  # the store may have gone
+            if self._store.check([self._key]):
+                rank, words = json.loads(self._store.get(self._key))
+                if rank != dist.get_rank():
+                    found = self.error.naming_rank(f"{self.what}: rank {rank}: {words}")
+                    found.__cause__ = problem
+                    return found
+        return None
+
+
+class _Ending(_Stated):
+    """An operation without gates, at whose failure the job ends."""
+
+    def gate(self, group: dist.ProcessGroup | None = None) -> None:
+        """Return at once."""
+
 
 class _Voting(_Stated):
-    """An operation whose gates are votes of the whole job."""
+    """An operation whose gates are votes of ``group``, None: of the whole job."""
 
-    def __init__(self, what: str, ranks: Ranks | None, error: type[HybridcompError]) -> None:
+    def __init__(
+        self,
+        what: str,
+        ranks: Ranks | None,
+        error: type[HybridcompError],
+        group: dist.ProcessGroup | None,
+    ) -> None:
         super().__init__(what, ranks, error)
-        self._is_over = False
+        self._group, self._is_over = group, False
 
     def gate(self, group: dist.ProcessGroup | None = None) -> None:
         """Return once all ranks have come here; raise where one has failed."""
@@ -171,4 +225,4 @@ class _Voting(_Stated):
 
     def _vote(self, well: bool) -> bool:
         flag = torch.tensor(int(well), dtype=torch.int32, device=default_device())
-        return bool(small_messages.start_least(flag)())
+        return bool(small_messages.start_least(flag, self._group)())

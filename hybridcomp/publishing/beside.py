@@ -27,9 +27,9 @@ from hybridcomp.job import saved
 from hybridcomp.log import say
 from hybridcomp.publishing.destinations import FAILED, PARTS, Folder, part_name
 from hybridcomp.publishing.encoding import PartEncoder, PartSummary
+from hybridcomp.publishing.part_buffers import FileBytes, open_file
 from hybridcomp.publishing.parts import summary_of
 from hybridcomp.publishing.records import Manifest, read_manifest
-from hybridcomp.publishing.spools import FileBytes, open_file
 from hybridcomp.publishing.summaries import check_all
 from hybridcomp.publishing.waited import MakesManifest, VersionStart, commit
 
@@ -192,7 +192,7 @@ class BesideVersion:
         try:
             with open_file(path) as file:
                 return {"file": name, **summary_of(FileBytes(file), place)}
-        except (OSError, ValueError, KeyError, TypeError):  # not there, or not all of it
+        except (OSError, ValueError, KeyError, TypeError):  # missing or half-written
             pass
         if failed.exists():
             why, _ = saved.attempt(failed.read_text)
@@ -252,7 +252,7 @@ class BesideVersion:
                 saved.attempt(self._folder.abandon)
             check_all(bad, self._of.ranks, f"version {self.version}")
             raise AssertionError("one of the ranks has a problem")
-        # all parts were there, so all references are its own
+        # all parts were written, so all references are this version's
         found = read_manifest(ends[0]["manifest"].encode(), "the version beside the training")
         if self._of.rank == 0:
             there = f"publish: version {found.version} is there, in spite of an error"

@@ -130,7 +130,7 @@ class PublishedCodec:
             if self._against < PATIENCE:
                 return None
             self.is_raw, self._against, self._since = not self.is_raw, 0, 0
-        if self._since >= AGAIN:  # look at one coded version; it alone may turn back
+        if self._since >= AGAIN:  # try one coded version; its result alone may switch back to raw
             self.is_raw, self._against, self._since = False, PATIENCE - 1, 0
             return None
         if self.is_raw == self._told:

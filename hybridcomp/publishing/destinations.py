@@ -22,8 +22,8 @@ from hybridcomp.job.saved import NEW_FILE, sync_folder
 from hybridcomp.log import say
 from hybridcomp.publishing.choosing import ReceiverTimes
 from hybridcomp.publishing.encoding import Sink
+from hybridcomp.publishing.part_buffers import open_file
 from hybridcomp.publishing.records import DamagedVersion, Manifest, read_manifest
-from hybridcomp.publishing.spools import open_file
 
 PARTS = "parts"
 _MANIFEST = re.compile(r"v(\d{10})\.json")

@@ -13,6 +13,7 @@ from torch import Tensor
 from hybridcomp.codecs import StepCode
 from hybridcomp.errors import PublishError
 from hybridcomp.publishing.checksums import bytes_of, compare, digest_of
+from hybridcomp.publishing.part_buffers import ALIGN
 from hybridcomp.publishing.parts import (
     ALONE,
     BYTES,
@@ -24,7 +25,6 @@ from hybridcomp.publishing.parts import (
     part_head,
 )
 from hybridcomp.publishing.quantized import EIGHT, unpacked
-from hybridcomp.publishing.spools import ALIGN
 from hybridcomp.publishing.stretches import WeightRange
 from hybridcomp.publishing.weights import NAMES, PATTERNS, DividedWeights, Owned
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from hybridcomp.publishing.publisher import Publisher
 from hybridcomp.publishing.summaries import VersionSummary
 
-#: seconds of a summary -> the figure in a report, in milliseconds
+#: field of a summary (seconds) -> figure of a report (milliseconds)
 TIMES = {
     "compare_s": "compare_ms", "encode_s": "encode_ms", "wire_s": "wire_ms", "apply_s": "apply_ms",
     "wait_s": "wait_ms",

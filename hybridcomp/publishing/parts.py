@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hybridcomp.foreign import one_line, parsed_json
 from hybridcomp.publishing.checksums import BLAKE2B, XXH3, bytes_of, digest_of
+from hybridcomp.publishing.part_buffers import ALIGN, PartBytes
 from hybridcomp.publishing.records import (
     DamagedVersion,
     Manifest,
@@ -31,7 +32,6 @@ from hybridcomp.publishing.records import (
     is_hex,
     need,
 )
-from hybridcomp.publishing.spools import ALIGN, PartBytes
 from hybridcomp.publishing.stretches import WeightRange
 
 PART, TAIL = b"hcpart\x01\x00", b"hcpend\x01\x00"

@@ -230,7 +230,7 @@ class Publisher:
         self._take_over()  # 1
         full, apply_s, tokens = self._begin()  # 2
         version = self._version + 1
-        self._is_held = self._asked = False  # until the version is there
+        self._is_held = self._asked = False  # until the version is written
         head = {"base": self._base, "version": version, "parent": None if full else self._version}
         begin = VersionStart(version, full, head, self._rank, self.ranks, tokens)
         self._encoder.raw = self._choice.is_raw

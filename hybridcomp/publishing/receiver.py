@@ -23,9 +23,9 @@ from hybridcomp.publishing.groups import GroupSource
 from hybridcomp.publishing.mirror import CheckedVersion, Mirror, stage
 from hybridcomp.publishing.quantized import unpacked
 from hybridcomp.publishing.records import DamagedVersion, Manifest, table_digest
+from hybridcomp.publishing.socket_stream import TwoWay
 from hybridcomp.publishing.sources import FolderSource, Offer, Source
 from hybridcomp.publishing.stream_sources import StreamSource
-from hybridcomp.publishing.two_way import TwoWay
 from hybridcomp.publishing.weights import FP32, PATTERNS, Table
 
 

@@ -19,9 +19,9 @@ from hybridcomp.job.agreement import tell
 from hybridcomp.publishing.checksums import XXH3
 from hybridcomp.publishing.destinations import PARTS, TO, Destination, Folder
 from hybridcomp.publishing.encoding import PartEncoder
+from hybridcomp.publishing.part_buffers import FileBytes, open_file
 from hybridcomp.publishing.parts import read_part
 from hybridcomp.publishing.records import Manifest, read_manifest
-from hybridcomp.publishing.spools import FileBytes, open_file
 from hybridcomp.publishing.stretches import WeightRange
 from hybridcomp.publishing.weights import DividedWeights, EngineWeights
 

@@ -18,9 +18,9 @@ from hybridcomp.foreign import quoted_path
 from hybridcomp.log import say
 from hybridcomp.publishing.checksums import in_threads
 from hybridcomp.publishing.destinations import PARTS, manifests_in, read_manifest_file
+from hybridcomp.publishing.part_buffers import FileBytes, PartBytes, open_file
 from hybridcomp.publishing.parts import ReadPart, read_part
 from hybridcomp.publishing.records import DamagedVersion, Manifest
-from hybridcomp.publishing.spools import FileBytes, PartBytes, open_file
 
 #: what to do where nothing leads back to the sender
 BY_HAND = "Publisher.ask_full() on the sender makes its next version a full one"

@@ -12,9 +12,9 @@ from torch import Tensor
 from hybridcomp.errors import PublishError
 from hybridcomp.foreign import one_line
 from hybridcomp.publishing.checksums import bytes_of
+from hybridcomp.publishing.part_buffers import IN_MEMORY, Spool
 from hybridcomp.publishing.records import DamagedVersion, Manifest, read_manifest
 from hybridcomp.publishing.sources import BY_HAND, Offer, Source
-from hybridcomp.publishing.spools import IN_MEMORY, Spool
 from hybridcomp.publishing.streams import ABORT, DATA, VERSION, Readable, cut, fill, read_frame
 
 #: bytes of a frame that are received at once

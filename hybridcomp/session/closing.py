@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from multiprocessing import util
 from typing import Protocol
 
-from hybridcomp.channels.gains import Gains
 from hybridcomp.channels.ledger import Entry, Key
+from hybridcomp.channels.time_saved import TimeSaved
 from hybridcomp.dimensions import Dimension
 from hybridcomp.log import say
 
@@ -35,7 +35,7 @@ class Closable(Protocol):
 class Account:
     """Traffic of one engine or model, on all ranks as far as it was reported."""
 
-    gains: Gains
+    gains: TimeSaved
     report: str = ""  # the file with its records
     step: int = 0  # step of the last report
     raw_nbytes: float = 0.0
@@ -79,7 +79,7 @@ _open: weakref.WeakSet[Closable] = weakref.WeakSet()
 _registered_in: list[int] = []  # process with a registered end: forks inherit the list
 
 
-def open_account(gains: Gains, report: str) -> Account:
+def open_account(gains: TimeSaved, report: str) -> Account:
     """Open the account of a model on rank 0, which the job's last line includes."""
     _register_end()
     account = Account(gains, report)
@@ -150,6 +150,11 @@ def _megabytes(nbytes: float) -> str:
 def _saved(accounts: list[Account]) -> str:
     encoded = dict.fromkeys(name for a in accounts for name in sorted(a.dimensions))
     timed = [n for n in encoded if any(n in a.gains.by_dimension for a in accounts)]
+    alone = [n for n in encoded if any(n in a.gains.timed_alone for a in accounts)]
+    if not timed and alone:
+        return (
+            f"single messages of {', '.join(alone)} were timed, and no step: seconds are not known"
+        )
     if not timed:
         return UNTIMED
     saved = sum(a.gains.net_s for a in accounts)

@@ -166,6 +166,9 @@ class EngineSession:
             numel = int(getattr(parameter, "ds_numel", parameter.numel()))
             self.channels.numels[name] = 2 * numel if pair else numel
             self.channels.factors.learn(name, (*parameter.shape, *pair))
+            if not parameter.requires_grad:
+                shape = getattr(parameter, "ds_shape", parameter.shape)
+                self.channels.frozen_numels[parameter.dtype, len(shape) < 2] += numel
         self.channels.common |= frozenset(common)
 
     def pieces(self, parameters: Iterable[Tensor]) -> list[Piece]:

@@ -29,13 +29,13 @@ from hybridcomp.config import BLOCK, SOURCE, CompressionConfig, load_config, rea
 from hybridcomp.config.error_messages import NOTHING
 from hybridcomp.dimensions import ROWS
 from hybridcomp.errors import ConfigError
-from hybridcomp.job import environment, last_messages
+from hybridcomp.job import drain_gloo, environment
 from hybridcomp.log import say_once
 from hybridcomp.session.engine_session import EngineSession
 
 #: environment variable with the block of a process without a file of upstream
 ENVIRONMENT = environment.CONFIG
-#: package of an upstream -> the ranks in each of its groups; its patches put this here
+#: upstream package -> function that returns the size of each of its groups; set by its patches
 GROUP_SIZES: dict[str, Callable[[], Mapping[Any, int]]] = {}
 
 
@@ -61,7 +61,7 @@ def _let_go() -> None:
     message.
     """
     _hold(_Holder())
-    last_messages.let_go()
+    drain_gloo.let_go()
 
 
 def _hold(holder: _Holder) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from hybridcomp.sync.islands import Islands, islands_of
 from hybridcomp.sync.job_meetings import JobMeetings
-from hybridcomp.sync.masters import Masters
+from hybridcomp.sync.master_weights import Masters
 from hybridcomp.sync.meetings import IslandMeetings
 from hybridcomp.sync.recurrence import Fragment, OuterRule
 

@@ -79,7 +79,7 @@ class HeldName:
                 target=self._beat, name="hybridcomp island lives", daemon=True
             )
             self._beating.start()
-            # as for the threads of the courier
+            # as for the threads of the transfer
             self._net = util.Finalize(None, self._stop, exitpriority=-1)
 
     def release(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from hybridcomp.channels import Channel
 from hybridcomp.job import small_messages
 from hybridcomp.job.agreement import versions
-from hybridcomp.sync.masters import Masters
+from hybridcomp.sync.master_weights import Masters
 
 
 def facts_of(channel: Channel, masters: Masters) -> dict[str, Any]:

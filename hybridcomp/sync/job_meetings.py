@@ -29,6 +29,7 @@ from hybridcomp.channels import Channel
 from hybridcomp.job import saved, small_messages
 from hybridcomp.job.gates import gate
 from hybridcomp.sync import island_payloads
+from hybridcomp.sync.checkpoint_state import WHAT, entry_of_island, load_entry, state_of
 from hybridcomp.sync.claimed_folders import claim, claim_url
 from hybridcomp.sync.given_state import (
     arrived,
@@ -36,12 +37,11 @@ from hybridcomp.sync.given_state import (
     take_state,
 )
 from hybridcomp.sync.island_facts import facts_of
-from hybridcomp.sync.masters import Masters
+from hybridcomp.sync.master_weights import Masters
 from hybridcomp.sync.membership import Membership, bytes_of
 from hybridcomp.sync.outliers import unfit
 from hybridcomp.sync.progress import Meeting
 from hybridcomp.sync.roster import Reached, Roster
-from hybridcomp.sync.stored import WHAT, entry_of_island, load_entry, state_of
 from hybridcomp.sync.sync_follower import SyncFollower, drift_of
 
 
@@ -68,7 +68,7 @@ class JobMeetings(SyncFollower):
     def after_step(self, step: int) -> None:
         """Hold the meetings that are due, or raise what has failed in a message since."""
         if self._membership is not None and not self._is_due(self.clock + 1):
-            self._membership.courier.check()  # where one is due all ranks check together
+            self._membership.transfer.check()  # where one is due all ranks check together
         super().after_step(step)
 
     def _is_due(self, clock: int) -> bool:
@@ -97,7 +97,7 @@ class JobMeetings(SyncFollower):
         super().close()
 
     def __del__(self) -> None:
-        """Leave the run, where the model was dropped and nobody has closed this."""
+        """Leave the run if the model was dropped without a call of ``close``."""
         if getattr(self, "_membership", None) is not None:
             self.close()
 
@@ -173,7 +173,7 @@ class JobMeetings(SyncFollower):
     def _send(self, index: int) -> Exception | None:
         """Send what this rank's part of a fragment has moved to the rendezvous."""
         of, part, began = self.membership, self.parts[index], time.perf_counter()
-        of.courier.check()
+        of.transfer.check()
         self.masters.check()
         now = self.masters.read(part.low, part.high, part.numel)
         data = island_payloads.pack(self._channel, part.fragment.send(now))
@@ -255,7 +255,7 @@ class JobMeetings(SyncFollower):
         """Return what an island sent to the first meeting under way; None: it is gone."""
         if island == self.membership.own:
             return self.under_way[0].rows.cpu().numpy().tobytes()
-        return self.membership.courier.take(number, island)
+        return self.membership.transfer.take(number, island)
 
     def _arrived(self, index: int, rows: Mapping[str, Tensor], bad: bool) -> None:
         """Take the mean of ``rows``.

@@ -32,12 +32,12 @@ from hybridcomp.channels import AllGather, Channel
 from hybridcomp.job import small_messages
 from hybridcomp.job.agreement import agree
 from hybridcomp.job.gates import here
+from hybridcomp.sync.checkpoint_state import state_of, taken_over
 from hybridcomp.sync.exact_sends import broadcast, start_gather
 from hybridcomp.sync.islands import Islands
-from hybridcomp.sync.masters import Masters
+from hybridcomp.sync.master_weights import Masters
 from hybridcomp.sync.outliers import unfit
 from hybridcomp.sync.progress import Meeting, Part
-from hybridcomp.sync.stored import state_of, taken_over
 from hybridcomp.sync.sync_follower import SyncFollower, drift_of
 
 #: flag of a message that rank 0 could not make; of the others their ranks below it

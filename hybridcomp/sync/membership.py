@@ -16,9 +16,9 @@ from torch import Tensor
 from hybridcomp.config.rendezvous import RendezvousConfig
 from hybridcomp.errors import HybridcompError, PeerError
 from hybridcomp.job import small_messages
-from hybridcomp.sync.courier import Courier
-from hybridcomp.sync.departure import depart
+from hybridcomp.sync.background_transfer import BackgroundTransfer
 from hybridcomp.sync.held_name import HeldName
+from hybridcomp.sync.leave import depart
 from hybridcomp.sync.rendezvous import Rendezvous
 from hybridcomp.sync.roster import Reached, Roster
 from hybridcomp.sync.store_line import KEY, StoreLine
@@ -38,7 +38,7 @@ class Membership:
 
     Attributes:
         meet: the rendezvous.
-        courier: carries messages to it and from it.
+        transfer: carries messages to it and from it.
         name: of the island, always the same.
         own: what it is called since it joined; where it comes again, the name with a number.
         run: identifier of the run.
@@ -83,7 +83,7 @@ class Membership:
 
         try:
             self.name, self.run = self._of_first(introduced)
-            self.courier = Courier(self.meet, dist.get_world_size())
+            self.transfer = BackgroundTransfer(self.meet, dist.get_world_size())
         except BaseException:
             self._release()
             raise
@@ -115,7 +115,7 @@ class Membership:
     def come_back(self, has_state: Callable[[Roster], bool]) -> None:
         """Join again, as this island came too late for a meeting; a collective of the island."""
         number = self.last.number + 1
-        self.courier.settle()
+        self.transfer.flush()
         self.meet.withdraw(self.own, number)
         self._posted = -1
         self.left_out += 1
@@ -128,18 +128,18 @@ class Membership:
     def post(self, number: int, message: memoryview) -> None:
         """Send this rank's message for a meeting, and take those of the others when they come.
 
-        Raises nothing; what goes wrong later the courier's ``check`` raises.
+        Raises nothing; what goes wrong later the transfer's ``check`` raises.
         """
         self._posted = number
-        self.courier.send(self.own, number, message)
-        self.courier.expect(number, [one for one in self.last.members if one != self.own])
+        self.transfer.send(self.own, number, message)
+        self.transfer.expect(number, [one for one in self.last.members if one != self.own])
 
     def decide(self) -> Roster:
         """Return the decision on the next meeting; a collective of the island.
 
         Waits until all its ranks have posted, and only then for others, as long as ``timeout_s``.
         """
-        self.courier.wait_sent(self.last.number + 1)
+        self.transfer.wait_sent(self.last.number + 1)
         small_messages.wait_for_all()
         return self.meet.decide(self.last, self.own)
 
@@ -149,7 +149,7 @@ class Membership:
         ``bad``: islands whose messages did not count, with what they did.
         """
         before, self.last = self.last, now
-        self.courier.forget(now.number)
+        self.transfer.forget(now.number)
         self.meet.forget(before, now, self.own)
         self.left_out += len(now.silent)
         self.joined += len(now.joining)
@@ -167,7 +167,7 @@ class Membership:
     def leave(self) -> None:
         """Leave the run, so that nobody waits for this island (``departure``). No collective."""
         numbers = range(self.last.number + 1, self._posted + 1)
-        depart(self.meet, self.courier, self.own, numbers, self._limit_s, self._say)
+        depart(self.meet, self.transfer, self.own, numbers, self._limit_s, self._say)
         self._release()
 
     def _announced(self, reached: Reached) -> tuple[int, str]:

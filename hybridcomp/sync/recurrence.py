@@ -51,7 +51,7 @@ class OuterRule:
 
 
 @dataclass
-class UnderWay:
+class PendingRound:
     """A message that was sent and whose mean has not arrived.
 
     Attributes:
@@ -86,7 +86,7 @@ class Fragment:
     momentum: Tensor | None = None
     residual: Tensor | None = None
     base: Tensor | None = None
-    under_way: deque[UnderWay] = field(default_factory=deque)
+    under_way: deque[PendingRound] = field(default_factory=deque)
 
     def send(self, now: Tensor) -> Tensor:
         """Return the message of the own weights ``now``; they are not kept, nor changed."""
@@ -98,12 +98,12 @@ class Fragment:
         self.residual = None
         if rule.keeps_progress:
             self.base = now.clone()
-        self.under_way.append(UnderWay(message, kept, moved if rule.keeps_progress else None))
+        self.under_way.append(PendingRound(message, kept, moved if rule.keeps_progress else None))
         return message
 
     def listen(self) -> None:
         """Take part in a meeting that has begun, and to which this island has sent nothing."""
-        self.under_way.append(UnderWay(None, None, None))
+        self.under_way.append(PendingRound(None, None, None))
 
     def arrive(self, sent: Sequence[Tensor], own: int, now: Tensor) -> Tensor:
         """Take what the islands sent, in their order; return this island's weights from now on.
@@ -143,7 +143,7 @@ class Fragment:
         Of what it has sent nothing is made up for.
         """
         self.residual, self.base = None, None
-        self.under_way = deque(UnderWay(None, None, None) for _ in self.under_way)
+        self.under_way = deque(PendingRound(None, None, None) for _ in self.under_way)
         if self.rule.keeps_progress:
             self.base = self.start.clone()
         return self.start.clone()

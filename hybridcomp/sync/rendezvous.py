@@ -66,8 +66,8 @@ class Rendezvous:
         self.timeout_s, self.join_timeout_s = timeout_s, join_timeout_s
         self.under_way, self.slots = under_way, 2 * under_way + 2
 
-    def beside(self) -> Rendezvous:
-        """Return the same with a connection of its own, for another thread."""
+    def clone_connection(self) -> Rendezvous:
+        """Return a copy with its own connection, for another thread."""
         found = copy.copy(self)
         found.line = self.line.again()
         return found

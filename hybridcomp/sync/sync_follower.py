@@ -18,10 +18,10 @@ from hybridcomp.config import IslandConfig
 from hybridcomp.errors import PeerError
 from hybridcomp.job.gates import gate
 from hybridcomp.job.together import named, together
-from hybridcomp.sync.masters import Masters, bounds, cut, put_back
+from hybridcomp.sync.checkpoint_state import checked, read, write
+from hybridcomp.sync.master_weights import Masters, bounds, cut, put_back
 from hybridcomp.sync.progress import Meeting, Part, Progress
 from hybridcomp.sync.recurrence import Fragment, OuterRule
-from hybridcomp.sync.stored import checked, read, write
 
 
 @dataclass

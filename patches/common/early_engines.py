@@ -50,7 +50,7 @@ WRAPPER = TrackedClass(
 )
 CLASSES = (ENGINE, WRAPPER)
 
-#: objects of patched constructors -> whether there was a block for them
+#: engines and wrappers built under the patches -> whether a block applied to them
 _seen: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 

@@ -23,8 +23,8 @@ from hybridcomp.publishing.destinations import Destination, Folder, folder_of
 from hybridcomp.publishing.following import PublishedSteps
 from hybridcomp.publishing.groups import GroupDestination
 from hybridcomp.publishing.quantized import quantized
+from hybridcomp.publishing.socket_stream import STILL_S, TwoWay
 from hybridcomp.publishing.streams import Stream
-from hybridcomp.publishing.two_way import STILL_S, TwoWay
 from hybridcomp.publishing.weights import named
 from hybridcomp.session.engine_session import EngineSession
 from hybridcomp.sync import JobMeetings

@@ -33,8 +33,8 @@ from hybridcomp.dimensions import DIRECTIONS, Direction
 from hybridcomp.log import say
 from hybridcomp.nn.async_pipeline import PassOrder, WeightVersions, make_correction
 from hybridcomp.patches.ds.async_rules import check, check_micro_batches, is_adam
+from hybridcomp.patches.ds.micro_batch_prefetch import ReadAhead
 from hybridcomp.patches.ds.posted_messages import PostedMessages
-from hybridcomp.patches.ds.read_ahead import ReadAhead
 from hybridcomp.patches.ds.stage_grid import StageGrid, replaced
 
 Instructions = list[schedule.PipeInstruction]

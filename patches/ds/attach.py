@@ -31,9 +31,11 @@ from hybridcomp.patches.ds import (
     job_facts,
     layer_scope,
     node_sums,
+    nvme,
     record,
     secondary,
     settings,
+    sparse_rows,
     step_messages,
     trained_set,
     weights,
@@ -106,7 +108,8 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
             early_engines.register(self, attached=block is not None)
             given = island_unit.give(bound.arguments, block)
         try:
-            original(*bound.args, **bound.kwargs)
+            with nvme.BLOCK_OF.inside(block):
+                original(*bound.args, **bound.kwargs)
         except Exception as error:
             if advice := wandb_run.ended_by(error):
                 say(advice)  # before the tracebacks of all ranks
@@ -198,6 +201,7 @@ def _attach(
         step_messages.sent(engine),
     )
     step_messages.note_tied(engine, session)
+    sparse_rows.follow(engine, channels, undo)
     step_messages.watch(engine, session)
     trained_set.watch(engine, session)
     if block.sync.acts:
@@ -303,6 +307,7 @@ def make_destroy(original: Callable[..., None]) -> Callable[..., None]:
         close(self)
         process.release(self)
         island_unit.release(self)
+        sparse_rows.leave(self)
         session = session_of(self)
         if session is not None:
             session.close()

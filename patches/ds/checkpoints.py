@@ -21,7 +21,7 @@ from hybridcomp.job.gates import gate
 from hybridcomp.job.saved_together import files_together
 from hybridcomp.job.together import together
 from hybridcomp.log import say
-from hybridcomp.patches.ds import exact_weights, island_unit, universal
+from hybridcomp.patches.ds import exact_weights, island_unit, saved_states, universal
 from hybridcomp.patches.ds.job_facts import loss_scale
 from hybridcomp.patches.ds.pipe import drain
 from hybridcomp.patches.ds.requirement import REQUIREMENT
@@ -76,6 +76,7 @@ def make_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
                     tag = f"global_step{self.global_steps}" if tag is None else tag
                     folder = Path(save_dir) / str(tag)
                     references = exact_weights.save(folder, self, session.channels)
+                    saved_states.save(folder, self.optimizer)
                     session.save(folder, loss_scale(self), references)
                     bound.arguments["save_dir"] = island_unit.folder_of(self, save_dir)
                     bound.arguments["tag"] = tag
@@ -112,6 +113,7 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             tag = universal.newest(self, load_dir) if tag is None else tag
             if whole and tag is not None:
                 folder = universal.beside(self, Path(load_dir) / str(tag))
+                saved_states.refuse(folder)
                 say(*checkpoint_note.dropped(folder, None))
             return original(self, *args, **kwargs)
         found, loads, undo = None, bound.arguments, ExitStack()
@@ -125,6 +127,8 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
                 folder = universal.folder_of_state(self, folder)
                 found = saved_session.read(session, folder)
                 exact_weights.check(folder, session.channels)
+            if tag is not None:
+                saved_states.read(Path(load_dir) / str(tag), self)
             if tag is not None and load_dir:
                 loads["load_dir"] = island_unit.saved_folder(self, load_dir, str(tag))
                 loads["tag"] = str(tag)

@@ -134,7 +134,7 @@ def _layer(before: str, module: Any) -> _Layer | None:
 
 
 def _inside(names: ExpertNames, inside: str) -> str | None:
-    """Return Hugging Face's name of a tensor of AutoEP's layer, behind the layer's own block."""
+    """Return Hugging Face's name of an AutoEP tensor, relative to the layer's block."""
     matrices = {"w1": names.gate, "w2": names.down, "w3": names.up}
     first, _, rest = inside.partition(".")
     if first == "experts":

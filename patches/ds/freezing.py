@@ -180,7 +180,7 @@ def _in_order(
 
 
 def _trained_gradients(optimizer: Any) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return what BF16_Optimizer reduces: views of what trains in its buffers of gradients."""
+    """Return BF16_Optimizer's gradients to reduce: views of the trained parts of its buffers."""
     plain_ones, experts = getattr(type(optimizer), REDUCED)(optimizer)
     flats = zip(optimizer.fp32_groups_gradients_flat, optimizer.bf16_groups, strict=True)
     views: list[Tensor] = []
@@ -198,7 +198,7 @@ def _as_built(engine: Any, name: str, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _requiring_gradients(engine: Any) -> Iterator[None]:
-    """Have what is frozen look as it did when the engine was built."""
+    """Let frozen parameters require gradients within the context, as when the engine was built."""
 
     def set_all(requires: bool) -> None:
         frozen = frozen_of(engine)

@@ -27,6 +27,8 @@ from torch import Tensor
 from hybridcomp.channels import Channel, Channels, native_nbytes
 from hybridcomp.channels.kept_weights import KeptWeights, changed_anywhere, hashes_of
 from hybridcomp.config.parameter import FrozenConfig
+from hybridcomp.job.gates import gate
+from hybridcomp.job.together import together
 from hybridcomp.log import say
 from hybridcomp.patches.ds.partitions import filled
 from hybridcomp.patches.ds.requirement import REQUIREMENT
@@ -38,6 +40,8 @@ CUT = Seam(
     "Init._partition_param",
     ("self", "param", "buffer", "has_been_updated", "free_data"),
 )
+#: the operation, for messages
+WHAT = "zero: gathering frozen weights to keep them"
 #: attribute of a parameter: its ``FrozenWeight``
 ATTRIBUTE = "_hybridcomp_frozen"
 #: what a stage-3 coordinator counts gathered elements in
@@ -129,19 +133,23 @@ class FrozenWeights:
             for weight in (weight for weight in found if weight.kept is not None):
                 weight.put()
                 self._count(weight.param)
-            with exactly():
-                for has_copy in (False, True):
-                    some = [
-                        w for w in lacking if (w.param.ds_secondary_tensor is not None) == has_copy
-                    ]
-                    if some:
-                        some[0].param.all_gather_coalesced([w.param for w in some]).wait()
-            for weight in lacking:
-                weight.keep()
+            if lacking:
+                with together(WHAT, lambda: _release(found, lacking), votes=True), exactly():
+                    self._gather(lacking)
+                    for weight in lacking:
+                        weight.keep()
         numel = sum(weight.param.ds_numel for weight in found)
         setattr(coordinator, AVAILABLE, getattr(coordinator, AVAILABLE) + numel)
         served = {id(weight.param) for weight in found}
         return [p for p in wanted if id(p) not in served]
+
+    def _gather(self, lacking: Iterable[FrozenWeight]) -> None:
+        """Gather weights natively."""
+        for has_copy in (False, True):
+            some = [w for w in lacking if (w.param.ds_secondary_tensor is not None) == has_copy]
+            if some:
+                gate()
+                some[0].param.all_gather_coalesced([w.param for w in some]).wait()
 
     def _count(self, param: Any) -> None:
         """Count the bytes of the gather that is spared."""
@@ -159,19 +167,23 @@ class FrozenWeights:
         if not self._has_told:
             self._has_told = True
             say(f"zero: rank 0 keeps frozen weights in {self.nbytes / 1e6:.3g} MB")
-        now = hashes_of([weight.share for weight in kept])
-        flags = [
-            weight.param.requires_grad or own != weight.hash
-            for weight, own in zip(kept, now, strict=True)
-        ]
+
+        def flags() -> list[bool]:
+            now = hashes_of([weight.share for weight in kept])
+            return [
+                weight.param.requires_grad or own != weight.hash
+                for weight, own in zip(kept, now, strict=True)
+            ]
+
         device = kept[0].param.ds_tensor.device
-        for weight, flag in zip(kept, changed_anywhere(self.channel, flags, device), strict=True):
+        changed = changed_anywhere(self.channel, flags, len(kept), device)
+        for weight, flag in zip(kept, changed, strict=True):
             if flag:
                 weight.kept = None
                 weight.param.ds_secondary_tensor = None  # hpZ's, which has the old values
 
     def forget(self) -> None:
-        """Have all be gathered anew from their owners, as after a load; the same on all ranks."""
+        """Drop all kept weights: the next pass gathers them again. Called on all ranks."""
         for weight in self.all:
             weight.kept = weight.param.ds_secondary_tensor = None
 
@@ -180,6 +192,18 @@ class FrozenWeights:
         self._before_passes.remove()
         for weight in self.all:
             delattr(weight.param, ATTRIBUTE)
+
+
+def _release(fetched: Iterable[FrozenWeight], lacking: Iterable[FrozenWeight]) -> None:
+    """Leave weights as they were before a fetch that failed."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
+
+    for weight in lacking:
+        weight.kept = None
+    for weight in fetched:
+        if weight.param.ds_status == ZeroParamStatus.AVAILABLE:
+            free_param(weight.param)
+        weight.param.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
 
 def _of(param: Any) -> FrozenWeight | None:
@@ -221,7 +245,7 @@ def attached(engine: Any, channels: Channels) -> None:
 
 
 def keep(engine: Any, channels: Channels) -> bool:
-    """Keep what is frozen by now, where the block says so; return whether anything is kept."""
+    """Keep the weights frozen by now if the block asks for it; return whether any is kept."""
     settings = channels.config.zero.keeps_frozen
     if settings is None:
         return False

@@ -25,7 +25,7 @@ from hybridcomp.patches.common import island_steps
 from hybridcomp.patches.common.parameter_names import named_once
 from hybridcomp.patches.ds import partitions
 from hybridcomp.sync import Islands, Masters
-from hybridcomp.sync.masters import in_memory, piece_of
+from hybridcomp.sync.master_weights import in_memory, piece_of
 
 KEY = "compression.sync"
 #: attribute of an engine: its unit, with the islands of its job

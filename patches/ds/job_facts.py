@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hybridcomp import nn
 from hybridcomp.channels import NAME
+from hybridcomp.patches.common.sparse_tables import tables_of
 from hybridcomp.patches.mcore.groups import sizes
 from hybridcomp.patches.neox.checkout import is_neox
 
@@ -46,6 +47,7 @@ def facts(model: Any, mpu: Any, mesh_device: Any) -> dict[str, Any]:
         "slices": SLICED_STAGE in names,
         "mesh": any(cls.__module__.startswith(MESH_LAYERS) for cls in kinds),
         "tables": nn.has_tables(),
+        "sparse": any(True for _ in tables_of(model)),
         "sequence": not names.isdisjoint(SEQUENCE_LAYERS) or sequence_size(mpu, mesh_device) > 1,
     }
 

@@ -126,7 +126,7 @@ def settle(optimizer: Any, channels: Channels) -> None:
 
 
 def close_step(optimizer: Any, channels: Channels) -> None:
-    """Note the end of a step for ``Pace``; free the sums where its verdict is native."""
+    """Note the end of a step for ``OffloadTuner``; free the sums where its verdict is native."""
     from deepspeed.accelerator import get_accelerator
 
     device = torch.device(get_accelerator().current_device_name())

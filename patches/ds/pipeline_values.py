@@ -56,7 +56,7 @@ def carries_values(
             return [False] * len(tensors)
         return [mark and before for mark, before in zip(marks, known, strict=True)]
     return [
-        mark and tensor.requires_grad and not passed_through(tensor) and not two_valued(tensor)
+        mark and tensor.requires_grad and not passed_through(tensor) and not is_mask(tensor)
         for mark, tensor in zip(marks, tensors, strict=True)
     ]
 
@@ -75,7 +75,7 @@ def passed_through(tensor: Tensor) -> bool:
         node = following[0][0]
 
 
-def two_valued(tensor: Tensor) -> bool:
+def is_mask(tensor: Tensor) -> bool:
     """Return whether ``tensor`` has at most two values: a mask, whose -inf no codec may change.
 
     Needed for masks that come out of an activation checkpoint: autograd has one opaque node for all

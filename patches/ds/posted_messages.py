@@ -96,7 +96,7 @@ class PostedMessages:
         self.waited_s = 0.0
 
     def expect(self, direction: Direction, sets: int) -> None:
-        """Say how many sets the neighbour sends until the end of this call; post the next ones."""
+        """Set how many sets the neighbour sends until this call ends; post their receives ahead."""
         arriving = self._arriving[direction]
         arriving.due = sets
         self._post_ahead(direction)

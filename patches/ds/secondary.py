@@ -41,6 +41,7 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.topology import discover
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
+from hybridcomp.job.together import together
 from hybridcomp.log import say
 from hybridcomp.patches.ds.partitions import filled
 from hybridcomp.patches.ds.requirement import REQUIREMENT
@@ -59,6 +60,8 @@ RELEASE = Seam(
     ("self", "param", "buffer", "has_been_updated"),
 )
 SIZE = "zero_hpz_partition_size"
+#: the operation, for messages
+WHAT = "zero: renewing the secondary copies"
 #: attribute of a parameter: its ``NodeCopy``
 ATTRIBUTE = "_hybridcomp_secondary"
 #: elements of the parameters that are renewed together, all ranks' shares
@@ -160,6 +163,13 @@ class Bucket:
     copies: list[NodeCopy]
     generation: int
 
+    def forget(self, copies: Iterable[NodeCopy]) -> None:
+        """Have the next gather renew these of its copies, all sent whole."""
+        self.generation = -1
+        for copy in copies:
+            copy.keep()
+            copy.param.ds_secondary_tensor = None
+
 
 class SecondaryCopies:
     """The secondary copies of one engine's parameters."""
@@ -229,32 +239,39 @@ class SecondaryCopies:
                 copy.param.ds_secondary_tensor = None
 
     def _renew(self, bucket: Bucket) -> None:
-        """Renew the stale copies of a bucket, by steps where all nodes have the same old ones."""
+        """Renew the stale copies of a bucket on all ranks or on none.
+
+        They are sent as steps where all nodes have the same old ones. After a failure they are
+        stale still, and are sent whole.
+        """
         copies = [copy for copy in bucket.copies if copy.is_stale]
         held = [copy.held for copy in copies if copy.held is not None]
         known = len(held) == len(copies) and bucket.generation == self.channel.generation
         known = known and not is_exact(self.channel)
-        table = None
-        sent = state_of(self.channel, self.groups, held if known else None, self.device)
-        if sent == "steps":
-            rows = len(self.groups.shares)
-            table = torch.cat([one.view(rows, -1).to(self.device) for one in held], 1)
-        shares = [copy.own() for copy in copies]
+        shares: list[Tensor] = []
+
+        def prepared() -> tuple[list[Tensor] | None, bool]:
+            shares.extend(copy.own() for copy in copies)
+            return (held if known else None), False
+
+        sent = state_of(self.channel, self.groups, prepared, self.device)
         native = sum(copy.numel for copy in copies), copies[0].param.ds_tensor.dtype
-        new = renew(self.channel, self.groups, torch.cat(shares), table, native)
-        parts = torch.split(new, [share.numel() for share in shares], 1)
-        for copy, part in zip(copies, parts, strict=True):
-            copy.put(part)
+        with together(WHAT, lambda: bucket.forget(copies), votes=True):
+            table = None
+            if sent == "steps":
+                rows = len(self.groups.shares)
+                table = torch.cat([one.view(rows, -1).to(self.device) for one in held], 1)
+            new = renew(self.channel, self.groups, torch.cat(shares), table, native)
+            parts = torch.split(new, [share.numel() for share in shares], 1)
+            for copy, part in zip(copies, parts, strict=True):
+                copy.put(part)
         bucket.generation = self.channel.generation
 
     def forget(self) -> Callable[[], None]:
         """Have the next gathers send all parameters whole, frozen ones too; return an undo."""
         before = [(bucket, bucket.generation) for bucket in self.buckets]
         for bucket in self.buckets:
-            bucket.generation = -1
-            for copy in bucket.copies:
-                copy.keep()
-                copy.param.ds_secondary_tensor = None
+            bucket.forget(bucket.copies)
 
         def put_back() -> None:
             for bucket, generation in before:

@@ -66,8 +66,14 @@ class TrainedGather:
             whole()
             return
         share, flat = flat.numel() // ranks, flat.detach()
-        now = hashes_of([flat[start:stop] for start, stop in _within(self._frozen, rank, share)])
-        if any(changed_anywhere(channel, [now != self._hashes], flat.device, group)):
+        now: list[int] = []
+
+        def flags() -> list[bool]:
+            frozen = _within(self._frozen, rank, share)
+            now.extend(hashes_of([flat[start:stop] for start, stop in frozen]))
+            return [now != self._hashes]
+
+        if any(changed_anywhere(channel, flags, 1, flat.device, group)):
             with channel.suspended():
                 whole()
             self._hashes = now
@@ -97,7 +103,7 @@ class TrainedGather:
 
 
 def _within(found: Iterable[Stretch], rank: int, share: int) -> list[Stretch]:
-    """Return what of some stretches lies in a rank's share."""
+    """Return the parts of the stretches that lie in a rank's share."""
     low, high = rank * share, (rank + 1) * share
     cut = ((max(start, low), min(stop, high)) for start, stop in found)
     return [(start, stop) for start, stop in cut if start < stop]

@@ -1,8 +1,8 @@
 """Gradient all-reduce of ZeRO stage 0 and of BF16_Optimizer, dimension ``dp``.
 
 Seam: ``DeepSpeedEngine.allreduce_bucket``, which gets a bucket of one dtype, group and divisor.
-``allreduce_gradients`` and ``buffered_allreduce_fallback`` above it also handle sparse gradients,
-which stay native; ``dist.all_reduce`` below it also carries norms and overflow flags.
+``allreduce_gradients`` and ``buffered_allreduce_fallback`` above it also handle sparse gradients
+(``sparse_rows``); ``dist.all_reduce`` below it also carries norms and overflow flags.
 
 Divisors are upstream's: ``dp_world_size`` may be a float (sequence parallel) and differ from the
 size of the group (experts).

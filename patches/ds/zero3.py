@@ -43,8 +43,8 @@ AVG_SCATTER = Seam(
     ("self", "params_to_reduce", "communication_data_type"),
 )
 
-#: the channel, the parameters whose gradients are being reduced, and whether for the last time
-#: before a step
+#: the channel, the parameters whose gradients are being reduced, and whether this is their last
+#: reduction before the optimizer step
 _REDUCING: Scope[tuple[Channel, Sequence[Any], bool] | None] = Scope("stage3", None)
 
 
@@ -168,7 +168,7 @@ class _Layout:
 
 @functools.lru_cache(maxsize=4096)
 def _layout(numels: tuple[int, ...], ranks: int) -> _Layout:
-    """Lay out gradients, of which at least one is not empty, by runs and not by destination."""
+    """Lay out gradients, not all of them empty, by runs of destinations with equal sizes."""
     chunks = tuple(_chunk(numel, ranks) for numel in numels)
     plain = _Layout(numels, ranks, chunks, (), sum(chunks))
     edges = {0, ranks}

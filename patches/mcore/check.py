@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hybridcomp.channels import Channels
+from hybridcomp.config.error_messages import Shown
 from hybridcomp.dimensions import DIMENSIONS
 from hybridcomp.log import say_once
 from hybridcomp.patches.common import early_engines
@@ -52,6 +53,8 @@ def check(
         say_once(sentence)
     for sentence in engine.ungathered(block, "Megatron samples from its ranks itself"):
         say_once(sentence)
+    if block.generate is not None:
+        say_once(engine.no_generation(block, Shown("a job under megatron-core")))
     rules = list(mcore.RULES)
     if (reason := missing("transformer_engine.pytorch")) is not None:
         rules.insert(0, mcore.out_of_reach(reason))

@@ -134,9 +134,9 @@ class TorchSteps:
             session.end_step()
 
     def _look(self) -> None:
-        """Watch the optimizers that exist, and leave the steps to one of Megatron's, if any is.
+        """Watch the existing optimizers; stop if one is Megatron's, which counts the steps itself.
 
-        So one that steps for the first time behind another one, after the same pass, adds no step.
+        So an optimizer that first steps after another one, behind the same pass, adds no step.
         """
         for optimizer in _living():
             if not isinstance(optimizer, Optimizer):

@@ -78,14 +78,14 @@ def on_cpu() -> bool:
 def work(checkout: Path) -> None:
     """Run one rank: GPT-NeoX's train.py, with the arguments of the launcher."""
     import hybridcomp
-    from hybridcomp.job import uncaught
+    from hybridcomp.job import error_exit
 
     hybridcomp.install()  # before anything of the checkout is imported
     if on_cpu():
         from hybridcomp.patches.neox import cpu_shim
 
         cpu_shim.patch()
-    with told_what_is_missing(checkout, uncaught.tell):  # on one of the ranks
+    with told_what_is_missing(checkout, error_exit.tell):  # on one of the ranks
         runpy.run_path(str(checkout / "train.py"), run_name="__main__")
 
 

@@ -255,7 +255,14 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         lambda job: job.mesh is False,
     ),
     Rule(
-        "absent", ("embed",), NO_TABLES, NO_ROWS, TABLES_TODO, lambda job: job.tables is False,
+        "absent", ("embed",), NO_TABLES, NO_ROWS, TABLES_TODO,
+        lambda job: job.tables is False and not job.sparse,
+    ),
+    Rule(
+        "refuse", ("embed",), "Embedding(sparse=True) at ZeRO 1 to 3",
+        "DeepSpeed takes sparse gradients at stage 0 only, and fails in the first backward pass",
+        "use stage 0, set sparse to False, or use hybridcomp.nn.CachedEmbedding",
+        lambda job: bool(job.sparse) and job.stage > 0,
     ),
     Rule(
         "absent", ("dp", "zero"), "all ranks in one tensor-parallel group",
@@ -285,8 +292,8 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
     ),
     Rule(
         "note", ("dp",), '"sparse_gradients": true',
-        "DeepSpeed sends gradients of embeddings as indices and values, uncompressed; from 0.19.8 "
-        "on it refuses the key", "",
+        "DeepSpeed sends gradients of embeddings as indices and values, which only embed encodes; "
+        "from 0.19.8 on it refuses the key", "",
         lambda job: bool(job.get("sparse_gradients")) and not job.buckets,
     ),
     Rule(

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridcomp.config import BLOCK, CompressionConfig
-from hybridcomp.config.error_messages import idle
+from hybridcomp.config.error_messages import Shown, idle
 from hybridcomp.dimensions import DEEPSPEED, Dimension
 from hybridcomp.errors import ConfigError
-from hybridcomp.patches.rules import ds, ds_offload, ds_pipeline, engine
+from hybridcomp.patches.rules import ds, ds_memory, ds_offload, ds_pipeline, engine
 from hybridcomp.patches.rules.ds_job import DeepSpeedJob
 from hybridcomp.patches.rules.ds_pipeline import Stages
 from hybridcomp.patches.rules.engine import Rule, hold
@@ -41,6 +41,7 @@ def check(
     job = DeepSpeedJob(ds_config, **facts)
     _hold_to_ranks(job)
     ds_pipeline.check(block.pipeline, job, stages)
+    ds_memory.check(block.memory, job)
     rules: list[tuple[Rule[Any], Any]] = [(rule, job) for rule in TABLES]
     if neox is not None:
         rules += [(rule, neox) for rule in NEOX_RULES]
@@ -64,6 +65,9 @@ def _idle_keys(block: CompressionConfig, job: DeepSpeedJob) -> list[str]:
         found += engine.ungathered(block, "weights on a disk (offload_param) are not gathered")
     elif job.zero("mics_shard_size") > 0:
         found += engine.ungathered(block, "weights that MiCS cuts are not gathered")
+    if block.generate is not None and job.pipeline is False and not job.slices:
+        shown = Shown("a model that is no PipelineModule")
+        found.append(engine.no_generation(block, shown))
     return found
 
 

@@ -34,6 +34,8 @@ class DeepSpeedJob:
     mesh: bool | None = None
     #: tables of hybridcomp.nn.CachedEmbedding
     tables: bool | None = None
+    #: embeddings of torch with sparse gradients
+    sparse: bool | None = None
     #: stages of hybridcomp.nn.slices
     slices: bool | None = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hybridcomp.config import CompressionConfig
+from hybridcomp.dimensions import DIRECTIONS
 from hybridcomp.patches.rules.ds_job import DeepSpeedJob
 from hybridcomp.patches.rules.engine import Rule
 
@@ -12,6 +13,16 @@ from hybridcomp.patches.rules.engine import Rule
 def _offload(job: DeepSpeedJob, key: str, default: Any = None) -> Any:
     """Return a key of zero_optimization.offload_optimizer."""
     return job.zero(f"offload_optimizer.{key}", default)
+
+
+def _copies(block: CompressionConfig) -> bool:
+    """Return whether copies between device and host have a codec."""
+    return any(block.codecs()["offload", way] is not None for way in DIRECTIONS)
+
+
+def _states(block: CompressionConfig) -> bool:
+    """Return whether files of optimizer states have a codec."""
+    return block.codecs()["offload", "states"] is not None
 
 
 def _to_device(block: CompressionConfig) -> bool:
@@ -33,8 +44,20 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
     Rule(
         "bypass", ("offload",), '"zero_optimization.offload_optimizer.device": "nvme"',
         "optimizer states and gradients go on to NVMe in buffers of DeepSpeed's swapper",
-        'set the device to "cpu"',
-        lambda job: job.stage > 0 and _offload(job, "device") == "nvme",
+        'set the device to "cpu", or encode "states" alone',
+        lambda job: job.stage > 0 and _offload(job, "device") == "nvme", settings=_copies,
+    ),
+    Rule(
+        "bypass", ("offload",), '"states" without "offload_optimizer.device": "nvme" at ZeRO 3',
+        "only ZeRO 3 keeps optimizer states in files, and on NVMe alone",
+        "set stage 3, the device and nvme_path, or remove states",
+        lambda job: job.cpu_offload and (job.stage < 3 or _offload(job, "device") != "nvme"),
+        settings=_states,
+    ),
+    Rule(
+        "refuse", ("offload",), '"aio.use_gds": true with "states"',
+        "GPUDirect Storage moves files between drive and GPU, past the host that encodes them",
+        "remove use_gds", lambda job: bool(job.get("aio.use_gds", False)), settings=_states,
     ),
     Rule(
         "bypass", ("offload",), '"zero_optimization.offload_optimizer.super_offload": true',
@@ -46,6 +69,7 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
         "a part of the optimizer then stays on the device, and its gradients do, too",
         "remove ratio (1 is the default)",
         lambda job: job.stage == 3 and job.cpu_offload and _offload(job, "ratio", 1.0) < 1.0,
+        settings=_copies,
     ),
     Rule(
         "bypass", ("offload",), '"zero_optimization.offload_param" beside offload_optimizer',

@@ -16,7 +16,7 @@ KEY = f"{BLOCK}.pipeline.versions"
 
 @dataclass(frozen=True)
 class Stages:
-    """A pipeline's stages: how many, and what of them decides whether they can go on alone.
+    """A pipeline's stages, and what decides whether they can run without a flush.
 
     tied: layers of two stages share a weight. dynamic_shape: messages change their lengths.
     tensor: ranks that share a stage. micro_batches: of a step; None where not known.

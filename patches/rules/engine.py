@@ -23,8 +23,8 @@ J = TypeVar("J")
 Verdict = Literal["refuse", "bypass", "absent", "note"]
 
 #: of every engine: the rows of a process without tables
-NO_TABLES = "a job without tables of hybridcomp.nn.CachedEmbedding"
-NO_ROWS, TABLES_TODO = "no rows go to their owners", "make the tables before the engine"
+NO_TABLES = "a job without tables: CachedEmbedding of hybridcomp.nn, or Embedding(sparse=True)"
+NO_ROWS, TABLES_TODO = "no rows of tables are sent", "make the tables before the engine"
 
 
 def _any_block(block: CompressionConfig) -> bool:
@@ -116,6 +116,12 @@ def ungathered(block: CompressionConfig, why: str) -> list[str]:
         return []
     found, todo = block.gathered.agreed()["codec"], f"{why}; remove it"
     return [idle(f"{BLOCK}.gathered", found, todo, block.on_unsupported)]
+
+
+def no_generation(block: CompressionConfig, found: Shown) -> str:
+    """Return a sentence for a job whose stages cannot generate. Raises ConfigError by the block."""
+    todo = "hybridcomp.generate takes DeepSpeed's pipelines and token slices; remove it"
+    return idle(f"{BLOCK}.generate", found, todo, block.on_unsupported)
 
 
 def lossy(block: CompressionConfig) -> frozenset[Dimension]:

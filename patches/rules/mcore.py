@@ -283,6 +283,14 @@ _KNOWN: tuple[Rule[MegatronJob], ...] = (
         settings=lambda block: block.error_feedback("dp") or block.dp.codec == "powersgd",
     ),
     Rule(
+        "refuse", ("dp", "zero"), SHARDS,
+        "Transformer Engine gathers the parts in every forward and backward pass, and "
+        "reduce-scatters their gradients, which stays native and is most of what such a job sends",
+        f'{SHARDS_TODO}, or set "on_unsupported": "native", and only what data-parallel ranks '
+        "send is encoded",
+        lambda job: job.weight_shards, settings=lambda block: block.on_unsupported == "error",
+    ),
+    Rule(
         "note", ("dp", "zero"), SHARDS,
         "Transformer Engine gathers the parts in every forward and backward pass, and "
         "reduce-scatters their gradients: native, and not in the ledger; what data-parallel ranks "

@@ -35,6 +35,7 @@ ATTRIBUTE = "_hybridcomp_attached"
 #: submodule of the wrapper that torch.compile returns
 COMPILED = "_orig_mod"
 _UNSEEN = object()
+DETACH = "hybridcomp.detach"
 #: models that attach left native without a block, held weakly
 without_block: weakref.WeakSet[Module] = weakref.WeakSet()
 #: modules whose weights are loaded -> what is attached to them, which holds the module
@@ -62,11 +63,12 @@ def attach(model: Module, source: Source | None = None) -> Attached | None:
     if not dist.is_initialized():
         todo = "torch.distributed is not up; call attach after init_process_group"
         raise ConfigError(BLOCK, NOTHING, todo)
-    undo = ExitStack()
-    with together("hybridcomp.attach", undo.close, ranks=_ranks(model)):
+    undo, ranks = ExitStack(), _ranks(model)
+    with together("hybridcomp.attach", undo.close, ranks=ranks):
         undo.callback(detached.discard, model)
         attached = _attach(model, source, undo)
         if attached is not None:
+            attached.ranks = ranks
             _start(model, attached)
     object.__setattr__(model, ATTRIBUTE, attached)
     detached.discard(model)
@@ -181,26 +183,37 @@ def _inside(model: Module) -> list[DistributedDataParallel]:
 def detach(model: Module) -> None:
     """Restore the native communication of a model under FSDP2 or DDP; drops its state.
 
-    Every rank calls it between two steps; ``attach`` may follow, with another block too. Messages,
-    their bytes and values are native's from then on. The residuals of error feedback are dropped,
-    with a notice; ``save_state`` before saves them. Harmless when called twice. DDP's reducer
-    cannot drop a hook: ours stays and averages natively, with the values that DDP has without one.
+    Every rank calls it between two steps, and none is let go where one is given another model.
+    ``attach`` may follow, with another block too. Messages, their bytes and values are native's
+    from then on. The residuals of error feedback are dropped, with a notice; ``save_state`` before
+    saves them. Harmless when called twice. DDP's reducer cannot drop a hook: ours stays and
+    averages natively, with the values that DDP has without one.
 
     Args:
         model: the argument of ``attach``, or a model that was attached automatically.
 
-    Raises ConfigError on a model that was never attached.
+    Raises ConfigError on a model that was never attached, PeerError on the other ranks then.
     """
     model = unwrapped(model)
-    attached: Any = vars(model).get(ATTRIBUTE, _UNSEEN)
-    if attached is _UNSEEN and model not in detached:
-        todo = (
-            "expected a model that is attached: the root of fully_shard, or the "
-            "DistributedDataParallel; engines of DeepSpeed are let go by engine.destroy()"
-        )
-        raise ConfigError("hybridcomp.detach", Shown(type(model).__name__), todo)
-    if isinstance(attached, Attached):
-        attached.detach()
+    attached: Any = getattr(model, "__dict__", {}).get(ATTRIBUTE, _UNSEEN)
+    is_known = attached is not _UNSEEN or (isinstance(model, Module) and model in detached)
+    if is_known and not isinstance(attached, Attached):
+        return  # native already
+    with together(DETACH, ranks=attached.ranks if is_known else _only_ranks()):
+        if not is_known:
+            todo = (
+                "expected a model that is attached: the root of fully_shard, or the "
+                "DistributedDataParallel; engines of DeepSpeed are let go by engine.destroy()"
+            )
+            raise ConfigError(DETACH, Shown(type(model).__name__), todo)
+    attached.detach()
+
+
+def _only_ranks() -> Ranks | None:
+    """Return the ranks of the model that this rank has attached; None: all, as it has several."""
+    alive = [attached for known in _loads.values() if (attached := known()) is not None]
+    ranks = {attached.ranks for attached in alive if not attached.is_detached}
+    return ranks.pop() if len(ranks) == 1 else None
 
 
 def channels_of_model(model: object) -> Channels | None:
@@ -209,7 +222,7 @@ def channels_of_model(model: object) -> Channels | None:
     return attached.channels if isinstance(attached, Attached) else None
 
 
-def look_again() -> None:
+def retry_pending() -> None:
     """Retry models that were skipped for lack of a block."""
     for model in list(without_block):
         vars(model).pop(ATTRIBUTE, None)

@@ -19,9 +19,10 @@ from hybridcomp.patches.common.optimizer_steps import (
     backward_pass,
 )
 from hybridcomp.patches.torch import stateful
+from hybridcomp.patches.torch.ignored_tables import IgnoredTables
 from hybridcomp.patches.torch.loss_scale import LossScale
 from hybridcomp.patches.torch.session import say
-from hybridcomp.patches.torch.unseen_steps import LOCAL, PATIENCE, UnseenSteps
+from hybridcomp.patches.torch.step_detection import LOCAL, PATIENCE, UnseenSteps
 from hybridcomp.session.engine_session import EngineSession
 
 Kind = Literal["ddp", "fsdp2"]
@@ -72,6 +73,7 @@ class Attached:
             reduces: whether torch has gradients reduced: on one rank FSDP2 does not.
         """
         self.kind, self.identity = kind, identity
+        self.ranks: tuple[int, ...] | None = None  # that attach the model together; None: all
         self.number = next(_numbers)  # in the order of attaching, equal on all ranks
         self.session = session
         self.layout = dict(layout)
@@ -89,6 +91,7 @@ class Attached:
         self.loss_scale = LossScale(self.rescale)
         self.optimizer_calls = 0  # calls of optimizers' step, maybe several per training step
         self.is_detached = False
+        self.ignored: IgnoredTables | None = None  # tables whose gradients nobody reduces
         self._undo: list[Callable[[], object]] = []
 
     @property
@@ -154,7 +157,7 @@ class Attached:
             return
         if self._has_news and not compiles:
             self._has_news = False
-            if self._unseen.have_come(self.channels.passes, self.optimizer_calls > 0):
+            if self._unseen.stepped_since_begin(self.channels.passes, self.optimizer_calls > 0):
                 self.stepped()
         if not self._is_open:
             self._say_if_forgetful()

@@ -28,7 +28,7 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError, SeamError
 from hybridcomp.log import say_once
 from hybridcomp.patches.torch import steps, torch_versions
-from hybridcomp.patches.torch.attach import ATTRIBUTE, attach, detached, is_served, look_again
+from hybridcomp.patches.torch.attach import ATTRIBUTE, attach, detached, is_served, retry_pending
 from hybridcomp.seams.arming import ArmedPatches
 from hybridcomp.seams.patching import Patch, Seam, apply_all
 from hybridcomp.session import process
@@ -59,7 +59,7 @@ def arm(new: bool = False) -> None:
     ``new``: the block is new: models that were left native without one may be attached now.
     """
     if new:
-        look_again()
+        retry_pending()
     ARMED.arm(seam.module for seam, _ in SEAMS)
     if DDP_INIT.module in ARMED.in_place and dist.is_initialized():  # before there is no DDP
         for model in [one for one in gc.get_objects() if issubclass(type(one), DDP)]:

@@ -28,7 +28,7 @@ from hybridcomp.patches.torch.identity import identity_of
 from hybridcomp.patches.torch.session import Source, agree_on, read, session_of
 
 REQUIREMENT = torch_versions.DDP
-COVERS = ("dp", "sync")
+COVERS = ("dp", "sync", "embed")
 
 
 def attach(
@@ -68,6 +68,7 @@ def attach(
     )  # fmt: skip
     undo.callback(attached.detach)
     reducer = Reducer(model, attached)
+    attached.on_detach(reducer.tables.leave)
     slot = ddp_slot.occupy(model, reducer)
     attached.on_detach(functools.partial(slot.leave, reducer))
     hook = model.register_forward_pre_hook(lambda module, _: _enter(module, attached))

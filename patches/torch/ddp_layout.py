@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.channels.pieces import Piece
-from hybridcomp.collectives.wire.cuts import CHUNK_ALIGN
+from hybridcomp.collectives.wire.chunking import CHUNK_ALIGN
 
 
 def chunk_of(numel: int, world_size: int) -> int:

@@ -20,15 +20,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hybridcomp.channels import NAME, AllReduce
 from hybridcomp.channels.pieces import Piece
+from hybridcomp.channels.row_sums import RowSum, as_gradient, touched
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives import Handle
 from hybridcomp.collectives.wire import POOL
 from hybridcomp.job import small_messages
+from hybridcomp.patches.common.sparse_tables import SparseTables
 from hybridcomp.patches.torch import ddp_slot
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.ddp_layout import BucketLayout
@@ -129,6 +131,8 @@ class Reducer:
         if self.error_feedback and (model.find_unused_parameters or model.static_graph):
             self._used = set()
             self._note_used()
+        self._rows = attached.channels["embed"]
+        self.tables = SparseTables(model.module if self._rows.active else nn.Module())
         self._stream: Any = None
 
     def _note_used(self) -> None:
@@ -156,6 +160,9 @@ class Reducer:
         if bucket.index() == 0:
             self._pending.clear()  # left from a pass that an exception ended
             self._follow_rebuilt()
+        if gradients.is_sparse and self._rows.active:
+            with self._beside(gradients):
+                return self._rows_of(bucket, gradients)
         message = _BucketSum(
             numel=gradients.numel(), dtype=gradients.dtype, group=self._group, async_op=True,
             reducer=self, bucket=bucket, gradients=gradients,
@@ -172,6 +179,26 @@ class Reducer:
                 self._used.clear()
             with self._beside(gradients):
                 self.finish()
+        return future
+
+    def _rows_of(self, bucket: Any, gradients: Tensor) -> Bucket:
+        """Average the rows of a table, in a bucket of its own, after all buckets before it."""
+        self.finish()
+        (weight,) = bucket.parameters()
+        factor = 1.0 / dist.get_world_size(self._group)
+        message = RowSum(
+            dtype=gradients.dtype, group=self._group, direction="backward",
+            mine=touched(gradients), scaled=lambda: touched(gradients.mul_(factor)),
+            table=getattr(weight, NAME), rows=weight.shape[0], wrong=self.tables.wrong(weight),
+        )  # fmt: skip
+        future: Bucket = torch.futures.Future(devices=_devices(gradients))
+        future = self._rows.run(
+            message,
+            native=lambda: ddp_slot.average(gradients, self._group),
+            encoded=lambda found: _finished(future, as_gradient(found, weight)),
+        )
+        if bucket.is_last() and self._used is not None:
+            self._used.clear()
         return future
 
     def _start(self, message: _BucketSum) -> _Pending | None:
@@ -235,6 +262,11 @@ class Reducer:
         self._stream.wait_stream(torch.cuda.current_stream(gradients.device))
         with torch.cuda.stream(self._stream):
             yield
+
+
+def _finished(future: Bucket, value: Tensor) -> Bucket:
+    future.set_result(value)
+    return future
 
 
 def _devices(gradients: Tensor) -> list[int | str | torch.device] | None:

@@ -40,11 +40,12 @@ from hybridcomp.patches.torch import torch_versions as windows
 from hybridcomp.patches.torch.attached import Attached
 from hybridcomp.patches.torch.fsdp2_members import Members, names_of
 from hybridcomp.patches.torch.identity import identity_of
+from hybridcomp.patches.torch.ignored_tables import IgnoredTables
 from hybridcomp.patches.torch.session import Source, agree_on, read, session_of
 from hybridcomp.session.engine_session import EngineSession
 
 REQUIREMENT = windows.FSDP2
-COVERS = ("zero", "dp", "sync")
+COVERS = ("zero", "dp", "sync", "embed")
 ZERO: tuple[Dimension, ...] = ("zero",)
 DP: tuple[Dimension, ...] = ("dp",)
 ROOT = (
@@ -75,7 +76,7 @@ def attach(model: nn.Module, source: Source | None, undo: ExitStack) -> Attached
     ``undo``: gets what detaches the model. Raises ConfigError, AgreementError.
     """
     block, groups = read(source), groups_of(model)
-    if block is not None and any(map(fsdp2_comms.is_filled, groups)):
+    if block is not None and any(map(fsdp2_comms.has_output, groups)):
         raise ConfigError("hybridcomp.attach", Shown("a part that is attached already"), ROOT)
     job = fsdp2_rules.job_of(model, groups)
     agree_on(block, "fsdp2", job.ranks)
@@ -90,6 +91,9 @@ def attach(model: nn.Module, source: Source | None, undo: ExitStack) -> Attached
     for one in members:
         for member in one.members:
             session.channels.factors.learn(member.name, (member.rows, member.numel // member.rows))
+        for place in set(range(len(one.members))) - set(one.trained):
+            member, dtype = one.members[place], next(iter(job.dtypes))
+            session.channels.frozen_numels[dtype, member.numel == member.rows] += member.numel
     session.place(job.process_groups, of_user=True)
     _measure(session, job, members)
     session.warn(job.dtypes)
@@ -111,6 +115,9 @@ def attach(model: nn.Module, source: Source | None, undo: ExitStack) -> Attached
             attached.on_detach(module.register_forward_pre_hook(_Enter(one, attached)).remove)
             if not one.hears_of_messages:
                 attached.on_detach(module.register_forward_hook(_Leave(one)).remove)
+    if job.ignores_tables and session.channels["embed"].active:
+        attached.ignored = IgnoredTables(model, session.channels["embed"], None)
+        attached.on_detach(attached.ignored.tables.leave)
     steps.follow(attached)
     if job.ranks[0] == dist.get_rank():
         named = (
@@ -123,7 +130,7 @@ def attach(model: nn.Module, source: Source | None, undo: ExitStack) -> Attached
 def is_served(model: nn.Module) -> bool:
     """Return whether the slots of all groups of ``model`` are filled."""
     groups = groups_of(model)
-    return bool(groups) and all(map(fsdp2_comms.is_filled, groups))
+    return bool(groups) and all(map(fsdp2_comms.has_output, groups))
 
 
 @dataclass
@@ -151,7 +158,7 @@ def _check_whole(module: Any) -> None:
     FSDP determines in the first pass, before the hooks of ``attach``, which groups belong together.
     """
     for state in module._get_fsdp_state()._state_ctx.all_states:
-        if not all(map(fsdp2_comms.is_filled, _groups(state))):
+        if not all(map(fsdp2_comms.has_output, _groups(state))):
             raise ConfigError(
                 "hybridcomp.attach", Shown("fully_shard or a slot set after it"), ROOT
             )

@@ -61,7 +61,7 @@ def empty(members: Members) -> None:
     members.unwatch()
 
 
-def is_filled(group: Any) -> bool:
+def has_output(group: Any) -> bool:
     """Return whether the slots of one of torch's parameter groups hold encoded collectives."""
     gather, scatter = group._all_gather_comm, group._reduce_scatter_comm
     return isinstance(gather, EncodedAllGather) and isinstance(scatter, EncodedReduceScatter)

@@ -60,12 +60,17 @@ class NodeCopyGather:
     @torch.no_grad()
     def gather(self, output: Tensor, share: Tensor) -> None:
         """Fill ``output`` (W n values) with all ranks' ``share``; a collective of all ranks."""
-        own = self._bytes_of(share) if self._codec is not None else share
-        rows = self.kept.gather(own, (share.numel(), share.dtype))
+        rows = self.kept.gather(
+            lambda: self._sent(share), (share.numel(), share.dtype), share.device
+        )
         if self._codec is None:
             output.view(rows.shape).copy_(rows)
         else:
             self._decode(rows, output.view(len(rows), -1))
+
+    def _sent(self, share: Tensor) -> Tensor:
+        """Return what is sent of this rank's share: its values, or their encoded bytes."""
+        return self._bytes_of(share) if self._codec is not None else share
 
     def _parts(self, ranks: int) -> Iterator[tuple[slice, bool]]:
         """Yield the stretch of a share that each parameter has, and whether it is encoded."""

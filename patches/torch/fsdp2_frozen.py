@@ -8,7 +8,7 @@ Gathers of ``reshard_after_forward=N`` in the backward pass bring back what the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,12 @@ from hybridcomp.channels import Channel, native_nbytes
 from hybridcomp.channels.kept_weights import KeptWeights, changed_anywhere, hashes_of
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.config.parameter import FrozenConfig
+from hybridcomp.job.gates import gate
+from hybridcomp.job.together import together
 from hybridcomp.patches.torch.fsdp2_members import Members
+
+#: the operation, for messages
+WHAT = "zero: gathering frozen weights to keep them"
 
 
 class FrozenGather:
@@ -59,43 +64,84 @@ class FrozenGather:
             native: gathers as torch does.
         """
         rows = output.view(group.size(), -1)
-        own = share.clone()  # a view of output
         stretches = self._stretches(len(rows))
-        self._drop_changed(own, stretches, group)
-        moves = set(self._members.trained)
+        moves = sorted(self._members.trained)
         if output.dtype not in VALUE_DTYPES:
-            moves = set(range(len(stretches)))
+            moves = list(range(len(stretches)))
+        own: list[Tensor] = []  # of a copy of ``share``, which is a view of ``output``, by stretch
+        message: list[Tensor] = []  # a room and this rank's part, of what is trained
+
+        def shards() -> list[Tensor]:
+            if not own:
+                copied = share.clone()
+                if moves:
+                    part = torch.cat([copied[stretches[place]] for place in moves])
+                    message.extend((part.new_empty(len(rows) * part.numel()), part))
+                own.extend(copied[stretch] for stretch in stretches)
+            return own
+
+        self._drop_changed(shards, output.device, group)
         lacking = [p for p in range(len(stretches)) if p not in moves and p not in self._kept]
-        for places, is_kept in ((sorted(moves), False), (lacking, True)):
-            if not places:
-                continue
-            part = torch.cat([own[stretches[place]] for place in places])
-            found = part.new_empty(len(rows) * part.numel())
-            if is_kept:
+        if lacking:
+            with together(WHAT, lambda: self._forget(lacking), votes=True, group=group):
+                part = torch.cat([shards()[place] for place in lacking])
+                found = part.new_empty(len(rows) * part.numel())
                 self._natively(found, part, group, native)
-            else:
-                trained(found, part, places)
-            lengths = [stretches[place].stop - stretches[place].start for place in places]
-            parts = torch.split(found.view(len(rows), -1), lengths, 1)
-            for place, values in zip(places, parts, strict=True):
-                rows[:, stretches[place]].copy_(values)
-                if is_kept:
-                    self._keep(place, values, own[stretches[place]])
+                for place, values in self._apart(found, rows, lacking, stretches):
+                    self._keep(place, values, own[place])
+        if moves:
+            shards()
+            trained(message[0], message[1], moves)
+        self._put(rows, stretches, lacking, group)
+        if moves:
+            self._take(message[0], rows, moves, stretches)
+
+    def _take(
+        self, found: Tensor, rows: Tensor, places: Sequence[int], stretches: Sequence[slice]
+    ) -> None:
+        """Write what was gathered of some parameters into ``rows``."""
+        for place, values in self._apart(found, rows, places, stretches):
+            rows[:, stretches[place]].copy_(values)
+
+    def _apart(
+        self, found: Tensor, rows: Tensor, places: Sequence[int], stretches: Sequence[slice]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield the values of each parameter in what was gathered of some, (ranks, chunk)."""
+        lengths = [stretches[place].stop - stretches[place].start for place in places]
+        yield from zip(places, torch.split(found.view(len(rows), -1), lengths, 1), strict=True)
+
+    def _put(
+        self,
+        rows: Tensor,
+        stretches: Sequence[slice],
+        lacking: Sequence[int],
+        group: dist.ProcessGroup,
+    ) -> None:
+        """Decode what is kept into ``rows``; count what was not gathered."""
         spared = 0
         for place, (kept, _) in self._kept.items():
             stretch = stretches[place]
             rows[:, stretch].copy_(kept.decoded().view(len(rows), -1))
             spared += (stretch.stop - stretch.start) * (place not in lacking)
-        raw = native_nbytes.all_gather_nbytes(spared, output.dtype, len(rows))
-        meter, ring = self._channel.meter(output.device), self._channel.group(group).ring
+        raw = native_nbytes.all_gather_nbytes(spared, rows.dtype, len(rows))
+        meter, ring = self._channel.meter(rows.device), self._channel.group(group).ring
         self._channel.record(meter, raw, "forward", ring)
 
     def _natively(
-        self, out: Tensor, part: Tensor, group: dist.ProcessGroup, native: Callable[..., Any]
+        self,
+        out: Tensor,
+        part: Tensor,
+        group: dist.ProcessGroup,
+        native: Callable[[Tensor, Tensor, dist.ProcessGroup, bool], Any],
     ) -> None:
         raw = native_nbytes.all_gather_nbytes(part.numel(), part.dtype, group.size())
         self._channel.count_native(raw)
+        gate()
         native(out, part, group, False)
+
+    def _forget(self, places: Sequence[int]) -> None:
+        for place in places:
+            self._kept.pop(place, None)
 
     def _keep(self, place: int, values: Tensor, own: Tensor) -> None:
         member = self._members.members[place]
@@ -105,17 +151,22 @@ class FrozenGather:
         self._kept[place] = kept, own_hash
 
     def _drop_changed(
-        self, own: Tensor, stretches: Sequence[slice], group: dist.ProcessGroup
+        self, shards: Callable[[], list[Tensor]], device: torch.device, group: dist.ProcessGroup
     ) -> None:
+        """Drop what does not hold any more; ``shards``: returns this rank's, by place."""
         if not self._kept:
             return
         trained, places = set(self._members.trained), sorted(self._kept)
-        now = hashes_of([own[stretches[place]] for place in places])
-        flags = [
-            place in trained or own_hash != self._kept[place][1]
-            for place, own_hash in zip(places, now, strict=True)
-        ]
-        changed = changed_anywhere(self._channel, flags, own.device, group)
+
+        def flags() -> list[bool]:
+            own = shards()
+            now = hashes_of([own[place] for place in places])
+            return [
+                place in trained or own_hash != self._kept[place][1]
+                for place, own_hash in zip(places, now, strict=True)
+            ]
+
+        changed = changed_anywhere(self._channel, flags, len(places), device, group)
         for place, flag in zip(places, changed, strict=True):
             if flag:
                 del self._kept[place]

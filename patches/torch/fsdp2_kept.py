@@ -39,12 +39,17 @@ class KeptGather:
         """
         channel, rank = self._channel, dist.get_rank(group)
         rows = output.view(dist.get_world_size(group), -1)
-        held = self._held(rows)
-        ready = held is not None and self._generation == channel.generation
-        self._generation = channel.generation
+        generation, self._generation = self._generation, channel.generation
         if delta_references.is_exact(channel):
             return None
-        state = (ready, _digest(held) if ready and held is not None else 0)
+        held: list[Tensor] | None = None
+
+        def state() -> tuple[bool, int]:
+            nonlocal held
+            held = self._held(rows)
+            ready = held is not None and generation == channel.generation
+            return ready, _digest(held) if ready and held is not None else 0
+
         if not delta_references.alike(channel, state, output.device, group) or held is None:
             return None
         start = 0

@@ -16,6 +16,7 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.patches.rules import engine
 from hybridcomp.patches.rules.engine import Rule, lossy
 from hybridcomp.patches.torch.fsdp2_kept import keeps
+from hybridcomp.patches.torch.ignored_tables import has_ignored
 from hybridcomp.patches.torch.rules import elsewhere, has_ring
 
 #: classes of comms that ``fill`` may replace; they still send the messages that stay native
@@ -41,6 +42,7 @@ class ShardedJob:
     ring: bool = False  # whether its layers cut sequences over ranks
     meshes: frozenset[tuple[int, int]] = frozenset()  # shards and replicas of every group
     keeps: bool = False  # whether torch keeps what it gathered
+    ignores_tables: bool = False  # whether tables with sparse gradients are left as they are
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -82,6 +84,7 @@ def job_of(model: nn.Module, groups: list[Any]) -> ShardedJob:
         ring=has_ring(model),
         meshes=frozenset(sizes),
         keeps=all(map(keeps, parameters)),
+        ignores_tables=has_ignored(model),
     )
 
 
@@ -116,7 +119,12 @@ def _keeps_copy(block: CompressionConfig) -> bool:
 
 
 _FSDP2: tuple[Rule[ShardedJob], ...] = (
-    *elsewhere("fully_shard", lambda job: job.ring),
+    *elsewhere("fully_shard", lambda job: job.ring, lambda job: job.ignores_tables),
+    Rule(
+        "refuse", ("embed",), "tables that fully_shard ignores, on a part of the ranks",
+        "they are averaged over all ranks of the job", "leave embed out",
+        lambda job: job.ignores_tables and len(job.ranks) != dist.get_world_size(),
+    ),
     Rule(
         "refuse", ("dp", "zero"), "set_symm_mem_for_comm",
         "symmetric memory sends from buffers of its own, and takes no other collective",

@@ -8,7 +8,7 @@ hold, are not touched. Under DDP every rank has all weights, and nothing is sent
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -23,10 +23,10 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.generation.gathered import CutWeight, WeightGather
 from hybridcomp.generation.rolling_out import WHAT, rolling_out, without_hooks
 from hybridcomp.job.devices import default_device
-from hybridcomp.patches.common.parameter_names import plain_name
 from hybridcomp.patches.torch import attach
 from hybridcomp.patches.torch.fsdp2 import groups_of
 from hybridcomp.patches.torch.fsdp2_members import names_of
+from hybridcomp.patches.torch.weights import members_of, mesh_ranks, places_of
 
 #: attribute of a model: its ``WeightGather``
 ATTRIBUTE = "_hybridcomp_gathered"
@@ -45,7 +45,7 @@ def _of_ranks(
     module: nn.Module, sharded: nn.Module | None, group: dist.ProcessGroup
 ) -> AbstractContextManager[nn.Module]:
     """Return the context; all ranks of the job enter it, or those of ``group`` in islands."""
-    ranks = ranks_of(group) if sharded is None else _ranks(sharded)
+    ranks = ranks_of(group) if sharded is None else mesh_ranks(sharded)
     whole = len(ranks) == dist.get_world_size()
     return rolling_out(
         module,
@@ -57,15 +57,6 @@ def _of_ranks(
     )
 
 
-def _members(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    yield from ((group, one) for group in groups_of(model) for one in group.fsdp_params)
-
-
-def _ranks(model: nn.Module) -> tuple[int, ...]:
-    meshes = (group.mesh_info.mesh.mesh for group in groups_of(model))
-    return tuple(sorted({rank for mesh in meshes for rank in mesh.flatten().tolist()}))
-
-
 def _shard_group(group: Any) -> dist.ProcessGroup:
     found: dist.ProcessGroup = group.mesh_info.shard_process_group
     return found
@@ -74,7 +65,7 @@ def _shard_group(group: Any) -> dist.ProcessGroup:
 def _gather_of(model: nn.Module, whole_job: bool) -> WeightGather:
     """Return what gathers the weights of ``model``. Raises ConfigError."""
     names = names_of(model)
-    weights = [_cut(group, one, names) for group, one in _members(model)]
+    weights = [_cut(group, one, names) for group, one in members_of(model)]
     found: WeightGather | None = vars(model).get(ATTRIBUTE)
     channels = attach.channels_of_model(model)
     channel = None if channels is None else channels["zero"]
@@ -91,8 +82,7 @@ def _gather_of(model: nn.Module, whole_job: bool) -> WeightGather:
 
 def _cut(group: Any, one: Any, names: dict[int, str]) -> CutWeight:
     """Describe one of FSDP2's parameters. Raises ConfigError where DTensor cuts it, too."""
-    info, sharded = one._module_info, one.sharded_param
-    name = plain_name(".".join(filter(None, (names.get(id(info.module), ""), info.param_name))))
+    name, sharded = places_of(one._module_info, names)[0], one.sharded_param
     if one.is_dtensor:
         todo = "its ranks compute with parts of each weight; sample from an engine that "
         raise ConfigError(
@@ -117,7 +107,7 @@ def _put(model: nn.Module, found: Sequence[Tensor], undo: ExitStack) -> None:
                 # what register_fsdp_forward_method wraps calls these itself
                 undo.callback(vars(state).pop, name, None)
                 vars(state)[name] = does
-    for (_, one), whole in zip(_members(model), found, strict=True):
+    for (_, one), whole in zip(members_of(model), found, strict=True):
         info, parameter = one._module_info, nn.Parameter(whole, requires_grad=False)
         places = [(info.module, info.param_name)]
         places += zip(info.shared_modules, info.shared_param_names, strict=True)

@@ -15,7 +15,7 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.patches.common.parameter_names import named_once
 from hybridcomp.sync import Masters
 from hybridcomp.sync.kept_gradients import KeptGradients, before_leaves
-from hybridcomp.sync.masters import in_memory, piece_of
+from hybridcomp.sync.master_weights import in_memory, piece_of
 
 KEY = "compression.sync"
 #: how a user makes the engine's group the island

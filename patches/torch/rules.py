@@ -12,16 +12,21 @@ from torch.distributed.tensor import DTensor
 
 from hybridcomp import dimensions, nn
 from hybridcomp.config import CompressionConfig
+from hybridcomp.config.error_messages import Shown
 from hybridcomp.dimensions import Dimension
+from hybridcomp.patches.common.sparse_tables import tables_of
 from hybridcomp.patches.rules import engine
 from hybridcomp.patches.rules.engine import Rule
 from hybridcomp.patches.torch.session import say
 
 
-def elsewhere(name: str, has_ring: Callable[[Any], bool]) -> tuple[Rule[Any], ...]:
+def elsewhere(
+    name: str, has_ring: Callable[[Any], bool], has_sparse: Callable[[Any], bool]
+) -> tuple[Rule[Any], ...]:
     """Return rules for dimensions that neither engine has.
 
-    ``has_ring``: returns whether a job has ring attention of ``hybridcomp.nn``.
+    ``has_ring``, ``has_sparse``: return whether a job has ring attention of ``hybridcomp.nn``, and
+    tables of torch whose sparse gradients ``embed`` sums.
     """
     return (
         Rule(
@@ -40,7 +45,7 @@ def elsewhere(name: str, has_ring: Callable[[Any], bool]) -> tuple[Rule[Any], ..
         ),
         Rule(
             "absent", ("embed",), engine.NO_TABLES, engine.NO_ROWS, engine.TABLES_TODO,
-            lambda job: not nn.has_tables(),
+            lambda job: not nn.has_tables() and not has_sparse(job),
         ),
     )  # fmt: skip
 
@@ -55,8 +60,7 @@ def _has_tensor_parallel(model: Any) -> bool:
 
 
 def _is_sparse(model: Any) -> bool:
-    layers = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    return any(isinstance(layer, layers) and layer.sparse for layer in model.modules())
+    return any(True for _ in tables_of(model))
 
 
 def _has_old_complex(model: Any) -> bool:
@@ -65,7 +69,7 @@ def _has_old_complex(model: Any) -> bool:
 
 
 _DDP: tuple[Rule[Any], ...] = (
-    *elsewhere("DistributedDataParallel", has_ring),
+    *elsewhere("DistributedDataParallel", has_ring, _is_sparse),
     Rule(
         "bypass", ("tp",), "layers that DTensor cuts (tensor parallel)",
         "DTensor communicates by functional collectives, which have no slot",
@@ -83,7 +87,8 @@ _DDP: tuple[Rule[Any], ...] = (
     Rule(
         "bypass", ("dp",), "Embedding(sparse=True)",
         "sparse gradients are gathered row by row and come in buckets of their own",
-        "set sparse to False", _is_sparse,
+        'name embed ("none": as torch sends them), or set sparse to False', _is_sparse,
+        lambda block: "embed" not in block.explicit,
     ),
     Rule(
         "refuse", ("dp",), "complex parameters with a torch before 2.13",
@@ -131,6 +136,8 @@ def check(
     rank 0 instead prints once which messages stay native, and why.
     """
     rules = [(rule, job) for rule in table]
+    if block.generate is not None:
+        say(engine.no_generation(block, Shown(f"a model under {type(job).__name__}")))
     for sentence in engine.hold(block, rules):
         say(sentence)
     for sentence in engine.ungathered(block, ungathered) if ungathered else ():

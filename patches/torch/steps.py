@@ -4,7 +4,7 @@ Steps by the public hooks of torch's optimizers (``optimizer_steps``). A loss sc
 and residuals are in units of the scaled loss: so ``GradScaler.step`` and ``update`` are replaced,
 but only once a model with error feedback, or with ``when: auto``, is attached. A step that the
 scaler skips runs no optimizer, hence no hook. For optimizers that are no ``torch.optim.Optimizer``
-see ``unseen_steps``.
+see ``step_detection``.
 """
 
 from __future__ import annotations
@@ -76,8 +76,10 @@ def forget_all() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise ConfigError where micro-batches of the step have not crossed between nodes."""
+    """Average what nobody has; raise ConfigError where micro-batches have not crossed nodes."""
     for attached in models():
+        if attached.ignored is not None:
+            attached.ignored.exchange(optimizer)
         if attached.channels.node_sums.left and attached.owns(optimizer):
             todo = (
                 "the micro-batches before this optimizer step were summed inside the nodes and "

@@ -39,7 +39,7 @@ def weights_of(model: nn.Module) -> EngineWeights:
     if isinstance(model, DistributedDataParallel):
         weights = _replicated(model.module, ranks_of(model.process_group))
         return with_tables(weights, model.module)
-    return unless_refused(functools.partial(_sharded, model), _ranks(model))
+    return unless_refused(functools.partial(_sharded, model), mesh_ranks(model))
 
 
 def _replicated(module: nn.Module, ranks: tuple[int, ...]) -> EngineWeights:
@@ -68,8 +68,8 @@ def _sharded(model: nn.Module) -> EngineWeights:
     aliases: dict[str, str] = {}
     managed: set[int] = set()
     modules = names_of(model)
-    for group, one in _members(model):
-        name, *others = _names(one._module_info, modules)
+    for group, one in members_of(model):
+        name, *others = places_of(one._module_info, modules)
         aliases |= dict.fromkeys(others, name)
         sharded: Any = one.sharded_param
         managed |= {id(sharded), id(getattr(one, "_unsharded_param", None))}
@@ -81,20 +81,26 @@ def _sharded(model: nn.Module) -> EngineWeights:
             shapes[name], dtypes[name] = tuple(parameter.shape), parameter.dtype
             held.append(_whole(name, parameter))
     found = EngineWeights(
-        shapes, dtypes, held, _ranks(model), aliases, unchanged=_KnownShards(model, shapes, dtypes)
+        shapes,
+        dtypes,
+        held,
+        mesh_ranks(model),
+        aliases,
+        unchanged=_KnownShards(model, shapes, dtypes),
     )
     return with_tables(found, model)
 
 
-def _members(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+def members_of(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     """Yield the parameters that FSDP2 manages, each with its group."""
     from hybridcomp.patches.torch.fsdp2 import groups_of
 
     yield from ((group, one) for group in groups_of(model) for one in group.fsdp_params)
 
 
-def _ranks(model: nn.Module) -> tuple[int, ...]:
-    meshes = (one.sharded_param.device_mesh for _, one in _members(model))
+def mesh_ranks(model: nn.Module) -> tuple[int, ...]:
+    """Return the global ranks that hold shards of ``model``."""
+    meshes = (one.sharded_param.device_mesh for _, one in members_of(model))
     return tuple(sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}))
 
 
@@ -119,7 +125,7 @@ class _KnownShards:
         """Return the parameters by name that FSDP2 does not manage."""
         mine = {
             id(part)
-            for _, one in _members(model)
+            for _, one in members_of(model)
             for part in (one.sharded_param, getattr(one, "_unsharded_param", None))
         }
         return {n: p for n, p in named_once(model)[0].items() if id(p) not in mine}
@@ -130,8 +136,8 @@ class _KnownShards:
         from hybridcomp.patches.torch.fsdp2_members import names_of
 
         modules = names_of(model)
-        for group, one in _members(model):
-            name = _names(one._module_info, modules)[0]
+        for group, one in members_of(model):
+            name = places_of(one._module_info, modules)[0]
             info, sharded = one._module_info, one.sharded_param
             now = getattr(info.module, info.param_name, None)
             if now is not sharded and now is not getattr(one, "_unsharded_param", None):
@@ -146,7 +152,7 @@ class _KnownShards:
                 raise changed(name, "it is not the Parameter that it was")
 
 
-def _names(info: Any, modules: dict[int, str]) -> list[str]:
+def places_of(info: Any, modules: dict[int, str]) -> list[str]:
     """Return the names of a parameter: its first, and those under which it is tied."""
     places = [
         (info.module, info.param_name),

@@ -30,6 +30,9 @@ PARTS = (
     ("pipeline", "AsyncPipelineConfig",
      'DeepSpeed\'s pipeline without a flush: `"pipeline": {"versions": 2}` '
      "([asynchronous pipelines](async_pipelines.md))."),
+    ("memory", "MemoryPolicy",
+     'What ZeRO 3 keeps: `"memory": {"policy": "planned", "device_gb": 40}` '
+     "([planned memory](offload.md#planned-memory))."),
     ("publish", "PublishConfig",
      'Versions of the weights for inference engines: `"publish": {"to": "runs/weights"}` '
      "([publishing](publishing.md))."),

@@ -27,7 +27,14 @@ _LAYOUTS: dict[str, Layout] = {
     "ZeRO 3, hpZ": Layout(zero_stage=3, data=NODES * RANKS, hpz=RANKS),
     '`"secondary": "exact"`': Layout(zero_stage=3, data=NODES * RANKS, hpz=RANKS, copy="exact"),
     '`"secondary": {"bits": 8}`': Layout(zero_stage=3, data=NODES * RANKS, hpz=RANKS, copy="bits8"),
-}
+    'ZeRO 2, `"accumulate": "node"`': Layout(
+        zero_stage=2, data=NODES * RANKS, accumulation=ACCUMULATION, accumulate="node"
+    ),
+    '`"secondary": "exact"`, `"accumulate": "node"`': Layout(
+        zero_stage=3, data=NODES * RANKS, hpz=RANKS, copy="exact",
+        accumulation=ACCUMULATION, accumulate="node",
+    ),
+}  # fmt: skip
 
 
 def table() -> str:

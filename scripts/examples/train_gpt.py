@@ -109,6 +109,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--weights-from", type=Path, metavar="FILE",
         help="begin with the weights that --weights-to wrote, with or without --tp2d")  # fmt: skip
     add("--weights-to", type=Path, metavar="FILE", help="write the weights of the plain model")
+    add("--ask", action="append", default=[], metavar="TEXT",
+        help="with --pp: in the end go on with this text, in bytes; needs hybridcomp")  # fmt: skip
+    add("--answer-tokens", type=int, default=64, metavar="N", help="of each answer to --ask")
+    add("--temperature", type=float, default=0.8, help="of these answers")
     add("--wandb", metavar="PROJECT", help="log to W&B; WANDB_MODE=offline works")
     add("--wandb-group", metavar="GROUP")
     add("--wandb-name", metavar="NAME")
@@ -280,6 +284,11 @@ def run(arguments: argparse.Namespace) -> None:
     log = loop.Log(arguments.log if first else None, header, step)
     loop.train(trainer, samples, valid, plan, log, consumed)
     convert(arguments, config, getattr(trainer.engine, "module", None), load=False)
+    if arguments.ask:
+        from gpt import answers
+
+        count, warmth = arguments.answer_tokens, arguments.temperature
+        answers.show(trainer.engine, arguments.ask, count, warmth, arguments.seed)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -51,6 +51,7 @@ def parsed() -> argparse.Namespace:
     """Return the arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
+    add("--local_rank", type=int, help="set by some launchers")
     add("--text", type=Path, nargs="*", help="files; by default the pages of this repository")
     add("--rows", type=int, default=5_000_000, help="rows of the table; 0: a model without one")
     add("--row-width", type=int, default=64)
@@ -103,13 +104,16 @@ def main() -> None:
     text = text.to(torch.int64)
 
     model, rows = made(arguments, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if arguments.load is not None:
-        model.load_state_dict(torch.load(arguments.load / "model.pt", map_location=device))
-        if model.table is not None:
+        state = torch.load(arguments.load / "model.pt", map_location=device)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        if model.table is not None and rows is not None:
+            rows.load_state_dict(state["rows"])
             model.table.load(arguments.load / "table")
     whole = DistributedDataParallel(model)
     hybridcomp.attach(whole, json.loads(arguments.block))
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
 
     coming = [batch(text, arguments, step) for step in range(arguments.ahead)]
     for _, keys in coming:
@@ -139,7 +143,9 @@ def main() -> None:
     if arguments.save is not None:
         arguments.save.mkdir(parents=True, exist_ok=True)
         if dist.get_rank() == 0:
-            torch.save(model.state_dict(), arguments.save / "model.pt")
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                     "rows": None if rows is None else rows.state_dict()}  # fmt: skip
+            torch.save(state, arguments.save / "model.pt")
         if model.table is not None:
             model.table.save(arguments.save / "table")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6

@@ -264,5 +264,5 @@ def test_no_steps_are_compared_where_memory_is_short(pool: RankPool) -> None:
 
 def cramped(job: Job) -> dict[str, Any]:
     """One rank alone is out of memory."""
-    with patch("hybridcomp.channels.payoff.has_room", lambda nbytes, device: False):
+    with patch("hybridcomp.channels.online_tuner.has_room", lambda nbytes, device: False):
         return trained(job, NATIVE, {})

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridcomp.channels.deferred_residuals import DeferredResiduals
 from hybridcomp.channels.error_feedback import Residuals
 from hybridcomp.channels.pieces import Piece, cut
 from hybridcomp.channels.saved_residuals import Hop, are_residuals, held_in
-from hybridcomp.channels.withheld import Withheld
 from hybridcomp.codecs.quantized_residual import QuantizedResidual, as_fp32, nbytes_of
 
 LIKE = torch.zeros(0)
@@ -254,7 +254,7 @@ def test_withheld_few_bits_come_back() -> None:
     assert isinstance(flat, QuantizedResidual)
     flat.pack(torch.arange(1.0, 9.0))
     before = flat.unpack()
-    kept = Withheld({"a": torch.tensor(False), "b": torch.tensor(True)})
+    kept = DeferredResiduals({"a": torch.tensor(False), "b": torch.tensor(True)})
     kept.take(flat, [A, B])
     assert not flat.unpack()[:5].any()
     assert torch.allclose(flat.unpack()[5:], before[5:], atol=0.04)

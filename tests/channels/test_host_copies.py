@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from hybridcomp.channels import Channels, Packed, host_landing
+from hybridcomp.channels import Channels, Packed, pinned_receive_buffers
 from hybridcomp.channels import host_copies as host_module
 from hybridcomp.codecs import BlockInt, ExpCode
 from hybridcomp.codecs.base import Codec
@@ -92,18 +92,18 @@ class Copied:
         self._log.append(f"wait {self._name}")
 
 
-def payload_of(log: list[str], name: str) -> host_landing.Payload:
+def payload_of(log: list[str], name: str) -> pinned_receive_buffers.Payload:
     values = torch.arange(64, dtype=torch.float32)
     buffer = torch.empty(4096, dtype=torch.uint8)
     codec = ExpCode()
-    return host_landing.Payload(
+    return pinned_receive_buffers.Payload(
         codec, values.dtype, buffer, codec.encode(values, buffer), Copied(log, name)
     )
 
 
 def test_the_thread_waits_for_copies_and_keeps_the_order() -> None:
     log: list[str] = []
-    found, out = host_landing.Landing(), torch.zeros(64)
+    found, out = pinned_receive_buffers.PinnedReceiveBuffers(), torch.zeros(64)
     first, second = payload_of(log, "a"), payload_of(log, "b")
 
     def add_up() -> None:
@@ -127,15 +127,15 @@ def test_what_goes_wrong_in_the_thread_is_raised_where_it_is_met() -> None:
     def wrong() -> None:
         raise ValueError("a payload that is too short")
 
-    found = host_landing.Landing()
+    found = pinned_receive_buffers.PinnedReceiveBuffers()
     found.submit(wrong, ())
     with pytest.raises(ValueError, match="too short"):
         found.meet()
 
 
 def test_too_much_that_waits_is_met_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_landing, "WAITING_NBYTES", 1)
-    found = host_landing.Landing()
+    monkeypatch.setattr(pinned_receive_buffers, "WAITING_NBYTES", 1)
+    found = pinned_receive_buffers.PinnedReceiveBuffers()
     assert len(found.submit(lambda: None, [payload_of([], "a")])) == 1
     assert not found.busy
 
@@ -151,4 +151,4 @@ def test_host_threads(
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
     monkeypatch.setenv("LOCAL_SIZE", ranks)
-    assert host_landing.host_threads() == expected
+    assert pinned_receive_buffers.host_threads() == expected

@@ -69,7 +69,8 @@ def test_a_node_has_all_new_values(grid: tuple[int, int], dtype: torch.dtype) ->
         table = renew(channel, groups, new[rank].clone(), held, native)
         counted()
         assert torch.equal(bits_of(held), bits_of(before)), "not modified"
-        gathered = gather_inside(channel, groups, table, native, True)
+        gathered = table.new_empty(ranks, NUMEL)
+        gather_inside(channel, groups, table, native, True, gathered)
         entry = channel.state.ledger.interval["zero", "forward"]
         raw = 2 * (nodes - 1) * NUMEL * 2 + (ranks - nodes) * NUMEL * 2
         assert entry.raw_nbytes == raw

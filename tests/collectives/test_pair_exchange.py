@@ -15,7 +15,7 @@ from hybridcomp.codecs import Bounded, make_codec
 from hybridcomp.codecs.base import VALUE_DTYPES, Codec
 from hybridcomp.collectives import Meter, all_reduce_codecs, chunk_ranges
 from hybridcomp.collectives.wire import message_rounds
-from hybridcomp.collectives.wire.cuts import SEGMENT_ALIGN as ALIGN
+from hybridcomp.collectives.wire.chunking import SEGMENT_ALIGN as ALIGN
 from tests.collectives.calls import all_reduce
 from tests.collectives.common import CODECS, LOSSY, bound, rank_order_sum, values_of
 from tests.stand_ins import thread_groups

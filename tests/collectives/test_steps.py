@@ -14,8 +14,8 @@ from torch import Tensor
 from hybridcomp import collectives
 from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.exact_steps import typical_steps
-from hybridcomp.collectives import Group, Meter, Transfer, moves
-from hybridcomp.collectives.wire import cuts, message_rounds
+from hybridcomp.collectives import Group, Meter, Transfer, all_gather_all_to_all
+from hybridcomp.collectives.wire import chunking, message_rounds
 from hybridcomp.kernels.cuda import CudaKernels
 from tests.collectives.hierarchical.test_two_levels import levels_of
 from tests.collectives.late import late, sizes_ahead
@@ -72,8 +72,10 @@ def in_rounds(values: int) -> int:
     """Gather with rounds of so many values and more; the rounds of this rank."""
     with (
         mock.patch.multiple(message_rounds, ROUND=values, HALF=values),
-        mock.patch.object(cuts, "SEGMENT_ALIGN", 512),
-        mock.patch.object(moves, "_gather_round", side_effect=moves._gather_round) as rounds,
+        mock.patch.object(chunking, "SEGMENT_ALIGN", 512),
+        mock.patch.object(
+            all_gather_all_to_all, "_gather_round", side_effect=all_gather_all_to_all._gather_round
+        ) as rounds,
     ):
         gathered(torch.bfloat16, "sizes in front", 1, ())
     return rounds.call_count

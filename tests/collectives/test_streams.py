@@ -14,7 +14,7 @@ import torch
 
 from hybridcomp import collectives
 from hybridcomp.channels import Channels
-from hybridcomp.channels.host_landing import Landing
+from hybridcomp.channels.pinned_receive_buffers import PinnedReceiveBuffers
 from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.codecs.exact_steps import ExactSteps
 from hybridcomp.codecs.quantized_residual import split, zeros
@@ -226,7 +226,7 @@ def test_waited_for_on_another_stream(gpu: Gpu, codec: Codec) -> None:
 
 @pytest.mark.parametrize("codec", FIXED[:3], ids=str)
 def test_payloads_on_their_way_to_the_host(gpu: Gpu, codec: Codec) -> None:
-    landing = Landing()
+    landing = PinnedReceiveBuffers()
     for _ in range(3):
         values = values_of()
         payload = landing.ship(values, codec, Meter())

@@ -17,7 +17,7 @@ from hybridcomp.codecs.exact_steps import ExactSteps
 from hybridcomp.codecs.quantized_residual import split, zeros
 from hybridcomp.codecs.stepcode import MODEL
 from hybridcomp.codecs.varying_pieces import WORDS_NBYTES
-from hybridcomp.collectives import Meter, OwnedRange, chunk_ranges, reductions
+from hybridcomp.collectives import Meter, OwnedRange, all_reduction, chunk_ranges
 from hybridcomp.collectives.wire import staging as wire_staging
 from hybridcomp.collectives.wire import transport
 from hybridcomp.config.rank_messages import RankMessages, Way, buffer_nbytes, staged_nbytes
@@ -149,7 +149,7 @@ def on_a_gpu() -> Iterator[int]:
     with (
         late(),
         kernels_replaced(CudaKernels(launcher)),
-        mock.patch.object(reductions, "settle", _settle),
+        mock.patch.object(all_reduction, "settle", _settle),
     ):
         yield launcher.zeros(0).untyped_storage().nbytes()
 

@@ -461,6 +461,31 @@ def test_ranks_agree_on_who_sends_and_when_to_report() -> None:
     assert any(line.endswith("bf16, cut among tensor ranks") for line in describe(lossy))
 
 
+def test_states_of_offload_are_apart_from_copies() -> None:
+    """They never take the dimension's codec, which may lose something, and are agreed on."""
+    codecs = parse({"offload": "blockint"}).codecs()
+    assert codecs["offload", "forward"] == codecs["offload", "backward"] == BlockInt(8)
+    assert codecs["offload", "states"] is None
+    alone = parse({"offload": {"states": "expcode"}})
+    named = {way: codec for (name, way), codec in alone.codecs().items() if name == "offload"}
+    assert named["forward"] is named["backward"] is None and named["states"] is not None
+    assert alone.digest() != parse({"offload": {"states": "mpc"}}).digest()
+    with pytest.raises(ConfigError, match="states: found .*kept without loss: expcode or mpc"):
+        parse({"offload": {"states": "blockint"}})
+    with pytest.raises(ConfigError, match="never used: forward and backward both name"):
+        parse({"offload": {"codec": "bf16", "forward": "mpc", "backward": "mpc", "states": "mpc"}})
+
+
+def test_memory_is_planned_by_its_own_key() -> None:
+    """It needs no dimension; its figures need it; all ranks agree on them."""
+    planned = parse({"memory": {"policy": "planned", "device_gb": 40}})
+    assert planned.memory.planned and planned.flat()["compression.memory.device_gb"] == 40
+    with pytest.raises(ConfigError, match='only "policy": "planned" reads it'):
+        parse({"dp": "none", "memory": {"device_gb": 40}})
+    with pytest.raises(ConfigError, match="device_gb"):
+        parse({"memory": {"policy": "planned", "device_gb": 0}})
+
+
 def test_when() -> None:
     assert parse({"dp": "bf16"}).measured() == ()
     config = parse({"preset": "recommended", "when": "always", "zero": {"when": "auto"}})

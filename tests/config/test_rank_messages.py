@@ -7,7 +7,14 @@ import torch
 
 from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.codecs.varying_pieces import WORDS_NBYTES
-from hybridcomp.config.rank_messages import RankMessages, buffer_nbytes, node_sums_nbytes
+from hybridcomp.config import CompressionConfig
+from hybridcomp.config.memory import MemoryItem, frozen
+from hybridcomp.config.rank_messages import (
+    RankMessages,
+    buffer_nbytes,
+    copy_nbytes,
+    node_sums_nbytes,
+)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -32,3 +39,23 @@ def test_a_rank_keeps_its_share_of_the_sums_of_micro_batches() -> None:
     nodes = RankMessages((1000, 3), "scatter", torch.bfloat16, 8, width=4)
     assert node_sums_nbytes(nodes) == 4 * (250 + 1)
     assert node_sums_nbytes(RankMessages((1000,), "own", torch.bfloat16, 8)) == 0
+
+
+def test_a_rank_keeps_its_slice_of_the_copy_of_its_node() -> None:
+    """As it is, or in 8 bits and a scale for 32 values; without nodes there is no copy."""
+    gathered = RankMessages((6400, 640), "gather", torch.bfloat16, 8, width=4)
+    assert copy_nbytes(gathered, None) == 2 * (1600 + 160)
+    assert copy_nbytes(gathered, 8) == pytest.approx((1600 + 160) * 33 / 32, abs=32)
+    assert copy_nbytes(RankMessages((6400,), "gather", torch.bfloat16, 8), None) == 0
+
+
+def test_frozen_weights_are_whole_on_each_rank() -> None:
+    """Vectors exactly, which takes 11.2 of 16 bits; matrices in as many bits as was written."""
+    block = {"zero": {"frozen": {"on": "host", "bits": 4}}}
+    numels = {(torch.bfloat16, False): 3200, (torch.bfloat16, True): 100}
+    few = frozen(CompressionConfig.parse(block), numels)
+    (item,) = few
+    assert item.on_host and item.nbytes == pytest.approx(100 * (16 + 1) + 140, abs=16)
+    whole = frozen(CompressionConfig.parse({"zero": {"frozen": "device"}}), numels)
+    assert whole == [MemoryItem("frozen weights", round(3200 * 1.4) + 140)]
+    assert frozen(CompressionConfig.parse({"zero": "bf16"}), numels) == []

@@ -155,6 +155,41 @@ def test_scripts_know_the_options_that_pages_give_them() -> None:
     assert tried > 60
 
 
+def ranks_of(line: str) -> int | None:
+    """The ranks that a launcher starts on one machine; None: no launcher, or several machines."""
+    found = re.search(r"--(?:num_gpus|nproc[-_]per[-_]node)[ =](\d+)", line)
+    alone = found is not None and not re.search(r"--nnodes|--hostfile|srun", line)
+    return int(found[1]) if found is not None and alone else None
+
+
+def test_commands_of_the_training_example_fit_their_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of four and eight ranks among them: arguments, layout and, where it is there, file."""
+    pytest.importorskip("deepspeed")
+    import train_gpt
+    from gpt import layouts
+
+    found = set()
+    for _, line in commands():
+        ranks = ranks_of(line)
+        if ranks is None or "scripts/examples/train_gpt.py" not in line:
+            continue
+        words = shlex.split(line.partition("train_gpt.py")[2], comments=True)
+        if any("{" in word for word in words) or "..." in words:
+            continue
+        arguments = train_gpt.parse(words)
+        file = ROOT / str(arguments.deepspeed_config)
+        settings = json.loads(file.read_text()) if file.is_file() else {}
+        layouts.check(arguments, settings)
+        copies = arguments.tp * arguments.pp * arguments.cp * arguments.tp2d**2
+        assert ranks % copies == 0, line
+        if not file.is_file():  # of the reader, or in a fence of the page
+            assert not str(file).startswith(str(ROOT / "configs")), line
+        found.add(ranks)
+    assert found >= {2, 4, 8}
+
+
 def test_blocks_and_files_of_commands_are_valid(capsys: pytest.CaptureFixture[str]) -> None:
     """What stands behind ``--block`` or ``--budget``, and files that a command names."""
     files, tried = set(), 0

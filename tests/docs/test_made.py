@@ -16,6 +16,7 @@ import hybridcomp
 import make_docs
 from benchmarks import count_bytes
 from doc_pages import bits, charts, speeds
+from hybridcomp.autotune import recheck, verdicts
 from hybridcomp.errors import install_hint
 from tests.paths import ROOT
 
@@ -151,6 +152,62 @@ def test_parts_of_the_installation_can_be_pasted_alone() -> None:
         for block in re.findall(r"```\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL):
             assert block.count("pip install -e") <= 1, block
             assert "git clone" not in block or "://" in block, block
+
+
+def test_all_pages_install_one_torch_for_cpus() -> None:
+    """From the index whose torch brings no CUDA; extras come at once, as each build takes time."""
+    pages = [(ROOT / name).read_text("utf-8") for name in ("README.md", "docs/getting_started.md")]
+    index = "--index-url https://download.pytorch.org/whl/cpu"
+    for line in (line for text in pages for line in text.splitlines()):
+        if "pip install torch" in line:
+            assert index in line or "for your CUDA" in line, line
+    lines = [{line.strip().split("  ")[0] for line in text.splitlines() if "whl/cpu" in line}
+             for text in pages]  # fmt: skip
+    assert lines[0] == lines[1]
+    assert "with other extras compiles only what changed" in pages[1]
+    assert "or later, without a build: `pip install wandb" in pages[1]
+
+
+def test_bits_of_published_weights_are_those_of_the_table() -> None:
+    """From a learning rate of 1e-6 to one of 1e-3, rounded; a full version has at most 16."""
+    told = re.search(
+        r"at (\S+) bits a weight \(learning rate 1e-6\) to (\S+) \(1e-3\), at most 16",
+        README,
+    )
+    table = (ROOT / "docs/publishing.md").read_text("utf-8")
+    (row,) = re.findall(r"\| \| 1e-3 .*?1e-6 \|.*?\| bits a weight \|(.*?)\|\n", table, re.DOTALL)
+    most, *_, least = (float(cell) for cell in row.split("|"))
+    assert told and float(told[1]) == pytest.approx(least, abs=0.05)
+    assert most <= float(told[2]) < most + 1
+
+
+def test_the_front_page_has_two_bars_a_link_and_the_table_of_jobs() -> None:
+    """Native messages beside the preset, in a user's words, and the four changed lines."""
+    page = (ROOT / "docs/index.md").read_text("utf-8")
+    assert "![Tokens a second over three links, with and without the block](speed.svg)" in page
+    drawn = charts.front()
+    assert set(charts.BESIDE.values()) == {"native messages", '{"preset": "recommended"}'}
+    for kind in charts.BESIDE:  # a bar for each link, and one in the key
+        assert drawn.count(f'<rect class="{kind}"') == 1 + len(charts.LINKS)
+    assert not re.search("mzhybrid|delta|bound", drawn)
+    table = page.partition("<!-- jobs")[2].partition("<!-- /jobs -->")[0]
+    assert sum(line.startswith("| ") for line in table.splitlines()) > 6
+    assert all(line in page for line in ('+  "compression": {"preset": "recommended"}',
+                                         "+  --module hybridcomp.run \\"))  # fmt: skip
+
+
+def test_the_ledgers_page_says_that_the_trial_halves_the_first_factors() -> None:
+    """And until which step: of the comparison's rounds, behind those that warm up."""
+    page = " ".join((ROOT / "docs/ledger.md").read_text("utf-8").split())
+    one = recheck.Recheck(["dp", "zero"], verdicts.WARM)
+    first = f"until step {one.stop - 1}, or {one.last} in a close case"
+    assert "first report shows about half of the later factors" in page and first in page
+
+
+def test_pages_say_how_one_process_is_started() -> None:
+    """DeepSpeed alone ends without a launcher; hybridcomp's module itself starts one process."""
+    page = (ROOT / "docs/engines/deepspeed.md").read_text("utf-8")
+    assert "`--num_gpus 1`" in page and "No module named 'mpi4py'" in page
 
 
 def test_ci_runs_the_commands_of_the_readme() -> None:

@@ -38,7 +38,8 @@ def data(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def order(epoch: int) -> Any:
-    return torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(epoch)).split(BATCH)
+    numbers = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(epoch))
+    return torch.split(numbers, BATCH)
 
 
 def losses(kept: bool, dtype: torch.dtype, **settings: Any) -> tuple[list[float], list[int]]:
@@ -47,7 +48,9 @@ def losses(kept: bool, dtype: torch.dtype, **settings: Any) -> tuple[list[float]
     blocks[:2].requires_grad_(False)
     front = hybridcomp.FrozenFront(list(blocks), **settings) if kept else None
     optimizer = torch.optim.SGD(blocks[2:].parameters(), lr=0.1)
-    found, runs = [], []
+    first: Any = blocks[0]
+    found: list[float] = []
+    runs: list[int] = []
     for epoch in range(3):
         for at in order(epoch):
             if front is not None:
@@ -63,7 +66,7 @@ def losses(kept: bool, dtype: torch.dtype, **settings: Any) -> tuple[list[float]
             torch.autograd.backward(loss)
             optimizer.step()
             found.append(loss.item())
-        runs.append(blocks[0].seen)
+        runs.append(first.seen)
     return found, runs
 
 
@@ -119,7 +122,7 @@ def test_weights_that_change_or_train_again_free_what_is_kept(
     blocks[:2].requires_grad_(False)
     front = hybridcomp.FrozenFront(list(blocks))
     old, _ = front(range(SAMPLES), values)
-    blocks[1].up.weight.data[0, 0] += 1.0  # which torch does not note
+    blocks[1].get_parameter("up.weight").data[0, 0] += 1.0  # which torch does not note
     new, _ = front(range(SAMPLES), values)
     assert not torch.equal(old, new) and blocks[0].seen == 2 * SAMPLES
     assert "weights of it have changed" in capsys.readouterr().out

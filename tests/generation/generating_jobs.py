@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,8 +42,8 @@ def sharpen(layers: Any) -> None:
     """Make the logits of a fresh model as far apart as those of a trained one."""
     with torch.no_grad():
         for layer in layers:
-            for name, weight in layer.named_parameters():
-                if "norm" not in name:
+            for weight in layer.parameters():  # each once, also where two layers share it
+                if weight.dim() > 1:
                     weight.mul_(6.0)
 
 
@@ -59,7 +61,7 @@ def engine(tp: int = 1, pp: int = 1, block: Any = None, tied: bool = False) -> A
     topology = tensor_parallel.start(tp, pp) if tp > 1 else None
     cut = {"topology": topology} if topology is not None else {"num_stages": pp}
     module = pipeline(sizes, **cut)
-    sharpen([one for one in module.forward_funcs if isinstance(one, torch.nn.Module)])
+    sharpen([module])
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 2,
@@ -78,7 +80,7 @@ def whole_model(tied: bool = False) -> Any:
     from gpt.model import GPT
 
     model = GPT(sizes)
-    sharpen(model.layers[: -1 if tied else None])
+    sharpen([model])
     return model.eval()
 
 
@@ -103,3 +105,26 @@ class Recording:
         for part, row in zip(passed.parts, logits, strict=True):
             self.logits.setdefault(part.sequence, []).append(row)
         return self.sampling(passed, logits)
+
+
+def settle(engine: Any, **settings: Any) -> Any:
+    """The engine's stage with settings of the block's ``generate``."""
+    from hybridcomp.patches.generated import stage_of
+
+    stage = stage_of(engine)
+    return replace(stage, settings=stage.settings.model_copy(update=settings))
+
+
+def refused(call: Callable[[], object]) -> str:
+    """The class and text of the error that a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def digest(tensor: Tensor) -> str:
+    """Of the bytes."""
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(bytes(data.tolist())).hexdigest()[:16]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,10 @@ from hybridcomp.config import CompressionConfig, describe
 from hybridcomp.errors import ConfigError
 from hybridcomp.generation.gathered import CutWeight
 from hybridcomp.generation.rolling_out import without_hooks
+
+
+def _same(part: torch.Tensor) -> torch.Tensor:
+    return part
 
 
 @pytest.mark.parametrize(
@@ -92,8 +97,7 @@ def test_shares_make_the_whole(shape: tuple[int, ...], dim: int, ranks: int) -> 
         numel = -(-whole.numel() // ranks)
         parts = [whole.reshape(-1)[r * numel : (r + 1) * numel] for r in range(ranks)]
     shares = [
-        CutWeight("w", shape, whole.dtype, numel, None, lambda part=part: part, dim)
-        for part in parts
+        CutWeight("w", shape, whole.dtype, numel, None, partial(_same, part), dim) for part in parts
     ]
     rows = torch.stack([share.share(torch.device("cpu")) for share in shares])
     wide = torch.cat([rows, torch.ones(ranks, 2)], 1)[:, :numel]  # as beside other weights

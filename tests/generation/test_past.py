@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from hybridcomp.errors import ConfigError
 from hybridcomp.generation import KeyStore, PackedPass, SequencePart, StageRunner
-from hybridcomp.nn.slices import Past
+from hybridcomp.nn.slices import KVCache
 from tests.generation.generating_jobs import HEADS, LAYERS, VOCAB, greedy, prompts, whole_model
 
 CPU = torch.device("cpu")
@@ -202,7 +202,7 @@ def test_slices_of_a_sequence_have_the_same_past() -> None:
     """A layer that uses ``positions`` and ``attend`` trains in slices."""
     model, (prompt,) = whole_model(), prompts(1, seed=2)
     ids = torch.tensor([(prompt * 8)[:16]])
-    past, out = Past(16), []
+    past, out = KVCache(16), []
     for start, stop in ((0, 5), (5, 6), (6, 16)):
         values, here = ids[:, start:stop], past.at(start)
         for layer in model.layers:

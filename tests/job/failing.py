@@ -29,7 +29,7 @@ SPARED = tuple(
     for name in (
         "job/gates", "job/agreement", "job/together", "job/statements", "job/processes",
         "job/small_messages", "errors", "log", "collectives/wire/transport", "sync/exact_sends",
-        "inference/together",
+        "channels/comparisons", "inference/together",
     )
 )  # fmt: skip
 #: what stands in front of an operation, and looks at arguments that are alike on all ranks, and
@@ -43,9 +43,15 @@ KEPT = {
     ("attach.py", "unwrapped"), ("island_masters.py", "_sharded"),
     ("island_masters.py", "_mesh_ranks"), ("island_masters.py", "<setcomp>"),
     ("island_masters.py", "ranks_of_model"), ("topology.py", "ranks_of"),
-    ("membership.py", "post"), ("courier.py", "send"),
-    ("courier.py", "expect"), ("sync_follower.py", "close"),
+    ("membership.py", "post"), ("transfer.py", "send"),
+    ("transfer.py", "expect"), ("sync_follower.py", "close"),
     ("sync_follower.py", "resume"), ("kept_gradients.py", "stop"),
+    ("fsdp2_frozen.py", "_natively"), ("fsdp2_frozen.py", "gather"),
+    ("fsdp2_frozen.py", "_put"), ("frozen.py", "_gather"),
+    ("fsdp2_frozen.py", "_stretches"), ("fsdp2_members.py", "chunk"),
+    ("moves.py", "gather_words"), ("channel.py", "group"), ("channel.py", "meter"),
+    ("parameter_gathers.py", "_dist_allgather_fn"), ("scope.py", "get"),
+    ("steps.py", "transfer"), ("steps.py", "steps"), ("handle.py", "_advance"),
 }  # fmt: skip
 #: what C functions belong to that fail for want of memory alone: containers, types
 HARMLESS = (dict, list, set, tuple, str, bytes, frozenset, int, float, type, deque, Counter)

@@ -14,7 +14,9 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,12 +24,16 @@ import torch.distributed as dist
 
 import hybridcomp
 from hybridcomp.channels import ATTRIBUTE
-from hybridcomp.errors import HybridcompError
+from hybridcomp.codecs.blockint import BlockInt
+from hybridcomp.errors import HybridcompError, PeerError
 from hybridcomp.job import agreement
 from hybridcomp.patches.torch import attach, fsdp2, fsdp2_comms
 from hybridcomp.session.engine_session import session_of
+from tests.job import renewing
 from tests.job.failing import steps
 from tests.ranks import run_ranks
+from tests.sync.jobs import beside, rendezvous
+from tests.sync.jobs import block as islands
 from tests.sync.torch_job import Job
 from tests.training import trainer
 
@@ -172,7 +178,7 @@ class Subject:
         """Whether the model is native on this rank, and nothing is left of the operation."""
         self.job.attached = None
         model = self.job.model
-        slots = [fsdp2_comms.is_filled(one) for one in fsdp2.groups_of(model)]
+        slots = [fsdp2_comms.has_output(one) for one in fsdp2.groups_of(model)]
         return (
             self.before_detach.is_detached
             and attach.ATTRIBUTE not in vars(model)
@@ -262,7 +268,7 @@ class EngineSubject:
         return True
 
 
-AnySubject = Subject | EngineSubject
+AnySubject = Subject | EngineSubject | renewing.Renewing
 
 
 def told(subject: AnySubject, what: str, fails_at: int | None) -> tuple[Any, ...]:
@@ -308,6 +314,110 @@ def one(subject: AnySubject, what: str, rank: int, step: int, found: Outcome) ->
         found.problems.append(f"{name}: half done on {changed}")
 
 
+def met(address: str, first: int, count: int, fails: int) -> tuple[dict[int, Any], Outcome]:
+    """Hold ``count`` meetings as an island of two ranks that is a job; ``fails`` calls fail.
+
+    Returns the start copies after each meeting, and what is wrong.
+    """
+    agreement.LOOK_S = 0.05
+    sync = {key: value for key, value in BLOCK["sync"].items() if key != "islands"}
+    job = Job({**BLOCK, **islands(address, **sync)}, first=first).build().train(1)
+    of, found, draw = job.job_meetings, Outcome(), random.Random(first + count)
+    subject: Any = SimpleNamespace(meet=lambda: of.after_step(0))
+    starts: dict[int, Any] = {}
+    while of.membership.last.number < count:
+        job.train(1)
+        if of.membership.last.number >= count:
+            break
+        fails_at = draw.randrange(80) if found.tried < fails else None
+        rank, me = draw.randrange(2), dist.get_rank()
+        seconds, said, where, _ = told(subject, "meet", fails_at if rank == me else None)
+        number = of.membership.last.number
+        state = number, len(of.under_way), digest(job.weights())
+        every: list[Any] = [None, None]
+        dist.all_gather_object(every, (seconds, said, where, state))
+        found.tried += fails_at is not None
+        found.failed += any(row[1] for row in every)
+        found.longest_s = max(found.longest_s, *(row[0] for row in every))
+        if every[0][3] != every[1][3]:
+            found.problems.append(f"half done: {every}")
+        if any(row[1] for row in every) and not all(f"rank {rank}" in row[1] for row in every):
+            found.problems.append(f"not named: {every}")
+        starts[number] = [part.fragment.start.clone() for part in of.parts]
+    hybridcomp.detach(job.model)
+    return starts, found
+
+
+@pytest.mark.parametrize("fails", [8, pytest.param(60, marks=pytest.mark.nightly)])
+def test_a_failure_in_an_island_that_is_a_job_is_one_of_its_ranks(fails: int) -> None:
+    """The island goes on, and the other one, which waits for it, has the same start copies."""
+    count = 2 * fails
+    with rendezvous() as address:
+        ones, others = beside(
+            (2, met, (address, 0, count, fails)), (2, met, (address, 2, count, 0))
+        )
+    for (starts, found), (same, healthy) in zip(ones, others, strict=True):
+        assert not found.problems and not healthy.problems
+        assert found.tried == fails and found.failed > fails // 2 and not healthy.failed
+        shared = starts.keys() & same.keys()
+        assert len(shared) > fails // 2
+        for number in shared:
+            assert all(map(torch.equal, starts[number], same[number])), number
+
+
+def told_in_a_trial(fails_at: int) -> tuple[float, str]:
+    """What an attach comes to whose trial of a codec fails on rank 1 at an encoding."""
+    job = Job(None).build()
+    block = {"dp": {"codec": "blockint", "bits": 4, "when": "auto"}, "min_bytes": 0}
+    calls, plain = [0], BlockInt.encode
+
+    def encode(self: BlockInt, *args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == fails_at and dist.get_rank() == 1:
+            raise RuntimeError("no memory is left")
+        return plain(self, *args)
+
+    began = time.monotonic()
+    with patch.object(BlockInt, "encode", encode), pytest.raises(PeerError) as error:
+        hybridcomp.attach(job.model, block)
+    assert attach.channels_of_model(job.model) is None
+    return time.monotonic() - began, str(error.value)
+
+
+@pytest.mark.parametrize("fails_at", [1, 4])
+def test_a_failure_in_the_message_of_a_trial_ends_all_ranks(fails_at: int) -> None:
+    """Nobody waits in it: the rank that fails says so, and closes its connections."""
+    for seconds, said in run_ranks(3, told_in_a_trial, fails_at):
+        assert said.endswith("rank 1: RuntimeError: no memory is left"), said
+        assert seconds < LIMIT_S
+
+
+NAMED = "hybridcomp.detach: rank 1: hybridcomp.detach"
+
+
+def detached_alone() -> tuple[bool, str]:
+    """Whether a model is attached after a detach in which rank 1 gave something else."""
+    job = Job(None).build()
+    job.attached = hybridcomp.attach(job.model, {"dp": {"codec": "blockint"}, "min_bytes": 0})
+    assert job.attached is not None
+    job.train(1)
+    with pytest.raises(HybridcompError) as error:
+        hybridcomp.detach(torch.nn.Linear(1, 1) if dist.get_rank() == 1 else job.model)
+    was_kept = not job.attached.is_detached
+    job.train(1)
+    hybridcomp.detach(job.model)
+    hybridcomp.detach(job.model)
+    assert job.attached.is_detached
+    return was_kept, str(error.value)
+
+
+def test_a_detach_of_something_else_on_one_rank_lets_go_of_none() -> None:
+    for was_kept, said in run_ranks(3, detached_alone):
+        assert was_kept
+        assert "expected a model that is attached" in said
+        assert said.partition(": found Linear")[0] in ("hybridcomp.detach", NAMED)
+
+
 def failing(folder: Path, engine: str, what: str, count: int, seed: int) -> Outcome:
     """``count`` failures of an operation, at steps and on ranks that ``seed`` draws."""
     agreement.LOOK_S = 0.05
@@ -315,6 +425,8 @@ def failing(folder: Path, engine: str, what: str, count: int, seed: int) -> Outc
     subject: AnySubject
     if engine.startswith("deepspeed"):
         subject = EngineSubject(folder, engine, {"dp": BLOCK["dp"], "min_bytes": 0})
+    elif engine in renewing.ENGINES:
+        subject = renewing.subject(folder, engine)
     else:
         subject = Subject(folder, engine, BLOCK)
     getattr(subject, f"prepare_{what}", lambda: None)()
@@ -355,6 +467,10 @@ CASES = (
     ("attach", "deepspeed3", 2, 0, 10),
     ("save", "deepspeed3", 2, 0, 25),
     ("load", "deepspeed3", 2, 0, 20),
+    ("renew", "copies", 4, 12, 60),
+    ("renew", "frozen", 4, 12, 60),
+    ("renew", "copies3", 4, 4, 40),
+    ("renew", "frozen3", 4, 4, 40),
 )  # fmt: skip
 
 

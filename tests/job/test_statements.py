@@ -76,7 +76,7 @@ def test_who_is_missing() -> None:
         if rank not in (0, 40, 41):
             StatementRound(store, "x", rank, range(64)).state("{}")
     store.calls.clear()
-    assert this.unheard() == [0, 40, 41] and this.first_heard()
+    assert this.missing_ranks() == [0, 40, 41] and this.first_heard()
     assert store.calls["check"] < 30
     assert not StatementRound(store, "x", 5, range(64)).first_heard()
     assert absent(store, [], str) == []
@@ -89,7 +89,7 @@ def test_the_last_rank_ends_before_it_collects() -> None:
     this.state('{"a": 1}')
     store.set("x/1", '{"a": 2}')
     store.add("x/stated", 1)
-    assert not this.is_told() and not this.unheard()
+    assert not this.is_told() and not this.missing_ranks()
     this.collect()
     this.collect()
     assert this.is_told() and this.read() == ([{"a": 1}, {"a": 2}], [0, 1])

@@ -19,9 +19,9 @@ from hybridcomp.errors import ConfigError, PublishError
 from hybridcomp.publishing import Publisher, WeightReceiver, stream_sources, streams
 from hybridcomp.publishing.destinations import PARTS, Folder, folder_of
 from hybridcomp.publishing.mirror import Mirror
-from hybridcomp.publishing.spools import Spool
+from hybridcomp.publishing.part_buffers import Spool
+from hybridcomp.publishing.socket_stream import TwoWay
 from hybridcomp.publishing.streams import DATA, VERSION, Stream, frame_head, frame_in
-from hybridcomp.publishing.two_way import TwoWay
 from tests.publishing.made import Weights, same
 from tests.ranks import RunRanks
 

@@ -22,8 +22,8 @@ from hybridcomp.publishing import Publisher, WeightReceiver
 from hybridcomp.publishing.destinations import ASKS, PARTS, Folder
 from hybridcomp.publishing.groups import GroupSource
 from hybridcomp.publishing.mirror import Change
+from hybridcomp.publishing.socket_stream import TwoWay
 from hybridcomp.publishing.streams import Stream
-from hybridcomp.publishing.two_way import TwoWay
 from tests.publishing.made import Weights, copy_of, same
 from tests.ranks import RunRanks
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from hybridcomp.errors import PublishError
 from hybridcomp.patches.common.publishing_steps import destination_of
 from hybridcomp.publishing import Publisher, WeightReceiver, stream_sources, streams
-from hybridcomp.publishing.spools import Spool
+from hybridcomp.publishing.part_buffers import Spool
+from hybridcomp.publishing.socket_stream import TwoWay
 from hybridcomp.publishing.streams import (
     DATA,
     FRAME,
@@ -26,7 +27,6 @@ from hybridcomp.publishing.streams import (
     frame_in,
     tensor_of,
 )
-from hybridcomp.publishing.two_way import TwoWay
 from tests.publishing.made import Weights, same
 from tests.ranks import RunRanks
 

@@ -49,8 +49,8 @@ def test_trainer_knows_nothing_of_hybridcomp() -> None:
     names = ("train_gpt.py", "prepare_data.py")
     sources = [*(EXAMPLES / name for name in names), *(EXAMPLES / "gpt").glob("*.py")]
     assert len(sources) > 6
-    # attention over ranks, layers on a mesh and token slices are no upstream's
-    own = ("context_parallel.py", "two_dimensional.py", "token_slices.py")
+    # attention over ranks, layers on a mesh, token slices and answers are no upstream's
+    own = ("context_parallel.py", "two_dimensional.py", "token_slices.py", "answers.py")
     need_it = {EXAMPLES / "gpt" / name for name in own}
     for path in sources:
         assert path in need_it or not re.search(

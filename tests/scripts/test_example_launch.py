@@ -6,6 +6,7 @@ By day the ranks are forked: ``training/test_launch.py`` holds the launcher.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,9 @@ def test_resumed_run_is_the_unbroken_one(folder: Path) -> None:
 def test_pipeline_begins_with_the_same_loss(folder: Path, tied: list[str]) -> None:
     """Same weights and same samples, however the model is cut; two micro-batches, not two ranks."""
     name = f"pipe{len(tied)}"
-    train(folder, name, "pipe", "--steps=3", "--pp=2", *tied)
+    asks = ["--ask=the quick", "--answer-tokens=1", "--temperature=0"]
+    printed = train(folder, name, "pipe", "--steps=3", "--pp=2", *tied, *asks)
+    assert re.search(r"answer 'the quick.{1,4}'", printed)
     if not tied:
         assert losses(folder, name) == pytest.approx(losses(folder, "baseline")[:3], rel=1e-4)
     assert records(folder, name)[-1]["valid_loss"] < losses(folder, name)[0]
@@ -111,9 +114,10 @@ def test_three_dimensions_at_once(folder: Path) -> None:
     config = {**CONFIG, "gradient_accumulation_steps": 2, "compression": block}
     (folder / "3d.json").write_text(json.dumps(config))
     printed = train(
-        folder, "3d", "3d", "--steps=4", "--tp=2", "--pp=2", "--eval-batches=0", module=True,
-        ranks=4,
+        folder, "3d", "3d", "--steps=4", "--tp=2", "--pp=2", "--eval-batches=0", "--ask=the quick",
+        "--ask=a", "--answer-tokens=5", module=True, ranks=4,
     )  # fmt: skip
+    assert printed.count("answer 'the quick") == printed.count("answer 'a") == 1
     assert "tp.forward blockint(bits=4)" in printed and "tp.backward blockint(bits=8)" in printed
     found = losses(folder, "3d")
     assert found == pytest.approx(losses(folder, "baseline")[:4], rel=0.02)

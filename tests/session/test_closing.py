@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from hybridcomp.autotune.verdicts import Decision, Verdicts
 from hybridcomp.channels import Channels
-from hybridcomp.channels.gains import Gains
 from hybridcomp.channels.ledger import Entry
+from hybridcomp.channels.time_saved import TimeSaved
 from hybridcomp.config import CompressionConfig
 from hybridcomp.publishing.following import PublishedSteps
 from hybridcomp.session.closing import UNTIMED, Account, last_line
@@ -143,7 +144,7 @@ def test_seconds_are_those_of_the_verdicts(ends: Ends) -> None:
 
 
 def account(**given: Any) -> Account:
-    gains = Gains(given.pop("gains", {}), given.pop("spent_s", 0.0))
+    gains = TimeSaved(given.pop("gains", {}), given.pop("spent_s", 0.0))
     found = Account(gains, step=given.pop("step", 10))
     for name, value in given.items():
         setattr(found, name, value)
@@ -186,6 +187,20 @@ def test_lines_are_sentences_for_every_end() -> None:
         f"this run {published}, and compressed nothing else: the block names no codec for any "
         "dimension (no report file)"
     )
+
+
+def test_messages_that_were_timed_alone_are_not_called_unmeasured() -> None:
+    """Of tp and pp ``"when": "auto"`` times single messages, and knows no gain of a step."""
+    one, verdicts = account(), Verdicts()
+    verdicts.by_dimension["tp"] = Decision(True, 1000, 2.0, 1.0)
+    one.gains.count(verdicts, 5, ())
+    one.add(sent("tp", 40e6, 10e6))
+    text = last_line([one])
+    assert "single messages of tp were timed, and no step: seconds are not known" in text
+    one.gains.count(Verdicts(), 6, ())
+    one.gains.by_dimension["dp"] = 3.0
+    one.add(sent("dp", 40e6, 10e6))
+    assert "saved about 3.0 s as far as measured (dp alone)" in last_line([one])
 
 
 def test_islands_without_a_codec_have_sent_less() -> None:
@@ -243,9 +258,9 @@ def test_a_run_that_never_stepped_is_not_said_to_have_begun_too_early() -> None:
 def test_trainings_of_a_measurement_are_no_job() -> None:
     """Behind "wrote cluster.json" it said what the small trainings of the measurement had sent."""
     code = (
-        "from hybridcomp.channels.gains import Gains\n"
+        "from hybridcomp.channels.time_saved import TimeSaved\n"
         "from hybridcomp.session import closing\n"
-        "closing.open_account(Gains(), 'l.jsonl')\n"
+        "closing.open_account(TimeSaved(), 'l.jsonl')\n"
         "closing.forget()\n"
         "closing._end()\n"
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hybridcomp.channels.gains import Gains
+from hybridcomp.channels.time_saved import TimeSaved
 from hybridcomp.session import closing
 from hybridcomp.session.followers import Followers
 
@@ -27,7 +27,7 @@ def test_one_that_fails_to_close_keeps_no_other_open(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(closing, "_open", opened := [])
-    monkeypatch.setattr(closing, "_accounts", [closing.Account(Gains())])
+    monkeypatch.setattr(closing, "_accounts", [closing.Account(TimeSaved())])
     order: list[Closed] = []
     opened += [Closed(order), Closed(order, OSError("a full disk")), Closed(order)]
     with pytest.raises(OSError, match="a full disk"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridcomp.collectives import owner_reduction
-from hybridcomp.collectives.posted import Posting
+from hybridcomp.collectives.async_p2p import Posting
 from hybridcomp.collectives.wire import POOL
 
 

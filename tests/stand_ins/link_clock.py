@@ -37,7 +37,7 @@ def clock(native_s: float, coded_s: float) -> Iterator[list[int]]:
         patch.object(timing, "WORK_NUMEL", 1 << 10),
         patch.object(timing, "seconds", seconds),
         patch(
-            "hybridcomp.channels.payoff.judge",
+            "hybridcomp.channels.online_tuner.judge",
             lambda trial, *rest: real(sized(trial), *rest),
         ),
     ):

@@ -184,13 +184,13 @@ def test_a_run_begins_where_the_islands_of_another_have_ended() -> None:
 def counted(address: str) -> None:
     """The ledger has the bytes of the messages that go to the rendezvous."""
     job = Job(block(address, at_start=1, **FED_BACK)).build().train(1)
-    sent, send = [], job.job_meetings.membership.courier.send
+    sent, send = [], job.job_meetings.membership.transfer.send
 
     def sending(own: str, number: int, message: memoryview) -> None:
         sent.append(message.nbytes)
         send(own, number, message)
 
-    with mock.patch.object(job.job_meetings.membership.courier, "send", sending):
+    with mock.patch.object(job.job_meetings.membership.transfer, "send", sending):
         job.train(6)
     assert job.attached is not None and len(sent) == 3
     entry = job.attached.channels.ledger.interval["sync", "forward"]

@@ -46,7 +46,7 @@ def loses(address: str, folder: Path, when: str) -> None:
             job.train(1)
             end()
         elif when == "before it has sent":
-            membership.courier.send = end
+            membership.transfer.send = end
         elif when == "before the decision":
             membership.meet.decide = end
             job.train(2)

@@ -17,7 +17,7 @@ from hybridcomp.errors import CodecError
 from hybridcomp.patches.common.parameter_names import named_once
 from hybridcomp.sync import Fragment, Masters, OuterRule, island_payloads
 from hybridcomp.sync.given_state import arrived, state_for_others, take_state
-from hybridcomp.sync.masters import bounds, cut
+from hybridcomp.sync.master_weights import bounds, cut
 from hybridcomp.sync.progress import Meeting, Part, Progress
 from tests.sync import simulated
 from tests.sync.simulated import NUMEL, Quadratic, first

@@ -9,9 +9,9 @@ import pytest
 
 from hybridcomp import log
 from hybridcomp.errors import PeerError
-from hybridcomp.sync.courier import Courier
-from hybridcomp.sync.departure import depart
+from hybridcomp.sync.background_transfer import BackgroundTransfer
 from hybridcomp.sync.held_name import HeldName
+from hybridcomp.sync.leave import depart
 from hybridcomp.sync.rendezvous import Rendezvous
 from hybridcomp.sync.store_line import StoreLine
 
@@ -26,12 +26,12 @@ def test_an_island_leaves_while_the_interpreter_starts_no_thread(
 ) -> None:
     line = StoreLine("127.0.0.1", port, 30.0, 10.0)
     meet = Rendezvous(line, 0, 1, 10.0, 20.0)
-    name, courier = HeldName(line, "a"), Courier(meet, 1)
+    name, transfer = HeldName(line, "a"), BackgroundTransfer(meet, 1)
     name.take()
     own = meet.announce("a", None)
     with monkeypatch.context() as ending:
         ending.setattr(threading.Thread, "start", starts_none)
-        depart(meet, courier, own, range(0), 5.0, log.say)
+        depart(meet, transfer, own, range(0), 5.0, log.say)
         name.release()
         with pytest.raises(PeerError, match="cannot be asked.*interpreter shutdown"):
             line.again()

@@ -132,6 +132,13 @@ class Zero3:
         assert weights is not None
         return weights.nbytes
 
+    def told(self) -> list[Any]:
+        from hybridcomp.session.engine_session import session_of
+
+        session = session_of(self.engine)
+        assert session is not None
+        return session.memory
+
 
 class Sharded:
     """The same under FSDP2, a group for each layer."""
@@ -190,6 +197,10 @@ class Sharded:
         from hybridcomp.patches.torch.fsdp2 import groups_of
 
         return sum(group._all_gather_comm._frozen.nbytes for group in groups_of(self.model))
+
+    def told(self) -> list[Any]:
+        assert self.attached is not None
+        return list(self.attached.session.memory)
 
 
 def made(engine: str, block: dict[str, Any] | None) -> Any:
@@ -256,6 +267,21 @@ def test_four_bits_on_the_host(pool: RankPool, engine: str) -> None:
     for plain, kept in zip(native, few, strict=True):
         assert kept[0] != plain[0] and kept[0] == pytest.approx(plain[0], rel=0.05)
         assert kept[2] < 0.32 * 2 * frozen
+
+
+def told_and_kept(engine: str, block: dict[str, Any]) -> tuple[list[Any], int]:
+    job = made(engine, block)
+    told = [item for item in job.told() if item.name == "frozen weights"]
+    job.step(values_of(0))
+    return told, job.kept()
+
+
+@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
+def test_what_they_take_is_told_before(pool: RankPool, engine: str) -> None:
+    for (item,), kept in pool.run(told_and_kept, engine, FEW):
+        assert item.on_host and item.nbytes == pytest.approx(kept, rel=0.05)
+    for (item,), kept in pool.run(told_and_kept, engine, EXACT):
+        assert not item.on_host and item.nbytes == pytest.approx(kept, rel=0.2)
 
 
 def thawed(engine: str, block: dict[str, Any] | None, steps: int = 3) -> tuple[list[float], Any]:

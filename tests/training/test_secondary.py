@@ -360,7 +360,7 @@ def renewed(fails: str) -> tuple[bool, str, bool]:
     untouched = torch.equal(held, old[own])
     if not failing or fails == "before":
         held = table
-    sent = state_of(channel, groups, [held.view(-1)], held.device)
+    sent = state_of(channel, groups, lambda: ([held.view(-1)], False), held.device)
     steps_from = None if sent == "whole" else held
     table = renew(channel, groups, newer[dist.get_rank()], steps_from, native)
     return untouched, sent, torch.equal(table, newer[own])

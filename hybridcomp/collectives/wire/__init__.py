@@ -24,9 +24,15 @@ Operations above import from here, not from its parts.
 
 from __future__ import annotations
 
-from hybridcomp.collectives.wire import marks, payload_sizes, relays, transport
-from hybridcomp.collectives.wire.at_once import decode_all_fp32
-from hybridcomp.collectives.wire.cuts import OwnedRange, Range, chunk_ranges, cut_rows, stretches
+from hybridcomp.collectives.wire import chained_gather, payload_sizes, profiler_ranges, transport
+from hybridcomp.collectives.wire.batched_kernels import decode_all_fp32
+from hybridcomp.collectives.wire.chunking import (
+    OwnedRange,
+    Range,
+    chunk_ranges,
+    cut_rows,
+    stretches,
+)
 from hybridcomp.collectives.wire.encoding import (
     POOL,
     EncodeRequest,
@@ -116,7 +122,7 @@ __all__ = [
     "exchange",
     "gather",
     "given",
-    "marks",
+    "profiler_ranges",
     "overlapped",
     "payload_sizes",
     "plan_exchange",
@@ -124,7 +130,7 @@ __all__ = [
     "plan_sum",
     "poll_headers",
     "round_count",
-    "relays",
+    "chained_gather",
     "rounds",
     "sent_dtype",
     "settle",

@@ -19,7 +19,7 @@ from hybridcomp.codecs.base import MultiTensorKernel
 from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual, as_fp32
 from hybridcomp.codecs.residual_runs import ALL, ResidualRun, runs
 from hybridcomp.collectives.wire import transport
-from hybridcomp.collectives.wire.at_once import add_at_once
+from hybridcomp.collectives.wire.batched_kernels import add_at_once
 from hybridcomp.collectives.wire.encoding import (
     POOL,
     Coder,
@@ -40,9 +40,9 @@ from hybridcomp.collectives.wire.varying import Varying, cut_payloads
 def exchange(
     plan: ExchangePlan, jobs: Sequence[EncodeRequest], group: Group, meter: Meter
 ) -> Steps[Payloads]:
-    """Encode ``jobs``, those of ``plan``, and exchange their payloads in an all-to-all.
+    """Encode the ``jobs`` of ``plan``, and exchange their payloads in an all-to-all.
 
-    Who is done with the payloads gives their ``buffers`` back to the pool.
+    The caller returns their ``buffers`` to the pool after use.
 
     1 encode every job once, into slots that follow each other by destination
     2 variable-size codecs: exchange the sizes, where they do not stand in front of the payloads

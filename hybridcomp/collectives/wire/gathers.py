@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hybridcomp.codecs.base import Codec, MultiTensorKernel, PieceKernel
-from hybridcomp.collectives.wire import payload_sizes, relays, transport
-from hybridcomp.collectives.wire.cuts import Range
+from hybridcomp.collectives.wire import chained_gather, payload_sizes, transport
+from hybridcomp.collectives.wire.chunking import Range
 from hybridcomp.collectives.wire.encoding import POOL, EncodeRequest, encode_sum
 from hybridcomp.collectives.wire.exchange_plan import ExchangePlan
 from hybridcomp.collectives.wire.group import Group
@@ -169,7 +169,7 @@ def gather(
         _bring_together(own, found[plan.me], slot)
     buffer, wire = POOL.take_bytes(len(found) * slot, own.buffer.device)
     mine = own.buffer if own.buffer.numel() == slot else own.buffer[:slot]
-    yield relays.all_gather(wire, mine, group, meter)
+    yield chained_gather.all_gather(wire, mine, group, meter)
     if not plan.codec.fixed_size:
         rooms = [slot] * len(found)
         return cut_payloads(wire, rooms, plan.heads, found, plan.codec, group), buffer
@@ -211,11 +211,11 @@ def _gather_sizes(
     missing = [0] * (most - len(own.nbytes))
     if own.words is None:
         mine = torch.tensor([*own.nbytes, *missing], dtype=torch.int64, device=device)
-        yield relays.all_gather(theirs, mine, group, meter)
+        yield chained_gather.all_gather(theirs, mine, group, meter)
         flat = theirs.tolist()
     else:
         mine = torch.cat([own.words, own.words.new_zeros(len(missing))]) if missing else own.words
-        message = relays.all_gather(theirs, mine, group, meter)
+        message = chained_gather.all_gather(theirs, mine, group, meter)
         flat = yield from payload_sizes.SIZES.fetch(theirs, message, group)
     found = [flat[most * rank :][: len(row)] for rank, row in enumerate(rows)]
     payload_sizes.check_sizes(plan.codec, found, rows, group)

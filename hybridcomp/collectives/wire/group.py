@@ -203,7 +203,7 @@ class Levels:
         return {rank: node for node, row in enumerate(self.grid) for rank in row}
 
     def by_column(self, device: torch.device) -> Tensor:
-        """Return all group ranks on ``device``, int64: local index by local index, then by node."""
+        """Return all group ranks on ``device``, int64, ordered by local index, then by node."""
         found = self._columns.get(device)
         if found is None:
             ranks = [rank for column in zip(*self.grid, strict=True) for rank in column]

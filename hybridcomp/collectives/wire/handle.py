@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar, cast
 from torch import Tensor
 from torch.distributed import Work
 
-from hybridcomp.job import peer_liveness
+from hybridcomp.job import gates, peer_liveness
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -231,8 +231,12 @@ class Pending(Generic[T]):
                 callback()
 
     def _failed(self, error: BaseException) -> BaseException:
-        """Keep and return what ``wait()`` raises from now on: PeerError where a rank is missing."""
-        self._error = peer_liveness.lost(error, self._meter.where) or error
+        """Keep and return what ``wait()`` raises from now on: PeerError where a rank is missing.
+
+        Nobody is looked for where a rank has told of its failure (``together``): that is raised.
+        """
+        told = any(one.told_before(error) for one in gates.here.operations)
+        self._error = (None if told else peer_liveness.lost(error, self._meter.where)) or error
         return self._error
 
 

@@ -14,7 +14,7 @@ import torch
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.wire import payload_sizes
-from hybridcomp.collectives.wire.cuts import SEGMENT_ALIGN, Range, cut_rows
+from hybridcomp.collectives.wire.chunking import SEGMENT_ALIGN, Range, cut_rows
 from hybridcomp.collectives.wire.group import Group
 
 #: Elements of the longest row in one round, and of half a row where that is less: one message

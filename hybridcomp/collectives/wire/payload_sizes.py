@@ -49,7 +49,7 @@ class Arrival(Work):
 
 
 class SizeReader:
-    """Reader of sizes on a device: which encoders leave them there, and copies to the host."""
+    """Copies payload sizes to the host for encoders that leave them on a device."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.wire import payload_sizes, transport
-from hybridcomp.collectives.wire.at_once import encode_at_once
+from hybridcomp.collectives.wire.batched_kernels import encode_at_once
 from hybridcomp.collectives.wire.encoding import POOL, EncodeRequest, encode_job, encode_sum
 from hybridcomp.collectives.wire.exchange_plan import ExchangePlan, Payloads
 from hybridcomp.collectives.wire.group import Group

@@ -13,7 +13,7 @@ trials    real steps with the most promising lengths, of which the fastest is ta
 
 from __future__ import annotations
 
-from hybridcomp.nn.slices.past import Past, attend
+from hybridcomp.nn.slices.kv_cache import KVCache, attend
 from hybridcomp.nn.slices.pipeline import SlicePipeline
 from hybridcomp.nn.slices.stage import SlicedStage
 from hybridcomp.nn.slices.times import FittedTimes, SliceTimes
@@ -25,7 +25,7 @@ COVERS = ("pp",)
 
 __all__ = [
     "COVERS",
-    "Past",
+    "KVCache",
     "SlicePipeline",
     "SliceTimes",
     "SlicedStage",

@@ -26,14 +26,14 @@ from hybridcomp.config.error_messages import Shown
 from hybridcomp.config.policy import Direction
 from hybridcomp.errors import ConfigError
 from hybridcomp.job import small_messages
-from hybridcomp.nn.slices.past import Past
+from hybridcomp.nn.slices.kv_cache import KVCache
 from hybridcomp.session import process
 
 
 class StageLayers(Protocol):
     """Layers of a stage: map tokens or hidden states of a slice, (B, T, ...), to its outputs."""
 
-    def __call__(self, values: Tensor, past: Past) -> Tensor: ...
+    def __call__(self, values: Tensor, past: KVCache) -> Tensor: ...
 
 
 @dataclass
@@ -88,7 +88,7 @@ class SlicePipeline:
         """Put ``stage`` into the pipeline of ``group``, whose ranks are the stages in order.
 
         Args:
-            stage: this rank's layers; attention layers take keys and values from ``Past``.
+            stage: this rank's layers; attention layers take keys and values from ``KVCache``.
             slices: tokens of each slice, in order (``plan.algorithms.slices.Slices.lengths``).
             width: width of the hidden states (B, T, width) between stages.
             loss: maps logits and labels of a slice to the mean over its tokens that count; the last
@@ -157,7 +157,7 @@ class SlicePipeline:
         self._check(tokens)
         self._agree()
         run, edges = stage or self.stage, self._edges
-        past, inputs, outputs, sent = Past(sum(self.slices)), [], [], []
+        past, inputs, outputs, sent = KVCache(sum(self.slices)), [], [], []
         shares = self._shares(labels) if self.is_last else []
         arriving = None if self.is_first else self._receive(0, len(tokens), "forward")
         for index, (start, stop) in enumerate(edges):

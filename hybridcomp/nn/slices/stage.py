@@ -19,7 +19,7 @@ from torch.func import functional_call
 from hybridcomp.channels import Channels
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
-from hybridcomp.nn.slices.past import Past
+from hybridcomp.nn.slices.kv_cache import KVCache
 from hybridcomp.nn.slices.pipeline import SlicePipeline
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -67,7 +67,7 @@ class OnLeaves:
         names = (name for name, _ in module.named_parameters())
         self._module, self._parameters = module, dict(zip(names, leaves, strict=True))
 
-    def __call__(self, values: Tensor, past: Past) -> Tensor:
+    def __call__(self, values: Tensor, past: KVCache) -> Tensor:
         """Run one slice."""
         out: Tensor = functional_call(self._module, self._parameters, (values, past))
         return out

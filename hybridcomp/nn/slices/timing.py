@@ -21,7 +21,8 @@ from hybridcomp.codecs import Codec
 from hybridcomp.config.policy import Traffic
 from hybridcomp.dimensions import DIRECTIONS, Direction
 from hybridcomp.job import small_messages
-from hybridcomp.nn.slices.past import Past
+from hybridcomp.job.together import together
+from hybridcomp.nn.slices.kv_cache import KVCache
 from hybridcomp.nn.slices.pipeline import SlicePipeline, StageLayers
 from hybridcomp.nn.slices.stage import OnLeaves, SlicedStage, leaves_of
 from hybridcomp.nn.slices.times import FittedTimes, Line, SliceTimes, fitted, of_computing
@@ -61,10 +62,11 @@ def slice_times(
         agree: ranks that have to choose the same slices.
     """
     size, pipeline = granule or granule_of(length), stage.pipeline
-    with undisturbed(pipeline):
-        lines = _Timer(pipeline, length, batch, repeats).lines(size)
-        own = FittedTimes(*lines, *_messages(pipeline, length, size, batch, repeats))
-    every = small_messages.gather_objects(own, agree)
+    with together("timing token slices", ends=True, group=agree):
+        with undisturbed(pipeline):
+            lines = _Timer(pipeline, length, batch, repeats).lines(size)
+            own = FittedTimes(*lines, *_messages(pipeline, length, size, batch, repeats))
+        every = small_messages.gather_objects(own, agree)
     return SliceTimes(every, pipeline.count, size, length // size)
 
 
@@ -96,7 +98,7 @@ class _Timer:
 
     def __init__(self, pipeline: SlicePipeline, length: int, batch: int, repeats: int) -> None:
         self._pipeline, self._batch, self._repeats = pipeline, batch, repeats
-        self._length, self._past = length, Past(length)
+        self._length, self._past = length, KVCache(length)
         shape, device = (batch, length), pipeline.device
         self._labels = self._values = torch.zeros(shape, dtype=torch.int64, device=device)
         if not pipeline.is_first:

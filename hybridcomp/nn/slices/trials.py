@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from hybridcomp import log
 from hybridcomp.channels import Channels
 from hybridcomp.job import small_messages
+from hybridcomp.job.together import together
 from hybridcomp.nn.slices.lengths import Slices
 from hybridcomp.nn.slices.pipeline import SlicePipeline
 from hybridcomp.nn.slices.stage import OnLeaves, SlicedStage, leaves_of
@@ -30,7 +31,7 @@ PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 CALLS = (2.0, 0.5)
 #: most ways to try, and how much slower than the fastest they may be predicted to be
 MOST, WORSE = 6, 1.25
-#: timed turns of all ways, after one for allocations
+#: timed turns of each way, after one warm-up turn that allocates
 TURNS = 8
 #: share of the turns in which other slices must beat the predicted ones to be taken instead:
 #: single steps vary by more than the difference between two good ways
@@ -136,7 +137,7 @@ def tried_slices(
     runs = [_Steps(stage, way.lengths(times.granule), batch) for way in ways]
     took: list[list[float]] = [[] for _ in ways]
     spent = 0.0
-    with undisturbed(stage.pipeline):
+    with together("trials of token slices", ends=True, group=agree), undisturbed(stage.pipeline):
         for turn in range(turns + 1):
             order = range(len(ways))
             for index in order if turn % 2 else reversed(order):

@@ -32,7 +32,7 @@ from hybridcomp.nn.tables.host_rows import pieces
 from hybridcomp.nn.tables.slots import RowTable
 
 MANIFEST = "rows.json"
-#: a file of some save
+#: name of a file that a save wrote
 FILE = re.compile(r"rows\.[0-9a-f]{8}\.[a-z_]+\.\d+-of-\d+\.bin")
 #: folders in which tables of this process are saved
 _folders: weakref.WeakValueDictionary[Path, Any] = weakref.WeakValueDictionary()

@@ -163,7 +163,7 @@ class LookUpFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None]:
-        """Return the table's gradient: form A^T B without a broadcast, as all have the tokens."""
+        """Return the table's gradient A^T B; all ranks have the tokens, so A needs no broadcast."""
         tokens, scales = ctx.saved_tensors
         own, flat = _flat(grad), tokens.reshape(-1)
         if scales is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hybridcomp.errors import HybridcompError
 from hybridcomp.foreign import message, one_line, printable
-from hybridcomp.tools.commands import configs, replan, watch
+from hybridcomp.tools.commands import configs, replan, states, watch
 from hybridcomp.tools.plan.answer.arguments import DESCRIPTION as PLAN_DESCRIPTION
 from hybridcomp.tools.plan.answer.arguments import add_arguments as add_plan_arguments
 from hybridcomp.tools.plan.answer.arguments import split
@@ -102,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     configs.add_command(commands)
     watch.add_command(commands)
     replan.add_command(commands)
+    states.add_command(commands)
 
     doctor = commands.add_parser("doctor", help="say what this machine has and lacks")
     doctor.add_argument(

@@ -162,7 +162,7 @@ def payloads(path: Path) -> Iterator[bytes]:
 
 
 def identity_of(config: Mapping[str, Any], header: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what compared runs have to share, of hybridcomp's header, else of the config."""
+    """Return what compared runs must share: from hybridcomp's header, or without one the config."""
     from hybridcomp.tools.compare import json_lines
 
     if header:

@@ -76,7 +76,7 @@ class HostCallClock:
 
 
 class DeviceCallClock:
-    """Clock of a GPU: events on streams; beside products, calls run on a separate stream."""
+    """Clock of a GPU, by events; calls beside matrix products run on their own stream."""
 
     period_s = 0.0
 

@@ -11,7 +11,7 @@ from itertools import product as every
 
 import torch
 
-from hybridcomp.channels.host_landing import fewer_threads
+from hybridcomp.channels.pinned_receive_buffers import fewer_threads
 from hybridcomp.codecs import CODECS, Codec
 from hybridcomp.codecs.exact_steps import typical_steps
 from hybridcomp.codecs.words import DTYPES

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from hybridcomp.collectives.hierarchical.discovery import Hierarchy
 from hybridcomp.errors import ConfigError, HybridcompError
+from hybridcomp.job.together import together
 from hybridcomp.log import say
 from hybridcomp.session import closing
 from hybridcomp.tools.measure.block import BlockSize
@@ -53,9 +54,10 @@ def run(options: argparse.Namespace) -> int:
         _meet(device)
     try:
         hierarchy = _hierarchy(options)
-        cluster = measure(
-            device, options.seconds, hierarchy=hierarchy, dtype=options.dtype, blocks=blocks
-        )
+        with together("hybridcomp measure", ends=True):
+            cluster = measure(
+                device, options.seconds, hierarchy=hierarchy, dtype=options.dtype, blocks=blocks
+            )
         if dist.get_rank() == 0:
             try:
                 cluster_file.write(cluster, options.out)

@@ -16,15 +16,15 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.words import DTYPES
 from hybridcomp.config import CompressionConfig
 from hybridcomp.tools.plan.layout import Copy, Layout
-from hybridcomp.tools.plan.pays import TYPICAL_BITS, bits
+from hybridcomp.tools.plan.pays import STEP_BITS, bits, copy_of
 from hybridcomp.tools.plan.plan import Plan
 
 #: scale and values of DeepSpeed's quantizers at a width of 4,096: int8 in groups of at most 16,000
 #: values (partition_parameters.py, CUDAQuantizer), int4 in as many groups as the longer side has
 #: values (coalesced_collectives.py)
 QWZ, QGZ = 8 + 32 / 8192, 4 + 32 / 4096
-#: what a step sends against a secondary copy, at a learning rate of about 2e-4: docs/deltas.md
-STEP_BITS: dict[str, float] = {"exact": TYPICAL_BITS["stepcode"][1], "bits8": 2.0}
+#: bytes a parameter of Adam's moments, and of its master beside 16-bit weights
+MOMENTS, MASTER = 8, 4
 #: bytes a parameter of a node's copy
 COPY_NBYTES: dict[str, float] = {"native": 2.0, "exact": 2.0, "bits8": 33 / 32}
 
@@ -41,6 +41,9 @@ class JobTraffic:
         copy: secondary copy of each node, from which all gathers of a step but the first are made
             (hpZ), or all of them; "none": every gather crosses nodes.
         reduced_whole: whether all ranks get all gradients, as at stage 0.
+        in_node: whether micro-batches are summed inside nodes, and cross them once a step.
+        shards_in_node: whether each node has all shards, as under HSDP, and nothing is gathered
+            between nodes.
     """
 
     stage: int
@@ -49,23 +52,32 @@ class JobTraffic:
     micro_batches: int = 1
     copy: Copy | Literal["none"] = "none"
     reduced_whole: bool = False
+    in_node: bool = False
+    shards_in_node: bool = False
 
     @property
     def reductions(self) -> int:
-        """Sums of all gradients in a step."""
-        return self.micro_batches if self.stage >= 2 else 1
+        """Sums of all gradients between nodes in a step."""
+        return self.micro_batches if self.stage >= 2 and not self.in_node else 1
 
     @property
     def gathers(self) -> int:
         """Gathers of all parameters between nodes in a step."""
+        if self.shards_in_node:
+            return 0
         if self.stage < 3:
             return min(self.stage, 1)
         return 2 * self.micro_batches if self.copy == "none" else 1
 
     def native(self) -> float:
         """Bits a parameter of upstream's own messages, in NCCL's algorithms."""
-        sums = 8.0 * self.summed.itemsize * (1 if self.stage == 3 else 2)  # whole buckets below 3
-        return self.reductions * sums + self.gathers * 8.0 * self.dtype.itemsize
+        return self.reductions * self._whole_sums + self.gathers * 8.0 * self.dtype.itemsize
+
+    @property
+    def _whole_sums(self) -> float:
+        """Bits of native sums: whole buckets below stage 3, and replicas of shards."""
+        scattered = self.stage == 3 and not self.shards_in_node
+        return 8.0 * self.summed.itemsize * (1 if scattered else 2)
 
     def plus_plus(self) -> float:
         """Bits of ZeRO++ with its three parts, at stage 3."""
@@ -73,35 +85,50 @@ class JobTraffic:
 
     def encoded(self, dp: Codec | None, zero: Codec | None) -> float:
         """Bits with these codecs; None: native."""
-        whole = self.stage == 0 or self.reduced_whole
-        if dp is None:
-            sums = 8.0 * self.summed.itemsize * (1 if self.stage == 3 else 2)
-        else:
-            sums = bits(dp, self.summed) * (2 if whole else 1)
+        whole = self.stage == 0 or self.reduced_whole or self.shards_in_node
+        sums = self._whole_sums if dp is None else bits(dp, self.summed) * (2 if whole else 1)
         moved = 8.0 * self.dtype.itemsize if zero is None else bits(zero, self.dtype)
         moved = STEP_BITS.get(self.copy, moved)
         return self.reductions * sums + self.gathers * moved
 
     def over(self, layout: Layout) -> JobTraffic:
         """Return this job with the secondary copies of ``layout``."""
-        return replace(self, copy=layout.copy) if layout.hpz > 1 else self
+        job = replace(self, in_node=layout.accumulate == "node")
+        return replace(job, copy=layout.copy) if layout.hpz > 1 else job
 
-    def lighter(self) -> Iterator[tuple[str, JobTraffic]]:
-        """Yield settings of DeepSpeed that send less, with the memory that they take."""
+    def lighter(self, encodes: bool = True) -> Iterator[tuple[str, JobTraffic]]:
+        """Yield settings that send less, with the memory that they take.
+
+        ``encodes``: gradients have a codec, which sums in the node need.
+        """
         width = self.dtype.itemsize
+        base, once = self, ""
+        if encodes and self.stage >= 2 and self.micro_batches > 1 and not self.in_node:
+            base, once = replace(self, in_node=True), f"{_ONCE} and "
+            yield f"{_ONCE}: 4 bytes a parameter in a node", base
         for kind, words in _COPIES.items():
             steps = self.dtype.itemsize == 2 or kind == "native"
             if self.stage == 3 and self.copy == "none" and steps:
-                held = COPY_NBYTES[kind] * width / 2
-                yield f"{words}: {held:.3g} bytes a parameter in a node", replace(self, copy=kind)
+                held = COPY_NBYTES[kind] * width / 2 + 4 * bool(once)
+                told = f"{once}{words}: {held:.3g} bytes a parameter in a node"
+                yield told, replace(base, copy=kind)
         if self.stage >= 2 and (self.stage == 3 or self.micro_batches > 1):
             held, whole = (2, "parameters and gradients") if self.stage == 3 else (1, "gradients")
             yield (
                 f"ZeRO 1, which keeps {whole} whole: {held * width} bytes a parameter in a rank",
-                replace(self, stage=1, copy="none"),
+                replace(self, stage=1, copy="none", in_node=False),
+            )
+        if self.stage == 3 and self.copy == "none" and not self.shards_in_node:
+            held = 2 * width + MOMENTS + (MASTER if width == 2 else 0)
+            yield (
+                f"fully_shard on a mesh of nodes and their ranks (HSDP): {held} bytes a parameter "
+                "in a node, with gradients and Adam",
+                replace(self, shards_in_node=True),
             )
 
 
+#: how sums in the node are written
+_ONCE = '"dp": {"accumulate": "node"}'
 #: how each secondary copy is written
 _COPIES: dict[Copy, str] = {
     "native": "zero_hpz_partition_size N, the ranks of a node",
@@ -113,7 +140,7 @@ _COPIES: dict[Copy, str] = {
 def of_plan(plan: Plan) -> tuple[JobTraffic, float] | None:
     """Return the traffic of a plan of replicas alone, and its bits; None for other layouts."""
     layout = plan.layout
-    if layout.innermost * layout.context * layout.stages * layout.expert > 1:
+    if not layout.is_uncut:
         return None
     dtype = DTYPES[plan.dtype]
     summed = torch.float32 if plan.engine == "megatron" else dtype
@@ -142,12 +169,13 @@ def lines(config: CompressionConfig, job: JobTraffic) -> Iterator[str]:
     dp, zero = codecs["dp", "forward"], codecs["zero", "forward"]
     if dp is None and zero is None:
         return
-    kept = job
-    if config.zero is not None and config.zero.secondary != "native":
-        kept = replace(job, copy="exact" if config.zero.secondary == "exact" else "bits8")
+    kept = replace(job, in_node=dp is not None and config.dp.accumulate == "node")
+    copy = copy_of(config)
+    if copy is not None:
+        kept = replace(kept, copy=copy)
     sent = kept.encoded(dp, zero)
     yield told(job, sent)
-    found = [(other.encoded(dp, zero), words) for words, other in kept.lighter()]
+    found = [(other.encoded(dp, zero), words) for words, other in kept.lighter(dp is not None)]
     for fewer, words in sorted(found):
         if fewer < sent:
             yield f"  {fewer:.1f} with {words}"

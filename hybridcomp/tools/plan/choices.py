@@ -171,7 +171,7 @@ class Choices:
         """
         found: dict[str, Any] = {}
         for name in dict.fromkeys(name for (name, _), _ in self.items):
-            ways = ROWS[name].directions
+            ways = ROWS[name].together
             chosen = [self[name, way] for way in ways]
             if len(set(chosen)) == 1:
                 found[name] = chosen[0].written

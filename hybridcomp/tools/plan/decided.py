@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from hybridcomp.errors import ConfigError
-from hybridcomp.tools.plan.layout import ContextWay, Copy, Layout
+from hybridcomp.tools.plan.layout import ContextWay, Copy, Layout, Sums
 
 DEGREES = ("tensor", "stages", "virtual", "data", "expert", "context", "micro_batch",
            "accumulation", "mesh", "hpz")  # fmt: skip
@@ -39,8 +39,8 @@ def _unfit(name: str, value: Any) -> str:
     if name == "context_way":
         ways = get_args(ContextWay)
         return "" if value in ways else " or ".join(f'"{way}"' for way in ways)
-    if name == "copy":
-        kinds = get_args(Copy)
+    if name in ("copy", "accumulate"):
+        kinds = get_args(Copy if name == "copy" else Sums)
         return "" if value in kinds else " or ".join(f'"{kind}"' for kind in kinds)
     numbers: list[Any] = list(value) if isinstance(value, list | tuple) else [None]
     if name == "recompute":

@@ -23,9 +23,11 @@ ContextWay = Literal["ulysses", "ring"]
 #: keys of the written form that follow from the fields
 DERIVED = ("world_size", "pipeline")
 #: fields that plans of earlier versions lack: written only where they differ from their defaults
-LATER = ("mesh", "slices", "hpz", "copy")
+LATER = ("mesh", "slices", "hpz", "copy", "accumulate")
 #: a node's secondary copy: DeepSpeed's, dropped after each step, or one that steps are sent against
 Copy = Literal["native", "exact", "bits8"]
+#: where the gradients of micro-batches are summed at ZeRO 2 and 3 (``dp.accumulate``)
+Sums = Literal["native", "node"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Layout:
         numbers, ranks of a node and nodes of a site: three levels.
     hpz: ranks of a node over which its secondary copy is cut (``zero_hpz_partition_size``, ZeRO 3);
         1: no copy. copy: what it is (``"zero": {"secondary": ..}``).
+    accumulate: ``"node"``: micro-batches are summed inside nodes and cross them once a step.
     """
 
     tensor: int = 1
@@ -72,6 +75,7 @@ class Layout:
     slices: tuple[int, ...] = ()
     hpz: int = 1
     copy: Copy = "native"
+    accumulate: Sums = "native"
 
     def __post_init__(self) -> None:
         """Refuse degrees below 1 and fields that contradict each other."""
@@ -92,6 +96,13 @@ class Layout:
             raise HybridcompError(
                 f"layout: hpz {self.hpz} at ZeRO {self.zero_stage}; expected ZeRO 3, and a divisor "
                 f"of the {self.size('replicas')} replicas"
+            )
+        several = self.zero_stage >= 2 and self.accumulation > 1
+        if self.accumulate not in get_args(Sums) or (self.accumulate == "node" and not several):
+            raise HybridcompError(
+                f"layout: accumulate {self.accumulate!r} at ZeRO {self.zero_stage} and "
+                f"{self.accumulation} micro-batches; expected native, or node with ZeRO 2 or 3 and "
+                "several of them"
             )
         if self.data % self.expert:
             raise HybridcompError(
@@ -135,6 +146,11 @@ class Layout:
     def ranks_per_stage(self) -> int:
         """Ranks of one pipeline stage; their numbers are consecutive."""
         return self.innermost * self.context * self.data
+
+    @property
+    def is_uncut(self) -> bool:
+        """Return whether every rank computes the whole model: replicas alone."""
+        return self.innermost * self.context * self.stages * self.expert == 1
 
     @property
     def passes(self) -> int:
@@ -233,7 +249,7 @@ class Layout:
             f"dp{self.data}" if self.data > 1 else "",
             f"zero{self.zero_stage}" if self.zero_stage else "",
             f"hpz{self.hpz}{f'-{self.copy}' * (self.copy != 'native')}" if self.hpz > 1 else "",
-            f"mb{self.micro_batch}x{self.accumulation}",
+            f"mb{self.micro_batch}x{self.accumulation}{'-node' * (self.accumulate == 'node')}",
             f"recompute {len(self.recomputed)}" if self.recompute else "",
             "offload" if self.offload else "",
             f"levels {'x'.join(map(str, self.hierarchy))}"

@@ -19,13 +19,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
+from hybridcomp.codecs import make_codec
 from hybridcomp.codecs.base import Codec
 from hybridcomp.codecs.stepcode import cpu_instructions
 from hybridcomp.codecs.words import DTYPE_NAMES
 from hybridcomp.config import CompressionConfig
+from hybridcomp.config.rank_messages import EXACT_BITS
 from hybridcomp.dimensions import BETWEEN_RANKS, ROWS, Dimension, Key
 from hybridcomp.errors import ConfigError
 from hybridcomp.tools.plan.machines.cluster import Cluster
@@ -37,8 +40,10 @@ CODING = 0.7
 #: bits a value of lossless codecs, whose size varies, for fp32 and bf16: averages of trainings;
 #: stepcode leaves fp32 native, and its bits are those of a learning rate of 3e-4
 TYPICAL_BITS: Mapping[str, tuple[float, float]] = {
-    "expcode": (27.2, 11.2), "mpc": (29.0, 12.4), "stepcode": (32.0, 2.9),
+    "expcode": EXACT_BITS, "mpc": (29.0, 12.4), "stepcode": (32.0, 2.9),
 }  # fmt: skip
+#: bits a value that cross nodes in a step against a secondary copy
+STEP_BITS: Mapping[str, float] = {"exact": TYPICAL_BITS["stepcode"][1], "bits8": 2.0}
 #: bits a value of radix at an error bound of 0.01, and for each factor of ten below it
 RADIX_BITS, RADIX_SLOPE = 6.0, 3.3
 #: values of the message for which ratios are stated
@@ -178,8 +183,11 @@ def cost(
     job: MessageGroup,
     device: Coder,
     messages: int = 1,
+    sent_bits: float | None = None,
 ) -> Cost:
     """Return the cost of ``messages`` with ``numel`` values together.
+
+    ``sent_bits``: of a value, where they are not those of the codec.
 
     Steps: (1) shares of ``numel`` that a rank sends natively and encoded, that it encodes and that
     it decodes; (2) bytes; (3) seconds of coding and overhead.
@@ -203,7 +211,7 @@ def cost(
     # 2.
     dtype = job.sent_as(dimension)
     nbytes = numel * dtype.itemsize
-    ratio = bits(codec, dtype) / (8 * dtype.itemsize)
+    ratio = (sent_bits or bits(codec, dtype)) / (8 * dtype.itemsize)
     # 3.
     passes = (encoded + decoded) * nbytes
     coding = CODING * passes / device.speed(codec) + hops * messages * device.message_s
@@ -235,20 +243,43 @@ def step_cost(
     """Return the cost of all messages of ``dp`` and ``zero`` in a step, in DeepSpeed's buckets.
 
     ZeRO 2 and 3 reduce in every micro-batch, ZeRO 3 gathers before each forward and each backward
-    pass. A native dimension costs its bytes.
+    pass. Micro-batches that are summed in a node cross once, and so do parameters of which it keeps
+    a copy; what stays inside nodes is not counted. A native dimension costs its bytes.
     """
     times: dict[Dimension, int] = {"dp": micro_batches if job.stage >= 2 else 1}
     if job.stage:
         times["zero"] = 2 * micro_batches if job.stage == 3 else 1
     codecs, total = config.codecs(), Cost(0.0, 0.0, 0.0)
     for name, count in times.items():
-        codec = codecs[name, "forward"]
-        buckets = max(1, math.ceil(parameters / 5e8))
-        shape = native_cost(name, count * parameters, job)
-        if codec is not None and name not in config.policy().low_rank:
-            shape = cost(name, codec, count * parameters, job, device, count * buckets)
-        total += shape
+        codec, buckets = codecs[name, "forward"], max(1, math.ceil(parameters / 5e8))
+        native = native_cost(name, count * parameters, job)
+        if codec is None or name in config.policy().low_rank:
+            total += native
+            continue
+        sent_bits = None
+        if name == "zero" and (copy := copy_of(config)) and job.stage == 3:
+            codec, count, sent_bits = _steps(device, codec), 1, STEP_BITS[copy]
+        elif name == "dp" and config.dp.accumulate == "node":
+            count = 1
+        sent = cost(name, codec, count * parameters, job, device, count * buckets, sent_bits)
+        total += replace(sent, native_nbytes=native.native_nbytes)
     return total
+
+
+def copy_of(config: CompressionConfig) -> Literal["exact", "bits8"] | None:
+    """Return the secondary copy that ``config`` keeps in each node; None for none of ours."""
+    if not config.zero.keeps_copy:
+        return None
+    return "exact" if config.zero.secondary == "exact" else "bits8"
+
+
+def _steps(device: Coder, whole: Codec) -> Codec:
+    """Return the codec whose speed is that of steps: ``whole``, of the copy, where it is unknown.
+
+    So it is on GPUs; on CPUs steps are no slower.
+    """
+    steps = make_codec("stepcode")
+    return steps if {steps.name, steps.spec} & set(device.speeds) else whole
 
 
 def native_cost(dimension: Dimension, numel: float, job: MessageGroup) -> Cost:

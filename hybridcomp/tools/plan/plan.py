@@ -19,7 +19,7 @@ from hybridcomp.tools.plan.layout import Layout
 
 #: kinds of a rank's memory
 MEMORY_KINDS = (
-    "weights", "gradients", "optimizer", "gathered", "copy", "activations", "residuals",
+    "weights", "gradients", "optimizer", "gathered", "copy", "sums", "activations", "residuals",
     "references", "payloads", "keys", "host",
 )  # fmt: skip
 
@@ -139,6 +139,8 @@ class Plan:
         encoded = not self.choices["offload", "backward"].native
         if self.layout.offload and self.layout.accumulation > 1 and encoded:
             found["offload"] = {**found["offload"], "sums": "device"}
+        if self.layout.accumulate == "node":
+            found["dp"] = {**found["dp"], "accumulate": "node"}
         if self.layout.copy != "native":
             found.pop("preset", None)
             found["zero"] = {"secondary": "exact" if self.layout.copy == "exact" else {"bits": 8}}

@@ -124,6 +124,7 @@ class Found:
     considered, simulated: layouts with choices that were looked at, and that bounds did not prune.
     refused: how many layouts each reason ruled out. unpriced: codecs of the budget that the cluster
     has no figure for, which no plan has. native: the first plan's layout without compression.
+    uncut: the fastest plan of replicas alone, where all of ``plans`` cut the model.
     """
 
     plans: tuple[Plan, ...]
@@ -134,3 +135,4 @@ class Found:
     nearest: Nearest | None = None
     unpriced: tuple[str, ...] = ()
     native: Plan | None = None
+    uncut: Plan | None = None

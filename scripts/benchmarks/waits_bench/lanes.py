@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from benchmarks.waits_bench.intervals import Stretch, union, without
 from benchmarks.waits_bench.traces import CALLS, DeviceSpan, HostSpan, RankTrace
-from hybridcomp.collectives.wire.marks import PREFIX
+from hybridcomp.collectives.wire.profiler_ranges import PREFIX
 
 COMPUTATION, CODEC, WIRE, COPIES, HOST = "computation", "codec", "wire", "copies", "host"
 #: of the picture, from above; the host is what it does to encode, post and wait

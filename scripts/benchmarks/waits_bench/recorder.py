@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from hybridcomp.collectives.wire.marks import PREFIX
+from hybridcomp.collectives.wire.profiler_ranges import PREFIX
 
 
 class Recorder:

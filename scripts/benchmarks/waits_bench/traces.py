@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridcomp.collectives.wire.marks import PREFIX
+from hybridcomp.collectives.wire.profiler_ranges import PREFIX
 
 Event = dict[str, Any]
 #: the mark around each step of the training

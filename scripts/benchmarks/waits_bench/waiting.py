@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from benchmarks.waits_bench.intervals import Stretch, length, within
 from benchmarks.waits_bench.lanes import COMPUTATION, Inside, Lanes, blocking, role
 from benchmarks.waits_bench.traces import DeviceSpan, HostSpan, RankTrace
-from hybridcomp.collectives.wire.marks import PREFIX
+from hybridcomp.collectives.wire.profiler_ranges import PREFIX
 
 #: marks with the number of their message
 NUMBERED = ("message", "codec", "post", "wait")

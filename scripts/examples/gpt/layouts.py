@@ -78,6 +78,10 @@ def check(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> None:
         )
     if arguments.slices:
         check_slices(arguments, stage)
+    if arguments.ask and (arguments.pp < 2 or arguments.engine != "deepspeed"):
+        raise ParallelismError(
+            "--ask: expected --pp of at least 2 and --engine deepspeed; leave it out"
+        )
     asked = [name for name in ("weights_from", "weights_to") if getattr(arguments, name)]
     plain = arguments.tp * arguments.pp == 1 and arguments.engine == "deepspeed" and stage < 3
     if asked and not plain:

@@ -19,7 +19,7 @@ from gpt.errors import ParallelismError
 from gpt.loop import PlainTrainer
 from gpt.model import Block, kinds, loss_of
 from gpt.weights import ModelConfig
-from hybridcomp.nn.slices import Past, SlicedStage, chosen_slices
+from hybridcomp.nn.slices import KVCache, SlicedStage, chosen_slices
 
 
 class Layers(nn.Module):
@@ -34,7 +34,7 @@ class Layers(nn.Module):
         first, last = list(pairwise(stops))[stage]
         self.layers = nn.ModuleList(every[n](config, n) for n in range(first, last))
 
-    def forward(self, values: Tensor, past: Past) -> Tensor:
+    def forward(self, values: Tensor, past: KVCache) -> Tensor:
         """Run one slice, behind the tokens of ``past``."""
         for layer in self.layers:
             values = layer(values, past) if isinstance(layer, Block) else layer(values)

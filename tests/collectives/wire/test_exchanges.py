@@ -21,7 +21,7 @@ from hybridcomp.collectives import Meter, OwnedRange, chunk_ranges, owner_plan
 from hybridcomp.collectives.owner_plan import plan_of
 from hybridcomp.collectives.wire import (
     Group,
-    cuts,
+    chunking,
     exchanges,
     message_rounds,
     payload_sizes,
@@ -35,7 +35,7 @@ from tests.collectives.late import everything
 from tests.ranks import RunRanks
 from tests.stand_ins import thread_groups
 
-ALIGN = cuts.SEGMENT_ALIGN
+ALIGN = chunking.SEGMENT_ALIGN
 #: of one rank
 ALONE = Group(cast(Any, None), 0, 1)
 FIXED = [codec for codec in CODECS if codec.fixed_size]
@@ -59,7 +59,7 @@ def short_rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     start=st.integers(0, 100),
 )
 def test_segments_cover_every_row_in_order(lengths: list[list[int]], start: int) -> None:
-    rows: list[list[cuts.Range]] = []
+    rows: list[list[chunking.Range]] = []
     position = start
     for row in lengths:
         rows.append([])
@@ -282,7 +282,7 @@ def _short_and_whole(codec: Codec, dtype: torch.dtype) -> None:
     """On gloo; in rounds of 1024 elements and in one."""
     expected = everything(codec, dtype, True, 2)
     with ExitStack() as stack:
-        stack.enter_context(patch.object(cuts, "SEGMENT_ALIGN", 512))
+        stack.enter_context(patch.object(chunking, "SEGMENT_ALIGN", 512))
         for name, value in {"SEGMENT_ALIGN": 512, "ROUND": 1024, "HALF": 512}.items():
             stack.enter_context(patch.object(message_rounds, name, value))
         _forget_plans()

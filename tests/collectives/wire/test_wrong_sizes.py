@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybridcomp.codecs import make_codec
 from hybridcomp.collectives import Meter
-from hybridcomp.collectives.posted import Posting
+from hybridcomp.collectives.async_p2p import Posting
 from hybridcomp.collectives.ring import Contents, Ring
 from hybridcomp.collectives.wire import Header, payload_sizes, spec_digest, transport
 from hybridcomp.errors import CodecError

@@ -168,7 +168,7 @@ def test_error_feedback_takes_three_launches_and_leaves_the_same_residuals() -> 
 def cut(numel: int) -> bool:
     """Blocks that may not reach across parameters are encoded one by one."""
     codec = make_codec("blockint", bits=4)
-    with mock.patch("hybridcomp.collectives.reductions.fused_all_reduce") as fused:
+    with mock.patch("hybridcomp.collectives.all_reduction.fused_all_reduce") as fused:
         launcher = Counting()
         with kernels_replaced(CudaKernels(launcher)):
             values = arrays.make("normal", numel, dist.get_rank())
@@ -322,7 +322,7 @@ def with_cuts(_: None) -> bool:
     """Whether shards with cuts are taken for whole chunks."""
     with (
         kernels_replaced(CudaKernels(EmulatedLauncher())),
-        mock.patch("hybridcomp.collectives.moves.fused_all_gather") as fused,
+        mock.patch("hybridcomp.collectives.all_gather_all_to_all.fused_all_gather") as fused,
     ):
         out, codec = torch.empty(2 * 64), make_codec("blockint", bits=8)
         all_gather(torch.randn(64), out, codec, None, meter=Meter(), cuts=[32]).wait()

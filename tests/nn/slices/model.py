@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hybridcomp.channels import Channels
-from hybridcomp.nn.slices import Past, SlicedStage, attend
+from hybridcomp.nn.slices import KVCache, SlicedStage, attend
 
 WIDTH, HEADS, LENGTH, GRANULE, STAGES = 8, 2, 64, 4, 2
 
@@ -24,7 +24,7 @@ class Layers(nn.Module):
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, values: Tensor, past: Past) -> Tensor:
+    def forward(self, values: Tensor, past: KVCache) -> Tensor:
         self.calls += 1
         if self.table is not None:
             values = self.table(values)

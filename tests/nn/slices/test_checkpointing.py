@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hybridcomp.nn.slices import Past, SlicedStage, SlicePipeline
+from hybridcomp.nn.slices import KVCache, SlicedStage, SlicePipeline
 from tests.nn.slices.test_pipeline import SLICES, STAGES, WIDTH, Layer, batch, loss_of, model
 from tests.ranks import RunRanks
 
@@ -22,7 +22,7 @@ class Again(nn.Module):
         super().__init__()
         self.layer, self._reentrant = layer, reentrant
 
-    def forward(self, values: Tensor, past: Past) -> Tensor:
+    def forward(self, values: Tensor, past: KVCache) -> Tensor:
         out: Tensor = checkpoint(self.layer, values, past, use_reentrant=self._reentrant)
         return out
 
@@ -30,7 +30,7 @@ class Again(nn.Module):
 class Dropping(Layer):
     """A layer that draws numbers, which the second computation has to draw again."""
 
-    def forward(self, values: Tensor, past: Past) -> Tensor:
+    def forward(self, values: Tensor, past: KVCache) -> Tensor:
         return nn.functional.dropout(super().forward(values, past), 0.2)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from hybridcomp.nn.slices import Past, SlicedStage, SlicePipeline
+from hybridcomp.nn.slices import KVCache, SlicedStage, SlicePipeline
 from tests.nn.slices.test_pipeline import LENGTH, SLICES, STAGES, WIDTH, batch, loss_of, model
 from tests.ranks import RunRanks
 
@@ -40,7 +40,7 @@ def against_the_whole(ignore: int, engine: bool, frozen: Sequence[int]) -> list[
             parameter.requires_grad_(False)
     values = tokens
     for stage in stages:
-        values = stage(values, Past())
+        values = stage(values, KVCache())
     expected = loss_of_counted(values, labels)
     expected.backward()  # type: ignore[no-untyped-call]
     rank = dist.get_rank()

@@ -15,7 +15,7 @@ from hybridcomp.channels import Channels
 from hybridcomp.codecs import make_codec
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import ConfigError
-from hybridcomp.nn.slices import Past, SlicePipeline, attend
+from hybridcomp.nn.slices import KVCache, SlicePipeline, attend
 from tests.ranks import RunRanks
 
 WIDTH, HEADS, WORDS, LENGTH, BATCH, STAGES = 16, 2, 11, 24, 2, 3
@@ -30,7 +30,7 @@ class Layer(nn.Module):
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
-    def forward(self, values: Tensor, past: Past) -> Tensor:
+    def forward(self, values: Tensor, past: KVCache) -> Tensor:
         batch, length, _ = values.shape
         cut = self.qkv(values).view(batch, length, 3, HEADS, -1)
         query, key, value = cut.permute(2, 0, 3, 1, 4)
@@ -50,7 +50,7 @@ class Stage(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(2))
         self.output = nn.Linear(WIDTH, WORDS) if number == STAGES - 1 else None
 
-    def forward(self, values: Tensor, past: Past) -> Tensor:
+    def forward(self, values: Tensor, past: KVCache) -> Tensor:
         if self.table is not None and self.places is not None:
             places = past.start + torch.arange(values.shape[1])
             values = self.table(values) + self.places(places)
@@ -91,7 +91,7 @@ def errors(slices: Sequence[int], dtype: torch.dtype) -> list[float]:
     stages, (tokens, labels) = model(dtype), batch()
     values: Tensor = tokens
     for stage in stages:
-        values = stage(values, Past())
+        values = stage(values, KVCache())
     expected = loss_of(values, labels)
     expected.backward()  # type: ignore[no-untyped-call]
     loss, found, _ = trained(slices, dtype)
@@ -195,9 +195,9 @@ def test_stages_that_do_not_fit_are_refused(on_ranks: RunRanks) -> None:
 def test_evaluation_keeps_no_graph() -> None:
     stages, (tokens, _) = model(torch.float32), batch()
     with torch.no_grad():
-        whole, pasts, parts, start = tokens, [Past() for _ in stages], [], 0
+        whole, pasts, parts, start = tokens, [KVCache() for _ in stages], [], 0
         for stage in stages:
-            whole = stage(whole, Past())
+            whole = stage(whole, KVCache())
         for piece in torch.split(tokens, list(SLICES), dim=1):
             values = piece
             for stage, past in zip(stages, pasts, strict=True):

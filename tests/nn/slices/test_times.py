@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 from hybridcomp.channels import Channels
 from hybridcomp.config import CompressionConfig
+from hybridcomp.errors import PeerError
 from hybridcomp.nn.slices import FittedTimes, SliceTimes, chosen_slices, slice_times, timing
 from hybridcomp.nn.slices.times import fitted, of_computing
 from tests.nn.slices.model import GRANULE, LENGTH, STAGES, stage
-from tests.ranks import RunRanks
+from tests.ranks import RunRanks, run_ranks
 
 FIRST, LATER = [0.04, 9.0, 25.0, 0.0, 1.0], [0.05, 10.0, 50.0, 60.0, 2.0]
 POST, ARRIVE = [0.02, 0.5], [0.1, 3.0]
@@ -100,6 +101,22 @@ def test_a_frozen_first_stage_is_timed_too(on_ranks: RunRanks) -> None:
     """It has no backward pass, and its neighbour would wait for it in vain."""
     one, other = on_ranks(STAGES, frozen_first)
     assert one == other and sum(one[0].lengths(GRANULE)) == LENGTH
+
+
+def fails_alone() -> str:
+    def once(timer: timing._Timer, start: int, stop: int) -> float:
+        if dist.get_rank() == 1:
+            raise RuntimeError("no memory is left")
+        return 0.1
+
+    with patch.object(timing._Timer, "_once", once), pytest.raises(PeerError) as error:
+        slice_times(stage(), LENGTH, 2, granule=GRANULE, repeats=1)
+    return str(error.value)
+
+
+def test_a_stage_that_fails_keeps_no_other_waiting() -> None:
+    told = "timing token slices: rank 1: RuntimeError: no memory is left"
+    assert run_ranks(STAGES, fails_alone) == [told] * STAGES
 
 
 def chosen() -> tuple[Any, ...]:

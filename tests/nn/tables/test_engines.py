@@ -156,7 +156,7 @@ def test_under_deepspeed(on_ranks: RunRanks) -> None:
 
 def test_a_job_without_tables_refuses_the_key() -> None:
     block = CompressionConfig.parse({"embed": "expcode"})
-    with pytest.raises(ConfigError, match=r"embed: found a job without tables of hybridcomp.nn"):
+    with pytest.raises(ConfigError, match=r"embed: found a job without tables"):
         list(ds_check.check(block, {"zero_optimization": {"stage": 1}}, tables=False))
     preset = CompressionConfig.parse({"preset": "recommended"})
     assert not preset.active("embed")

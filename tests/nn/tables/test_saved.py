@@ -15,7 +15,9 @@ from hybridcomp.errors import CheckpointError, ConfigError
 from hybridcomp.nn import CachedEmbedding, RowOptimizer
 from hybridcomp.nn.tables import host_rows, saved
 from tests.nn.tables.made import ranks, zipf
+from tests.paths import ROOT
 from tests.ranks import RunRanks
+from tests.scripts_on_ranks import run_script
 
 ROWS, WIDTH = 203, 6
 
@@ -206,3 +208,21 @@ def cut_state() -> set[str]:
 
 def test_state_dict_of_several_ranks_has_no_rows(on_ranks: RunRanks) -> None:
     assert on_ranks(2, cut_state) == [{"anchor"}] * 2
+
+
+@pytest.mark.parametrize("other", [1, 3])
+def test_the_example_goes_on_on_other_ranks(other: int, tmp_path: Path) -> None:
+    """What two ranks of ``train_ngrams.py`` have saved is where others begin."""
+    script = str(ROOT / "scripts" / "examples" / "train_ngrams.py")
+    (tmp_path / "text").write_text("the same line, again and again and again; " * 60)
+    options = {"text": "text", "rows": 900, "row-width": 4, "resident": 890, "steps": 20,
+               "batch": 4, "length": 16, "width": 16}  # fmt: skip
+    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    ended = run_script(tmp_path, script, *words, "--save", "saved")
+    assert ended.returncode == 0, ended.output
+    further = run_script(tmp_path, script, *words, "--load", "saved", ranks=other)
+    assert further.returncode == 0, further.output
+    first, second = (
+        float(one.output.partition("step 20: loss ")[2].split(",")[0]) for one in (ended, further)
+    )
+    assert second < first - 0.2

@@ -17,7 +17,7 @@ from hybridcomp.errors import ConfigError
 from hybridcomp.nn.async_pipeline import make_correction
 from hybridcomp.patches.ds import async_pipeline
 from hybridcomp.patches.ds.async_rules import check, is_adam
-from hybridcomp.patches.ds.read_ahead import ReadAhead
+from hybridcomp.patches.ds.micro_batch_prefetch import ReadAhead
 from hybridcomp.session.agreement import agree_on
 
 STASH = AsyncPipelineConfig(versions="stash")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -92,6 +93,50 @@ def test_integers_are_summed_as_natively(pool: RankPool, name: str) -> None:
         for case, expected, found in zip(cases, of_rank[::2], of_rank[1::2], strict=True):
             assert found.digests == expected.digests, case
             assert found.kept > 0, case
+
+
+def common_trained(jobs: list[tuple[Any, ...]]) -> list[Found]:
+    """As ``all_trained``, the vectors being those that tensor-parallel ranks have in common."""
+    from hybridcomp.patches.ds import job_facts
+
+    def vectors(engine: Any) -> frozenset[str]:
+        named = engine.module.named_parameters()
+        return frozenset(
+            job_facts.unique_name(engine, name, parameter)
+            for name, parameter in named
+            if len(getattr(parameter, "ds_shape", parameter.shape)) < 2
+        )
+
+    with patch.object(job_facts, "common_names", vectors):
+        return all_trained(jobs)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_common_parameters_of_tensor_parallel_ranks(pool: RankPool, stage: int) -> None:
+    """They are summed exactly beside the message, and in the node as well."""
+    few = {"codec": "blockint", "bits": 4}
+    blocks = [BLOCK, {**BLOCK, "dp": {**few, "accumulate": "node"}}]
+    for case in ("all", "one in the last"):
+        jobs = [(Job(stage), USED[case]), *((Job(stage, block=one), USED[case]) for one in blocks)]
+        for native, exact, lossy in pool.run(common_trained, jobs, timeout=400):
+            assert exact.digests == native.digests and exact.kept > 0
+            vectors = [
+                name for name in native.digests if ".values.1" in name or ".values.2" in name
+            ]
+            assert vectors and all(lossy.digests[name] == native.digests[name] for name in vectors)
+            assert lossy.digests != native.digests
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sums_in_three_levels(stage: int) -> None:
+    """Two sites of two nodes of two ranks: each rank keeps its part of its site's sums."""
+    sites, nodes = ({**BLOCK, "hierarchy": one} for one in ([2, 2], 4))
+    with RankPool(8) as ranks:
+        for case in ("all", "one in the last"):
+            jobs = [(Job(stage, block=one), USED[case]) for one in (None, sites, nodes)]
+            for native, deep, flat in ranks.run(all_trained, jobs, timeout=400):
+                assert deep.digests == flat.digests == native.digests
+                assert deep.kept == flat.kept > 0 and deep.between == flat.between
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -27,7 +27,7 @@ from hybridcomp.patches.ds.pipeline_agreement import (
     set_marks,
     take_marks,
 )
-from hybridcomp.patches.ds.pipeline_values import carries_values, passed_through, two_valued
+from hybridcomp.patches.ds.pipeline_values import carries_values, is_mask, passed_through
 from hybridcomp.seams.patching import Patch, apply_all, revert_all
 
 FLOAT, HALF, INT = torch.float32, torch.float16, torch.int64
@@ -126,7 +126,7 @@ def test_masks_out_of_an_opaque_node() -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_two_valued(values: list[float], expected: bool, dtype: torch.dtype) -> None:
-    assert two_valued(torch.tensor(values, dtype=dtype)) is expected
+    assert is_mask(torch.tensor(values, dtype=dtype)) is expected
 
 
 def test_a_parameter_is_no_passed_through_tensor() -> None:

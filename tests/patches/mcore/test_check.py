@@ -144,7 +144,10 @@ def test_weights_cut_over_a_further_axis_are_said_or_refused(
     cut: dict[str, Any] = {axis: 2}
     whole: dict[str, Any] = {axis: 1}
     for name in ("dp", "zero"):
-        said = check(monkeypatch, {name: B8}, **cut)
+        with pytest.raises(ConfigError, match="tensor_parallel_num_weight_shards") as caught:
+            check(monkeypatch, {name: B8}, **cut)
+        assert '"on_unsupported": "native"' in str(caught.value)
+        said = check(monkeypatch, {name: B8, "on_unsupported": "native"}, **cut)
         assert len(said) == 1 and said[0].startswith(f"{name}: tensor_parallel_num_weight_shards")
         assert "native, and not in the ledger" in said[0]
         assert check(monkeypatch, {name: B8}, **whole) == []

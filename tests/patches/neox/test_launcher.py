@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -220,3 +221,18 @@ def test_packages_with_another_name_are_named(tmp_path: Path) -> None:
     (tmp_path / "requirements").mkdir()
     (tmp_path / "requirements" / "flash.txt").write_text("# faster\nflash-attn>=2 ; extra\n")
     assert needs("flash_attn", tmp_path).endswith("flash_attn (its requirements/flash.txt)")
+
+
+def test_the_extra_brings_what_the_checkout_imports() -> None:
+    """``pkg_resources`` went with setuptools 81; the others are imported, or compiled with."""
+    (row,) = re.findall(r"^neox = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
+    assert '"setuptools<81"' in row
+    named = set(re.findall(r'"([\w-]+)[<>=\[]', row))
+    assert named >= {
+        "sentencepiece",
+        "pybind11",
+        "tokenizers",
+        "transformers",
+        "pyyaml",
+        "requests",
+    }

@@ -37,7 +37,8 @@ def compiled(name: str) -> dict[str, Any]:
 #: dimension, ds_config, facts about the job, fragment of the message; one row for every rule
 CANNOT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("dp", zero(2), {"pipeline": True}, "a PipelineModule with ZeRO stage 2 or 3"),
-    ("embed", zero(1), {"tables": False}, "no rows go to their owners"),
+    ("embed", zero(1), {"tables": False}, "no rows of tables are sent"),
+    ("embed", zero(1), {"sparse": True}, "sparse gradients at stage 0 only"),
     ("zero", zero(3, zero_quantized_weights=True), {}, "quantizes the same gathers"),
     ("zero", zero(3, zero_quantized_nontrainable_weights=True), {}, "scales must arrive exactly"),
     ("zero", zero(2, zenflow={"topk_ratio": 0.1}), {}, "fp32 master weights"),
@@ -79,6 +80,23 @@ CANNOT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("offload", {**offload(2), "compile": {"deepcompile": True}}, {}, "copies gradients in C++"),
     ("offload", zero(2, offload_optimizer={"device": "cpu"}, zenflow={}), {}, "remove zenflow"),
 ]
+#: of files of optimizer states: ds_config, what the error says
+STATES: list[tuple[dict[str, Any], str]] = [
+    (offload(3), "set stage 3, the device and nvme_path"),
+    (offload(2, device="nvme"), "only ZeRO 3 keeps optimizer states in files"),
+    ({**offload(3, device="nvme"), "aio": {"use_gds": True}}, "past the host that encodes them"),
+    (zero(3), "a job without optimizer offload"),
+    (offload(3, device="nvme", super_offload=True), "remove super_offload"),
+]
+#: of planned memory: ds_config, further keys, what the error says
+PLANNED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (zero(2), {}, "below stage 3 every copy is of one flat buffer"),
+    (zero(3, zero_hpz_partition_size=2), {}, "its gathers are of two kinds"),
+    (zero(3, offload_param={"device": "nvme"}), {}, "offload parameters to the cpu"),
+    ({**zero(3), "compile": {"deepcompile": True}}, {}, "a schedule of its own"),
+    (offload(3, super_offload=True), {}, "moves states on paths of its own"),
+    (zero(3), {"host_gb": 1}, "device nvme only"),
+]
 NOTES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("dp", {}, {"world_size": 1}, "one rank"),
     ("dp", {}, {"world_size": 4, "replicas": 1}, "one replica of the model"),
@@ -92,6 +110,26 @@ NOTES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 
 def block(**settings: Any) -> CompressionConfig:
     return CompressionConfig.parse(settings)
+
+
+@pytest.mark.parametrize(("ds_json", "fragment"), STATES, ids=str)
+def test_states_that_are_not_in_files(ds_json: Mapping[str, Any], fragment: str) -> None:
+    with pytest.raises(ConfigError, match=fragment):
+        check(block(offload={"states": "expcode"}), ds_json)
+
+
+def test_states_in_files() -> None:
+    ds_json = offload(3, device="nvme", ratio=0.5)
+    assert check(block(offload={"states": "mpc"}), ds_json) == []
+
+
+@pytest.mark.parametrize(("ds_json", "more", "fragment"), PLANNED, ids=str)
+def test_memory_that_cannot_be_planned(
+    ds_json: Mapping[str, Any], more: dict[str, Any], fragment: str
+) -> None:
+    planned = block(memory={"policy": "planned", "device_gb": 1, **more})
+    with pytest.raises(ConfigError, match=fragment):
+        check(planned, ds_json)
 
 
 @pytest.mark.parametrize(("dimension", "ds_json", "facts", "fragment"), CANNOT, ids=str)
@@ -226,6 +264,7 @@ def test_note(
 def test_every_rule_is_met_by_a_row() -> None:
     jobs = [DeepSpeedJob(ds_json, **facts) for _, ds_json, facts, _ in CANNOT + NOTES]
     jobs += [DeepSpeedJob(ds_json, **facts) for ds_json, facts, _ in NO_COPIES]
+    jobs += [DeepSpeedJob(ds_json) for ds_json, _ in STATES]
     jobs.append(DeepSpeedJob({**zero(2), "gradient_accumulation_steps": 1}))
     assert [rule.reason for rule in TABLES if not any(rule.applies(job) for job in jobs)] == []
     assert [rule.reason for rule in TABLES if all(map(rule.applies, jobs))] == []

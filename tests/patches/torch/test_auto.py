@@ -13,7 +13,7 @@ import torch.distributed as dist
 import hybridcomp
 from hybridcomp.autotune import recheck
 from hybridcomp.autotune.recheck import Recheck
-from hybridcomp.channels.payoff import Payoff
+from hybridcomp.channels.online_tuner import OnlineTuner
 from tests.docs.pages import DOCS, fences
 from tests.patches.torch.trainer import Job, build, optimizer_of, outcome, train
 from tests.ranks import run_ranks
@@ -31,15 +31,15 @@ STEPS = 4
 def trained(job: Job, native_s: float, coded_s: float) -> tuple[Any, list[Any]]:
     """The end of a run on such a link, and what was timed: dimensions, distance of ranks, dtype."""
     seen: list[Any] = []
-    weigh = Payoff.run_autotune
+    weigh = OnlineTuner.run_autotune
 
-    def noted(self: Payoff, group: Any, dtype: Any, *rest: Any, **more: Any) -> list[str]:
+    def noted(self: OnlineTuner, group: Any, dtype: Any, *rest: Any, **more: Any) -> list[str]:
         ranks = dist.get_process_group_ranks(group)
         seen.append((tuple(more["only"]), ranks[1] - ranks[0], str(dtype)))
         return weigh(self, group, dtype, *rest, **more)
 
     model, attached = build(job), None
-    with clock(native_s, coded_s), patch.object(Payoff, "run_autotune", noted):
+    with clock(native_s, coded_s), patch.object(OnlineTuner, "run_autotune", noted):
         if job.block is not None:
             attached = hybridcomp.attach(model, job.block)
         losses = train(job, model, optimizer_of(job, model), 0, STEPS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hybridcomp
 from hybridcomp.errors import ConfigError, PeerError
+from hybridcomp.generation.gathered import free_nbytes
 from tests.generation.tiny import VOCABULARY, TinyText, greedy, text
 from tests.ranks import RankPool
 
@@ -57,7 +59,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> float:
     tokens = text(dist.get_rank(), number)
     logits = model(tokens[:, :-1])
     loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-    loss.backward()
+    torch.autograd.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
     return float(loss.detach())
@@ -113,7 +115,8 @@ def rolled_out(block: dict[str, Any] | None, steps: int, bf16: bool) -> Any:
         with hybridcomp.gathered(model) as inside:
             right.append(same(inside, want) and not any(m.training for m in inside.modules()))
             right.append(greedy(inside, dist.get_rank()) == greedy(plain, dist.get_rank()))
-            right.append(inside.head.weight is inside.embedding.weight)
+            both = [inside.get_parameter(f"{name}.weight") for name in ("head", "embedding")]
+            right.append(both[0] is both[1])
             assert sent_of(model) > first, "gathered by now"
         sent.append(sent_of(model) - first)
         right.append(hooks_of(model) == before)
@@ -207,17 +210,19 @@ def test_an_error_in_one_body_is_one_on_all_ranks(four: RankPool) -> None:
 
 def _too_large(who: int) -> tuple[str, str, int, bool]:
     model = build({**STEPS, "gathered": {"codec": "stepcode", "limit_gb": 0.5}})
-    from hybridcomp.generation import rolling_out
+    before = hooks_of(model)
 
-    before, real = hooks_of(model), rolling_out.free_nbytes
-    rolling_out.free_nbytes = lambda device: 1000 if dist.get_rank() == who else real(device)
+    def free(device: torch.device) -> int:
+        return 1000 if dist.get_rank() == who else free_nbytes(device)
+
     try:
-        with hybridcomp.gathered(model):
+        with (
+            mock.patch("hybridcomp.generation.rolling_out.free_nbytes", free),
+            hybridcomp.gathered(model),
+        ):
             raise AssertionError("entered")
     except (ConfigError, PeerError) as error:
         return type(error).__name__, str(error), sent_of(model), hooks_of(model) == before
-    finally:
-        rolling_out.free_nbytes = real
 
 
 def test_what_does_not_fit_is_told_before(four: RankPool) -> None:

@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 import hybridcomp
 from hybridcomp.channels import Channels
 from hybridcomp.errors import ConfigError
-from hybridcomp.job import uncaught
+from hybridcomp.job import error_exit
 from hybridcomp.patches.torch import attached as attached_module
 from hybridcomp.patches.torch import steps
 from hybridcomp.session import process
-from tests.job.test_uncaught import ranks
+from tests.job.test_error_exit import ranks
 from tests.patches.torch.sent_bytes import sent_in
 from tests.patches.torch.trainer import Job, build, digest, optimizer_of, train
 from tests.ranks import run_ranks
@@ -182,7 +182,7 @@ hybridcomp.attach(model, {"dp": {"codec": "blockint", "bits": 4 + int(os.environ
 @pytest.mark.nightly
 def test_blocks_that_differ_are_one_line_of_the_job(tmp_path: Path) -> None:
     (first, one), (second, other) = ranks(DIFFER, tmp_path)
-    assert first == second == uncaught.BAD_INPUT
+    assert first == second == error_exit.BAD_INPUT
     (said,) = (text for text in (one, other) if "hybridcomp" in text)
     assert said.count("rank(s) 1 differ from rank 0") == 1 and "compression.dp" in said
     assert "Traceback" not in one + other

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hybridcomp
 from hybridcomp.autotune import recheck
-from hybridcomp.patches.torch import unseen_steps
+from hybridcomp.patches.torch import step_detection
 from hybridcomp.patches.torch.attached import Attached
 from tests.patches.torch.trainer import BATCH, LENGTH, VOCABULARY, WIDTH, Job, build, syncing
 from tests.ranks import run_ranks
@@ -415,7 +415,7 @@ def every_case() -> dict[str, tuple[int, str, list[str]]]:
         case = Case(engine, bucket_mb=25 if name.startswith("compiled") else 0.004)
         said: list[str] = []
         with pytest.MonkeyPatch.context() as patched:
-            for module in ("attached", "unseen_steps"):
+            for module in ("attached", "step_detection"):
                 patched.setattr(f"hybridcomp.patches.torch.{module}.say", said.append)
             CASES[name][0](case)
         codec = case.attached.channels["dp"].choose(4096, torch.float32, 2, "forward")
@@ -432,7 +432,7 @@ def outcomes() -> list[Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_step_is_counted_once(name: str, outcomes: list[Any]) -> None:
-    told = [unseen_steps.COUNTED] if "hidden" in name else []
+    told = [step_detection.COUNTED] if "hidden" in name else []
     assert [found[name] for found in outcomes] == [(STEPS, "blockint(bits=4)", told)] * 2
 
 

@@ -14,7 +14,7 @@ from torch import nn
 import hybridcomp
 from hybridcomp.autotune import recheck
 from hybridcomp.autotune.recheck import Recheck
-from hybridcomp.patches.torch import steps, unseen_steps
+from hybridcomp.patches.torch import step_detection, steps
 from tests.patches.torch.trainer import Job, build, train
 from tests.ranks import run_ranks
 from tests.stand_ins.link_clock import clock
@@ -52,7 +52,7 @@ class Foreign:
 def heard() -> Iterator[list[str]]:
     """What is said of steps."""
     said: list[str] = []
-    with patch.object(unseen_steps, "say", said.append):
+    with patch.object(step_detection, "say", said.append):
         yield said
 
 
@@ -82,7 +82,7 @@ def alone(engine: Any) -> tuple[int, list[str], str]:
     assert attached is not None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with patch("hybridcomp.patches.torch.attached.say") as say:
-        for _ in range(2 * unseen_steps.PATIENCE):
+        for _ in range(2 * step_detection.PATIENCE):
             if engine == "fsdp2":
                 model.set_requires_gradient_sync(False)
             with model.no_sync() if engine == "ddp" else nullcontext():
@@ -168,7 +168,7 @@ def test_steps_of_a_foreign_optimizer_are_counted(
     for found in outcomes:
         for name in ("in place", "in place, forgets", "by data, forgets"):
             for step, encoded, said in found[f"{engine}, {name}"].values():
-                assert (step, encoded, said) == (4, True, [unseen_steps.COUNTED]), name
+                assert (step, encoded, said) == (4, True, [step_detection.COUNTED]), name
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -178,7 +178,11 @@ def test_steps_that_nobody_can_see_are_told_or_counted_by_hand(
     for found in outcomes:
         unseen, counted = found[f"{engine}, unseen"], found[f"{engine}, by hand"]
         assert unseen["1"] == (0, False, [])  # too few passes
-        assert unseen["2"] == (0, False, [unseen_steps.NOT_COUNTED.format(unseen_steps.PATIENCE)])
+        assert unseen["2"] == (
+            0,
+            False,
+            [step_detection.NOT_COUNTED.format(step_detection.PATIENCE)],
+        )
         assert counted["1"] == counted["2"] == (5, True, [])
 
 
@@ -189,7 +193,7 @@ def test_steps_without_reduced_gradients_are_told(
     """Ranks may take different numbers of them, so they cannot be counted."""
     for found in outcomes:
         steps, said, reason = found[f"{engine}, alone"]
-        assert (steps, said) == (0, [unseen_steps.LOCAL])
+        assert (steps, said) == (0, [step_detection.LOCAL])
         assert reason.startswith("no optimizer step was counted in the last ")
 
 

@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from hybridcomp.collectives.wire.marks import PREFIX
+from hybridcomp.collectives.wire.profiler_ranges import PREFIX
 
 MAIN = 11
 BASE_NS = 1_700_000_000_000_000_000

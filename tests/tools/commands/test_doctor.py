@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hybridcomp import kernels
-from hybridcomp.channels import Channels, payoff
+from hybridcomp.channels import Channels, online_tuner
 from hybridcomp.config import CompressionConfig
 from hybridcomp.errors import CodecError, ConfigError, install_hint
 from hybridcomp.kernels.cuda import images, setup
@@ -223,7 +223,7 @@ def test_channels_ask_for_kernels_where_something_is_encoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[torch.device] = []
-    monkeypatch.setattr(payoff, "require_kernels", asked.append)
+    monkeypatch.setattr(online_tuner, "require_kernels", asked.append)
     for world_size in (1, 2):
         monkeypatch.setattr("torch.distributed.get_world_size", lambda size=world_size: size)
         for block in ({"dp": "bf16"}, {"dp": {"codec": "powersgd", "rank": 2}}):

@@ -62,6 +62,16 @@ def test_sums_of_micro_batches_are_told(tmp_path: Path, capsys: pytest.CaptureFi
         assert f"sums of micro-batches {size(4 * N / 8)}," in line
 
 
+@pytest.mark.parametrize(("secondary", "held"), [("exact", 2.0), ({"bits": 8}, 33 / 32)])
+def test_secondary_copies_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], secondary: Any, held: float
+) -> None:
+    block = file(tmp_path, 3, zero={"secondary": secondary})
+    line = told(capsys, block, *SIZED, "--ranks-per-node", "8")
+    found = float(line.partition("secondary copies ")[2].partition(" GB")[0])
+    assert found == pytest.approx(held * N / 8 / 1e9, rel=0.005)
+
+
 def test_buckets_of_a_few_values_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

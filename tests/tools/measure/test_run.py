@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import time
 from collections.abc import Iterator
@@ -14,9 +15,11 @@ from unittest import mock
 import pytest
 import torch
 
+from hybridcomp.channels.time_saved import TimeSaved
 from hybridcomp.codecs import make_codec
 from hybridcomp.collectives.topology import Nodes
 from hybridcomp.errors import ConfigError
+from hybridcomp.session import closing
 from hybridcomp.tools.commands import cli, doctor
 from hybridcomp.tools.measure import (
     channels,
@@ -36,7 +39,7 @@ from hybridcomp.tools.measure.team import Team, TimeBudget, sites_of
 from hybridcomp.tools.plan.machines import cluster_file
 from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.machines.rows import Coding, Rank
-from tests.ranks import RunRanks
+from tests.ranks import RunRanks, run_ranks
 
 SMALL = kernels.TimedSizes((32,), (BlockSize(1, 32, 64),), (1 << 12,), (1 << 12,))
 
@@ -198,6 +201,38 @@ def test_the_command_writes_a_file_that_doctor_shows(
     lacks = ("it says nothing about messages of 8192", "it says nothing about small trainings")
     assert all(mark == doctor.OK or text.startswith(lacks) for mark, text in told)
     assert told[0][1].startswith("cluster measured: 2 ranks on 2 nodes: 2 x ")
+
+
+def ends(path: str) -> tuple[int, str]:
+    """What a rank says, and when, where links cannot be timed on rank 1."""
+    told, timed = io.StringIO(), links.runner
+
+    def fails(*args: Any, **more: Any) -> Any:
+        if os.environ["RANK"] == "1":
+            raise RuntimeError("no memory is left")
+        return timed(*args, **more)
+
+    with mock.patch.object(links, "runner", fails), contextlib.redirect_stderr(told):
+        status = started(path)
+    return status, told.getvalue()
+
+
+def test_a_rank_that_fails_ends_the_measurement_on_all(tmp_path: Path) -> None:
+    """The others are in a message then, in front of which no gate may stand."""
+    for status, told in run_ranks(3, ends, str(tmp_path / "cluster.json")):
+        assert status == command.NOT_STARTED
+        assert "hybridcomp measure: rank 1: RuntimeError: no memory is left" in told
+    assert not list(tmp_path.iterdir())
+
+
+def test_trainings_of_a_measurement_leave_no_last_line(tmp_path: Path) -> None:
+    """Behind "wrote cluster.json" stood what they had sent, as if it were a job's."""
+    assert run_ranks(2, without_last_line, str(tmp_path / "cluster.json")) == [True, True]
+
+
+def without_last_line(path: str) -> bool:
+    closing.open_account(TimeSaved(), "of a small training")
+    return started(path) == 0 and not closing._accounts
 
 
 def test_doctor_on_missing_bad_and_foreign_files(

@@ -45,19 +45,30 @@ def test_zero_plus_plus_is_that_of_the_table() -> None:
         (JobTraffic(0), []),
         (JobTraffic(1, micro_batches=8), []),
         (JobTraffic(2), []),
-        (JobTraffic(2, micro_batches=8), ["12.5 with ZeRO 1"]),
+        (
+            JobTraffic(2, micro_batches=8),
+            ['12.5 with "dp": {"accumulate": "node"}: 4 bytes', "12.5 with ZeRO 1"],
+        ),
         (
             JobTraffic(3),
             [
                 '6.3 with "secondary": {',
                 '7.2 with "secondary": "exact',
+                "8.5 with fully_shard on a mesh of nodes",
                 "12.5 with ZeRO 1",
                 "12.5 with zero_hpz",
             ],
         ),
         (
             JobTraffic(3, micro_batches=8),
-            ["12.5 with ZeRO 1", "36.1 with", "37.0 with", "42.3 with zero_hpz"],
+            [
+                '6.3 with "dp": {"accumulate": "node"} and "secondary": {"bits": 8}',
+                '7.2 with "dp": {"accumulate": "node"} and "secondary": "exact": 6 bytes',
+                '12.5 with "dp": {"accumulate": "node"} and zero_hpz',
+                "12.5 with ZeRO 1",
+                "68.1 with fully_shard",
+                '136.4 with "dp": {"accumulate": "node"}',
+            ],
         ),
         (JobTraffic(3, copy="native"), []),
     ],
@@ -69,6 +80,14 @@ def test_what_sends_less_is_said_the_least_first(job: JobTraffic, words: list[st
     assert all(line.strip().startswith(word) for line, word in zip(found, words, strict=True)), (
         found
     )
+
+
+def test_hsdp_is_that_of_the_table() -> None:
+    job, codecs = bits.JOBS["hsdp_bf16"], RECOMMENDED.codecs()
+    shards = JobTraffic(3, shards_in_node=True)
+    assert shards.native() == pytest.approx(bits.total(job.today), rel=1e-6)
+    told = shards.encoded(codecs["dp", "forward"], codecs["zero", "forward"])
+    assert told == pytest.approx(bits.total(job.recommended), rel=1e-3)
 
 
 def test_nothing_is_said_of_what_is_native_or_depends_on_matrices() -> None:
@@ -86,6 +105,13 @@ def test_nothing_is_said_of_what_is_native_or_depends_on_matrices() -> None:
         (
             {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
             "12.5 bits a parameter (natively 32.0, ZeRO++ 12.0",
+        ),
+        (
+            {
+                "gradient_accumulation_steps": 8,
+                "compression": {"dp": {"codec": "blockint", "bits": 4, "accumulate": "node"}},
+            },
+            "260.3 bits a parameter (natively 384.0, ZeRO++ 40.1",
         ),
         (
             {"compression": {"preset": "recommended", "zero": {"secondary": "exact"}}},

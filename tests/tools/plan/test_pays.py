@@ -288,6 +288,35 @@ def test_gradients_are_summed_in_the_dtype_that_deepspeed_is_told(
     assert ("(gradients fp32)" in said) == (width == 4)
 
 
+@pytest.mark.parametrize(
+    ("block", "sent"),
+    [
+        ({"dp": {"codec": "bf16"}}, 8 * 2 + 16 * 2),
+        ({"dp": {"codec": "bf16", "accumulate": "node"}}, 2 + 16 * 2),
+        ({"zero": {"secondary": "exact"}}, 8 * 2 + 2.9 / 8),
+        ({"zero": {"secondary": {"bits": 8}}}, 8 * 2 + 2 / 8),
+        ({"dp": {"codec": "bf16", "accumulate": "node"}, "zero": {"secondary": "exact"}}, 2.3625),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_what_crosses_once_is_counted_once(
+    block: dict[str, Any], sent: float, device: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Of eight micro-batches at ZeRO 3: bytes a parameter that a rank sends in a step."""
+    settings: dict[str, Any] = {
+        "bf16": {"enabled": True}, "zero_optimization": {"stage": 3},
+        "gradient_accumulation_steps": 8, "compression": block,
+    }  # fmt: skip
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(settings))
+    words = ["--parameters", "1e9", "--compute", "1", "--link", "25", "--ranks", "4"]
+    assert cli.main(["pays", str(path), *words, "--device", device]) == 0
+    said = capsys.readouterr().out
+    assert f"sends {3 / 4 * 48e3:.5g} MB of gradients and parameters natively" in said
+    assert f"and {3 / 4 * sent * 1e3:.5g} MB encoded" in said, said
+
+
 def test_no_other_dtype_is_taken_for_sums(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,7 +31,7 @@ def codecs(plan: Plan) -> str:
     """Name the encoded dimensions and their codecs: ``dp blockint(bits=4) feedback; pp ...``."""
     parts = []
     for name in DIMENSIONS:
-        ways = {way: plan.choices[name, way] for way in ROWS[name].directions}
+        ways = {way: plan.choices[name, way] for way in ROWS[name].together}
         if all(choice.native for choice in ways.values()):
             continue
         same = len(set(ways.values())) == 1
@@ -46,16 +46,20 @@ HEAD = ("plan", "step", "interval", "tokens/s", "memory", "sent", "between nodes
 WIDTH = 110
 
 
-def table(plans: Sequence[Plan], native: Plan | None = None) -> list[str]:
+def table(
+    plans: Sequence[Plan], native: Plan | None = None, uncut: Plan | None = None
+) -> list[str]:
     """Format a row for each plan, the fastest first, in aligned columns; below, what is encoded.
 
     Memory, and bytes sent in a step, are those of the rank with the most; "hidden" is the share of
     the seconds of messages that does not lengthen the step. ``native``: the first plan's layout
-    without compression, for the last row.
+    without compression, and ``uncut``: the fastest of replicas alone, for the last rows.
     """
     named = {str(number): plan for number, plan in enumerate(plans, 1)}
     if native is not None:
         named["1 native"] = native
+    if uncut is not None:
+        named["uncut"] = uncut
     rows = [_cells(name, plan) for name, plan in named.items()]
     users: dict[str, list[str]] = {}
     for name, plan in named.items():
@@ -183,13 +187,16 @@ def _between(told: Prediction, name: str) -> str:
 
 def answer(found: Found, cluster: Cluster) -> Iterator[str]:
     """Yield all lines to print: table, reasons, details of the best plan, counts of the search."""
-    yield from table(found.plans, found.native)
+    yield from table(found.plans, found.native, found.uncut)
     yield ""
     if found.native is not None:
         yield against_native(found.plans[0], found.native)
     if len(found.plans) > 1:
         yield "The first beside the second:"
         yield from (f"  {text}" for text in reasons(*found.plans[:2]))
+    if found.uncut is not None:
+        yield "The fastest that cuts no layer and has no stages:"
+        yield from (f"  {text}" for text in details(found.uncut, cluster))
     yield "The first plan:"
     yield from (f"  {text}" for text in details(found.plans[0], cluster))
     yield f"{found.considered} looked at, {found.simulated} simulated"

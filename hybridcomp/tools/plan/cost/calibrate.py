@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hybridcomp.tools.plan.cost.host import SmallModel, Taken, choices_of, hosts_of
+from hybridcomp.tools.plan.cost.host import OverheadModel, Taken, choices_of, hosts_of
 from hybridcomp.tools.plan.cost.job import PlannedJob
 from hybridcomp.tools.plan.cost.step import step_of
 from hybridcomp.tools.plan.cost.work import work_of
@@ -30,7 +30,7 @@ def _taken(cluster: Cluster, row: TrainedSmall) -> Taken:
     seconds = []
     for count in (1, 2):
         batch = Batch(data * row.samples * count, row.length)
-        job = PlannedJob(SmallModel(row), cluster, batch, limits, overlap=0.0)
+        job = PlannedJob(OverheadModel(row), cluster, batch, limits, overlap=0.0)
         layout = Layout(
             data=data, zero_stage=row.zero_stage, micro_batch=row.samples, accumulation=count,
             cuts=(row.blocks,),

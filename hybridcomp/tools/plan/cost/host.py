@@ -57,7 +57,7 @@ Hosts = Mapping[tuple[int, Style], Host]
 
 
 @dataclass(frozen=True)
-class SmallModel:
+class OverheadModel:
     """The model of a small training, as a ``Model``."""
 
     row: TrainedSmall

@@ -11,7 +11,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hybridcomp.config.rank_messages import RankMessages, Way, reference_nbytes, residual_nbytes
+from hybridcomp.config.rank_messages import (
+    RankMessages,
+    Way,
+    node_sums_nbytes,
+    reference_nbytes,
+    residual_nbytes,
+)
 from hybridcomp.tools.plan.choices import Choices
 from hybridcomp.tools.plan.cost.copies import MOST_NUMEL, Copying
 from hybridcomp.tools.plan.cost.job import PlannedJob
@@ -72,15 +78,18 @@ def states(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float
 
 
 def kept(job: PlannedJob, layout: Layout, stage: StageWork) -> dict[str, float]:
-    """Return the bytes of gathered parameters, and of the node's copy, at ZeRO 3."""
+    """Return the bytes of gathered parameters, of the node's copy, and of its sums."""
+    found: dict[str, float] = {}
     if layout.zero_stage == 3:
         values = stage.dense + stage.experts
         found = {"gathered": job.dtype.itemsize * min(values, LIVE)}
         if layout.hpz > 1:
             width = COPIED[layout.copy].bits(job.dtype) / 8
             found["copy"] = width * values / layout.hpz
-        return found
-    return {}
+    if layout.accumulate == "node":
+        sums = _reduced(job, layout, stage.dense + stage.experts)
+        found["sums"] = float(node_sums_nbytes(sums))
+    return found
 
 
 def kept_by_codecs(

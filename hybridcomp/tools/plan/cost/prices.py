@@ -114,7 +114,7 @@ class Prices:
         )  # fmt: skip
 
     def _seconds(self, operation: Operation, nbytes: float, call: EngineCall) -> Estimate:
-        """A native message beside those of all other groups, where there are others."""
+        """Return the seconds of a native message while all other such groups send theirs, too."""
         busy = self._busy(call.ranks)
         sites = call.sites
         return self.cluster.seconds(operation, nbytes, call.ranks, call.nodes, busy, sites=sites)

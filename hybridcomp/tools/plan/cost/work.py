@@ -176,20 +176,23 @@ def _with_step(job: PlannedJob, layout: Layout, index: int, stage: StageWork) ->
         call = EngineCall("all_reduce", numel, 2, nodes, sites=sites)
         reduce.append(Item(("dp", "forward"), call, job.gradient_dtype, fixed=NATIVE))
     micro: list[Item] = []
+    each, reduce = _each_micro(layout, reduce)
     if layout.zero_stage == 3:
         per_layer = max(1.0, len(stage.layers) / max(1, len(gather)))
         # parameters that fit into the live ones are not gathered again for backward
         times = 1 if dense + experts <= LIVE else 2
         parts = [_in_parts(item, per_layer) for item in gather]
-        micro, reduce, gather = reduce + parts * times, [], []
-        if still := stage.dense + stage.experts - dense - experts:  # gathered in forward alone
-            micro += [one for one in job.gather_items(layout, index, still, "replicas")
-                      if one.call.ranks > 1]  # fmt: skip
+        micro, gather = each + parts * times, []
         if layout.hpz > 1:
             micro = micro[: -len(parts) * times] + _inside(layout, parts, times)
             gather = _crossing(layout, parts)
+        if still := stage.dense + stage.experts - dense - experts:  # gathered in forward alone
+            micro += [one for one in job.gather_items(layout, index, still, "replicas")
+                      if one.call.ranks > 1]  # fmt: skip
     elif layout.zero_stage == 2 and job.limits.engine != "megatron":
-        micro, reduce = reduce, []
+        micro = each
+    else:
+        reduce = each
     shards = layout.size("replicas") if job.sharded(layout) else 1
     own = (dense + experts) / shards
     copies: list[Item] = []
@@ -199,6 +202,27 @@ def _with_step(job: PlannedJob, layout: Layout, index: int, stage: StageWork) ->
         stage, micro=merged(micro), reduce=merged(reduce), gather=merged(gather),
         adam=job.adam(own, stage.rank, layout.offload), copies=merged(copies),
     )  # fmt: skip
+
+
+def _each_micro(layout: Layout, reduce: list[Item]) -> tuple[list[Item], list[Item]]:
+    """Return the reductions of every micro-batch, and those of a step, at ZeRO 2 and 3.
+
+    Sums in the node leave the exchange inside a node to all micro-batches but the last.
+    """
+    if layout.accumulate == "native":
+        return reduce, []
+    share = 1 - 1 / layout.accumulation
+    inside = []
+    for one in reduce:
+        call = EngineCall("all_to_all", one.call.numel, _width(one), 1)
+        inside.append(replace(one, call=call, count=share * one.count, fixed=NATIVE))
+    return inside, reduce
+
+
+def _width(item: Item) -> int:
+    """Return the ranks of a node in the group of a message."""
+    assert isinstance(item.call, EngineCall)
+    return item.call.ranks // item.call.nodes
 
 
 def _whole(job: PlannedJob, layout: Layout, stage: StageWork) -> Whole:

@@ -89,7 +89,7 @@ def _table(path: Path) -> dict[str, float | str]:
 def _report(
     state: ClusterState, jobs: request.JobList, chosen: Mapping[str, int], places: Places
 ) -> None:
-    """Print a row for each known job, and the seconds expected of this decision and others."""
+    """Print a row for each known job, and the expected seconds of this and other decisions."""
     rows = [["job", "now", "then", "on ranks", "step", "ends in"]]
     for job in jobs.jobs:
         if job.name not in state.tasks:

@@ -28,7 +28,7 @@ Channel = tuple[str, Operation, bool, bool]
 
 
 class Overhead(NamedTuple):
-    """Seconds of the host for each message, and the factor of coding and wire."""
+    """Host seconds of each message, and the factor on seconds of coding and wire."""
 
     host: Estimate
     factor: float

@@ -88,6 +88,10 @@ class AllowedChoices:
         wanted = [] if copy == "native" else [COPIES["exact"], COPIES[copy]]
         return all(choice in allowed for choice in wanted)
 
+    def sums_in_nodes(self) -> bool:
+        """Return whether micro-batches may be summed inside of nodes: where ``dp`` has a codec."""
+        return bool(dict(self.allowed).get("dp"))
+
     def inside(self, choices: Iterable[Choice]) -> Iterator[Choice]:
         """Yield those of ``choices`` for ``dp`` that may stand beside encoded sums inside of sites.
 

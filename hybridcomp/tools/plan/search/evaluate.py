@@ -20,6 +20,8 @@ from hybridcomp.tools.plan.search.budget import AllowedChoices
 
 #: seconds of an option by stage (serial, coding, link), then the bytes that it keeps
 Costs = tuple[float, ...]
+#: what ``dp.accumulate`` is about
+SUMS: frozenset[Key] = frozenset({("dp", "forward")})
 #: combinations of choices that are simulated for one layout
 MOST = 64
 
@@ -143,6 +145,8 @@ class Evaluator:
         for key in keys:
             kept: list[tuple[Costs, Choice]] = []
             for choice in options_of(self.job, self.budget, key, work.layout.zero_stage):
+                if choice.native and work.layout.accumulate == "node" and key in SUMS:
+                    continue  # what crosses has a codec
                 costs = self._costs(work, key, choice, roomy)
                 if any(_beats(other, costs) for other, _ in kept):
                     continue

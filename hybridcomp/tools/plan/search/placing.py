@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from hybridcomp.dimensions import DIRECTIONS
 from hybridcomp.errors import HybridcompError
-from hybridcomp.tools.plan.algorithms import cuts, ideals
+from hybridcomp.tools.plan.algorithms import cuts, dag_partition
 from hybridcomp.tools.plan.algorithms.recompute import Stored
 from hybridcomp.tools.plan.choices import Choices
 from hybridcomp.tools.plan.cost.calls import EngineCall
@@ -215,7 +215,7 @@ class Placer:
         """Return ``layout`` with the stages of a model that is no chain; None where none fit."""
         fastest = max(range(layout.ranks), key=self.job.cluster.speeds.__getitem__)
         nodes = [
-            ideals.Node(
+            dag_partition.Node(
                 self._layer_seconds(layout, layer, fastest),
                 self._layer_nbytes(layout, layer, reserve)
                 + (0.0 if reserve is None else layer.kept_nbytes),
@@ -225,7 +225,7 @@ class Placer:
             for layer in self.job.layers(layout)
         ]
         try:
-            found = ideals.graph_split(nodes, self._devices(layout, reserve))
+            found = dag_partition.graph_split(nodes, self._devices(layout, reserve))
         except HybridcompError as error:  # too wide to be split exactly
             self.unable[layout] = str(error)
             return None

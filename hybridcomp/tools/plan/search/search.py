@@ -20,6 +20,7 @@ from hybridcomp.tools.plan.cost.work import Work
 from hybridcomp.tools.plan.layout import Layout
 from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.models.model import Model
+from hybridcomp.tools.plan.plan import Plan
 from hybridcomp.tools.plan.request import Batch, Found, Nearest, SearchLimits
 from hybridcomp.tools.plan.search.budget import AllowedChoices
 from hybridcomp.tools.plan.search.evaluate import Evaluator
@@ -30,6 +31,8 @@ from hybridcomp.tools.plan.search.space import layouts, world
 DEFAULT = SearchLimits()
 #: budget of the first plan's layout without compression
 NATIVE = "native"
+#: degrees that cut the model, which a script has to do
+UNCUT = ("tensor", "stages", "context", "expert", "mesh")
 #: what waits in the heap: not placed, placed, and judged with its best choices
 Waiting = Layout | Work | tuple[Work, Choices]
 
@@ -54,7 +57,20 @@ def search(
         reason = f"{ranks} ranks are wanted, and the cluster has {cluster.world_size}"
         nearest = Nearest(Layout(data=ranks), "ranks", ranks, cluster.world_size)
         return Found((), reason=reason, nearest=nearest)
-    return replace(_Search(job, budget).run(), unpriced=tuple(unpriced))
+    found = replace(_Search(job, budget).run(), unpriced=tuple(unpriced))
+    return replace(found, uncut=_uncut(job, budget, found.plans))
+
+
+def _uncut(job: PlannedJob, budget: AllowedChoices, plans: tuple[Plan, ...]) -> Plan | None:
+    """Return the fastest plan of replicas alone where ``plans`` has only others, else None."""
+    given = job.limits.fixed
+    asked = any(given.get(name, 1) > 1 for name in UNCUT)
+    if not plans or asked or any(plan.layout.is_uncut for plan in plans):
+        return None
+    fixed = {**given, **dict.fromkeys(UNCUT, 1)}
+    limits = replace(job.limits, fixed=fixed, keep=1, own=())
+    found = _Search(replace(job, limits=limits), budget).run().plans
+    return found[0] if found else None
 
 
 @dataclass(eq=False)
@@ -75,7 +91,11 @@ class _Search:
 
     def run(self) -> Found:
         """Search, and return the answer."""
-        every = [one for one in layouts(self.job, self.refused) if self.budget.keeps(one.copy)]
+        sums = self.budget.sums_in_nodes()
+        every = [
+            one for one in layouts(self.job, self.refused)
+            if self.budget.keeps(one.copy) and (sums or one.accumulate == "native")
+        ]  # fmt: skip
         for layout in every:
             self._push(balanced_seconds(self.job, self.evaluator, layout), layout)
         ranked: dict[Layout, tuple[Work, Choices]] = {}

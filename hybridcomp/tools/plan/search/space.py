@@ -101,7 +101,7 @@ def _refined(
         refused["the samples of a step cannot be divided among the replicas"] += 1
         return
     names = ("sequence", "virtual", "zero_stage", "micro_batch", "accumulation", "offload",
-             "hierarchy", "slices", "hpz", "copy")  # fmt: skip
+             "hierarchy", "slices", "hpz", "copy", "accumulate")  # fmt: skip
     for sequence in (False, True) if _sequences(job, base) else (False,):
         for micro_batch in divisors(samples):
             if micro_batch > job.limits.most_micro_batch:
@@ -167,7 +167,10 @@ def _whole(job: PlannedJob, cut: Layout) -> Iterator[Layout]:
                 found = cut.replace(zero_stage=zero_stage, offload=offload, hierarchy=hierarchy)
                 yield found
                 if not offload:
-                    yield from (found.replace(hpz=n, copy=what) for n, what in _copies(job, found))
+                    copied = [found.replace(hpz=n, copy=what) for n, what in _copies(job, found)]
+                    yield from copied
+                    if _sums_in_nodes(job, found):
+                        yield from (one.replace(accumulate="node") for one in (found, *copied))
                 yield from (found.replace(slices=slices) for slices in _slices(job, found))
 
 
@@ -183,6 +186,15 @@ def _copies(job: PlannedJob, layout: Layout) -> Iterator[tuple[int, Copy]]:
     if job.dtype.itemsize == 2:  # steps are those of bf16 and fp16
         yield ranks // nodes, "exact"
         yield ranks // nodes, "bits8"
+
+
+def _sums_in_nodes(job: PlannedJob, layout: Layout) -> bool:
+    """Return whether micro-batches can be summed inside of nodes of several ranks (DeepSpeed)."""
+    several = layout.accumulation > 1 and layout.zero_stage >= 2 and layout.hierarchy
+    nodes, _ = job.groups.of(layout, "replicas")
+    ranks = layout.size("replicas")
+    here = layout.stages == layout.expert == 1 and job.limits.engine == "deepspeed"
+    return bool(several) and here and 1 < nodes < ranks and ranks % nodes == 0
 
 
 def _slices(job: PlannedJob, layout: Layout) -> Iterator[tuple[int, ...]]:

@@ -10,7 +10,7 @@ import pytest
 
 from hybridcomp.errors import HybridcompError
 from hybridcomp.tools.plan.algorithms.cuts import ChainLayer, Device, stage_cuts
-from hybridcomp.tools.plan.algorithms.ideals import Node, graph_split
+from hybridcomp.tools.plan.algorithms.dag_partition import Node, graph_split
 from hybridcomp.tools.plan.algorithms.recompute import Stored, cheapest_recomputation, peak_nbytes
 
 INFINITE = float("inf")

@@ -12,7 +12,7 @@ from hybridcomp.errors import ConfigError, HybridcompError
 from hybridcomp.tools.commands import cli
 from hybridcomp.tools.plan import bits_between
 from hybridcomp.tools.plan.answer import files, report
-from hybridcomp.tools.plan.choices import Choices
+from hybridcomp.tools.plan.choices import Choice, Choices
 from hybridcomp.tools.plan.cost.job import PlannedJob
 from hybridcomp.tools.plan.cost.memory import memory_of
 from hybridcomp.tools.plan.cost.predict import predicted
@@ -67,6 +67,8 @@ def test_a_7b_llama_over_25_gbits_keeps_a_copy(tmp_path: Path) -> None:
     best = found.plans[0]
     assert best.layout.hpz == 8 and best.layout.copy in ("exact", "bits8"), best.layout
     assert best.block["zero"] == {"secondary": "exact"}
+    assert best.layout.accumulate == "node" and best.block["dp"]["accumulate"] == "node"
+    assert best.layout.accumulation > 1 and found.uncut is None
     assert found.simulated < 2000 and found.considered < 2000
     assert best.prediction.memory["copy"] == pytest.approx(2 * 6.74e9 / 8, rel=0.01)
     native = planned(24, llama(tmp_path), "native", tensor=1, stages=1, context=1).plans[0]
@@ -117,6 +119,59 @@ def test_bytes_and_memory_of_a_copy(copy: str, crosses: float, held: float) -> N
         assert bits == pytest.approx(crosses * (3 / 4 if copy == "native" else 1 / 2), rel=0.02)
         kept = memory_of(job, work, 0, Choices())["copy"]
         assert kept == pytest.approx(held * values / 2, rel=0.01)
+
+
+def test_the_fastest_that_cuts_nothing_stands_beside_those_that_do(tmp_path: Path) -> None:
+    """Freely two stages of two tensor ranks are faster: each gradient crosses fewer links."""
+    model = llama(tmp_path)
+    found = planned(24, model)
+    assert not any(plan.layout.is_uncut for plan in found.plans)
+    assert found.uncut == planned(24, model, tensor=1, stages=1, context=1).plans[0]
+    best, uncut = found.plans[0].prediction, found.uncut.prediction
+    assert best.seconds < uncut.seconds
+    # the bytes say the same: half of the parameters cross between two nodes, not all among four
+    assert sum(best.between_nbytes.values()) < sum(uncut.between_nbytes.values()) / 2
+    text = "\n".join(report.answer(found, machines(24)))
+    assert "uncut  " in text and "The fastest that cuts no layer and has no stages:" in text
+    assert "a step sends 7.2 bits a parameter (natively" in text
+
+
+def test_sums_in_the_node_cross_once() -> None:
+    model, count = small(blocks=4), 8
+    job = PlannedJob(model, machines(24, 2, 2), Batch(4 * count, 128), SearchLimits())
+    dp: dict[Any, Choice] = {("dp", "forward"): Choice.of({"codec": "blockint", "bits": 4})}
+    for stage in (2, 3):
+        each = Layout(data=4, zero_stage=stage, cuts=(6,), accumulation=count)
+        once = each.replace(accumulate="node")
+        told = {
+            layout.accumulate: predicted(job, work_of(job, layout), Choices.of(dp))
+            for layout in (each, once)
+        }
+        crossing = {name: one.between_nbytes["dp"] for name, one in told.items()}
+        assert crossing["native"] == pytest.approx(count * crossing["node"])
+        values = work_of(job, once).stages[0].dense
+        assert crossing["node"] == pytest.approx(4.25 / 8 * values / 4, rel=0.02)
+        assert told["node"].memory["sums"] == pytest.approx(4 * values / 2, rel=1e-4)
+        assert told["native"].memory["sums"] == 0
+        assert told["node"].nbytes["dp"] < told["native"].nbytes["dp"]
+
+
+def test_sums_in_the_node_need_a_codec_and_micro_batches() -> None:
+    for budget in ("native", {"zero": "recommended"}):
+        limits = SearchLimits(fixed={"zero_stage": 2, "tensor": 1, "stages": 1}, keep=20)
+        allowed = AllowedChoices.parse(budget)
+        found = search(small(blocks=4), machines(24, 2, 2), allowed, Batch(16, 128), limits)
+        assert {plan.layout.accumulate for plan in found.plans} == {"native"}
+    wrong: list[dict[str, Any]] = [
+        {"zero_stage": 1, "accumulation": 2}, {"zero_stage": 3}, {"accumulate": "x"},
+    ]  # fmt: skip
+    for one in wrong:
+        with pytest.raises(HybridcompError, match="layout: accumulate"):
+            Layout(data=4, **{"accumulate": "node", **one})
+    with pytest.raises(ConfigError, match="fixed.accumulate"):
+        SearchLimits(fixed={"accumulate": True})
+    once = Layout(data=4, zero_stage=2, accumulation=2, accumulate="node")
+    assert Layout.from_json(once.to_json()) == once and str(once) == "dp4 zero2 mb1x2-node"
 
 
 def test_a_copy_needs_its_codec_and_its_dtype() -> None:

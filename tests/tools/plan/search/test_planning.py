@@ -13,7 +13,7 @@ import pytest
 from hybridcomp.config import CompressionConfig
 from hybridcomp.dimensions import KEYS
 from hybridcomp.errors import ConfigError
-from hybridcomp.tools.plan.algorithms import ideals
+from hybridcomp.tools.plan.algorithms import dag_partition
 from hybridcomp.tools.plan.choices import Choices
 from hybridcomp.tools.plan.cost.job import PlannedJob
 from hybridcomp.tools.plan.cost.memory import device_nbytes, memory_of
@@ -141,14 +141,14 @@ def test_a_slow_link_is_worth_a_codec() -> None:
 def test_what_the_user_has_decided_stays() -> None:
     found = first(1.0, tensor=2, stages=2, zero_stage=0, cuts=(3, 3)).plans[0]
     assert (found.layout.tensor, found.layout.stages, found.layout.cuts) == (2, 2, (3, 3))
-    with pytest.raises(ConfigError, match=r"fixed.tensors: found 2; expected one of accumulation"):
+    with pytest.raises(ConfigError, match=r"fixed.tensors: found 2; expected one of accumulate"):
         SearchLimits(fixed={"tensors": 2})
 
 
 def test_a_graph_too_wide_to_be_split_is_no_lack_of_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ideals, "MOST_IDEALS", 4)
+    monkeypatch.setattr(dag_partition, "MOST_IDEALS", 4)
     model = named("tests.tools.plan.models.test_models:towers")
     limits = SearchLimits(dtype="fp32", fixed={"stages": 2})
     found = search(model, cluster(2, 1), RECOMMENDED, Batch(4, 8), limits)

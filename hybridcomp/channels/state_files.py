@@ -1,0 +1,279 @@
+"""Keep optimizer states in files that are encoded, checked when they are read, and replaced whole.
+
+A file is a payload, zeros, and a footer of 64 bytes at its end, at a multiple of ``ALIGNED`` bytes.
+The process remembers the footer of every file that it has written, so that a file which was
+damaged, exchanged or put back from an earlier time is an error that names it, and nothing of it is
+used. A file is written under another name and then renamed: whatever ends the process leaves the
+old file or the new one. ``docs/wire_formats.md`` has the layout.
+
+A file whose encoding is no shorter is stored raw, and then longer than the values by its footer. So
+no file has the size of its values, which is all that DeepSpeed alone checks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import struct
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridcomp.channels.ledger import Ledger
+from hybridcomp.codecs.base import Codec
+from hybridcomp.codecs.beside import decode_beside, encode_beside
+from hybridcomp.codecs.changes import change_kernels
+from hybridcomp.codecs.registry import make_codec
+from hybridcomp.collectives import Meter
+from hybridcomp.errors import CodecError, StateFileError
+
+MAGIC = b"hcstate1"
+SIZE, ALIGNED = 64, 4096
+_LAYOUT = struct.Struct("<8sBBHIQQQQII4x")
+_CHECK = struct.Struct("<I")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: how a payload is made: as it is, beside bf16 parameters, or by a codec
+FORMS = ("raw", "beside", "expcode", "mpc")
+#: ends of names: of a file of DeepSpeed's swapper, and of one that is not complete
+SWAPPED, NEW = ".tensor.swp", ".new"
+#: threads of an engine that encode and decode, and without libaio read and write
+THREADS = 2
+RESTORE = "resume from a checkpoint (load_checkpoint writes all files anew)"
+#: what is encoded beside a file, by its path; None: nothing
+Halves = Callable[[str], Tensor | None]
+
+
+class Footer(NamedTuple):
+    """End of a file: what it holds.
+
+    Attributes:
+        dtype, form: places in ``DTYPES`` and ``FORMS``.
+        rank: that wrote it.
+        numel: of its values.
+        nbytes: of its payload.
+        version: nanoseconds since 1970 when it was written.
+        digest: of the payload; ``half``: of the bf16 values beside it, 0 without.
+        name: checksum of the file's name.
+    """
+
+    dtype: int
+    form: int
+    rank: int
+    numel: int
+    nbytes: int
+    version: int
+    digest: int
+    half: int
+    name: int
+
+    def pack(self) -> bytes:
+        """Return the 64 bytes."""
+        dtype, form, rank, *rest = self
+        numel, nbytes, version, digest, half, name = rest
+        body = _LAYOUT.pack(MAGIC, dtype, form, 0, rank, numel, nbytes, version, digest, half, name)
+        return body + _CHECK.pack(zlib.crc32(body))
+
+    @classmethod
+    def of(cls, data: bytes) -> Footer | None:
+        """Read the end of a file; None where that is no footer, or a damaged one."""
+        if len(data) != SIZE or not data.startswith(MAGIC):
+            return None
+        if _CHECK.unpack(data[-4:])[0] != zlib.crc32(data[:-4]):
+            return None
+        _, dtype, form, _, rank, *rest = _LAYOUT.unpack(data[:-4])
+        known = dtype < len(DTYPES) and form < len(FORMS)
+        return cls(dtype, form, rank, *rest) if known else None
+
+
+def pack(
+    values: Tensor, name: str, rank: int, codec: Codec, half: Tensor | None, room: Tensor,
+    aligned: int = ALIGNED,
+) -> tuple[int, Footer]:  # fmt: skip
+    """Write the file of ``values`` into ``room``; return its bytes, and its footer.
+
+    Args:
+        values: 1-D fp32/bf16/fp16 on the host, contiguous.
+        name: of the file, without folders.
+        half: the bf16 rounding of the first values, on the host; used where it is exact.
+        room: 1-D uint8 of ``room_for`` bytes.
+        aligned: the file's size is a multiple of it.
+    """
+    raw = values.view(torch.uint8)
+    form, used = "raw", None
+    if half is not None and values.dtype == torch.float32:
+        form, used = "beside", encode_beside(values, half, room[: raw.numel()])
+    if used is None:
+        form, half, used = codec.name, None, codec.encode(values, room)
+    size = -(-(used + SIZE) // aligned) * aligned
+    if size >= raw.numel():
+        form, half, used = "raw", None, raw.numel()
+        room[:used].copy_(raw)
+        size = -(-(used + SIZE) // aligned) * aligned
+    footer = Footer(
+        DTYPES.index(values.dtype), FORMS.index(form), rank, values.numel(), used, time.time_ns(),
+        digest(room[:used]), 0 if half is None else digest(half) & 0xFFFFFFFF,
+        zlib.crc32(name.encode()),
+    )  # fmt: skip
+    room[used : size - SIZE].zero_()
+    room[size - SIZE : size].copy_(torch.frombuffer(bytearray(footer.pack()), dtype=torch.uint8))
+    return size, footer
+
+
+def room_for(values: Tensor, codec: Codec, aligned: int = ALIGNED) -> int:
+    """Return the most bytes that the file of ``values`` takes, encoding included."""
+    most = max(values.nbytes, codec.wire_nbytes(values.numel(), values.dtype))
+    return -(-(most + SIZE) // aligned) * aligned
+
+
+def digest(data: Tensor) -> int:
+    """Return 64 bits of the checksum xxh3 of ``data`` on the host."""
+    found = change_kernels().digest(data.data_ptr(), data.nbytes, torch.get_num_threads())
+    return int.from_bytes(found[:8], "little")
+
+
+def check(path: str, data: Tensor, rank: int, expected: bytes | None) -> Footer:
+    """Return the footer of the file whose bytes are ``data``.
+
+    ``expected``: the footer that it must have; None: any of this file. Raises StateFileError.
+    """
+    found = Footer.of(bytes(data[-SIZE:].tolist()))
+    wanted = None if expected is None else Footer.of(expected)
+    if found is None:
+        size = "" if wanted is None else f" of {wanted.nbytes} payload bytes and more"
+        raise damaged(path, f"expected a file{size} that ends in its footer, found "
+                      f"{data.numel()} bytes that do not")  # fmt: skip
+    if found.name != zlib.crc32(Path(path).name.encode()) or found.rank != rank:
+        raise damaged(path, "it is the file of another state or rank, under this name")
+    if wanted is not None and found != wanted:
+        raise damaged(path, _difference(found, wanted))
+    if data.numel() < found.nbytes + SIZE:
+        raise damaged(path, f"expected {found.nbytes} payload bytes, found {data.numel() - SIZE}")
+    if digest(data[: found.nbytes]) != found.digest:
+        raise damaged(path, "its checksum differs from what was written: bits of it have changed")
+    return found
+
+
+def _difference(found: Footer, wanted: Footer) -> str:
+    if (found.dtype, found.numel) != (wanted.dtype, wanted.numel):
+        shown = [f"{one.numel} values of {_name(one.dtype)}" for one in (wanted, found)]
+        return f"expected {shown[0]}, found {shown[1]}"
+    age = (wanted.version - found.version) / 1e9
+    kind = "an older version" if age > 0 else "another version"
+    return f"it is {kind}, written {age:.3f} s before the last"
+
+
+def _name(dtype: int) -> str:
+    return str(DTYPES[dtype]).removeprefix("torch.")
+
+
+def unpack(path: str, data: Tensor, footer: Footer, half: Tensor | None, out: Tensor) -> None:
+    """Write the values of a file that was checked into ``out``, 1-D on the host.
+
+    Raises StateFileError where ``out`` or ``half`` is not what the file was written from.
+    """
+    if (DTYPES[footer.dtype], footer.numel) != (out.dtype, out.numel()):
+        shown = f"{footer.numel} values of {_name(footer.dtype)}"
+        raise damaged(path, f"expected {out.numel()} values of {out.dtype}, found {shown}")
+    payload, form = data[: footer.nbytes], FORMS[footer.form]
+    if form == "raw":
+        out.view(torch.uint8).copy_(payload)
+    elif form == "beside":
+        if half is None or digest(half) & 0xFFFFFFFF != footer.half:
+            why = "the bf16 parameters that it was written beside were changed since"
+            raise StateFileError(f"{path}: {why}; {RESTORE}")
+        decode_beside(payload, half, out)
+    else:
+        try:
+            make_codec(form).decode(payload, out)
+        except CodecError as error:
+            raise damaged(path, str(error)) from error
+
+
+def damaged(path: str, what: str) -> StateFileError:
+    """Make the error about a file that is not as it was written."""
+    return StateFileError(f"{path} is damaged: {what}; {RESTORE}")
+
+
+@dataclass
+class StateFiles:
+    """Files of one engine's states on this rank, and what is known of them.
+
+    Attributes:
+        codec: lossless.
+        rank: of this process.
+        halves: the bf16 parameters of a file of masters, on any device.
+        poisons: whether a read that fails leaves NaN and is told by ``hold``, as other ranks wait
+            in a message of upstream that this one has to reach.
+        ledger: counts reads and writes, once the engine is attached.
+        failed: the first failure that no caller has seen.
+        loaded: parameters that came with a checkpoint, by path, until they are in their place.
+    """
+
+    codec: Codec
+    rank: int
+    halves: Halves = lambda path: None
+    poisons: bool = False
+    ledger: Ledger | None = None
+    failed: StateFileError | None = None
+    loaded: dict[str, Tensor] = field(default_factory=dict)
+    pool: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(THREADS, thread_name_prefix="hybridcomp_states")
+    )
+    #: footers of all files that this process has written, by path: engines have none in common
+    known: ClassVar[dict[str, bytes]] = {}
+
+    def half(self, path: str) -> Tensor | None:
+        """Return the parameters beside a file, on the host."""
+        found = self.loaded.get(path)
+        if found is None:
+            found = self.halves(path)
+        return None if found is None else found.detach().cpu()
+
+    def hold(self) -> None:
+        """Raise the first failure that no caller has seen."""
+        if self.failed is not None:
+            raise self.failed
+
+    def count(self, raw_nbytes: int, file_nbytes: int, seconds: float) -> None:
+        """Count a file that was read or written."""
+        if self.ledger is not None:
+            meter = Meter(codec_s=seconds, used={self.codec.spec: None})
+            meter.sent(file_nbytes)
+            self.ledger.record(("offload", "states"), raw_nbytes, meter)
+
+    def adopt(
+        self, folder: str, footers: Mapping[str, bytes], halves: Mapping[str, Tensor]
+    ) -> None:
+        """Expect the files of a checkpoint in ``folder``, by name, in place of those before.
+
+        Files that DeepSpeed wrote alone have no footer, and are read as they are.
+        """
+        for path in [one for one in self.known if os.path.dirname(one) == folder]:
+            del self.known[path]
+        self.known.update({os.path.join(folder, name): data for name, data in footers.items()})
+        self.loaded = {os.path.join(folder, name): half for name, half in halves.items()}
+
+
+def sweep(folder: str) -> None:
+    """Remove what a run that was ended has left incomplete in ``folder``."""
+    for path in Path(folder).glob(f"*{NEW}"):
+        path.unlink(missing_ok=True)
+
+
+def unwritten(path: str, error: OSError, nbytes: int) -> StateFileError:
+    """Make the error about a file that could not be written; the one before is still there."""
+    with contextlib.suppress(OSError):
+        Path(path + NEW).unlink(missing_ok=True)
+    free = shutil.disk_usage(os.path.dirname(path)).free
+    return StateFileError(
+        f"{path} cannot be written ({error.strerror or error}): it needs {nbytes} bytes, and "
+        f"{free} are free; the file before is still there: make room and {RESTORE}"
+    )

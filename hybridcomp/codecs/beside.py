@@ -1,0 +1,76 @@
+"""Encode fp32 master weights beside their bf16 parameters: what the parameters do not say.
+
+A parameter is its master rounded to bf16, so the reader who has it lacks the lower 16 bits, and
+whether rounding has carried into the upper ones: it has where the lower half is beyond the middle.
+A lower half of exactly the middle is rounded to the even upper half and does not tell; where it was
+carried, and at some NaNs, the upper half is written. The payload: values behind the end of the
+parameters, unchanged; places of upper halves (int32); lower halves (int16); upper halves (int16).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: the lower half in the middle between two bf16 values
+MIDDLE = -(1 << 15)
+#: bytes of a place and its upper half; of a lower half
+EXCEPTION, LOW = 6, 2
+
+
+def encode_beside(master: Tensor, half: Tensor, out: Tensor) -> int | None:
+    """Write what ``half`` does not say of ``master`` into ``out``; return the bytes used.
+
+    Args:
+        master: 1-D fp32 on the host, contiguous, at least as many values as ``half``.
+        half: 1-D bf16 on the host, contiguous.
+        out: 1-D uint8 of the size of ``master``.
+
+    Returns:
+        None where ``half`` is not the rounding of ``master``, or where that saves nothing.
+    """
+    count = half.numel()
+    body, rest = master[:count], master[count:]
+    if not torch.equal(body.bfloat16().view(torch.int16), half.view(torch.int16)):
+        return None
+    low, upper = _halves(body)
+    places = (_upper(low, half) != upper).nonzero().flatten()
+    used = rest.nbytes + LOW * count + EXCEPTION * len(places)
+    if used > out.numel():
+        return None
+    wide, narrow = _parts(out[:used], rest.numel(), len(places), count)
+    wide[: rest.numel()].copy_(rest.view(torch.int32))
+    wide[rest.numel() :].copy_(places)
+    narrow[:count].copy_(low)
+    narrow[count:].copy_(upper[places])
+    return used
+
+
+def decode_beside(payload: Tensor, half: Tensor, out: Tensor) -> None:
+    """Write the masters of ``encode_beside`` into ``out``: 1-D fp32 on the host."""
+    count, rest = half.numel(), out.numel() - half.numel()
+    exceptions = (payload.numel() - 4 * rest - LOW * count) // EXCEPTION
+    wide, narrow = _parts(payload, rest, exceptions, count)
+    out[count:].view(torch.int32).copy_(wide[:rest])
+    low, upper = _halves(out[:count])
+    low.copy_(narrow[:count])
+    upper.copy_(_upper(narrow[:count], half))
+    upper[wide[rest:].long()] = narrow[count:]
+
+
+def _parts(payload: Tensor, rest: int, exceptions: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return the parts of a payload of 4 and of 2 bytes a value."""
+    end = 4 * (rest + exceptions)
+    assert payload.numel() == end + LOW * (count + exceptions), "checked by the footer"
+    return payload[:end].view(torch.int32), payload[end:].view(torch.int16)
+
+
+def _halves(values: Tensor) -> tuple[Tensor, Tensor]:
+    words = values.view(torch.int16)
+    return words[0::2], words[1::2]
+
+
+def _upper(low: Tensor, half: Tensor) -> Tensor:
+    """Return the upper halves of values that were rounded to ``half``, unless in the middle."""
+    carried = (low < 0) & (low != MIDDLE)
+    return half.view(torch.int16) - carried.to(torch.int16)

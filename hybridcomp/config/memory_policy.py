@@ -1,0 +1,50 @@
+"""The block's key ``memory``: what ZeRO 3 keeps on the device, and in host memory."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from hybridcomp.config.codec_settings import Strict
+from hybridcomp.config.error_messages import problem
+
+
+class MemoryPolicy(Strict):
+    """Say by what gathered parameters are released, and which states stay in host memory."""
+
+    policy: Literal["static", "planned"] = Field(
+        "static",
+        description="DeepSpeed ZeRO 3. static (default): its settings as they are written. "
+        "planned: prefetch_bucket_size, max_live_parameters and max_reuse_distance are searched "
+        "on the step that DeepSpeed has recorded, so that parameters are gathered least often "
+        "within `device_gb`, and set in the run.",
+    )
+    device_gb: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="policy planned: GB (1e9 bytes) of a rank's device that the job may take. "
+        "Default: all that is free before the first step, less a twentieth. On a CPU it is asked "
+        "for, and counts gathered parameters alone.",
+    )
+    host_gb: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="policy planned, offload_optimizer.device nvme: GB of a node's memory for "
+        "optimizer states that then stay out of files, 16 bytes a parameter. Default: none.",
+    )
+
+    @property
+    def planned(self) -> bool:
+        """Return whether the settings are searched."""
+        return self.policy == "planned"
+
+    @model_validator(mode="after")
+    def _can_act(self) -> MemoryPolicy:
+        for name in ("device_gb", "host_gb"):
+            found: Any = getattr(self, name)
+            if found is not None and not self.planned:
+                raise problem(name, found, 'only "policy": "planned" reads it; write that, too')
+        return self

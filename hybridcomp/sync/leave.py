@@ -1,0 +1,83 @@
+"""Leave a run at the normal end of an island, which is a job: its last messages count, or it says.
+
+* Each rank waits until its own messages are at the rendezvous, at most ``timeout_s``.
+* The first rank then waits for those of its other ranks, which are as long, at most ``OTHERS_S``,
+  and says from which meeting on the island takes no part, so that nobody waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hybridcomp.errors import PeerError
+from hybridcomp.job.waits import awaited
+from hybridcomp.sync.background_transfer import BackgroundTransfer
+from hybridcomp.sync.rendezvous import Rendezvous
+
+#: seconds for which the first rank waits at the end for what its other ranks still send
+OTHERS_S = 30.0
+
+
+def depart(
+    meet: Rendezvous,
+    transfer: BackgroundTransfer,
+    own: str,
+    under_way: range,
+    limit_s: float,
+    say: Callable[..., object],
+) -> None:
+    """Post what is left, and say goodbye on the first rank; never raises. No collective.
+
+    Args:
+        meet, transfer: of this rank; the transfer ends.
+        own: the island as it is called; "": it is in no run.
+        under_way: meetings to which this rank has sent its message, or is sending it.
+        limit_s: seconds for this rank's own messages.
+        say: tells the user a sentence.
+    """
+    unsent = transfer.close(limit_s)
+    if unsent:
+        why = transfer.problem or f"they were not there within {limit_s:g} s"
+        say(
+            f"sync: rank {meet.place} of island {own} ends and loses its message for "
+            f"{unsent} meeting(s), which the others hold without the island: {why}",
+            anywhere=True,
+        )
+    if not own or meet.place:
+        return
+    try:
+        sent = under_way[: len(under_way) - unsent]
+        there = _of_all_ranks(meet, own, sent, min(limit_s, OTHERS_S))
+        if there < len(sent):
+            say(
+                f"sync: island {own} ends and loses {len(sent) - there} meeting(s), which the "
+                "others hold without it: another rank of it has not sent its message"
+            )
+        meet.leave(own, under_way.start + there)
+    except PeerError as error:  # the others wait once, or have gone with the store
+        say(f"sync: island {own} ends without a word: {error}")
+
+
+def _of_all_ranks(meet: Rendezvous, own: str, numbers: range, seconds: float) -> int:
+    """Wait until all ranks of ``own`` have sent to these meetings, or they are decided.
+
+    Returns in how many they count, one after the other, after ``seconds`` at most.
+    """
+
+    def is_counted(number: int) -> bool | None:
+        decided = meet.decision(number)
+        if decided is not None:
+            return own in decided.present
+        return True if meet.stands(number, own) else None
+
+    def notice(waited: float) -> None:
+        meet.say(
+            f"sync: island {own} ends; its first rank has waited {waited:.0f} s for the others' "
+            f"messages, at most {seconds:g} s"
+        )
+
+    def look() -> bool | None:
+        return all(is_counted(one) is not None for one in reversed(numbers)) or None
+
+    awaited(look, seconds, notice)
+    return next((at for at, number in enumerate(numbers) if not is_counted(number)), len(numbers))

@@ -1,0 +1,304 @@
+"""``when: auto`` of tp and pp: native until a step has shown what they send, then judged alike."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridcomp.autotune import trials
+from hybridcomp.autotune.trials import PlannedMessage
+from hybridcomp.channels import Channels, channels_of, online_tuner
+from hybridcomp.config import CompressionConfig
+from tests.ranks import RankPool
+from tests.stand_ins.link_clock import clock
+
+if find_spec("deepspeed") is None:
+    pytest.skip("needs deepspeed", allow_module_level=True)
+
+from tests.training import pipe_trainer
+
+EIGHT = {"codec": "blockint", "bits": 8, "when": "auto"}
+BLOCK = {"tp": EIGHT, "pp": {**EIGHT, "backward": {"bits": 4}}, "min_bytes": 0}
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+SLOW, FAST = (0.09, 0.01), (0.01, 0.02)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[RankPool]:
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+def send_messages(channels: Channels, tensor: Any, odd_rank: int | None = None) -> list[bool]:
+    """What rank r of two tensor ranks in two stages sends in a step; whether it stays native.
+
+    ``odd_rank``: sends another size over its tensor group than its neighbour.
+    """
+    rank = dist.get_rank()
+    numel = 900 if rank == odd_rank else 1000
+    found = [channels["tp"].codec(numel, BF16, tensor, way) for way in ("forward", "backward")]
+    found += [channels["tp"].codec(7, BF16, tensor) for _ in range(3)]  # many, and few bytes
+    first, second = rank % 2, rank % 2 + 2
+    found.append(channels["pp"].codec(500, BF16, None, "forward", (first, second)))
+    found.append(channels["pp"].codec(400, BF16, None, "backward", (second, first)))
+    return [codec is None for codec in found]
+
+
+def two_steps(times: tuple[float, float], odd_rank: int | None) -> dict[str, Any]:
+    """Two steps with their ends; what was timed, told and chosen."""
+    channels = Channels(CompressionConfig.parse(BLOCK))
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    tensor = groups[dist.get_rank() // 2]
+    planned: list[tuple[Any, ...]] = []
+
+    def kept(plan: list[PlannedMessage], device: torch.device) -> Any:
+        planned.extend((one.between, one.numel, one.codec.spec) for one in plan)
+        return trials.messages(plan, device)
+
+    found: dict[str, Any] = {"native": [], "told": [], "planned": planned}
+    with clock(*times), patch.object(online_tuner, "messages", kept):
+        for step in (1, 2):
+            found["native"].append(send_messages(channels, tensor, odd_rank))
+            channels.step = step
+            found["told"].append(channels.close_step(False, CPU))
+    found["native"].append(send_messages(channels, tensor))
+    found["verdicts"] = channels.verdicts.state()
+    found["since"] = dict(channels.ledger.native_since)
+    assert not any(entry.messages for entry in channels.ledger.interval.values()), "no traffic"
+    dist.destroy_process_group(tensor)
+    return found
+
+
+@pytest.mark.parametrize(("times", "pays"), [(SLOW, True), (FAST, False)])
+def test_the_first_step_is_native_and_is_what_is_timed(
+    pool: RankPool, times: tuple[float, float], pays: bool
+) -> None:
+    for rank, found in enumerate(pool.run(two_steps, times, None)):
+        first, second, third = found["native"]
+        assert all(first) and second == third == [not pays] * len(first)
+        assert {name: v["pays"] for name, v in found["verdicts"].items()} == {
+            "tp": pays,
+            "pp": pays,
+        }
+        assert {name: v["nbytes"] for name, v in found["verdicts"].items()} == {
+            "tp": 2000,
+            "pp": 1000,
+        }
+        assert found["since"] == ({} if pays else {"tp": 0, "pp": 0})
+        assert len(found["told"][0]) == (2 if pays else 3) and found["told"][1] == []
+        assert "0.002 MB take" in found["told"][0][0]
+        down, up = (rank % 2, rank % 2 + 2), (rank % 2 + 2, rank % 2)
+        assert sorted(found["planned"], key=str) == sorted(
+            [
+                (None, 1000, "blockint(bits=8)"),
+                (None, 1000, "blockint(bits=8)"),
+                (down, 500, "blockint(bits=8)"),
+                (up, 400, "blockint(bits=4)"),
+            ],
+            key=str,
+        )
+
+
+def test_what_a_group_does_not_agree_on_is_not_timed(pool: RankPool) -> None:
+    """It would hang. The other group is timed, and all ranks take its verdict."""
+    for rank, found in enumerate(pool.run(two_steps, FAST, 1)):
+        collectives = [numel for hop, numel, _ in found["planned"] if hop is None]
+        assert collectives == ([] if rank < 2 else [1000, 1000])
+        assert not found["verdicts"]["tp"]["pays"]
+
+
+def two_steps_kept(times: tuple[float, float], odd_rank: int | None, folder: str) -> Any:
+    """Two steps, and those after which rank 0 writes what was found."""
+    ends: list[Channels] = []
+    made = Channels.__init__
+
+    def noted(channels: Channels, config: CompressionConfig) -> None:
+        made(channels, config)
+        ends.append(channels)
+
+    with patch.dict(os.environ, HYBRIDCOMP_CACHE=folder), patch.object(Channels, "__init__", noted):
+        found = two_steps(times, odd_rank)
+        (channels,) = ends
+        for step in range(3, 13):
+            channels.payoff.open_step(CPU)
+            channels.step = step
+            channels.close_step(False, CPU)
+    return found
+
+
+def test_the_next_run_takes_over_what_is_sent_alike(pool: RankPool, tmp_path: Path) -> None:
+    """After the first step, which is native and shows that these are the same messages."""
+    pool.run(two_steps_kept, SLOW, None, str(tmp_path))
+    for found in pool.run(two_steps_kept, FAST, None, str(tmp_path)):
+        assert not found["planned"], "no trial"
+        first, second, _ = found["native"]
+        assert all(first) and not any(second)
+        assert ["on the same machines" in line for line in found["told"][0]] == [True, True]
+    for found in pool.run(two_steps_kept, FAST, 1, str(tmp_path)):  # rank 1 sends another size
+        assert not found["verdicts"]["tp"]["pays"] and found["verdicts"]["pp"]["pays"]
+
+
+def only_odd() -> tuple[Any, ...]:
+    channels = Channels(CompressionConfig.parse({"tp": EIGHT, "min_bytes": 0}))
+    channels["tp"].codec(10 + dist.get_rank(), BF16, None)
+    channels.step = 1
+    told = channels.close_step(False, CPU)
+    return told, channels["tp"].codec(10, BF16, None) is None
+
+
+def test_where_nothing_can_be_timed_it_is_said_and_compressed(two: RankPool) -> None:
+    for told, native in two.run(only_odd):
+        assert len(told) == 1 and "tp: compressed, not timed" in told[0] and not native
+
+
+def late() -> list[int]:
+    """Steps after which ranks talk about messages: none of step 0 to 5 has any."""
+    block = {"tp": EIGHT, "min_bytes": 0, "start_step": 2}
+    channels = Channels(CompressionConfig.parse(block))
+    looked = []
+    plans = channels.seen.plans
+
+    def counted() -> Any:
+        looked.append(channels.step)
+        return plans()
+
+    with clock(*FAST), patch.object(channels.seen, "plans", counted):
+        for step in range(1, 12):
+            if step > 6:
+                assert channels["tp"].codec(10, BF16, None) is None
+            channels.step = step
+            channels.close_step(False, CPU)
+    assert channels.verdicts.native("tp", channels.step) and not channels.seen.waiting
+    return looked
+
+
+def test_ranks_look_for_messages_more_and_more_rarely(two: RankPool) -> None:
+    assert two.run(late) == [[3, 4, 6, 10]] * 2
+
+
+PIPE = {"pp": EIGHT, "min_bytes": 0}
+
+
+def trained(times: tuple[float, float], block: dict[str, Any]) -> Any:
+    job = pipe_trainer.Job(steps=6, block=block)
+    with clock(*times):
+        (outcome,) = pipe_trainer.run([job])
+    return outcome
+
+
+def test_pipeline_of_deepspeed(two: RankPool) -> None:
+    """On a fast link bit for bit the native run, on a slow one compressed from step 1 on."""
+    off, on = two.run(trained, FAST, PIPE), two.run(trained, SLOW, PIPE)
+    plain = two.run(trained, FAST, {"pp": "none"})
+    always = two.run(
+        trained, FAST, {**PIPE, "pp": {"codec": "blockint", "bits": 8}, "start_step": 1}
+    )
+    for rank in range(2):
+        assert (off[rank].losses, off[rank].parameters) == (
+            plain[rank].losses,
+            plain[rank].parameters,
+        )
+        assert off[rank].messages == plain[rank].messages
+        assert (on[rank].losses, on[rank].parameters) == (
+            always[rank].losses,
+            always[rank].parameters,
+        )
+        assert on[rank].messages == always[rank].messages != off[rank].messages
+
+
+TIED = pipe_trainer.Job(steps=4, tied=True, bf16=True)
+
+
+def tied(times: tuple[float, float], dp: Any) -> Any:
+    with clock(*times):
+        (outcome,) = pipe_trainer.run([replace(TIED, block={"dp": dp, "min_bytes": 0})])
+    return outcome
+
+
+def test_tied_weights_of_a_fast_link_are_summed_in_the_order_of_upstream(pool: RankPool) -> None:
+    """Their sum moves behind that of the replicas only where something is lost."""
+    off, plain = pool.run(tied, FAST, EIGHT), pool.run(tied, FAST, "none")
+    on = pool.run(tied, SLOW, EIGHT)
+    for rank in range(4):
+        assert off[rank].losses == plain[rank].losses != on[rank].losses
+        assert off[rank].parameters == plain[rank].parameters
+        assert off[rank].messages == plain[rank].messages
+
+
+def resumed(
+    folder: str, first: tuple[float, float], second: tuple[float, float]
+) -> tuple[list[float], list[float], bool]:
+    """Three steps, saved, three more; three more after a restart on a link of another speed."""
+    import deepspeed
+
+    import hybridcomp
+
+    pipe_trainer.start_deepspeed()
+    hybridcomp.install()
+    job = pipe_trainer.Job(block=PIPE)
+
+    def engine_of() -> Any:
+        torch.manual_seed(0)
+        engine, *_ = deepspeed.initialize(
+            model=pipe_trainer.build(job, []), config=pipe_trainer.ds_config(job, 1)
+        )
+        engine.has_bool_tensors = False
+        return engine
+
+    def steps(engine: Any, first_step: int) -> list[float]:
+        data = pipe_trainer.batches(job, 0)
+        for _ in range(first_step * job.micro_batches):
+            next(data)
+        return [float(engine.train_batch(data)) for _ in range(3)]
+
+    with clock(*first):
+        engine = engine_of()
+        steps(engine, 0)
+        engine.save_checkpoint(folder, tag="x")
+        whole = steps(engine, 3)
+    with clock(*second):
+        again = engine_of()
+        again.load_checkpoint(folder, tag="x")
+        losses = steps(again, 3)
+    channels = channels_of(again)
+    assert channels is not None and not channels.seen.waiting
+    return whole, losses, channels.verdicts.by_dimension["pp"].pays
+
+
+@pytest.mark.parametrize(("first", "second"), [(SLOW, FAST), (FAST, SLOW)], ids=["on", "off"])
+def test_a_resumed_pipeline_goes_on_as_it_was(
+    two: RankPool, tmp_path: Path, first: tuple[float, float], second: tuple[float, float]
+) -> None:
+    for whole, losses, pays in two.run(resumed, str(tmp_path), first, second):
+        assert whole == losses and pays == (first == SLOW)
+
+
+def test_the_state_is_json() -> None:
+    channels = Channels(CompressionConfig.parse(BLOCK))
+    stored = {"pays": False, "nbytes": 10, "native_s": 0.1, "coded_s": 0.2}
+    told = channels.payoff.resume(json.loads(json.dumps({"pp": stored})))
+    assert told == ["pp: native, as measured in the run that is continued"]
+    assert channels.seen.waiting == ("tp",) and channels.verdicts.native("pp", channels.step)
+    assert channels.ledger.native_since == {"pp": 0}
+    assert channels.verdicts.state() == {"pp": stored}
+    assert (
+        replace(channels.verdicts.by_dimension["pp"], pays=True)
+        .describe("pp")
+        .startswith("pp: 1e-05 MB")
+    )

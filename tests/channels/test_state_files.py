@@ -1,0 +1,269 @@
+"""Files of optimizer states: what comes back, what is told of damage, and what a kill leaves."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridcomp.channels.state_files import FORMS, SIZE, Footer, StateFiles, sweep
+from hybridcomp.channels.state_io import StateHandle
+from hybridcomp.codecs import make_codec
+from hybridcomp.errors import StateFileError
+from tests.paths import ROOT
+from tests.ranks import fork_server
+from tests.stand_ins.aio_handle import AioHandle
+
+NUMEL = 40_000
+
+
+def files(**more: object) -> StateFiles:
+    return StateFiles(make_codec("expcode"), 0, **more)  # type: ignore[arg-type]
+
+
+def handle(kind: str, of: StateFiles) -> StateHandle:
+    return StateHandle(of, AioHandle() if kind == "aio" else None)
+
+
+def put(one: StateHandle, values: Tensor, path: Path) -> None:
+    one.async_pwrite(values, str(path), 0)
+    assert one.wait() == 1
+
+
+def get(one: StateHandle, like: Tensor, path: Path) -> Tensor:
+    found = torch.full_like(like, -7)
+    one.async_pread(found, str(path), 0)
+    assert one.wait() == 1
+    return found
+
+
+def form_of(path: Path) -> str:
+    footer = Footer.of(path.read_bytes()[-SIZE:])
+    assert footer is not None
+    return FORMS[footer.form]
+
+
+def some() -> dict[str, tuple[Tensor, str]]:
+    torch.manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (NUMEL,), dtype=torch.int64).to(torch.int32)
+    return {
+        "fp32": (torch.randn(NUMEL), "expcode"),
+        "bf16": (torch.randn(NUMEL).bfloat16(), "expcode"),
+        "fp16": (torch.randn(NUMEL).half(), "expcode"),
+        "zeros": (torch.zeros(NUMEL), "expcode"),
+        "not finite": (torch.full((NUMEL,), float("nan")), "expcode"),
+        "bits": (bits.view(torch.float32), "raw"),
+        "few": (torch.randn(256), "raw"),
+    }
+
+
+@pytest.mark.parametrize("kind", ["threads", "aio"])
+@pytest.mark.parametrize("name", some())
+def test_every_bit_comes_back(tmp_path: Path, kind: str, name: str) -> None:
+    values, form = some()[name]
+    one, path = handle(kind, files()), tmp_path / "exp_avg-1_2.tensor.swp"
+    put(one, values, path)
+    assert form_of(path) == form
+    assert torch.equal(get(one, values, path).view(torch.uint8), values.view(torch.uint8))
+    assert path.stat().st_size % 4096 == 0 and path.stat().st_size != values.nbytes
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+    shorter = values[: NUMEL // 2].contiguous()
+    put(one, shorter, path)  # the file gets shorter with its values
+    assert torch.equal(get(one, shorter, path).view(torch.uint8), shorter.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["threads", "aio"])
+def test_several_at_once(tmp_path: Path, kind: str) -> None:
+    one = handle(kind, files())
+    every = [torch.randn(NUMEL + 256 * place) for place in range(7)]
+    for place, values in enumerate(every):
+        one.async_pwrite(values, str(tmp_path / f"{place}.tensor.swp"), 0)
+    assert one.wait() == 7 and one.wait() == 0
+    found = [torch.empty_like(values) for values in every]
+    for place, values in enumerate(found):
+        one.async_pread(values, str(tmp_path / f"{place}.tensor.swp"), 0)
+    assert one.wait() == 7 and all(map(torch.equal, found, every))
+
+
+def test_buffers_are_known() -> None:
+    for one in (handle("threads", files()), handle("aio", files())):
+        made = one.new_cpu_locked_tensor(1000, torch.zeros(1))
+        assert made.numel() == 1000 and one.is_pinned(made[10:]) and not one.is_pinned(made.clone())
+        assert one.free_cpu_locked_tensor(made) and not one.is_pinned(made)
+
+
+def test_masters_lie_beside_their_parameters(tmp_path: Path) -> None:
+    master, path = torch.randn(NUMEL), tmp_path / "1_2.tensor.swp"
+    half = master[:-100].bfloat16()
+    one = handle("threads", files(halves=lambda name: half))
+    put(one, master, path)
+    assert form_of(path) == "beside" and path.stat().st_size < 0.6 * master.nbytes
+    assert torch.equal(get(one, master, path), master)
+    half[0] += 1
+    with pytest.raises(StateFileError, match="parameters that it was written beside were changed"):
+        get(one, master, path)
+    put(one, master, path)  # of which the parameters are no rounding now
+    assert form_of(path) == "expcode" and torch.equal(get(one, master, path), master)
+
+
+def older(path: Path, one: StateHandle) -> None:
+    data = path.read_bytes()
+    put(one, torch.randn(NUMEL), path)
+    path.write_bytes(data)
+
+
+def another(path: Path, one: StateHandle) -> None:
+    put(one, torch.randn(NUMEL), path.with_name("other.tensor.swp"))
+    path.write_bytes(path.with_name("other.tensor.swp").read_bytes())
+
+
+def of_another_dtype(path: Path, one: StateHandle) -> None:
+    put(handle("threads", files()), torch.randn(NUMEL).bfloat16(), path)
+    kept = StateFiles.known.pop(str(path))
+    assert kept
+    values = torch.randn(NUMEL)
+    put(one, values, path)
+    footer, data = StateFiles.known[str(path)], path.read_bytes()
+    put(handle("threads", files()), values.half(), path)
+    assert path.read_bytes() != data
+    StateFiles.known[str(path)] = footer
+
+
+def flipped(place: int) -> Callable[[Path, StateHandle], None]:
+    def flip(path: Path, one: StateHandle) -> None:
+        data = bytearray(path.read_bytes())
+        data[place] ^= 4
+        path.write_bytes(data)
+
+    return flip
+
+
+DAMAGE: dict[str, tuple[Callable[[Path, StateHandle], object], str]] = {
+    "wrong size": (lambda path, one: path.write_bytes(bytes(NUMEL * 4)), "expected a file of"),
+    "longer": (lambda path, one: path.write_bytes(path.read_bytes() + b"more"), "found .* bytes"),
+    "short": (lambda path, one: os.truncate(path, path.stat().st_size - 4096), "in its footer"),
+    "empty": (lambda path, one: path.write_bytes(b""), "missing or empty"),
+    "a bit of the payload": (flipped(5000), "bits of it have changed"),
+    "a bit of the footer": (flipped(-30), "ends in its footer"),
+    "swapped": (another, "the file of another state or rank"),
+    "older": (older, "it is an older version, written"),
+    "another dtype": (of_another_dtype, "values of float32, found 40000 values of float16"),
+    "missing": (lambda path, one: path.unlink(), "cannot be read|missing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["threads", "aio"])
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_told_and_nothing_read(tmp_path: Path, name: str, kind: str) -> None:
+    damage, text = DAMAGE[name]
+    one, path = handle(kind, files()), tmp_path / "exp_avg-1_2.tensor.swp"
+    put(one, torch.randn(NUMEL), path)
+    damage(path, one)
+    found = torch.full((NUMEL,), -7.0)
+    one.async_pread(found, str(path), 0)
+    with pytest.raises(StateFileError, match=text) as caught:
+        one.wait()
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    assert bool((found == -7).all()) and one.wait() == 0
+
+
+def test_a_rank_that_others_wait_for_reads_nan_and_holds_the_error(tmp_path: Path) -> None:
+    kept = files(poisons=True)
+    one, path = handle("threads", kept), tmp_path / "7_param.tensor.swp"
+    put(one, torch.randn(NUMEL), path)
+    flipped(100)(path, one)
+    assert bool(get(one, torch.zeros(NUMEL), path).isnan().all())
+    with pytest.raises(StateFileError, match="7_param"):
+        kept.hold()
+
+
+def test_a_file_of_deepspeed_alone_is_read_as_it_is(tmp_path: Path) -> None:
+    values, path = torch.randn(NUMEL), tmp_path / "1_2.tensor.swp"
+    path.write_bytes(bytes(values.view(torch.uint8).tolist()))
+    one = handle("threads", files())
+    assert torch.equal(get(one, values, path), values)
+    with pytest.raises(StateFileError, match="ends in its footer"):
+        get(one, values[:-1], path)
+
+
+def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+    """Whoever reads it next is told, as it is not what was written last."""
+    code = (
+        "import resource, signal, sys, torch\n"
+        "from tests.channels.test_state_files import *\n"
+        "kept = files(); one, path = handle('threads', kept), Path(sys.argv[1])\n"
+        "put(one, torch.randn(NUMEL), path); data = path.read_bytes()\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
+        "put(one, torch.randn(NUMEL), path)\n"
+        "assert path.read_bytes() == data and len(list(path.parent.iterdir())) == 1\n"
+        "for call in (kept.hold, lambda: get(one, torch.zeros(NUMEL), path)):\n"
+        "    try: call()\n"
+        "    except StateFileError as error: print(error)\n"
+    )
+    path = tmp_path / "1_2.tensor.swp"
+    command = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    first, second = done.stdout.splitlines()
+    assert "1_2.tensor.swp cannot be written (File too large): it needs" in first
+    assert "the file before is still there" in first and "an older version" in second
+
+
+def version(number: float) -> Tensor:
+    """Values of which every one tells the version."""
+    return number + torch.arange(200_000) % 97
+
+
+def write_versions(path: Path, pipe: Connection) -> None:
+    """Write one version after the other, and tell of each."""
+    one = handle("threads", files())
+    for number in itertools.count():
+        put(one, version(float(number)), path)
+        pipe.send(number)
+
+
+def killed(path: Path, count: int) -> None:
+    """Kill writers, each one version later and at another moment of its next write."""
+    context = fork_server()
+    for trial in range(count):
+        here, there = context.Pipe()
+        child = context.Process(target=write_versions, args=(path, there))
+        child.start()
+        while here.recv() < trial % 10:
+            pass
+        time.sleep(0.0003 * (trial % 17))
+        child.kill()
+        child.join()
+        sweep(str(path.parent))
+        assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+        values = get(handle("threads", files()), torch.zeros(200_000), path)
+        assert values[0] >= trial % 10 and torch.equal(values, version(float(values[0])))
+
+
+def test_a_killed_writer_leaves_a_whole_file(tmp_path: Path) -> None:
+    killed(tmp_path / "1_2.tensor.swp", 6)
+
+
+@pytest.mark.nightly
+def test_a_hundred_killed_writers_leave_whole_files(tmp_path: Path) -> None:
+    killed(tmp_path / "1_2.tensor.swp", 100)
+
+
+def test_footers_that_are_none() -> None:
+    footer = Footer(0, 1, 3, 10, 20, 5, 6, 7, 8)
+    data = footer.pack()
+    assert len(data) == SIZE and Footer.of(data) == footer
+    for place in range(SIZE):
+        other = bytearray(data)
+        other[place] ^= 1
+        assert Footer.of(bytes(other)) is None
+    assert Footer.of(data[1:]) is None and Footer.of(b"") is None

@@ -1,0 +1,208 @@
+"""Planned memory against DeepSpeed itself: what it gathers is what was computed, and it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.ranks import RankPool
+
+if find_spec("deepspeed") is None:  # importing it here would take longer than the tests
+    pytest.skip("needs deepspeed", allow_module_level=True)
+
+from hybridcomp.autotune.zero3_moves import Knobs, fewest, simulate
+from hybridcomp.errors import ConfigError
+from tests.training import nvme_trainer
+from tests.training.nvme_trainer import NvmeJob
+
+WIDTH = 48
+#: settings as shares of the model: prefetch, live, reuse
+SHARES = (
+    (0, 1, 0), (0.1, 1, 0), (0.1, 10, 10), (0.1, 0.25, 0.5), (0.05, 0.125, 1), (0.05, 0.33, 0.33),
+    (0, 0.5, 0.75),
+)  # fmt: skip
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, values: Tensor) -> Tensor:
+        result: Tensor = values + self.down(torch.relu(self.up(self.norm(values))))
+        return result
+
+
+class Model(nn.Module):
+    """Blocks between an embedding and a head, and a parameter that is used outside its module."""
+
+    def __init__(self, recomputes: bool = False) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(300, WIDTH), nn.Embedding(16, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.head, self.recomputes = nn.Linear(WIDTH, 300, bias=False), recomputes
+
+    def forward(self, ids: Tensor) -> Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        values = self.tokens(ids) + self.places.weight[: ids.shape[1]]
+        for block in self.blocks:
+            values = checkpoint(block, values, use_reentrant=True) if self.recomputes else block(
+                values)  # fmt: skip
+        result: Tensor = self.head(values)
+        return result
+
+
+def make_engine(kind: str, threshold: int, policy: dict[str, Any], accumulation: int = 1) -> Any:
+    """An engine of ``kind``: plain, recomputing, or with blocks that are leaves to ZeRO."""
+    import deepspeed
+    from deepspeed.utils import set_z3_leaf_modules
+
+    import hybridcomp
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    hybridcomp.install()
+    torch.manual_seed(0)
+    model = Model(recomputes=kind == "recomputing")
+    if kind == "leaves":
+        set_z3_leaf_modules(model, [Block])
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation,
+        "bf16": {"enabled": True}, "steps_per_print": 10_000,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": 3, "stage3_param_persistence_threshold": threshold,
+            "offload_optimizer": {"device": "cpu"},
+        },
+        "compression": {"memory": policy},
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config
+    )
+    return engine
+
+
+def step(engine: Any) -> None:
+    ids = torch.arange(32).view(2, 16)
+    for _ in range(engine.gradient_accumulation_steps()):
+        engine.backward(engine(ids).float().square().mean())
+        engine.step()
+
+
+def coordinator_of(engine: Any) -> Any:
+    return engine.optimizer.parameter_offload.get_param_coordinator()
+
+
+def compared(kind: str, threshold: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Elements gathered in a pass and at once, measured and computed, for each setting."""
+    from hybridcomp.patches.ds import planned_memory as planned
+
+    engine = make_engine(kind, threshold, {"policy": "planned", "device_gb": 1.0})
+    step(engine)
+    step(engine)
+    coordinator = coordinator_of(engine)
+    plan = getattr(coordinator, planned.ATTRIBUTE)
+    assert plan.choice is not None and planned.knobs_of(coordinator) == plan.choice.knobs
+    numel: int = plan.trace.moved
+    found: list[Any] = []
+    for shares in SHARES:
+        knobs = Knobs(*(int(share * numel) for share in shares))
+        planned.apply(coordinator, knobs)
+        step(engine)
+        found.append(((plan.gathered, plan.peak), tuple(simulate(plan.trace, knobs))))
+    engine.destroy()
+    return found
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("threshold", [0, 100])
+@pytest.mark.parametrize("kind", ["plain", "recomputing", "leaves"])
+def test_deepspeed_gathers_what_is_computed(pool: RankPool, kind: str, threshold: int) -> None:
+    for every in pool.run(compared, kind, threshold, timeout=280):
+        for shares, (measured, computed) in zip(SHARES, every, strict=True):
+            assert measured == computed, shares
+
+
+def planned_steps(share: float) -> tuple[Any, ...]:
+    """The plan for a device with a share of the model, what steps then do, and after a change."""
+    from hybridcomp.patches.ds import planned_memory as planned
+
+    numel = sum(p.numel() for p in Model().parameters())
+    policy = {"policy": "planned", "device_gb": 2 * share * numel / 1e9}
+    engine = make_engine("plain", 0, policy, accumulation=2)
+    step(engine)
+    coordinator = coordinator_of(engine)
+    plan = getattr(coordinator, planned.ATTRIBUTE)
+    choice = plan.choice  # from the second pass on
+    step(engine)
+    moves = plan.gathered, plan.peak
+    has_differed = plan.has_differed
+    bound = fewest(plan.trace, int(share * numel))
+    blocks = engine.module.blocks
+    blocks[0], blocks[1] = blocks[1], blocks[0]
+    step(engine)
+    written = planned.knobs_of(coordinator) == plan.written or plan.choice is not None
+    step(engine)
+    again = plan.choice is not None and planned.knobs_of(coordinator) == plan.choice.knobs
+    engine.destroy()
+    return choice, moves, has_differed, bound, written, again
+
+
+@pytest.mark.parametrize("share", [0.35, 0.6])
+def test_the_plan_fits_and_is_near_the_fewest(pool: RankPool, share: float) -> None:
+    limit = int(share * sum(p.numel() for p in Model().parameters()))
+    for choice, moves, differed, bound, written, again in pool.run(
+        planned_steps, share, timeout=280
+    ):
+        assert choice.moves.peak <= limit and moves[1] <= limit and not differed
+        assert bound <= choice.moves.gathered <= 1.05 * bound
+        assert written and again, "a pass in another order is recorded anew"
+
+
+def refused(policy: dict[str, Any]) -> str:
+    try:
+        make_engine("plain", 0, policy).destroy()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_what_cannot_be_planned_is_said_on_all_ranks(pool: RankPool) -> None:
+    for error in pool.run(refused, {"policy": "planned"}, timeout=280):
+        assert error.startswith("compression.memory.device_gb: found None; a CPU does not say")
+    for error in pool.run(refused, {"policy": "planned", "host_gb": 1}, timeout=280):
+        assert "compression.memory.host_gb" in error and "device nvme only" in error
+
+
+def kept(jobs: list[NvmeJob]) -> list[dict[str, Any]]:
+    import os
+
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    return nvme_trainer.run(jobs)
+
+
+def test_states_that_fit_the_host_stay_out_of_files(pool: RankPool, tmp_path: Path) -> None:
+    """Fewer bytes by those of the sub-groups that stay, and the same weights."""
+    job = NvmeJob(str(tmp_path / "all"))
+    numel = sum(p.numel() for p in nvme_trainer.Layers().parameters())
+    block: dict[str, Any] = {**(job.block or {}), "memory": {
+        "policy": "planned", "device_gb": 1.0, "host_gb": 16 * 0.6 * numel / 1e9}}  # fmt: skip
+    fewer = replace(job, folder=str(tmp_path / "half"), block=block)
+    for host, whole, half in pool.run(kept, [replace(job, folder=None), job, fewer], timeout=280):
+        assert host["digests"] == whole["digests"] == half["digests"]
+        ratio = half["ledger"][1] / whole["ledger"][1]  # the first of three sub-groups stays
+        assert ratio == pytest.approx(1_049_600 / (1_049_600 + 532_992), abs=0.01)
