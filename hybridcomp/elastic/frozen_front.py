@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridcomp.channels.kept_weights import hashes_of
@@ -16,7 +15,6 @@ from hybridcomp.codecs import Codec, make_codec
 from hybridcomp.codecs.base import VALUE_DTYPES
 from hybridcomp.config.error_messages import Shown
 from hybridcomp.errors import ConfigError
-from hybridcomp.job import small_messages
 from hybridcomp.log import say
 
 KEY = "hybridcomp.FrozenFront"
@@ -93,14 +91,13 @@ class FrozenFront:
     def __call__(self, samples: Sequence[int] | Tensor, inputs: Tensor) -> tuple[Tensor, int]:
         """Return the outputs of the frozen blocks, and how many these are.
 
-        Under ZeRO 3 and FSDP2 every rank calls it: blocks run on all ranks or on none.
-
         Args:
             samples: the number of each sample of the batch in the data set.
             inputs: (batch, ...) of the first block.
 
-        Raises ConfigError where the samples are not those of the batch, where a block draws random
-        numbers or counts its inputs (dropout, batch norm) or returns something else than a tensor.
+        Raises ConfigError where the samples are not those of the batch, where ranks gather weights
+        of a block together (ZeRO 3, FSDP2), and where a block draws random numbers or counts its
+        inputs (dropout, batch norm) or returns something else than a tensor.
         """
         numbers = [int(n) for n in (samples.tolist() if isinstance(samples, Tensor) else samples)]
         if len(numbers) != len(inputs):
@@ -114,8 +111,6 @@ class FrozenFront:
         for place, number in enumerate(numbers):
             kept = self._kept.get(number)
             by_depth.setdefault(0 if kept is None else kept.depth, []).append(place)
-        if _is_sharded(front) and _anywhere(set(by_depth) != {depth}):
-            by_depth = {0: list(range(len(numbers)))}
         rows: list[Tensor | None] = [None] * len(numbers)
         for start, places in sorted(by_depth.items()):
             values: Sequence[Tensor]
@@ -199,34 +194,21 @@ def _mark(block: nn.Module) -> list[int]:
     """Return what shows whether the weights of a block have changed: sums of their bits."""
     shares: list[Tensor] = []
     for value in (*block.parameters(), *block.buffers()):
-        share: Any = getattr(value, "ds_tensor", value)  # of ZeRO 3, and of FSDP2
-        share = share.to_local() if hasattr(share, "to_local") else share
-        if share.dtype in VALUE_DTYPES and share.numel():
-            shares.append(share.detach().reshape(-1))
+        if value.dtype in VALUE_DTYPES and value.numel():
+            shares.append(value.detach().reshape(-1))
     return hashes_of(shares)
 
 
 def _check(front: Sequence[nn.Module]) -> None:
     for block in front:
+        if any(hasattr(p, "ds_tensor") or hasattr(p, "to_local") for p in block.parameters()):
+            todo = "a rank that has kept its samples would leave the others waiting in a gather"
+            raise ConfigError(KEY, Shown("blocks of ZeRO 3 or FSDP2"), todo)
         for module in block.modules():
             drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
             if module.training and (drops or isinstance(module, nn.modules.batchnorm._BatchNorm)):
                 todo = "its outputs are others at each pass; call eval() on the frozen blocks"
                 raise ConfigError(KEY, Shown(f"{type(module).__name__} in training"), todo)
-
-
-def _is_sharded(front: Sequence[nn.Module]) -> bool:
-    """Return whether the ranks gather the weights together: ZeRO 3, FSDP2."""
-    parameters = (p for block in front for p in block.parameters())
-    return any(hasattr(p, "ds_tensor") or hasattr(p, "to_local") for p in parameters)
-
-
-def _anywhere(flag: bool) -> bool:
-    if not dist.is_initialized():
-        return flag
-    from hybridcomp.job.devices import default_device
-
-    return bool(small_messages.most(torch.tensor(int(flag), device=default_device())))
 
 
 def _free_bytes() -> int:

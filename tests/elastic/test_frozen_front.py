@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import hybridcomp
 from hybridcomp.errors import ConfigError
-from tests.ranks import run_ranks
 
 WIDTH, SAMPLES, BATCH = 32, 24, 6
 
@@ -156,6 +155,10 @@ def test_what_does_not_fit_is_refused() -> None:
     front = hybridcomp.FrozenFront([drops])
     with pytest.raises(ConfigError, match=r"Dropout in training; .*call eval\(\)"):
         front(range(SAMPLES), values)
+    drops[0].weight.ds_tensor = drops[0].weight.detach()
+    with pytest.raises(ConfigError, match="found blocks of ZeRO 3 or FSDP2; a rank that has kept"):
+        front(range(SAMPLES), values)
+    del drops[0].weight.ds_tensor
     drops.eval()
     front(range(SAMPLES), values)
     with pytest.raises(ConfigError, match="found 2 numbers; expected the numbers of the 24"):
@@ -163,23 +166,3 @@ def test_what_does_not_fit_is_refused() -> None:
     pair = nn.LSTM(WIDTH, WIDTH, batch_first=True).requires_grad_(False)
     with pytest.raises(ConfigError, match="found LSTM; expected blocks that return a tensor"):
         hybridcomp.FrozenFront([pair])(range(SAMPLES), values[:, None])
-
-
-def sharded() -> tuple[int, float]:
-    """Under FSDP2 a sample that one rank lacks is computed on all of them."""
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-
-    blocks, values = blocks_of(), data()
-    blocks.requires_grad_(False)
-    for block in blocks:
-        fully_shard(block)
-    front = hybridcomp.FrozenFront(list(blocks))
-    first, _ = front([0, 1], values[:2])
-    for numbers in ([0, 1], [2 * dist.get_rank(), 1], [0, 1]):
-        found, _ = front(numbers, values[numbers])
-    return front.hits, float((found - first).abs().max())
-
-
-def test_sharded_blocks_run_on_all_ranks_or_none() -> None:
-    assert run_ranks(2, sharded) == [(4, 0.0)] * 2
