@@ -155,10 +155,11 @@ def test_what_does_not_fit_is_refused() -> None:
     front = hybridcomp.FrozenFront([drops])
     with pytest.raises(ConfigError, match=r"Dropout in training; .*call eval\(\)"):
         front(range(SAMPLES), values)
-    drops[0].weight.ds_tensor = drops[0].weight.detach()
+    weight: Any = drops[0].weight
+    weight.ds_tensor = weight.detach()
     with pytest.raises(ConfigError, match="found blocks of ZeRO 3 or FSDP2; a rank that has kept"):
         front(range(SAMPLES), values)
-    del drops[0].weight.ds_tensor
+    del weight.ds_tensor
     drops.eval()
     front(range(SAMPLES), values)
     with pytest.raises(ConfigError, match="found 2 numbers; expected the numbers of the 24"):
