@@ -29,6 +29,7 @@ def test_no_seam_does_what_the_channel_does() -> None:
         if _calls(path) & PARTS
     }
     found.pop("tied_weights.py", None)  # records upstream's broadcast, which is no message of ours
+    found.pop("ignored_tables.py", None)  # sums that torch leaves out: nothing to fall back to
     for frozen in ("frozen.py", "fsdp2_frozen.py"):  # record a gather that sent nothing
         found.pop(frozen, None)
     assert not found

@@ -203,7 +203,7 @@ def test_facts_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     found = job_facts.facts(plain, None, None)
     assert found == {"pipeline": False, "moe": False, "world_size": 4, "tensor": False,
                      "sequence": False, "replicas": None, "mesh": False,
-                     "slices": False, "tables": False}  # fmt: skip
+                     "slices": False, "sparse": False, "tables": False}  # fmt: skip
     grid = SimpleNamespace(get_data_parallel_world_size=lambda: 2)
     assert job_facts.facts(plain, grid, None)["replicas"] == 2
     assert job_facts.facts(torch.nn.Sequential(Column()), None, None)["tensor"]
