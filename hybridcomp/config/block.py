@@ -281,7 +281,9 @@ class CompressionConfig(DimensionFields):
         settings: dict[str, Any] = {
             f"{BLOCK}.{name}.{direction}": codec.spec if codec else NONE
             for (name, direction), codec in self.codecs().items()
-            if not ROWS[name].is_quiet or self.active(name)  # else as before there were any
+            # else as before there were any
+            if (not ROWS[name].is_quiet or self.active(name))
+            and (codec or direction not in ROWS[name].apart)
         }
         settings |= {
             f"{BLOCK}.{name}.{key}": value

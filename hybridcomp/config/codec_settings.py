@@ -33,7 +33,7 @@ DIMENSION_KEYS = frozenset(
         "codec", "error_bound", "error_bound_mode", "segment", "guard", "ramp", "when",
         "error_feedback", "delta", "resync_every", "secondary", "frozen", "scatter_gather", "sums",
         "every", "islands", "decay", "outer", "fragments", "delay", "mix", "staleness", "preset",
-        "keep", "limit_gb", "states",
+        "states",
         *DIRECTIONS, *KINDS,
     }
 )  # fmt: skip

@@ -26,6 +26,13 @@ class StatesConfig(DirectionConfig):
 
     EXAMPLE: ClassVar[str] = '{"codec": "expcode"}'
 
+    @model_validator(mode="after")
+    def _names_its_codec(self) -> StatesConfig:
+        if self.codec is None:
+            name, value = next(iter(self.given().items()), ("codec", None))
+            raise problem(name, value, 'states name a codec of their own, such as "expcode"')
+        return self
+
 
 class SplitConfig(DimensionConfig):
     """A dimension whose directions, ``ways``, may each have settings of their own.
