@@ -173,6 +173,8 @@ class CodecSettings(_Declared):
 
     #: codec settings of this dimension only
     more: ClassVar[tuple[str, ...]] = ()
+    #: what a message shows in the place of a wrong value
+    EXAMPLE: ClassVar[str] = '{"codec": "blockint", "bits": 8}'
 
     error_bound: float | None = Field(
         None,
@@ -200,7 +202,7 @@ class CodecSettings(_Declared):
         if isinstance(data, str):
             return {"codec": data}
         if not isinstance(data, (Mapping, CodecSettings)):
-            todo = 'expected a codec name, or an object such as {"codec": "blockint", "bits": 8}'
+            todo = f"expected a codec name, or an object such as {cls.EXAMPLE}"
             raise problem("", data, f'{todo}; write "none" for native')
         return data
 

@@ -21,6 +21,12 @@ class DirectionConfig(CodecSettings):
     """Settings that differ in one direction. Without ``codec`` the dimension's codec is kept."""
 
 
+class StatesConfig(DirectionConfig):
+    """The codec of files of optimizer states."""
+
+    EXAMPLE: ClassVar[str] = '{"codec": "expcode"}'
+
+
 class SplitConfig(DimensionConfig):
     """A dimension whose directions, ``ways``, may each have settings of their own.
 
@@ -138,7 +144,7 @@ class OffloadConfig(ActivationConfig):
     backward: DirectionConfig | None = Field(
         None, description="What differs for gradients, device to host."
     )
-    states: DirectionConfig | None = Field(
+    states: StatesConfig | None = Field(
         None,
         description="ZeRO-Infinity (offload_optimizer.device nvme): the codec of files of "
         "optimizer states, expcode or mpc. Each file is checked when it is read, and replaced "

@@ -35,6 +35,7 @@ _OBJECTS: Mapping[str, Mapping[str, Any]] = {
     "ledger": {"jsonl": "ledger.jsonl"},
     "publish": {"to": "runs/weights"},
     "pipeline": {"versions": 2},
+    "memory": {"policy": "planned"},
     "ramp": {"from": 8, "steps": 1000},
     "outer": {"lr": 0.7, "momentum": 0.9},
     "memory": {"policy": "planned"},

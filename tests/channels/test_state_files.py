@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from hybridcomp.channels.state_io import StateHandle
 from hybridcomp.codecs import make_codec
 from hybridcomp.errors import StateFileError
 from tests.paths import ROOT
-from tests.ranks import fork_server
 from tests.stand_ins.aio_handle import AioHandle
 
 NUMEL = 40_000
@@ -223,26 +221,25 @@ def version(number: float) -> Tensor:
     return number + torch.arange(200_000) % 97
 
 
-def write_versions(path: Path, pipe: Connection) -> None:
+def write_versions(path: Path) -> None:
     """Write one version after the other, and tell of each."""
     one = handle("threads", files())
     for number in itertools.count():
         put(one, version(float(number)), path)
-        pipe.send(number)
+        print(number, flush=True)
 
 
 def killed(path: Path, count: int) -> None:
     """Kill writers, each one version later and at another moment of its next write."""
-    context = fork_server()
+    code = "from tests.channels.test_state_files import *; write_versions(Path(sys.argv[1]))"
+    command = [sys.executable, "-c", code, str(path)]
     for trial in range(count):
-        here, there = context.Pipe()
-        child = context.Process(target=write_versions, args=(path, there))
-        child.start()
-        while here.recv() < trial % 10:
-            pass
-        time.sleep(0.0003 * (trial % 17))
-        child.kill()
-        child.join()
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            while int(child.stdout.readline()) < trial % 10:
+                pass
+            time.sleep(0.0003 * (trial % 17))
+            child.kill()
         sweep(str(path.parent))
         assert [entry.name for entry in path.parent.iterdir()] == [path.name]
         values = get(handle("threads", files()), torch.zeros(200_000), path)
@@ -250,7 +247,7 @@ def killed(path: Path, count: int) -> None:
 
 
 def test_a_killed_writer_leaves_a_whole_file(tmp_path: Path) -> None:
-    killed(tmp_path / "1_2.tensor.swp", 6)
+    killed(tmp_path / "1_2.tensor.swp", 3)
 
 
 @pytest.mark.nightly

@@ -216,7 +216,7 @@ def test_the_example_goes_on_on_other_ranks(other: int, tmp_path: Path) -> None:
     script = str(ROOT / "scripts" / "examples" / "train_ngrams.py")
     (tmp_path / "text").write_text("the same line, again and again and again; " * 60)
     options = {"text": "text", "rows": 900, "row-width": 4, "resident": 890, "steps": 20,
-               "batch": 4, "length": 16, "width": 16}  # fmt: skip
+               "batch": 4, "length": 16, "width": 16, "block": '{"embed": "expcode"}'}  # fmt: skip
     words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
     ended = run_script(tmp_path, script, *words, "--save", "saved")
     assert ended.returncode == 0, ended.output

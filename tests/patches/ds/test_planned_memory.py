@@ -102,7 +102,7 @@ def coordinator_of(engine: Any) -> Any:
     return engine.optimizer.parameter_offload.get_param_coordinator()
 
 
-def compared(kind: str, threshold: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+def compared(kind: str, threshold: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Elements gathered in a pass and at once, measured and computed, for each setting."""
     from hybridcomp.patches.ds import planned_memory as planned
 
