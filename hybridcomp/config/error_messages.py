@@ -38,7 +38,6 @@ _OBJECTS: Mapping[str, Mapping[str, Any]] = {
     "memory": {"policy": "planned"},
     "ramp": {"from": 8, "steps": 1000},
     "outer": {"lr": 0.7, "momentum": 0.9},
-    "memory": {"policy": "planned"},
     "generate": {"in_flight": 4},
 }
 

@@ -18,6 +18,15 @@ TITLE = re.compile(r"// (\w+): ")
 #: what users hold, what layers of a model need, what authors of codecs and of engines need
 PUBLIC = (("", hybridcomp), ("nn.", nn), ("codecs.", codecs), ("session.", session))
 
+#: what users call of classes whose other methods are for hybridcomp's own parts
+CALLED = {
+    "Attached": {"detach", "on_detach", "state_dict", "load_state_dict", "take_events"},
+    "CompressionConfig": {"parse"},
+    "CachedEmbedding": {
+        "from_embedding", "forward", "prefetch", "figures", "save", "load", "full_weight"
+    },
+}  # fmt: skip
+
 
 def api() -> str:
     """Return every public name of ``PUBLIC``; errors have a table.
@@ -78,10 +87,11 @@ def _signature(function: Callable[..., object]) -> str:
 
 
 def _methods(found: type) -> Iterator[str]:
-    """Yield a row for each public method that hybridcomp defines, with its first sentence."""
+    """Yield a row for each public method for users, with its first sentence."""
     for key, value in vars(found).items():
         function = getattr(value, "__func__", value)
-        if not key.startswith("_") and inspect.isfunction(function) and _ours(function):
+        told = key in CALLED.get(found.__name__, (key,)) and not key.startswith("_")
+        if told and inspect.isfunction(function) and _ours(function):
             yield f"| `{key}` | {_first(function)} |"
 
 

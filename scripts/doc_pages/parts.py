@@ -80,9 +80,10 @@ def megatron_rules() -> str:
 
 
 def _rows(rules: Sequence[Rule[Any]]) -> Iterator[str]:
-    """Yield a table for each verdict; rules that differ in the dimension alone share a row."""
+    """Yield a table for each verdict; those with one reason share a row."""
     for verdict, title in VERDICTS.items():
         rows: dict[tuple[str, str], list[str]] = {}
+        alike: dict[tuple[str, str], list[str]] = {}
         for rule in rules:
             if rule.verdict == verdict:
                 todo = f"; {rule.todo}" if rule.todo else ""
@@ -95,7 +96,9 @@ def _rows(rules: Sequence[Rule[Any]]) -> Iterator[str]:
             "|---|---|---|",
         )
         for (found, why), names in rows.items():
-            yield f"| {_breakable(found)} | {', '.join(dict.fromkeys(names))} | {_breakable(why)} |"
+            alike.setdefault((", ".join(dict.fromkeys(names)), why), []).append(found)
+        for (named, why), every in alike.items():
+            yield f"| {_breakable(' or '.join(every))} | {named} | {_breakable(why)} |"
         yield ""
 
 
