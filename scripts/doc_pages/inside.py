@@ -18,12 +18,14 @@ TITLE = re.compile(r"// (\w+): ")
 #: what users hold, what layers of a model need, what authors of codecs and of engines need
 PUBLIC = (("", hybridcomp), ("nn.", nn), ("codecs.", codecs), ("session.", session))
 
+#: methods of torch's protocols, which need no words
+OF_TORCH = {"state_dict", "load_state_dict", "zero_grad", "forward"}
 #: what users call of classes whose other methods are for hybridcomp's own parts
 CALLED = {
-    "Attached": {"detach", "on_detach", "state_dict", "load_state_dict", "take_events"},
+    "Attached": {"detach", "on_detach", "take_events"},
     "CompressionConfig": {"parse"},
     "CachedEmbedding": {
-        "from_embedding", "forward", "prefetch", "figures", "save", "load", "full_weight"
+        "from_embedding", "prefetch", "figures", "save", "load", "full_weight"
     },
 }  # fmt: skip
 
@@ -31,15 +33,15 @@ CALLED = {
 def api() -> str:
     """Return every public name of ``PUBLIC``; errors have a table.
 
-    What users hold has its signature and docstring, what authors need a row, a codec its name:
+    What users hold has its signature and docstring, what authors need a line, a codec its name:
     ``help`` has the rest.
     """
-    entries, names, rows = [], [], ["| for authors | |", "|---|---|"]
+    entries, names, rows = [], [], []
     for name, found in public():
         if inspect.isclass(found) and issubclass(found, codecs.Codec) and found is not codecs.Codec:
             names.append(f"`{name.removeprefix('codecs.')}`")
         elif name.startswith(("codecs.", "session.")):
-            rows.append(f"| `hybridcomp.{name}` | {_first(found)} |")
+            rows.append(f"* `hybridcomp.{name}`: {_first(found)}")
         else:
             entries.append("\n".join(_entry(name, found)))
     head = (
@@ -76,7 +78,7 @@ def _entry(name: str, found: object) -> Iterator[str]:
         yield ""
     yield _markdown(inspect.getdoc(found) or "")
     if inspect.isclass(found) and (rows := list(_methods(found))):
-        yield from ("", "| method | |", "|---|---|", *rows)
+        yield from ("", *rows)
 
 
 def _signature(function: Callable[..., object]) -> str:
@@ -87,12 +89,13 @@ def _signature(function: Callable[..., object]) -> str:
 
 
 def _methods(found: type) -> Iterator[str]:
-    """Yield a row for each public method for users, with its first sentence."""
+    """Yield a line for each public method for users, with its first sentence."""
     for key, value in vars(found).items():
         function = getattr(value, "__func__", value)
-        told = key in CALLED.get(found.__name__, (key,)) and not key.startswith("_")
+        told = key in CALLED.get(found.__name__, (key,)) and key not in OF_TORCH
+        told = told and not key.startswith("_")
         if told and inspect.isfunction(function) and _ours(function):
-            yield f"| `{key}` | {_first(function)} |"
+            yield f"* `{key}`: {_first(function)}"
 
 
 def _ours(function: object) -> bool:
