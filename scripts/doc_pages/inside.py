@@ -123,12 +123,12 @@ def _markdown(doc: str) -> str:
 
 
 def error_classes() -> str:
-    """Return one row for each error that hybridcomp raises on purpose."""
-    rows = ["| error | also a | raised when |", "|---|---|---|"]
+    """Return a line for each error that hybridcomp raises on purpose."""
+    rows = []
     for name, found in vars(errors).items():
         if inspect.isclass(found) and issubclass(found, errors.HybridcompError):
             bases = [base.__name__ for base in found.__bases__ if base.__module__ == "builtins"]
-            rows.append(f"| `{name}` | `{', '.join(bases)}` | {_first(found)} |")
+            rows.append(f"* `{name}` (a `{', '.join(bases)}`): {_first(found)}")
     return "\n".join(rows)
 
 
