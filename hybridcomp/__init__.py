@@ -121,9 +121,9 @@ __all__ = [
 def install(config: Mapping[str, Any] | str | Path | CompressionConfig | None = None) -> None:
     """Arm all patches.
 
-    It patches imported upstream packages at once, others when they are imported. Another call
-    without a config changes nothing. Call it before engines and wrappers are built; existing models
-    under FSDP2 and DDP are attached in their next forward pass. From then on hybridcomp's errors
+    It patches imported upstream packages at once, others when they are imported. Call it before
+    engines and wrappers are built; existing models under FSDP2 and DDP are attached in their next
+    forward pass. Another call without a config changes nothing. From then on hybridcomp's errors
     end a job as one line on one rank (``HYBRIDCOMP_TRACEBACK=1`` shows the traceback).
 
     Args:
@@ -282,8 +282,7 @@ def publish(
 ) -> Publisher:
     """Publish the weights of an engine, version by version, to inference engines.
 
-    Every rank calls it, after a checkpoint was loaded. ``Publisher.publish`` sends a version,
-    ``Publisher.stepped`` one in every ``every`` calls. Training does not change.
+    Every rank calls it, after a checkpoint was loaded. Training does not change.
 
     Args:
         engine: an engine of DeepSpeed (ZeRO 0 to 3), a DistributedDataParallel of torch or
@@ -291,20 +290,19 @@ def publish(
         to: a folder (``file:///...``), on the first rank a socket, a stream with ``write``, or a
             process group of torch.distributed that the first rank shares with the receivers. Each
             island of ``sync`` needs one of its own.
-        every: optimizer steps from one version to the next.
+        every: optimizer steps from one version to the next, for ``Publisher.stepped``.
         anchor_every: versions from one full version to the next.
         dtype: "bf16" or "fp16" for wider weights; None: what the model computes with.
         codec: "stepcode" for exact steps, "raw" for values as they are, or "auto": stepcode, and on
             streams and groups raw where coding takes longer than it saves.
         keep: full versions that remain in a folder, with those that follow them; None: all.
-        names: "own", or "hf": names and tensors as Hugging Face has them, from megatron-core models
-            of the families of Llama and GPT-2.
-        still_s: seconds that the receiver at a socket may take nothing; then the version, and each
-            later one while it stands still, raises PublishError.
+        names: "own", or "hf": Hugging Face's names and tensors, from megatron-core models of the
+            families of Llama and GPT-2.
+        still_s: seconds that the receiver at a socket may take nothing before PublishError.
         limit_s: seconds that a version may take beside the training (``publish(wait=False)``); the
             next one then raises PublishError.
         as_: "fp8" (E4M3 in blocks of 128 x 128) or "mxfp8" (in blocks of 32) for matrices that
-            engines hold in 8 bits, with their scales; None: 16 bits. The block's key is ``as``.
+            engines hold in 8 bits; None: 16 bits. The block's key is ``as``.
         lora: of a model of PEFT, "adapters" alone under the names of PEFT's checkpoints, or
             "merged" with their base under its names; None: as they are.
 
@@ -320,13 +318,13 @@ def gathered(engine: Any) -> AbstractContextManager[Module]:
     """Have every rank compute with all weights: ``with hybridcomp.gathered(engine) as model:``.
 
     For roll-outs under ZeRO 3 and FSDP2: the weights are gathered once, as the block's key
-    ``gathered`` says, and ``model.generate(...)`` of transformers, or any forward pass, sends
-    nothing then. The model is in eval mode and computes no gradients. Every rank enters, between
-    two optimizer steps, and takes none inside. On leaving, also by an error, all is as before.
+    ``gathered`` says, and any forward pass sends nothing then. The model is in eval mode, without
+    gradients. Every rank enters, between two optimizer steps, and takes none inside. On leaving,
+    also by an error, all is as before.
 
     Args:
         engine: an engine of DeepSpeed or the root of fully_shard. Under ZeRO 0 to 2 and
-            DistributedDataParallel, where every rank has all weights, nothing is sent.
+            DistributedDataParallel nothing is sent.
 
     Returns a context manager that yields the model, without the engine around it. Entering raises
     ConfigError where a rank has no memory for the weights (PeerError on the others), and on engines

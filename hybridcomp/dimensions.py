@@ -177,8 +177,7 @@ ROWS: Mapping[Dimension, DimensionRow] = {
         in_layers=True,
     ),
     "offload": DimensionRow(
-        "Copies between a GPU and its host with ZeRO-Offload (offload_optimizer.device cpu): "
-        "gradients to the host, updated parameters back; and files of optimizer states on NVMe.",
+        "ZeRO-Offload: gradients to the host, updated parameters back; files of states on NVMe.",
         "copy",
         "offload",
         directions=(*DIRECTIONS, "states"),
@@ -204,9 +203,8 @@ ROWS: Mapping[Dimension, DimensionRow] = {
         by_request=True,
     ),
     "embed": DimensionRow(
-        "Rows of tables. Of hybridcomp.nn.CachedEmbedding: rows from their owners (forward), their "
-        "gradients back (backward); of Embedding(sparse=True): gradients of the rows that a step "
-        "has touched (backward).",
+        "Rows of tables (hybridcomp.nn.CachedEmbedding) and their gradients; gradients of "
+        "Embedding(sparse=True).",
         "all_to_all",
         engines=(DEEPSPEED, FSDP2, DDP),
         in_layers=True,

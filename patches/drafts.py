@@ -43,24 +43,23 @@ def train_draft(
 ) -> Draft:
     """Train a small model that drafts for ``hybridcomp.generate``; experimental.
 
-    Every rank calls it between two steps. The stages run forward over the sequences, as many in a
-    step as the block's ``generate.batch``, and the last one trains; the engine stays as it is.
+    Every rank calls it between two steps. The stages run forward over the sequences, ``batch`` of
+    the block's ``generate`` in a step, and the last one trains; the engine stays as it is.
 
     Args:
         engine: as for ``generate``; no tensor-parallel ranks.
-        sequences: ids of text, all of one length, (n, T); the ranks of a replica give the same,
-            replicas as many. The last sixteenth is held out.
-        kind: "glide" looks at the keys and values of the target's top layers, "plain" does not and
-            has a wider MLP instead; "better" trains both and keeps the one whose first choice is
-            the target's more often on the held-out sequences.
+        sequences: ids of text, (n, T); the ranks of a replica give the same, replicas as many.
+            The last sixteenth is held out.
+        kind: "glide" looks at the keys and values of the target's top layers, "plain" has a wider
+            MLP instead; "better" trains both and keeps the one that agrees more often with the
+            target on the held-out sequences.
         layers, width: of the draft; width None: half of the heads' widths of the target together.
         loss: "target" learns the target's distribution, "text" the next token.
         lr: highest learning rate.
         rope_base: of the target's rotation by position (in halves, as in Llama and GPT-NeoX).
         seed: of the draft's weights.
 
-    Returns the draft, whose ``agreement`` has the shares of both kinds on the last stage. Raises
-    ConfigError and PeerError as ``generate``.
+    Returns the draft. Raises ConfigError and PeerError as ``generate``.
     """
     rows = sequences.tolist() if isinstance(sequences, Tensor) else [list(r) for r in sequences]
     with together(KEY):

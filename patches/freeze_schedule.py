@@ -25,8 +25,8 @@ class FreezeSchedule:
     """Freeze the front blocks of a model, more of them as the training goes.
 
     ``step()`` is called on every rank after every optimizer step. PipeTransformer's rule: at every
-    ``every``-th step at most ``alpha`` of the blocks that train are frozen, and no block behind the
-    one whose gradients have the smallest norm. Norms are of that step, summed over the ranks.
+    ``every``-th step at most ``alpha`` of the blocks that train are frozen, and none behind the one
+    whose gradients have the smallest norm.
     """
 
     def __init__(

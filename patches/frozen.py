@@ -32,9 +32,9 @@ _BETWEEN = "between replicas: "
 def freeze(engine: Any, what: What) -> tuple[str, ...]:
     """Stop training some parameters, from the next step on; every rank calls it between two steps.
 
-    They stay exactly as they are: no momentum or weight decay moves them, at any stage of ZeRO.
-    Their gradients are neither made nor sent. What error feedback held back of them is dropped, and
-    its norm said; their optimizer state stays as it is, and in memory.
+    They stay exactly as they are, at any stage of ZeRO; their gradients are neither made nor sent.
+    What error feedback held back of them is dropped, and its norm said; their optimizer state
+    stays.
 
     Args:
         engine: an engine of DeepSpeed, a model under DistributedDataParallel, or the root of
@@ -43,9 +43,9 @@ def freeze(engine: Any, what: What) -> tuple[str, ...]:
             model, or several of these. In a pipeline all ranks name the parts of all stages.
 
     Returns the names of the parameters of this rank that it has frozen. Raises, on every rank and
-    with nothing changed: ConfigError for a name that the model has not, for what is frozen already,
-    where nothing would train any more, and where the engine cannot; AgreementError where ranks name
-    different parameters or one never calls.
+    with nothing changed: ConfigError for an unknown name, for what is frozen already, where nothing
+    would train any more, and where the engine cannot; AgreementError where ranks name different
+    parameters or one never calls.
     """
     return _change(engine, what, trains=False)
 

@@ -42,9 +42,8 @@ def generate(
 ) -> list[Tensor]:
     """Answer prompts from the ranks of a training, whose weights and state stay as they are.
 
-    Every rank calls it between two steps; the ranks of a replica give the same arguments, and other
-    replicas may give others. Keys and values stay on their stages, several batches are under way
-    at once, and the block's key ``generate`` says how messages are sent.
+    Every rank calls it between two steps; the ranks of a replica give the same arguments. The
+    block's key ``generate`` says how messages are sent.
 
     Args:
         engine: a DeepSpeed engine of a PipelineModule, or of a SlicedStage (token slices), whose
@@ -57,12 +56,10 @@ def generate(
         temperature: of sampling; 0 takes the most likely token.
         top_k, top_p: sample among so many most likely tokens (0: all), and among the fewest that
             have the probability ``top_p`` together.
-        seed: of sampling. The same seed gives the same answers on any number of stages and ranks.
+        seed: of sampling; answers do not depend on the number of stages and ranks.
         figures: adds up what this rank does.
-        draft: what ``train_draft`` returned: each pass verifies several tokens that it guesses, and
-            answers stay those of temperature 0; experimental (``docs/drafts.md``).
-        cape: whether a draft gives more candidates where it is unsure; "auto" compares both ways by
-            the tokens a second of this link.
+        draft: what ``train_draft`` returned, for temperature 0; experimental (``docs/drafts.md``).
+        cape: whether a draft gives more candidates where it is unsure; "auto" takes the faster way.
         drafted: adds up what drafts save, on the last stage.
 
     Returns the answers, int64 (n,) each on the CPU, on every rank of the replica.

@@ -31,10 +31,10 @@ def resume(
     """Resume from the newest whole checkpoint in a folder, on any number of ranks.
 
     Every rank calls it, once, before the first step. Weights, optimizer states and step are exact;
-    the sum of the residuals of error feedback is kept, what is frozen, and what guard and
-    ``"when": "auto"`` decided. DeepSpeed's checkpoints at ZeRO 1 to 3 are converted first if the
-    number of replicas or pipeline stages differs. A checkpoint that is not whole is skipped, with a
-    line; without any the job begins at step 0.
+    kept are the sum of the residuals, what is frozen, and the verdicts of guard and
+    ``"when": "auto"``. DeepSpeed's checkpoints at ZeRO 1 to 3 are converted first if replicas or
+    pipeline stages differ in number. A checkpoint that is not whole is skipped, with a line;
+    without any the job begins at step 0.
 
     Args:
         engine: an engine of DeepSpeed, a model under DistributedDataParallel, or the root of

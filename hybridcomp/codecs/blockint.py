@@ -57,23 +57,20 @@ SETTINGS = (
     Setting(
         "rotate", bool,
         "blockint, at 4 bits and fewer: rotate every 64 values (Walsh-Hadamard) before they are "
-        "encoded, so that outliers, such as large channels of activations, spread over their "
-        "neighbours. Half the speed; default false.",
+        "encoded, which spreads outliers. Half the speed; default false.",
         no_bound="spreads errors over 64 values and keeps no bound",
     ),
     Setting(
         "levels", Levels,
-        "blockint at 4 bits: lloyd has 15 levels, one of which is zero, where Gaussian values "
-        "gather, and takes the better of two scales: errors a seventh smaller. gaussian has 16: "
-        "errors a sixth smaller, but zeros beside other values become small numbers. Default "
-        "uniform.",
+        "blockint at 4 bits: lloyd has 15 levels, zero among them, where Gaussian values gather: "
+        "errors a seventh smaller. gaussian has 16: errors a sixth smaller, but zeros become "
+        "small numbers. Default uniform.",
         beside=(("bits", SPACED_BITS), ("rounding", "nearest")),
     ),
     Setting(
         "rounding", Rounding,
-        "blockint: random sends the level above or below with the probability that makes the mean "
-        "the value (stochastic rounding), so that small values arrive over many steps without "
-        "state; errors of up to a whole step, not half of one. Default nearest.",
+        "blockint: random is stochastic rounding, by which small values arrive over many steps "
+        "without state; errors of up to a whole step, not half of one. Default nearest.",
     ),
 )  # fmt: skip
 

@@ -33,17 +33,17 @@ class AsyncPipelineConfig(Strict):
     )
     correction: Correction = Field(
         "none",
-        description="What is done about late gradients. error_feedback (with 2): the last update's "
-        "error is made up for. look_ahead (with stash, 2 or 1): Nesterov's point ahead. pipemare "
-        "(with 1): its two corrections. spike (with 1, SGD with momentum): spike compensation and "
-        "weight prediction.",
+        description="What is done about late gradients. error_feedback (with 2): makes up for "
+        "the last update's error. look_ahead (with stash, 2 or 1): Nesterov's point"
+        " ahead. pipemare (with 1): its two corrections. spike (with 1, SGD with "
+        "momentum): spike compensation and weight prediction.",
     )
     slack: int = Field(
         0,
         ge=0,
-        description="Micro-batches under way on every link between two stages beyond the "
-        "one in work, to hide messages. Gradients get later: (1 + slack) micro-batches for "
-        "each stage that follows.",
+        description="Micro-batches under way on every link beyond the one in work, to hide "
+        "messages. Gradients get later: (1 + slack) micro-batches for each stage "
+        "that follows.",
     )
     warmup: int = Field(
         0, ge=0, description="Optimizer steps that DeepSpeed's schedule makes first."

@@ -62,8 +62,8 @@ class CompressionConfig(DimensionFields):
     )
     remember: bool = Field(
         True,
-        description="Take over what the last run of this job on the same machines has measured, "
-        "and leave what this one measures in the user's cache. false: measure in every run.",
+        description="Take over what the last run of this job on the same machines measured, by "
+        "a file in the user's cache. false: measure in every run.",
     )
     min_bytes: int = Field(
         65536,
@@ -79,19 +79,18 @@ class CompressionConfig(DimensionFields):
     hierarchy: Literal["auto", "none"] | Annotated[int, Field(ge=1)] | Units = Field(
         "auto",
         description=f"Two levels for {listed(TWO_LEVELS)} where a group spans nodes: native "
-        "inside a node, encoded between nodes, which then send one rank's bytes instead of "
-        "those of all. auto: nodes by the launcher's numbers (CROSS_RANK, GROUP_RANK), else by "
-        "host. N: every N consecutive ranks. none: one level, as always in a group inside one "
-        "node or with one rank on each. [8, 4]: three levels, nodes of 8 ranks and sites (or "
-        'switches) of 4 nodes, encoded between sites; more numbers, more levels. "auto" in a '
-        "list: by the launcher, for switches Slurm's SLURM_TOPOLOGY_ADDR. An object in a list, "
-        'such as {{"size": 4, "codec": "blockint", "bits": 8}}: dp\'s sums of this level are '
-        "encoded, too.",
+        f"inside a node, encoded between nodes, which then send one rank's bytes. "
+        f"auto: nodes by the launcher's numbers (CROSS_RANK, GROUP_RANK), else by "
+        f"host. N: every N consecutive ranks. none: one level. [8, 4]: three levels,"
+        f" nodes of 8 ranks and sites (or switches) of 4 nodes, encoded between "
+        f'sites. "auto" in a list: by the launcher, for switches Slurm\'s '
+        f'SLURM_TOPOLOGY_ADDR. An object in a list, such as {{"size": 4, "codec": '
+        f'"blockint", "bits": 8}}: dp\'s sums of this level are encoded, too.',
     )
     on_unsupported: Literal["error", "native"] = Field(
         "error",
-        description="If a key cannot take effect: error stops before training; native says "
-        "once what stays uncompressed, and trains.",
+        description="If a key cannot take effect. error: stop before training. native: say once"
+        " what stays uncompressed, and train.",
     )
     ledger: LedgerConfig = Field(LedgerConfig(), description="What is written down.")
     pipeline: AsyncPipelineConfig = Field(

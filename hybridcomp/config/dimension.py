@@ -61,14 +61,13 @@ class DimensionConfig(CodecSettings):
 
     guard: GuardConfig = Field(
         GuardConfig(),
-        description="Limits of the sampled error and of the residuals; beyond one the "
-        'dimension stays native for the rest of the run, on all ranks. "none": no limits.',
+        description="Limits of the sampled error and of the residuals; beyond one the dimension"
+        ' stays native on all ranks. "none": no limits.',
     )
 
     ramp: RampConfig | None = Field(
         None,
-        description="Start with a milder setting and reach the written one at step "
-        "`steps`: early gradients are the most sensitive.",
+        description="Start with a milder setting and reach the written one at step `steps`.",
     )
 
     def settings(self, direction: Direction) -> dict[str, Any]:
@@ -157,12 +156,11 @@ class MeasuredConfig(DimensionConfig):
 
     when: Literal["always", "auto"] | None = Field(
         None,
-        description="Default: the block's `when`. always: compress. auto: time messages "
-        "natively and encoded on all ranks, for a second or two a dimension, and stay native "
-        "for the run where encoding is not faster (one machine, a fast network). "
-        f"{listed(MEASURED_EARLY)}: at start-up. {listed(_LATE)}: after the first step, which "
-        "is native, with messages of its sizes. A close result is settled, once, by ten or "
-        "eighteen steps of the run in both ways.",
+        description=f"Default: the block's `when`. always: compress. auto: time messages "
+        f"natively and encoded on all ranks, for a second or two a dimension, and "
+        f"stay native where encoding is not faster. {listed(MEASURED_EARLY)}: at "
+        f"start-up. {listed(_LATE)}: after the first step, which is native. A close "
+        f"result is settled by ten or eighteen steps of the run in both ways.",
     )
 
     def _check_measured(self, codec: Codec | None) -> None:

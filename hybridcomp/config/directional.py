@@ -111,9 +111,9 @@ class PipelineConfig(TensorConfig):
 
     scatter_gather: bool = Field(
         False,
-        description="Megatron-core without sequence parallelism: every tensor rank sends "
-        "its part of a message, and the receivers gather them; also with codec none. An error "
-        "under DeepSpeed, which does so itself (pipe_partitioned).",
+        description="Megatron-core without sequence parallelism: every tensor rank sends its "
+        "part of a message, and the receivers gather them; also with codec none. An"
+        " error under DeepSpeed, which has pipe_partitioned.",
     )
 
     @property
@@ -135,15 +135,15 @@ class OffloadConfig(ActivationConfig):
     when: Literal["always", "auto"] = Field(
         "always",
         description="always (default), or auto: the first steps take turns natively, with "
-        "encoded gradients, and with encoded parameters too; the way that is fastest on the "
-        "slowest rank stays.",
+        "encoded gradients, and with encoded parameters too; the fastest way on the"
+        " slowest rank stays.",
     )
     sums: Literal["auto", "device", "host"] = Field(
         "auto",
-        description="Where gradients of several micro-batches are summed. device: they "
-        "cross once a step, for device memory of this rank's gradients (2 bytes a value in "
-        "bf16). host: each crosses. auto (default): device if a tenth of its memory stays free "
-        "in the first backward pass.",
+        description="Where gradients of several micro-batches are summed. device: they cross "
+        "once a step, for 2 bytes of device memory a value in bf16. host: each "
+        "crosses. auto (default): device if a tenth of its memory stays free in the"
+        " first backward pass.",
     )
     forward: DirectionConfig | None = Field(
         None, description="What differs for updated parameters, host to device."
@@ -154,9 +154,8 @@ class OffloadConfig(ActivationConfig):
     states: StatesConfig | None = Field(
         None,
         description="ZeRO-Infinity (offload_optimizer.device nvme): the codec of files of "
-        "optimizer states, expcode or mpc. Each file is checked when it is read, and replaced "
-        "whole; master weights are encoded beside their bf16 parameters. Default: DeepSpeed's own "
-        "files.",
+        "optimizer states, expcode or mpc. Each file is checked, and replaced "
+        "whole. Default: DeepSpeed's own files.",
     )
 
     @model_validator(mode="before")

@@ -28,17 +28,14 @@ class GatheredConfig(CodecSettings):
     )
     keep: Literal["device", "host"] = Field(
         "device",
-        description=f"{STEPS}: where the weights of the last gather are kept, from which the next "
-        "one takes its steps. They take the 16-bit weights divided by the ranks of a node where "
-        "several nodes have equally many ranks, else all 16-bit weights, on every rank.",
+        description=f"{STEPS}: where the weights of the last gather are kept.",
     )
     limit_gb: float | None = Field(
         None,
         gt=0,
         allow_inf_nan=False,
         description="GB (1e9 bytes) that a rank may take for the gathered weights and their "
-        "buffers. What needs more is refused before anything is sent. Default: the memory that is "
-        "free.",
+        "buffers; more is refused. Default: the memory that is free.",
     )
 
     def codec_of(self) -> Codec | None:

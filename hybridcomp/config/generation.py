@@ -34,20 +34,18 @@ class GenerateConfig(Strict):
     min_bytes: int | None = Field(
         None,
         ge=0,
-        description="Messages of fewer bytes stay native. Default: the block's. Those of decoded "
-        "tokens are small: sequences x width values.",
+        description="Messages of fewer bytes stay native. Default: the block's. Decoded tokens "
+        "are small messages: sequences x width values.",
     )
     in_flight: Literal["auto"] | int = Field(
         "auto",
-        description="Batches under way at once. auto: twice the stages, as far as there are "
-        "prompts for them.",
+        description="Batches under way at once. auto: twice the stages.",
     )
     batch: int = Field(8, ge=1, description="Sequences of a batch.")
     room: int = Field(
         4096,
         ge=2,
-        description="Most tokens of a sequence, prompt and answer. Keys and values take memory as "
-        "sequences grow.",
+        description="Most tokens of a sequence, prompt and answer.",
     )
 
     @field_validator("in_flight", mode="before")

@@ -58,18 +58,17 @@ class GradientConfig(_Declared):
     )
     error_feedback: bool | FeedbackConfig = Field(
         False,
-        description="Add what one reduction left out to the next. true: 4 bytes of memory "
-        'a gradient element; {{"bits": 8}}: one. Makes 4 bits and fewer usable. {_ALWAYS}',
+        description=f"Add what one reduction left out to the next. true: 4 bytes of memory a "
+        f'gradient element; {{"bits": 8}}: one. Makes 4 bits and fewer usable. '
+        f"{_ALWAYS}",
     )
 
     accumulate: Literal["native", "node"] = Field(
         "native",
-        description="Where the micro-batches of a step are summed that upstream reduces "
-        "one by one (DeepSpeed at ZeRO 2 and 3, fully_shard). native (default): over all "
-        "ranks. node: in fp32 inside the node, and once between nodes, in the last "
-        "micro-batch: 1/N of the bytes there with N micro-batches, for 4 bytes a trained "
-        "parameter divided by a node's ranks. Native messages (below min_bytes, before "
-        "start_step) then cross once, too, without loss.",
+        description="Where micro-batches are summed that upstream reduces one by one (DeepSpeed"
+        " at ZeRO 2 and 3, fully_shard). native (default): over all ranks. node: in"
+        " fp32 inside the node, and once between nodes, for 4 bytes a trained "
+        "parameter divided by a node's ranks. Native messages then cross once, too.",
     )
 
     @field_validator("error_feedback", mode="before")

@@ -54,35 +54,33 @@ class IslandConfig(_Declared):
     every: int = Field(30, ge=1, description="Optimizer steps from one meeting to the next.")
     islands: Literal["node"] | Annotated[int, Field(ge=1)] | RendezvousConfig = Field(
         "node",
-        description="node: each node is an island. N: every N consecutive ranks. The "
-        "island is the engine's data-parallel group: DeepSpeed takes it, torch's wrappers get "
-        "it by `hybridcomp.island_group`. An object: each island is a job of its own, [see "
-        "below](#islands-that-are-jobs).",
+        description="node: each node is an island. N: every N consecutive ranks. DeepSpeed "
+        "takes the island as its data-parallel group, torch's wrappers get it by "
+        "`hybridcomp.island_group`. An object: each island is a job of its own, "
+        "[see below](#islands-that-are-jobs).",
     )
     error_feedback: bool = Field(
         False,
-        description="Add what one message left out to the next, for a value an element in "
-        "the dtype of the weights.",
+        description="Add what one message left out to the next.",
     )
     decay: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="With error_feedback: factor on what was left out before it is added. Below 1 "
-        "it takes the place of momentum (SparseLoCo).",
+        description="With error_feedback: factor on what was left out. Below 1 it takes the "
+        "place of momentum (SparseLoCo).",
     )
     outer: OuterConfig = Field(OuterConfig(), description="The outer optimizer.")
     fragments: int = Field(
         1,
         ge=1,
         description="Parts of the weights that meet in turn, each every `every` steps. More: "
-        "shorter messages, more evenly spread.",
+        "shorter messages.",
     )
     delay: int = Field(
         0,
         ge=0,
-        description="Steps from a meeting's start until its mean is taken; it is sent "
-        "meanwhile. Below `every`.",
+        description="Steps from a meeting's start until its mean is taken. Below `every`.",
     )
     mix: float = Field(
         0.0,
@@ -93,16 +91,15 @@ class IslandConfig(_Declared):
     staleness: int = Field(
         0,
         ge=0,
-        description="Meetings that an island may be ahead of the slowest: it takes a mean "
-        "that many meetings later and keeps its changes since.",
+        description="Meetings that an island may be ahead of the slowest.",
     )
 
     outlier: float | None = Field(
         None,
         gt=1,
         allow_inf_nan=False,
-        description="Treat an island as if it had sent NaN if its message's norm is above "
-        "that many times the median of three or more islands. Default: never.",
+        description="Skip an island as if it had sent NaN if its message's norm is above that "
+        "many times the median of three or more islands. Default: never.",
     )
 
     @field_validator("islands", mode="before")

@@ -16,7 +16,7 @@ class LedgerConfig(Strict):
     jsonl: str | None = Field(
         None,
         min_length=1,
-        description="File for one JSON record every `every` steps, written by rank 0 and relative "
+        description="File for one JSON record every `every` steps, written by rank 0, relative "
         "to its working directory. null: no file.",
     )
     every: int | None = Field(
@@ -28,9 +28,8 @@ class LedgerConfig(Strict):
     sample_every: int = Field(
         10,
         ge=0,
-        description="Steps between samples of an encoding's relative error, which take one "
-        "extra encoding of up to 65536 values a message; on a GPU also between timed steps. 0: "
-        "never.",
+        description="Steps between samples of an encoding's relative error, one extra encoding "
+        "of up to 65536 values a message. 0: never.",
     )
 
     @property

@@ -15,25 +15,25 @@ class MemoryPolicy(Strict):
 
     policy: Literal["static", "planned"] = Field(
         "static",
-        description="DeepSpeed ZeRO 3. static (default): its settings as they are written. "
-        "planned: prefetch_bucket_size, max_live_parameters and max_reuse_distance are searched "
-        "on the step that DeepSpeed has recorded, so that parameters are gathered least often "
-        "within `device_gb`, and set in the run.",
+        description="static (default): ZeRO 3's settings as they are written. planned: "
+        "prefetch_bucket_size, max_live_parameters and max_reuse_distance are "
+        "searched on DeepSpeed's recorded step, so that parameters are gathered "
+        "least often within `device_gb`.",
     )
     device_gb: float | None = Field(
         None,
         gt=0,
         allow_inf_nan=False,
-        description="policy planned: GB (1e9 bytes) of a rank's device that the job may take. "
-        "Default: all that is free before the first step, less a twentieth. On a CPU it is asked "
-        "for, and counts gathered parameters alone.",
+        description="planned: GB (1e9 bytes) of a rank's device that the job may take. Default:"
+        " what is free before the first step, less a twentieth. A CPU needs it, and"
+        " counts gathered parameters alone.",
     )
     host_gb: float | None = Field(
         None,
         gt=0,
         allow_inf_nan=False,
-        description="policy planned, offload_optimizer.device nvme: GB of a node's memory for "
-        "optimizer states that then stay out of files, 16 bytes a parameter. Default: none.",
+        description="planned, with states on NVMe: GB of a node's memory that keep optimizer "
+        "states, 16 bytes a parameter. Default: none.",
     )
 
     @property

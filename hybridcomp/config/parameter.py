@@ -57,32 +57,32 @@ class ParameterConfig(MeasuredConfig):
     )
     delta: bool = Field(
         False,
-        description="Send what changed since the last gather: 4 bits then cost about 1e-3 "
-        "of a weight instead of 8e-2, and mpc saves twice as much. Takes a copy of each rank's "
-        f"share of the parameters. Not at ZeRO 3. {_REFERRING}",
+        description="Send what changed since the last gather: 4 bits then cost about 1e-3 of a "
+        "weight instead of 8e-2, and mpc saves twice as much. Takes a copy of each "
+        "rank's share of the parameters. Not at ZeRO 3.",
     )
     resync_every: int = Field(
         0,
         ge=0,
-        description="Optimizer steps between exact gathers with delta, or between whole "
-        "copies with secondary. 0 (default): exact only at first, after loading, on request, "
-        "and where ranks differ.",
+        description="Optimizer steps between exact gathers with delta, or between whole copies "
+        "with secondary. 0 (default): only at first, after loading, on request, and"
+        " where ranks differ.",
     )
     secondary: Literal["exact", "native"] | CopyConfig = Field(
         "native",
         description="ZeRO 3 and FSDP2 over several nodes: each node keeps a copy of the "
-        "parameters, cut over its ranks, and receives once what an optimizer step changed. "
-        "exact: a bf16 or fp16 copy, updated without loss (as by stepcode); at ZeRO 3 that of "
-        'zero_hpz_partition_size, by default a node\'s ranks. {"bits": 8}: a copy of half the '
-        "memory, which the passes compute with. native (default): none, or DeepSpeed's own. "
-        "Replaces `codec`.",
+        "parameters, cut over its ranks, and receives once what a step changed. "
+        "exact: a 16-bit copy, updated without loss; at ZeRO 3 that of "
+        'zero_hpz_partition_size, by default a node\'s ranks. {"bits": 8}: a copy of'
+        " half the memory, with which the passes compute. native (default): none, "
+        "or DeepSpeed's own. Replaces `codec`.",
     )
 
     frozen: Literal["gathered"] | FrozenConfig = Field(
         "gathered",
-        description="ZeRO 3 and FSDP2: weights without gradients, such as those under "
-        'adapters. device, host or {"on": "host", "bits": 4}: gathered once, then kept encoded '
-        "on every rank, and anew if they change. gathered (default): before each use.",
+        description='ZeRO 3 and FSDP2: weights without gradients. device, host or {"on": '
+        '"host", "bits": 4}: gathered once, kept encoded on every rank, and '
+        "gathered anew if they change. gathered (default): before each use.",
     )
 
     @field_validator("frozen", mode="before")

@@ -23,20 +23,20 @@ class PublishConfig(Strict):
     anchor_every: int = Field(
         100,
         ge=1,
-        description="Versions from one full version to the next. A receiver that joins, or "
-        "lacks a version, needs a full one. More: fewer bytes.",
+        description="Versions from one full version to the next, which a receiver needs that "
+        "joins or lacks a version.",
     )
     keep: int | None = Field(
         None,
         ge=1,
-        description="Full versions that stay in the folder, with those that follow them; a "
-        "new full one removes older ones. Default: all.",
+        description="Full versions that stay in the folder, with those that follow them. "
+        "Default: all.",
     )
     wait: bool = Field(
         False,
-        description="Whether each step waits until its version is readable. false: a "
-        "thread copies the weights, for which the next optimizer step waits, and encodes and "
-        "writes them beside the training; the next version raises its errors.",
+        description="true: each step waits until its version is readable. false: a thread "
+        "encodes and writes beside the training, whose next step waits for its copy"
+        " of the weights; the next version raises its errors.",
     )
     limit_s: float = Field(
         600.0,
@@ -52,21 +52,20 @@ class PublishConfig(Strict):
     )
     dtype: Literal["bf16", "fp16"] | None = Field(
         None,
-        description="16-bit dtype of the published weights. Default: what the model "
-        "computes with, if that is bf16 or fp16.",
+        description="Of the published weights. Default: what the model computes with, if that "
+        "has 16 bits.",
     )
     as_: Literal["fp8", "mxfp8"] | None = Field(
         None,
         alias="as",
-        description="8 bits in which engines hold matrices, with scales: fp8 (E4M3, blocks "
-        "of 128 x 128) or mxfp8 (blocks of 32), quantized by each rank as vLLM does. Default: "
-        "16 bits.",
+        description="8 bits in which engines hold matrices: fp8 (E4M3, blocks of 128 x 128) or "
+        "mxfp8 (blocks of 32), quantized as vLLM does. Default: 16 bits.",
     )
     lora: Literal["adapters", "merged"] | None = Field(
         None,
-        description="For a model of PEFT. adapters: these alone, as PEFT's checkpoints "
-        "name them. merged: base with adapters, under the base's names. Default: base and "
-        "adapters under PEFT's names, which only the same PEFT model takes.",
+        description="For a model of PEFT. adapters: these alone. merged: base with adapters, "
+        "under the base's names. Default: both under PEFT's names, which only the "
+        "same PEFT model takes.",
     )
     names: Literal["own", "hf"] = Field(
         "own",

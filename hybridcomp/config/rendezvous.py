@@ -38,8 +38,7 @@ class RendezvousConfig(Strict):
         3600.0,
         gt=0,
         allow_inf_nan=False,
-        description="Seconds that a new island waits for the rendezvous and for a meeting; "
-        "more than the others take between meetings.",
+        description="Seconds that a new island waits for the rendezvous and a meeting.",
     )
 
     @classmethod

@@ -35,10 +35,10 @@ class FrozenFront:
     """The blocks at the front of a model, each a tensor to a tensor, of which some are frozen.
 
     ``front(samples, inputs)`` returns what the frozen ones make of ``inputs``, without a gradient:
-    from the host for samples that were there before, else computed and kept. Each sample is encoded
-    alone, so that any batch may be made of them. Where more blocks are frozen since, only those
-    between run. Kept values go when a weight of the blocks changes or trains again, and the least
-    recently used where the host's memory is full. They are not saved: a restart computes anew.
+    from the host for samples that were there before, else computed and kept, each sample alone.
+    Where more blocks are frozen since, only those between run. Kept values go when a weight of the
+    blocks changes or trains again, and the least recently used where the host's memory is full. A
+    restart computes them anew.
 
     Attributes:
         hits, misses: samples that were kept, and that were not.

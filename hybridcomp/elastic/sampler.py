@@ -30,9 +30,8 @@ class ElasticSampler(Sampler[int]):
     """Sampler of torch's DataLoader for jobs whose number of ranks changes between two steps.
 
     ``DataLoader(data, batch_size=micro, sampler=sampler)`` gives this rank its samples from the
-    position to the end of the epoch. The script calls ``stepped`` after every optimizer step, which
-    moves the position; what workers of the loader have read ahead is not lost. Saved with the job
-    and loaded on any number of ranks, it trains on each sample of an epoch once.
+    position to the end of the epoch. The script calls ``stepped`` after every optimizer step.
+    Saved with the job and loaded on any number of ranks, it trains on each sample of an epoch once.
     """
 
     def __init__(

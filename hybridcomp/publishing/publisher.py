@@ -45,7 +45,7 @@ class Publisher:
 
     All ranks of the job make the same calls together. The publisher never changes the weights. It
     keeps a 16-bit copy of what this rank sends on the host, and a second one for versions that are
-    written beside the training (``publish(wait=False)``).
+    written beside the training.
     """
 
     def __init__(

@@ -40,8 +40,7 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
     ),
     Rule(
         "refuse", ("zero", "dp"), '"zero_optimization.zenflow"',
-        "ZenFlow copies gathered parameters back into the fp32 master weights and broadcasts "
-        "selected gradients on paths of its own", "remove zenflow",
+        "ZenFlow copies parameters and broadcasts gradients on paths of its own", "remove zenflow",
         lambda job: job.stage > 0 and job.zero("zenflow") is not None,
     ),
     Rule(
@@ -111,8 +110,8 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
     ),
     Rule(
         "refuse", ("dp",), "powersgd with ZeRO stage 3",
-        "gradients are cut for their owners before they are reduced, and a piece of a matrix has "
-        "no rows and columns", "use stage 0, 1 or 2, or another codec",
+        "gradients are cut before they are reduced, and a piece of a matrix has no columns",
+        "use stage 0, 1 or 2, or another codec",
         lambda job: job.stage == 3, settings=lambda block: "dp" in block.policy().low_rank,
     ),
     Rule(
@@ -260,7 +259,7 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
     ),
     Rule(
         "refuse", ("embed",), "Embedding(sparse=True) at ZeRO 1 to 3",
-        "DeepSpeed takes sparse gradients at stage 0 only, and fails in the first backward pass",
+        "DeepSpeed takes sparse gradients at stage 0 only",
         "use stage 0, set sparse to False, or use hybridcomp.nn.CachedEmbedding",
         lambda job: bool(job.sparse) and job.stage > 0,
     ),
@@ -298,8 +297,8 @@ RULES: tuple[Rule[DeepSpeedJob], ...] = (
     ),
     Rule(
         "note", ("dp",), "the muon optimizer",
-        "its own exchange of momentum between ranks stays native, and it enlarges what few bits "
-        "leave out of a gradient: 4 bits cost its loss percents, 8 bits a tenth of one", "",
+        "its exchange of momentum stays native; 4 bits cost its loss percents, 8 bits a tenth",
+        "",
         lambda job: job.optimizer == "muon",
     ),
     Rule(

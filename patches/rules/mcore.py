@@ -193,8 +193,8 @@ _KNOWN: tuple[Rule[MegatronJob], ...] = (
     ),
     Rule(
         "refuse", ("zero",), "a lossy codec for fp32 parameters",
-        "the distributed optimizer keeps no other copy of fp32 parameters, so that every step "
-        "would lose digits of the masters", "train in bf16 or use a lossless codec",
+        "the distributed optimizer has no other copy of them, and each step would lose digits",
+        "train in bf16 or use a lossless codec",
         lambda job: torch.float32 in job.dtypes and "zero" in job.lossy
         and bool(job.get("use_distributed_optimizer", False)),
     ),
@@ -284,17 +284,15 @@ _KNOWN: tuple[Rule[MegatronJob], ...] = (
     ),
     Rule(
         "refuse", ("dp", "zero"), SHARDS,
-        "Transformer Engine gathers the parts in every forward and backward pass, and "
-        "reduce-scatters their gradients, which stays native and is most of what such a job sends",
+        "Transformer Engine's own messages of the parts stay native, and are most of what such a "
+        "job sends",
         f'{SHARDS_TODO}, or set "on_unsupported": "native", and only what data-parallel ranks '
         "send is encoded",
         lambda job: job.weight_shards, settings=lambda block: block.on_unsupported == "error",
     ),
     Rule(
         "note", ("dp", "zero"), SHARDS,
-        "Transformer Engine gathers the parts in every forward and backward pass, and "
-        "reduce-scatters their gradients: native, and not in the ledger; what data-parallel ranks "
-        "send is encoded", "",
+        "Transformer Engine's own messages of the parts are native, and not in the ledger", "",
         lambda job: job.weight_shards,
     ),
     Rule(

@@ -137,8 +137,7 @@ RULES: tuple[Rule[Mapping[str, Any]], ...] = (
     ),
     Rule(
         "note", ("tp",), '"partition_activations": true',
-        "checkpointed activations are gathered over the tensor-parallel ranks as they are, since "
-        "recomputation must see what the forward pass saw", "",
+        "checkpointed activations are gathered as they are", "",
         lambda whole: tensor_ranks(whole) > 1
         and _switch(whole, "checkpoint_activations")
         and _switch(whole, "partition_activations"),

@@ -184,10 +184,9 @@ def detach(model: Module) -> None:
     """Restore the native communication of a model under FSDP2 or DDP; drops its state.
 
     Every rank calls it between two steps, and none is let go where one is given another model.
-    ``attach`` may follow, with another block too. Messages, their bytes and values are native's
-    from then on. The residuals of error feedback are dropped, with a notice; ``save_state`` before
-    saves them. Harmless when called twice. DDP's reducer cannot drop a hook: ours stays and
-    averages natively, with the values that DDP has without one.
+    ``attach`` may follow, with another block too. Residuals of error feedback are dropped, with a
+    notice; ``save_state`` before saves them. Harmless when called twice. DDP's reducer cannot drop
+    a hook: ours stays and averages natively.
 
     Args:
         model: the argument of ``attach``, or a model that was attached automatically.

@@ -16,8 +16,8 @@ HEAD = f"""\
 
 `hybridcomp schema` prints the schema from which this page is made; editors take
 `configs/compression.schema.json`. The block stands in the DeepSpeed file under `"{BLOCK}"`, for
-jobs without one in [a file of its own](engines/megatron.md). An unknown key, a wrong type or a
-setting that cannot act is an error in one line that names the key ([errors](errors.md)).
+jobs without one in [a file of its own](engines/megatron.md). A setting that cannot act is an
+[error](errors.md) that names the key.
 
 A dimension is an object, or the bare name of a codec: `"zero": "mpc"` is short for
 `"zero": {{"codec": "mpc"}}`. Beside a `preset`, a dimension with a codec (or an `error_bound`)
@@ -65,7 +65,7 @@ def page() -> str:
     models: Schema = whole["$defs"]
     block = models[CompressionConfig.__name__]["properties"]
     common = models["DirectionConfig"]["properties"]
-    lines = [HEAD, "## Keys of the block", "", *table(block), ""]
+    lines = [HEAD, "## Keys of the block", "", *keys(block), ""]
     lines += [
         "## Codec settings", "",
         "Every dimension takes these, and so do `forward` and `backward`, of `tp2d` `activations`, "
@@ -76,8 +76,31 @@ def page() -> str:
     for name in DIMENSIONS:
         lines += [*dimension(name, block[name], models, common, seen), ""]
     for title, model, words in PARTS:
-        lines += [f"## {title}", "", words, "", *table(models[model]["properties"]), ""]
+        lines += [f"## {title}", "", words, "", *part(models[model]["properties"], common), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def keys(block: Schema) -> Iterator[str]:
+    """Yield the lines of the block's keys; those that have a section are one line."""
+    titles = (*DIMENSIONS, *(title for title, _, _ in PARTS))
+    yield from table({key: entry for key, entry in block.items() if key not in titles})
+    sections = ", ".join(f"[`{key}`](#{key})" for key in block if key in titles)
+    yield f"* {sections}: sections of this page."
+
+
+def part(properties: Schema, common: Schema) -> Iterator[str]:
+    """Yield the lines of a section; codec settings that it has in common are one line."""
+    shared = [key for key in properties if properties[key] == common.get(key)]
+    own = {key: dict(entry) for key, entry in properties.items() if key not in shared}
+    where = "[codec settings](#codec-settings)"
+    if shared:
+        words = str(common["codec"]["description"])
+        own["codec"]["description"] = str(own["codec"]["description"]).replace(
+            words, f"As in {where}."
+        )
+    yield from table(own)
+    if shared:
+        yield f"* {', '.join(f'**`{key}`**' for key in shared)}: as in {where}."
 
 
 def dimension(

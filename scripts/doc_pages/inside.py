@@ -18,19 +18,30 @@ TITLE = re.compile(r"// (\w+): ")
 #: what users hold, what layers of a model need, what authors of codecs and of engines need
 PUBLIC = (("", hybridcomp), ("nn.", nn), ("codecs.", codecs), ("session.", session))
 
+#: methods of torch's protocols, which need no words
+OF_TORCH = {"state_dict", "load_state_dict", "zero_grad", "forward"}
+#: what users call of classes whose other methods are for hybridcomp's own parts
+CALLED = {
+    "Attached": {"detach", "on_detach", "take_events"},
+    "CompressionConfig": {"parse"},
+    "CachedEmbedding": {
+        "from_embedding", "prefetch", "figures", "save", "load", "full_weight"
+    },
+}  # fmt: skip
+
 
 def api() -> str:
     """Return every public name of ``PUBLIC``; errors have a table.
 
-    What users hold has its signature and docstring, what authors need a row, a codec its name:
+    What users hold has its signature and docstring, what authors need a line, a codec its name:
     ``help`` has the rest.
     """
-    entries, names, rows = [], [], ["| for authors | |", "|---|---|"]
+    entries, names, rows = [], [], []
     for name, found in public():
         if inspect.isclass(found) and issubclass(found, codecs.Codec) and found is not codecs.Codec:
             names.append(f"`{name.removeprefix('codecs.')}`")
         elif name.startswith(("codecs.", "session.")):
-            rows.append(f"| `hybridcomp.{name}` | {_first(found)} |")
+            rows.append(f"* `hybridcomp.{name}`: {_first(found)}")
         else:
             entries.append("\n".join(_entry(name, found)))
     head = (
@@ -67,7 +78,7 @@ def _entry(name: str, found: object) -> Iterator[str]:
         yield ""
     yield _markdown(inspect.getdoc(found) or "")
     if inspect.isclass(found) and (rows := list(_methods(found))):
-        yield from ("", "| method | |", "|---|---|", *rows)
+        yield from ("", *rows)
 
 
 def _signature(function: Callable[..., object]) -> str:
@@ -78,11 +89,13 @@ def _signature(function: Callable[..., object]) -> str:
 
 
 def _methods(found: type) -> Iterator[str]:
-    """Yield a row for each public method that hybridcomp defines, with its first sentence."""
+    """Yield a line for each public method for users, with its first sentence."""
     for key, value in vars(found).items():
         function = getattr(value, "__func__", value)
-        if not key.startswith("_") and inspect.isfunction(function) and _ours(function):
-            yield f"| `{key}` | {_first(function)} |"
+        told = key in CALLED.get(found.__name__, (key,)) and key not in OF_TORCH
+        told = told and not key.startswith("_")
+        if told and inspect.isfunction(function) and _ours(function):
+            yield f"* `{key}`: {_first(function)}"
 
 
 def _ours(function: object) -> bool:
@@ -110,12 +123,12 @@ def _markdown(doc: str) -> str:
 
 
 def error_classes() -> str:
-    """Return one row for each error that hybridcomp raises on purpose."""
-    rows = ["| error | also a | raised when |", "|---|---|---|"]
+    """Return a line for each error that hybridcomp raises on purpose."""
+    rows = []
     for name, found in vars(errors).items():
         if inspect.isclass(found) and issubclass(found, errors.HybridcompError):
             bases = [base.__name__ for base in found.__bases__ if base.__module__ == "builtins"]
-            rows.append(f"| `{name}` | `{', '.join(bases)}` | {_first(found)} |")
+            rows.append(f"* `{name}` (a `{', '.join(bases)}`): {_first(found)}")
     return "\n".join(rows)
 
 

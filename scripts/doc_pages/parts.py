@@ -1,8 +1,7 @@
-"""Tables inside hand-written pages: presets, what is supported, what does not go together."""
+"""Parts of hand-written pages: presets, what is supported, what does not go together."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from hybridcomp.patches import registry
 from hybridcomp.patches.rules import ds_check, mcore, neox
 from hybridcomp.patches.rules.engine import Rule
 
-#: verdict -> what it means for the user; the page has a table for each, in this order
+#: verdict -> what it means for the user; the page has a list for each, in this order
 VERDICTS = {
     "refuse": "Always an error",
     "bypass": "An error, or native",
@@ -80,25 +79,18 @@ def megatron_rules() -> str:
 
 
 def _rows(rules: Sequence[Rule[Any]]) -> Iterator[str]:
-    """Yield a table for each verdict; rules that differ in the dimension alone share a row."""
+    """Yield a list for each verdict; those with one reason share a line."""
     for verdict, title in VERDICTS.items():
         rows: dict[tuple[str, str], list[str]] = {}
+        alike: dict[tuple[str, str], list[str]] = {}
         for rule in rules:
             if rule.verdict == verdict:
                 todo = f"; {rule.todo}" if rule.todo else ""
                 dimensions = rows.setdefault((rule.found, f"{rule.reason}{todo}"), [])
                 dimensions += [f"`{name}`" for name in rule.dimensions]
-        yield from (
-            f"**{title}**",
-            "",
-            "| found | dimensions | why, and what to do |",
-            "|---|---|---|",
-        )
+        yield from (f"**{title}**", "")
         for (found, why), names in rows.items():
-            yield f"| {_breakable(found)} | {', '.join(dict.fromkeys(names))} | {_breakable(why)} |"
+            alike.setdefault((", ".join(dict.fromkeys(names)), why), []).append(found)
+        for (named, why), every in alike.items():
+            yield f"* **{' or '.join(every)}** ({named}): {why}."
         yield ""
-
-
-def _breakable(text: str) -> str:
-    """Return the text with places where a browser may break names that are longer than a column."""
-    return re.sub(r"[\w.]{25,}", lambda name: re.sub(r"([._])", r"\1<wbr>", name[0]), text)
