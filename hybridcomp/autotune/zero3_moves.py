@@ -208,7 +208,7 @@ class _Pass:
             self.available -= self.trace.sizes[p]
 
     def end(self) -> None:
-        """Release what modules hold whose backward pass has told of no end."""
+        """Release modules whose backward pass has reported no end."""
         for module in self.backward:
             for p in self.trace.uses[module]:
                 self.running.get(p, set()).discard(module)
@@ -261,7 +261,7 @@ def _next(trace: Trace, p: int, moment: int) -> int:
 
 
 class GatherChoice(NamedTuple):
-    """Settings that a search has found, and what a step then moves."""
+    """Settings chosen by a search, and the elements that a step then moves."""
 
     knobs: Knobs
     moves: Moves

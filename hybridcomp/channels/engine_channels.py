@@ -143,7 +143,7 @@ class Channels(EngineState):
         return told + self._fall_back(self.guard.decide(self.step, device))
 
     def _drop_residuals(self) -> list[str]:
-        """Free residuals that no message takes any more; return what is lost by it.
+        """Free residuals that no future message uses; return a message about the norm that is lost.
 
         A parameter that no rank used in the step that sent them keeps its own
         (``DeferredResiduals``).
@@ -159,7 +159,7 @@ class Channels(EngineState):
         return self._fall_back(self.guard.restore(state))
 
     def will_freeze(self, state: dict[str, Any]) -> list[str]:
-        """Take over what is frozen in a checkpoint; returns messages for the user."""
+        """Keep a checkpoint's frozen parameters for the next freeze; return messages for the user."""
         self.to_freeze = dict(state)
         count = len(state.get("since", ()))
         if not count or state == self.frozen():
@@ -178,7 +178,7 @@ class Channels(EngineState):
         return None if self.nodes is None else self.nodes.layout
 
     def resync(self) -> None:
-        """Send exact parameters in the next gather; it is enough that one rank calls it."""
+        """Send exact parameters in the next gather; a call on one rank is enough."""
         self.generation += 1
 
     @property

@@ -185,7 +185,7 @@ class HostMoves:
     def _do(
         self, task: Callable[[], None], device: torch.device, payloads: Sequence[Payload] = ()
     ) -> None:
-        """Do ``task`` in the background where the values come from a GPU, else at once."""
+        """Run ``task`` in the background if the values come from a GPU, else immediately."""
         if device.type == "cuda":
             for seconds in self._landing.submit(task, payloads):
                 self._entry.codec_s += seconds

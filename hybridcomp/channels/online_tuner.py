@@ -38,7 +38,7 @@ ALL_NATIVE = 'the link is faster than the codecs ("when": "auto")'
 
 
 class OnlineTuner:
-    """Measurements of one engine, and their verdicts; makes collectives, sends no gradient.
+    """Measurements of one engine, and the decisions; issues collectives, sends no gradient.
 
     Methods whose text says so are called by all ranks together, and return the same on all.
     """

@@ -35,7 +35,7 @@ DIRECT = 512
 
 @dataclass
 class FileMove:
-    """One file under way.
+    """One file being read or written.
 
     Attributes:
         half: parameters beside it.

@@ -1,4 +1,4 @@
-"""Find islands whose moves are far off those of the others: they count as if they had sent NaN."""
+"""Detect islands whose weight changes are outliers; they are treated as if they had sent NaN."""
 
 from __future__ import annotations
 

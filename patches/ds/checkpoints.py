@@ -1,4 +1,4 @@
-"""Save and load residuals beside DeepSpeed's checkpoints, and have exact weights saved in them.
+"""Save and load residuals beside DeepSpeed's checkpoints, and save exact weights in them.
 
 ``DeepSpeedEngine.save_checkpoint`` and not ``_save_checkpoint``: it is public, the pipeline engine
 does not override it, and on its return the ``latest`` file points to the checkpoint, so residuals

@@ -63,7 +63,7 @@ def cross(optimizer: Any) -> None:
 
 
 def make_epilogue(original: Callable[..., None]) -> Callable[..., None]:
-    """Reduce zeros of parameters whose sums are left, before upstream ends the backward pass."""
+    """Reduce zeros for parameters with unsent sums before upstream ends the backward pass."""
 
     @functools.wraps(original)
     def independent_gradient_partition_epilogue(self: Any) -> None:

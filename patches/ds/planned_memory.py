@@ -287,7 +287,7 @@ def _on_host(optimizer: Any) -> frozenset[int]:
 
 
 def attached(engine: Any, channels: Channels) -> None:
-    """Plan the engine's gathers where the block says so."""
+    """Plan the engine's gathers if the block asks for it."""
     policy = channels.config.memory
     if not policy.planned:
         return

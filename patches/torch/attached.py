@@ -171,7 +171,7 @@ class Attached:
         self._is_open = True
 
     def _say_if_forgetful(self) -> None:
-        """Say what begins anew where weights were loaded and the state beside them was not."""
+        """Report the state that restarts because weights were loaded without it."""
         kept = saved_state.has_feedback(self.channels) or self.channels.config.measured()
         if self.session.forgetful and kept:
             lost = saved_state.anew(self.channels)

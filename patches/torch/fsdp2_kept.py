@@ -19,7 +19,7 @@ from hybridcomp.patches.torch.fsdp2_members import Members
 
 
 def keeps(parameter: Any) -> bool:
-    """Return whether torch keeps the storage of one of its ``FSDPParam`` after resharding."""
+    """Return whether torch keeps the storage of this ``FSDPParam`` after resharding."""
     return bool(getattr(parameter, "keep_unsharded_storage", False))
 
 

@@ -64,7 +64,7 @@ def find(place: Path) -> checkpoints.Picked:
 
 
 def read(folder: Path) -> SavedJob:
-    """Read what a checkpoint says. Raises CheckpointError where it is not whole."""
+    """Read a checkpoint's description. Raises CheckpointError if the checkpoint is incomplete."""
     index = _index(folder)
     wanted: dict[str, int] = {}
     for one in (index.storage_data or {}).values():
