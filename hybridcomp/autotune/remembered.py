@@ -32,7 +32,7 @@ from hybridcomp.config.policy import Dimension
 from hybridcomp.job.agreement import tell, versions
 from hybridcomp.job.devices import device_name
 
-#: steps whose median is compared with that of the run before
+#: number of steps whose median time is compared with the previous run's
 STEPS = 8
 #: a step that takes this many times as long, or as short, makes its verdicts doubtful
 MOVED = 1.15

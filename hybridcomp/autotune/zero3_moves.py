@@ -147,7 +147,7 @@ class _Pass:
     peak: int = 0
     moment: int = 0
     passed: dict[int, int] = field(default_factory=dict)  # last use that the queue has given
-    running: dict[int, set[int]] = field(default_factory=dict)  # modules under way, by parameter
+    running: dict[int, set[int]] = field(default_factory=dict)  # modules being run, by parameter
     backward: dict[int, None] = field(default_factory=dict)  # modules of the backward pass
 
     def __post_init__(self) -> None:

@@ -63,13 +63,13 @@ class Residuals:
 
     bits: int = 32
     _stretches: dict[tuple[Hop, tuple[Piece, ...]], ResidualStretch] = field(default_factory=dict)
-    #: loaded, not yet asked for: stretches of this rank, by hop and name
+    #: loaded, not yet used: slices of this rank, by hop and name
     _restored: dict[tuple[Hop, str], list[Held]] = field(default_factory=dict)
-    #: loaded, not yet asked for: stretches that the ranks of a node have in common, by name
+    #: loaded, not yet used: slices that the ranks of a node share, by name
     _common: dict[str, list[NodeStretch]] = field(default_factory=dict)
     #: names of parameters for which this rank may hold residuals of the owner hop
     _owned: set[str] = field(default_factory=set)
-    #: stretches that hold parts of a parameter, by hop and name, in the order of ``_stretches``
+    #: slices that cover a parameter, by hop and name, in the order of ``_stretches``
     _holders: dict[tuple[Hop, str], list[ResidualStretch]] = field(default_factory=dict)
     #: by hop and identity of a tuple of pieces, which is kept: a message of many ranks has many
     _known: dict[tuple[Hop, int], tuple[tuple[Piece, ...], ResidualStretch]] = field(
@@ -154,8 +154,7 @@ class Residuals:
         return found
 
     def _free_oldest(self, hop: Hop, newest: ResidualStretch) -> None:
-        """Free the oldest slices that share parameters with ``newest`` while values are held too
-        often.
+        """Free the oldest slices that overlap ``newest`` while values are held too often.
 
         Messages under way have none of these: they are of other parameters.
         """

@@ -43,7 +43,7 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.wire import POOL, Meter
 from hybridcomp.config.policy import Direction
 
-#: of a copy, by which a codec is chosen: device and host
+#: ends of a copy, device and host, by which a codec is chosen
 ENDS = 2
 #: payloads that may be on the way to the device at once
 UPLOADS = 4

@@ -18,7 +18,7 @@ from torch import Tensor
 from hybridcomp.channels.saved_residuals import Held, for_checkpoint
 from hybridcomp.codecs.quantized_residual import Residual, as_fp32
 
-#: how often stretches may have a value of a parameter, on average
+#: how many slices may hold a value of a parameter, on average
 MOST_HELD = 2
 
 

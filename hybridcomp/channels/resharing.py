@@ -30,7 +30,7 @@ from hybridcomp.job.agreement import tell
 from hybridcomp.log import say
 
 Range = tuple[int, int]
-#: where a stretch begins in its parameter, and its fp32 values
+#: offset of a slice in its parameter, and its fp32 values
 Held = tuple[int, Tensor]
 WHAT = "residuals of another number of ranks"
 #: values that are summed at once: 16 MB

@@ -47,7 +47,7 @@ SWAPPED, NEW = ".tensor.swp", ".new"
 #: threads of an engine that encode and decode, and without libaio read and write
 THREADS = 2
 RESTORE = "resume from a checkpoint (load_checkpoint writes all files anew)"
-#: what is encoded beside a file, by its path; None: nothing
+#: tensors encoded beside a file, by the file's path; None: none
 Halves = Callable[[str], Tensor | None]
 
 

@@ -39,7 +39,7 @@ from hybridcomp.collectives import (
 )
 from hybridcomp.config.policy import Direction
 
-#: pieces that one rank encodes, and of these the ones whose sum it owns
+#: pieces that one rank encodes, and those of them whose sum it owns
 PartsOfRank = tuple[tuple[Piece, ...], tuple[Piece, ...]]
 #: pieces that count as much as a plan, of what a group keeps: they are references to what is there
 WEIGHED = 64

@@ -70,8 +70,7 @@ def gather_ids(
 def cheapest(
     ids: Sequence[Tensor], width: int, codec: Codec, dtype: torch.dtype
 ) -> tuple[Form, dict[Form, int]]:
-    """Return the form in which all ranks together send the fewest bytes, and the bytes of each
-    form.
+    """Return the form with the fewest bytes over all ranks, and the bytes of each form.
 
     ``ids``: of all ranks. Of codecs of variable size the largest payloads count.
     """

@@ -33,7 +33,7 @@ from hybridcomp.publishing.records import Manifest, read_manifest
 from hybridcomp.publishing.summaries import check_all
 from hybridcomp.publishing.waited import MakesManifest, VersionStart, commit
 
-#: seconds that a version may take beside the training, where nobody says another number
+#: default limit in seconds for writing a version in the background
 LIMIT_S = 600.0
 #: seconds that rank 0 still waits for parts of other ranks once its script has ended
 EXIT_S = 30.0

@@ -27,7 +27,7 @@ from hybridcomp.publishing.records import DamagedVersion, Manifest, read_manifes
 
 PARTS = "parts"
 _MANIFEST = re.compile(r"v(\d{10})\.json")
-#: files by which receivers ask for a full version
+#: files with which receivers request a full version
 ASKS = "ask_full.*.json"
 TO = "publish.to"
 #: end of the name of a file that says why a part does not come

@@ -73,7 +73,7 @@ class Mirror:
     table: Table
     aliases: dict[str, str]
     flats: dict[str, Tensor]
-    #: stretches that were found to be all values
+    #: stretches known to cover all values
     cover: list[WeightRange] = field(default_factory=list)
 
     @classmethod

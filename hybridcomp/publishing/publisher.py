@@ -368,7 +368,7 @@ class Publisher:
         said = tell(mine, what=WHAT, ranks=self._weights.ranks)
         check_all(said, self._weights.ranks, f"version {self._version + 1}")
         if self._is_torn and isinstance(self._destination, Folder):
-            self._destination.remove_aside()  # nobody can write a manifest that names them any more
+            self._destination.remove_aside()  # no rank can write a manifest that names them
         self._is_torn = False
         self._base, self._version = said[0]["base"], said[0]["version"]
         since_full = max(one["since_full"] for one in said)

@@ -292,7 +292,7 @@ class Stream(Destination):
         self._frame(VERSION, 0, memoryview(manifest.to_json()))
 
     def abandon(self) -> None:
-        """Tell the receiver that the version is cancelled; if it takes nothing now, with the next."""
+        """Tell the receiver that the version is cancelled, now or with the next version."""
         if self._ranks[0] == dist.get_rank() and self._is_open and not self._is_stuck:
             with contextlib.suppress(OSError, RuntimeError, PublishError):
                 self._end_last()

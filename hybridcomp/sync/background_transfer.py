@@ -54,8 +54,7 @@ class BackgroundTransfer:
         self._net = util.Finalize(None, self.close, (0.0,), exitpriority=-1)
 
     def send(self, own: str, number: int, message: memoryview) -> None:
-        """Queue this rank's message for a meeting, to be posted after the earlier ones; does not
-        copy it.
+        """Queue this rank's message for a meeting, without a copy, behind earlier messages.
 
         Raises nothing: other ranks of the island may have posted theirs.
         """

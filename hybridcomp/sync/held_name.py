@@ -59,8 +59,7 @@ class HeldName:
         self._beating: threading.Thread | None = None
 
     def take(self) -> None:
-        """Claim the name unless this object holds it already; start to signal that the island
-        lives.
+        """Claim the name, unless already held, and start to signal that the island lives.
 
         Raises AgreementError where another living island has it, which is found out in ``BEAT_S``,
         and in ``WATCH_S`` where it was stopped; PeerError where the rendezvous does not answer.

@@ -144,8 +144,7 @@ class Membership:
         return self.meet.decide(self.last, self.own)
 
     def held(self, now: Roster, bad: Mapping[str, str]) -> None:
-        """Advance to the next meeting, and report islands that were absent, have left, or will
-        join.
+        """Advance to the next meeting; report absent, departed and joining islands.
 
         ``bad``: islands whose messages did not count, with what they did.
         """

@@ -59,7 +59,7 @@ def far_off(
         total.add_(part)
     norms = total.sqrt().tolist()
     known = [norm for norm, well in zip(norms, finite, strict=True) if well]
-    if len(known) < 3:  # of two nobody knows which is far off
+    if len(known) < 3:  # of two islands either may be the outlier
         return [False] * len(norms)
     most = above * statistics.median(known)
     return [well and norm > most for norm, well in zip(norms, finite, strict=True)]

@@ -220,8 +220,7 @@ class Rendezvous:
             self._withdraw_one(own, one)
 
     def forget(self, last: Roster, now: Roster, own: str) -> None:
-        """Delete store keys that no island reads after ``now``; all ranks of a present island call
-        it.
+        """Delete keys that no island reads after ``now``; all ranks of a present island call it.
 
         That is what islands posted that ended U meetings ago, and what was given to those that have
         joined since.
@@ -296,8 +295,7 @@ class Rendezvous:
         return any(self.line.get(f"stands/{one}/{member}") == BYE for one in numbers)
 
     def _announced(self, heard: int) -> tuple[dict[str, list[Any] | None], int]:
-        """Return the islands announced since the first ``heard`` announcements, and the total
-        count."""
+        """Return islands announced after the first ``heard``, and the total number announced."""
         found = {}
         while (text := self.line.get(f"joins/{heard}")) is not None:
             one = json.loads(text)

@@ -85,8 +85,8 @@ class SyncFollower(ABC):
         self._loaded: Sequence[Mapping[str, Any]] | None = None
         self._figures = Figures()
         self._inside: dist.ProcessGroup | None = None
-        self._to_write: list[tuple[int, int, Tensor]] = []  # what is to be put into the weights
-        self._before: list[tuple[Tensor, int, Tensor]] = []  # what it was put in the place of
+        self._to_write: list[tuple[int, int, Tensor]] = []  # values to write into the weights
+        self._before: list[tuple[Tensor, int, Tensor]] = []  # the values that it replaced
         self._engine_took = False
         self._told_kept = False
 
@@ -214,8 +214,7 @@ class SyncFollower(ABC):
             state.islands = before
 
     def _put_back(self) -> None:
-        """Restore the weights, and the copies that the engine derives from them, to their old
-        values."""
+        """Restore the old values of the weights and of the engine's copies of them."""
         put_back(self._before)
         if self._engine_took:  # on all ranks: a gate stands in front of it
             self._engine_takes()

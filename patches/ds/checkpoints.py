@@ -141,7 +141,7 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             has_returned = True
         finally:
             if result[0] is None and (has_returned or not folder.is_dir()):
-                put_back()  # upstream has found nothing
+                put_back()  # upstream has found no checkpoint
         if result[0] is None:
             return result
         if found is None:

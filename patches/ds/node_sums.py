@@ -38,7 +38,7 @@ EPILOGUES = (
 ZERO_GRAD = Seam(
     REQUIREMENT, STAGE3, "DeepSpeedZeroOptimizer_Stage3.zero_grad", ("self", "set_to_none")
 )
-#: whether a step is about to come although upstream does not know of it
+#: whether an optimizer step follows of which upstream does not know
 _CROSSING: Scope[bool] = Scope("node_sums_cross", False)
 
 

@@ -91,7 +91,7 @@ class Attached:
         self.loss_scale = LossScale(self.rescale)
         self.optimizer_calls = 0  # calls of optimizers' step, maybe several per training step
         self.is_detached = False
-        self.ignored: IgnoredTables | None = None  # tables whose gradients nobody reduces
+        self.ignored: IgnoredTables | None = None  # tables whose gradients no rank reduces
         self._undo: list[Callable[[], object]] = []
 
     @property

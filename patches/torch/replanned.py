@@ -115,7 +115,7 @@ def resume(
     weights, states = get_state_dict(model, optimizer)
     _, problem = saved.attempt(lambda: _check_model(job, weights))
     saved.all_well(problem, WHAT)
-    # read beside what is there: an error in the middle leaves the model as it was
+    # read into copies: an error midway leaves the model as it was
     state: dict[str, Any] = tree_map(
         lambda one: one.detach().clone() if isinstance(one, torch.Tensor) else one,
         {MODEL: weights, OPTIMIZER: states},

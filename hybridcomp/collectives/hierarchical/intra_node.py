@@ -262,7 +262,7 @@ def scatter_intra_node(
     """
     mates = levels.grid[levels.node]
     me = mates[levels.local]
-    #: by local rank: the parts of its stretch that this node needs
+    #: by local rank, the parts of its slice that this node needs
     needed = [
         [part for part in _within(ranges, edges) if set(part[2]) & set(mates)]
         for edges in chunk_ranges(tensor.numel(), levels.width)

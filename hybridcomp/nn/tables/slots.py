@@ -16,7 +16,7 @@ from hybridcomp.nn.tables.owners import Owners
 
 #: batches after which counts are halved, so that a table follows its data
 HALVED_AFTER = 1 << 16
-#: above any count: rows that a batch ahead asks for, or one whose step is to come
+#: above any count: for rows that a prefetched or an unfinished batch needs
 SOON = 1e30
 
 
