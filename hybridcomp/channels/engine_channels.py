@@ -89,7 +89,7 @@ class Channels(EngineState):
         return asked and "dp" not in self.absent and self.layout is not None
 
     def place(self, groups: Iterable[Ranks]) -> list[str]:
-        """Discover the nodes and make the two levels of the groups of dp and zero; a collective.
+        """Discover the nodes and build the two-level groups of dp and zero; a collective.
 
         ``groups``: those that this rank is in. Returns messages for the user. Raises ConfigError on
         all ranks where ``dp.accumulate`` finds no node of several ranks beside another.
@@ -159,7 +159,7 @@ class Channels(EngineState):
         return self._fall_back(self.guard.restore(state))
 
     def will_freeze(self, state: dict[str, Any]) -> list[str]:
-        """Keep a checkpoint's frozen parameters for the next freeze; return messages for the user."""
+        """Keep a checkpoint's frozen parameters until ``freeze``; return messages for the user."""
         self.to_freeze = dict(state)
         count = len(state.get("since", ()))
         if not count or state == self.frozen():

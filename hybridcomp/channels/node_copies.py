@@ -134,7 +134,7 @@ class CopyGroups:
         return [found[local] for local in range(width)]
 
     def _order(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the places in the slice by local index of their owners, and the inverse."""
+        """Return positions in the slice by their owners' local index, and the inverse."""
         if device not in self._orders:
             owners = [share % self.levels.width for share in self.shares]
             order = sorted(range(len(owners)), key=lambda place: (owners[place], place))

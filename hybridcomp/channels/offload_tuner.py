@@ -60,7 +60,7 @@ class OffloadTuner:
         return cls((NATIVE, *first, coded))
 
     def start(self, step: int, start_step: int) -> None:
-        """Begin to measure after ``step`` optimizer steps, unless it has begun.
+        """Start measuring after ``step`` optimizer steps, unless already started.
 
         Every rank calls it in every step: one without a gradient makes no copy, and a step that
         overflows sends no parameter back.

@@ -185,7 +185,7 @@ class OnlineTuner:
         return told + compared + (self._nothing_left() if compared else [])
 
     def unmeasured(self) -> list[str]:
-        """Return a message about dimensions that are compressed without having been measured."""
+        """Return a message about dimensions that are compressed without a measurement."""
         state = self._state
         if state.is_weighed:
             return []

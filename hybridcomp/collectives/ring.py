@@ -178,7 +178,7 @@ class Ring:
         return self._checked([int(size) for size in out.tolist()], expected, src)
 
     def _checked(self, sizes: list[int], contents: Contents, src: int) -> list[int]:
-        """Return the ``sizes`` announced by rank ``src``. Raises CodecError for impossible sizes."""
+        """Return the ``sizes`` that rank ``src`` announced. Raises CodecError if impossible."""
         assert self.codec is not None, "sizes of values without a codec are known"
         sender = f"rank {self.group.global_ranks[src]}"
         for nbytes, largest in zip(sizes, self._most(contents), strict=True):

@@ -150,7 +150,7 @@ class BesideVersion:
         self._statement = {"file": file, **vars(part), "seconds": time.perf_counter() - begun}
 
     def _commit(self) -> None:
-        """Write the manifest once all parts are complete, unless the version was cancelled before."""
+        """Write the manifest once all parts are complete, unless the version is cancelled."""
         said = self._parts()
         with self._lock:
             if said is None or self.is_given_up:
