@@ -72,7 +72,7 @@ TOTALS, SAVED_S = ("total_raw_MB", "total_wire_MB"), "saved_s"
 #: of a record in JSON lines: seconds since 1970
 TIME = "time"
 PREFIX = "train/compression/"
-#: in the place of it where a trainer writes ``train/`` before every name
+#: replaces it for trainers that prefix every name with ``train/``
 TRAINER_PREFIX = "compression/"
 #: the axis of these figures in a W&B run whose rows another program numbers: optimizer steps
 STEP = f"{PREFIX}step"

@@ -1,4 +1,4 @@
-"""Take over what the last run of a job found on the same machines, and check it in passing.
+"""Reuse the decisions of a job's last run on the same machines, and verify them during the run.
 
 So a run sends no trial messages and compares no steps in which it sends what native sends:
 
@@ -32,7 +32,7 @@ from hybridcomp.config.policy import Dimension
 from hybridcomp.job.agreement import tell, versions
 from hybridcomp.job.devices import device_name
 
-#: steps whose median is compared with that of the run before
+#: number of steps whose median time is compared with the previous run's
 STEPS = 8
 #: a step that takes this many times as long, or as short, makes its verdicts doubtful
 MOVED = 1.15
@@ -99,7 +99,7 @@ class Remembered:
         device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> dict[str, Any]:
-        """Return what this rank says: what it sends and where, and rank 0 what it has read."""
+        """Return this rank's statement: its messages and groups, and on rank 0 the file read."""
         ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
         network = {name: os.environ.get(name) for name in NETWORK}
         where = [device_name(device), str(dist.get_backend(group)), network, versions()]
@@ -114,7 +114,7 @@ class Remembered:
         return {"host": platform.node(), "sent": sent, "keeps": keeps, "found": found}
 
     def stop(self) -> None:
-        """Check and write nothing, as the verdicts are now those of a checkpoint."""
+        """Check and write nothing, as the decisions now come from a checkpoint."""
         self.is_due = False
 
     def open(self, step: int, device: torch.device) -> None:

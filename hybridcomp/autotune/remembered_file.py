@@ -1,4 +1,4 @@
-"""Read and write the file of what a job has found, in a folder of the user's cache.
+"""Read and write the file of a job's decisions, in a folder of the user's cache.
 
 One file a job: its name is a hash of what the job is. It is written whole or not at all, so two
 jobs may write at once. The next one that writes deletes those that are older than ``DAYS``.

@@ -147,7 +147,7 @@ class _Pass:
     peak: int = 0
     moment: int = 0
     passed: dict[int, int] = field(default_factory=dict)  # last use that the queue has given
-    running: dict[int, set[int]] = field(default_factory=dict)  # modules under way, by parameter
+    running: dict[int, set[int]] = field(default_factory=dict)  # modules being run, by parameter
     backward: dict[int, None] = field(default_factory=dict)  # modules of the backward pass
 
     def __post_init__(self) -> None:
@@ -208,7 +208,7 @@ class _Pass:
             self.available -= self.trace.sizes[p]
 
     def end(self) -> None:
-        """Release what modules hold whose backward pass has told of no end."""
+        """Release modules whose backward pass has reported no end."""
         for module in self.backward:
             for p in self.trace.uses[module]:
                 self.running.get(p, set()).discard(module)
@@ -261,7 +261,7 @@ def _next(trace: Trace, p: int, moment: int) -> int:
 
 
 class GatherChoice(NamedTuple):
-    """Settings that a search has found, and what a step then moves."""
+    """Settings chosen by a search, and the elements that a step then moves."""
 
     knobs: Knobs
     moves: Moves

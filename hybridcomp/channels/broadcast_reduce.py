@@ -83,7 +83,7 @@ class Reduce(Message[Handle]):
         )
 
     def send(self, channel: Channel, codec: Codec) -> Handle:
-        """Encode the values for the root, which adds them in fp32; returns under way."""
+        """Encode the values for the root, which adds them in fp32; return the pending operation."""
         known, meter = channel.group(self.group), channel.meter(self.values.device)
         if known.rank != self.root:
             first = codec.split_error_budget(1, known.size, exact=1)[0]

@@ -202,7 +202,7 @@ class Channel:
         return native()
 
     def _count_spared(self, message: Message[Any]) -> None:
-        """Count, as native bytes of ``sync``, what the message would send beyond this island."""
+        """Record the native bytes that the message would send beyond this island, as ``sync``."""
         islands = self.state.islands
         if self.dimension in MEASURED_EARLY:
             size = self.group(message.group).size
@@ -257,7 +257,7 @@ class Channel:
         return codec
 
     def _by_policy(self, key: _Key, step: int) -> Codec | None:
-        """Return what the block says; asked once for all messages alike, once no ramp is left."""
+        """Return the block's choice; cached for equal messages once no ramp is left."""
         policy, (numel, dtype, ends, direction) = self.state.policy, key
         codec = policy.choose(Traffic(self.dimension, direction, dtype, numel, ends, step))
         if step >= policy.settles_at:

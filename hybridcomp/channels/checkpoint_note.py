@@ -110,7 +110,7 @@ def forget(folder: Path, kind: str) -> None:
 
 
 def lacking(folder: Path, lost: Sequence[str], bring: str) -> list[str]:
-    """Return the line about what a run begins anew as ``folder`` lacks its files; none: no line.
+    """Return the line that names what a run restarts because ``folder`` lacks its files; else none.
 
     ``bring``: a sentence on what brings them.
     """

@@ -13,7 +13,7 @@ from hybridcomp.errors import PeerError
 from hybridcomp.job import small_messages
 from hybridcomp.job.together import named
 
-#: in the place of the first word: this rank could not make its words
+#: replaces the first word: this rank could not make its words
 FAILED = -1
 
 

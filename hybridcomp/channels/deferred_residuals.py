@@ -11,7 +11,7 @@ from hybridcomp.codecs.quantized_residual import QuantizedResidual, Residual, as
 
 
 class DeferredResiduals:
-    """Residuals of parameters whose sum nobody will take: they stay out of a message.
+    """Residuals of parameters whose sum is discarded, held back from a message.
 
     The device alone knows which ones these are; the host waits for nothing.
     """
@@ -22,7 +22,7 @@ class DeferredResiduals:
         self._kept: list[tuple[Residual, Tensor]] = []
 
     def take(self, flat: Residual | None, pieces: Sequence[Piece]) -> None:
-        """Take what does not count out of ``flat``, the residual of ``pieces``: zeros stay."""
+        """Move the discarded part out of ``flat``, the residual of ``pieces``, and leave zeros."""
         if flat is None:
             return
         for piece, part in ResidualStretch(tuple(pieces), flat).parts():

@@ -1,4 +1,4 @@
-"""Keep what parameter deltas are added to, and compare it between the ranks.
+"""Keep the references to which parameter deltas are added, and compare them between ranks.
 
 The reference of a delta is the gathered buffer, which every rank holds already; of this rank's own
 share, which the optimizer overwrites, a copy is kept as an attribute of the buffer. It goes with

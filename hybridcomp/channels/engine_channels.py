@@ -89,7 +89,7 @@ class Channels(EngineState):
         return asked and "dp" not in self.absent and self.layout is not None
 
     def place(self, groups: Iterable[Ranks]) -> list[str]:
-        """Discover the nodes and make the two levels of the groups of dp and zero; a collective.
+        """Discover the nodes and build the two-level groups of dp and zero; a collective.
 
         ``groups``: those that this rank is in. Returns messages for the user. Raises ConfigError on
         all ranks where ``dp.accumulate`` finds no node of several ranks beside another.
@@ -143,7 +143,7 @@ class Channels(EngineState):
         return told + self._fall_back(self.guard.decide(self.step, device))
 
     def _drop_residuals(self) -> list[str]:
-        """Free residuals that no message takes any more; return what is lost by it.
+        """Free residuals that no future message uses; return a message about the norm that is lost.
 
         A parameter that no rank used in the step that sent them keeps its own
         (``DeferredResiduals``).
@@ -159,7 +159,7 @@ class Channels(EngineState):
         return self._fall_back(self.guard.restore(state))
 
     def will_freeze(self, state: dict[str, Any]) -> list[str]:
-        """Take over what is frozen in a checkpoint; returns messages for the user."""
+        """Keep a checkpoint's frozen parameters until ``freeze``; return messages for the user."""
         self.to_freeze = dict(state)
         count = len(state.get("since", ()))
         if not count or state == self.frozen():
@@ -178,7 +178,7 @@ class Channels(EngineState):
         return None if self.nodes is None else self.nodes.layout
 
     def resync(self) -> None:
-        """Send exact parameters in the next gather; it is enough that one rank calls it."""
+        """Send exact parameters in the next gather; a call on one rank is enough."""
         self.generation += 1
 
     @property

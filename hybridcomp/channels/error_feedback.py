@@ -63,13 +63,13 @@ class Residuals:
 
     bits: int = 32
     _stretches: dict[tuple[Hop, tuple[Piece, ...]], ResidualStretch] = field(default_factory=dict)
-    #: loaded, not yet asked for: stretches of this rank, by hop and name
+    #: loaded, not yet used: slices of this rank, by hop and name
     _restored: dict[tuple[Hop, str], list[Held]] = field(default_factory=dict)
-    #: loaded, not yet asked for: stretches that the ranks of a node have in common, by name
+    #: loaded, not yet used: slices that the ranks of a node share, by name
     _common: dict[str, list[NodeStretch]] = field(default_factory=dict)
     #: names of parameters for which this rank may hold residuals of the owner hop
     _owned: set[str] = field(default_factory=set)
-    #: stretches that hold parts of a parameter, by hop and name, in the order of ``_stretches``
+    #: slices that cover a parameter, by hop and name, in the order of ``_stretches``
     _holders: dict[tuple[Hop, str], list[ResidualStretch]] = field(default_factory=dict)
     #: by hop and identity of a tuple of pieces, which is kept: a message of many ranks has many
     _known: dict[tuple[Hop, int], tuple[tuple[Piece, ...], ResidualStretch]] = field(
@@ -128,7 +128,7 @@ class Residuals:
         return sender, owner
 
     def _met(self, hop: Hop, pieces: Sequence[Piece]) -> ResidualStretch | None:
-        """Return the stretch of these pieces, None for a first message."""
+        """Return the residual slice of these pieces, None for a first message."""
         found = self._stretches.get((hop, tuple(pieces)))
         if found is not None and isinstance(pieces, tuple):
             if len(self._known) >= MOST_KNOWN:
@@ -154,7 +154,7 @@ class Residuals:
         return found
 
     def _free_oldest(self, hop: Hop, newest: ResidualStretch) -> None:
-        """Free the oldest stretches with parameters of ``newest`` while they have values too often.
+        """Free the oldest slices that overlap ``newest`` while values are held too often.
 
         Messages under way have none of these: they are of other parameters.
         """
@@ -166,7 +166,7 @@ class Residuals:
             self._free(hop, oldest)
 
     def _free(self, hop: Hop, stretch: ResidualStretch) -> None:
-        """Free a stretch; its values go to others, or wait as loaded ones for a message."""
+        """Free a slice; move its values to other slices, or keep them for a later message."""
         del self._stretches[hop, stretch.pieces]
         self._known = {key: both for key, both in self._known.items() if both[1] is not stretch}
         for name in stretch.places:
@@ -203,7 +203,7 @@ class Residuals:
             self._common[name] = left
 
     def scale(self, factor: float) -> None:
-        """Multiply all residuals by ``factor``, by which the loss scale has changed."""
+        """Multiply all residuals by ``factor``, the change of the loss scale."""
         for residual in self._all():
             residual.mul_(factor)
 
@@ -263,7 +263,7 @@ class Residuals:
         return sum(residual.nbytes for residual in self._all())
 
     def norm(self) -> float:
-        """Return the L2 norm of all residuals of this rank; ranks of a node share common ones."""
+        """Return the L2 norm of this rank's residuals; ranks of a node share those of node sums."""
         found = [stretch.flat for stretch in self._stretches.values()]
         found += [values for stored in self._restored.values() for _, values in stored]
         found += [one.own[1] for stored in self._common.values() for one in stored]

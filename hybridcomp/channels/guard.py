@@ -1,4 +1,4 @@
-"""Guard: make a dimension whose samples exceed their limits native for the rest of the run.
+"""Guard: switch a dimension whose samples exceed their limits to native for the rest of the run.
 
 Every rank adds up its samples. After a sampled step they are summed over the job, in one
 all-reduce of three numbers for each dimension and direction, so all ranks decide on the same
@@ -58,7 +58,7 @@ class Guard:
         return any(name not in self.trips for name in self._limits)
 
     def sample(self, key: Key, error_sq: float, value_sq: float, residual_sq: float) -> None:
-        """Add one sample: squared L2 norms of an error, of its values, of their residual."""
+        """Add one sample: squared L2 norms of an error, its values and their residual."""
         self._samples[KEYS.index(key)] += torch.tensor([error_sq, value_sq, residual_sq])
 
     def decide(self, step: int, device: torch.device) -> list[Dimension]:

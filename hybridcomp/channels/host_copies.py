@@ -43,7 +43,7 @@ from hybridcomp.codecs.base import Codec
 from hybridcomp.collectives.wire import POOL, Meter
 from hybridcomp.config.policy import Direction
 
-#: of a copy, by which a codec is chosen: device and host
+#: ends of a copy, device and host, by which a codec is chosen
 ENDS = 2
 #: payloads that may be on the way to the device at once
 UPLOADS = 4
@@ -185,7 +185,7 @@ class HostMoves:
     def _do(
         self, task: Callable[[], None], device: torch.device, payloads: Sequence[Payload] = ()
     ) -> None:
-        """Do ``task`` in the background where the values come from a GPU, else at once."""
+        """Run ``task`` in the background if the values come from a GPU, else immediately."""
         if device.type == "cuda":
             for seconds in self._landing.submit(task, payloads):
                 self._entry.codec_s += seconds

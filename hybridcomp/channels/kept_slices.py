@@ -1,4 +1,4 @@
-"""Keep what the last gather brought of all ranks' shares, as what the next one takes steps from.
+"""Keep all ranks' shares of the last gather as references for the steps of the next gather.
 
 Over several nodes of equally many ranks a rank keeps its slice of the node's copy (``KeptSlice``),
 in other groups all shares (``KeptRows``). Before each gather the ranks compare digests of what they

@@ -10,7 +10,7 @@ from hybridcomp.channels.engine_channels import Channels
 
 
 def put_back(channels: Channels, *others: object) -> Callable[[], None]:
-    """Return what gives ``channels`` and ``others`` the state that they have now.
+    """Return an undo that restores the present state of ``channels`` and ``others``.
 
     Tensors are not copied: a load replaces what holds them, and changes none.
     """

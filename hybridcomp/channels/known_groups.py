@@ -15,7 +15,7 @@ GroupKey = tuple[ProcessGroup | None, Nodes | None]
 
 
 class KnownGroups(dict[GroupKey, Group]):
-    """``Group`` of each process group of one dimension, made when it is asked for the first time.
+    """Map each process group of one dimension to its ``Group``, created on first use.
 
     Groups that were destroyed, or made before other nodes were found, are forgotten then.
     """

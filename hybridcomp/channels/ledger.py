@@ -145,7 +145,7 @@ class Ledger:
         self.record_time(key, meter)
 
     def record_time(self, key: Key, meter: Meter) -> None:
-        """Add the time of a message that another rank counts, or of a part of one."""
+        """Add the time of a message, or of a part of one, that is counted elsewhere."""
         entry = self.interval[key]
         entry.codec_s += meter.codec_s
         entry.wait_s += meter.wait_s

@@ -147,7 +147,7 @@ def reduce_to_owners(
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """Join neighbouring pieces that continue each other: buckets are cut where owners change."""
+    """Join neighbouring pieces that continue each other: buckets are split where owners change."""
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None

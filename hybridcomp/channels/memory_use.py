@@ -1,4 +1,4 @@
-"""Compute what an engine's channels take on this rank, from the messages that its seams expect."""
+"""Compute the memory of an engine's channels on this rank from the messages of its seams."""
 
 from __future__ import annotations
 

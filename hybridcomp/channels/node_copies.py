@@ -1,4 +1,4 @@
-"""Renew the copy of cut parameters that a node keeps, by what changed since it was last renewed.
+"""Update a node's copy of sharded parameters with the changes since its last update.
 
 W ranks own one share each of every parameter, N nodes of R ranks keep a copy of all shares. Global
 rank ``j R + i`` has local index i on node j and owns share ``j R + i``. Of its node's copy it holds
@@ -134,7 +134,7 @@ class CopyGroups:
         return [found[local] for local in range(width)]
 
     def _order(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the places in the slice by local index of their owners, and the inverse."""
+        """Return positions in the slice by their owners' local index, and the inverse."""
         if device not in self._orders:
             owners = [share % self.levels.width for share in self.shares]
             order = sorted(range(len(owners)), key=lambda place: (owners[place], place))
@@ -260,7 +260,7 @@ def gather_inside(
 
 
 def _crossing(groups: CopyGroups, native: tuple[int, torch.dtype]) -> int:
-    """Return what this rank would send to another node in a ring over all ranks."""
+    """Return the bytes that this rank would send to another node in a ring over all ranks."""
     is_last = groups.levels.local == groups.levels.width - 1
     return is_last * native_nbytes.all_gather_nbytes(*native, groups.size)
 

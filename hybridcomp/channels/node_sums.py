@@ -68,7 +68,7 @@ class NodeSums:
 
     @property
     def left(self) -> set[str]:
-        """Return the names of the parameters whose sums have not crossed."""
+        """Return the names of parameters whose sums have not been sent to other nodes."""
         return {name for one in self._held.values() for name in one.names}
 
     @property
@@ -94,7 +94,7 @@ class NodeSums:
         return found.total
 
     def take(self, message: Pieces, group: Group) -> Tensor | None:
-        """Remove and return what was kept of messages like this one.
+        """Remove and return the sum kept of messages like this one.
 
         None where there is nothing, or parameters of it are in other messages too: ``put_back``.
         """
@@ -111,7 +111,7 @@ class NodeSums:
         return bool(self._held) and not self.left.isdisjoint(_names(message))
 
     def put_back(self, message: Pieces, values: Tensor) -> None:
-        """Add what is kept of the message's parameters to its ``values``, fp32, and forget it."""
+        """Add the kept sums of the message's parameters to its ``values``, fp32, and drop them."""
         flat, names = list(_flat(message)), _names(message)
         places = places_of(flat)
         for one in self._held.values():

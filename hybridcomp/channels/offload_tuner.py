@@ -38,7 +38,7 @@ _STATE = ("kinds", "begin", "seconds", "chosen", "medians")
 
 @dataclass
 class OffloadTuner:
-    """Kinds of steps of one engine, the seconds they took, and the verdict.
+    """Measure the kinds of steps of one engine in seconds, and hold the decision.
 
     ``begin``: optimizer steps taken before the first that is measured, None before that.
     """
@@ -60,7 +60,7 @@ class OffloadTuner:
         return cls((NATIVE, *first, coded))
 
     def start(self, step: int, start_step: int) -> None:
-        """Begin to measure after ``step`` optimizer steps, unless it has begun.
+        """Start measuring after ``step`` optimizer steps, unless already started.
 
         Every rank calls it in every step: one without a gradient makes no copy, and a step that
         overflows sends no parameter back.
@@ -74,7 +74,7 @@ class OffloadTuner:
         return direction in self.kinds[self._kind(step)]
 
     def _kind(self, step: int) -> int:
-        """Return the index in ``kinds`` of a step: by turns, and the chosen one after these."""
+        """Return a step's index in ``kinds``: in turn while measuring, then the chosen kind."""
         if len(self.kinds) == 1:
             return 0
         assert self.begin is not None

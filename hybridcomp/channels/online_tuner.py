@@ -38,7 +38,7 @@ ALL_NATIVE = 'the link is faster than the codecs ("when": "auto")'
 
 
 class OnlineTuner:
-    """Measurements of one engine, and their verdicts; makes collectives, sends no gradient.
+    """Measurements of one engine, and the decisions; issues collectives, sends no gradient.
 
     Methods whose text says so are called by all ranks together, and return the same on all.
     """
@@ -185,7 +185,7 @@ class OnlineTuner:
         return told + compared + (self._nothing_left() if compared else [])
 
     def unmeasured(self) -> list[str]:
-        """Return a message about dimensions that are compressed without having been measured."""
+        """Return a message about dimensions that are compressed without a measurement."""
         state = self._state
         if state.is_weighed:
             return []

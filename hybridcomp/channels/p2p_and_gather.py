@@ -173,7 +173,7 @@ class Receive(Message[None]):
         return self.out
 
     def put(self, values: Tensor) -> None:
-        """Do what is left once ``values``, of ``buffer``, are decoded."""
+        """Finish the operation once ``values``, a view of ``buffer``, are decoded."""
 
     def native_nbytes(self, size: int) -> int:
         """Return 0: the sender counts."""

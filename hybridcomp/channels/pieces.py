@@ -1,4 +1,4 @@
-"""Say which stretches of parameters a flat tensor consists of, and where in it they are.
+"""Describe the parameter slices of which a flat tensor consists, and their positions in it.
 
 A residual belongs to a stretch of a parameter's flattened gradient: buckets may be cut differently
 after a restart, parameters stay.
@@ -18,12 +18,12 @@ from torch import Tensor
 from hybridcomp.channels.saved_residuals import Held, for_checkpoint
 from hybridcomp.codecs.quantized_residual import Residual, as_fp32
 
-#: how often stretches may have a value of a parameter, on average
+#: how many slices may hold a value of a parameter, on average
 MOST_HELD = 2
 
 
 class Piece(NamedTuple):
-    """A stretch ``[offset, offset + numel)`` of one parameter's flattened gradient.
+    """A slice ``[offset, offset + numel)`` of one parameter's flattened gradient.
 
     Padding has the name "". A tuple, as buckets are known by their pieces at each message.
     """
@@ -128,7 +128,7 @@ class ResidualStretch:
                 yield name, (run[0].low, for_checkpoint(whole))
 
     def left_to(self, others: Sequence[ResidualStretch], name: str) -> Iterator[Held]:
-        """Move the residual of a parameter to ``others``, the first that have it; yield the rest.
+        """Move a parameter's residual to the first of ``others`` that cover it; yield the rest.
 
         A copy of each stretch of the parameter that none of them has.
         """
@@ -153,7 +153,7 @@ class ResidualStretch:
 
 
 def are_too_often(holders: Mapping[str, Sequence[ResidualStretch]]) -> bool:
-    """Return whether stretches have the values of parameters more than MOST_HELD times on average.
+    """Return whether slices hold parameters' values more than MOST_HELD times on average.
 
     ``holders``: by parameter, the stretches that have any of it.
     """
@@ -166,7 +166,7 @@ def are_too_often(holders: Mapping[str, Sequence[ResidualStretch]]) -> bool:
 
 
 def _joined(places: Iterable[Place]) -> list[tuple[int, int]]:
-    """Return the elements in any of ``places`` of a parameter as ascending ranges apart."""
+    """Return the elements covered by ``places`` of a parameter as ascending disjoint ranges."""
     found: list[tuple[int, int]] = []
     for low, stop, _ in sorted(places):
         if found and low <= found[-1][1]:
@@ -177,7 +177,7 @@ def _joined(places: Iterable[Place]) -> list[tuple[int, int]]:
 
 
 def taken_out(stored: Iterable[Held], places: Places, flat: Residual | None) -> list[Held]:
-    """Add what ``stored`` has of a parameter at its ``places`` in ``flat``; return the rest.
+    """Add the values of ``stored`` at a parameter's ``places`` to ``flat``; return the rest.
 
     None: drop it.
     """

@@ -93,7 +93,7 @@ PINNED = Pinned()
 
 @dataclass
 class Payload:
-    """One encoded chunk in the host's memory, or on the way there."""
+    """One encoded chunk in host memory, or being copied there."""
 
     codec: Codec
     dtype: torch.dtype  # of the encoded values

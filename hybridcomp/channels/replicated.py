@@ -45,7 +45,7 @@ def stretches_of(pieces: Sequence[Sequence[Piece]], names: Collection[str]) -> l
 
 
 class UncompressedParams:
-    """Sum over ``group``, in fp32, of stretches of a message whose other values are encoded.
+    """Sum slices of a message over ``group`` in fp32, while its other values are encoded.
 
     Takes them out of ``tensors`` (1-D), where it leaves zeros; ``meter`` counts their bytes. Every
     rank of the group has the same stretches.

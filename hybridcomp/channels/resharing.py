@@ -30,7 +30,7 @@ from hybridcomp.job.agreement import tell
 from hybridcomp.log import say
 
 Range = tuple[int, int]
-#: where a stretch begins in its parameter, and its fp32 values
+#: offset of a slice in its parameter, and its fp32 values
 Held = tuple[int, Tensor]
 WHAT = "residuals of another number of ranks"
 #: values that are summed at once: 16 MB
@@ -57,7 +57,7 @@ class ReadResiduals:
     stretches: dict[str, list[Held]] = field(default_factory=dict)
 
     def add(self, name: str, stretch: Held, factor: float = 1.0) -> None:
-        """Add ``factor`` times a stretch; mutates and keeps its tensor."""
+        """Add ``factor`` times a slice; mutates and keeps its tensor."""
         offset, values = stretch
         values = values.mul_(factor) if factor != 1.0 else values
         stored = self.stretches.setdefault(name, [])
@@ -205,7 +205,7 @@ def _senders(
 def _sweep(
     senders: Iterable[tuple[tuple[Range, ...], Ranks]],
 ) -> Iterator[tuple[Range, list[Ranks]]]:
-    """Yield ascending stretches, each with all units of ranks that send it."""
+    """Yield ascending slices, each with the units of all ranks that send it."""
     events: dict[int, tuple[set[Ranks], set[Ranks]]] = {}
     for ranges, unit in senders:
         for low, high in ranges:

@@ -18,7 +18,7 @@ Hop = Literal["sender", "owner"]
 HOPS: tuple[Hop, ...] = ("sender", "owner")
 #: in a saved state: key of the residuals that the ranks of a node hold in common
 COMMON = "common"
-#: where a stretch begins in its parameter, and its values
+#: offset of a slice in its parameter, and its values
 Held = tuple[int, Residual]
 
 

@@ -1,4 +1,4 @@
-"""Describe what a checkpoint holds of an engine's channels: a row for each part, for every engine.
+"""Table of the parts of an engine's channels in a checkpoint: one row per part.
 
 Each rank writes all parts: into a file beside the checkpoints of DeepSpeed, Megatron-core and
 GPT-NeoX (``checkpoint``), or into an entry of ``torch.distributed.checkpoint`` for FSDP2 and DDP
@@ -121,7 +121,7 @@ OF_RANK = tuple(part for part in PARTS if part.of == "rank")
 
 
 def state_of(channels: Channels, **more: Any) -> dict[str, Any]:
-    """Return this rank's state: what finds it again, ``more`` of its engine, and all parts."""
+    """Return this rank's state: its identification, the engine's ``more``, and all parts."""
     found = {"world_size": dist.get_world_size(), "step": channels.step}
     parts = {part.name: part.get(channels) for part in PARTS}
     return {"format": saved.FORMAT, **found, **more, **parts}
@@ -142,7 +142,7 @@ def has_any(channels: Channels) -> bool:
 
 
 def anew(channels: Channels) -> list[str]:
-    """Return what this run begins anew without the ranks' files of a checkpoint, by its block."""
+    """Return the state that a run restarts if a checkpoint lacks the ranks' files."""
     return [part.anew for part in PARTS if part.anew and part.wanted(channels)]
 
 
@@ -164,7 +164,7 @@ def of_rank_0(
 
 
 def take_job_parts(channels: Channels, state: Mapping[str, Any]) -> list[str]:
-    """Take over the job's parts of what ``of_rank_0`` returned; return messages for the user."""
+    """Restore the job's parts of the result of ``of_rank_0``; return messages for the user."""
     said: list[str] = []
     for part in OF_JOB:
         if part.wanted(channels):

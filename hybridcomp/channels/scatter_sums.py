@@ -156,7 +156,7 @@ def _scattered(
 
 
 class _ShardPieces(NamedTuple):
-    """The pieces of a reduce-scatter as one residual has them.
+    """Pieces of a reduce-scatter in the order of one residual.
 
     Attributes:
         held: the pieces by rank, for the key.

@@ -47,12 +47,12 @@ SWAPPED, NEW = ".tensor.swp", ".new"
 #: threads of an engine that encode and decode, and without libaio read and write
 THREADS = 2
 RESTORE = "resume from a checkpoint (load_checkpoint writes all files anew)"
-#: what is encoded beside a file, by its path; None: nothing
+#: tensors encoded beside a file, by the file's path; None: none
 Halves = Callable[[str], Tensor | None]
 
 
 class Footer(NamedTuple):
-    """End of a file: what it holds.
+    """Footer of a file, which lists its contents.
 
     Attributes:
         dtype, form: places in ``DTYPES`` and ``FORMS``.
@@ -204,7 +204,7 @@ def damaged(path: str, what: str) -> StateFileError:
 
 @dataclass
 class StateFiles:
-    """Files of one engine's states on this rank, and what is known of them.
+    """Files of one engine's states on this rank, and their known footers.
 
     Attributes:
         codec: lossless.
@@ -269,7 +269,7 @@ def sweep(folder: str) -> None:
 
 
 def unwritten(path: str, error: OSError, nbytes: int) -> StateFileError:
-    """Make the error about a file that could not be written; the one before is still there."""
+    """Make the error about a file that could not be written; the previous file is intact."""
     with contextlib.suppress(OSError):
         Path(path + NEW).unlink(missing_ok=True)
     free = shutil.disk_usage(os.path.dirname(path)).free

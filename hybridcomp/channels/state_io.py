@@ -35,7 +35,7 @@ DIRECT = 512
 
 @dataclass
 class FileMove:
-    """One file under way.
+    """One file being read or written.
 
     Attributes:
         half: parameters beside it.
@@ -109,7 +109,7 @@ class StateHandle:
         self._moves.append(move)
         if not is_read:
             move.work = files.pool.submit(self._encode, move)
-        elif self._inner is None or nbytes % DIRECT:  # no file of a swapper has such a size
+        elif self._inner is None or nbytes % DIRECT:  # a swapper's files never have this size
             move.work = files.pool.submit(_read, path, move.room)
         elif nbytes:
             self._inner.async_pread(move.room, path, 0)

@@ -39,7 +39,7 @@ from hybridcomp.collectives import (
 )
 from hybridcomp.config.policy import Direction
 
-#: pieces that one rank encodes, and of these the ones whose sum it owns
+#: pieces that one rank encodes, and those of them whose sum it owns
 PartsOfRank = tuple[tuple[Piece, ...], tuple[Piece, ...]]
 #: pieces that count as much as a plan, of what a group keeps: they are references to what is there
 WEIGHED = 64
@@ -82,7 +82,7 @@ class AllReduce(Sum[Handle]):
     async_op: bool = False
 
     def taken(self) -> Mapping[str, Tensor] | None:
-        """Return by name of ``pieces`` whether upstream takes that sum or throws it away.
+        """Return, by name of ``pieces``, whether upstream uses that sum or discards it.
 
         Bool () on the device of the values. The residual of a sum that is thrown away waits for a
         message that counts. Sums of other names are taken; None: all are.
@@ -137,7 +137,7 @@ class ReduceToOwners(Sum[list[Tensor]]):
     ranges: Sequence[OwnedRange]
 
     def native_nbytes(self, size: int) -> int:
-        """Return the bytes of the all-reduce by which upstream does it."""
+        """Return the bytes of the all-reduce that upstream would use."""
         return native_nbytes.all_reduce_nbytes(self.numel, self.dtype, size)
 
     def send(self, channel: Channel, codec: Codec) -> list[Tensor]:

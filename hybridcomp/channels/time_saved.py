@@ -21,7 +21,7 @@ class TimeSaved:
 
     by_dimension: dict[Dimension, float] = field(default_factory=dict)  # seconds
     spent_s: float = 0.0  # seconds of measuring
-    #: encoded ones of which messages were timed, but not those of a step
+    #: encoded dimensions whose messages were timed, but not whole steps
     timed_alone: set[Dimension] = field(default_factory=set)
 
     @property

@@ -40,7 +40,7 @@ ANY_BOUND = Radix
 SMALL = BlockInt
 #: the name of the cheapest codec that keeps a bound
 AUTO = "auto"
-#: advice to a user whose codec keeps no such bound
+#: advice to a user whose codec cannot keep the bound
 KEEPS_EVERY_BOUND = f'use "{AUTO}" or "{ANY_BOUND.name}", which keep every bound'
 #: names with another meaning in the block
 RESERVED = frozenset({"none", AUTO, "bounded"})

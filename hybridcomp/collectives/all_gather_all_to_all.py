@@ -117,7 +117,7 @@ def _all_gather(shard: Tensor, out: Tensor, via: Transfer) -> Steps[None]:
 
 
 def _planned(shard: Tensor, via: Transfer) -> AllGatherPlan:
-    """Return the plan of this message, made at the first one that is like it.
+    """Return the cached plan for messages like this one; make it at the first.
 
     A codec ``against`` earlier values is one message's alone, and so is the plan with it.
     """

@@ -57,7 +57,7 @@ class AllReducePlan:
 
 @dataclass(frozen=True, eq=False)
 class PairRound:
-    """One round of a swap between two ranks: the stretches ``row`` of the tensor."""
+    """One round of a swap between two ranks, of the slices ``row`` of the tensor."""
 
     row: list[Range]
     exchange: ExchangePlan
@@ -65,7 +65,7 @@ class PairRound:
 
 @dataclass(frozen=True, eq=False)
 class SumRound:
-    """One round of a sum: every rank's stretches in the tensor, and this rank's in its chunk."""
+    """One round of a sum: all ranks' slices of the tensor, and this rank's slices of its chunk."""
 
     stretches: list[Range]
     mine: Range
@@ -99,7 +99,7 @@ def _codecs(
 
 
 def plan_all_reduce(tensor: Tensor, how: Reduction) -> AllReducePlan:
-    """Plan the sum of ``tensor``, or of one like it, on one level."""
+    """Plan the single-level sum of tensors like ``tensor``."""
     group, device, wide = how.group, tensor.device, how.residual is not None
     codecs, fused = _codecs(how.codec, tensor.dtype, group.size, device, how.cuts)
     specs = dict.fromkeys(each.spec for each in codecs)

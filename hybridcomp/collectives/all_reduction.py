@@ -96,7 +96,7 @@ def _in_two_levels(tensor: Tensor, how: Reduction) -> Steps[None]:
 
 
 def _planned(tensor: Tensor, how: Reduction) -> AllReducePlan:
-    """Return the plan of this message, made at the first one that is like it."""
+    """Return the cached plan for messages like this one; make it at the first."""
     cuts, left = tuple(how.cuts), how.residual
     few = isinstance(left, QuantizedResidual)
     kinds = (few and fits(left, how.owner_residual), type(left), how.flush)

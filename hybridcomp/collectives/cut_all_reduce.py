@@ -1,4 +1,4 @@
-"""All-reduce tensors with cuts in a few launches, however many cuts and ranks there are.
+"""All-reduce tensors with boundaries in a constant number of kernel launches.
 
 For codecs with kernels for the stretches of a plan: bytes and bits of ``reductions.all_reduce``.
 """
@@ -35,7 +35,7 @@ from hybridcomp.collectives.wire import (
 
 @dataclass(frozen=True, eq=False)
 class CutAllReduce:
-    """Two hops of an all-reduce with cuts: the sums of chunks, which all ranks then get.
+    """Two hops of an all-reduce with boundaries: sum each chunk at its owner, then gather.
 
     Attributes:
         kernels: of the two quantizations.
@@ -55,7 +55,7 @@ class CutAllReduce:
 
 @dataclass(frozen=True, eq=False)
 class CutSwap:
-    """One quantization of an all-reduce with cuts between two ranks: each sends all its values.
+    """One-hop all-reduce with boundaries between two ranks: each sends all its values.
 
     Attributes:
         kernel: of the quantization.

@@ -203,7 +203,7 @@ def fused_all_to_all(
 
 
 def adjacent(shards: Sequence[Tensor]) -> Tensor | None:
-    """Return ``shards`` as one tensor if they follow each other in memory as its chunks, else None.
+    """Return ``shards`` as one tensor if they are adjacent in memory as its chunks, else None.
 
     Chunks are equally long, but for the last that is not empty.
     """

@@ -45,7 +45,7 @@ class AllGatherPlan:
 
 
 def plan_all_gather(shard: Tensor, via: Transfer) -> AllGatherPlan:
-    """Plan a gather of ``shard``, or of one like it, on one level."""
+    """Plan the single-level gather of shards like ``shard``."""
     group, dtype, device = via.group, shard.dtype, shard.device
     (codec,) = via.codec.split_error_budget(1, 1, result=dtype)
     fused = None if via.cuts else codec.fused(device)
@@ -61,7 +61,7 @@ def plan_all_gather(shard: Tensor, via: Transfer) -> AllGatherPlan:
 
 @dataclass(frozen=True, eq=False)
 class AllToAllPlan:
-    """Plan by which a group exchanges parts of the same lengths: by one of three ways.
+    """Plan of an exchange of parts of equal lengths in a group, in one of three ways.
 
     Attributes:
         held: the codec and the lengths, for the key.

@@ -1,4 +1,4 @@
-"""Exchange the stretches of an owner plan in a few launches, however many ranks there are.
+"""Exchange the slices of an owner plan in a constant number of kernel launches.
 
 For codecs with kernels for the stretches of a plan (``codecs.launches.PlannedKernel``): bytes and
 bits of ``wire.exchanges`` and of the second hop of ``owner_reduction``. What does not depend on the
@@ -34,7 +34,7 @@ from hybridcomp.collectives.wire import (
 
 @dataclass(frozen=True, eq=False)
 class OwnerExchange:
-    """One all-to-all of a plan, as one rank takes part in it.
+    """One rank's part in one all-to-all of a plan.
 
     Attributes:
         gives, takes: bytes to and from each rank.
@@ -268,7 +268,7 @@ def send_sums(
 
 
 def keep_sums(total: Tensor, sums: Tensor, exchange: OwnerExchange, feedback: bool) -> None:
-    """Copy what stays on this rank from its chunk ``total`` into ``sums``.
+    """Copy this rank's own slices from its chunk ``total`` into ``sums``.
 
     With ``feedback`` the chunk is a residual, which becomes 0 there.
     """

@@ -20,7 +20,7 @@ WORD = 8
 
 @dataclass(frozen=True)
 class SendingRank:
-    """Rank, codec, dtype, device and cuts that an exchange is made for."""
+    """Rank, codec, dtype, device and boundaries of an exchange."""
 
     me: int
     ranks: int
@@ -36,7 +36,7 @@ class SendingRank:
 
 @dataclass(frozen=True, eq=False)
 class CopiedPayloads:
-    """Copies of payloads of which some go to several ranks, in one launch however many these are.
+    """Copies of payloads that go to several ranks, in one launch for any number of copies.
 
     Attributes:
         nbytes: of all payloads, each once.

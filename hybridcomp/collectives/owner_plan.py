@@ -81,7 +81,7 @@ class OwnerPlan:
 
 @dataclass(frozen=True)
 class OwnedSums:
-    """Places of one rank's sums in a flat fp32 tensor, run after run.
+    """Positions of one rank's sums in a flat fp32 tensor, run after run.
 
     Attributes:
         numel: elements of the tensor.
@@ -231,7 +231,7 @@ def _longest(lengths: Sequence[tuple[Key, int]]) -> int:
 
 
 def merge_neighbours(ranges: Sequence[OwnedRange]) -> list[OwnedRange]:
-    """Join neighbours with the same owners into one range: fewer calls of the codec."""
+    """Join adjacent ranges with the same owners: fewer calls of the codec."""
     runs: list[OwnedRange] = []
     for owned in ranges:
         if runs and runs[-1].ranks == owned.ranks:

@@ -143,7 +143,7 @@ def _flat(
 
 
 def _planned(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) -> BucketPlan:
-    """Return the plan of this bucket, made at the first one that is like it."""
+    """Return the cached plan for buckets like this one; make it at the first."""
     cuts, same = tuple(how.cuts), id(ranges) if isinstance(ranges, tuple) else tuple(ranges)
     left = how.residual
     of_residual = (isinstance(left, QuantizedResidual) and left.in_blocks, type(left))

@@ -111,7 +111,7 @@ def plan_bucket(tensor: Tensor, ranges: Sequence[OwnedRange], how: Reduction) ->
 
 
 def _direct(tensor: Tensor, plan: BucketPlan, cuts: tuple[int, ...], how: Reduction) -> BucketPlan:
-    """Plan to send every range to its owners, who sum it."""
+    """Plan to send every range directly to its owners, each of which sums it."""
     group, device, owners, mine = how.group, tensor.device, plan.owners, plan.mine
     (codec,) = how.codec.split_error_budget(1, group.size, exact=int(owners.sole))
     kernel = codec.planned(device)

@@ -178,7 +178,7 @@ class Ring:
         return self._checked([int(size) for size in out.tolist()], expected, src)
 
     def _checked(self, sizes: list[int], contents: Contents, src: int) -> list[int]:
-        """Return ``sizes`` that group rank ``src`` says. Raises CodecError for impossible ones."""
+        """Return the ``sizes`` that rank ``src`` announced. Raises CodecError if impossible."""
         assert self.codec is not None, "sizes of values without a codec are known"
         sender = f"rank {self.group.global_ranks[src]}"
         for nbytes, largest in zip(sizes, self._most(contents), strict=True):
@@ -219,7 +219,7 @@ class Ring:
         return HEADER_NBYTES + sizes
 
     def _check(self, arrived: PackedMessage, src: int) -> None:
-        """Compare the header with the expected contents, and cut the message to its length.
+        """Compare the header with the expected contents, and truncate the message to its length.
 
         Raises CodecError that names both sides.
         """

@@ -70,7 +70,7 @@ def gather_ids(
 def cheapest(
     ids: Sequence[Tensor], width: int, codec: Codec, dtype: torch.dtype
 ) -> tuple[Form, dict[Form, int]]:
-    """Return the form in which all ranks together send the fewest bytes, and those of each form.
+    """Return the form with the fewest bytes over all ranks, and the bytes of each form.
 
     ``ids``: of all ranks. Of codecs of variable size the largest payloads count.
     """
@@ -94,7 +94,7 @@ def cheapest(
 
 
 def gather_rows(mine: TouchedRows, ids: Sequence[Tensor], via: Transfer) -> TouchedRows:
-    """Return the rows of all ranks one behind the other, in rank order; the same bits on all."""
+    """Return the rows of all ranks concatenated in rank order; bit-identical on all ranks."""
     parts = _gather_values(mine.values, list(map(len, ids)), via)
     return TouchedRows(torch.cat(list(ids)), torch.cat(parts))
 
@@ -122,7 +122,7 @@ def sum_rows(mine: TouchedRows, ids: Sequence[Tensor], form: Form, via: Transfer
 
 
 def _to_owners(mine: TouchedRows, ids: Sequence[Tensor], via: Transfer) -> list[Tensor]:
-    """Send each row to its owner; return those that come, by rank."""
+    """Send each row to its owner; return the received rows by rank."""
     size, me, width = via.group.size, via.group.rank, mine.values.shape[1]
     owners = mine.ids % size
     order = torch.argsort(owners, stable=True).to(mine.values.device)
@@ -142,7 +142,7 @@ def _added(union: Tensor, ids: Sequence[Tensor], parts: Sequence[Tensor], like: 
 
 
 def _gather_values(values: Tensor, counts: Sequence[int], via: Transfer) -> list[Tensor]:
-    """Return the rows (``counts[r]``, width) of all ranks, every one decoded from its payload."""
+    """Return the rows (``counts[r]``, width) of every rank, each decoded from its payload."""
     (width, dtype), size = (values.shape[1], values.dtype), via.group.size
     codecs = [via.codec.for_message(count * width, dtype, size) for count in counts]
     most = [

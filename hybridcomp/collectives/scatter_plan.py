@@ -1,4 +1,4 @@
-"""Plan a reduce-scatter: kernels for messages that are one in memory, rounds for all others."""
+"""Plan a reduce-scatter: kernels for messages contiguous in memory, rounds for all others."""
 
 from __future__ import annotations
 

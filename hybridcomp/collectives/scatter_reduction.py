@@ -32,7 +32,7 @@ from hybridcomp.errors import CodecError
 
 
 class Shards(Sequence[Tensor]):
-    """A flat tensor as shards, one for each rank, that nobody cuts until asked.
+    """A flat tensor as shards, one for each rank, sliced only on access.
 
     Attributes:
         flat: 1-D and contiguous.
@@ -222,7 +222,7 @@ def _sizes(shards: Sequence[Tensor], me: int) -> tuple[int, int, Tensor]:
 def _planned(
     shards: Sequence[Tensor], residuals: Residuals, cuts: Cuts, how: Reduction, like: Tensor
 ) -> ReduceScatterPlan:
-    """Return the plan of this message, made at the first one that is like it.
+    """Return the cached plan for messages like this one; make it at the first.
 
     ``like``: a tensor of the dtype and device of the shards.
     """
@@ -247,7 +247,7 @@ def _planned(
 
 
 def _joined(shards: Sequence[Tensor]) -> Tensor | None:
-    """Return the shards as one tensor if they are one in memory, else None."""
+    """Return the shards as one tensor if they are contiguous in memory, else None."""
     return shards.flat if isinstance(shards, Shards) else adjacent(shards)
 
 

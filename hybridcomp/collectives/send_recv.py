@@ -128,7 +128,7 @@ def _send(tensor: Tensor, dst: int, via: Transfer) -> Steps[None]:
 
 
 def _leaves(tensor: Tensor, group: Group) -> bool:
-    """Return whether a stream takes the message, so that nobody has to wait for it at once."""
+    """Return whether a stream orders the message, so that the host need not wait for it."""
     return tensor.is_cuda and group.backends.get("cuda") != "gloo"
 
 

@@ -89,5 +89,5 @@ class AsyncPipelineConfig(Strict):
 
     @property
     def waitless(self) -> bool:
-        """Return whether the pipeline goes on over the ends of batches."""
+        """Return whether the pipeline runs on across the ends of batches."""
         return self.versions != "flush"

@@ -100,7 +100,7 @@ def _one(detail: ErrorDetails, model: type[BaseModel], root: str) -> tuple[str, 
 
 
 def _instead(name: str, kind: str, found: object) -> str:
-    """Say what to write in the place of a value of the wrong type; "" where that is not known."""
+    """Suggest a replacement for a value of the wrong type; "" if none is known."""
     if kind == "model_type" and name in _OBJECTS:
         example = dict(_OBJECTS[name])
         first = next(iter(example))

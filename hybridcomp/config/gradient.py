@@ -145,7 +145,7 @@ class GradientConfig(_Declared):
         self._check_converges(codec, "error_feedback")
 
     def _check_accumulates(self, codec: Codec | None) -> None:
-        """Refuse ``accumulate`` without a codec for what crosses, or with one of one level."""
+        """Refuse ``accumulate`` without a codec between nodes, or with a one-level codec."""
         if codec is None:
             todo = 'name the codec of what crosses, such as "expcode", which is exact; or remove it'
             raise problem("accumulate", "node", todo)

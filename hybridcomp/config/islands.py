@@ -163,7 +163,7 @@ class IslandConfig(_Declared):
 
     @property
     def most_under_way(self) -> int:
-        """Return how many meetings may be under way when a further one begins."""
+        """Return how many meetings may be pending when another begins."""
         if self.staleness:
             return self.staleness * self.fragments - 1
         met = self._offsets

@@ -69,7 +69,7 @@ _PRESETS = {
     "recommended": "auto default defaults standard on true yes best fast safe hybridcomp zero++",
     "none": "off no false native baseline uncompressed",
 }
-#: keys of DeepSpeed's file that stand beside the block
+#: keys of DeepSpeed's file outside the block
 DEEPSPEED = ("zero_optimization", "bf16", "fp16", "train_batch_size", "optimizer", "scheduler",
              "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "steps_per_print",
              "gradient_clipping", "communication_data_type", "compression_training")  # fmt: skip

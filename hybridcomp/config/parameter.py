@@ -18,7 +18,7 @@ from hybridcomp.config.dimension import MeasuredConfig
 from hybridcomp.config.error_messages import problem
 from hybridcomp.dimensions import Direction
 
-#: codec by which the whole of a secondary copy is sent, and what the copy of 8 bits consists of
+#: codec that sends a whole secondary copy, and the format of the 8-bit copy
 COPIED: dict[str, Any] = {"codec": "expcode"}
 ENCODED: dict[str, Any] = {"codec": "blockint", "bits": 8}
 #: where frozen weights are kept; None: not written

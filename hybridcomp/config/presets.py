@@ -44,7 +44,7 @@ PRESETS: Mapping[str, Mapping[Dimension, Settings]] = {
 MEASURING = frozenset({"recommended"})
 #: presets made for fp32 messages
 PAPER = frozenset({"naive-zfp", "naive-mpc", "mzhybrid", "zhybrid"})
-#: presets of ``sync``: settings to start from, which the keys beside ``preset`` override
+#: presets of ``sync``: defaults that the other keys of ``sync`` override
 ISLAND_PRESETS: Mapping[str, Mapping[str, Any]] = {
     "local-sgd": {"outer": {"lr": 1.0, "momentum": 0.0, "nesterov": False}},
     "diloco": {"outer": {"lr": 0.7, "momentum": 0.9, "nesterov": True}},

@@ -143,7 +143,7 @@ def node_sums_nbytes(messages: RankMessages) -> int:
 def buffer_nbytes(
     messages: RankMessages, codec: Codec, deltas: bool = False, residual_bits: int = 0
 ) -> int:
-    """Return the bytes of buffers while the largest of ``messages`` is under way, at their most.
+    """Return the peak bytes of buffers while the largest of ``messages`` is pending.
 
     Payloads that are sent and that arrive, sums and parts of other ranks that no tensor of the
     caller has room for, residuals as fp32, and the fp32 differences of lossy deltas, of all ranks

@@ -8,7 +8,7 @@ from hybridcomp.errors import ConfigError
 
 #: how a learning rate follows the batch: in proportion, as its square root, or not at all
 Scaling = Literal["linear", "sqrt", "keep"]
-#: power of the ratio of the batches by which a learning rate is multiplied
+#: a learning rate is multiplied by the ratio of the batches to this power
 _POWERS = {"linear": 1.0, "sqrt": 0.5, "keep": 0.0}
 
 

@@ -16,7 +16,7 @@ from hybridcomp.generation.past import KeyStore, PackedPass
 from hybridcomp.generation.picking import Picked
 from hybridcomp.generation.stage_runner import StageRunner
 
-#: share of the sequences that no draft learns from, by which drafts are compared
+#: share of the sequences held out of training, on which drafts are compared
 HELD_OUT = 1 / 16
 #: sequences of a step over which the learning rate grows
 WARM_UP = 30

@@ -16,7 +16,7 @@ from hybridcomp.inference.checks import refuse_quantized
 from hybridcomp.inference.follower import Follower, Patched
 from hybridcomp.publishing import WeightReceiver
 
-#: a sender may have this many weights more than twice those of the module
+#: limit of a sender's weights: twice the module's weights plus this many
 SPARE_WEIGHTS = 1 << 20
 
 

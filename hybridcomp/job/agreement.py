@@ -128,7 +128,7 @@ def _exchanged(
 
 
 def has_compared() -> bool:
-    """Return whether this rank has compared anything with others, as every engine does first."""
+    """Return whether this rank has completed an agreement check; every engine starts with one."""
     return bool(_rounds)
 
 

@@ -58,7 +58,7 @@ def uninstall() -> None:
 
 
 def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Print a mistake in one line; pass other errors to the previous hook."""
+    """Print a user's mistake in one line; pass other errors to the previous hook."""
     asked = os.environ.get(TRACEBACK, "0") not in ("", "0")
     if isinstance(error, MISTAKES) and not asked:
         tell(f"hybridcomp: {error}")
@@ -87,7 +87,7 @@ def tell(text: str) -> None:
 
 
 class _Alone:
-    """Meeting of this rank alone, where no other can be asked: this one prints."""
+    """Group of this rank alone, used if no other can be reached: this rank prints."""
 
     first = True
 
@@ -96,7 +96,7 @@ class _Alone:
         return False
 
     def tell(self) -> None:
-        """Tell the other ranks that it is printed, and stay until they have seen it."""
+        """Tell the other ranks that the line is printed, and wait until they have read it."""
 
 
 def _meeting(text: str) -> _Alone:

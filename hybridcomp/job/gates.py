@@ -18,7 +18,7 @@ Ranks = tuple[int, ...]
 
 
 class Operation(ABC):
-    """Stand on one rank for an operation that several ranks do together.
+    """Represent an operation that several ranks perform together, on one of them.
 
     Attributes:
         name: in the keys of the store, the same on all of its ranks and no other operation's.
@@ -35,7 +35,7 @@ class Operation(ABC):
 
     @abstractmethod
     def check(self, is_there: Callable[[], object]) -> None:
-        """Raise where a rank has failed that takes part, unless ``is_there`` says true."""
+        """Raise if a participating rank has failed, unless ``is_there`` returns true."""
 
     @abstractmethod
     def gate(self, group: dist.ProcessGroup | None = None) -> None:
@@ -54,7 +54,7 @@ class Operation(ABC):
 
 
 class _Here(threading.local):
-    """The operation that a thread is in, if any; a thread beside the training is in none."""
+    """Operations of this thread, the innermost last; background threads have none."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
@@ -70,7 +70,7 @@ def gate(group: dist.ProcessGroup | None = None) -> None:
 
 
 def check_failed(is_there: Callable[[], object] = bool) -> None:
-    """Raise where a rank has failed in the operation that this one waits in.
+    """Raise if another rank has failed in the operation in which this rank waits.
 
     ``is_there``: says whether what is waited for is there; then the failure came after it.
     """

@@ -97,7 +97,7 @@ class NewFile:
         sync_folder(self.path.parent)
 
 
-#: files that wait for their names until those of all ranks are complete (``saved_together``)
+#: files that are renamed once the files of all ranks are complete (``saved_together``)
 waiting: list[list[NewFile]] = []
 
 

@@ -32,7 +32,7 @@ def files_together(what: str) -> Iterator[None]:
         yield
         return
     files: list[saved.NewFile] = []
-    kept: list[Path] = []  # those of the old files that have a second name
+    kept: list[Path] = []  # old files that have a second name
     saved.waiting.append(files)
     try:
         with together(what, lambda: _put_back(files, kept), error=CheckpointError):

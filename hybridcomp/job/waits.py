@@ -9,7 +9,7 @@ from typing import TypeVar
 from hybridcomp.job.gates import check_failed
 
 T = TypeVar("T")
-#: seconds of a wait after which the user is told; again whenever it lasts REPEAT times as long
+#: seconds after which a wait is reported; reported again each time it lasts REPEAT times as long
 NOTICE_S, REPEAT = 10.0, 3
 #: seconds between two looks: at first, and at most
 LOOK_S, SELDOM_S = 0.01, 0.2

@@ -1,4 +1,4 @@
-"""Write a version of a folder beside the training: a thread of each rank copies, encodes, writes.
+"""Write versions to a folder in the background: each rank's thread copies, encodes and writes.
 
 1. ``publish(wait=False)``, on the caller's thread: the ranks agree, and the thread begins.
 2. The thread copies the weights, which stay as they are until the next optimizer step; that waits
@@ -33,7 +33,7 @@ from hybridcomp.publishing.records import Manifest, read_manifest
 from hybridcomp.publishing.summaries import check_all
 from hybridcomp.publishing.waited import MakesManifest, VersionStart, commit
 
-#: seconds that a version may take beside the training, where nobody says another number
+#: default limit in seconds for writing a version in the background
 LIMIT_S = 600.0
 #: seconds that rank 0 still waits for parts of other ranks once its script has ended
 EXIT_S = 30.0
@@ -42,7 +42,7 @@ LOOK_S, LOOKS_S = 0.005, 0.25
 
 
 class BesideVersion:
-    """The version that is being written; all ranks call ``settle`` together.
+    """The version being written in the background; all ranks call ``settle`` together.
 
     Attributes:
         manifest: on rank 0 what it has written; None before.
@@ -90,12 +90,12 @@ class BesideVersion:
 
     @property
     def version(self) -> int:
-        """Return its number."""
+        """Return the version number."""
         return self._of.version
 
     @property
     def full(self) -> bool:
-        """Return whether it needs no version before it."""
+        """Return whether receivers can apply it without an earlier version."""
         return self._of.full
 
     def copied(self) -> None:
@@ -150,7 +150,7 @@ class BesideVersion:
         self._statement = {"file": file, **vars(part), "seconds": time.perf_counter() - begun}
 
     def _commit(self) -> None:
-        """Write the manifest once all parts are there, unless the version was given up before."""
+        """Write the manifest once all parts are complete, unless the version is cancelled."""
         said = self._parts()
         with self._lock:
             if said is None or self.is_given_up:
@@ -164,7 +164,7 @@ class BesideVersion:
         self._clean(manifest.version, manifest.full)
 
     def _parts(self) -> Sequence[dict[str, Any]] | None:
-        """Return what is said of all parts, once they are there; None where it was given up."""
+        """Return the manifest's entries of all parts once they are complete; None if cancelled."""
         found, pause = {self._of.rank: self._statement}, LOOK_S
         exits = False
         while self._said is None and len(found) < len(self._of.tokens):
@@ -185,7 +185,7 @@ class BesideVersion:
         return self._said or [found[place] for place in range(len(self._of.tokens))]
 
     def _part(self, place: int, token: str) -> dict[str, Any] | None:
-        """Return what there is to say of the part of another rank; None before it is there."""
+        """Return the manifest's entry of another rank's part; None while it is not complete."""
         name = part_name(self._of.version, token, place)
         path = self._folder.path / PARTS / name
         failed = path.with_name(f"{name}{FAILED}")
@@ -226,13 +226,13 @@ class BesideVersion:
         return self._make(said), said
 
     def give_up(self) -> None:
-        """Write no manifest of it, unless that has begun. No collective."""
+        """Prevent the manifest from being written, unless that has begun. No collective."""
         with self._lock:
             self.is_given_up = True
         self._news.set()
 
     def still_writing(self) -> str | None:
-        """Wait for the thread of a version that was given up; return what to say where it goes on.
+        """Wait for the thread of a cancelled version; return a message if it is still running.
 
         No collective.
         """
@@ -241,7 +241,7 @@ class BesideVersion:
     def _unreadable(
         self, bad: list[dict[str, Any]], said: list[dict[str, Any]] | None = None
     ) -> tuple[Manifest, list[dict[str, Any]]]:
-        """Give the version up, unless the manifest is there in spite of an error."""
+        """Cancel the version, unless its manifest exists in spite of an error."""
         self.give_up()
         if self._is_committing:
             self._ended.wait(self._left())
@@ -260,7 +260,7 @@ class BesideVersion:
         return found, said or bad
 
     def close(self) -> None:
-        """Wait until this rank has done its work, and say what has failed. No collective.
+        """Wait until this rank's work is done, and report its failure. No collective.
 
         What is left of a version that has failed is removed by the next job: rank 0 may not have
         seen yet why a part does not come.

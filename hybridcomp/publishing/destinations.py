@@ -27,7 +27,7 @@ from hybridcomp.publishing.records import DamagedVersion, Manifest, read_manifes
 
 PARTS = "parts"
 _MANIFEST = re.compile(r"v(\d{10})\.json")
-#: files by which receivers ask for a full version
+#: files with which receivers request a full version
 ASKS = "ask_full.*.json"
 TO = "publish.to"
 #: end of the name of a file that says why a part does not come
@@ -265,7 +265,7 @@ class Folder(Destination):
             self._answer()
 
     def _check_alone(self, version: int) -> None:
-        """Raise PublishError where somebody has written ``version``, or a later one."""
+        """Raise PublishError if another writer has written ``version`` or a later version."""
         newest = max(manifests_in(self.path), default=0)
         if newest >= version:
             raise PublishError(
@@ -344,7 +344,7 @@ class _Writer:
 
 
 def _open_new(path: Path) -> BinaryIO:
-    """Open a new file to write; one that is there has been left by this object."""
+    """Open a new file to write; replace a file that this object left unfinished."""
     path.unlink(missing_ok=True)
     try:
         number = os.open(path, NEW_FILE, 0o666)

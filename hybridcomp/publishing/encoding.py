@@ -59,7 +59,7 @@ class PartSummary:
 
 @dataclass
 class Shard:
-    """One owned part with the copy of it that was published last, by pieces.
+    """One owned part, with a copy of its last published values, by pieces.
 
     Written beside the training, a version has a copy of its own, which then takes the place of that
     one.
@@ -78,7 +78,7 @@ class Shard:
         self.stretch, self.dtype = self.owned.stretch, PATTERNS[self.kind]
 
     def pieces(self, bucket: int) -> Iterator[tuple[int, int]]:
-        """Yield the borders of its pieces."""
+        """Yield the boundaries of its pieces."""
         return self.stretch.pieces(bucket)
 
     def values(self, low: int, high: int) -> Tensor:
@@ -159,7 +159,7 @@ class PartEncoder:
 
     @torch.no_grad()
     def begin_snapshot(self) -> None:
-        """Begin to copy the weights as they are now, for a version beside the training.
+        """Start to copy the present weights for a version written in the background.
 
         Weights on the host may change only once ``end_snapshot`` has returned.
         """

@@ -134,7 +134,7 @@ class _Heard:
         return found
 
     def _behind(self, nbytes: int) -> Tensor:
-        """Return memory for a broadcast that nobody reads in one piece."""
+        """Return scratch memory for a broadcast whose values are not needed as a whole."""
         if nbytes > len(self._spare):
             return torch.empty(nbytes, dtype=torch.uint8)
         return self._spare[:nbytes]

@@ -28,7 +28,7 @@ DENSE = 8
 
 @dataclass
 class Change:
-    """New values of a piece, those that changed or all of them, and a mask of the changed."""
+    """New values of a piece, all or only the changed ones, and a mask of the changed."""
 
     stretch: WeightRange
     values: Tensor
@@ -73,7 +73,7 @@ class Mirror:
     table: Table
     aliases: dict[str, str]
     flats: dict[str, Tensor]
-    #: stretches that were found to be all values
+    #: stretches known to cover all values
     cover: list[WeightRange] = field(default_factory=list)
 
     @classmethod
@@ -146,7 +146,7 @@ def _no_memory(table: Table) -> PublishError:
 
 
 def _check_cover(manifest: Manifest, table: Table, stretches: Sequence[WeightRange]) -> None:
-    """Raise PublishError unless the pieces are all values of the table, each once."""
+    """Raise PublishError unless the pieces cover every value of the table exactly once."""
     try:
         wrong = uncovered(table, stretches)
     except (MemoryError, OverflowError, RuntimeError):

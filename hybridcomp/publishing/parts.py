@@ -1,4 +1,4 @@
-"""The format of a part: the payloads of one rank, and an index of the pieces that they hold.
+"""Format of a part: the payloads of one rank, and an index of their pieces.
 
 A part: 16 bytes of head (``PART``, rank, zeros), payloads at multiples of 16 bytes, an index as
 JSON, 32 bytes of tail (bytes of the index, a checksum, ``TAIL``). The index has an entry for each
@@ -99,7 +99,7 @@ def _index_digest(rank: int, text: bytes) -> str:
 
 @dataclass(frozen=True)
 class ReadPart:
-    """A part whose index was checked: its bytes, its name, and its pieces."""
+    """A part whose index was checked: its bytes, its name and its pieces."""
 
     data: PartBytes
     name: str
@@ -139,7 +139,7 @@ def read_part(data: PartBytes, entry: PartEntry, manifest: Manifest) -> ReadPart
 
 
 def summary_of(data: PartBytes, rank: int) -> dict[str, Any]:
-    """Return what a manifest says of a whole part: ``nbytes``, ``changed`` and ``digest``.
+    """Return a manifest's entry of a whole part: ``nbytes``, ``changed`` and ``digest``.
 
     Raises ValueError and its kin where it is not whole.
     """

@@ -61,7 +61,7 @@ class Publisher:
         limit_s: float = LIMIT_S,
         bucket: int = BUCKET,
     ) -> None:
-        """Divide the weights among the ranks, and look whether the destination's chain goes on.
+        """Divide the weights among the ranks, and check whether the destination's chain continues.
 
         Args:
             weights: what this rank holds.
@@ -286,7 +286,7 @@ class Publisher:
         return StartedVersion(begin.version, begin.full, self._waited_s)
 
     def _take_over(self) -> VersionSummary | None:
-        """Settle the version that is written beside the training; a collective if there is one."""
+        """Settle the version being written in the background; a collective if there is one."""
         beside = self._beside
         if beside is None or beside.is_given_up:
             return None
@@ -368,7 +368,7 @@ class Publisher:
         said = tell(mine, what=WHAT, ranks=self._weights.ranks)
         check_all(said, self._weights.ranks, f"version {self._version + 1}")
         if self._is_torn and isinstance(self._destination, Folder):
-            self._destination.remove_aside()  # nobody can write a manifest that names them any more
+            self._destination.remove_aside()  # no rank can write a manifest that names them
         self._is_torn = False
         self._base, self._version = said[0]["base"], said[0]["version"]
         since_full = max(one["since_full"] for one in said)

@@ -155,7 +155,7 @@ class WeightReceiver:
         return staged, time.perf_counter() - begun
 
     def _check(self, manifest: Manifest) -> None:
-        """Raise PublishError where a version does not follow the one that is held."""
+        """Raise PublishError unless a version follows the version held."""
         held, at = self._held, f"version {manifest.version}"
         if manifest.table is not None:
             found = table_digest(manifest.table, manifest.aliases)

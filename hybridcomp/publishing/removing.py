@@ -1,4 +1,4 @@
-"""Remove from a folder what nobody reads: old versions, and what runs that were cut off have left.
+"""Remove unused files from a folder: old versions, and leftovers of interrupted runs.
 
 Of versions everything before the oldest full one that is to remain goes. A receiver that reads at
 the moment keeps the files that it has open. One that finds a manifest or a part gone looks again,

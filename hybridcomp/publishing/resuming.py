@@ -1,4 +1,4 @@
-"""Decide whether a job goes on with the chain that its destination holds.
+"""Decide whether a job continues the chain of versions at its destination.
 
 Not the number in a checkpoint decides but the weights themselves: each rank computes the checksums
 of its pieces and compares them with those of the newest version. Where all are equal, the weights

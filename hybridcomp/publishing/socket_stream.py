@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from hybridcomp.errors import PublishError
 from hybridcomp.publishing.streams import ASK, FRAME, MARK, foreign_bytes, frame_head, frame_in
 
-#: seconds that the other side of a socket may take nothing, where nobody says another number
+#: default seconds for which the other side of a socket may read nothing
 STILL_S = 60.0
 #: the most of them: poll takes milliseconds of 32 bits
 MOST_STILL_S = 1e6

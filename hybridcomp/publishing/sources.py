@@ -222,7 +222,7 @@ class FolderSource(Source):
         return f"a full version was asked for in {where}: update again when it is there"
 
     def applied(self, apply_s: float, decode_s: float) -> None:
-        """Withdraw what was asked for: the receiver has a version to go on from."""
+        """Withdraw the request for a full version: the receiver has a version to continue from."""
         self._wants_full, self._waiting = False, None
         if self._asked is not None:
             with contextlib.suppress(OSError):

@@ -272,7 +272,7 @@ class Stream(Destination):
         self._is_stuck = False
 
     def _end_last(self) -> None:
-        """End a version that was given up in the middle of a frame, before the next one begins.
+        """End a version that was cancelled in the middle of a frame, before the next one begins.
 
         What the frame lacks is sent as zeros. Raises PublishError at once where the receiver still
         takes nothing.
@@ -292,7 +292,7 @@ class Stream(Destination):
         self._frame(VERSION, 0, memoryview(manifest.to_json()))
 
     def abandon(self) -> None:
-        """Tell the receiver that the version is given up; where it takes nothing, with the next."""
+        """Tell the receiver that the version is cancelled, now or with the next version."""
         if self._ranks[0] == dist.get_rank() and self._is_open and not self._is_stuck:
             with contextlib.suppress(OSError, RuntimeError, PublishError):
                 self._end_last()

@@ -246,7 +246,7 @@ def _merged(said: Iterable[Mapping[str, Any]]) -> tuple[Table, dict[str, str]]:
 
 
 def _check_cover(table: Table, stretches: Iterable[WeightRange]) -> None:
-    """Raise PublishError unless the stretches are all values of the table, each once."""
+    """Raise PublishError unless the stretches cover every value of the table exactly once."""
     for name, want, found in uncovered(table, stretches):
         what = "parts that overlap" if found < 0 else f"parts of {found} values together"
         raise PublishError(

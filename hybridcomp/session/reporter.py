@@ -257,5 +257,5 @@ def describe_run(config: CompressionConfig | None) -> None:
         }
         block = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
         found = {CONFIG_BLOCK: block, CONFIG_CODECS: codecs}
-    # GPT-NeoX writes its own view of the block under that name
+    # GPT-NeoX writes its parsed block under that name
     run.config.update(found, allow_val_change=True)

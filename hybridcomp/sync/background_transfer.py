@@ -1,4 +1,4 @@
-"""Carry messages of one rank to the rendezvous and those of the others back, beside the training.
+"""Send this rank's messages to the rendezvous and fetch the others', in threads beside training.
 
 Two threads, each with a connection of its own: one posts what is to be sent, in order, the other
 takes what the others have sent as soon as they stand at a meeting. Neither decides anything: who is
@@ -32,7 +32,7 @@ Place = tuple[int, str]
 
 
 class BackgroundTransfer:
-    """Messages of one rank that are on their way; all methods are for the training's thread."""
+    """Messages of one rank in transit; only the training thread calls the methods."""
 
     def __init__(self, meet: Rendezvous, ranks: int) -> None:
         """Start both threads, with connections like that of ``meet``.
@@ -54,7 +54,7 @@ class BackgroundTransfer:
         self._net = util.Finalize(None, self.close, (0.0,), exitpriority=-1)
 
     def send(self, own: str, number: int, message: memoryview) -> None:
-        """Post this rank's message for a meeting as soon as those before are; it is not copied.
+        """Queue this rank's message for a meeting, without a copy, behind earlier messages.
 
         Raises nothing: other ranks of the island may have posted theirs.
         """
@@ -63,7 +63,7 @@ class BackgroundTransfer:
             self._changed.notify_all()
 
     def expect(self, number: int, islands: Iterable[str]) -> None:
-        """Take what ``islands`` send to a meeting, once they stand there; some may never.
+        """Fetch the messages of ``islands`` to a meeting as they arrive; some may never come.
 
         Raises nothing, as ``send``.
         """
@@ -74,7 +74,7 @@ class BackgroundTransfer:
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Raise what has gone wrong."""
+        """Raise the error of either thread, if there is one."""
         with self._changed:
             self._raise()
 
@@ -87,7 +87,7 @@ class BackgroundTransfer:
             )
 
     def take(self, number: int, island: str) -> bytearray | None:
-        """Return what an island sent to a meeting where it is present; None: it is gone."""
+        """Return a present island's message to a meeting; None: the store lost it."""
         place = (number, island)
         with self._changed:
             if place not in self._found:
@@ -99,13 +99,13 @@ class BackgroundTransfer:
             return self._found.pop(place)
 
     def forget(self, number: int) -> None:
-        """Drop what was taken, or was to be, for meetings up to ``number``."""
+        """Drop fetched messages and pending fetches for meetings up to ``number``."""
         with self._changed:
             self._wanted = {at: sure for at, sure in self._wanted.items() if at[0] > number}
             self._found = {at: data for at, data in self._found.items() if at[0] > number}
 
     def flush(self) -> None:
-        """Drop all that has not begun and all that was taken; return once nothing is on its way."""
+        """Drop fetched messages and requests not yet begun; return once nothing is in transit."""
         with self._changed:
             while len(self._unsent) > 1:
                 self._unsent.pop()
@@ -113,7 +113,7 @@ class BackgroundTransfer:
             self._wanted, self._found = {}, {}
 
     def close(self, seconds: float) -> int:
-        """Post what is left, at most for ``seconds``, and end both threads; never raises.
+        """Post the remaining messages for at most ``seconds``, and end both threads; never raises.
 
         Returns how many messages were not posted.
         """
@@ -165,7 +165,7 @@ class BackgroundTransfer:
         return thread
 
     def _guarded(self, work: Callable[[Rendezvous], None], meet: Rendezvous) -> None:
-        """Run a thread, and keep what ends it."""
+        """Run the body of a thread, and keep the exception that ends it."""
         try:
             work(meet)
         except Exception as error:

@@ -44,7 +44,7 @@ _FINITE = {
 
 
 def state_of(progress: Progress, weights: str, islands: int, index: int) -> dict[str, Any]:
-    """Return the entry of this rank; all that is under way has arrived.
+    """Return this rank's checkpoint entry; all messages of pending meetings have arrived.
 
     ``weights``: digest of what it holds; ``islands``: of the job; ``index``: of this rank's.
     """
@@ -141,18 +141,18 @@ def _is_meeting(value: Any, entry: Mapping[str, Any]) -> bool:
 
 
 def path_of(folder: Path, rank: int) -> Path:
-    """Return the file of a rank."""
+    """Return the path of a rank's file."""
     return folder / FILES.replace("*", f"{rank:05d}")
 
 
 def write(folder: Path, entry: Mapping[str, Any] | None) -> None:
-    """Write this rank's entry into ``folder``; a collective. None: nothing has begun."""
+    """Write this rank's ``entry``, None before the first meeting, into ``folder``; a collective."""
     _, problem = saved.attempt(lambda: _write(folder, entry))
     saved.all_well(problem, WHAT)
 
 
 def _write(folder: Path, entry: Mapping[str, Any] | None) -> None:
-    """Write the file of this rank, and on rank 0 remove those that no rank writes any more."""
+    """Write this rank's file; on rank 0 also remove files of ranks that no longer exist."""
     if entry is not None:
         saved.write(path_of(folder, dist.get_rank()), entry)
     if dist.get_rank() == 0:
@@ -264,7 +264,7 @@ def _like(tensor: Tensor | None, like: Tensor) -> Tensor | None:
 def _load_shared(
     entries: Sequence[Mapping[str, Any]], progress: Progress, islands: Islands, count: int
 ) -> None:
-    """Take what all agree on from the first peer that has it; ``count``: islands that saved."""
+    """Fetch the common state from the first peer that has it; ``count``: islands that saved."""
     peers, rows = islands.peers, islands.rows
     clocks = small_messages.gather_objects(
         entries[0]["clock"] if entries else None, peers

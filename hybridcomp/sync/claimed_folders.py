@@ -1,4 +1,4 @@
-"""Keep islands from writing into one folder, of checkpoints or versions, under the same names."""
+"""Keep two islands from writing checkpoints or versions of the same name into one folder."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def first_in(folder: Path, files: str, run: str, island: str) -> str:
 
 
 def _create(path: Path, text: str) -> bool:
-    """Write a new file, or none at all; return whether there was none."""
+    """Create a file; return False, and write nothing, if it exists."""
     try:
         descriptor = os.open(path, saved.NEW_FILE, 0o666)
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""Send weights of islands as they are: those of the first island, and parts inside an island."""
+"""Send weights of islands unencoded: from the first island to all, and parts inside an island."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hybridcomp.job.gates import gate
 
 
 def broadcast(values: Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Give ``values`` of global rank ``source`` to all ranks of ``group``, in place."""
+    """Broadcast ``values`` of global rank ``source`` to all ranks of ``group``, in place."""
     gate(group)
     dist.broadcast(values, source, group=group)
 
 
 def start_gather(out: Tensor, values: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    """Start to gather ``values``, equally many on all ranks, into ``out`` by group rank.
+    """Start to gather ``values``, of equal length on all ranks, into ``out`` by group rank.
 
     ``group``: None for all ranks of the job.
     """

@@ -1,4 +1,4 @@
-"""State that one island gives another, which joins: what all agree on, and what is under way."""
+"""State that an island hands to a joining one: the common state and the pending meetings."""
 
 from __future__ import annotations
 

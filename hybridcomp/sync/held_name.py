@@ -42,7 +42,7 @@ _STATE, _BEGAN = 0, 19
 
 
 class HeldName:
-    """The name of the island of this process; its first rank alone has one."""
+    """Name of this process's island; only its first rank holds one."""
 
     def __init__(self, line: StoreLine, name: str, say: Callable[..., object] = unsaid) -> None:
         """Hold nothing yet; ``line`` is used by the caller's thread alone, ``say`` by ``take``."""
@@ -59,7 +59,7 @@ class HeldName:
         self._beating: threading.Thread | None = None
 
     def take(self) -> None:
-        """Take the name, unless this has it; begin to show that the island lives.
+        """Claim the name, unless already held, and start to signal that the island lives.
 
         Raises AgreementError where another living island has it, which is found out in ``BEAT_S``,
         and in ``WATCH_S`` where it was stopped; PeerError where the rendezvous does not answer.
@@ -83,7 +83,7 @@ class HeldName:
             self._net = util.Finalize(None, self._stop, exitpriority=-1)
 
     def release(self) -> None:
-        """Let others have the name; harmless when called twice, never raises."""
+        """Release the name; harmless when called twice, never raises."""
         if self._beating is None:
             return
         self._net.cancel()
@@ -114,7 +114,7 @@ class HeldName:
         return found == "lives" or (here and found is None)
 
     def _beat(self) -> None:
-        """Show that the island lives, until it ends or another has its name."""
+        """Signal that the island lives, until it ends or another island holds its name."""
         while not self._ended.is_set():
             with contextlib.suppress(PeerError):  # whoever carries messages says so
                 line = self._line.again()
@@ -140,7 +140,7 @@ def _words(who: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _machine() -> str:
-    """Return what processes have in common that see each other's numbers; "" where unknown."""
+    """Return an identifier of this boot and process-id namespace; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -149,7 +149,7 @@ def _machine() -> str:
 
 
 def _began(pid: int) -> str | None:
-    """Return when a process of this machine was started, in ticks; None: it has ended.
+    """Return when a process of this machine started, in ticks; None: it has ended.
 
     HIDDEN where it is there and cannot be looked at.
     """

@@ -1,4 +1,4 @@
-"""State what islands that are jobs have to have alike before they meet."""
+"""List the facts that must be equal in all islands that are jobs before they meet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pack what islands that are jobs send each other: values, state, as bytes that say what they are.
+"""Serialize the messages of islands that are jobs: values and state, as self-describing bytes.
 
 In front of the values stands a line that says how they are encoded, and with ``outlier`` the sum of
 their squares: islands on other hardware would add them up to other bits. An island that has just

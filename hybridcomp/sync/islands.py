@@ -88,7 +88,7 @@ def islands_of(size: int | str) -> Islands:
 
 
 def is_island(ranks: Ranks) -> bool:
-    """Return whether these global ranks are an island that was made in this job."""
+    """Return whether these global ranks form one of this job's islands."""
     return _made_in[0]() is dist.group.WORLD and any(ranks in rows for rows in _made)
 
 

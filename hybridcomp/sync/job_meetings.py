@@ -59,7 +59,7 @@ class JobMeetings(SyncFollower):
 
     @property
     def membership(self) -> Membership:
-        """Return the part that this island takes in the run, once meetings have begun."""
+        """Return this island's membership in the run, once meetings have begun."""
         assert self._membership is not None, "begun"
         return self._membership
 
@@ -77,7 +77,7 @@ class JobMeetings(SyncFollower):
         return takes or self.config.fragment_at(clock) is not None
 
     def row(self) -> dict[str, float] | None:
-        """Return the figures since the last call, and who was there; None without a meeting."""
+        """Return figures and present islands since the last call; None without a meeting."""
         found, of = super().row(), self.membership
         if found is None:
             return None
@@ -120,14 +120,14 @@ class JobMeetings(SyncFollower):
         self._channel.state.islands = len(self.membership.last.members)
 
     def _post_under_way(self) -> None:
-        """Put the messages that are under way into the rendezvous, under the names there."""
+        """Post the messages of pending meetings to the rendezvous again, under this run's names."""
         self._count_islands()
         first = self.membership.last.number + 1
         for number, meeting in enumerate(self.under_way, first):
             self.membership.post(number, bytes_of(meeting.rows))
 
     def _load(self) -> Reached:
-        """Load this island's own state from a checkpoint; return how far it had got."""
+        """Load this island's state from a checkpoint; return the meeting it had reached."""
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             return None
@@ -171,7 +171,7 @@ class JobMeetings(SyncFollower):
     # meetings
 
     def _send(self, index: int) -> Exception | None:
-        """Send what this rank's part of a fragment has moved to the rendezvous."""
+        """Send the weight change of this rank's part of a fragment to the rendezvous."""
         of, part, began = self.membership, self.parts[index], time.perf_counter()
         of.transfer.check()
         self.masters.check()
@@ -187,7 +187,7 @@ class JobMeetings(SyncFollower):
         return None
 
     def _take(self) -> None:
-        """End the first meeting under way; join again where it is held without this island.
+        """End the first pending meeting; join again if it was held without this island.
 
         1. Take the decision: who is present.
         2. Take the messages of those, and the mean.
@@ -224,7 +224,7 @@ class JobMeetings(SyncFollower):
         return put_back
 
     def _rows(self, roster: Roster, index: int) -> dict[str, Tensor | str] | None:
-        """Return the messages by island, or why one does not count, the same in all islands.
+        """Return messages by island, or the reason one does not count; the same in all islands.
 
         Islands that have come since the meeting began have sent none. None where a rank of this
         island came too late for one of them: it is left out then.
@@ -252,7 +252,7 @@ class JobMeetings(SyncFollower):
         return {one: bad.get(one, found[one]) for one in squares}
 
     def _message_of(self, island: str, number: int) -> bytes | bytearray | None:
-        """Return what an island sent to the first meeting under way; None: it is gone."""
+        """Return an island's message to the first pending meeting; None: the store lost it."""
         if island == self.membership.own:
             return self.under_way[0].rows.cpu().numpy().tobytes()
         return self.membership.transfer.take(number, island)

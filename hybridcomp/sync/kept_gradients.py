@@ -1,4 +1,4 @@
-"""Notice gradients that are kept over a meeting: those of the new weights would be added to them.
+"""Detect gradients kept over a meeting: gradients of the new weights would be added to them.
 
 A meeting comes after an optimizer step, when scripts are about to clear the gradients. Whether they
 do is seen when the next backward pass begins: until then gradients may be cleared at any time, as

@@ -1,4 +1,4 @@
-"""Leave a run at the normal end of an island, which is a job: its last messages count, or it says.
+"""Leave the run when an island job ends normally; warn if its last messages do not count.
 
 * Each rank waits until its own messages are at the rendezvous, at most ``timeout_s``.
 * The first rank then waits for those of its other ranks, which are as long, at most ``OTHERS_S``,
@@ -26,7 +26,7 @@ def depart(
     limit_s: float,
     say: Callable[..., object],
 ) -> None:
-    """Post what is left, and say goodbye on the first rank; never raises. No collective.
+    """Post the remaining messages and leave the run on the first rank; never raises. No collective.
 
     Args:
         meet, transfer: of this rank; the transfer ends.

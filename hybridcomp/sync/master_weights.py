@@ -1,4 +1,4 @@
-"""The weights of one rank as one flat vector, whatever the engine keeps them in."""
+"""View the weights of one rank as one flat vector, however the engine stores them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Masters:
     def gathered(
         self, part: Part, values: Tensor, whole: tuple[int, int], inside: dist.ProcessGroup | None
     ) -> tuple[int, int, Tensor]:
-        """Return what ``write`` takes for this rank's ``part``, and for that of the others.
+        """Return the arguments of ``write`` for this rank's ``part`` and for the others' parts.
 
         Others have parts where they hold the same vector; then this is a collective of those.
         A gate of the operation either way.
@@ -147,7 +147,7 @@ class Masters:
 
 
 def put_back(before: list[tuple[Tensor, int, Tensor]]) -> None:
-    """Give weights the values that they had before ``exchange``."""
+    """Restore the values that the weights had before ``exchange``."""
     while before:
         _put(*before.pop())
 

@@ -146,7 +146,7 @@ class IslandMeetings(SyncFollower):
         return problem
 
     def _message_or_nothing(self, part: Part) -> tuple[Tensor, Exception | None]:
-        """Return what this rank sends where nobody waits: zeros if it fails, and the failure.
+        """Return this rank's message, without communication: zeros and the error if it fails.
 
         Its flag has all islands skip the meeting, in which the others would miss this rank.
         """
@@ -161,7 +161,7 @@ class IslandMeetings(SyncFollower):
             return torch.zeros_like(before.start), problem
 
     def _take(self) -> None:
-        """End the first meeting under way."""
+        """End the first pending meeting."""
         meeting, began = self.under_way.pop(0), time.perf_counter()
         part = self.parts[meeting.index]
         meeting.wait()

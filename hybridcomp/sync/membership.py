@@ -1,4 +1,4 @@
-"""The part that one island, a job of its own, takes in a run: it joins, is left out, and leaves.
+"""Membership of one island job in a run: it joins, is dropped, and leaves.
 
 All ranks of the island hold the same: what its first rank does alone at the rendezvous is told to
 the others, errors as well.
@@ -144,7 +144,7 @@ class Membership:
         return self.meet.decide(self.last, self.own)
 
     def held(self, now: Roster, bad: Mapping[str, str]) -> None:
-        """Go on to the next meeting, and say who was not there, who has left and who comes.
+        """Advance to the next meeting; report absent, departed and joining islands.
 
         ``bad``: islands whose messages did not count, with what they did.
         """
@@ -171,7 +171,7 @@ class Membership:
         self._release()
 
     def _announced(self, reached: Reached) -> tuple[int, str]:
-        """Return how many decisions there were, and what the island is called from now on."""
+        """Return the number of decisions so far, and this island's name from now on."""
         assert self._held is not None, "the first rank"
         self._held.take()  # another may have it where this was stopped
         return self.meet.decisions(), self.meet.announce(self.name, reached)

@@ -1,4 +1,4 @@
-"""Find islands whose moves are far off those of the others: they count as if they had sent NaN."""
+"""Detect islands whose weight changes are outliers; they are treated as if they had sent NaN."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def far_off(
         total.add_(part)
     norms = total.sqrt().tolist()
     known = [norm for norm, well in zip(norms, finite, strict=True) if well]
-    if len(known) < 3:  # of two nobody knows which is far off
+    if len(known) < 3:  # of two islands either may be the outlier
         return [False] * len(norms)
     most = above * statistics.median(known)
     return [well and norm > most for norm, well in zip(norms, finite, strict=True)]

@@ -1,4 +1,4 @@
-"""Record how far one rank has got: the step, its parts of fragments, and meetings under way."""
+"""Record one rank's progress: the step, its parts of fragments, and pending meetings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Part:
 
 @dataclass(eq=False)
 class Meeting:
-    """A meeting under way.
+    """A meeting whose mean is still to be taken.
 
     Attributes:
         index: the fragment.

@@ -130,7 +130,7 @@ class Fragment:
         return now + shift
 
     def skip(self) -> None:
-        """Give up the oldest meeting: what it sent goes into the next message once more."""
+        """Cancel the oldest meeting: add the weight change that it sent to the next message."""
         message = self.under_way.popleft()
         if message.kept is not None:
             self._keep(message.kept)
@@ -138,7 +138,7 @@ class Fragment:
             self.base = self.base + message.moved
 
     def fall_back(self) -> Tensor:
-        """Return the weights that all islands agreed on last, for an island that lost its own.
+        """Return the weights that all islands last agreed on, for an island that lost its copy.
 
         Of what it has sent nothing is made up for.
         """

@@ -40,7 +40,7 @@ SLACK_S = 60.0
 
 
 class Rendezvous:
-    """Questions of one rank of an island to the store.
+    """Requests of one rank of an island to the store.
 
     Args:
         line: to the store.
@@ -94,7 +94,7 @@ class Rendezvous:
         return str(theirs["run"])
 
     def named(self, name: str | None) -> str:
-        """Return ``name``, or a number that nobody has, or has had, in this run."""
+        """Return ``name``, or else a number that no island of this run has used."""
         while not name:
             found = str(self.line.add("names", 1) - 1)
             taken = self.line.get(f"holders/{found}") or self.line.get(f"starts/{found}")
@@ -220,7 +220,7 @@ class Rendezvous:
             self._withdraw_one(own, one)
 
     def forget(self, last: Roster, now: Roster, own: str) -> None:
-        """Delete what nobody reads after ``now`` any more; of all ranks of a present island.
+        """Delete keys that no island reads after ``now``; all ranks of a present island call it.
 
         That is what islands posted that ended U meetings ago, and what was given to those that have
         joined since.
@@ -243,7 +243,7 @@ class Rendezvous:
         self.line.put(self._state(number), number, state)
 
     def take(self, number: int) -> bytearray | None:
-        """Wait for what the giver gives, as long as ``timeout_s``; None: nothing came."""
+        """Wait up to ``timeout_s`` for the state of the sending island; None: nothing came."""
 
         def notice(waited: float) -> None:
             if not self.place:
@@ -284,7 +284,7 @@ class Rendezvous:
         return self._append(Roster(number, [], joining, giver, [], heard))
 
     def _has_left(self, member: str, number: int) -> bool:
-        """Return whether a member has left, maybe with messages under way from ``number`` on.
+        """Return whether a member has left; it may have messages pending from ``number`` on.
 
         One whose name has been announced again has ended without a word, as on SIGTERM.
         """
@@ -295,7 +295,7 @@ class Rendezvous:
         return any(self.line.get(f"stands/{one}/{member}") == BYE for one in numbers)
 
     def _announced(self, heard: int) -> tuple[dict[str, list[Any] | None], int]:
-        """Return who has announced itself since ``heard`` announcements, and how many there are."""
+        """Return islands announced after the first ``heard``, and the total number announced."""
         found = {}
         while (text := self.line.get(f"joins/{heard}")) is not None:
             one = json.loads(text)
@@ -313,7 +313,7 @@ class Rendezvous:
         return Roster(**json.loads(text))
 
     def _awaited(self, number: int) -> str:
-        """Say what an island waits for that wants to join."""
+        """Tell the user what a joining island waits for."""
         last = self.decision(number - 1) if number else None
         if last is None or not last.members:
             there = len(self._announced(0 if last is None else last.heard)[0])

@@ -1,4 +1,4 @@
-"""The line of one rank to the rendezvous of its islands: torch's TCPStore, never without a limit.
+"""One rank's connection to the islands' rendezvous, torch's TCPStore; every call has a time-out.
 
 A store whose process was stopped, or whose host is cut off, answers nothing, and torch waits for
 some of its answers without a limit. So requests run in a thread of the line, and one that takes too
@@ -93,15 +93,15 @@ class StoreLine:
         return self._ask(lambda: bool(self._store.check(list(keys))))
 
     def first(self, key: str, value: str) -> bytes:
-        """Set ``key`` unless somebody has; return what it holds then: all get the same."""
+        """Set ``key`` unless it is set; return its value, the same for every caller."""
         return self._ask(lambda: bytes(self._store.compare_set(key, "", value)))
 
     def swap(self, key: str, before: str, value: str) -> None:
-        """Set ``key`` where it holds ``before``."""
+        """Set ``key`` if its value is ``before``."""
         self._ask(lambda: self._store.compare_set(key, before, value))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number ``key``, 0 in the beginning; return the sum."""
+        """Add to the number at ``key``, initially 0; return the sum."""
         return self._ask(lambda: int(self._store.add(key, amount)))
 
     def drop(self, key: str) -> bool:
@@ -182,7 +182,7 @@ class StoreLine:
         return self._within(self._request_s, work)
 
     def _within(self, seconds: float, work: Callable[[], T]) -> T:
-        """Return the result of ``work``, which the line's thread does, within ``seconds``."""
+        """Run ``work`` on the connection's thread and return its result within ``seconds``."""
         result: list[T] = []
         problem: list[Exception] = []
         done = threading.Event()
@@ -223,7 +223,7 @@ class StoreLine:
     def _await_listener(
         self, host: str, port: int, seconds: float, say: Callable[[str], object]
     ) -> None:
-        """Return once somebody listens there: torch fills the screen where nobody does."""
+        """Return once the address accepts connections: torch logs a screenful otherwise."""
         problem: OSError | None = None
 
         def look() -> bool | None:
@@ -253,7 +253,7 @@ class StoreLine:
 
 
 def _do(requests: SimpleQueue[Callable[[], None] | None]) -> None:
-    """Do one request after the other, until None comes; keep none, which would keep the line."""
+    """Serve requests until None comes; keep none, as it would keep the connection open."""
     while (request := requests.get()) is not None:
         request()
         del request

@@ -1,4 +1,4 @@
-"""Hold what all meetings have in common: the weights, the clock, state and figures."""
+"""Shared part of all meetings: the weights, the clock, state and figures."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ class SyncFollower(ABC):
         self._loaded: Sequence[Mapping[str, Any]] | None = None
         self._figures = Figures()
         self._inside: dist.ProcessGroup | None = None
-        self._to_write: list[tuple[int, int, Tensor]] = []  # what is to be put into the weights
-        self._before: list[tuple[Tensor, int, Tensor]] = []  # what it was put in the place of
+        self._to_write: list[tuple[int, int, Tensor]] = []  # values to write into the weights
+        self._before: list[tuple[Tensor, int, Tensor]] = []  # the values that it replaced
         self._engine_took = False
         self._told_kept = False
 
@@ -214,22 +214,22 @@ class SyncFollower(ABC):
             state.islands = before
 
     def _put_back(self) -> None:
-        """Give weights, and what the engine made of them, their values from before."""
+        """Restore the old values of the weights and of the engine's copies of them."""
         put_back(self._before)
         if self._engine_took:  # on all ranks: a gate stands in front of it
             self._engine_takes()
         self._written()
 
     def _written(self) -> None:
-        """Forget what was to be written."""
+        """Discard the values that were to be written."""
         self._to_write, self._before, self._engine_took = [], [], False
 
     @abstractmethod
     def _begin(self) -> None:
-        """Cut the weights, and get what all agree on; writes nothing into the weights."""
+        """Split the weights, and fetch the common state; writes nothing into the weights."""
 
     def _keeps_gradients(self, met: int) -> None:
-        """Say once, on the first rank of the island, that gradients are older than a meeting."""
+        """Warn once, on the island's first rank, that accumulated gradients predate a meeting."""
         island, self._told_kept = self._island(), True
         if island is not None:
             self._say(
@@ -241,14 +241,14 @@ class SyncFollower(ABC):
 
     @abstractmethod
     def _send(self, index: int) -> Exception | None:
-        """Begin a meeting of fragment ``index``, the last of those under way then.
+        """Begin a meeting of fragment ``index``, which becomes the last pending one.
 
         Returns what has failed where this rank takes part all the same, with nothing.
         """
 
     @abstractmethod
     def _take(self) -> None:
-        """End the first meeting under way; writes nothing into the weights."""
+        """End the first pending meeting; writes nothing into the weights."""
 
     def _cut(self, inside: dist.ProcessGroup | None) -> None:
         """Cut this rank's vector into the parts that it sends, with the weights as they are.
@@ -269,7 +269,7 @@ class SyncFollower(ABC):
         self._to_write.append(found)
 
     def _fall_back(self, is_own: bool) -> None:
-        """Go back to the weights that all islands agreed on last, of every fragment.
+        """Restore every fragment to the weights that all islands last agreed on.
 
         One fragment alone would be spoiled again by the others in the next step. ``is_own``:
         whether this rank's island does; the others come by the same gates.
@@ -296,14 +296,14 @@ class SyncFollower(ABC):
 
     @abstractmethod
     def _island(self) -> str | None:
-        """Return what this rank's island is called, on its first rank; None on the others."""
+        """Return the name of this rank's island, on its first rank; None on the others."""
 
     def after_skip(self) -> None:
         """Count a step that was skipped for an overflow."""
         self.after_step(-1)
 
     def close(self) -> None:
-        """Free start copies, momentum, residuals and what is under way. No collective."""
+        """Free start copies, momentum, residuals and pending meetings. No collective."""
         self.progress = Progress()
         self._channel.state.islands = 1
         if self._masters is not None and self._masters.kept is not None:

@@ -46,7 +46,7 @@ class ProgressDisplay:
 
     @property
     def every(self) -> float:
-        """Seconds between two calls of ``show`` while a part is under way."""
+        """Interval of ``show`` calls during a part, in seconds."""
         return LINE_S if self._bar is None else BAR_S
 
     def __enter__(self) -> ProgressDisplay:
@@ -75,7 +75,7 @@ class ProgressDisplay:
             self._bar.stop()
 
     def show(self, done: float, text: str) -> None:
-        """Tell that ``done`` parts are, and what is under way; a bar, or a line."""
+        """Show that ``done`` parts are complete, and the current part; as a bar or a line."""
         left = self.left(done)
         told = text if left is None else f"{text}, {left_of(left)}"
         if self._bar is None and time.monotonic() - self._told >= self._least_s:

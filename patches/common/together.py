@@ -11,7 +11,7 @@ from hybridcomp.job import saved, small_messages
 from hybridcomp.job.agreement import tell
 
 T = TypeVar("T")
-#: called by the work now and then, so that nobody gives up waiting
+#: called by the work at intervals, so that waiting ranks do not time out
 Beat = Callable[[], object]
 
 

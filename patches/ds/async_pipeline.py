@@ -41,7 +41,7 @@ Instructions = list[schedule.PipeInstruction]
 
 
 class AsyncPipeline:
-    """The pipeline of one engine on this rank, with what is under way in it.
+    """The asynchronous pipeline of one engine on this rank, with its pending passes and messages.
 
     Attributes:
         order: passes of this stage. versions: weights that it holds.
@@ -73,7 +73,7 @@ class AsyncPipeline:
 
     @property
     def _delay(self) -> float:
-        """Optimizer steps by which gradients of this stage are late, on average."""
+        """Average delay of this stage's gradients, in optimizer steps."""
         return self.ahead / int(self.engine.gradient_accumulation_steps())
 
     def _new_order(self) -> PassOrder:
@@ -210,7 +210,7 @@ class AsyncPipeline:
     # the loss
 
     def loss(self, original: Callable[[Any], Tensor]) -> Tensor:
-        """Return the mean loss of the batch: posted by the last stage, which goes on at once.
+        """Return the mean loss of the batch, posted by the last stage, which does not wait.
 
         ``original``: upstream's ``_aggregate_total_loss``, which broadcasts and waits.
         """

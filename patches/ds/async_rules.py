@@ -10,7 +10,7 @@ from hybridcomp.patches.rules.ds_pipeline import Stages, check_precision, check_
 
 
 def check(engine: Any, settings: AsyncPipelineConfig) -> None:
-    """Raise ConfigError for an engine that cannot go on without a flush, naming the key."""
+    """Raise ConfigError, naming the key, for an engine that needs a flush between batches."""
     check_stages(settings, _stages(engine))
     check_precision(
         settings,

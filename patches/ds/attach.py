@@ -99,7 +99,7 @@ def make_init(original: Callable[..., None]) -> Callable[..., None]:
             ds_json = settings.of_config(bound.arguments["config_class"])
             block = load_config(ds_json)
             if BLOCK not in ds_json:
-                # without a block in the file that of the process counts: no setting is ignored
+                # if the file has no block, the process's block applies: no setting is ignored
                 block = process.configured()
             agree_on(block, "deepspeed", **{record.ENVIRONMENT: record.asked()})
             if block is not None:

@@ -1,4 +1,4 @@
-"""Save and load residuals beside DeepSpeed's checkpoints, and have exact weights saved in them.
+"""Save and load residuals beside DeepSpeed's checkpoints, and save exact weights in them.
 
 ``DeepSpeedEngine.save_checkpoint`` and not ``_save_checkpoint``: it is public, the pipeline engine
 does not override it, and on its return the ``latest`` file points to the checkpoint, so residuals
@@ -141,7 +141,7 @@ def make_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             has_returned = True
         finally:
             if result[0] is None and (has_returned or not folder.is_dir()):
-                put_back()  # upstream has found nothing
+                put_back()  # upstream has found no checkpoint
         if result[0] is None:
             return result
         if found is None:

@@ -1,4 +1,4 @@
-"""Convert a checkpoint with DeepSpeed's ``ds_to_universal``, in a process of its own.
+"""Convert a checkpoint with DeepSpeed's ``ds_to_universal``, in a separate process.
 
 The result takes its place in one step, once it is complete. A lock beside the checkpoint keeps two
 jobs, or a job and the converter that an earlier start has left behind, from writing at once; the

@@ -1,4 +1,4 @@
-"""Put exact weights into the module for a checkpoint, and the decoded ones back after it.
+"""Swap exact weights into the module while a checkpoint is saved, then the decoded ones back.
 
 Training computes with decoded weights, a checkpoint holds exact ones: the module's weights are
 gathered natively before saving, and decoded again after it. The decoded ones come from encoding the
@@ -40,7 +40,7 @@ GROUPS = (
 
 @contextmanager
 def exact_parameters(engine: Any, channels: Channels | None) -> Iterator[None]:
-    """Gather exact weights into the module, and after the body the decoded ones of training."""
+    """Gather exact weights into the module; restore the decoded weights of training afterwards."""
     if channels is None or not _encodes_weights(engine, channels):
         yield
         return

@@ -63,7 +63,7 @@ def stage_of(engine: Any) -> GeneratingStage:
 
 
 def _check(engine: Any) -> None:
-    """Refuse pipelines whose stages cannot run a pass by themselves."""
+    """Refuse pipelines whose stages cannot run a pass alone."""
     pipe: Pipe | None = getattr(engine, PIPE, None)
     if pipe is not None and pipe.waitless is not None:
         todo = "its stages hold other weights than they train; use a pipeline with a flush"

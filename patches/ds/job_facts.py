@@ -108,7 +108,7 @@ def unique_name(engine: Any, name: str, parameter: Any) -> str:
 
     if is_moe_param(parameter):
         name += f"#ep{groups._get_expert_parallel_rank(parameter.group_name)}"
-    if name.startswith("tied_modules."):  # on several stages, each of which reduces its copy
+    if name.startswith("tied_modules."):  # several stages reduce a copy each
         stage = engine.mpu.get_pipe_parallel_rank()
         name += f"#pp{stage}" if stage else ""
     rank = tensor_rank(engine.mpu)

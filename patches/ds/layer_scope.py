@@ -38,7 +38,7 @@ def tag(engine: Any, channels: Channels | None) -> None:
 
 
 def owner() -> Channels | None:
-    """Return the channels of the running layer; those of the process for layers of no engine."""
+    """Return the running layer's channels; the process's channels for layers of no engine."""
     found = _OWNER.get()
     if found is _NOBODY:
         return process.current()

@@ -13,7 +13,7 @@ from hybridcomp.patches.rules.ds_pipeline import KEY
 
 
 class ReadAhead:
-    """Micro-batches that the first stage has read and whose passes backward are to come.
+    """Micro-batches that the first stage has read and whose backward passes are pending.
 
     Upstream reads through ``_next`` from now on, also where the patches are reverted: its schedule
     then begins with the micro-batches that were read ahead.
@@ -81,7 +81,7 @@ class ReadAhead:
             self._held.popleft()
 
     def replay(self) -> None:
-        """Give the micro-batches under way once more."""
+        """Yield the pending micro-batches again."""
         self._again.extendleft(reversed(self._held))
         self._held.clear()
         self._has_ended = False

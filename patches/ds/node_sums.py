@@ -38,7 +38,7 @@ EPILOGUES = (
 ZERO_GRAD = Seam(
     REQUIREMENT, STAGE3, "DeepSpeedZeroOptimizer_Stage3.zero_grad", ("self", "set_to_none")
 )
-#: whether a step is about to come although upstream does not know of it
+#: whether an optimizer step follows of which upstream does not know
 _CROSSING: Scope[bool] = Scope("node_sums_cross", False)
 
 
@@ -63,7 +63,7 @@ def cross(optimizer: Any) -> None:
 
 
 def make_epilogue(original: Callable[..., None]) -> Callable[..., None]:
-    """Reduce zeros of parameters whose sums are left, before upstream ends the backward pass."""
+    """Reduce zeros for parameters with unsent sums before upstream ends the backward pass."""
 
     @functools.wraps(original)
     def independent_gradient_partition_epilogue(self: Any) -> None:

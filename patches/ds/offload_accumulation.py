@@ -57,7 +57,7 @@ class MicroBatchSums:
         self.norms[key] = norm(total)
 
     def close_packed(self, key: int, packed: Packed) -> None:
-        """Take the norm of a complete sum that was made in the optimizer's gradient."""
+        """Take the norm of a complete sum accumulated in the optimizer's gradient."""
         assert packed.square is not None
         self.norms[key] = packed.square.sqrt()
 

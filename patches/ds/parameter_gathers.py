@@ -66,7 +66,7 @@ FETCH = Seam(
 #: attributes of the optimizers that hold the flat groups which are gathered after a step
 FLAT_GROUPS = ("bit16_groups_flat", "bf16_groups_flat")
 
-#: attribute of a flat group of which parts are frozen (``trained_gathers``)
+#: attribute of a flat group with frozen parts (``trained_gathers``)
 TRAINED = "_hybridcomp_trained_gather"
 #: elements of one gather after a step: bounds the memory of payloads, which upstream's single call
 #: for all parameters of a group does not need

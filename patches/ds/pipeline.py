@@ -78,7 +78,7 @@ def make_exec_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _form(tensor: Tensor, agreed: Agreed | None) -> PostedForm:
-    """Return the form of a message whose tensor is ``tensor`` on this side."""
+    """Return the form of a message received into or sent from ``tensor``."""
     if agreed is None:
         return PostedForm(tensor.numel(), tensor.dtype, values=False)
     return PostedForm(tensor.numel(), agreed.dtype, agreed.values)

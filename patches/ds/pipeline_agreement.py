@@ -34,7 +34,7 @@ class Neighbour:
     """Agreement with one neighbour, and position of the next tensor in it."""
 
     agreed: Agreement | None = None
-    #: sets whose gradients are still to come, in the order of their micro-batches
+    #: sets whose gradients have not arrived yet, in the order of their micro-batches
     waiting: deque[Agreement] = field(default_factory=deque)
     activation_index: int = 0
     gradient_index: int = 0

@@ -1,4 +1,4 @@
-"""Report a pipeline that does not wait, beside the figures of a session's messages."""
+"""Report an asynchronous pipeline's figures beside those of the session's messages."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ HOST = "_hybridcomp_on_host"
 GB = 1e9
 #: share of a device that stays free where the block names no limit
 SPARE = 0.05
-#: share by which a pass may differ from what was computed
+#: fraction by which a pass may deviate from the computed memory
 CLOSE = 0.01
 #: bytes of a parameter's states: master, two moments, gradient
 STATES = 16
@@ -287,7 +287,7 @@ def _on_host(optimizer: Any) -> frozenset[int]:
 
 
 def attached(engine: Any, channels: Channels) -> None:
-    """Plan the engine's gathers where the block says so."""
+    """Plan the engine's gathers if the block asks for it."""
     policy = channels.config.memory
     if not policy.planned:
         return

@@ -135,7 +135,7 @@ class PostedMessages:
         out.detach().copy_(message.values.view(out.shape))
 
     def end_receive(self, direction: Direction) -> None:
-        """Say that a set has been received, and post the next ones."""
+        """Record that a set has been received, and post the next receives."""
         arriving = self._arriving[direction]
         arriving.begun = max(arriving.begun, 1)
         self._post_ahead(direction)

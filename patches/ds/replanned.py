@@ -1,4 +1,4 @@
-"""Read DeepSpeed's checkpoints offline, and go on from one on other ranks or pipeline stages.
+"""Read DeepSpeed's checkpoints offline, and resume on other ranks or pipeline stages.
 
 Without ZeRO DeepSpeed loads its checkpoints on any number of replicas; at stages 1 to 3, and with
 other pipeline stages, it loads what its own ``ds_to_universal`` made of them.
@@ -69,7 +69,7 @@ def find(place: Path) -> checkpoints.Picked:
 
 
 def read(tag: Path) -> SavedJob:
-    """Read what a checkpoint says. Raises CheckpointError where it is not whole."""
+    """Read a checkpoint's description. Raises CheckpointError if the checkpoint is incomplete."""
     names = sorted(path.name for path in tag.glob("*_states.pt"))
     model = [name for name in names if MODEL.fullmatch(name)]
     if not model:

@@ -1,4 +1,4 @@
-"""State which releases of DeepSpeed the seams of this folder fit; a seam says only what differs.
+"""State the releases of DeepSpeed that these seams fit; a seam states only differences.
 
 ``docs/contributing/release.md`` has the steps of moving it.
 """

@@ -25,7 +25,7 @@ LATE = "_hybridcomp_late"
 
 def at_the_end(engine: Any, work: Callable[[], object]) -> None:
     """Do ``work`` inside a step of ``engine``; what it raises is raised at the end of the step."""
-    if LATE not in vars(engine):  # called by somebody else: nobody would raise it
+    if LATE not in vars(engine):  # called by code that would not raise it
         work()
         return
     try:

@@ -39,7 +39,7 @@ DUALPIPEV = Seam(
     REQUIREMENT, "deepspeed.runtime.pipe.dualpipev", "DualPipeVEngine._INSTRUCTION_MAP", None
 )
 
-#: sets the residuals of this sum apart from those of the data-parallel reduction that follows
+#: distinguishes this sum's residuals from those of the data-parallel reduction that follows
 SUFFIX = "#tied"
 
 Executor = Callable[..., None]

@@ -1,4 +1,4 @@
-"""Say when parameters of a DeepSpeed engine stop, or begin, to require gradients in mid-training.
+"""Detect parameters of a DeepSpeed engine that are frozen or unfrozen during training.
 
 DeepSpeed's optimizers of ZeRO 1 to 3, and those of stage 0 with 16 bits, hold one flat copy of the
 parameters that required gradients when the engine was built. They step all of it, with gradients of

@@ -54,7 +54,7 @@ DECLINED: Scope[bool] = Scope("bucket_declined", False)
 
 
 class Slice(NamedTuple):
-    """One slice of a bucket, as upstream passes it; a bucket has one for each of its owners."""
+    """One slice of a bucket as upstream passes it: the part of one owner."""
 
     start: int  # in the memory of the bucket
     numel: int

@@ -27,7 +27,7 @@ PARTIAL = (
 
 
 def dimension_of(group: dist.ProcessGroup | None, default: Dimension) -> Dimension | None:
-    """Return the dimension whose messages ``group`` carries.
+    """Return the dimension of the messages on ``group``.
 
     None for any other group: upstream sends token counts and losses over mixed groups, which stay
     exact. ``default`` where a job makes its groups without parallel_state.

@@ -220,7 +220,7 @@ def _tensor_groups() -> list[dist.ProcessGroup | None]:
 
 @torch.no_grad()
 def _written(leaves: Sequence[Any], common: Sequence[CommonPieces]) -> None:
-    """Make the model's weights from the optimizers', as these do in their steps.
+    """Copy the optimizers' weights into the model, as the optimizers do in their steps.
 
     Where gathers overlap the forward pass, the next one gathers them.
     """

@@ -161,7 +161,7 @@ def _check(islands: Islands, every: list[dict[str, Ranks]]) -> None:
 
 
 def follow(session: EngineSession, wrapper: Any) -> None:
-    """Have islands meet after the steps of a job whose model chunk ``wrapper`` holds.
+    """Have islands meet after the steps of the job that owns the model chunk of ``wrapper``.
 
     Raises ConfigError where its gradients are summed over other ranks than the island's.
     """
@@ -185,7 +185,7 @@ def follow(session: EngineSession, wrapper: Any) -> None:
 
 
 def _refuse_tied(wrapper: Any) -> None:
-    """Refuse weights of which two pipeline stages have a copy each: meetings would part them."""
+    """Refuse weights held by two pipeline stages: meetings would make the copies differ."""
     name = "share_embeddings_and_output_weights"
     tied = any(getattr(module, name, False) for module in wrapper.module.modules())
     if tied and wrapper.pp_group.size() > 1:
@@ -197,7 +197,7 @@ def _refuse_tied(wrapper: Any) -> None:
 
 
 def stepping(session: EngineSession, optimizer: Any) -> bool:
-    """Note whose step begins; return whether islands meet after it.
+    """Record the optimizer whose step begins; return whether islands meet after it.
 
     Raises ConfigError where two optimizers of a job step by turns.
     """

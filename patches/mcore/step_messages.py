@@ -27,7 +27,7 @@ def tell(session: EngineSession, wrapped: Any) -> None:
 
 
 def _add(session: EngineSession, name: Dimension, sent: StepTraffic, buffer: Any) -> None:
-    """Note the messages ``sent`` of a buffer beside those of other buffers."""
+    """Add the messages ``sent`` of a buffer to those of other buffers."""
     channels, device = session.channels, buffer.buckets[0].grad_data.device
     group = channels[name].group(buffer.data_parallel_group)
     dtype = buffer.grad_dtype if name == "dp" else buffer.param_dtype

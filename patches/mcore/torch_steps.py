@@ -143,7 +143,7 @@ class TorchSteps:
                 self.is_left = True
                 return
             self._watch(optimizer)
-        self._has_gradients = True  # those of the pass before this step
+        self._has_gradients = True  # gradients of the pass before this step
 
     def _counts(self, optimizer: Optimizer) -> bool:
         """Return whether ``optimizer`` has Megatron's parameters, as far as any other has some."""

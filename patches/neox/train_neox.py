@@ -158,6 +158,6 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    # started as a file, Python would import the modules beside it first
+    # Python would import modules from the folder of a script first
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != FILE.parent]
     main(sys.argv[1:])

@@ -17,7 +17,7 @@ from hybridcomp.patches.rules.ds_settings import AUTO, ZERO
 #: keys of an Accelerate file; one of the first three stands in each, and DeepSpeed has none of them
 OWN_KEYS = frozenset({"distributed_type", "compute_environment", "deepspeed_config"})
 SECTION, FILE = "deepspeed_config", "deepspeed_config_file"
-#: keys of the section that Accelerate refuses beside ``deepspeed_config_file``
+#: keys of the section that Accelerate refuses together with ``deepspeed_config_file``
 NOT_BESIDE_A_FILE = (
     "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
     "offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path",

@@ -91,7 +91,7 @@ def _ranks(model: Module) -> Ranks | None:
 
 
 def _start(model: Module, attached: Attached) -> None:
-    """Start what the block asks for beside messages."""
+    """Start the features of the block that are not messages."""
     attached.on_detach(functools.partial(_forget, model))
     in_layers = (name for name, row in ROWS.items() if row.in_layers)
     if any(attached.channels[name].active for name in in_layers):

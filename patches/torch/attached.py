@@ -91,7 +91,7 @@ class Attached:
         self.loss_scale = LossScale(self.rescale)
         self.optimizer_calls = 0  # calls of optimizers' step, maybe several per training step
         self.is_detached = False
-        self.ignored: IgnoredTables | None = None  # tables whose gradients nobody reduces
+        self.ignored: IgnoredTables | None = None  # tables whose gradients no rank reduces
         self._undo: list[Callable[[], object]] = []
 
     @property
@@ -171,7 +171,7 @@ class Attached:
         self._is_open = True
 
     def _say_if_forgetful(self) -> None:
-        """Say what begins anew where weights were loaded and the state beside them was not."""
+        """Report the state that restarts because weights were loaded without it."""
         kept = saved_state.has_feedback(self.channels) or self.channels.config.measured()
         if self.session.forgetful and kept:
             lost = saved_state.anew(self.channels)

@@ -39,7 +39,7 @@ from hybridcomp.patches.torch.ddp_slot import Bucket
 
 @dataclass
 class _Pending:
-    """A bucket under way: its handle, the future that DDP waits for, and the gradients."""
+    """A pending bucket: its handle, the future on which DDP waits, and the gradients."""
 
     handle: Handle
     future: Bucket
@@ -106,7 +106,7 @@ class _BucketSum(AllReduce):
         return self.reducer.taken(self.bucket)
 
     def started(self, handle: Handle) -> _Pending:
-        """Finish the buckets before this one, whose first message is under way."""
+        """Finish the earlier buckets, whose first message has been posted."""
         assert self.values is not None, "loaded"
         future: Bucket = torch.futures.Future(devices=_devices(self.gradients))
         self.reducer.finish()
@@ -241,7 +241,7 @@ class Reducer:
             residuals.load(residuals.state_dict())
 
     def finish(self) -> None:
-        """Wait for the buckets under way, in order: ``wait`` posts further messages."""
+        """Wait for the pending buckets in order: ``wait`` posts further messages."""
         finished, self._pending = self._pending, []
         for one in finished:
             one.handle.wait()

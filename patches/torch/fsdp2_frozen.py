@@ -153,7 +153,7 @@ class FrozenGather:
     def _drop_changed(
         self, shards: Callable[[], list[Tensor]], device: torch.device, group: dist.ProcessGroup
     ) -> None:
-        """Drop what does not hold any more; ``shards``: returns this rank's, by place."""
+        """Drop stale entries; ``shards``: returns this rank's, by place."""
         if not self._kept:
             return
         trained, places = set(self._members.trained), sorted(self._kept)

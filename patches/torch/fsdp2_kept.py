@@ -1,4 +1,4 @@
-"""Gather steps where FSDP2 keeps unsharded parameters, as torch 2.15 can.
+"""Gather parameter deltas when FSDP2 keeps unsharded parameters, as torch 2.15 can.
 
 ``set_keep_unsharded_storage`` keeps the storage of a parameter with what the last gather put there,
 this rank's chunk included, until the next one is copied out. So it is the reference of
@@ -19,7 +19,7 @@ from hybridcomp.patches.torch.fsdp2_members import Members
 
 
 def keeps(parameter: Any) -> bool:
-    """Return whether torch keeps the storage of one of its ``FSDPParam`` after resharding."""
+    """Return whether torch keeps the storage of this ``FSDPParam`` after resharding."""
     return bool(getattr(parameter, "keep_unsharded_storage", False))
 
 

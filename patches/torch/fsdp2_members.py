@@ -72,7 +72,7 @@ class Members:
         self.members = [_member(parameter, names, where) for parameter in group.fsdp_params]
         #: called before the first message, until it raises nothing
         self.before_first: Callable[[], None] | None = None
-        self._announced: tuple[int, ...] | None = None  # parameters of the message to come
+        self._announced: tuple[int, ...] | None = None  # parameters of the next message
         self._prepare: Any = None  # torch's own, while ours is in its place
         self._ends: Any = None  # torch's end of a backward pass, while ours is in its place
         self._touched: set[int] = set()

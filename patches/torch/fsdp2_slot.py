@@ -18,7 +18,7 @@ Native = TypeVar("Native", bound="AllGather | ReduceScatter")
 
 
 class EncodedSlot(Generic[Native]):
-    """Collective in a slot of a group, beside torch's own, which it replaces."""
+    """Collective that replaces torch's own in a slot of a group."""
 
     native: Native
 

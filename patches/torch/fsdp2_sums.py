@@ -64,7 +64,7 @@ class EncodedReduceScatter(EncodedSlot[ReduceScatter], ReduceScatter):
         return self.channel.run(message, native=native, encoded=deliver)
 
     def _forget_zeroed(self) -> None:
-        """Drop what the node has kept of parameters whose gradients somebody has set to None.
+        """Drop the node's kept sums of parameters whose gradients were set to None.
 
         After the first micro-batch they have one: the zeros in place of what was kept.
         """

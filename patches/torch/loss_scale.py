@@ -1,4 +1,4 @@
-"""Follow the loss scale in whose units the residuals of an attached model are.
+"""Follow the loss scale of an attached model, which is also the unit of its residuals.
 
 A loss scaler is known from the first step that it makes. Where it changes its scale by
 ``GradScaler.update``, residuals change with it (``steps``). A scaler with an ``update`` of its own

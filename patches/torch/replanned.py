@@ -64,7 +64,7 @@ def find(place: Path) -> checkpoints.Picked:
 
 
 def read(folder: Path) -> SavedJob:
-    """Read what a checkpoint says. Raises CheckpointError where it is not whole."""
+    """Read a checkpoint's description. Raises CheckpointError if the checkpoint is incomplete."""
     index = _index(folder)
     wanted: dict[str, int] = {}
     for one in (index.storage_data or {}).values():
@@ -115,7 +115,7 @@ def resume(
     weights, states = get_state_dict(model, optimizer)
     _, problem = saved.attempt(lambda: _check_model(job, weights))
     saved.all_well(problem, WHAT)
-    # read beside what is there: an error in the middle leaves the model as it was
+    # read into copies: an error midway leaves the model as it was
     state: dict[str, Any] = tree_map(
         lambda one: one.detach().clone() if isinstance(one, torch.Tensor) else one,
         {MODEL: weights, OPTIMIZER: states},

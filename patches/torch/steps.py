@@ -76,7 +76,7 @@ def forget_all() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Average what nobody has; raise ConfigError where micro-batches have not crossed nodes."""
+    """Average ignored parameters' gradients; raise ConfigError if sums have not crossed nodes."""
     for attached in models():
         if attached.ignored is not None:
             attached.ignored.exchange(optimizer)

@@ -1,4 +1,4 @@
-"""Say when parameters of a model stop, or begin, to require gradients in mid-training.
+"""Detect parameters of a model that are frozen or unfrozen during training.
 
 Optimizers of torch pass over parameters without a gradient. So one that is frozen stays as it is,
 unless its last gradient is left in place, at best as zeros. One that begins is trained where an

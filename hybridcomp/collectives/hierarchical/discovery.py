@@ -96,7 +96,7 @@ def _check_divides(hierarchy: Hierarchy, level: int, width: int, count: int) -> 
 
 
 def _launched() -> tuple[list[int], str]:
-    """Return the node of every rank and the name of what tells it; a collective."""
+    """Return the node of every rank and the name of the source of this mapping; a collective."""
     said = tell(
         {**{name: os.environ.get(name) for name in VARIABLES}, "host": _host()}, what="node"
     )
@@ -108,7 +108,7 @@ def _launched() -> tuple[list[int], str]:
 
 
 def _switches(hierarchy: Hierarchy, below: Sequence[int], level: int) -> list[int]:
-    """Return the switch of every rank, ``level`` above its node, as Slurm tells; a collective.
+    """Return the switch of every rank, ``level`` above its node, as Slurm reports it; a collective.
 
     ``below``: the unit of every rank one level below.
     """

@@ -66,7 +66,7 @@ def node_sum(
 
 
 def keep_sum(values: Tensor, lengths: Sequence[int], how: Transfer, total: Tensor) -> Steps[None]:
-    """Sum over the node and add this rank's stretch to ``total`` (fp32); nothing leaves the node.
+    """Sum over the node and add this rank's slice to ``total`` (fp32); nothing leaves the node.
 
     ``values`` and ``lengths`` as in ``_sum_levels``.
     """
@@ -135,7 +135,7 @@ def _sum_stretch(
 def _sum_encoded(
     values: Tensor, lengths: Sequence[int], via: Transfer
 ) -> Steps[tuple[Tensor, Tensor]]:
-    """``_sum_stretch`` of encoded values: each rank adds its own exactly, in rank order.
+    """Sum encoded values as ``_sum_stretch`` does: each rank adds its own exactly, in rank order.
 
     Blocks of the codec may cross the borders of parameters.
     """
@@ -262,7 +262,7 @@ def scatter_intra_node(
     """
     mates = levels.grid[levels.node]
     me = mates[levels.local]
-    #: by local rank: the parts of its stretch that this node needs
+    #: by local rank, the parts of its slice that this node needs
     needed = [
         [part for part in _within(ranges, edges) if set(part[2]) & set(mates)]
         for edges in chunk_ranges(tensor.numel(), levels.width)

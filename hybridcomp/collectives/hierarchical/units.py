@@ -101,7 +101,7 @@ class _Part:
 
 
 def _part(row: Members, levels: Sequence[Sequence[int]]) -> _Part | None:
-    """Arrange the ranks ``row`` of one unit, which has the smaller units of ``levels``.
+    """Arrange the ranks ``row`` of one unit, which consists of the smaller units of ``levels``.
 
     None where these are no regular grid.
     """

@@ -29,7 +29,7 @@ from hybridcomp.errors import CodecError
 #: 16-bit values in memory are a payload of their cast codec; so many of them take PAYLOAD_ALIGN
 #: bytes
 CAST_STEP = PAYLOAD_ALIGN // 2
-#: elements of a stretch; two fp32 tensors of it, half a MB, fit in a core's cache
+#: elements of a slice; two fp32 tensors of this length, half a MB, fit in a core's cache
 CACHED = 1 << 16
 #: attribute of a buffer on a GPU: the address of the stream that it was taken on
 STREAM = "_hybridcomp_stream"

@@ -85,7 +85,7 @@ class SizeReader:
             self._streams[words.device] = cuda.Stream(words.device)
         stream = self._streams[words.device]
         with cuda.stream(stream):
-            message.wait()  # orders the stream; the host goes on
+            message.wait()  # orders the stream, never blocks the host
             arrival = self.copied(words)
         words.record_stream(stream)
         return arrival

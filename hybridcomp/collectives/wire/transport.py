@@ -41,7 +41,7 @@ GATHER, SCATTER = (
 )
 #: of messages between pairs, so that none is taken for a message of the training program
 TAG = int.from_bytes(b"hc", "big")
-#: largest number of abandoned works; older ones are waited for
+#: largest number of abandoned works; beyond it the oldest is waited for
 MOST_FORGOTTEN = 64
 
 

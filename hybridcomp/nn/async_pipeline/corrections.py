@@ -41,7 +41,7 @@ NAME = "compression.pipeline.correction"
 
 
 class UpdateCorrection(ABC):
-    """Hooks around the ``step`` of ``optimizer``, of which each correction fills in some.
+    """Hooks around the ``step`` of ``optimizer``; each correction implements some of them.
 
     They act inside ``active`` only, so the same optimizer can step without them, too.
     """

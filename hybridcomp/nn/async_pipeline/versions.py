@@ -63,7 +63,7 @@ class WeightVersions:
         self.newest += 1
 
     def drop(self) -> None:
-        """Free all older versions: nothing is under way."""
+        """Free all older versions: no pass is pending."""
         self._kept.clear()
 
     def at(self, version: int) -> Sequence[Tensor] | None:

@@ -94,7 +94,7 @@ class RingFunction(torch.autograd.Function):
 
 
 class _Backward:
-    """The backward pass: gradients of queries stay, those of keys and values go to their owners."""
+    """Backward pass: gradients of queries stay, those of keys and values go to their owners."""
 
     def __init__(
         self,

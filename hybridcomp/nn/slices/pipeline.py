@@ -38,7 +38,7 @@ class StageLayers(Protocol):
 
 @dataclass
 class SliceUnderWay:
-    """A send or receive under way; ``done`` is called once it has completed."""
+    """A pending send or receive; ``done`` is called when it completes."""
 
     work: Any
     values: Tensor

@@ -27,7 +27,7 @@ from hybridcomp.nn.slices.timing import now, slice_times, undisturbed
 
 #: numbers of equal slices to try
 PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-#: factors by which a call may take longer than its fit says
+#: factors by which a call may exceed its fitted time
 CALLS = (2.0, 0.5)
 #: most ways to try, and how much slower than the fastest they may be predicted to be
 MOST, WORSE = 6, 1.25

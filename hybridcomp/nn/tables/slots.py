@@ -16,7 +16,7 @@ from hybridcomp.nn.tables.owners import Owners
 
 #: batches after which counts are halved, so that a table follows its data
 HALVED_AFTER = 1 << 16
-#: above any count: rows that a batch ahead asks for, or one whose step is to come
+#: above any count: for rows that a prefetched or an unfinished batch needs
 SOON = 1e30
 
 
@@ -122,7 +122,7 @@ class RowSlots:
         self._ahead.clear()
 
     def keep(self, rows: Tensor) -> None:
-        """Evict ``rows`` last until ``release``: their step is to come."""
+        """Protect ``rows`` from eviction until ``release``: their optimizer step is pending."""
         self._kept.append(rows)
 
     def release(self) -> None:
@@ -161,7 +161,7 @@ class RowSlots:
         self._write(self._dirty.nonzero().flatten())
 
     def reload(self) -> None:
-        """Drop all rows without writing: those of the host were replaced."""
+        """Drop all rows without writing them back: the host's rows were replaced."""
         self.forget()
         self.release()
         self._slot_of.fill_(-1)

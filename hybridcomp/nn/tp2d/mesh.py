@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 @dataclass
 class BroadcastUnderWay:
-    """A broadcast under way; ``wait`` returns its tensor."""
+    """A pending broadcast; ``wait`` returns its tensor."""
 
     handle: Handle
     values: Tensor

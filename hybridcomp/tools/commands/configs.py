@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hybridcomp.errors import ConfigError
 
-#: folder of the examples: beside the package's modules, in a checkout as in site-packages
+#: folder of the examples: next to the package's modules, in a checkout and in site-packages
 FOLDER = Path(__file__).resolve().parents[2] / "configs"
 #: suffixes of configurations; the schema and the page about them are in that folder too
 SUFFIXES = (".json", ".yml")

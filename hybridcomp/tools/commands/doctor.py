@@ -33,7 +33,7 @@ from hybridcomp.tools.progress import ProgressDisplay
 #: marks in front of a line
 OK, INFO, FAIL = "ok", "-", "FAIL"
 Finding = tuple[str, str]
-#: seconds before a line tells how far the command is
+#: seconds before the command prints a line on its progress
 TELL_S = 5.0
 #: upstream packages that are patched -> the extra that installs them
 UPSTREAM = {"deepspeed": "deepspeed", "megatron.core": "megatron"}

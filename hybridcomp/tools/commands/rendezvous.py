@@ -1,4 +1,4 @@
-"""Hold the store at which islands meet that are jobs of their own, until somebody ends it."""
+"""Run the store through which islands that are jobs meet, until it is stopped."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(port: int) -> int:
 
 
 class Record:
-    """Reads in the store what the islands say and decide there, and tells the user."""
+    """Follows the islands' announcements and decisions in the store, and reports them."""
 
     def __init__(self, store: Any, say: Callable[[str], object]) -> None:
         """Hold the ``store``, a TCPStore; ``say`` gets one line at a time."""
@@ -122,7 +122,7 @@ def _print(text: str) -> None:
 
 
 def _check_free(port: int) -> None:
-    """Raise ConfigError where nobody can listen on ``port``: torch would tell it in a screenful."""
+    """Raise ConfigError if ``port`` cannot be bound: torch would print a screenful."""
     try:
         with socket.socket(socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

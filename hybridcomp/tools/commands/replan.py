@@ -1,4 +1,4 @@
-"""Make a checkpoint ready for other ranks, and the files that go on: ``hybridcomp replan``."""
+"""Prepare a checkpoint and its files to resume on other ranks: ``hybridcomp replan``."""
 
 from __future__ import annotations
 

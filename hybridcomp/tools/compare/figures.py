@@ -45,7 +45,7 @@ def ledger_of(
 
 
 def wire_of(values: Mapping[str, Any], prefix: str = PREFIX) -> float:
-    """Return the MB that one report of the ledger says were sent, over all dimensions."""
+    """Return the MB sent according to one report of the ledger, over all dimensions."""
     places = ((split_event(name, prefix), value) for name, value in values.items())
     return sum(float(value) for place, value in places if place and place[2] == "wire_MB")
 

@@ -27,7 +27,7 @@ class Trainable(Protocol):
     def run(
         self, watch: Callable[[float, Path], object] | None = None, every: float | None = None
     ) -> float | None:
-        """Train; return the seconds, None where it had finished before."""
+        """Train; return the seconds, None if the training had finished before."""
 
 
 class TrainingProgress:
@@ -38,7 +38,7 @@ class TrainingProgress:
         self._done, self._steps = 0, 0  # trainings; steps of each, 0 before one has finished
 
     def run(self, job: Trainable, name: str) -> float | None:
-        """Run the next training; return its seconds, None where it had finished before."""
+        """Run the next training; return its seconds, None if it had finished before."""
         self._progress.show(self._done, f"{name}: training")
         try:
             seconds = job.run(lambda *told: self._look(name, *told), self._progress.every)

@@ -17,9 +17,9 @@ from hybridcomp.log import say
 from hybridcomp.tools.progress import left_of
 
 Ranks = tuple[int, ...]
-#: seconds after which a part that goes on says how far it is
+#: seconds after which an unfinished part reports its progress
 TELL_S = 15.0
-#: most shapes of groups to measure beside pairs; the planner's ring model gives the others
+#: most group shapes to measure in addition to pairs; the ring model predicts the others
 MOST_SHAPES = 6
 
 

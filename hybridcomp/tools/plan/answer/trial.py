@@ -19,7 +19,7 @@ from hybridcomp.tools.plan.machines.cluster import Cluster
 from hybridcomp.tools.plan.plan import Plan
 from hybridcomp.tools.progress import ProgressDisplay
 
-#: places of a command, one of which it needs where the plans differ in that field
+#: placeholders of a command; it needs one of them if the plans differ in that field
 DECIDED = {
     "tensor": ("{tensor}",),
     "stages": ("{stages}",),

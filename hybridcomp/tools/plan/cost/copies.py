@@ -51,7 +51,7 @@ class Whole(NamedTuple):
 def copyings(
     layout: Layout, values: float, width: int, messages: float, whole: Whole
 ) -> tuple[Copying, Copying]:
-    """Return one of ``messages`` copies of gradients to the host and one of parameters back.
+    """Return one of ``messages`` copies of gradients to the host and one copy of parameters back.
 
     Args:
         values: that this rank's optimizer updates.

@@ -189,7 +189,7 @@ class PlannedJob:
         styles: tuple[Style, ...] = ("native", "plain", "feedback")
         if choices is not None:
             styles = ("native",) if alone else (style_of(choices),)
-        # the overheads are those of the slowest rank, for which all others waited
+        # the overheads are the slowest rank's, since all others waited for it
         share = min(self.cluster.speeds) / self.cluster.speeds[rank]
         return least(nearest(self.hosts, stage, style).times(share) for style in styles)
 

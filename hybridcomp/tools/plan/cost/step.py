@@ -23,7 +23,7 @@ from hybridcomp.tools.plan.cost.times import VIEW, StageTimes, View, are_blockin
 from hybridcomp.tools.plan.cost.work import Work
 from hybridcomp.tools.plan.layout import Layout
 
-#: passes of a step that are simulated; of longer ones the middle is extrapolated
+#: most passes of a step that are simulated; the middle of longer steps is extrapolated
 MOST_PASSES = 800
 
 

@@ -1,4 +1,4 @@
-"""Figures with their spread, and curves through measured ones."""
+"""Figures with their spread, and curves fitted through measured points."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from hybridcomp.tools.plan.models.model import BatchShape, Messages, Model, Mode
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """``model`` of which the first ``frozen`` blocks, and what is before them, do not train."""
+    """``model`` with its first ``frozen`` blocks, and the layers before them, not trained."""
 
     model: Model
     frozen: int

@@ -8,7 +8,7 @@ from typing import Any
 from hybridcomp.errors import ConfigError
 from hybridcomp.tools.plan.models.decoder import Decoder
 
-#: families whose layers are those of ``Decoder``
+#: model families that have the layers of ``Decoder``
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
 #: those whose key ``attention_bias`` is about all four matrices of attention; the key, and its
 #: default, for families with biases of queries, keys and values alone

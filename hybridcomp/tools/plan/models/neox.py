@@ -21,7 +21,7 @@ TOKENS = {
 }  # fmt: skip
 #: activations with two matrices in front
 GATED = frozenset({"geglu", "reglu", "bilinear", "swiglu", "glu"})
-#: kinds of attention whose blocks are those of ``Decoder``
+#: kinds of attention that have the blocks of ``Decoder``
 ATTENTION = frozenset({"global", "flash"})
 
 

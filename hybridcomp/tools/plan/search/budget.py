@@ -13,7 +13,7 @@ from hybridcomp.dimensions import DIMENSIONS, ROWS, Dimension, Key
 from hybridcomp.errors import ConfigError
 from hybridcomp.tools.plan.choices import INSIDE, NATIVE, Choice
 
-#: lossless settings, beside native
+#: lossless settings to try in addition to native
 LOSSLESS = (Choice.of("expcode"),)
 #: lossless on deltas: twice the saving of a lossless codec on weights (docs/deltas.md)
 LOSSLESS_DELTA = (Choice.of({"codec": "mpc", "delta": True}), Choice.of("stepcode"))
