@@ -22,7 +22,7 @@ from hybridcomp.generation.tree import most_nodes
 from hybridcomp.job.agreement import tell
 from hybridcomp.job.together import together
 from hybridcomp.log import say
-from hybridcomp.patches.generated import stage_of
+from hybridcomp.patches.generating import stage_of
 
 KEY = "train_draft"
 #: tokens that are drafted at a time

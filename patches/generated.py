@@ -6,21 +6,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from hybridcomp.config.error_messages import NOTHING, Shown
-from hybridcomp.errors import ConfigError
-from hybridcomp.generation import GeneratingStage, GenerationFigures, Sampling, answer
-from hybridcomp.job import error_exit
+from hybridcomp.generation import GenerationFigures, Sampling, answer
 from hybridcomp.job.together import together
+from hybridcomp.patches.generating import KEY, stage_of
 
 if TYPE_CHECKING:
     from hybridcomp.generation.draft import Draft
     from hybridcomp.generation.drafting import DraftFigures
-
-#: the operation, and the key, in messages
-KEY = "generate"
 
 
 def generate(
@@ -95,23 +89,3 @@ def rollout(engine: Any, tokenizer: Any, *, seed: int = 0) -> Any:
     from hybridcomp.patches.ds.rollout import StagesRollout
 
     return StagesRollout(engine, tokenizer, seed)
-
-
-def stage_of(engine: Any) -> GeneratingStage:
-    """Return this rank's stage of an engine. Raises ConfigError where it has none."""
-    error_exit.install()
-    if not dist.is_initialized():
-        raise ConfigError(KEY, NOTHING, "torch.distributed is not up; generate from a built engine")
-    kinds = {cls.__module__.partition(".")[0] for cls in type(engine).__mro__}
-    if "megatron" in kinds or isinstance(engine, (list, tuple)):
-        todo = (
-            "megatron-core generates by its own DynamicInferenceEngine, with weights from "
-            "swap_model_weights of its resharding; hybridcomp.publish feeds vLLM and SGLang"
-        )
-        raise ConfigError(KEY, Shown("megatron-core"), todo)
-    if "deepspeed" not in kinds:
-        todo = "expected an engine of DeepSpeed; under FSDP2 and DDP use hybridcomp.gathered(model)"
-        raise ConfigError(KEY, Shown(type(engine).__name__), todo)
-    from hybridcomp.patches.ds.generation import stage_of as of_deepspeed
-
-    return of_deepspeed(engine)

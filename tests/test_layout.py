@@ -210,9 +210,10 @@ ASKS: dict[str, set[str]] = {
     # DeepSpeed trains models whose groups Megatron or GPT-NeoX has made
     "ds": {"common", "mcore", "neox", "rules"},
     "trainers": {"common", "ds", "torch"},
-    "drafts": {"common", "generated"},
+    "drafts": {"common", "generating"},
+    "generating": {"ds"},
     "gathered": {"common", "ds", "torch"},
-    "generated": {"common", "drafts", "ds"},
+    "generated": {"common", "drafts", "ds", "generating"},
     "published": {"common", "ds", "mcore", "torch"},
     "frozen": {"common", "ds", "torch"},
     "freeze_schedule": {"common", "frozen"},

@@ -109,7 +109,7 @@ class Recording:
 
 def settle(engine: Any, **settings: Any) -> Any:
     """The engine's stage with settings of the block's ``generate``."""
-    from hybridcomp.patches.generated import stage_of
+    from hybridcomp.patches.generating import stage_of
 
     stage = stage_of(engine)
     return replace(stage, settings=stage.settings.model_copy(update=settings))
