@@ -18,7 +18,7 @@ from hybridcomp.collectives.topology import Ranks, ranks_of
 from hybridcomp.config import BLOCK
 from hybridcomp.config.error_messages import NOTHING, Shown
 from hybridcomp.dimensions import ROWS
-from hybridcomp.errors import ConfigError, SeamError
+from hybridcomp.errors import AgreementError, ConfigError, PeerError, SeamError
 from hybridcomp.job.together import together
 from hybridcomp.patches.common import island_steps, publishing_steps
 from hybridcomp.patches.torch import claimed_saves, island_masters, torch_versions, weights
@@ -198,14 +198,19 @@ def detach(model: Module) -> None:
     is_known = attached is not _UNSEEN or (isinstance(model, Module) and model in detached)
     if is_known and not isinstance(attached, Attached):
         return  # native already
-    with together(DETACH, ranks=attached.ranks if is_known else _only_ranks()):
-        if not is_known:
-            todo = (
-                "expected a model that is attached: the root of fully_shard, or the "
-                "DistributedDataParallel; engines of DeepSpeed are let go by engine.destroy()"
-            )
-            raise ConfigError(DETACH, Shown(type(model).__name__), todo)
-    attached.detach()
+    try:
+        with together(DETACH, ranks=attached.ranks if is_known else _only_ranks()):
+            if not is_known:
+                todo = (
+                    "expected a model that is attached: the root of fully_shard, or the "
+                    "DistributedDataParallel; engines of DeepSpeed are let go by engine.destroy()"
+                )
+                raise ConfigError(DETACH, Shown(type(model).__name__), todo)
+    except (PeerError, AgreementError) as problem:
+        is_lost = isinstance(problem, AgreementError) or isinstance(problem.__cause__, PeerError)
+        if not (is_known and is_lost):
+            raise  # a rank was given another model
+    attached.detach()  # also where a rank has ended, or is silent: nobody is left to agree with
 
 
 def _only_ranks() -> Ranks | None:
